@@ -95,10 +95,14 @@ class NodeActivities:
             backend = self._fleets.backend(input.fleet)
             names = input.nodes or tuple(node.name for node in self._fleets.spec(input.fleet).nodes)
         except KeyError as error:
-            raise ApplicationError(str(error.args[0]), type="BadInput", non_retryable=True) from None
+            raise ApplicationError(
+                str(error.args[0]), type="BadInput", non_retryable=True
+            ) from None
         known = {node.name for node in self._fleets.spec(input.fleet).nodes}
         if unknown := [name for name in names if name not in known]:
-            raise ApplicationError(f"fleet {input.fleet} has no node {unknown[0]}", type="BadInput", non_retryable=True)
+            raise ApplicationError(
+                f"fleet {input.fleet} has no node {unknown[0]}", type="BadInput", non_retryable=True
+            )
         found = await self._examine(replace(input, nodes=names))
         return tuple(NodeHealth(node, backend.node(node).gpus, health) for node, health in found)
 
@@ -123,7 +127,11 @@ class NodeActivities:
         if input.node not in {node.name for node in spec.nodes}:
             return NodeTerms("observe", 0, f"fleet {input.fleet} has no node {input.node}")
         node = backend.node(input.node)
-        return NodeTerms(spec.repairs, node.gpus, power=node.power is not None or isinstance(backend, CyclesPower))
+        return NodeTerms(
+            spec.repairs,
+            node.gpus,
+            power=node.power is not None or isinstance(backend, CyclesPower),
+        )
 
     @activity.defn
     async def order_repair(self, order: RepairOrder) -> Fact:
@@ -146,9 +154,13 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
         case "probe":
             return Probed(await _exchange(backend, order.node, within, order.kernel_since))
         case "diagnose":
-            return Diagnosed(await _diagnose(backend, order.node, order.id, order.level, order.within, fleet))
+            return Diagnosed(
+                await _diagnose(backend, order.node, order.id, order.level, order.within, fleet)
+            )
         case "reset-gpus":
-            answer = await backend.reset_gpus(order.node, order.id, order.boot_id, order.gpus, within, fleet)
+            answer = await backend.reset_gpus(
+                order.node, order.id, order.boot_id, order.gpus, within, fleet
+            )
         case "reboot":
             answer = await backend.reboot(order.node, order.id, order.boot_id, order.reason, fleet)
         case "power-cycle":
@@ -163,7 +175,9 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
     return OrderDone(dict(answer))
 
 
-async def _exchange(backend: Backend, node: str, within: float, kernel_since: timedelta | None) -> dict[str, Any]:
+async def _exchange(
+    backend: Backend, node: str, within: float, kernel_since: timedelta | None
+) -> dict[str, Any]:
     """Probe a node and record the time here, from which the offset of its clock is computed."""
     sent = time.time()
     answer = await backend.probe(node, within, _seconds(kernel_since))
@@ -174,7 +188,9 @@ def _identity(backend: Backend, fleet: str) -> str:
     return identity(activity.info().namespace, fleet, backend.server)
 
 
-async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta, fleet: str) -> dict[str, Any]:
+async def _diagnose(
+    backend: Backend, node: str, id_: str, level: int, within: timedelta, fleet: str
+) -> dict[str, Any]:
     """Run DCGM, and run it again if the connection broke.
 
     If the node is still held by this same order, wait for that run.
@@ -211,15 +227,29 @@ async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Hea
     diag: dict[str, Any] | None = None
     level = input.level if expected else 0
     if facts is not None and level:
-        within = min(DIAGNOSE_WITHIN[level], max(timedelta(seconds=1), ends - datetime.now(UTC) - timedelta(seconds=10)))
+        within = min(
+            DIAGNOSE_WITHIN[level],
+            max(timedelta(seconds=1), ends - datetime.now(UTC) - timedelta(seconds=10)),
+        )
         try:
-            diag = await _diagnose(backend, node, input.id, level, within, _identity(backend, input.fleet))
+            diag = await _diagnose(
+                backend, node, input.id, level, within, _identity(backend, input.fleet)
+            )
         except BackendError as error:
             diag = {"refused": "no_answer", "reason": error.reason}
-    return read_health(facts, diag, expected_gpus=expected, level=level, catalog=catalog(input.catalog), unread=unread)
+    return read_health(
+        facts,
+        diag,
+        expected_gpus=expected,
+        level=level,
+        catalog=catalog(input.catalog),
+        unread=unread,
+    )
 
 
-async def _probe(backend: Backend, node: str, kernel_since: timedelta | None) -> tuple[Mapping[str, Any] | None, str]:
+async def _probe(
+    backend: Backend, node: str, kernel_since: timedelta | None
+) -> tuple[Mapping[str, Any] | None, str]:
     unread = ""
     for attempt in range(PROBES):
         if attempt:

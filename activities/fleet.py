@@ -125,7 +125,12 @@ class FleetActivities:
         # Copy the fleet's user and port into each node, so that a change of either counts as a
         # change of the node.
         how = {"user": spec.ssh.user, "port": spec.ssh.port}
-        nodes = (node.model_copy(update={name: getattr(node, name) or value for name, value in how.items()}) for node in spec.nodes)
+        nodes = (
+            node.model_copy(
+                update={name: getattr(node, name) or value for name, value in how.items()}
+            )
+            for node in spec.nodes
+        )
         return FleetFile(Applied(spec.repairs, tuple(nodes), spec.limits))
 
     @activity.defn
@@ -149,9 +154,18 @@ class FleetActivities:
                 else:
                     if len(before) >= MOST_RUNS:
                         lost = f"none of the {len(before)} runs before this one had taken over what there was before it"
-        except (RPCError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError, LookupError, TimeoutError) as error:
+        except (
+            RPCError,
+            WorkflowQueryFailedError,
+            WorkflowQueryRejectedError,
+            ValidationError,
+            LookupError,
+            TimeoutError,
+        ) as error:
             lost = str(error.args[0] if isinstance(error, LookupError) else error) or "no answer"
-            activity.logger.warning("fleet %s: what a run before this one knew is not to be had: %s", fleet, lost)
+            activity.logger.warning(
+                "fleet %s: what a run before this one knew is not to be had: %s", fleet, lost
+            )
         found = memory(*known) if known else Remembered()
         return replace(found, lost=lost)
 
@@ -163,7 +177,11 @@ class FleetActivities:
             # The list may be some seconds old. If it contains the calling run, it also contains the
             # runs before it, which have all ended.
             if any(run.run_id == own for run in listed):
-                return sorted((run for run in listed if run.run_id != own), key=lambda run: run.start_time, reverse=True)
+                return sorted(
+                    (run for run in listed if run.run_id != own),
+                    key=lambda run: run.start_time,
+                    reverse=True,
+                )
             await asyncio.sleep(LIST_AGAIN)
 
     async def _state_of(self, run: WorkflowExecution) -> FleetState | None:
@@ -178,7 +196,9 @@ class FleetActivities:
             raise LookupError(f"run {run.run_id} was of workers on task queue {run.task_queue}")
         handle = self._client.get_workflow_handle(run.id, run_id=run.run_id)
         try:
-            state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=REMEMBER_WITHIN)
+            state: FleetState = await handle.query(
+                "state", result_type=FleetState, rpc_timeout=REMEMBER_WITHIN
+            )
         except RPCError as error:
             if error.status is not RPCStatusCode.FAILED_PRECONDITION:
                 raise
@@ -200,7 +220,11 @@ class FleetActivities:
         read = frozenset(input.read)
 
         async def look(node: str) -> Seen:
-            return await self._readings.look(backend, input.fleet, node) if node in read else Seen(await ask(backend, node))
+            return (
+                await self._readings.look(backend, input.fleet, node)
+                if node in read
+                else Seen(await ask(backend, node))
+            )
 
         return await _of_each(self._known(input.fleet, input.nodes), look)
 
@@ -227,7 +251,11 @@ class FleetActivities:
                 # Absence from a list that may be some seconds old proves nothing yet.
                 claims = tuple(claim for claim in claims if claim[0] not in listed)
             running = await self._submissions([job for job, _ in claims])
-        return tuple((job, submission) for job, submission in claims if (runs := running[job]) is None or runs > submission)
+        return tuple(
+            (job, submission)
+            for job, submission in claims
+            if (runs := running[job]) is None or runs > submission
+        )
 
     @activity.defn
     async def reclaim(self, input: ReclaimInput) -> tuple[str, ...]:
@@ -255,27 +283,49 @@ class FleetActivities:
                     return tuple(node for node in input.nodes if node in clean)
                 await asyncio.sleep(LOOK_AGAIN)
 
-    async def _stop_left(self, backend: Backend, input: ReclaimInput, nodes: tuple[str, ...]) -> list[str]:
+    async def _stop_left(
+        self, backend: Backend, input: ReclaimInput, nodes: tuple[str, ...]
+    ) -> list[str]:
         """Try once to stop the submission on nodes; return those on which it is proven gone."""
         listed = await _of_each(self._known(input.fleet, nodes), lambda node: ask(backend, node))
         answering = tuple(node for node, found in listed.items() if not isinstance(found, str))
         mine = (backend.server, self._client.namespace, input.job)
         own = identity(self._client.namespace, input.fleet, backend.server)
-        known = {node: _tokens(found, mine, own) for node, found in listed.items() if not isinstance(found, str)}
+        known = {
+            node: _tokens(found, mine, own)
+            for node, found in listed.items()
+            if not isinstance(found, str)
+        }
         # On nodes where another fleet has launched this job, too, only generations below that
         # launch may be stopped.
         shared = {node for node in answering if _has_others(listed[node], mine, own)}
         # A generation number that only one node reports must stop nothing on the others.
         shared.update(_find_outliers({node: max(found) for node, found in known.items() if found}))
         clean: list[str] = []
-        for together in (tuple(node for node in answering if node not in shared), *((node,) for node in answering if node in shared)):
-            tokens = [token for node in together for token in known[node] if token.submission <= input.submission]
+        for together in (
+            tuple(node for node in answering if node not in shared),
+            *((node,) for node in answering if node in shared),
+        ):
+            tokens = [
+                token
+                for node in together
+                for token in known[node]
+                if token.submission <= input.submission
+            ]
             if not tokens:
                 # Nothing was ever prepared there. A leftover launcher starts nothing: the server no
                 # longer acknowledges its heartbeats.
                 clean += together
                 continue
-            order = StopRanksInput(max(tokens), input.fleet, together, Timeouts(), len(input.nodes), fences=False, once=True)
+            order = StopRanksInput(
+                max(tokens),
+                input.fleet,
+                together,
+                Timeouts(),
+                len(input.nodes),
+                fences=False,
+                once=True,
+            )
             clean += (await stop_everywhere(backend, order)).nodes
         return clean
 
@@ -290,7 +340,9 @@ class FleetActivities:
         try:
             self._fleets.spec(input.fleet)
         except KeyError as error:
-            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN, non_retryable=True) from None
+            raise ApplicationError(
+                str(error.args[0]), type=FLEET_UNKNOWN, non_retryable=True
+            ) from None
         await self._client.start_workflow(
             "Fleet",
             FleetInput(input.fleet),
@@ -308,7 +360,9 @@ class FleetActivities:
         return [node for node in nodes if node in names]
 
     async def _running(self, fleet: str) -> AsyncIterator[str]:
-        async for execution in self._client.list_workflows("WorkflowType = 'TrainingJob' AND ExecutionStatus = 'Running'"):
+        async for execution in self._client.list_workflows(
+            "WorkflowType = 'TrainingJob' AND ExecutionStatus = 'Running'"
+        ):
             if await _fleet_of(execution) in ("", fleet):
                 yield execution.id.removeprefix(WORKFLOW_ID_PREFIX)
 
@@ -355,7 +409,9 @@ async def _fleet_of(execution: WorkflowExecution) -> str:
     return str((await execution.memo()).get("fleet", ""))
 
 
-async def _of_each(nodes: Sequence[str], question: Callable[[str], Awaitable[Answer]]) -> dict[str, Answer]:
+async def _of_each(
+    nodes: Sequence[str], question: Callable[[str], Awaitable[Answer]]
+) -> dict[str, Answer]:
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(node: str) -> Answer:
@@ -383,11 +439,19 @@ def _look(node: str, seen: Seen, mine: str) -> NodeProbe:
             elif job["namespace"] != namespace:
                 others[f"job {job['job']} of namespace {job['namespace']} runs on it"] = None
             elif _is_others(generation, mine):
-                others[f"ranks of job {job['job']} of fleet {str(generation['fleet']).rpartition('/')[2]} live on it"] = None
+                others[
+                    f"ranks of job {job['job']} of fleet {str(generation['fleet']).rpartition('/')[2]} live on it"
+                ] = None
             else:
-                ours[LiveGeneration(job["job"], generation["submission"], generation["generation"])] = None
+                ours[
+                    LiveGeneration(job["job"], generation["submission"], generation["generation"])
+                ] = None
     held = listed.get("held")
-    by = f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it" if held is not None else ""
+    by = (
+        f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it"
+        if held is not None
+        else ""
+    )
     living = sorted(ours, key=lambda one: (one.job, one.submission, one.generation))
     return NodeProbe(
         node,
@@ -443,7 +507,9 @@ def _tokens(listed: Mapping[str, Any], mine: tuple[str, str, str], fleet: str) -
         if _name_of(job, mine[0]) != mine:
             continue
         generations = job.get("generations", ())
-        others = [(one["submission"], one["generation"]) for one in generations if _is_others(one, fleet)]
+        others = [
+            (one["submission"], one["generation"]) for one in generations if _is_others(one, fleet)
+        ]
         numbers = [(one["submission"], one["generation"]) for one in generations]
         if job.get("prepared"):
             numbers.append((job["prepared"][0], job["prepared"][1]))

@@ -88,12 +88,17 @@ class NodeView:
 class Gang:
     """The state of all nodes of the shard. Facts come in from `_follow`; one report goes out."""
 
-    def __init__(self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None) -> None:
+    def __init__(
+        self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None
+    ) -> None:
         now = read_boot_clock()
         self.input = input
         self._nodes = {
             node: NodeView(
-                now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost, reported_elsewhere=node in input.elsewhere
+                now,
+                seq=input.after_seq.get(node, 0),
+                reported_lost=node in input.lost,
+                reported_elsewhere=node in input.elsewhere,
             )
             for node in input.nodes
         }
@@ -112,7 +117,11 @@ class Gang:
         # The nodes whose first heartbeat tells which checkpoints are older than this watch: all
         # nodes, except those from which the previous attempt already heard it.
         is_based = before is not None and before.based
-        self._unheard = set(before.unreachable) & set(input.nodes) if before is not None and is_based else set(input.nodes)
+        self._unheard = (
+            set(before.unreachable) & set(input.nodes)
+            if before is not None and is_based
+            else set(input.nodes)
+        )
         self._baseline = before.baseline if before is not None and is_based else None
         self._unspoken = set(input.nodes)
         self._news = asyncio.Event()
@@ -188,7 +197,11 @@ class Gang:
             self._unspoken.discard(node)
             if node in self._unheard:
                 self._unheard.remove(node)
-                found = [saved for saved in (self._baseline, *view.checkpoints.values()) if saved is not None]
+                found = [
+                    saved
+                    for saved in (self._baseline, *view.checkpoints.values())
+                    if saved is not None
+                ]
                 self._baseline = min(found, default=None)
             if self._saved() is not None:
                 self._news.set()
@@ -198,7 +211,9 @@ class Gang:
                 return
             if raw.get("kind") == "StoppedByUser":
                 view.seq = seq
-                self._cancelled = CancelRequested(str(raw.get("reason") or "")[:MESSAGE_LIMIT], str(raw.get("by") or ""))
+                self._cancelled = CancelRequested(
+                    str(raw.get("reason") or "")[:MESSAGE_LIMIT], str(raw.get("by") or "")
+                )
                 self._news.set()
                 return
             told = observations_from(node, raw, now)
@@ -246,7 +261,11 @@ class Gang:
                 continue
             at = now - timedelta(seconds=float(value.get("age") or 0.0))
             view.steps[int(rank)] = (int(value["step"]), at, value.get("phase"))
-            view.values = {k: float(v) for k, v in (value.get("values") or {}).items() if isinstance(v, int | float)}
+            view.values = {
+                k: float(v)
+                for k, v in (value.get("values") or {}).items()
+                if isinstance(v, int | float)
+            }
         reached = self._reached()
         if reached is not None:
             step, at, doing = reached
@@ -273,7 +292,11 @@ class Gang:
         if not living:
             return None
         step = min(value[0] for value in living)
-        return step, max(value[1] for value in living if value[0] == step), next((value[2] for value in living if value[2]), None)
+        return (
+            step,
+            max(value[1] for value in living if value[0] == step),
+            next((value[2] for value in living if value[2]), None),
+        )
 
     def _checkpoint(self) -> int | None:
         """Return the newest checkpoint that is finished by all ranks that report theirs.
@@ -281,7 +304,15 @@ class Gang:
         One that some ranks have yet to write is not finished.
         """
         views = [view for view in self._nodes.values() if not self._all_exited(view)]
-        return min((saved for view in views for rank, saved in view.checkpoints.items() if rank not in view.exited), default=None)
+        return min(
+            (
+                saved
+                for view in views
+                for rank, saved in view.checkpoints.items()
+                if rank not in view.exited
+            ),
+            default=None,
+        )
 
     def _is_based(self) -> bool:
         """Return whether every reachable node has reported its earlier checkpoints.
@@ -338,7 +369,9 @@ class Gang:
 
     def heartbeat(self) -> WatchHeartbeat:
         first = next((view for view in self._nodes.values() if view.values), None)
-        silent = tuple(node for node, view in self._nodes.items() if view.stream is None or view.misbehaves)
+        silent = tuple(
+            node for node, view in self._nodes.items() if view.stream is None or view.misbehaves
+        )
         return WatchHeartbeat(
             generation=self.generation,
             step=self._pace.step,
@@ -347,7 +380,9 @@ class Gang:
             values=first.values if first else {},
             reachable=len(self._nodes) - len(silent),
             unreachable=silent[:SLOWEST_NAMED],
-            stalled=tuple(node for node, view in self._nodes.items() if view.is_stalled)[:SLOWEST_NAMED],
+            stalled=tuple(node for node, view in self._nodes.items() if view.is_stalled)[
+                :SLOWEST_NAMED
+            ],
             pace=self._pace,
             checkpoint=self._checkpoint(),
             based=self._is_based(),
@@ -374,7 +409,9 @@ class Gang:
                 return self._make(all_succeeded=True)
             if lost := self._lost():
                 return self._make(*lost)
-            if reached := [one for one in (self._step_to_report(), self._saved()) if one is not None]:
+            if reached := [
+                one for one in (self._step_to_report(), self._saved()) if one is not None
+            ]:
                 return self._make(*reached)
             if (hang := self._hang()) is not None:
                 return self._make(hang)
@@ -399,22 +436,35 @@ class Gang:
     def _fault(self) -> FaultObserved:
         # Put the node's own evidence (kernel lines) first: it outweighs what any program reports,
         # and must not be left out.
-        ordered = sorted(self._faults, key=lambda each: (not getattr(each[0], "kernel", ()), not each[1], each[0].at))
-        sent = _within(MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS]))
+        ordered = sorted(
+            self._faults,
+            key=lambda each: (not getattr(each[0], "kernel", ()), not each[1], each[0].at),
+        )
+        sent = _within(
+            MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS])
+        )
         first = min(observation.at for observation, _ in self._faults)
         silent, unheard = self._silent(), self._unheard_lost()
-        return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, silent, unheard=unheard)
+        return FaultObserved(
+            self.generation, sent, len(ordered) - len(sent), first, silent, unheard=unheard
+        )
 
     def _silent(self) -> tuple[tuple[str, timedelta], ...]:
         """Return the nodes that were not heard lately and for how long.
 
         Nodes reported as lost are left out.
         """
-        ages = {node: self._age(view) for node, view in self._nodes.items() if not view.reported_lost and self._is_stale(view)}
+        ages = {
+            node: self._age(view)
+            for node, view in self._nodes.items()
+            if not view.reported_lost and self._is_stale(view)
+        }
         return tuple(ages.items())[:SLOWEST_NAMED]
 
     def _unheard_lost(self) -> tuple[tuple[str, timedelta], ...]:
-        return tuple((node, self._age(view)) for node, view in self._nodes.items() if view.reported_lost)
+        return tuple(
+            (node, self._age(view)) for node, view in self._nodes.items() if view.reported_lost
+        )
 
     def _age(self, view: NodeView) -> timedelta:
         """Return the time since a node was last heard, or since this watch began."""
@@ -424,7 +474,9 @@ class Gang:
         return view.misbehaves or self._age(view) > STALE_AFTER * self.input.timeouts.heartbeat
 
     def _all_succeeded(self) -> bool:
-        return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
+        return all(
+            sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values()
+        )
 
     def _all_exited(self, view: NodeView) -> bool:
         """Return whether no rank runs on a node any more.
@@ -440,16 +492,26 @@ class Gang:
             # Answers from another place are different news from silence, with a different remedy,
             # and are reported again.
             is_told = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
-            if view.silent_since is not None and not is_told and time.monotonic() - view.silent_since >= limit:
+            if (
+                view.silent_since is not None
+                and not is_told
+                and time.monotonic() - view.silent_since >= limit
+            ):
                 view.reported_lost, view.reported_elsewhere = True, view.is_elsewhere
-                lost.append(NodeUnreachable(self.generation, node, self._age(view), view.reason, view.is_elsewhere))
+                lost.append(
+                    NodeUnreachable(
+                        self.generation, node, self._age(view), view.reason, view.is_elsewhere
+                    )
+                )
         return lost
 
     def _step_to_report(self) -> StepReached | None:
         report_at = self.input.report_at_step
         if report_at is None or self._pace.step is None or self._pace.step < report_at:
             return None
-        return StepReached(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at)
+        return StepReached(
+            self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at
+        )
 
     def _hang(self) -> RanksHung | None:
         if any(self._nodes[node].silent_since is None for node in self._unspoken):
@@ -464,9 +526,21 @@ class Gang:
         reason = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
         if reason is None:
             return None
-        steps = {rank: value for view in self._nodes.values() for rank, value in view.steps.items() if rank not in view.exited}
+        steps = {
+            rank: value
+            for view in self._nodes.values()
+            for rank, value in view.steps.items()
+            if rank not in view.exited
+        }
         slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
-        return RanksHung(self.generation, tuple(slowest), reason, now, self._silent(), unheard=self._unheard_lost())
+        return RanksHung(
+            self.generation,
+            tuple(slowest),
+            reason,
+            now,
+            self._silent(),
+            unheard=self._unheard_lost(),
+        )
 
     def _late_for_exit(self, now: datetime) -> str | None:
         """Return why ranks are late at the exit barrier, or None.
@@ -475,7 +549,10 @@ class Gang:
         `timeouts.exit_barrier`.
         """
         barrier = self.input.timeouts.exit_barrier
-        if self._first_success is None or time.monotonic() - self._first_success <= barrier.total_seconds():
+        if (
+            self._first_success is None
+            or time.monotonic() - self._first_success <= barrier.total_seconds()
+        ):
             return None
         if self._pace.advanced_at is not None and now - self._pace.advanced_at <= barrier:
             return None
@@ -484,7 +561,13 @@ class Gang:
     def _make(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
         seen: list[Event] = []
         if self._pace.step is not None:
-            seen.append(ProgressSeen(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at))
+            seen.append(
+                ProgressSeen(
+                    self.generation,
+                    self._pace.step,
+                    self._pace.advanced_at or self._pace.started_at,
+                )
+            )
         # Always include the returns: decisions based on the other events must know that these nodes
         # are back.
         seen += (NodeReturned(self.generation, node) for node in self._returned)
@@ -493,7 +576,12 @@ class Gang:
             for node, view in self._nodes.items()
             if any(view.exited.values())
         }
-        return WatchReport((*seen, *events), {node: view.seq for node, view in self._nodes.items() if view.seq}, exited, all_succeeded)
+        return WatchReport(
+            (*seen, *events),
+            {node: view.seq for node, view in self._nodes.items() if view.seq},
+            exited,
+            all_succeeded,
+        )
 
 
 def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
@@ -511,7 +599,8 @@ def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observat
             if one.error is not None:
                 left -= _bytes(one.error.message) + _bytes(one.error.traceback)
                 if left < 0:
-                    one = replace(one, error=replace(one.error, message=one.error.message[:200], traceback=""))  # noqa: PLW2901
+                    error = replace(one.error, message=one.error.message[:200], traceback="")
+                    one = replace(one, error=error)  # noqa: PLW2901
             tail: list[str] = []
             for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
                 left -= _bytes(line)

@@ -34,7 +34,13 @@ from relaunch.job.events import NodeRefusal
 from relaunch.job.fencing import peers_of
 from relaunch.job.launchers import launcher_command
 from relaunch.job.places import StartedPlaces, find_doubt
-from relaunch.job.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
+from relaunch.job.ranks import (
+    common_environment,
+    processes_of,
+    rank_environments,
+    ranks_of,
+    restart_counts,
+)
 from relaunch.job.state import Slot
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Timeouts
@@ -149,9 +155,13 @@ class JobActivities:
                 if details is None or not details.cancel_requested:
                     raise  # this worker shuts down, and another one continues
                 # The job cancelled the launch, and must know where its ranks may be alive.
-                return LaunchRanksOutput(reason="cancelled", start_sent=bool(left), places=_places_of(left))
+                return LaunchRanksOutput(
+                    reason="cancelled", start_sent=bool(left), places=_places_of(left)
+                )
 
-    async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:
+    async def _launch(
+        self, backend: Backend, input: LaunchRanksInput, left: list[Any]
+    ) -> LaunchRanksOutput:
         """Prepare and start the ranks.
 
         `left` holds the stamps and places of nodes on which a previous attempt may have started
@@ -165,21 +175,30 @@ class JobActivities:
                 stopped_at = datetime.now(UTC)
                 if input.prepare_only:
                     # The result is stored in the workflow history, where a secret must not be.
-                    return LaunchRanksOutput(prepared=tuple(replace(node, nonce="") for node in prepared), stopped_at=stopped_at)
+                    return LaunchRanksOutput(
+                        prepared=tuple(replace(node, nonce="") for node in prepared),
+                        stopped_at=stopped_at,
+                    )
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
         except NodesUnreachable as error:
-            given_up = LaunchRanksOutput(unreachable=error.nodes, reason=str(error), elsewhere=error.elsewhere)
+            given_up = LaunchRanksOutput(
+                unreachable=error.nodes, reason=str(error), elsewhere=error.elsewhere
+            )
             if left:  # a previous attempt may have started ranks
                 given_up = replace(given_up, start_sent=True, places=_places_of(left))
             return _retry_or(error, given_up)
         stamps = {node.node: node.stamp for node in prepared}
         places = {node.node: node.place for node in prepared if node.place}
-        if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
+        if left and (
+            anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]
+        ):
             # Such a node has new ports and a new nonce, while the others may run with the old ones:
             # the gang would be split in two.
             reason = "it had to be prepared again, when other nodes may have been started already"
-            refusals = tuple(NodeRefusal(node, "prepared_again", reason) for node in anew[:MOST_NAMED])
+            refusals = tuple(
+                NodeRefusal(node, "prepared_again", reason) for node in anew[:MOST_NAMED]
+            )
             return LaunchRanksOutput(refusals=refusals, places=_places_of(left), start_sent=True)
         left[:] = [stamps, places]
         await self._still_ours(stamps, places)
@@ -188,7 +207,9 @@ class JobActivities:
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, places=places, start_sent=True)
         except NodesUnreachable as error:
-            given_up = LaunchRanksOutput(unreachable=error.nodes, reason=str(error), start_sent=True, places=places)
+            given_up = LaunchRanksOutput(
+                unreachable=error.nodes, reason=str(error), start_sent=True, places=places
+            )
             return _retry_or(error, given_up)
         return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
 
@@ -206,14 +227,22 @@ class JobActivities:
         # they replace those that the server received.
         activity.heartbeat(stamps, places)
         if self._client is not None:
-            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps, places)
+            await self._client.get_async_activity_handle(
+                task_token=activity.info().task_token
+            ).heartbeat(stamps, places)
 
     async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
         orders = {
-            slot.node: _prepare_order(input, _address(backend, slot), input.first_group_rank + index, backend.server)
+            slot.node: _prepare_order(
+                input, _address(backend, slot), input.first_group_rank + index, backend.server
+            )
             for index, slot in enumerate(input.slots)
         }
-        answers = await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
+        answers = await _on_all(
+            input.token,
+            [slot.node for slot in input.slots],
+            lambda node: backend.prepare(node, orders[node]),
+        )
         _refuse_elsewhere(input.places, answers)
         return tuple(
             PreparedNode(
@@ -229,17 +258,23 @@ class JobActivities:
             if isinstance(answer, Prepared)
         )
 
-    async def _start(self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]) -> None:
+    async def _start(
+        self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]
+    ) -> None:
         spec = input.spec
         gang = input.gang or gang_of(prepared)
         secret = await _shared_secret(backend, input, gang, prepared)
         stamps = {node.node: node.stamp for node in prepared}
-        environment = common_environment(input.token, spec, len(gang.members), input.max_restarts, *gang.master)
+        environment = common_environment(
+            input.token, spec, len(gang.members), input.max_restarts, *gang.master
+        )
         secrets = _secrets(spec)
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
-            peers = tuple(Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members)))
+            peers = tuple(
+                Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members))
+            )
             command, launched = _commands(input, gang, group_rank)
             orders[slot.node] = StartOrder(
                 token=input.token,
@@ -258,7 +293,11 @@ class JobActivities:
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
             )
-        await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
+        await _on_all(
+            input.token,
+            [slot.node for slot in input.slots],
+            lambda node: backend.start(node, orders[node]),
+        )
 
     @activity.defn
     async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
@@ -270,7 +309,9 @@ class JobActivities:
 
 
 class NodesUnreachable(Exception):
-    def __init__(self, nodes: tuple[str, ...], reason: str, elsewhere: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, nodes: tuple[str, ...], reason: str, elsewhere: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(reason)
         self.nodes = nodes
         self.elsewhere = elsewhere
@@ -300,7 +341,9 @@ def _check_highest(refused: Refused, token: Token) -> Refused:
     if submission > token.submission:
         # A server runs one submission of a job at a time and ends it before the next. While this
         # one runs, it is the newest.
-        raise ProtocolError(refused.node, f"{claim}, and the server has had none after {token.submission}")
+        raise ProtocolError(
+            refused.node, f"{claim}, and the server has had none after {token.submission}"
+        )
     if submission == token.submission and generation > token.generation + MAX_GENERATIONS_AHEAD:
         raise ProtocolError(
             refused.node,
@@ -311,7 +354,9 @@ def _check_highest(refused: Refused, token: Token) -> Refused:
     return refused
 
 
-async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]) -> list[Answer]:
+async def _on_all(
+    token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]
+) -> list[Answer]:
     """Call all nodes in parallel and return the answers in order.
 
     Raises:
@@ -329,14 +374,21 @@ async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awai
                 return error
 
     results = await asyncio.gather(*(one(node) for node in nodes))
-    if refusals := tuple(NodeRefusal(r.node, r.why, r.reason, r.highest) for r in results if isinstance(r, Refused)):
+    if refusals := tuple(
+        NodeRefusal(r.node, r.why, r.reason, r.highest) for r in results if isinstance(r, Refused)
+    ):
         raise NodesRefused(refusals[:MOST_NAMED])
     if silent := [r for r in results if isinstance(r, BackendError)]:
-        raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
+        raise NodesUnreachable(
+            tuple(r.node for r in silent),
+            f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""),
+        )
     return [r for r in results if not isinstance(r, Refused | BackendError)]
 
 
-def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int, server: str) -> PrepareOrder:
+def _prepare_order(
+    input: LaunchRanksInput, address: str, group_rank: int, server: str
+) -> PrepareOrder:
     timeouts = input.timeouts
     return PrepareOrder(
         token=input.token,
@@ -351,7 +403,9 @@ def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int, serve
     )
 
 
-async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, prepared: Sequence[PreparedNode]) -> str:
+async def _shared_secret(
+    backend: Backend, input: LaunchRanksInput, gang: Gang, prepared: Sequence[PreparedNode]
+) -> str:
     """Return the secret of the generation.
 
     If there are several shards, the first node's nonce is not in the history: each shard asks that
@@ -395,7 +449,9 @@ def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepa
         raise NodesUnreachable(elsewhere, f"{doubts[elsewhere[0]]}{more}", elsewhere)
 
 
-def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], BelowLauncher | None]:
+def _commands(
+    input: LaunchRanksInput, gang: Gang, group_rank: int
+) -> tuple[tuple[str, ...], BelowLauncher | None]:
     """Return the command that a node starts, and the ranks below it if it is a launcher."""
     spec, token = input.spec, input.token
     if spec.launcher == "none":
@@ -405,7 +461,10 @@ def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tup
     # older one were still alive.
     run_id = f"{token.job}-{token.submission}-{token.generation}"
     given = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
-    env = {**restart_counts(token, input.max_restarts), "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}"}
+    env = {
+        **restart_counts(token, input.max_restarts),
+        "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
+    }
     return given.launcher, BelowLauncher(given.rank, ranks_of(group_rank, spec), env)
 
 
@@ -423,7 +482,9 @@ def _address(backend: Backend, slot: Slot) -> str:
 
 def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRanksOutput:
     if activity.info().attempt < LAUNCH_ATTEMPTS:
-        raise ApplicationError(str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY) from error
+        raise ApplicationError(
+            str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY
+        ) from error
     return give_up
 
 
@@ -438,10 +499,16 @@ def _secrets(spec: JobSpec) -> dict[str, str]:
     values = {}
     for name, reference in spec.secrets.items():
         try:
-            values[name] = Path(reference.file).expanduser().read_text().strip() if reference.file else os.environ[reference.env or ""]
+            values[name] = (
+                Path(reference.file).expanduser().read_text().strip()
+                if reference.file
+                else os.environ[reference.env or ""]
+            )
         except (OSError, KeyError) as error:
             where = f"file {reference.file}" if reference.file else f"variable {reference.env}"
             raise ApplicationError(
-                f"secret {name}: {where} cannot be read by the worker", type="SecretMissing", non_retryable=True
+                f"secret {name}: {where} cannot be read by the worker",
+                type="SecretMissing",
+                non_retryable=True,
             ) from error
     return values

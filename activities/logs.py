@@ -48,7 +48,10 @@ class LogActivities:
         backend = self._fleets.backend(input.fleet)
         token = Token(input.namespace, input.job, input.submission, input.generation)
         share = max(4096, input.max_bytes // max(1, len(input.nodes)))
-        reads = {node: asyncio.create_task(_read(backend, node, token, input, share)) for node in input.nodes}
+        reads = {
+            node: asyncio.create_task(_read(backend, node, token, input, share))
+            for node in input.nodes
+        }
         try:
             pending = set(reads.values())
             while pending:
@@ -62,10 +65,18 @@ class LogActivities:
                 task.cancel()
         logs = [result for result in results.values() if isinstance(result, Logs)]
         return ReadLogsOutput(
-            chunks=tuple(LogPiece(chunk.rank, chunk.next, chunk.data) for part in logs for chunk in part.chunks),
+            chunks=tuple(
+                LogPiece(chunk.rank, chunk.next, chunk.data)
+                for part in logs
+                for chunk in part.chunks
+            ),
             ended=len(logs) == len(input.nodes) and all(part.ended for part in logs),
             unreachable=tuple(node for node, result in results.items() if result is None),
-            refused=tuple(f"{node}: {result.reason}" for node, result in results.items() if isinstance(result, Refused)),
+            refused=tuple(
+                f"{node}: {result.reason}"
+                for node, result in results.items()
+                if isinstance(result, Refused)
+            ),
         )
 
     @activity.defn
@@ -86,14 +97,20 @@ class LogActivities:
             return [await _stack(backend, node, token, rank, most) for rank in ranks]
 
         found = await asyncio.gather(*(of(node, ranks) for node, ranks in nodes.items()))
-        return ReadStacksOutput(tuple(sorted((one for part in found for one in part), key=lambda one: one.rank)))
+        return ReadStacksOutput(
+            tuple(sorted((one for part in found for one in part), key=lambda one: one.rank))
+        )
 
     @activity.defn
     async def read_incidents(self, input: ReadIncidentsInput) -> ReadIncidentsOutput:
-        return ReadIncidentsOutput(tuple(await asyncio.to_thread(read_archive, self._archive, input.namespace, input.job)))
+        return ReadIncidentsOutput(
+            tuple(await asyncio.to_thread(read_archive, self._archive, input.namespace, input.job))
+        )
 
 
-async def _read(backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int) -> Logs | Refused | None:
+async def _read(
+    backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int
+) -> Logs | Refused | None:
     try:
         return await backend.logs(node, token, input.offsets, share, input.wait, input.tail)
     except BackendError:
@@ -122,19 +139,33 @@ def told(row: Mapping[str, Any]) -> str:
     py_spy = row.get("py_spy")
     if isinstance(py_spy, str):
         return py_spy.rstrip()
-    why = f"py-spy: {py_spy['unreadable']}" if isinstance(py_spy, Mapping) else "py-spy is not on the node's PATH"
+    why = (
+        f"py-spy: {py_spy['unreadable']}"
+        if isinstance(py_spy, Mapping)
+        else "py-spy is not on the node's PATH"
+    )
     threads = Counter(_thread(one) for one in row.get("threads", ()) if isinstance(one, Mapping))
-    lines = [f"{count} thread{'s' if count > 1 else ''} {where}" for where, count in threads.most_common()]
+    lines = [
+        f"{count} thread{'s' if count > 1 else ''} {where}"
+        for where, count in threads.most_common()
+    ]
     return "\n".join([f"{' '.join(why.split())[:300]}; in the kernel:", *lines])
 
 
 def _thread(thread: Mapping[str, Any]) -> str:
     status = thread.get("status")
     state = next(
-        (line.partition(":")[2].strip() for line in str(status).splitlines() if line.startswith("State:")), "in no state that can be read"
+        (
+            line.partition(":")[2].strip()
+            for line in str(status).splitlines()
+            if line.startswith("State:")
+        ),
+        "in no state that can be read",
     )
     wchan, stack = thread.get("wchan"), thread.get("stack")
     # 0: the thread is running, or the kernel hides this from the agent's user.
     where = f" at {wchan}" if isinstance(wchan, str) and wchan not in ("", "0") else ""
-    below = "".join(f"\n    {line}" for line in stack.splitlines()) if isinstance(stack, str) else ""
+    below = (
+        "".join(f"\n    {line}" for line in stack.splitlines()) if isinstance(stack, str) else ""
+    )
     return f"{state}{where}{below}"

@@ -47,7 +47,14 @@ ENDED = (
     WorkflowExecutionStatus.TERMINATED,
     WorkflowExecutionStatus.TIMED_OUT,
 )
-EXPECTED = (RPCError, BackendError, WorkflowFailureError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError)
+EXPECTED = (
+    RPCError,
+    BackendError,
+    WorkflowFailureError,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+    ValidationError,
+)
 """Errors that end one look, and that may not recur in the next round."""
 
 log = logging.getLogger("relaunch.mirror")
@@ -74,7 +81,9 @@ class FleetMirror(Protocol):
 
 
 class MirrorLoop:
-    def __init__(self, client: Client, mirrors: Mapping[str, FleetMirror], every: float = EVERY) -> None:
+    def __init__(
+        self, client: Client, mirrors: Mapping[str, FleetMirror], every: float = EVERY
+    ) -> None:
         """Create the loop.
 
         Args:
@@ -119,7 +128,9 @@ class MirrorLoop:
         if found.status is not WorkflowExecutionStatus.RUNNING or self._shown.get(id) == now:
             return
         handle = self._client.get_workflow_handle(id, run_id=found.run_id)
-        state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=ANSWER_WITHIN)
+        state: FleetState = await handle.query(
+            "state", result_type=FleetState, rpc_timeout=ANSWER_WITHIN
+        )
         await mirror.nodes(state, _seq(found))
         self._shown[id] = now
 
@@ -127,14 +138,27 @@ class MirrorLoop:
         if not any(mirror.wants_jobs for mirror in self._mirrors.values()):
             return
         changed, listed = [], set()
-        for run in _newest([run async for run in self._client.list_workflows(_query(datetime.now(UTC)))]):
+        for run in _newest(
+            [run async for run in self._client.list_workflows(_query(datetime.now(UTC)))]
+        ):
             memo = await run.memo()
             fleet = str(memo.get("fleet", ""))  # unknown before its first workflow task
-            now = (run.run_id, run.status, run.history_length, tuple(sorted((name, str(value)) for name, value in memo.items())))
+            now = (
+                run.run_id,
+                run.status,
+                run.history_length,
+                tuple(sorted((name, str(value)) for name, value in memo.items())),
+            )
             listed.add(run.id)
-            if fleet in self._mirrors and self._mirrors[fleet].wants_jobs and self._shown.get(run.id) != now:
+            if (
+                fleet in self._mirrors
+                and self._mirrors[fleet].wants_jobs
+                and self._shown.get(run.id) != now
+            ):
                 changed.append((run, self._mirrors[fleet], now))
-        for id in [id for id in self._shown if id not in listed and not id.startswith(FLEET_ID_PREFIX)]:
+        for id in [
+            id for id in self._shown if id not in listed and not id.startswith(FLEET_ID_PREFIX)
+        ]:
             del self._shown[id]
         gate = asyncio.Semaphore(AT_ONCE)
 
@@ -164,7 +188,9 @@ class MirrorLoop:
         except EXPECTED as error:
             said = f"{type(error).__name__}: {error}"
             if self._failing.get(what) != said:
-                log.warning("%s: the copy is not brought up to date, and it is tried again: %s", what, said)
+                log.warning(
+                    "%s: the copy is not brought up to date, and it is tried again: %s", what, said
+                )
             self._failing[what] = said
         else:
             self._failing.pop(what, None)
@@ -172,7 +198,9 @@ class MirrorLoop:
 
 def _query(now: datetime) -> str:
     since = (now - RECENT).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return f"WorkflowType = 'TrainingJob' AND (ExecutionStatus = 'Running' OR CloseTime > '{since}')"
+    return (
+        f"WorkflowType = 'TrainingJob' AND (ExecutionStatus = 'Running' OR CloseTime > '{since}')"
+    )
 
 
 def _newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
@@ -181,7 +209,11 @@ def _newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
     for run in runs:
         if run.id not in last or run.start_time > last[run.id].start_time:
             last[run.id] = run
-    return [run for run in last.values() if run.status is WorkflowExecutionStatus.RUNNING or run.status in ENDED]
+    return [
+        run
+        for run in last.values()
+        if run.status is WorkflowExecutionStatus.RUNNING or run.status in ENDED
+    ]
 
 
 def _length(run: WorkflowExecutionDescription) -> int:

@@ -40,6 +40,8 @@ class PeopleActivities:
             try:
                 said = await backend.tell_people(notice.subject, notice.text)
             except BackendError as error:
-                activity.logger.warning("%s: people could not be told: %s", notice.subject, error.reason)
+                activity.logger.warning(
+                    "%s: people could not be told: %s", notice.subject, error.reason
+                )
                 raise
         return said

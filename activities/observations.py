@@ -11,7 +11,14 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from relaunch.evidence.observations import EcsStop, Observation, RankError, RankExited, RanksFenced, RanksVanished
+from relaunch.evidence.observations import (
+    EcsStop,
+    Observation,
+    RankError,
+    RankExited,
+    RanksFenced,
+    RanksVanished,
+)
 from relaunch.job.launchers import Failure, failures
 
 MESSAGE_LIMIT = 2000
@@ -21,7 +28,9 @@ KERNEL_LINES, KERNEL_LINE = 20, 400
 """The most that the agent sends; a line is ASCII."""
 
 
-def observations_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> tuple[Observation, ...]:
+def observations_from(
+    node: str, raw: Mapping[str, Any], received_at: datetime
+) -> tuple[Observation, ...]:
     """Return the observations of one line. The end of a launcher becomes the ends of its ranks."""
     one = observation_from(node, raw, received_at)
     if one is None:
@@ -31,7 +40,9 @@ def observations_from(node: str, raw: Mapping[str, Any], received_at: datetime) 
     return (one,)
 
 
-def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> Observation | None:
+def observation_from(
+    node: str, raw: Mapping[str, Any], received_at: datetime
+) -> Observation | None:
     """Return one observation, or None for kinds that a job does not act on."""
     kind = raw.get("kind")
     if kind == "RankExited":
@@ -71,7 +82,9 @@ def _ecs_from(raw: Any) -> EcsStop | None:
     if not isinstance(raw, Mapping):
         return None
     code = raw.get("stop_code")
-    return EcsStop(None if code is None else str(code), str(raw.get("reason") or "")[:MESSAGE_LIMIT])
+    return EcsStop(
+        None if code is None else str(code), str(raw.get("reason") or "")[:MESSAGE_LIMIT]
+    )
 
 
 def _tail_from(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -84,7 +97,9 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
     Each has the rank's error file and output. If the launcher reports none, return its own exit.
     """
     left = [one for one in raw.get("launched") or () if isinstance(one, Mapping)]
-    told = failures([str(line) for line in raw.get("log_tail") or ()]) or _first_to_write(left, launcher.exit_code)
+    told = failures([str(line) for line in raw.get("log_tail") or ()]) or _first_to_write(
+        left, launcher.exit_code
+    )
     found: list[RankExited] = []
     for failure in told:
         one = next((one for one in left if one.get("pid") == failure.pid), None)
@@ -119,14 +134,23 @@ def _first_to_write(left: list[Mapping[str, Any]], exit_code: int | None) -> tup
     For a failed launcher that did not say which rank failed.
     """
     errors = ((error_from(one.get("error"))[0], int(one["pid"])) for one in left)
-    wrote = [(error.timestamp, pid) for error, pid in errors if error is not None and error.timestamp is not None]
+    wrote = [
+        (error.timestamp, pid)
+        for error, pid in errors
+        if error is not None and error.timestamp is not None
+    ]
     return (Failure(min(wrote)[1], exit_code, None),) if wrote and exit_code is not None else ()
 
 
 def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
     """Return the kernel's lines, and why they may be incomplete."""
     lines, unreadable = raw.get("kernel"), raw.get("kernel_unreadable")
-    if lines is None and unreadable is None and not raw.get("stopped") and raw.get("exit_code") != 0:
+    if (
+        lines is None
+        and unreadable is None
+        and not raw.get("stopped")
+        and raw.get("exit_code") != 0
+    ):
         # The agent is older than the reading of the kernel log: a generation can outlive an upgrade
         # of its controller.
         return (), "the agent of this generation does not read it"

@@ -33,7 +33,9 @@ async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
     A command that exceeds `within` seconds is killed, and its effect is unknown.
     """
     if power is None:
-        return OrderDone({"outcome": "done", "missing": f"its fleet file gives {node} no power command any more"})
+        return OrderDone(
+            {"outcome": "done", "missing": f"its fleet file gives {node} no power command any more"}
+        )
     # The other arguments may contain a password: none of them goes into a message.
     program = PurePath(power.cycle[0]).name
     # Use a file, not a pipe: a command that prints after this worker has died must not be killed by
@@ -42,7 +44,12 @@ async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
         try:
             running = _begin(power.cycle, output)
         except OSError as error:
-            return OrderDone({"outcome": "done", "missing": f"{program} cannot be run by the worker: {error.strerror}"})
+            return OrderDone(
+                {
+                    "outcome": "done",
+                    "missing": f"{program} cannot be run by the worker: {error.strerror}",
+                }
+            )
         began = time.monotonic()
         while running.poll() is None and time.monotonic() - began < within:  # noqa: ASYNC110  (it belongs to no loop: it outlives this one)
             await asyncio.sleep(POLL)
@@ -51,7 +58,12 @@ async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()
             return NoAnswer(f"{program} did not end within {within:g} s")
-        answer = {"program": program, "exit_code": running.returncode, "output": _tail(output), "took": time.monotonic() - began}
+        answer = {
+            "program": program,
+            "exit_code": running.returncode,
+            "output": _tail(output),
+            "took": time.monotonic() - began,
+        }
         return OrderDone({"outcome": "done", **answer})
 
 
@@ -61,7 +73,14 @@ def _begin(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     asyncio is not used: it would kill the command at the end of its loop.
     """
     env = _environment()
-    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -69,7 +88,11 @@ def _environment() -> dict[str, str]:
 
     It may hold passwords that such commands need.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
+    }
 
 
 def _tail(output: IO[bytes]) -> str:

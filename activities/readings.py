@@ -55,7 +55,9 @@ class Readings:
         key, now = (fleet, node), asyncio.get_running_loop().time()
         reading = self._under_way.pop(key, None)
         if reading is None or (reading.ended is not None and now - reading.ended > KEPT):
-            reading = _Reading(asyncio.create_task(ask(backend, node, gpus=True), name=f"reading of {node}"))
+            reading = _Reading(
+                asyncio.create_task(ask(backend, node, gpus=True), name=f"reading of {node}")
+            )
             reading.task.add_done_callback(reading.over)
         # Ask separately: the list that comes with the reading is from another moment, and may come
         # as late as the reading.

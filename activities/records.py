@@ -50,7 +50,11 @@ class RecordActivities:
                 content = content[: content.rfind(b"\n") + 1]
                 file.truncate(len(content))
             known = set(content.splitlines())
-            new = [line for line in (_INCIDENT.dump_json(incident) for incident in input.incidents) if line not in known]
+            new = [
+                line
+                for line in (_INCIDENT.dump_json(incident) for incident in input.incidents)
+                if line not in known
+            ]
             file.write(b"".join(line + b"\n" for line in new))
             file.flush()
             os.fsync(file.fileno())

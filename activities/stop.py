@@ -140,7 +140,9 @@ def launched_generations(input: StopRanksInput) -> tuple[LaunchedGeneration, ...
     return (*known, unknown_generation(strange)) if strange else known
 
 
-async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]) -> str | None:
+async def _try_to_stop(
+    backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]
+) -> str | None:
     """Try to stop the ranks of a node. Return None if they are proven gone, else why not."""
     try:
         answer = await backend.stop(node, order)

@@ -59,13 +59,21 @@ class TaskEvents:
                     await queue.delete(told)
                 delay = AGAIN[0]
             except BackendError as error:
-                log.warning("the queue of events does not answer, and watches look only by themselves: %s", error.reason)
+                log.warning(
+                    "the queue of events does not answer, and watches look only by themselves: %s",
+                    error.reason,
+                )
                 await asyncio.sleep(delay)
                 delay = min(AGAIN[1], 2 * delay)
 
     async def _tell(self, event: TaskEvent | None, queue: EventQueue) -> bool:
         """Pass an event on if it concerns a job. Return whether its message can be deleted."""
-        if event is None or event.token is None or not event.ended or event.token.namespace != self._client.namespace:
+        if (
+            event is None
+            or event.token is None
+            or not event.ended
+            or event.token.namespace != self._client.namespace
+        ):
             return True
         if queue.hint(event.what):
             return True
@@ -80,6 +88,11 @@ class TaskEvents:
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:
                 return True  # the job has ended
-            log.warning("job %s could not be told of %s, which stays in the queue: %s", token.job, event.what, error)
+            log.warning(
+                "job %s could not be told of %s, which stays in the queue: %s",
+                token.job,
+                event.what,
+                error,
+            )
             return False
         return True

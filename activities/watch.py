@@ -74,9 +74,14 @@ class WatchActivities:
     async def _watch(self, gang: Gang, task_token: bytes) -> WatchReport:
         input = gang.input
         async with asyncio.TaskGroup() as tasks:
-            watchers = [tasks.create_task(_follow(partial(self._reach, input.fleet, node), gang, node)) for node in input.nodes]
+            watchers = [
+                tasks.create_task(_follow(partial(self._reach, input.fleet, node), gang, node))
+                for node in input.nodes
+            ]
             beating = tasks.create_task(_beat(gang, beat_interval(input.timeouts)))
-            lease = tasks.create_task(self._keep_leases(gang, task_token, renewal_interval(input.timeouts)))
+            lease = tasks.create_task(
+                self._keep_leases(gang, task_token, renewal_interval(input.timeouts))
+            )
             reporting = tasks.create_task(gang.report())
             leaving = tasks.create_task(activity.wait_for_worker_shutdown())
             try:
@@ -84,7 +89,11 @@ class WatchActivities:
                 if not reporting.done():
                     # Hand over now rather than at the end of the graceful period: the successor
                     # attaches in a few milliseconds.
-                    raise ApplicationError("this worker shuts down", type="HandOver", next_retry_delay=timedelta(milliseconds=1))
+                    raise ApplicationError(
+                        "this worker shuts down",
+                        type="HandOver",
+                        next_retry_delay=timedelta(milliseconds=1),
+                    )
                 return await reporting
             finally:
                 for task in (*watchers, beating, lease, reporting, leaving):
@@ -108,8 +117,14 @@ class WatchActivities:
                 continue
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:
-                    raise Superseded(f"another watch has taken over generation {gang.generation}") from error
-                activity.logger.warning("generation %s: the server does not answer, leases are not renewed: %s", gang.generation, error)
+                    raise Superseded(
+                        f"another watch has taken over generation {gang.generation}"
+                    ) from error
+                activity.logger.warning(
+                    "generation %s: the server does not answer, leases are not renewed: %s",
+                    gang.generation,
+                    error,
+                )
             else:
                 await gang.renew(stamps)
             await gang.wait_for_beat(interval)
@@ -175,7 +190,9 @@ async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: 
         is_platform = isinstance(backend, SeesPeople) and backend.sees_people
         try:
             doubt = None
-            async with backend.watch(node, token, gang.after_seq(node), gang.input.timeouts.heartbeat.total_seconds()) as stream:
+            async with backend.watch(
+                node, token, gang.after_seq(node), gang.input.timeouts.heartbeat.total_seconds()
+            ) as stream:
                 async for said in stream.lines():
                     line = parse_watch_line(node, token, said, is_platform=is_platform)
                     if (doubt := _find_doubt(gang, node, line)) is not None:
@@ -192,7 +209,9 @@ async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: 
             reason = "the connection was closed" if doubt is None else doubt
         except ProtocolError as error:
             if gang.misbehaved(node, error.reason):
-                activity.logger.warning("generation %s: node %s: %s", gang.generation, node, error.reason)
+                activity.logger.warning(
+                    "generation %s: node %s: %s", gang.generation, node, error.reason
+                )
             delay = RECONNECT[1]
             await asyncio.sleep(delay)
             continue
@@ -221,4 +240,9 @@ def _unknown_generation(gang: Gang, node: str, line: Mapping[str, Any]) -> None:
 
     The place where they were started, or where none ever were, does not know the generation.
     """
-    gang.observed(node, RanksVanished(node, datetime.now(UTC), f"the node refuses to be watched: {line.get('reason')}"))
+    gang.observed(
+        node,
+        RanksVanished(
+            node, datetime.now(UTC), f"the node refuses to be watched: {line.get('reason')}"
+        ),
+    )

@@ -76,7 +76,9 @@ class Contender(abc.ABC):
         """Start a process of the contender, which `stop` ends."""
         environment = {**os.environ, "BENCH_STARTS": str(self.starts_file)}
         with open(log, "wb") as file:
-            self._launchers.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file))
+            self._launchers.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file)
+            )
 
     def starts(self) -> list[Start]:
         lines = self.starts_file.read_text().splitlines()
@@ -84,9 +86,13 @@ class Contender(abc.ABC):
 
     def kill_a_rank(self, rank: int = 0) -> int:
         """SIGKILL the newest process of a rank; return the CLOCK_MONOTONIC nanoseconds just before."""
-        newest = max((start for start in self.starts() if start.rank == rank), key=lambda start: start.at)
+        newest = max(
+            (start for start in self.starts() if start.rank == rank), key=lambda start: start.at
+        )
         if not alive(newest.pid):
-            raise RuntimeError(f"{self.name}: rank {rank} (pid {newest.pid}) is gone before it was killed")
+            raise RuntimeError(
+                f"{self.name}: rank {rank} (pid {newest.pid}) is gone before it was killed"
+            )
         at = time.monotonic_ns()
         os.kill(newest.pid, signal.SIGKILL)
         return at
@@ -101,7 +107,9 @@ class Contender(abc.ABC):
                 process.kill()
                 process.wait()
         self._launchers.clear()
-        for start in self.starts():  # what the contender has left behind must not burden the next one
+        for (
+            start
+        ) in self.starts():  # what the contender has left behind must not burden the next one
             if alive(start.pid):
                 os.kill(start.pid, signal.SIGKILL)
 
@@ -109,7 +117,9 @@ class Contender(abc.ABC):
 def alive(pid: int) -> bool:
     """Whether this is still one of our ranks: a pid alone may have been given to somebody else."""
     try:
-        return str(ROOT / "benchmarks" / "rank.py").encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return str(ROOT / "benchmarks" / "rank.py").encode() in Path(
+            f"/proc/{pid}/cmdline"
+        ).read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -127,7 +137,9 @@ def _await_gang(contender: Contender, since: int) -> int:
     while (at := gang_since(contender.starts(), since)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{contender.name}: no {WORLD_SIZE} ranks within {DEADLINE:.0f} s")
-        time.sleep(0.02)  # coarse on purpose: the stamps are the ranks', and looking costs the contender its CPU
+        time.sleep(
+            0.02
+        )  # coarse on purpose: the stamps are the ranks', and looking costs the contender its CPU
     return at
 
 
@@ -146,7 +158,9 @@ def measure_recovery(contender: Contender, rounds: int, seed: int = 1) -> list[f
         time.sleep(moment.uniform(*SETTLE))
         killed = contender.kill_a_rank(number % WORLD_SIZE)
         _await_gang(contender, killed)
-        time.sleep(SETTLE[0])  # a second restart for the same kill would count: the gang has to stay
+        time.sleep(
+            SETTLE[0]
+        )  # a second restart for the same kill would count: the gang has to stay
         times.append((_await_gang(contender, killed) - killed) / 1e6)
     return times
 

@@ -32,7 +32,10 @@ ECHO = (
     "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, "
     "NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 )
-CHATTER = tuple(f"2026-11-21 03:00:00,{n:03d} INFO trainer.py:512 step {n} loss 2.3451 lr 3.0e-04 tokens/s 41234" for n in range(17))
+CHATTER = tuple(
+    f"2026-11-21 03:00:00,{n:03d} INFO trainer.py:512 step {n} loss 2.3451 lr 3.0e-04 tokens/s 41234"
+    for n in range(17)
+)
 XID = "[  {0}.000000] NVRM: Xid (PCI:0000:05:00): 94, pid=4711, name=python, Contained: SM (0x1). Physical address 0x{0:x}"
 KINDS = ("exceptions", "echoes of one", "with 20 Xids each")
 
@@ -46,8 +49,16 @@ def rank(number: int, ranks: int, kind: str) -> RankExited:
         exit_code=1,
         signal=None,
         at=AT + timedelta(milliseconds=number % 300),
-        error=RankError(message, f"Traceback (most recent call last):\n{message}", AT.timestamp() - 1 + number / 1e6),
-        log_tail=(*(f"[rank{number}]: {line}" for line in CHATTER), "Traceback (most recent call last):", message.splitlines()[0]),
+        error=RankError(
+            message,
+            f"Traceback (most recent call last):\n{message}",
+            AT.timestamp() - 1 + number / 1e6,
+        ),
+        log_tail=(
+            *(f"[rank{number}]: {line}" for line in CHATTER),
+            "Traceback (most recent call last):",
+            message.splitlines()[0],
+        ),
         kernel=tuple(XID.format(100 + n) for n in range(20)) if kind == "with 20 Xids each" else (),
         pid=1000 + number,
     )
@@ -63,7 +74,9 @@ def best_ms(act: Callable[[], object], times: int = 5) -> float:
 
 
 def measure_decisions(nodes: int) -> list[dict[str, object]]:
-    spec = JobSpec.model_validate({"name": "llama", "command": ["train"], "nodes": nodes, "nproc_per_node": RANKS_PER_NODE})
+    spec = JobSpec.model_validate(
+        {"name": "llama", "command": ["train"], "nodes": nodes, "nproc_per_node": RANKS_PER_NODE}
+    )
     job = JobState("default", "llama", 1000, spec, preset("default"), "ada", AT)
     slots = tuple(Slot(f"n{n}", f"10.0.{n >> 8}.{n & 255}", 1, 1) for n in range(nodes))
     job = replace(job, generation=1, phase=Phase.RUNNING, slots=slots)

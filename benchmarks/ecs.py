@@ -61,12 +61,18 @@ class Window:
     def told(self, per: float = 1.0, unit: str = "") -> dict[str, object]:
         """Counts, each divided by `per`, and how far the account's budgets were used."""
         by_operation = Counter(operation for _, operation in self.calls)
-        counts = {kind: sum(by_operation[one] for one in operations) for kind, operations in KINDS.items()}
+        counts = {
+            kind: sum(by_operation[one] for one in operations) for kind, operations in KINDS.items()
+        }
         return {
             "seconds": round(self.seconds, 1),
             **{f"{kind}{unit}": _rounded(count / per) for kind, count in counts.items()},
-            f"calls{unit}": {one: _rounded(count / per) for one, count in sorted(by_operation.items())},
-            "share_of_account": {kind: round(counts[kind] / self.seconds / BUDGETS[kind][0], 4) for kind in KINDS},
+            f"calls{unit}": {
+                one: _rounded(count / per) for one, count in sorted(by_operation.items())
+            },
+            "share_of_account": {
+                kind: round(counts[kind] / self.seconds / BUDGETS[kind][0], 4) for kind in KINDS
+            },
             "least_left_of_burst": {kind: round(self._least_left(kind)) for kind in KINDS},
         }
 
@@ -97,17 +103,29 @@ class Bench:
         return self.between(begun, ended)
 
     def between(self, begun: float, ended: float) -> Window:
-        return Window(ended - begun, tuple(one for one in self._account.calls() if begun <= one[0] < ended))
+        return Window(
+            ended - begun, tuple(one for one in self._account.calls() if begun <= one[0] < ended)
+        )
 
     async def launch(self) -> None:
         policy = resolve({"no_progress_stop": "off"})
 
         async def one(number: int) -> None:
-            given = {"name": f"j{number}", "command": ["train"], "nodes": self._nodes, "gpus_per_node": 8, "fleet": FLEET}
+            given = {
+                "name": f"j{number}",
+                "command": ["train"],
+                "nodes": self._nodes,
+                "gpus_per_node": 8,
+                "fleet": FLEET,
+            }
             spec = JobSpec.model_validate(given)
             argument = TrainingJobInput(spec=spec, policy=policy)
             self._handles[number] = await self._client.start_workflow(
-                TrainingJob.run, argument, id=f"job/{spec.name}", task_queue="relaunch", task_timeout=TASK_TIMEOUT
+                TrainingJob.run,
+                argument,
+                id=f"job/{spec.name}",
+                task_queue="relaunch",
+                task_timeout=TASK_TIMEOUT,
             )
             await self.running(number, 1)
 
@@ -147,27 +165,55 @@ class Told(dict[str, Any]):
         super().__setitem__(name, value)
 
 
-async def drive(account: Account, address: str, state: Path, jobs: int, nodes: int, minutes: float, recoveries: int) -> Told:
+async def drive(
+    account: Account,
+    address: str,
+    state: Path,
+    jobs: int,
+    nodes: int,
+    minutes: float,
+    recoveries: int,
+) -> Told:
     client = await connect(state, address)
     bench = Bench(account, client, jobs, nodes)
     recoveries = min(recoveries, jobs // 2)
-    told = Told(jobs=jobs, nodes_of_a_job=nodes, poll_s=EcsOptions().poll.total_seconds(), submitted_at_once=AT_ONCE, cores=os.cpu_count())
+    told = Told(
+        jobs=jobs,
+        nodes_of_a_job=nodes,
+        poll_s=EcsOptions().poll.total_seconds(),
+        submitted_at_once=AT_ONCE,
+        cores=os.cpu_count(),
+    )
     with worker(address, state, account, queue=True) as process:
         launched = await bench.measured(bench.launch())
         busy = account.cpu_seconds(), cpu_seconds(process.pid)
-        cores = dict(zip(("cores_of_double", "cores_of_worker"), (round(one / launched.seconds, 2) for one in busy), strict=True))
+        cores = dict(
+            zip(
+                ("cores_of_double", "cores_of_worker"),
+                (round(one / launched.seconds, 2) for one in busy),
+                strict=True,
+            )
+        )
         told["launch_of_all"] = launched.told() | cores
         told["launch_of_one"] = launched.told(jobs, "_of_a_job")
         account.drain()
         await asyncio.sleep(QUIET)
-        told["generations_after_launch"] = {str(key): count for key, count in (await bench.generations()).items()}
-        told["a_minute_with_queue"] = (steady := await bench.measured(asyncio.sleep(60 * minutes))).told(minutes, "_a_minute")
+        told["generations_after_launch"] = {
+            str(key): count for key, count in (await bench.generations()).items()
+        }
+        told["a_minute_with_queue"] = (
+            steady := await bench.measured(asyncio.sleep(60 * minutes))
+        ).told(minutes, "_a_minute")
         told["recovery_with_queue"] = recovery(await bench.recover(range(recoveries)), steady)
     with worker(address, state, account, queue=False):
         # Watches are taken over when the server misses their heartbeats, and all are when nothing but the poll is asked.
         told["another_worker_takes_over"] = (await bench.measured(asyncio.sleep(60))).told()
-        told["a_minute_without_queue"] = (steady := await bench.measured(asyncio.sleep(60 * minutes))).told(minutes, "_a_minute")
-        told["recovery_without_queue"] = recovery(await bench.recover(range(recoveries, 2 * recoveries)), steady)
+        told["a_minute_without_queue"] = (
+            steady := await bench.measured(asyncio.sleep(60 * minutes))
+        ).told(minutes, "_a_minute")
+        told["recovery_without_queue"] = recovery(
+            await bench.recover(range(recoveries, 2 * recoveries)), steady
+        )
     return told
 
 
@@ -182,23 +228,43 @@ def recovery(windows: Sequence[Window], steady: Window) -> dict[str, object]:
         "recoveries": len(windows),
         "median_s": round(statistics.median(window.seconds for window in windows), 1),
         "worst_s": round(max(window.seconds for window in windows), 1),
-        **{kind: _rounded(sum(more.get(one, 0.0) for one in operations) / len(windows)) for kind, operations in KINDS.items()},
+        **{
+            kind: _rounded(sum(more.get(one, 0.0) for one in operations) / len(windows))
+            for kind, operations in KINDS.items()
+        },
         "calls": rounded,
     }
 
 
 @contextmanager
-def worker(address: str, state: Path, account: Account, queue: bool) -> Iterator[subprocess.Popen[bytes]]:
+def worker(
+    address: str, state: Path, account: Account, queue: bool
+) -> Iterator[subprocess.Popen[bytes]]:
     fleet = state / "fleet.yaml"
     nodes = [{"name": f"n{i}", "address": one, "gpus": 8} for i, one in enumerate(account.ids, 1)]
-    ecs = {"cluster": account.cluster, "task_definition": FAMILY, "queue": account.queue if queue else None}
+    ecs = {
+        "cluster": account.cluster,
+        "task_definition": FAMILY,
+        "queue": account.queue if queue else None,
+    }
     # JSON, which is YAML too.
     fleet.write_text(json.dumps({"name": FLEET, "backend": "ecs", "nodes": nodes, "ecs": ecs}))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_", "AWS_"))}
-    set_ = {"TEMPORAL_ADDRESS": address, "RELAUNCH_STATE": str(state), "RELAUNCH_FLEETS": str(fleet), "RELAUNCH_JOBS": "500"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RELAUNCH_", "TEMPORAL_", "AWS_"))
+    }
+    set_ = {
+        "TEMPORAL_ADDRESS": address,
+        "RELAUNCH_STATE": str(state),
+        "RELAUNCH_FLEETS": str(fleet),
+        "RELAUNCH_JOBS": "500",
+    }
     with (state / "worker.log").open("ab") as log:
         words = [sys.executable, str(ROOT / "worker.py")]
-        process = subprocess.Popen(words, cwd=state, env={**kept, **set_, **account.environment}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            words, cwd=state, env={**kept, **set_, **account.environment}, stdout=log, stderr=log
+        )
     try:
         yield process
     finally:
@@ -211,7 +277,9 @@ def measure(jobs: int, nodes: int, minutes: float, recoveries: int) -> Told:
         state = Path(folder)
         with Account(jobs * nodes, state) as account, server_for(state) as server:
             try:
-                return asyncio.run(drive(account, server.address, state, jobs, nodes, minutes, recoveries))
+                return asyncio.run(
+                    drive(account, server.address, state, jobs, nodes, minutes, recoveries)
+                )
             except BaseException:
                 print((state / "worker.log").read_text()[-4000:], file=sys.stderr)
                 raise
@@ -222,17 +290,40 @@ def _rounded(number: float) -> float:
 
 
 def table(told: dict[str, Any]) -> Table:
-    shown = Table(title=f"{told['jobs']} jobs of {told['nodes_of_a_job']} nodes on Amazon ECS, as calls to its double")
-    for column in ("", "seconds", "reads", "modifies", "reads' share", "modifies' share", "least left of 100"):
+    shown = Table(
+        title=f"{told['jobs']} jobs of {told['nodes_of_a_job']} nodes on Amazon ECS, as calls to its double"
+    )
+    for column in (
+        "",
+        "seconds",
+        "reads",
+        "modifies",
+        "reads' share",
+        "modifies' share",
+        "least left of 100",
+    ):
         shown.add_column(column, justify="left" if not column else "right")
     for name, row in told.items():
         if not isinstance(row, dict) or not any(key.startswith("reads") for key in row):
             continue
-        reads, modifies = (next(value for key, value in row.items() if key.startswith(kind)) for kind in KINDS)
+        reads, modifies = (
+            next(value for key, value in row.items() if key.startswith(kind)) for kind in KINDS
+        )
         share, left = row.get("share_of_account"), row.get("least_left_of_burst")
-        shares = [f"{share[kind]:.1%} of {BUDGETS[kind][0]:g}/s" for kind in KINDS] if share else ["", ""]
+        shares = (
+            [f"{share[kind]:.1%} of {BUDGETS[kind][0]:g}/s" for kind in KINDS]
+            if share
+            else ["", ""]
+        )
         lowest = f"{left['reads']}, {left['modifies']}" if left else ""
-        shown.add_row(name.replace("_", " "), str(row.get("seconds", row.get("median_s"))), str(reads), str(modifies), *shares, lowest)
+        shown.add_row(
+            name.replace("_", " "),
+            str(row.get("seconds", row.get("median_s"))),
+            str(reads),
+            str(modifies),
+            *shares,
+            lowest,
+        )
     return shown
 
 
@@ -241,7 +332,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=2.0, help="of quiet, each time")
-    parser.add_argument("--recoveries", type=int, default=20, help="with a queue, and as many without")
+    parser.add_argument(
+        "--recoveries", type=int, default=20, help="with a queue, and as many without"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "ecs.json")
     arguments = parser.parse_args()
     told = measure(arguments.jobs, arguments.nodes, arguments.minutes, arguments.recoveries)

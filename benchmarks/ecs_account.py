@@ -21,8 +21,18 @@ class Account:
     """So many instances of eight GPUs, and a queue that has the cluster's events."""
 
     def __init__(self, instances: int, folder: Path) -> None:
-        words = [sys.executable, "-m", "benchmarks.ecs_account", "--instances", str(instances), "--folder", str(folder / "aws")]
-        self._process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.ecs_account",
+            "--instances",
+            str(instances),
+            "--folder",
+            str(folder / "aws"),
+        ]
+        self._process = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._calls: list[tuple[float, str]] = []
 
     def __enter__(self) -> Self:
@@ -33,14 +43,21 @@ class Account:
         self.environment: dict[str, str] = told["environment"]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
     def calls(self) -> list[tuple[float, str]]:
         """Every call so far: when it came (time.monotonic), and `ecs.RunTask`."""
-        self._calls += [(at, operation) for at, operation in self._ask({"calls_from": len(self._calls)})]
+        self._calls += [
+            (at, operation) for at, operation in self._ask({"calls_from": len(self._calls)})
+        ]
         return self._calls
 
     def end(self, job: str) -> None:
@@ -79,19 +96,35 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()
     with AwsDouble(given.folder, delays=Delays(stop_timeout=30.0)) as aws:
-        ids = [aws.add_instance(8, address=f"10.0.{number >> 8}.{number & 255}") for number in range(1, given.instances + 1)]
+        ids = [
+            aws.add_instance(8, address=f"10.0.{number >> 8}.{number & 255}")
+            for number in range(1, given.instances + 1)
+        ]
         aws.register(FAMILY, [{"name": "trainer", "image": "any"}], networkMode="host")
         aws.script(FAMILY, after=None)
         queue = aws.create_queue("events")
         aws.events_to(queue)
-        print(json.dumps({"ids": ids, "queue": queue, "cluster": aws.cluster, "environment": aws.environment()}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "ids": ids,
+                    "queue": queue,
+                    "cluster": aws.cluster,
+                    "environment": aws.environment(),
+                }
+            ),
+            flush=True,
+        )
         for line in sys.stdin:
             order = json.loads(line)
             answer: Any = end(aws, order["end"]) if "end" in order else None
             if "drain" in order:
                 aws._moto.json("sqs", "PurgeQueue", {"QueueUrl": order["drain"]})
             if "calls_from" in order:
-                answer = [(call.at, f"{call.service}.{call.operation}") for call in aws.requests[order["calls_from"] :]]
+                answer = [
+                    (call.at, f"{call.service}.{call.operation}")
+                    for call in aws.requests[order["calls_from"] :]
+                ]
             print(json.dumps(answer), flush=True)
 
 

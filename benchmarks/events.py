@@ -33,7 +33,9 @@ class Recovery:
 async def measure_events(nodes: int, recoveries: int = 5) -> Recovery:
     """Let a job on `nodes` simulated nodes recover a few times; return what one recovery adds to its history."""
     async with await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(ROOT / ".venv/bin/temporal"), data_converter=data_converter(), dev_server_log_level="error"
+        dev_server_existing_path=str(ROOT / ".venv/bin/temporal"),
+        data_converter=data_converter(),
+        dev_server_log_level="error",
     ) as environment:
         await ensure_namespace(environment.client)
         few = await _history(environment.client, nodes, recoveries)
@@ -45,18 +47,36 @@ async def _history(client: Client, nodes: int, recoveries: int) -> tuple[int, in
     """Events and bytes of a job that recovers so often and then succeeds."""
     named = [{"name": f"n{i}", "address": f"10.0.{i >> 8}.{i & 255}"} for i in range(1, nodes + 1)]
     fleet = FleetSpec.model_validate({"name": "default", "backend": "simulated", "nodes": named})
-    faults = tuple(Exit(generation=g, node="n1", rank=0, exit_code=1, after=0.5) for g in range(1, recoveries + 1))
-    steps = tuple(Progress(generation=g, steps=((0.0, 10 * g), (0.1, 10 * g + 5))) for g in range(1, recoveries + 2))
+    faults = tuple(
+        Exit(generation=g, node="n1", rank=0, exit_code=1, after=0.5)
+        for g in range(1, recoveries + 1)
+    )
+    steps = tuple(
+        Progress(generation=g, steps=((0.0, 10 * g), (0.1, 10 * g + 5)))
+        for g in range(1, recoveries + 2)
+    )
     script = Script(happenings=(*faults, *steps), then="succeed")
     backend = SimulatedBackend(fleet, script)
     with tempfile.TemporaryDirectory(prefix="relaunch-bench-") as folder:
-        async with make_worker(client, Settings(state=Path(folder)), WorkerFleets({"default": fleet}, {"default": backend})):
+        async with make_worker(
+            client,
+            Settings(state=Path(folder)),
+            WorkerFleets({"default": fleet}, {"default": backend}),
+        ):
             spec = JobSpec.model_validate(
-                {"name": f"bench-{nodes}-{recoveries}", "command": ["train"], "nodes": nodes, "nproc_per_node": 1}
+                {
+                    "name": f"bench-{nodes}-{recoveries}",
+                    "command": ["train"],
+                    "nodes": nodes,
+                    "nproc_per_node": 1,
+                }
             )
             handle = await client.start_workflow(
                 TrainingJob.run,
-                TrainingJobInput(spec=spec, policy=resolve({"max_restarts": 1000, "timeouts": {"heartbeat": "1s"}})),
+                TrainingJobInput(
+                    spec=spec,
+                    policy=resolve({"max_restarts": 1000, "timeouts": {"heartbeat": "1s"}}),
+                ),
                 id=f"job/{spec.name}",
                 task_queue="relaunch",
                 task_timeout=timedelta(seconds=10),
@@ -64,4 +84,7 @@ async def _history(client: Client, nodes: int, recoveries: int) -> tuple[int, in
             await asyncio.wait_for(handle.result(), 120)
             description = await handle.describe()
     await backend.close()
-    return description.history_length, description.raw_description.workflow_execution_info.history_size_bytes
+    return (
+        description.history_length,
+        description.raw_description.workflow_execution_info.history_size_bytes,
+    )

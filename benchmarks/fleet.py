@@ -45,15 +45,36 @@ PATIENCE = 300.0
 
 
 def fleet(nodes: int) -> FleetSpec:
-    named = [{"name": f"n{i}", "address": f"10.0.{i >> 8}.{i & 255}", "gpus": 8} for i in range(1, nodes + 1)]
+    named = [
+        {"name": f"n{i}", "address": f"10.0.{i >> 8}.{i & 255}", "gpus": 8}
+        for i in range(1, nodes + 1)
+    ]
     limits = {"repairs_at_once": "50%", "nodes_out": "50%", "reboots_per_hour": 10_000}
-    return FleetSpec.model_validate({"name": FLEET, "backend": "simulated", "repairs": "act", "nodes": named, "limits": limits})
+    return FleetSpec.model_validate(
+        {"name": FLEET, "backend": "simulated", "repairs": "act", "nodes": named, "limits": limits}
+    )
 
 
 async def submit(client: Client, number: int) -> WorkflowHandle[TrainingJob, JobResult]:
-    spec = JobSpec.model_validate({"name": f"j{number}", "command": ["train"], "nodes": NODES_OF_A_JOB, "gpus_per_node": 8, "fleet": FLEET})
-    argument = TrainingJobInput(spec=spec, policy=resolve({"no_progress_stop": "off", "causes": REPLACE}))
-    return await client.start_workflow(TrainingJob.run, argument, id=f"job/{spec.name}", task_queue="relaunch", task_timeout=TASK_TIMEOUT)
+    spec = JobSpec.model_validate(
+        {
+            "name": f"j{number}",
+            "command": ["train"],
+            "nodes": NODES_OF_A_JOB,
+            "gpus_per_node": 8,
+            "fleet": FLEET,
+        }
+    )
+    argument = TrainingJobInput(
+        spec=spec, policy=resolve({"no_progress_stop": "off", "causes": REPLACE})
+    )
+    return await client.start_workflow(
+        TrainingJob.run,
+        argument,
+        id=f"job/{spec.name}",
+        task_queue="relaunch",
+        task_timeout=TASK_TIMEOUT,
+    )
 
 
 async def running(job: WorkflowHandle[TrainingJob, JobResult]) -> None:
@@ -92,7 +113,9 @@ async def histories(client: Client, job: str) -> list[Any]:
     while run_id:
         history = await client.get_workflow_handle(job, run_id=run_id).fetch_history()
         events += history.events
-        run_id = history.events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+        run_id = history.events[
+            -1
+        ].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
     return events
 
 
@@ -100,22 +123,34 @@ def waits(events: list[Any]) -> list[float]:
     """Milliseconds from each time a job asked for nodes until it was told that it has them."""
     found, asked = [], {}
     for event in events:
-        activity, signal = event.activity_task_scheduled_event_attributes, event.workflow_execution_signaled_event_attributes
+        activity, signal = (
+            event.activity_task_scheduled_event_attributes,
+            event.workflow_execution_signaled_event_attributes,
+        )
         if activity.activity_type.name == "tell_fleet":
-            asked[json.loads(activity.input.payloads[0].data)["message"]["seq"]] = event.event_time.ToDatetime()
+            asked[json.loads(activity.input.payloads[0].data)["message"]["seq"]] = (
+                event.event_time.ToDatetime()
+            )
         elif signal.signal_name == "granted":
             grant = json.loads(signal.input.payloads[0].data)
             if grant["kind"] == "granted" and grant["seq"] in asked:
-                found.append((event.event_time.ToDatetime() - asked[grant["seq"]]) / timedelta(milliseconds=1))
+                found.append(
+                    (event.event_time.ToDatetime() - asked[grant["seq"]])
+                    / timedelta(milliseconds=1)
+                )
     return found
 
 
-async def measure(address: str, state: Path, jobs: int, nodes: int, seconds: int) -> dict[str, object]:
+async def measure(
+    address: str, state: Path, jobs: int, nodes: int, seconds: int
+) -> dict[str, object]:
     client = await connect(state, address)
     spec = fleet(nodes)
     backend = SimulatedBackend(spec, Script(then="run"))
     random_ = random.Random(1)
-    async with make_worker(client, Settings(state=state, jobs=jobs), WorkerFleets({FLEET: spec}, {FLEET: backend})):
+    async with make_worker(
+        client, Settings(state=state, jobs=jobs), WorkerFleets({FLEET: spec}, {FLEET: backend})
+    ):
         begun = time.monotonic()
         handles = [await submit(client, number) for number in range(jobs)]
         await asyncio.gather(*map(running, handles))
@@ -131,11 +166,15 @@ async def measure(address: str, state: Path, jobs: int, nodes: int, seconds: int
         for handle in handles:
             await handle.result()
         told = await histories(client, f"{FLEET_ID_PREFIX}{FLEET}")
-        of_jobs = [event for number in range(jobs) for event in [await histories(client, f"job/j{number}")]]
+        of_jobs = [
+            event for number in range(jobs) for event in [await histories(client, f"job/j{number}")]
+        ]
     kinds = Counter(EventType.Name(event.event_type) for event in told)
     waited = sorted(wait for events in of_jobs for wait in waits(events))
     recoveries = sorted(wait for events in of_jobs for wait in waits(events)[1:])
-    span = (told[-1].event_time.ToDatetime() - told[0].event_time.ToDatetime()) / timedelta(seconds=1)
+    span = (told[-1].event_time.ToDatetime() - told[0].event_time.ToDatetime()) / timedelta(
+        seconds=1
+    )
     return {
         "jobs": jobs,
         "nodes": nodes,
@@ -154,7 +193,10 @@ async def measure(address: str, state: Path, jobs: int, nodes: int, seconds: int
 
 
 def measure_fleet(jobs: int, nodes: int, seconds: int) -> dict[str, object]:
-    with tempfile.TemporaryDirectory(prefix="relaunch-fleet-") as folder, server_for(Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="relaunch-fleet-") as folder,
+        server_for(Path(folder)) as server,
+    ):
         return asyncio.run(measure(server.address, Path(folder), jobs, nodes, seconds))
 
 

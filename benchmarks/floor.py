@@ -54,7 +54,9 @@ async def respawn(command: Sequence[str], ranks: int) -> int:
 async def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=WORLD_SIZE)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what every rank runs"
+    )
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -72,7 +74,9 @@ class Floor(Contender):
     name = "floor: bare asyncio loop"
 
     def launch(self, folder: Path) -> None:
-        self.spawn([sys.executable, "-m", "benchmarks.floor", "--", *rank_command()], folder / "floor.log")
+        self.spawn(
+            [sys.executable, "-m", "benchmarks.floor", "--", *rank_command()], folder / "floor.log"
+        )
 
 
 if __name__ == "__main__":

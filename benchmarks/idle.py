@@ -30,7 +30,9 @@ def marked(mark: str) -> set[int]:
         if not entry.isdigit():
             continue
         try:
-            if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0") and not is_rank(int(entry)):
+            if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0") and not is_rank(
+                int(entry)
+            ):
                 found.add(int(entry))
         except OSError:
             continue
@@ -39,7 +41,9 @@ def marked(mark: str) -> set[int]:
 
 def is_rank(pid: int) -> bool:
     """A launcher has the rank's command among its arguments, too; only a rank has it as its own."""
-    return tuple(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:2]) == rank_command()
+    return (
+        tuple(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:2]) == rank_command()
+    )
 
 
 def measure_idle(mark: str, seconds: float) -> Idle:

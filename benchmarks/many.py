@@ -61,7 +61,10 @@ FLEET = "pool"
 
 
 def fleet(jobs: int) -> FleetSpec:
-    nodes = [{"name": f"n{i}", "address": f"10.0.{i >> 8}.{i & 255}", "gpus": 8} for i in range(1, 2 * jobs + 1)]
+    nodes = [
+        {"name": f"n{i}", "address": f"10.0.{i >> 8}.{i & 255}", "gpus": 8}
+        for i in range(1, 2 * jobs + 1)
+    ]
     return FleetSpec.model_validate({"name": FLEET, "backend": "simulated", "nodes": nodes})
 
 
@@ -69,12 +72,18 @@ async def work(address: str, jobs: int, state: Path) -> None:
     """Be the worker, until SIGTERM. SIGUSR1 reboots a node of every job."""
     spec = fleet(jobs)
     script = Script(
-        happenings=(Progress(generation=1, steps=((0.0, 1),), hangs=True), Progress(generation=2, steps=((0.0, 2),))), then="succeed"
+        happenings=(
+            Progress(generation=1, steps=((0.0, 1),), hangs=True),
+            Progress(generation=2, steps=((0.0, 2),)),
+        ),
+        then="succeed",
     )
     backend = SimulatedBackend(spec, script)
 
     def reboot() -> None:
-        for node in {life.token.job: life.node for life in backend.lives if life.kind == "started"}.values():
+        for node in {
+            life.token.job: life.node for life in backend.lives if life.kind == "started"
+        }.values():
             backend.lose_power(node)
 
     ended = asyncio.Event()
@@ -82,7 +91,9 @@ async def work(address: str, jobs: int, state: Path) -> None:
     loop.add_signal_handler(signal.SIGUSR1, reboot)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     client = await connect(state, address)
-    async with make_worker(client, Settings(state=state, jobs=2 * jobs), WorkerFleets({FLEET: spec}, {FLEET: backend})):
+    async with make_worker(
+        client, Settings(state=state, jobs=2 * jobs), WorkerFleets({FLEET: spec}, {FLEET: backend})
+    ):
         await ended.wait()
 
 
@@ -106,7 +117,11 @@ async def running(job: WorkflowHandle[TrainingJob, JobResult]) -> None:
 
 def peak_mib(pid: int) -> float:
     """The most memory a process ever had resident."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -116,16 +131,30 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def drive(address: str, jobs: int, worker: int, server: int, state: Path) -> dict[str, object]:
+async def drive(
+    address: str, jobs: int, worker: int, server: int, state: Path
+) -> dict[str, object]:
     client = await connect(state, address)
     policy = resolve({"no_progress_stop": "off"})
     handles: list[WorkflowHandle[TrainingJob, JobResult]] = []
 
     async def start(number: int) -> None:
-        spec = JobSpec.model_validate({"name": f"j{number}", "command": ["train"], "nodes": 2, "gpus_per_node": 8, "fleet": FLEET})
+        spec = JobSpec.model_validate(
+            {
+                "name": f"j{number}",
+                "command": ["train"],
+                "nodes": 2,
+                "gpus_per_node": 8,
+                "fleet": FLEET,
+            }
+        )
         argument = TrainingJobInput(spec=spec, policy=policy)
         handle = await client.start_workflow(
-            TrainingJob.run, argument, id=f"job/{spec.name}", task_queue="relaunch", task_timeout=TASK_TIMEOUT
+            TrainingJob.run,
+            argument,
+            id=f"job/{spec.name}",
+            task_queue="relaunch",
+            task_timeout=TASK_TIMEOUT,
         )
         handles.append(handle)
         await running(handle)
@@ -177,10 +206,24 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
 def server_for(state: Path, database: Path | None = None) -> Iterator[Server]:
     """A server of its own, with its database in memory or in a file that is synced as under `up`."""
     port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
-    options = [word for pair in SERVER_OPTIONS if database or "--sqlite-pragma" not in pair for word in pair]
+    options = [
+        word
+        for pair in SERVER_OPTIONS
+        if database or "--sqlite-pragma" not in pair
+        for word in pair
+    ]
     ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
     file = ["--db-filename", str(database)] if database else []
-    command = [str(find_server()), "server", "start-dev", *ports, *file, "--log-level", "error", *options]
+    command = [
+        str(find_server()),
+        "server",
+        "start-dev",
+        *ports,
+        *file,
+        "--log-level",
+        "error",
+        *options,
+    ]
     with (state / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -194,8 +237,21 @@ def server_for(state: Path, database: Path | None = None) -> Iterator[Server]:
 def measure_many(jobs: int, on_disk: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="relaunch-many-") as folder:
         state = Path(folder)
-        with server_for(state, state / "temporal.db" if on_disk else None) as server, (state / "worker.log").open("wb") as log:
-            words = [sys.executable, "-m", "benchmarks.many", "--jobs", str(jobs), "--work", server.address, "--state", str(state)]
+        with (
+            server_for(state, state / "temporal.db" if on_disk else None) as server,
+            (state / "worker.log").open("wb") as log,
+        ):
+            words = [
+                sys.executable,
+                "-m",
+                "benchmarks.many",
+                "--jobs",
+                str(jobs),
+                "--work",
+                server.address,
+                "--state",
+                str(state),
+            ]
             worker = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
             try:
                 return asyncio.run(drive(server.address, jobs, worker.pid, server.pid, state))
@@ -221,7 +277,11 @@ async def _up(address: str, state: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", type=int, default=200)
-    parser.add_argument("--on-disk", action="store_true", help="with the server's database in a file, synced as under `up`")
+    parser.add_argument(
+        "--on-disk",
+        action="store_true",
+        help="with the server's database in a file, synced as under `up`",
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
@@ -229,7 +289,10 @@ def main() -> int:
     if arguments.work:
         asyncio.run(work(arguments.work, arguments.jobs, arguments.state))
         return 0
-    result = {"database": "file" if arguments.on_disk else "memory", **measure_many(arguments.jobs, arguments.on_disk)}
+    result = {
+        "database": "file" if arguments.on_disk else "memory",
+        **measure_many(arguments.jobs, arguments.on_disk),
+    }
     print(json.dumps(result, indent=1))
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")

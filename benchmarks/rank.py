@@ -14,8 +14,12 @@ def report_start() -> None:
     """Append `<CLOCK_MONOTONIC ns> <rank> <generation> <pid>`; one short O_APPEND write is never torn."""
     path = os.environ.get("BENCH_STARTS") or (sys.argv[1] if len(sys.argv) > 1 else "")
     if not path:
-        sys.exit("no file to report the start to: set BENCH_STARTS or give it as the first argument")
-    generation = os.environ.get("RELAUNCH_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        sys.exit(
+            "no file to report the start to: set BENCH_STARTS or give it as the first argument"
+        )
+    generation = (
+        os.environ.get("RELAUNCH_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    )
     line = f"{STARTED} {os.environ.get('RANK', '0')} {generation} {os.getpid()}\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(file, line.encode())

@@ -36,21 +36,41 @@ class Relaunch(Contender):
         self._state.mkdir(parents=True, exist_ok=True)
         self._policy.write_text(POLICY)
         ports = [str(free_port()), str(free_port())]
-        command = [sys.executable, str(ROOT / "starter.py"), "up", "--state", str(self._state), "--port", ports[0], "--ui-port", ports[1]]
+        command = [
+            sys.executable,
+            str(ROOT / "starter.py"),
+            "up",
+            "--state",
+            str(self._state),
+            "--port",
+            ports[0],
+            "--ui-port",
+            ports[1],
+        ]
         with (self._state / "up.log").open("wb") as log:
             self._up = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         deadline = time.monotonic() + READY_WITHIN
         jobs = [sys.executable, str(ROOT / "starter.py"), "jobs"]
-        while subprocess.run(jobs, env=self._environment, capture_output=True, check=False).returncode != 0:
+        while (
+            subprocess.run(jobs, env=self._environment, capture_output=True, check=False).returncode
+            != 0
+        ):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"`up` is not ready within {READY_WITHIN:g} s: see {self._state / 'up.log'}")
+                raise TimeoutError(
+                    f"`up` is not ready within {READY_WITHIN:g} s: see {self._state / 'up.log'}"
+                )
         # The first job finds the worker still importing; that is no part of any other job's start.
-        subprocess.run([*self._run("warm-up"), "true"], env=self._environment, capture_output=True, check=True)
+        subprocess.run(
+            [*self._run("warm-up"), "true"], env=self._environment, capture_output=True, check=True
+        )
 
     def launch(self, folder: Path) -> None:
         self._jobs += 1
         os.environ["RELAUNCH_STATE"] = str(self._state)
-        command = [*self._run(f"bench-{self._jobs}", "--env", f"BENCH_STARTS={self.starts_file}"), *rank_command()]
+        command = [
+            *self._run(f"bench-{self._jobs}", "--env", f"BENCH_STARTS={self.starts_file}"),
+            *rank_command(),
+        ]
         self.spawn(command, folder / "run.log")
 
     def _run(self, name: str, *options: str) -> list[str]:

@@ -49,7 +49,12 @@ def measure(contender: Contender, rounds: int, starts: int) -> dict[str, Any]:
                     idle = measure_idle(contender.name, IDLE_FOR)
             finally:
                 contender.stop()
-    return {"name": contender.name, "start_s": started, "recovery_ms": recovered, "idle": dataclasses.asdict(idle)}
+    return {
+        "name": contender.name,
+        "start_s": started,
+        "recovery_ms": recovered,
+        "idle": dataclasses.asdict(idle),
+    }
 
 
 def row(result: dict[str, Any]) -> str:
@@ -64,7 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=200, help="how many at once on one worker; 0 leaves that out")
+    parser.add_argument(
+        "--jobs", type=int, default=200, help="how many at once on one worker; 0 leaves that out"
+    )
     parser.add_argument("--torch", default=sys.executable, help="a Python that can import torch")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"))
     arguments = parser.parse_args()
@@ -91,7 +98,12 @@ def main() -> int:
     fleet = measure_fleet(50, 200, 60)
     report = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(), "load": os.getloadavg()},
+        "machine": {
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "load": os.getloadavg(),
+        },
         "torch": torch,
         "rounds": arguments.rounds,
         "contenders": results,
@@ -101,20 +113,28 @@ def main() -> int:
         "fleet": fleet,
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    print("| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms | command → all 4 run, s | idle CPU | idle memory |")
+    print(
+        "| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms | command → all 4 run, s | idle CPU | idle memory |"
+    )
     print("|---|---|---|---|---|")
     for result in results:
         print(row(result))
     print()
     for recovery in events:
-        print(f"{recovery['events']} history events ({recovery['bytes']} bytes) a recovery with {recovery['nodes']} simulated nodes")
+        print(
+            f"{recovery['events']} history events ({recovery['bytes']} bytes) a recovery with {recovery['nodes']} simulated nodes"
+        )
     for one in decisions:
         took = f"diagnose {one['diagnose_ms']} ms, decide {one['decide_ms']} ms"
         print(f"{one['ranks']} ranks of {one['nodes']} nodes fail at once ({one['kind']}): {took}")
     if many:
         tasks = f"{many['workflow_tasks_failed']} failed and {many['workflow_tasks_timed_out']} timed-out workflow tasks"
-        print(f"{many['jobs']} jobs, a fault each, all recovered after {many['all_recovered_after_s']} s: {tasks}")
-        print(f"the worker held {many['worker_peak_mib']} MiB, the server {many['server_peak_mib']} MiB")
+        print(
+            f"{many['jobs']} jobs, a fault each, all recovered after {many['all_recovered_after_s']} s: {tasks}"
+        )
+        print(
+            f"the worker held {many['worker_peak_mib']} MiB, the server {many['server_peak_mib']} MiB"
+        )
     print(
         f"{fleet['jobs']} jobs on {fleet['nodes']} nodes, a fault a second for {fleet['faults']} s: a replacement granted after "
         f"{fleet['replacement_ms_median']} ms (worst {fleet['replacement_ms_worst']}), {fleet['fleet_signals']} signals to the fleet, "

@@ -93,8 +93,14 @@ async def reach(backend: Backend, nodes: list[str]) -> tuple[float, float]:
 
 
 async def launch(backend: Backend, node: str) -> int:
-    durations = {name: getattr(TIMES, name).total_seconds() for name in ("lease", "fence_after", "stop_grace", "heartbeat")}
-    prepared = await backend.prepare(node, PrepareOrder(token=TOKEN, address="127.0.0.1", ranks=(0,), valid_for=120.0, **durations))
+    durations = {
+        name: getattr(TIMES, name).total_seconds()
+        for name in ("lease", "fence_after", "stop_grace", "heartbeat")
+    }
+    prepared = await backend.prepare(
+        node,
+        PrepareOrder(token=TOKEN, address="127.0.0.1", ranks=(0,), valid_for=120.0, **durations),
+    )
     assert isinstance(prepared, Prepared), prepared
     order = StartOrder(
         token=TOKEN,
@@ -114,7 +120,14 @@ async def launch(backend: Backend, node: str) -> int:
 
 
 async def measure(
-    kind: str, spec: FleetSpec, folder: Path, agent: Path, states: list[Path], servers: list[int], idle: float, kills: int
+    kind: str,
+    spec: FleetSpec,
+    folder: Path,
+    agent: Path,
+    states: list[Path],
+    servers: list[int],
+    idle: float,
+    kills: int,
 ) -> Measured:
     """Servers: the listening sshds; their connections are their children."""
     nodes = [node.name for node in spec.nodes]
@@ -134,8 +147,12 @@ async def measure(
     async with asyncio.timeout(600):
         used = backend()
         connect, connect_cpu = await reach(used, nodes)
-        pids = dict(zip(nodes, await asyncio.gather(*(launch(used, node) for node in nodes)), strict=True))
-        seen: dict[str, asyncio.Future[float]] = {node: asyncio.get_running_loop().create_future() for node in nodes}
+        pids = dict(
+            zip(nodes, await asyncio.gather(*(launch(used, node) for node in nodes)), strict=True)
+        )
+        seen: dict[str, asyncio.Future[float]] = {
+            node: asyncio.get_running_loop().create_future() for node in nodes
+        }
         beating = {node: asyncio.Event() for node in nodes}
 
         async def watch(node: str) -> None:
@@ -157,7 +174,8 @@ async def measure(
         await asyncio.sleep(idle)
         after = (cpu(), sum(map(ticks, mine)), sum(map(ticks, there)))
         own, of_sshd, of_nodes = (
-            100 * (late - early) / idle / scale for early, late, scale in zip(before, after, (1, TICK, TICK), strict=True)
+            100 * (late - early) / idle / scale
+            for early, late, scale in zip(before, after, (1, TICK, TICK), strict=True)
         )
         memories = [pss(os.getpid()), sum(map(pss, mine)), sum(map(pss, there))]
         noticed = []
@@ -187,7 +205,11 @@ async def measure(
 
 
 def on_nodes(states: list[Path]) -> set[int]:
-    wanted = {f"RELAUNCH_{whose}_STATE={state}".encode() for whose in ("NODE", "AGENT") for state in states}
+    wanted = {
+        f"RELAUNCH_{whose}_STATE={state}".encode()
+        for whose in ("NODE", "AGENT")
+        for state in states
+    }
     return {pid for pid, variables in environments() if not wanted.isdisjoint(variables)}
 
 
@@ -197,7 +219,9 @@ def below(pid: int) -> set[int]:
     while waiting:
         found.add(one := waiting.pop())
         try:
-            waiting += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+            waiting += [
+                int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()
+            ]
         except OSError:
             continue
     return found
@@ -226,7 +250,13 @@ def fleet(kind: str, nodes: list[dict[str, object]], **more: object) -> FleetSpe
 
 def local(folder: Path, agent: Path, count: int, idle: float, kills: int) -> Measured:
     names = [f"n{number}" for number in range(1, count + 1)]
-    spec = fleet("local", [{"name": name, "address": address(number), "gpus": 0} for number, name in enumerate(names, 1)])
+    spec = fleet(
+        "local",
+        [
+            {"name": name, "address": address(number), "gpus": 0}
+            for number, name in enumerate(names, 1)
+        ],
+    )
     states = [folder / "nodes" / name for name in names]
     for state in states:
         state.mkdir(parents=True, mode=0o700)
@@ -239,23 +269,42 @@ def local(folder: Path, agent: Path, count: int, idle: float, kills: int) -> Mea
 
 def ssh(folder: Path, agent: Path, count: int, idle: float, kills: int, delay: float) -> Measured:
     """With `delay`, each byte comes so many seconds late, either way."""
-    key, known_hosts, config = make_key(folder / "key"), folder / "known_hosts", folder / "ssh_config"
+    key, known_hosts, config = (
+        make_key(folder / "key"),
+        folder / "known_hosts",
+        folder / "ssh_config",
+    )
     config.touch()
     hosts: list[Sshd] = []
     try:
         for number in range(1, count + 1):
             hosts.append(Sshd(folder / f"n{number}", address(number), key))
             hosts[-1].start()
-        ways = [Way((address(number, NEAR), host.port), (host.address, host.port)) for number, host in enumerate(hosts, 1)]
-        reached = [way.near if delay else way.far for way in ways]
-        known_hosts.write_text("".join(host.known_hosts.replace(host.address, at) for host, (at, _) in zip(hosts, reached, strict=True)))
-        nodes: list[dict[str, object]] = [
-            {"name": f"n{number}", "address": at, "port": port, "gpus": 0} for number, (at, port) in enumerate(reached, 1)
+        ways = [
+            Way((address(number, NEAR), host.port), (host.address, host.port))
+            for number, host in enumerate(hosts, 1)
         ]
-        spec = fleet("ssh", nodes, ssh={"key": str(key), "known_hosts": str(known_hosts), "config": str(config)})
+        reached = [way.near if delay else way.far for way in ways]
+        known_hosts.write_text(
+            "".join(
+                host.known_hosts.replace(host.address, at)
+                for host, (at, _) in zip(hosts, reached, strict=True)
+            )
+        )
+        nodes: list[dict[str, object]] = [
+            {"name": f"n{number}", "address": at, "port": port, "gpus": 0}
+            for number, (at, port) in enumerate(reached, 1)
+        ]
+        spec = fleet(
+            "ssh",
+            nodes,
+            ssh={"key": str(key), "known_hosts": str(known_hosts), "config": str(config)},
+        )
         servers = [host.process.pid for host in hosts if host.process is not None]
         with slow_links(ways if delay else (), delay):
-            return in_own_process("ssh", spec, folder, agent, [host.state for host in hosts], servers, idle, kills)
+            return in_own_process(
+                "ssh", spec, folder, agent, [host.state for host in hosts], servers, idle, kills
+            )
     finally:
         for host in hosts:
             if host.process is not None:
@@ -268,7 +317,11 @@ def end_all(folder: Path) -> None:
     """Kill everything that runs on any node in `folder`. One by one, as a test ends its nodes, 64 of them take minutes."""
     under = tuple(f"RELAUNCH_{whose}_STATE={folder}/".encode() for whose in ("NODE", "AGENT"))
     while True:
-        found = [pid for pid, variables in environments() if any(one.startswith(under) for one in variables)]
+        found = [
+            pid
+            for pid, variables in environments()
+            if any(one.startswith(under) for one in variables)
+        ]
         if not found:
             return
         signal_all(found, signal.SIGKILL)
@@ -295,16 +348,26 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--kills", type=int, default=64, help="at most one on each node")
     parser.add_argument("--idle", type=float, default=30.0, help="seconds")
-    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds that a network between worker and nodes would take")
+    parser.add_argument(
+        "--round-trip",
+        type=float,
+        default=0.0,
+        help="milliseconds that a network between worker and nodes would take",
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if SSHD is None:
-        sys.stdout.write("no sshd on this machine (package openssh-server): nodes by SSH are not measured\n")
+        sys.stdout.write(
+            "no sshd on this machine (package openssh-server): nodes by SSH are not measured\n"
+        )
         return
     found: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="relaunch-ssh-") as temporary:
         agent = build_agent(Path(temporary) / "agent")
-        for kind, of in (("local", local), ("ssh", partial(ssh, delay=arguments.round_trip / 2000))):
+        for kind, of in (
+            ("local", local),
+            ("ssh", partial(ssh, delay=arguments.round_trip / 2000)),
+        ):
             sys.stdout.write(f"load before: {os.getloadavg()[0]:.1f}\n")
             folder = Path(temporary) / kind
             folder.mkdir()
@@ -312,7 +375,9 @@ def main() -> None:
             sys.stdout.write(told(kind, found[kind]))
             sys.stdout.flush()
     if arguments.output:
-        arguments.output.write_text(json.dumps({kind: asdict(one) for kind, one in found.items()}, indent=1) + "\n")
+        arguments.output.write_text(
+            json.dumps({kind: asdict(one) for kind, one in found.items()}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -26,10 +26,22 @@ class Torchrun(Contender):
         endpoint = f"127.0.0.1:{free_port()}"
         for node in range(self._nodes):
             command = [self._python, "-m", "torch.distributed.run"]
-            command += ["--nnodes", str(self._nodes), "--nproc-per-node", str(WORLD_SIZE // self._nodes)]
+            command += [
+                "--nnodes",
+                str(self._nodes),
+                "--nproc-per-node",
+                str(WORLD_SIZE // self._nodes),
+            ]
             command += ["--max-restarts", str(RESTARTS), "--log-dir", str(folder / f"logs-{node}")]
             if self._nodes > 1:
-                command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "benchmark"]
+                command += [
+                    "--rdzv-backend",
+                    "c10d",
+                    "--rdzv-endpoint",
+                    endpoint,
+                    "--rdzv-id",
+                    "benchmark",
+                ]
                 command += ["--local-addr", "127.0.0.1"]
             else:
                 command += ["--standalone"]
@@ -41,5 +53,10 @@ class Torchrun(Contender):
 
 def version(python: str) -> str | None:
     """torch's version under that interpreter, or None where torch cannot be imported."""
-    answer = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [python, "-c", "import torch; print(torch.__version__)"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return answer.stdout.strip() if answer.returncode == 0 else None

@@ -45,7 +45,13 @@ from relaunch.temporal import connect, running_up  # noqa: E402
 
 STEPS = 270
 TRAIN = ("--steps", str(STEPS), "--batch", "16", "--checkpoint-every", "20", "--step-time", "0.1")
-TIMEOUTS = {"heartbeat": "0.5s", "lease": "5s", "lost_after": "1.5s", "fence_after": "2s", "stop_grace": "1s"}
+TIMEOUTS = {
+    "heartbeat": "0.5s",
+    "lease": "5s",
+    "lost_after": "1.5s",
+    "fence_after": "2s",
+    "stop_grace": "1s",
+}
 """Seconds, because somebody watches; a cluster has minutes. A lost node is noticed (3 s) before it must have stopped its ranks (7 s)."""
 ANSWER_WITHIN = timedelta(seconds=2)
 """Of a node; a worker that stops one asks twice before it goes on without an answer."""
@@ -67,8 +73,14 @@ class Screen:
         self.looks: dict[str, jobs.Look] = {}
 
     def say(self, text: str, style: str | None = None) -> None:
-        style = style or next((style for word, style in STYLES.items() if text.startswith(word)), "dim")
-        self.console.print(f"{time.monotonic() - self.began:5.1f} s  {text}", style=style, soft_wrap=not self.console.is_terminal)
+        style = style or next(
+            (style for word, style in STYLES.items() if text.startswith(word)), "dim"
+        )
+        self.console.print(
+            f"{time.monotonic() - self.began:5.1f} s  {text}",
+            style=style,
+            soft_wrap=not self.console.is_terminal,
+        )
 
     def job(self, name: str = "troubled") -> JobState | None:
         return self.looks[name].state if name in self.looks else None
@@ -76,7 +88,11 @@ class Screen:
     def step(self, name: str = "troubled") -> int:
         look, job = self.looks.get(name), self.job(name)
         seen = look.watch.step if look and look.watch else None
-        return STEPS if job and job.phase is Phase.SUCCEEDED else seen or (job.furthest_step if job else None) or 0
+        return (
+            STEPS
+            if job and job.phase is Phase.SUCCEEDED
+            else seen or (job.furthest_step if job else None) or 0
+        )
 
     async def follow(self, client: Client, name: str) -> None:
         narrator = follow.Narrator(self.say)
@@ -84,7 +100,11 @@ class Screen:
             self.looks[name] = now
             if name == "troubled":
                 narrator.tell(now)
-                if not self.console.is_terminal and (job := self.job()) and (text := self.next(job)).partition(" (")[0] != self.told:
+                if (
+                    not self.console.is_terminal
+                    and (job := self.job())
+                    and (text := self.next(job)).partition(" (")[0] != self.told
+                ):
                     self.told = text.partition(" (")[0]
                     self.say(f"next: {text}")
 
@@ -94,7 +114,9 @@ class Screen:
             # The wait of this demo: until silence is proof that the ranks of the lost node have stopped themselves.
             what = f"once {job_views.names(list(job.lost_names))} must have stopped its ranks by itself, {what} without it"
             at = safe_after(job, (job.incident.decided or job.incident.opened) + 2 * ANSWER_WITHIN)
-        return what + (f" (in {max(0.0, (at - datetime.now(UTC)).total_seconds()):.0f} s)" if at else "")
+        return what + (
+            f" (in {max(0.0, (at - datetime.now(UTC)).total_seconds()):.0f} s)" if at else ""
+        )
 
     def __rich__(self) -> Group:
         lines = [Text()]
@@ -102,11 +124,29 @@ class Screen:
             look, job, step = self.looks[name], self.job(name), self.step(name)
             loss = look.watch.values.get("loss") if look.watch else None
             colour = "green" if look.phase in (Phase.RUNNING, Phase.SUCCEEDED) else "yellow"
-            bar, steps = f"{'━' * (30 * step // STEPS):<31}", f"step {step:>3} of {STEPS} {'' if loss is None else f' loss {loss:.4f}':<14}"
-            where = f" generation {job.generation} on {job_views.names([slot.node for slot in job.slots]) or 'no nodes yet'}" if job else ""
-            lines.append(Text.assemble((f"{name:<9} ", "bold"), (bar, "cyan"), steps, (f"{look.phase:<10}", f"bold {colour}"), where))
+            bar, steps = (
+                f"{'━' * (30 * step // STEPS):<31}",
+                f"step {step:>3} of {STEPS} {'' if loss is None else f' loss {loss:.4f}':<14}",
+            )
+            where = (
+                f" generation {job.generation} on {job_views.names([slot.node for slot in job.slots]) or 'no nodes yet'}"
+                if job
+                else ""
+            )
+            lines.append(
+                Text.assemble(
+                    (f"{name:<9} ", "bold"),
+                    (bar, "cyan"),
+                    steps,
+                    (f"{look.phase:<10}", f"bold {colour}"),
+                    where,
+                )
+            )
         if job := self.job():
-            lines += [Text.assemble(("now   ", "bold"), job.reason), Text.assemble(("next  ", "bold"), self.next(job))]
+            lines += [
+                Text.assemble(("now   ", "bold"), job.reason),
+                Text.assemble(("next  ", "bold"), self.next(job)),
+            ]
         return Group(*lines, Text.assemble(("web   ", "bold"), self.ui))
 
 
@@ -115,12 +155,28 @@ class Screen:
 
 async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
     """Run two equal jobs, and disturb one of them."""
-    screen.say("two equal jobs: troubled will be disturbed, calm will not; timeouts are seconds here, minutes on a cluster", "bold")
+    screen.say(
+        "two equal jobs: troubled will be disturbed, calm will not; timeouts are seconds here, minutes on a cluster",
+        "bold",
+    )
     following = []
     for name, fleet in (("troubled", "cluster"), ("calm", "elsewhere")):
-        command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *TRAIN, "--checkpoint", str(state / name)]
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / "train_lm.py"),
+            *TRAIN,
+            "--checkpoint",
+            str(state / name),
+        ]
         policy = {"timeouts": TIMEOUTS}
-        job = {"name": name, "command": command, "nodes": 2, "nproc_per_node": 2, "fleet": fleet, "policy": policy}
+        job = {
+            "name": name,
+            "command": command,
+            "nodes": 2,
+            "nproc_per_node": 2,
+            "fleet": fleet,
+            "policy": policy,
+        }
         await submit(client, Settings().task_queue, *job_from_flags(job), reason="the demo")
         following.append(asyncio.create_task(screen.follow(client, name)))
 
@@ -137,7 +193,11 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
             await asyncio.sleep(0.05)
 
     def recovered(incidents: int) -> bool:
-        return (job := screen.job()) is not None and job.incident is None and len(job.incidents) >= incidents
+        return (
+            (job := screen.job()) is not None
+            and job.incident is None
+            and len(job.incidents) >= incidents
+        )
 
     try:
         await until("step 45", lambda: screen.step() >= 45)
@@ -150,18 +210,37 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
         await until("more steps", lambda: screen.step() >= begin + 10)
         (worker,) = workers = processes(state, str(ROOT / "relaunch" / "__main__.py"), "worker")
         before, begin = screen.job(), screen.step()
-        screen.say(f"2. SIGKILL to the worker (process {worker}), at step {begin}: whoever decides is gone", "bold red")
+        screen.say(
+            f"2. SIGKILL to the worker (process {worker}), at step {begin}: whoever decides is gone",
+            "bold red",
+        )
         os.kill(worker, signal.SIGKILL)
-        await until("another worker", lambda: processes(state, str(ROOT / "relaunch" / "__main__.py"), "worker") not in ([], workers))
+        await until(
+            "another worker",
+            lambda: (
+                processes(state, str(ROOT / "relaunch" / "__main__.py"), "worker")
+                not in ([], workers)
+            ),
+        )
         await until("progress seen by the new worker", lambda: screen.step() > begin + 10)
         now = screen.job()
-        if before is None or now is None or (now.generation, len(now.incidents)) != (before.generation, len(before.incidents)):
+        if (
+            before is None
+            or now is None
+            or (now.generation, len(now.incidents)) != (before.generation, len(before.incidents))
+        ):
             raise Trouble("the ranks did not simply go on while the worker was away")
-        screen.say(f"a new worker watches the same ranks, which trained on to step {screen.step()} without one: no incident", "green")
+        screen.say(
+            f"a new worker watches the same ranks, which trained on to step {screen.step()} without one: no incident",
+            "green",
+        )
 
         begin = screen.step()
         await until("more steps", lambda: screen.step() >= begin + 10)
-        screen.say("3. node-2 is cut off from everybody, its sockets stay open and silent: is it dead, or does it train on?", "bold red")
+        screen.say(
+            "3. node-2 is cut off from everybody, its sockets stay open and silent: is it dead, or does it train on?",
+            "bold red",
+        )
         cut(state / "nodes" / "node-2", freeze_ranks=True)
         await until("recovery on the spare node", lambda: recovered(2))
         async with asyncio.timeout(PATIENCE):
@@ -175,21 +254,47 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
 def conclude(state: Path, screen: Screen) -> bool:
     """Print the incidents, compare the two results bit for bit, and return whether all is as it should be."""
     table = Table(
-        "CAUSE", "NODE", "WHAT HAPPENED", "STRATEGY", "DECIDED", "LAUNCHED", "RECOVERED", box=None, header_style="bold", pad_edge=False
+        "CAUSE",
+        "NODE",
+        "WHAT HAPPENED",
+        "STRATEGY",
+        "DECIDED",
+        "LAUNCHED",
+        "RECOVERED",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
     )
     incidents = job.incidents if (job := screen.job()) else ()
     for entry in map(job_views.history_entry, incidents):
-        strategies = ", ".join(dict.fromkeys(d["strategy"] for d in entry["decisions"] if d["strategy"]))
-        times = (f"{entry['times'][name] or 0:.2f} s" for name in ("decided", "launched", "recovered"))
-        table.add_row(entry["cause"], job_views.names(entry["nodes"]), entry["reason"], strategies, *times)
+        strategies = ", ".join(
+            dict.fromkeys(d["strategy"] for d in entry["decisions"] if d["strategy"])
+        )
+        times = (
+            f"{entry['times'][name] or 0:.2f} s" for name in ("decided", "launched", "recovered")
+        )
+        table.add_row(
+            entry["cause"], job_views.names(entry["nodes"]), entry["reason"], strategies, *times
+        )
     screen.console.print("", table, "")
-    results = {name: json.loads((state / name / "final.json").read_text()) for name in ("calm", "troubled")}
+    results = {
+        name: json.loads((state / name / "final.json").read_text()) for name in ("calm", "troubled")
+    }
     for name, result in results.items():
-        loss, parameters = f"final loss {result['loss']!r} ({result['loss_hex']})", f"parameters {result['parameters_sha256'][:12]}…"
+        loss, parameters = (
+            f"final loss {result['loss']!r} ({result['loss_hex']})",
+            f"parameters {result['parameters_sha256'][:12]}…",
+        )
         screen.console.print(f"{name:<9} {loss}, {parameters}", soft_wrap=True)
     same = results["calm"] == results["troubled"]
-    screen.console.print("the same bits" if same else "NOT the same bits", style="bold green" if same else "bold red")
-    return same and len(incidents) >= 2 and all(look.phase == Phase.SUCCEEDED for look in screen.looks.values())
+    screen.console.print(
+        "the same bits" if same else "NOT the same bits", style="bold green" if same else "bold red"
+    )
+    return (
+        same
+        and len(incidents) >= 2
+        and all(look.phase == Phase.SUCCEEDED for look in screen.looks.values())
+    )
 
 
 # --- server and worker, and leaving nothing behind ----------------------------------------------------------------------
@@ -199,16 +304,45 @@ def conclude(state: Path, screen: Screen) -> bool:
 def service() -> Iterator[Path]:
     """Run `relaunch up` on a temporary folder; at the end, whatever the end, its processes and files are gone."""
     state = Path(tempfile.mkdtemp(prefix="relaunch-demo-"))
-    command = [sys.executable, str(ROOT / "starter.py"), "up", "--attended", "--state", str(state), "--port", "0", "--ui-port", "0"]
+    command = [
+        sys.executable,
+        str(ROOT / "starter.py"),
+        "up",
+        "--attended",
+        "--state",
+        str(state),
+        "--port",
+        "0",
+        "--ui-port",
+        "0",
+    ]
     for number, (fleet, names) in enumerate(FLEETS.items()):
-        nodes = [{"name": name, "address": f"127.78.{number}.{index}"} for index, name in enumerate(names, 1)]
+        nodes = [
+            {"name": name, "address": f"127.78.{number}.{index}"}
+            for index, name in enumerate(names, 1)
+        ]
         # JSON is YAML, too.
-        (state / f"{fleet}.yaml").write_text(json.dumps({"name": fleet, "backend": "local", "nodes": nodes}))
+        (state / f"{fleet}.yaml").write_text(
+            json.dumps({"name": fleet, "backend": "local", "nodes": nodes})
+        )
         command += ["--fleet", str(state / f"{fleet}.yaml")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
+    }
     environment["RELAUNCH_ANSWER_WITHIN"] = f"{ANSWER_WITHIN.total_seconds():g}"
-    with (state / "up.log").open("wb") as log:  # attended: it ends with its stdin, so with us, however we end
-        up = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True)
+    with (state / "up.log").open(
+        "wb"
+    ) as log:  # attended: it ends with its stdin, so with us, however we end
+        up = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
     try:
         yield state
     finally:
@@ -234,14 +368,20 @@ def processes(state: Path, *words: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
             if entry.name.isdigit() and int(entry.name) != os.getpid():
-                has = ((entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()).decode(errors="replace").split("\0")
+                has = (
+                    ((entry / "cmdline").read_bytes() + (entry / "environ").read_bytes())
+                    .decode(errors="replace")
+                    .split("\0")
+                )
                 if set(words) <= set(has) and any(str(state) in word for word in has):
                     found.append(int(entry.name))
     return found
 
 
 async def run(keep: bool, console: Console) -> int:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os.kill, os.getpid(), signal.SIGINT)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, os.kill, os.getpid(), signal.SIGINT
+    )
     began = time.monotonic()
     with service() as state:
         console.print("starting Temporal's server and a worker …", style="dim")
@@ -251,11 +391,19 @@ async def run(keep: bool, console: Console) -> int:
             await asyncio.sleep(0.05)
         console.print(f"web UI, as long as this runs: {up.ui}", soft_wrap=True)
         screen = Screen(console, up.ui)
-        with Live(screen, console=console, refresh_per_second=5) if console.is_terminal else contextlib.nullcontext():
+        with (
+            Live(screen, console=console, refresh_per_second=5)
+            if console.is_terminal
+            else contextlib.nullcontext()
+        ):
             await demonstrate(await connect(state, up.address), state, screen)
         passed = conclude(state, screen)
         console.print(
-            f"web UI: {up.ui}, until Enter" if keep else "(--keep leaves the web UI running at the end)", style="dim", soft_wrap=True
+            f"web UI: {up.ui}, until Enter"
+            if keep
+            else "(--keep leaves the web UI running at the end)",
+            style="dim",
+            soft_wrap=True,
         )
         if keep:
             with contextlib.suppress(EOFError):
@@ -266,7 +414,11 @@ async def run(keep: bool, console: Console) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="at the end leave web UI, server and worker running until Enter")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="at the end leave web UI, server and worker running until Enter",
+    )
     options = parser.parse_args()
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
     try:

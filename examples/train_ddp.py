@@ -24,11 +24,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """(1) A checkpoint is whole or not there: a rank may be killed in the middle of this line."""
     partial = path.with_name(path.name + ".partial")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial
+    )
     os.replace(partial, path)
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> int:
     """(2) Every start looks for a checkpoint first; the first one finds none."""
     if not path.exists():
         return 0
@@ -47,10 +51,14 @@ def report(step: int, loss: float) -> None:
 @record  # (4) an exception is written to TORCHELASTIC_ERROR_FILE, and `history` shows the traceback of the first
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a file that all nodes can read")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="a file that all nodes can read"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint-every", type=int, default=10)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds a step takes longer, to have time to look")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds a step takes longer, to have time to look"
+    )
     arguments = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -69,7 +77,10 @@ def main() -> None:
     step = load(arguments.checkpoint, inner, optimizer, device)
     model = DistributedDataParallel(inner, device_ids=[local_rank] if cuda else None)
     if rank == 0:
-        print(f"training from step {step} on {torch.distributed.get_world_size()} ranks, {device.type}", flush=True)
+        print(
+            f"training from step {step} on {torch.distributed.get_world_size()} ranks, {device.type}",
+            flush=True,
+        )
 
     an_epoch, loss = len(batches), torch.zeros(())
     while step < arguments.steps:

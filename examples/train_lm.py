@@ -55,7 +55,9 @@ class Shape:
         w = self.width
         attention = (("norm1", (w,)), ("qkv", (w, 3 * w)), ("out", (w, w)))
         block = (*attention, ("norm2", (w,)), ("up", (w, 4 * w)), ("down", (4 * w, w)))
-        blocks = tuple((f"{name}.{layer}", shape) for layer in range(self.layers) for name, shape in block)
+        blocks = tuple(
+            (f"{name}.{layer}", shape) for layer in range(self.layers) for name, shape in block
+        )
         return (
             ("characters", (self.vocabulary, w)),
             ("positions", (self.context, w)),
@@ -120,7 +122,9 @@ def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, ar
     kept: list[tuple[Floats, ...]] = []
     for n in range(shape.layers):
         y1, unit1, inverse1 = _norm(x, p[f"norm1.{n}"])
-        q, k, v = (y1 @ p[f"qkv.{n}"]).reshape(batch, length, 3, heads, part).transpose(2, 0, 3, 1, 4)
+        q, k, v = (
+            (y1 @ p[f"qkv.{n}"]).reshape(batch, length, 3, heads, part).transpose(2, 0, 3, 1, 4)
+        )
         scores = q @ k.swapaxes(-1, -2) * scale + future
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -139,7 +143,9 @@ def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, ar
     loss = -float(np.sum(right, dtype=np.float64)) / tokens
 
     d = chances / total
-    np.put_along_axis(d, targets[..., None], np.take_along_axis(d, targets[..., None], axis=-1) - 1, axis=-1)
+    np.put_along_axis(
+        d, targets[..., None], np.take_along_axis(d, targets[..., None], axis=-1) - 1, axis=-1
+    )
     d /= flat.dtype.type(tokens)
     g["head"][...] = _outer(y, d)
     d, g["norm"][...] = _norm_back(d @ p["head"].T, p["norm"], unit, inverse)
@@ -154,10 +160,14 @@ def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, ar
         dmixed = (d @ p[f"out.{n}"].T).reshape(batch, length, heads, part).transpose(0, 2, 1, 3)
         dweights = dmixed @ v.swapaxes(-1, -2)
         dscores = weights * (dweights - np.sum(dweights * weights, axis=-1, keepdims=True)) * scale
-        dqkv = np.stack((dscores @ k, dscores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dmixed))
+        dqkv = np.stack(
+            (dscores @ k, dscores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dmixed)
+        )
         dqkv = dqkv.transpose(1, 3, 0, 2, 4).reshape(batch, length, -1)
         g[f"qkv.{n}"][...] = _outer(y1, dqkv)
-        dx, g[f"norm1.{n}"][...] = _norm_back(dqkv @ p[f"qkv.{n}"].T, p[f"norm1.{n}"], unit1, inverse1)
+        dx, g[f"norm1.{n}"][...] = _norm_back(
+            dqkv @ p[f"qkv.{n}"].T, p[f"norm1.{n}"], unit1, inverse1
+        )
         d = d + dx
     np.add.at(g["characters"], inputs, d)
     g["positions"][:length] = d.sum(axis=0)
@@ -166,7 +176,9 @@ def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, ar
 
 def adam(flat: Floats, mean: Floats, square: Floats, gradient: Floats, step: int) -> None:
     """Update in place. Element by element and correctly rounded, so every rank arrives at the same bits by itself."""
-    rate = np.float32(3e-3 * min(1.0, step / 20))  # a warm-up: Adam's first estimates are of one batch
+    rate = np.float32(
+        3e-3 * min(1.0, step / 20)
+    )  # a warm-up: Adam's first estimates are of one batch
     mean += np.float32(0.1) * (gradient - mean)
     square += np.float32(0.01) * (gradient * gradient - square)
     unbiased = square / np.float32(1 - 0.99**step)
@@ -199,13 +211,17 @@ class Star:
         elif world > 1:
             self._peers[0] = self._join(self._hello.pack(*greeting, rank), address, port, deadline)
 
-    def _gather(self, greeting: tuple[bytes, int, int], address: str, port: int, deadline: float) -> None:
+    def _gather(
+        self, greeting: tuple[bytes, int, int], address: str, port: int, deadline: float
+    ) -> None:
         with self._listen(address, port, deadline) as listener:
             while len(self._peers) < self.world - 1:
                 self._check_peers(listener, max(0.0, deadline - time.monotonic()))
                 if time.monotonic() >= deadline:
                     absent = ", ".join(str(r) for r in range(1, self.world) if r not in self._peers)
-                    raise TimeoutError(f"rank 0 waited {CONNECT_DEADLINE:.0f} s at {address}:{port} for ranks {absent}")
+                    raise TimeoutError(
+                        f"rank 0 waited {CONNECT_DEADLINE:.0f} s at {address}:{port} for ranks {absent}"
+                    )
                 try:
                     peer, _ = listener.accept()
                 except OSError:
@@ -242,7 +258,9 @@ class Star:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     waited = f"within {CONNECT_DEADLINE:.0f} s"
-                    raise TimeoutError(f"rank 0 could not listen at {address}:{port} {waited}: {error}") from error
+                    raise TimeoutError(
+                        f"rank 0 could not listen at {address}:{port} {waited}: {error}"
+                    ) from error
             time.sleep(0.05)
 
     @staticmethod
@@ -266,7 +284,9 @@ class Star:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     waited = f"within {CONNECT_DEADLINE:.0f} s"
-                    raise TimeoutError(f"rank 0 did not answer at {address}:{port} {waited}: {error}") from error
+                    raise TimeoutError(
+                        f"rank 0 did not answer at {address}:{port} {waited}: {error}"
+                    ) from error
             time.sleep(0.02)
 
     def _check_peers(self, also: socket.socket | None, seconds: float) -> None:
@@ -366,7 +386,9 @@ class State:
 
     def pack(self, run: dict[str, Any]) -> bytes:
         """One line of JSON (with a digest, so that a torn file is known for one), then the raw arrays."""
-        body = b"".join(part.astype("<f4").tobytes() for part in (self.parameters, self.mean, self.square))
+        body = b"".join(
+            part.astype("<f4").tobytes() for part in (self.parameters, self.mean, self.square)
+        )
         head = {"step": self.step, "loss": self.loss.hex(), "run": run}
         sealed = hashlib.sha256(json.dumps(head).encode() + body).hexdigest()
         return json.dumps({**head, "sha256": sealed}).encode() + b"\n" + body
@@ -379,10 +401,20 @@ class State:
             raise ValueError("its digest does not match its content")
         if head["run"] != run:
             there = {key: head["run"].get(key) for key in run}
-            different = (f"{key} {there[key]} there, {run[key]} here" for key in run if there[key] != run[key])
+            different = (
+                f"{key} {there[key]} there, {run[key]} here"
+                for key in run
+                if there[key] != run[key]
+            )
             raise WrongRun(f"is of another run ({'; '.join(different)})")
         parts = np.frombuffer(body, "<f4").astype(np.float32).reshape(3, -1)
-        return cls(head["step"], float.fromhex(head["loss"]), parts[0].copy(), parts[1].copy(), parts[2].copy())
+        return cls(
+            head["step"],
+            float.fromhex(head["loss"]),
+            parts[0].copy(),
+            parts[1].copy(),
+            parts[2].copy(),
+        )
 
 
 class WrongRun(Exception):
@@ -418,7 +450,9 @@ def newest(folder: Path, run: dict[str, Any]) -> State | None:
         try:
             return State.unpack(path.read_bytes(), run)
         except WrongRun as error:
-            raise WrongRun(f"checkpoint {path} {error}; give the same flags, or another --checkpoint folder") from None
+            raise WrongRun(
+                f"checkpoint {path} {error}; give the same flags, or another --checkpoint folder"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             print(f"checkpoint {path} cannot be read and is skipped: {error}", flush=True)
     return None
@@ -432,51 +466,93 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
     characters = sorted(set(text))
     shape = Shape(vocabulary=len(characters))
     if len(text) <= shape.context:
-        raise ValueError(f"--text {options.text}: {len(text)} characters; expected more than {shape.context}, one sequence")
+        raise ValueError(
+            f"--text {options.text}: {len(text)} characters; expected more than {shape.context}, one sequence"
+        )
     tokens = np.searchsorted(np.array(characters), np.array(list(text)))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    run = {"seed": options.seed, "batch": options.batch, "text": digest[:16], **dataclasses.asdict(shape)}
+    run = {
+        "seed": options.seed,
+        "batch": options.batch,
+        "text": digest[:16],
+        **dataclasses.asdict(shape),
+    }
     progress = os.environ.get("RELAUNCH_PROGRESS_FILE")
     saved: dict[str, int] = {}
 
-    star = Star(rank, world, generation, os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 0))
-    if rank == 0:  # only here is the folder read: nodes may share no disk, and ranks must not see different files
+    star = Star(
+        rank,
+        world,
+        generation,
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        _number("MASTER_PORT", 0),
+    )
+    if (
+        rank == 0
+    ):  # only here is the folder read: nodes may share no disk, and ranks must not see different files
         state = newest(options.checkpoint, run) if options.checkpoint else None
         if state is None:
             flat = shape.initial(options.seed)
             state = State(0, math.nan, flat, np.zeros_like(flat), np.zeros_like(flat))
         if state.step > options.steps:
-            raise WrongRun(f"the newest checkpoint is of step {state.step}, past --steps {options.steps}")
+            raise WrongRun(
+                f"the newest checkpoint is of step {state.step}, past --steps {options.steps}"
+            )
         star.from_rank_0(state.pack(run))
     else:
         state = State.unpack(star.from_rank_0(None), run)
-    print(f"rank {rank} of {world}, generation {generation}: going on after step {state.step}", flush=True)
+    print(
+        f"rank {rank} of {world}, generation {generation}: going on after step {state.step}",
+        flush=True,
+    )
 
     mine = slice(rank * options.batch // world, (rank + 1) * options.batch // world)
     for step in range(state.step + 1, options.steps + 1):
         began = time.monotonic()
         sequences = sequences_of(tokens, options.seed, step, options.batch, shape.context)[mine]
-        loss, gradient = loss_and_gradient(shape, state.parameters, sequences, options.batch * shape.context)
+        loss, gradient = loss_and_gradient(
+            shape, state.parameters, sequences, options.batch * shape.context
+        )
         star.pause(began + options.step_time)
         total = star.sum(np.concatenate((gradient.astype(np.float64), [loss])))
         state.step, state.loss = step, float(total[-1])
         if not math.isfinite(state.loss):
             raise FloatingPointError(f"the loss of step {step} is {state.loss}")
         adam(state.parameters, state.mean, state.square, total[:-1].astype(np.float32), step)
-        if rank == 0 and options.checkpoint and (step % options.checkpoint_every == 0 or step == options.steps):
+        if (
+            rank == 0
+            and options.checkpoint
+            and (step % options.checkpoint_every == 0 or step == options.steps)
+        ):
             save(options.checkpoint, state, run)
-            saved = {"checkpoint": step}  # after it is written: whoever wants this node waits for that
+            saved = {
+                "checkpoint": step
+            }  # after it is written: whoever wants this node waits for that
         if progress:
-            write_atomically(Path(progress), json.dumps({"step": step, "loss": state.loss, **saved}).encode(), durable=False)
+            write_atomically(
+                Path(progress),
+                json.dumps({"step": step, "loss": state.loss, **saved}).encode(),
+                durable=False,
+            )
         if rank == 0 and (step % 10 == 0 or step == options.steps):
             print(f"generation {generation} step {step} loss {state.loss:.4f}", flush=True)
 
     if rank == 0:
         sealed = hashlib.sha256(state.parameters.astype("<f4").tobytes()).hexdigest()
-        print(f"final loss {state.loss!r} (hex {state.loss.hex()}) parameters sha256 {sealed}", flush=True)
+        print(
+            f"final loss {state.loss!r} (hex {state.loss.hex()}) parameters sha256 {sealed}",
+            flush=True,
+        )
         if options.checkpoint:
-            final = {"steps": state.step, "loss": state.loss, "loss_hex": state.loss.hex(), "parameters_sha256": sealed}
-            write_atomically(options.checkpoint / "final.json", json.dumps(final).encode() + b"\n", durable=True)
+            final = {
+                "steps": state.step,
+                "loss": state.loss,
+                "loss_hex": state.loss.hex(),
+                "parameters_sha256": sealed,
+            }
+            write_atomically(
+                options.checkpoint / "final.json", json.dumps(final).encode() + b"\n", durable=True
+            )
     star.from_rank_0(b"done" if rank == 0 else None)  # nobody exits 0 before the result is on disk
 
 
@@ -484,7 +560,10 @@ def record_error(error: BaseException) -> None:
     """Leave the uncaught error where torchelastic looks for it, in its format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+        extra = {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(time.time())),
+        }
         content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
         write_atomically(Path(path), json.dumps(content).encode(), durable=False)
 
@@ -499,16 +578,37 @@ def _number(name: str, default: int) -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=48, help="sequences a step, of all ranks together")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="write checkpoints and final.json here; resume from here")
-    parser.add_argument("--checkpoint-every", type=int, default=20, metavar="N", help="steps between checkpoints")
-    parser.add_argument("--text", type=Path, default=Path(__file__).with_name("text.txt"), metavar="FILE")
+    parser.add_argument(
+        "--batch", type=int, default=48, help="sequences a step, of all ranks together"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="write checkpoints and final.json here; resume from here",
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=20, metavar="N", help="steps between checkpoints"
+    )
+    parser.add_argument(
+        "--text", type=Path, default=Path(__file__).with_name("text.txt"), metavar="FILE"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--step-time", type=float, default=0.0, metavar="SECONDS", help="least wall time of a step")
+    parser.add_argument(
+        "--step-time", type=float, default=0.0, metavar="SECONDS", help="least wall time of a step"
+    )
     options = parser.parse_args(arguments)
-    for name, least in (("steps", 1), ("batch", 1), ("checkpoint_every", 1), ("seed", 0), ("step_time", 0)):
+    for name, least in (
+        ("steps", 1),
+        ("batch", 1),
+        ("checkpoint_every", 1),
+        ("seed", 0),
+        ("step_time", 0),
+    ):
         if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least {least}")
+            parser.error(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least {least}"
+            )
     return options
 
 
@@ -517,7 +617,9 @@ def main() -> int:
     try:
         rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
         if rank >= world:
-            raise ValueError(f"RANK={rank}, WORLD_SIZE={world}: expected a rank below the world size")
+            raise ValueError(
+                f"RANK={rank}, WORLD_SIZE={world}: expected a rank below the world size"
+            )
         if options.checkpoint and rank == 0:
             options.checkpoint.mkdir(parents=True, exist_ok=True)
         train(options, rank, world, _number("RELAUNCH_GENERATION", 0))

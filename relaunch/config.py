@@ -60,7 +60,9 @@ class Settings(BaseModel):
     @field_validator("fleets", mode="before")
     @classmethod
     def _as_in_path(cls, value: Any) -> Any:
-        return [item for item in value.split(os.pathsep) if item] if isinstance(value, str) else value
+        return (
+            [item for item in value.split(os.pathsep) if item] if isinstance(value, str) else value
+        )
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -70,7 +72,9 @@ class Settings(BaseModel):
     @field_validator("metrics")
     @classmethod
     def _host_and_port(cls, value: str | None) -> str | None:
-        if value is not None and not (re.fullmatch(r".+:\d{1,5}", value) and int(value.rpartition(":")[2]) < 2**16):
+        if value is not None and not (
+            re.fullmatch(r".+:\d{1,5}", value) and int(value.rpartition(":")[2]) < 2**16
+        ):
             raise ValueError("expected host:port, such as 127.0.0.1:9464")
         return value
 
@@ -99,12 +103,18 @@ def read_settings(**overrides: Any) -> Settings:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"settings file {file} is not TOML: {error}") from None
     known = {f"{PREFIX}{name.upper()}": name for name in Settings.model_fields}
-    exported = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
+    exported = {
+        variable: value
+        for variable, value in os.environ.items()
+        if variable.startswith(PREFIX) and value
+    }
     for variable in exported:
         if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM):
             raise ConfigError(f"{variable} is no setting: one of {', '.join(sorted(known))}")
     typed = {name: value for name, value in overrides.items() if value is not None}
-    in_environment = {known[variable]: value for variable, value in exported.items() if variable in known}
+    in_environment = {
+        known[variable]: value for variable, value in exported.items() if variable in known
+    }
     values = {**written, **in_environment, **typed}
     try:
         return Settings.model_validate(values)
@@ -113,13 +123,23 @@ def read_settings(**overrides: Any) -> Settings:
         name = str(first["loc"][0])
         what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}") from None
+            raise ConfigError(
+                f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}"
+            ) from None
         in_file = f"settings file {file}: {name}"
-        where = f"setting {name}" if name in typed else f"{PREFIX}{name.upper()}" if name in in_environment else in_file
+        where = (
+            f"setting {name}"
+            if name in typed
+            else f"{PREFIX}{name.upper()}"
+            if name in in_environment
+            else in_file
+        )
         raise ConfigError(f"{where} is {values[name]!r}: {what}") from None
 
 
-def describe_settings(settings: Settings, overrides: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+def describe_settings(
+    settings: Settings, overrides: tuple[str, ...] = ()
+) -> list[tuple[str, str, str]]:
     """Return (name, value, source) of each setting, for `relaunch-worker --show-settings`."""
     file = settings_file()
     written = tomllib.loads(file.read_text()) if file else {}
@@ -135,6 +155,12 @@ def describe_settings(settings: Settings, overrides: tuple[str, ...] = ()) -> li
             source = str(file)
         else:
             source = "default"
-        shown = os.pathsep.join(str(item) for item in value) if isinstance(value, tuple) else "" if value is None else str(value)
+        shown = (
+            os.pathsep.join(str(item) for item in value)
+            if isinstance(value, tuple)
+            else ""
+            if value is None
+            else str(value)
+        )
         rows.append((name, shown, source))
     return rows

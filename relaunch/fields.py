@@ -11,13 +11,17 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 NAME_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-DURATION_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+DURATION_PATTERN = re.compile(
+    r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
+)
 
 
 def parse_name(value: str) -> str:
     """Check a name of a job, fleet or node: a workflow id, a folder and a search attribute."""
     if not NAME_PATTERN.fullmatch(value):
-        raise ValueError(f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit")
+        raise ValueError(
+            f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit"
+        )
     return value
 
 

@@ -25,7 +25,13 @@ CONNECT_WITHIN = 10.0
 """Seconds: more than a server needs to restart (under 1 s), less than a person would wait."""
 RETENTION = timedelta(days=30)
 KEYWORD, INT, KEYWORD_LIST = "Keyword", "Int", "KeywordList"
-SEARCH_ATTRIBUTES = {"Phase": KEYWORD, "Cause": KEYWORD, "Strategy": KEYWORD, "Nodes": KEYWORD_LIST, "Generation": INT}
+SEARCH_ATTRIBUTES = {
+    "Phase": KEYWORD,
+    "Cause": KEYWORD,
+    "Strategy": KEYWORD,
+    "Nodes": KEYWORD_LIST,
+    "Generation": INT,
+}
 
 
 @dataclass(frozen=True)
@@ -94,19 +100,27 @@ async def connect(state: Path, address: str | None = None) -> Client:
 
     try:
         config = ClientConfig.load_client_connect_config()
-    except Exception as error:  # the SDK's ConfigError is a bare Exception subclass of its native part
+    except (
+        Exception
+    ) as error:  # the SDK's ConfigError is a bare Exception subclass of its native part
         raise ConfigError(f"the Temporal configuration cannot be used: {error}") from None
     target = address or config.get("target_host")
     if not target:
         up = running_up(state)
         if up is None:
-            raise ConfigError(f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state}; start one in another terminal")
+            raise ConfigError(
+                f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state}; start one in another terminal"
+            )
         target = up.address
     config["target_host"] = target
     try:
-        return await asyncio.wait_for(Client.connect(**config, data_converter=data_converter()), CONNECT_WITHIN)
+        return await asyncio.wait_for(
+            Client.connect(**config, data_converter=data_converter()), CONNECT_WITHIN
+        )
     except TimeoutError:
-        raise ConfigError(f"the Temporal server at {target} did not answer within {CONNECT_WITHIN:g} s") from None
+        raise ConfigError(
+            f"the Temporal server at {target} did not answer within {CONNECT_WITHIN:g} s"
+        ) from None
     except (RuntimeError, ValueError) as error:
         # the SDK raises these for refused, unresolvable and malformed addresses
         cause = str(error).splitlines()[0]
@@ -139,7 +153,10 @@ async def ensure_namespace(client: Client) -> None:
     from google.protobuf.duration_pb2 import Duration
     from temporalio.api.enums.v1 import IndexedValueType
     from temporalio.api.namespace.v1 import NamespaceConfig
-    from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest, ListSearchAttributesRequest
+    from temporalio.api.operatorservice.v1 import (
+        AddSearchAttributesRequest,
+        ListSearchAttributesRequest,
+    )
     from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, UpdateNamespaceRequest
     from temporalio.service import RPCError, RPCStatusCode
 
@@ -148,7 +165,9 @@ async def ensure_namespace(client: Client) -> None:
         INT: IndexedValueType.INDEXED_VALUE_TYPE_INT,
         KEYWORD_LIST: IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD_LIST,
     }
-    listed = await client.operator_service.list_search_attributes(ListSearchAttributesRequest(namespace=client.namespace))
+    listed = await client.operator_service.list_search_attributes(
+        ListSearchAttributesRequest(namespace=client.namespace)
+    )
     known = listed.custom_attributes
     for name, kind in SEARCH_ATTRIBUTES.items():
         if name in known and known[name] != types[kind]:
@@ -156,7 +175,9 @@ async def ensure_namespace(client: Client) -> None:
                 f"search attribute {name} of namespace {client.namespace} is {IndexedValueType.Name(known[name])}, "
                 f"expected {kind}: use another namespace"
             )
-    if missing := {name: types[kind] for name, kind in SEARCH_ATTRIBUTES.items() if name not in known}:
+    if missing := {
+        name: types[kind] for name, kind in SEARCH_ATTRIBUTES.items() if name not in known
+    }:
         try:
             await client.operator_service.add_search_attributes(
                 AddSearchAttributesRequest(namespace=client.namespace, search_attributes=missing)
@@ -165,10 +186,15 @@ async def ensure_namespace(client: Client) -> None:
             # Another worker has added them first.
             if error.status != RPCStatusCode.ALREADY_EXISTS:
                 raise
-    described = await client.workflow_service.describe_namespace(DescribeNamespaceRequest(namespace=client.namespace))
+    described = await client.workflow_service.describe_namespace(
+        DescribeNamespaceRequest(namespace=client.namespace)
+    )
     if described.config.workflow_execution_retention_ttl.ToTimedelta() < RETENTION:
         retention = Duration()
         retention.FromTimedelta(RETENTION)
         await client.workflow_service.update_namespace(
-            UpdateNamespaceRequest(namespace=client.namespace, config=NamespaceConfig(workflow_execution_retention_ttl=retention))
+            UpdateNamespaceRequest(
+                namespace=client.namespace,
+                config=NamespaceConfig(workflow_execution_retention_ttl=retention),
+            )
         )

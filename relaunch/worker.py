@@ -54,7 +54,9 @@ class WorkerFleets:
 
     specs: dict[str, FleetSpec] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
-    files: dict[str, tuple[Path, Callable[[Path, FleetSpec], Backend]]] = field(default_factory=dict)
+    files: dict[str, tuple[Path, Callable[[Path, FleetSpec], Backend]]] = field(
+        default_factory=dict
+    )
     """The file each fleet was read from, and the factory of its backend; a fleet that is in no file
     stays as it is."""
     seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -100,7 +102,9 @@ class WorkerFleets:
 
     def spec(self, fleet: str) -> FleetSpec:
         if fleet not in self.specs:
-            raise KeyError(f"fleet {fleet!r} is not known to this worker, it serves {', '.join(sorted(self.specs)) or 'none'}")
+            raise KeyError(
+                f"fleet {fleet!r} is not known to this worker, it serves {', '.join(sorted(self.specs)) or 'none'}"
+            )
         self._follow(fleet)
         return self.specs[fleet]
 
@@ -114,7 +118,10 @@ class WorkerFleets:
         Of several workers only one runs the activity that reads it again, but the others are also
         asked about its new nodes.
         """
-        if fleet not in self.files or self.seen.get(fleet) in (None, _signature(self.files[fleet][0])):
+        if fleet not in self.files or self.seen.get(fleet) in (
+            None,
+            _signature(self.files[fleet][0]),
+        ):
             return
         try:
             self.read_again(fleet)
@@ -173,13 +180,17 @@ def make_fleets(settings: Settings) -> WorkerFleets:
                     spec.name,
                 )
             return EcsBackend(spec, given)
-        raise ConfigError(f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs")
+        raise ConfigError(
+            f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs"
+        )
 
     for path in settings.fleets:
         signature = _signature(path)
         spec = read_fleet(path)
         if spec.name in fleets.specs:
-            raise ConfigError(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
+            raise ConfigError(
+                f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker"
+            )
         fleets.backends[spec.name] = make_backend(path, spec)
         fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
         fleets.seen[spec.name] = signature
@@ -189,7 +200,10 @@ def make_fleets(settings: Settings) -> WorkerFleets:
 def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Worker:
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
     nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
-    records, logs = RecordActivities(settings.state / "archive"), LogActivities(fleets, settings.state / "archive")
+    records, logs = (
+        RecordActivities(settings.state / "archive"),
+        LogActivities(fleets, settings.state / "archive"),
+    )
     return Worker(
         client,
         task_queue=settings.task_queue,
@@ -248,8 +262,14 @@ async def serve(settings: Settings) -> None:
     gc.enable()
     try:
         async with make_worker(client, settings, fleets):
-            logging.getLogger("relaunch").info("worker serves task queue %s, fleets %s", settings.task_queue, ", ".join(fleets.specs))
-            await asyncio.wait({asyncio.create_task(stop.wait()), *beside}, return_when=asyncio.FIRST_COMPLETED)
+            logging.getLogger("relaunch").info(
+                "worker serves task queue %s, fleets %s",
+                settings.task_queue,
+                ", ".join(fleets.specs),
+            )
+            await asyncio.wait(
+                {asyncio.create_task(stop.wait()), *beside}, return_when=asyncio.FIRST_COMPLETED
+            )
         for one in beside:
             if one.done():
                 one.result()  # raises unexpected errors
@@ -271,7 +291,9 @@ def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any
     from relaunch.activities.mirror import MirrorLoop
     from relaunch.backends.ecs.backend import EcsBackend
 
-    backends = {name: backend for name in names if isinstance(backend := fleets.backends[name], EcsBackend)}
+    backends = {
+        name: backend for name in names if isinstance(backend := fleets.backends[name], EcsBackend)
+    }
     for name in backends:
         yield TaskEvents(client, partial(_events, fleets, name)).run()
     yield MirrorLoop(client, {name: backend.marks() for name, backend in backends.items()}).run()
@@ -285,22 +307,45 @@ def _events(fleets: WorkerFleets, name: str) -> EventQueue | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="relaunch-worker", description="Carry out jobs. Settings come from RELAUNCH_* and relaunch.toml.")
-    parser.add_argument("--jobs", type=int, help="how many jobs to watch at once (each holds one activity slot)")
+    parser = argparse.ArgumentParser(
+        prog="relaunch-worker",
+        description="Carry out jobs. Settings come from RELAUNCH_* and relaunch.toml.",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="how many jobs to watch at once (each holds one activity slot)"
+    )
     parser.add_argument("--state", type=Path, help="folder of local nodes and archived incidents")
-    parser.add_argument("--fleet", type=Path, action="append", help="a fleet file; may be given again")
-    parser.add_argument("--show-settings", action="store_true", help="print every setting with its source, and end")
+    parser.add_argument(
+        "--fleet", type=Path, action="append", help="a fleet file; may be given again"
+    )
+    parser.add_argument(
+        "--show-settings", action="store_true", help="print every setting with its source, and end"
+    )
     arguments = parser.parse_args()
-    overrides = {"jobs": arguments.jobs, "state": arguments.state, "fleets": tuple(arguments.fleet) if arguments.fleet else None}
+    overrides = {
+        "jobs": arguments.jobs,
+        "state": arguments.state,
+        "fleets": tuple(arguments.fleet) if arguments.fleet else None,
+    }
     try:
         settings = read_settings(**overrides)
         if arguments.show_settings:
-            for name, value, source in describe_settings(settings, tuple(key for key, given in overrides.items() if given is not None)):
+            for name, value, source in describe_settings(
+                settings, tuple(key for key, given in overrides.items() if given is not None)
+            ):
                 sys.stdout.write(f"{name:<18} {value:<40} {source}\n")
             return 0
-        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(
+            level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
         if settings.metrics:
-            Runtime.set_default(Runtime(telemetry=TelemetryConfig(metrics=PrometheusConfig(bind_address=settings.metrics))))
+            Runtime.set_default(
+                Runtime(
+                    telemetry=TelemetryConfig(
+                        metrics=PrometheusConfig(bind_address=settings.metrics)
+                    )
+                )
+            )
         asyncio.run(serve(settings))
     except ConfigError as mistake:
         sys.stderr.write(f"relaunch-worker: {mistake}\n")

@@ -29,7 +29,15 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from relaunch.backends.base import BackendError, Gone, PrepareOrder, Refused, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    BackendError,
+    Gone,
+    PrepareOrder,
+    Refused,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from relaunch.backends.ecs.aws import AwsError
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.cluster import UnknownInstance
@@ -92,7 +100,9 @@ class Smoke:
     def say(self, what: str, expected: str, said: object, ok: bool) -> None:
         self.rows.append(Row(what, expected, str(said), ok))
 
-    async def row(self, what: str, expected: str, look: Callable[[], Awaitable[tuple[object, bool]]]) -> None:
+    async def row(
+        self, what: str, expected: str, look: Callable[[], Awaitable[tuple[object, bool]]]
+    ) -> None:
         """Add what was found; an error of AWS is something that was found, too."""
         try:
             said, ok = await look()
@@ -105,7 +115,15 @@ class Smoke:
     async def start(self, generation: int, command: str, backend: EcsBackend | None = None) -> Any:
         token, by = self.token(generation), backend or self.backend
         prepare = PrepareOrder(
-            token, "", (0,), lease=60.0, fence_after=60.0, stop_grace=15.0, valid_for=60.0, heartbeat=10.0, stuck_after=30.0
+            token,
+            "",
+            (0,),
+            lease=60.0,
+            fence_after=60.0,
+            stop_grace=15.0,
+            valid_for=60.0,
+            heartbeat=10.0,
+            stuck_after=30.0,
         )
         answered(await by.prepare(NODE, prepare))
         start = StartOrder(
@@ -126,7 +144,10 @@ class Smoke:
         return await self.backend.stop(NODE, StopOrder(self.token(generation), stop_grace=15.0))
 
     async def end_of(self, generation: int) -> Mapping[str, Any]:
-        async with asyncio.timeout(ENDS_WITHIN), self.backend.watch(NODE, self.token(generation), 0, 10.0) as stream:
+        async with (
+            asyncio.timeout(ENDS_WITHIN),
+            self.backend.watch(NODE, self.token(generation), 0, 10.0) as stream,
+        ):
             async for line in stream.lines():
                 if "observation" in line:
                     return dict(line["observation"])
@@ -141,7 +162,9 @@ class Smoke:
     async def run_again(self, generation: int, **changes: Any) -> Task | Failure:
         """Send the RunTask of a generation once more."""
         request = {**self.asked[started_by(self.token(generation))], **changes}
-        return await self.backend.cluster.run(request, (await self.backend.cluster.instance(self.ec2_id)).arn)
+        return await self.backend.cluster.run(
+            request, (await self.backend.cluster.instance(self.ec2_id)).arn
+        )
 
 
 class Differs(Exception):
@@ -163,9 +186,16 @@ async def exit_codes(smoke: Smoke) -> None:
         async def ended(generation: int = generation, code: int = code) -> tuple[object, bool]:
             await smoke.start(generation, f"exit {code}")
             end = await smoke.end_of(generation)
-            return f"{end.get('kind')}, exit code {end.get('exit_code')}, {end.get('ecs')}", end.get("exit_code") == code
+            return (
+                f"{end.get('kind')}, exit code {end.get('exit_code')}, {end.get('ecs')}",
+                end.get("exit_code") == code,
+            )
 
-        await smoke.row(f"RunTask by ec2InstanceId and attribute, `exit {code}`", f"exit code {code}, EssentialContainerExited", ended)
+        await smoke.row(
+            f"RunTask by ec2InstanceId and attribute, `exit {code}`",
+            f"exit code {code}, EssentialContainerExited",
+            ended,
+        )
 
 
 async def names(smoke: Smoke) -> None:
@@ -176,7 +206,9 @@ async def names(smoke: Smoke) -> None:
         await smoke.start(3, "sleep 300")
         begun, arn = time.monotonic(), ""
         while not arn and time.monotonic() - begun < SEEN_WITHIN:
-            answer = await smoke.backend.aws.call("ecs", "ListTasks", cluster=smoke.backend.cluster.name, startedBy=started_by(token))
+            answer = await smoke.backend.aws.call(
+                "ecs", "ListTasks", cluster=smoke.backend.cluster.name, startedBy=started_by(token)
+            )
             arn = next(iter(answer.get("taskArns") or ()), "")
         took = time.monotonic() - begun
         return f"{arn or 'nothing'} after {took:.2f} s", bool(arn) and took <= SETTLES
@@ -190,7 +222,9 @@ async def names(smoke: Smoke) -> None:
             placed = await smoke.run_again(3, overrides={})
         except AwsError as error:
             named = list(error.response.get("resourceIds") or ())
-            return f"{error.reason}; resourceIds {named}", error.code == "ConflictException" and (await smoke.task(3)).arn in named
+            return f"{error.reason}; resourceIds {named}", error.code == "ConflictException" and (
+                await smoke.task(3)
+            ).arn in named
         return told(placed), False
 
     async def another_worker() -> tuple[object, bool]:
@@ -201,9 +235,17 @@ async def names(smoke: Smoke) -> None:
             await other.close()
         return f"already: {started.already}", bool(started.already)
 
-    await smoke.row("ListTasks by startedBy, from RunTask's answer on", f"the task, within {SETTLES:g} s", listed)
+    await smoke.row(
+        "ListTasks by startedBy, from RunTask's answer on",
+        f"the task, within {SETTLES:g} s",
+        listed,
+    )
     await smoke.row("RunTask again, same clientToken", "the same ARN", again)
-    await smoke.row("RunTask again, same clientToken, other words", "ConflictException with the ARN in resourceIds", other_words)
+    await smoke.row(
+        "RunTask again, same clientToken, other words",
+        "ConflictException with the ARN in resourceIds",
+        other_words,
+    )
     await smoke.row("a launch of it by another worker", "already: True", another_worker)
 
 
@@ -215,7 +257,9 @@ async def stopped(smoke: Smoke) -> None:
         task = await smoke.task(3)
         codes = [one.exit_code for one in task.containers]
         said = f"{task.last_status}, {task.stop_code}, {task.stopped_reason!r}, exit codes {codes}"
-        return said, isinstance(answer, Gone) and task.stopped and task.stopped_reason == reason and task.stop_code == "UserInitiated"
+        return said, isinstance(
+            answer, Gone
+        ) and task.stopped and task.stopped_reason == reason and task.stop_code == "UserInitiated"
 
     async def late() -> tuple[object, bool]:
         answer = await smoke.run_again(3, clientToken=uuid.uuid4().hex)
@@ -223,8 +267,14 @@ async def stopped(smoke: Smoke) -> None:
             await smoke.backend.cluster.stop(answer.arn, reason)
         return told(answer), isinstance(answer, Failure) and answer.reason.startswith("MemberOf")
 
-    await smoke.row("StopTask with our mark, told back", f"STOPPED, UserInitiated, {reason!r}", stop)
-    await smoke.row("RunTask after the stop, as a frozen worker sends it", "MemberOf placement constraint unsatisfied.", late)
+    await smoke.row(
+        "StopTask with our mark, told back", f"STOPPED, UserInitiated, {reason!r}", stop
+    )
+    await smoke.row(
+        "RunTask after the stop, as a frozen worker sends it",
+        "MemberOf placement constraint unsatisfied.",
+        late,
+    )
 
 
 async def attribute_is_seen(smoke: Smoke) -> None:
@@ -266,7 +316,11 @@ async def attribute_is_seen(smoke: Smoke) -> None:
             await until(generation, placed=False)
         return await measured(True)
 
-    await smoke.row("from PutAttributes until the scheduler places by it", f"at most {SETTLES:g} s, which a launch waits for it", opened)
+    await smoke.row(
+        "from PutAttributes until the scheduler places by it",
+        f"at most {SETTLES:g} s, which a launch waits for it",
+        opened,
+    )
     await smoke.row(
         "from PutAttributes until the scheduler refuses by it",
         "at once: a stop looks again for what slips through",
@@ -281,7 +335,9 @@ async def examined(smoke: Smoke) -> str:
     async def probe() -> tuple[object, bool]:
         begun = time.monotonic()
         found.update(await smoke.backend.probe(NODE, PROBE_WITHIN, None))
-        return f"boot {found.get('boot_id')} after {time.monotonic() - begun:.1f} s", bool(found.get("boot_id"))
+        return f"boot {found.get('boot_id')} after {time.monotonic() - begun:.1f} s", bool(
+            found.get("boot_id")
+        )
 
     await smoke.row("a probe by the node task, read from its log", "a boot id", probe)
     return str(found.get("boot_id") or "")
@@ -299,7 +355,10 @@ async def rebooted(smoke: Smoke, before: str) -> None:
             except Unreachable as error:
                 said = error.reason
                 continue
-            return f"ordered on boot {ordered['boot_id']}, boot {after} after {time.monotonic() - begun:.0f} s", after != before
+            return (
+                f"ordered on boot {ordered['boot_id']}, boot {after} after {time.monotonic() - begun:.0f} s",
+                after != before,
+            )
         return f"not within {REBOOT_WITHIN:g} s: {said}", False
 
     await smoke.row("a reboot, proven by the boot id", "another boot id", reboot)
@@ -309,12 +368,18 @@ async def rebooted(smoke: Smoke, before: str) -> None:
 
 
 def told(answer: Task | Failure) -> str:
-    return f"placed {answer.arn}" if isinstance(answer, Task) else ": ".join(filter(None, (answer.reason, answer.detail)))
+    return (
+        f"placed {answer.arn}"
+        if isinstance(answer, Task)
+        else ": ".join(filter(None, (answer.reason, answer.detail)))
+    )
 
 
 def spec_of(ec2_id: str, **ecs: Any) -> FleetSpec:
     node = {"name": NODE, "address": ec2_id}
-    return FleetSpec.model_validate({"name": "smoke", "backend": "ecs", "nodes": [node], "ecs": {"poll": POLL, **ecs}})
+    return FleetSpec.model_validate(
+        {"name": "smoke", "backend": "ecs", "nodes": [node], "ecs": {"poll": POLL, **ecs}}
+    )
 
 
 @asynccontextmanager
@@ -334,7 +399,12 @@ async def opened(given: EcsOptions, ec2_id: str) -> AsyncIterator[Smoke]:
         yield smoke
         # A generation above all that were run: its stop ends them.
         gone = await smoke.stop(1000)
-        smoke.say("the tasks of it that are left are stopped", "all", "all" if isinstance(gone, Gone) else gone, isinstance(gone, Gone))
+        smoke.say(
+            "the tasks of it that are left are stopped",
+            "all",
+            "all" if isinstance(gone, Gone) else gone,
+            isinstance(gone, Gone),
+        )
         arn = (await backend.cluster.instance(ec2_id)).arn
         await backend.cluster.put_attributes(arn, {smoke.attribute: None})
     finally:
@@ -350,10 +420,15 @@ async def smoke(given: EcsOptions, ec2_id: str, reboot: bool) -> Sequence[Row]:
     async with opened(given, ec2_id) as smoke:
         listed = await smoke.backend.list(NODE)
         if reboot and (listed["jobs"] or listed["held"]):
-            living = [one["job"] for one in listed["jobs"] if any(each["state"] == "running" for each in one["generations"])]
+            living = [
+                one["job"]
+                for one in listed["jobs"]
+                if any(each["state"] == "running" for each in one["generations"])
+            ]
             if living or listed["held"]:
                 raise Unreachable(
-                    NODE, f"{ec2_id} is in use ({', '.join(living) or listed['held']}), so it is not rebooted: expected nothing there"
+                    NODE,
+                    f"{ec2_id} is in use ({', '.join(living) or listed['held']}), so it is not rebooted: expected nothing there",
                 )
         await exit_codes(smoke)
         await names(smoke)
@@ -375,16 +450,23 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make aws-smoke", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="make aws-smoke", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--reboot", action="store_true", help="also reboot the instance")
     reboot = parser.parse_args(arguments).reboot
     if missing := [name for name in NEEDED if not os.environ.get(name)]:
         expected = "; ".join(f"{name}: {NEEDED[name]}" for name in missing)
-        print(f"aws-smoke: {', '.join(missing)} not set in the environment, expected {expected}", file=sys.stderr)
+        print(
+            f"aws-smoke: {', '.join(missing)} not set in the environment, expected {expected}",
+            file=sys.stderr,
+        )
         return 2
     cluster, definition, node_task, ec2_id = (os.environ[name] for name in NEEDED)
     try:
-        given = options(spec_of(ec2_id, cluster=cluster, task_definition=definition, node_task=node_task), {})
+        given = options(
+            spec_of(ec2_id, cluster=cluster, task_definition=definition, node_task=node_task), {}
+        )
         rows = asyncio.run(smoke(given, ec2_id, reboot))
     except ValueError as error:
         print(f"aws-smoke: {error}", file=sys.stderr)

@@ -16,13 +16,21 @@ Job = tuple[str, str]
 
 def assert_invariants(backend: SimulatedBackend, *, all_ended: bool = False) -> None:
     """Fail with every violation. With `all_ended`, also when a rank is alive still."""
-    found = (*violations(backend.calls, backend.orders, backend.lives), *upkeep_violations(backend.upkeep, backend.lives))
+    found = (
+        *violations(backend.calls, backend.orders, backend.lives),
+        *upkeep_violations(backend.upkeep, backend.lives),
+    )
     if all_ended:
-        found += tuple(f"rank {rank} of {token} on {node} is alive at the end" for token, node, rank in alive(backend.lives))
+        found += tuple(
+            f"rank {rank} of {token} on {node} is alive at the end"
+            for token, node, rank in alive(backend.lives)
+        )
     assert not found, "\n".join(found)
 
 
-def violations(calls: Sequence[Call], orders: Sequence[Obeyed], lives: Sequence[Life]) -> tuple[str, ...]:
+def violations(
+    calls: Sequence[Call], orders: Sequence[Obeyed], lives: Sequence[Life]
+) -> tuple[str, ...]:
     return (
         *two_tokens_alive(lives),
         *started_twice(lives),
@@ -54,7 +62,9 @@ def two_tokens_alive(lives: Iterable[Life]) -> tuple[str, ...]:
             for other, ranks in tokens.items():
                 if other != life.token and ranks:
                     node, rank = next(iter(ranks))
-                    found.append(f"{life.token} started on {life.node} while rank {rank} of {other} lived on {node}")
+                    found.append(
+                        f"{life.token} started on {life.node} while rank {rank} of {other} lived on {node}"
+                    )
             tokens.setdefault(life.token, {})[life.node, life.rank] = None
         else:
             tokens.get(life.token, {}).pop((life.node, life.rank), None)
@@ -69,7 +79,9 @@ def started_twice(lives: Iterable[Life]) -> tuple[str, ...]:
         if life.kind == "started":
             before = where.get((life.token, life.rank))
             if before is not None:
-                found.append(f"rank {life.rank} of {life.token} started on {life.node} and had started on {before} before")
+                found.append(
+                    f"rank {life.rank} of {life.token} started on {life.node} and had started on {before} before"
+                )
             where[life.token, life.rank] = life.node
     return _once(found)
 
@@ -92,7 +104,9 @@ def started_before_all_prepared(orders: Iterable[Obeyed], lives: Iterable[Life])
         if number is None:
             found.append(f"{token} started on {node}, which was never prepared for it")
         elif number > first[token].number:
-            found.append(f"{token} started on {first[token].node} before {node} was prepared for it")
+            found.append(
+                f"{token} started on {first[token].node} before {node} was prepared for it"
+            )
     return tuple(found)
 
 
@@ -107,7 +121,9 @@ def started_after_stop(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple
             if entry.command == "stop":
                 stopped[key] = max(entry.token, stopped.get(key, entry.token))
         elif entry.kind == "started" and key in stopped and entry.token <= stopped[key]:
-            found.append(f"{entry.token} started on {entry.node} after {stopped[key]} was stopped there for ever")
+            found.append(
+                f"{entry.token} started on {entry.node} after {stopped[key]} was stopped there for ever"
+            )
     return _once(found)
 
 
@@ -119,7 +135,9 @@ def older_tokens_launched(calls: Iterable[Call]) -> tuple[str, ...]:
         if call.command in ("prepare", "start") and call.token is not None:
             known = highest.setdefault(_job(call.token), call.token)
             if call.token < known:
-                found.append(f"{call.command} of {call.token} was sent to {call.node} after {known} had been")
+                found.append(
+                    f"{call.command} of {call.token} was sent to {call.node} after {known} had been"
+                )
             highest[_job(call.token)] = max(known, call.token)
     return _once(found)
 

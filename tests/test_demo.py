@@ -37,11 +37,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(**streams: int) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "TMPDIR": str(tmp_path), "TERM": "xterm", "COLUMNS": "140", "LINES": "40"}
+        environment = {
+            **os.environ,
+            "TMPDIR": str(tmp_path),
+            "TERM": "xterm",
+            "COLUMNS": "140",
+            "LINES": "40",
+        }
         # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not see a Ctrl-C.
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            started.append(subprocess.Popen([sys.executable, str(DEMO)], env=environment, start_new_session=True, **streams))
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(DEMO)], env=environment, start_new_session=True, **streams
+                )
+            )
         finally:
             signal.signal(signal.SIGINT, ignored)
         return started[-1]
@@ -80,7 +90,9 @@ def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
 
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.long
-def test_ctrl_c_on_a_terminal_ends_everything(tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]) -> None:
+def test_ctrl_c_on_a_terminal_ends_everything(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
     ours, theirs = pty.openpty()
     demo = start(stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)

@@ -27,7 +27,11 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if not re.match(r"https?:|mailto:", link)]
+    links = [
+        link
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose(page))
+        if not re.match(r"https?:|mailto:", link)
+    ]
     for link in links:
         path, _, anchor = link.partition("#")
         target = (page.parent / path) if path else page
@@ -37,7 +41,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_index_has_every_page() -> None:
     listed = set(re.findall(r"\]\(([^)#\s]+)\)", (ROOT / "docs" / "index.md").read_text()))
-    here = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"}
+    here = {
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.parent.name != "decisions"
+    }
     assert here - {"index.md"} <= listed
 
 
@@ -47,5 +55,9 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_lines_fit_a_terminal(name: str) -> None:
-    wide = [line for line in (ROOT / name).read_text().splitlines() if len(line) > MAX_COLUMNS and not line.startswith("|")]
+    wide = [
+        line
+        for line in (ROOT / name).read_text().splitlines()
+        if len(line) > MAX_COLUMNS and not line.startswith("|")
+    ]
     assert wide == []

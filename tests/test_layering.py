@@ -13,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OURS = ("relaunch", "workflows", "activities", "worker", "starter")
-PYDANTIC = ("re2", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
+PYDANTIC = (
+    "re2",
+    "pydantic",
+    "pydantic_core",
+    "annotated_types",
+    "typing_extensions",
+    "typing_inspection",
+)
 HEAVY = ("boto3", "botocore", "paramiko", "numpy", "typer", "rich", "yaml", "pydantic_settings")
 
 PROGRAM = """
@@ -28,7 +35,13 @@ print(json.dumps([[name, str(getattr(sys.modules[name], "__file__", None))] for 
 
 def loaded(*modules: str) -> dict[str, str]:
     """Names and files of the modules that these imports load, in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *modules], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *modules],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -65,7 +78,15 @@ FLOORS = (
 """From the top down: what stands on a floor imports what stands below it, and nothing above or beside it."""
 AGENT = "relaunch.agent"
 """Runs on the nodes, and imports nothing else of ours."""
-CORE = ("relaunch.job", "relaunch.pool", "relaunch.repair", "relaunch.spec", "relaunch.evidence", "relaunch.generation", "relaunch.fields")
+CORE = (
+    "relaunch.job",
+    "relaunch.pool",
+    "relaunch.repair",
+    "relaunch.spec",
+    "relaunch.evidence",
+    "relaunch.generation",
+    "relaunch.fields",
+)
 """Only computes."""
 BOTTOM = ("relaunch.messages", *CORE)
 ALLOWED = [
@@ -77,8 +98,20 @@ ALLOWED = [
     ("relaunch.backends", CORE),
     # backends.answers: what a node says in a watch or a list is parsed by the activity that takes it.
     ("relaunch.activities", (*BOTTOM, "relaunch.backends.base", "relaunch.backends.answers")),
-    ("relaunch.workflows", (*BOTTOM, "relaunch.activities", "relaunch.backends.base", "relaunch.backends.answers")),
-    ("relaunch.cli", (*BOTTOM, "relaunch.config", "relaunch.temporal", "relaunch.converter", "relaunch.interpreter")),
+    (
+        "relaunch.workflows",
+        (*BOTTOM, "relaunch.activities", "relaunch.backends.base", "relaunch.backends.answers"),
+    ),
+    (
+        "relaunch.cli",
+        (
+            *BOTTOM,
+            "relaunch.config",
+            "relaunch.temporal",
+            "relaunch.converter",
+            "relaunch.interpreter",
+        ),
+    ),
 ]
 """What may be loaded of ours with each: less than stands below it."""
 
@@ -92,20 +125,37 @@ def packages_above(names: Iterable[str]) -> set[str]:
 def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]) -> None:
     given = (package, *allowed)
     found = [name for name in loaded(*modules(package)) if within(name, OURS)]
-    assert [name for name in found if not within(name, given) and name not in packages_above(given)] == []
+    assert [
+        name for name in found if not within(name, given) and name not in packages_above(given)
+    ] == []
 
 
 def imports() -> dict[str, set[str]]:
     """By module: the modules of ours that its file names in an import, also for types alone and within functions."""
-    names = {name: ROOT.joinpath(*name.split(".")) for name in [*modules("relaunch"), *modules("relaunch.workflows")]}
+    names = {
+        name: ROOT.joinpath(*name.split("."))
+        for name in [*modules("relaunch"), *modules("relaunch.workflows")]
+    }
     names |= {name: ROOT.joinpath(*name.split(".")) for name in modules("relaunch.activities")}
     names["relaunch.__main__"] = ROOT / "relaunch" / "__main__"
     found: dict[str, set[str]] = {}
     for name, path in names.items():
-        file = path / "__init__.py" if path.is_dir() and not path.with_suffix(".py").exists() else path.with_suffix(".py")
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
-        named = {f"{node.module}.{one.name}" for node in nodes for one in node.names} | {str(node.module) for node in nodes}
-        found[name] = {one for one in named if one in names and one not in packages_above([name]) | {name}}
+        file = (
+            path / "__init__.py"
+            if path.is_dir() and not path.with_suffix(".py").exists()
+            else path.with_suffix(".py")
+        )
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module
+        ]
+        named = {f"{node.module}.{one.name}" for node in nodes for one in node.names} | {
+            str(node.module) for node in nodes
+        }
+        found[name] = {
+            one for one in named if one in names and one not in packages_above([name]) | {name}
+        }
     return found
 
 
@@ -114,9 +164,22 @@ def floor(module: str) -> int:
 
 
 def test_no_import_runs_upwards() -> None:
-    found = [(name, other) for name, others in imports().items() for other in others if not within(name, [AGENT])]
-    room = {name: next(one for names in FLOORS for one in names if within(name, [one])) for pair in found for name in pair}
-    upwards = [(name, other) for name, other in found if room[name] != room[other] and floor(other) <= floor(name)]
+    found = [
+        (name, other)
+        for name, others in imports().items()
+        for other in others
+        if not within(name, [AGENT])
+    ]
+    room = {
+        name: next(one for names in FLOORS for one in names if within(name, [one]))
+        for pair in found
+        for name in pair
+    }
+    upwards = [
+        (name, other)
+        for name, other in found
+        if room[name] != room[other] and floor(other) <= floor(name)
+    ]
     assert [pair for pair in upwards if pair[0] not in FLOORS[0]] == []
 
 
@@ -127,19 +190,35 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert left == {}
 
 
-@pytest.mark.parametrize("package", sorted(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "relaunch").rglob("__init__.py")))
+@pytest.mark.parametrize(
+    "package",
+    sorted(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / "relaunch").rglob("__init__.py")
+    ),
+)
 def test_a_package_is_a_docstring(package: str) -> None:
     if package != "relaunch/evidence/catalog":
         body = ast.parse((ROOT / package / "__init__.py").read_text()).body
-        assert len(body) == 1 and ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+        assert len(body) == 1 and ast.get_docstring(
+            ast.parse((ROOT / package / "__init__.py").read_text())
+        )
 
 
-@pytest.mark.parametrize(("packages", "also"), [((AGENT,), ()), (CORE, PYDANTIC)], ids=["agent", "core"])
-def test_a_pure_package_loads_the_standard_library_and_no_more(packages: tuple[str, ...], also: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("packages", "also"), [((AGENT,), ()), (CORE, PYDANTIC)], ids=["agent", "core"]
+)
+def test_a_pure_package_loads_the_standard_library_and_no_more(
+    packages: tuple[str, ...], also: tuple[str, ...]
+) -> None:
     # By their files: pydantic looks for plugins of whatever is installed, so its own imports are taken as given.
     given = set(loaded("pydantic", "pydantic.functional_validators")) if also else set()
     names = [one for package in packages for one in modules(package)]
-    found = [name for name, file in loaded(*names).items() if "site-packages" in file and name not in given]
+    found = [
+        name
+        for name, file in loaded(*names).items()
+        if "site-packages" in file and name not in given
+    ]
     assert [name for name in found if not within(name, also)] == []
 
 
@@ -161,13 +240,24 @@ def reaches(path: Path, package: str) -> list[str]:
 def test_the_command_line_reaches_nodes_in_two_modules_for_whoever_has_no_worker_yet() -> None:
     """`nodes check --file`, `nodes trust` and `nodes discover` come before the first worker; whatever acts on a node goes through one."""
     files = sorted((ROOT / "relaunch" / "cli").rglob("*.py"))
-    assert [path.name for path in files if reaches(path, "relaunch.backends")] == ["direct.py", "discover.py"]
+    assert [path.name for path in files if reaches(path, "relaunch.backends")] == [
+        "direct.py",
+        "discover.py",
+    ]
     # None of it at its import: `relaunch jobs` does not wait for paramiko or boto3, nor does whatever keeps it imported.
-    assert [name for name in loaded(*modules("relaunch.cli")) if within(name, ("relaunch.backends", "paramiko", "boto3"))] == []
+    assert [
+        name
+        for name in loaded(*modules("relaunch.cli"))
+        if within(name, ("relaunch.backends", "paramiko", "boto3"))
+    ] == []
 
 
 def test_the_core_knows_no_clock_and_no_log() -> None:
-    for path in (path for package in CORE for path in sorted((ROOT / "relaunch").glob(f"{package.split('.')[1]}*/**/*.py"))):
+    for path in (
+        path
+        for package in CORE
+        for path in sorted((ROOT / "relaunch").glob(f"{package.split('.')[1]}*/**/*.py"))
+    ):
         text = path.read_text()
         for word in (
             "datetime.now(",
@@ -182,13 +272,24 @@ def test_the_core_knows_no_clock_and_no_log() -> None:
 
 
 def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line() -> None:
-    found = loaded("relaunch.workflows.training_job.workflow", "relaunch.temporal", "temporalio.worker", "temporalio.contrib.pydantic")
+    found = loaded(
+        "relaunch.workflows.training_job.workflow",
+        "relaunch.temporal",
+        "temporalio.worker",
+        "temporalio.contrib.pydantic",
+    )
     assert [name for name in found if name in HEAVY] == []
 
 
 def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
-    found = loaded("relaunch.cli.app", "relaunch.cli.repairs", "relaunch.cli.nodes", "relaunch.worker")
-    assert [name for name in found if within(name, ("paramiko", "cryptography", "relaunch.backends.ssh"))] == []
+    found = loaded(
+        "relaunch.cli.app", "relaunch.cli.repairs", "relaunch.cli.nodes", "relaunch.worker"
+    )
+    assert [
+        name
+        for name in found
+        if within(name, ("paramiko", "cryptography", "relaunch.backends.ssh"))
+    ] == []
 
 
 @pytest.mark.long
@@ -209,8 +310,18 @@ for name in sys.argv[1:]:
     failed += [name] if status else []
 sys.exit(bool(failed))
 """
-    names = [name for package in ("recovery", "workflows", "activities", "backends") for name in modules(package)]
+    names = [
+        name
+        for package in ("recovery", "workflows", "activities", "backends")
+        for name in modules(package)
+    ]
     # Forked from one interpreter that has only third parties loaded: a process for each, at a fraction of the time.
     prelude = "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic, paramiko\n"
-    done = subprocess.run([sys.executable, "-c", prelude + program, *names], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + program, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

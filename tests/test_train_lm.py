@@ -38,7 +38,9 @@ def eventually(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> N
 class Launch:
     """One generation of ranks as real processes, with the environment that a launcher gives."""
 
-    def __init__(self, folder: Path, world: int, flags: tuple[str, ...], generation: int = 1) -> None:
+    def __init__(
+        self, folder: Path, world: int, flags: tuple[str, ...], generation: int = 1
+    ) -> None:
         self.folder = folder / f"generation-{generation}"
         self.folder.mkdir(parents=True)
         self.port, self.generation, self.world, self.flags = free_port(), generation, world, flags
@@ -58,7 +60,12 @@ class Launch:
                 "RELAUNCH_GENERATION": str(self.generation),
             }
             with open(self.folder / f"log-{rank}", "wb") as log:
-                self.ranks[rank] = subprocess.Popen([sys.executable, str(SCRIPT), *self.flags], env=environment, stdout=log, stderr=log)
+                self.ranks[rank] = subprocess.Popen(
+                    [sys.executable, str(SCRIPT), *self.flags],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                )
         return self
 
     def log(self, rank: int) -> str:
@@ -75,7 +82,10 @@ class Launch:
 
     def wait(self, seconds: float = 30.0) -> dict[int, int]:
         deadline = time.monotonic() + seconds
-        return {rank: process.wait(max(0.0, deadline - time.monotonic())) for rank, process in self.ranks.items()}
+        return {
+            rank: process.wait(max(0.0, deadline - time.monotonic()))
+            for rank, process in self.ranks.items()
+        }
 
     def kill(self) -> None:
         for process in self.ranks.values():
@@ -96,7 +106,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         one.kill()
 
 
-def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_path: Path, launch: Callable[..., Launch]) -> None:
+def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
+    tmp_path: Path, launch: Callable[..., Launch]
+) -> None:
     calm, harried = tmp_path / "calm", tmp_path / "harried"
     undisturbed = launch("a", 4, *QUICK, "--checkpoint", str(calm)).start()
     assert undisturbed.wait() == {0: 0, 1: 0, 2: 0, 3: 0}
@@ -105,7 +117,9 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_pa
         # Slowed down, so that on a busy machine too the blow falls before the end.
         flags = (*QUICK, "--checkpoint", str(harried), "--step-time", "0.05")
         ranks = launch("b", 4, *flags, generation=generation).start()
-        eventually(f"rank {victim} is past step {at}", lambda r=ranks, v=victim, a=at: r.step(v) >= a)  # type: ignore[misc]
+        eventually(
+            f"rank {victim} is past step {at}", lambda r=ranks, v=victim, a=at: r.step(v) >= a
+        )  # type: ignore[misc]
         ranks.ranks[victim].send_signal(signal.SIGKILL)
         exits = ranks.wait()
         assert exits.pop(victim) == -signal.SIGKILL
@@ -115,15 +129,21 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_pa
     assert last.wait() == {0: 0, 1: 0, 2: 0, 3: 0}
 
     told = [json.loads((last.folder / f"progress-{rank}").read_text()) for rank in range(4)]
-    assert [one.get("checkpoint") for one in told] == [told[0]["step"], None, None, None], "who writes them tells of them"
+    assert [one.get("checkpoint") for one in told] == [told[0]["step"], None, None, None], (
+        "who writes them tells of them"
+    )
     resumed = re.search(r"going on after step (\d+)", last.log(3))
     assert resumed is not None
     assert int(resumed[1]) in (35, 40, 45, 50, 55)
     assert (calm / "final.json").read_bytes() == (harried / "final.json").read_bytes()
-    assert json.loads((calm / "final.json").read_text())["loss"] < 3.3  # it learns: an even guess is ln 67 = 4.2
+    assert (
+        json.loads((calm / "final.json").read_text())["loss"] < 3.3
+    )  # it learns: an even guess is ln 67 = 4.2
 
 
-def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(tmp_path: Path, launch: Callable[..., Launch]) -> None:
+def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(
+    tmp_path: Path, launch: Callable[..., Launch]
+) -> None:
     folder = tmp_path / "checkpoints"
     assert launch("first", 1, *QUICK, "--checkpoint", str(folder)).start().wait() == {0: 0}
     expected = (folder / "final.json").read_bytes()
@@ -137,16 +157,24 @@ def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(tmp_path: P
     again = launch("again", 1, *QUICK, "--checkpoint", str(folder)).start()
     assert again.wait() == {0: 0}
     for spoilt in (newest, second):
-        assert f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its content" in again.log(0)
+        assert (
+            f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its content"
+            in again.log(0)
+        )
     assert "going on after step 50" in again.log(0)
     assert expected == (folder / "final.json").read_bytes()
     assert third.exists()
 
 
-def test_a_peer_that_dies_makes_the_others_fail_before_their_next_exchange_S3_6(launch: Callable[..., Launch]) -> None:
+def test_a_peer_that_dies_makes_the_others_fail_before_their_next_exchange_S3_6(
+    launch: Callable[..., Launch],
+) -> None:
     # A step of ten seconds: the loss has to be noticed while the ranks only wait, not at the next exchange.
     ranks = launch("a", 4, "--steps", "3", "--batch", "8", "--step-time", "10").start()
-    eventually("all ranks are in their first step", lambda: all("going on" in ranks.log(r) for r in range(4)))
+    eventually(
+        "all ranks are in their first step",
+        lambda: all("going on" in ranks.log(r) for r in range(4)),
+    )
     ranks.ranks[1].kill()
     killed = time.monotonic()
     assert ranks.wait() == {0: 1, 1: -9, 2: 1, 3: 1}
@@ -158,7 +186,10 @@ def test_a_peer_that_dies_makes_the_others_fail_before_their_next_exchange_S3_6(
 def test_one_process_runs_without_any_environment(tmp_path: Path) -> None:
     bare = {"PATH": os.environ["PATH"]}
     command = [sys.executable, str(SCRIPT), "--steps", "3", "--batch", "2"]
-    first, second = (subprocess.run(command, env=bare, capture_output=True, text=True, check=True) for _ in range(2))
+    first, second = (
+        subprocess.run(command, env=bare, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
     assert "final loss " in first.stdout
     assert first.stdout == second.stdout
 
@@ -203,7 +234,9 @@ def test_the_gradient_written_by_hand_is_the_slope_of_the_loss() -> None:
         up, down = flat.copy(), flat.copy()
         up[at] += 1e-6
         down[at] -= 1e-6
-        higher, lower = (train_lm.loss_and_gradient(shape, moved, sequences, 21)[0] for moved in (up, down))
+        higher, lower = (
+            train_lm.loss_and_gradient(shape, moved, sequences, 21)[0] for moved in (up, down)
+        )
         assert (higher - lower) / 2e-6 == pytest.approx(gradient[at], rel=1e-4, abs=1e-7)
 
 
@@ -213,6 +246,11 @@ def test_the_ranks_shares_add_up_to_the_gradient_of_the_whole_batch() -> None:
     text = np.random.default_rng(1).integers(0, 11, size=100)
     batch = train_lm.sequences_of(text, seed=1, step=5, batch=6, context=7)
     loss, whole = train_lm.loss_and_gradient(shape, flat, batch, 42)
-    shares = [train_lm.loss_and_gradient(shape, flat, batch[part], 42) for part in (slice(0, 1), slice(1, 6), slice(6, 6))]
+    shares = [
+        train_lm.loss_and_gradient(shape, flat, batch[part], 42)
+        for part in (slice(0, 1), slice(1, 6), slice(6, 6))
+    ]
     assert sum(share[0] for share in shares) == pytest.approx(loss)
-    np.testing.assert_allclose(np.sum([share[1] for share in shares], axis=0), whole, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        np.sum([share[1] for share in shares], axis=0), whole, rtol=1e-9, atol=1e-12
+    )

@@ -25,9 +25,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("relaunch", "workflows", "activities"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", program, str(built)], cwd=source, capture_output=True, text=True, timeout=WITHIN)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(built)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN,
+    )
     assert done.returncode == 0, done.stderr
     (found,) = built.glob("*.whl")
     return found
@@ -39,8 +47,16 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     python = str(folder / "bin" / "python")
     uv = shutil.which("uv")  # an environment that it made has no pip
-    make = [uv, "venv", "--quiet", "--python", sys.executable, str(folder)] if uv else [sys.executable, "-m", "venv", str(folder)]
-    pip = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    make = (
+        [uv, "venv", "--quiet", "--python", sys.executable, str(folder)]
+        if uv
+        else [sys.executable, "-m", "venv", str(folder)]
+    )
+    pip = (
+        [uv, "pip", "install", "--python", python]
+        if uv
+        else [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    )
     for words in (make, [*pip, "--quiet", "--no-deps", "--no-index", str(wheel)]):
         done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN)
         assert done.returncode == 0, done.stderr
@@ -51,20 +67,37 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(bin_folder: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=folder, env=environment(bin_folder), capture_output=True, text=True, timeout=WITHIN)
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env=environment(bin_folder),
+        capture_output=True,
+        text=True,
+        timeout=WITHIN,
+    )
 
 
 def environment(bin_folder: Path) -> dict[str, str]:
     # The second has the server, which is a library's program.
-    return {"PATH": f"{bin_folder}:{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
+    return {
+        "PATH": f"{bin_folder}:{Path(sys.executable).parent}:/usr/bin:/bin",
+        "HOME": os.environ.get("HOME", "/"),
+    }
 
 
 def test_the_wheel_brings_one_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"relaunch"}
-    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "relaunch").rglob("*") if path.suffix in (".py", ".toml", ".json")}
+    here = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "relaunch").rglob("*")
+        if path.suffix in (".py", ".toml", ".json")
+    }
     for folder in ("workflows", "activities"):
-        here |= {f"relaunch/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
+        here |= {
+            f"relaunch/{path.relative_to(ROOT).as_posix()}"
+            for path in (ROOT / folder).rglob("*.py")
+        }
     assert {name for name in names if ".dist-info/" not in name} == here
 
 
@@ -75,8 +108,22 @@ def test_it_is_what_an_environment_of_its_own_imports(bin_folder: Path, tmp_path
 
 
 def test_a_job_runs_to_its_end_with_nothing_else(bin_folder: Path, tmp_path: Path) -> None:
-    done = run(bin_folder, tmp_path, "relaunch", "run", "--nproc", "2", "--", sys.executable, "-c", "print(1)")
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[rank 0] 1", "[rank 1] 1"]), done.stderr
+    done = run(
+        bin_folder,
+        tmp_path,
+        "relaunch",
+        "run",
+        "--nproc",
+        "2",
+        "--",
+        sys.executable,
+        "-c",
+        "print(1)",
+    )
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (
+        0,
+        ["[rank 0] 1", "[rank 1] 1"],
+    ), done.stderr
 
 
 def test_evidence_is_explained(bin_folder: Path, tmp_path: Path) -> None:
@@ -87,7 +134,14 @@ def test_evidence_is_explained(bin_folder: Path, tmp_path: Path) -> None:
 
 def test_up_serves_other_commands(bin_folder: Path, tmp_path: Path) -> None:
     words = ["relaunch", "up", "--port", "0", "--ui-port", "0"]
-    up = subprocess.Popen(words, cwd=tmp_path, env=environment(bin_folder), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    up = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env=environment(bin_folder),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert up.stderr is not None
         said = ""

@@ -10,7 +10,15 @@ import pytest
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
-from relaunch.backends.base import Backend, Gone, Prepared, PrepareOrder, Refused, StopOrder, identity
+from relaunch.backends.base import (
+    Backend,
+    Gone,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    StopOrder,
+    identity,
+)
 from relaunch.cli.service import find_server
 from relaunch.config import Settings
 from relaunch.generation import Token
@@ -39,7 +47,9 @@ def fleets(fleet_file: Path, tmp_path: Path) -> WorkerFleets:
     return make_fleets(Settings(state=tmp_path / "state", fleets=(fleet_file,)))
 
 
-def test_a_fleet_file_that_did_not_change_is_served_by_the_same_backend(fleets: WorkerFleets) -> None:
+def test_a_fleet_file_that_did_not_change_is_served_by_the_same_backend(
+    fleets: WorkerFleets,
+) -> None:
     spec, backend = fleets.spec("lab"), fleets.backend("lab")
     assert fleets.read_again("lab") == spec
     assert fleets.backend("lab") is backend
@@ -72,7 +82,10 @@ async def test_a_worker_that_nobody_told_to_read_its_changed_fleet_file_serves_t
     ("text", "sentence"),
     [
         ("name: lab\nbackend: local\nnodes: []\n", "fleet.yaml:3:"),
-        (FLEET.replace("name: lab", "name: other"), "it is of fleet 'other' now, expected 'lab' until the worker is started anew"),
+        (
+            FLEET.replace("name: lab", "name: other"),
+            "it is of fleet 'other' now, expected 'lab' until the worker is started anew",
+        ),
         (FLEET.replace("backend: local", "backend: ecs"), "ecs.cluster is missing"),
         (None, "cannot be read: No such file or directory"),
     ],
@@ -95,7 +108,9 @@ def test_a_fleet_that_no_file_names_is_refused(fleets: WorkerFleets) -> None:
         fleets.read_again("other")
 
 
-def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_made_later(fleets: WorkerFleets, fleet_file: Path) -> None:
+def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_made_later(
+    fleets: WorkerFleets, fleet_file: Path
+) -> None:
     fleets.serve_for("6c1e9ba4")
     assert fleets.backend("lab").server == "6c1e9ba4"
     fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4}\n")
@@ -104,8 +119,12 @@ def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_
     assert fleets.backend("lab").server == "6c1e9ba4"
 
 
-async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_stops_nothing(fleet_file: Path, tmp_path: Path) -> None:
-    one, other = (make_fleets(Settings(state=tmp_path / "state", fleets=(fleet_file,))) for _ in range(2))
+async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_stops_nothing(
+    fleet_file: Path, tmp_path: Path
+) -> None:
+    one, other = (
+        make_fleets(Settings(state=tmp_path / "state", fleets=(fleet_file,))) for _ in range(2)
+    )
     one.serve_for("6c1e9ba4")
     other.serve_for("0f9d2c77")
     mine, others = one.backend("lab"), other.backend("lab")
@@ -125,7 +144,10 @@ async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_
         assert await others.stop("n1", namesake) == Gone("n1")
         (listed,) = [job for job in (await mine.list("n1"))["jobs"] if job["server"] == "6c1e9ba4"]
         assert [generation["state"] for generation in listed["generations"]] == ["prepared"]
-        assert isinstance(await mine.stop("n1", StopOrder(Token("default", "train", 1000, 1), stop_grace=1.0)), Gone)
+        assert isinstance(
+            await mine.stop("n1", StopOrder(Token("default", "train", 1000, 1), stop_grace=1.0)),
+            Gone,
+        )
     finally:
         await one.close()
         await other.close()

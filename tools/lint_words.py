@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("relaunch/", "workflows/", "activities/")
 AGENT = "relaunch/agent/"
 MAX_COLUMNS = 100
-DIALECT = re.compile(r"\b(nobody|whoever|somebody|anew|of its own|(is|are|was|were) told|ha(s|ve) been met|in vain)\b", re.IGNORECASE)
+DIALECT = re.compile(
+    r"\b(nobody|whoever|somebody|anew|of its own|(is|are|was|were) told|ha(s|ve) been met|in vain)\b",
+    re.IGNORECASE,
+)
 FORBIDDEN_NAMES = frozenset(
     {
         "told",
@@ -47,7 +50,7 @@ FORBIDDEN_NAMES = frozenset(
     }
 )
 """Past participles, adverbs and prepositions that were names of functions here; a function is a verb."""
-LIMITS = {"dialect": 286, "class names": 27, "function names": 47, "long lines": 2153}
+LIMITS = {"dialect": 285, "class names": 27, "function names": 47, "long lines": 333}
 
 
 class Place(NamedTuple):
@@ -65,8 +68,14 @@ def modules() -> list[str]:
 
 def pages() -> list[str]:
     """Return the pages for people that are kept up to date; decisions and changes are history."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.md")]
-    return sorted(path.relative_to(ROOT).as_posix() for path in found if path.name != "CHANGELOG.md")
+    found = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "reference").glob("*.md"),
+    ]
+    return sorted(
+        path.relative_to(ROOT).as_posix() for path in found if path.name != "CHANGELOG.md"
+    )
 
 
 def find_dialect() -> Iterator[Place]:
@@ -91,7 +100,10 @@ def find_class_names() -> Iterator[Place]:
 def find_function_names() -> Iterator[Place]:
     for name in modules():
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") in FORBIDDEN_NAMES:
+            if (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name.strip("_") in FORBIDDEN_NAMES
+            ):
                 yield Place("function names", name, node.lineno, node.name)
 
 
@@ -114,7 +126,9 @@ def main() -> int:
     for rule, limit in LIMITS.items():
         count = sum(place.rule == rule for place in found)
         failed |= count > limit
-        verdict = "ok" if count == limit else "above its limit" if count > limit else "lower its limit"
+        verdict = (
+            "ok" if count == limit else "above its limit" if count > limit else "lower its limit"
+        )
         print(f"{rule}: {count}, limit {limit}: {verdict}")
     return 1 if failed else 0
 

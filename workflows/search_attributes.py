@@ -37,7 +37,11 @@ def attributes(job: JobState) -> dict[str, object]:
     # "HANG"` finds it.
     ended_badly = job.phase in (Phase.FAILED, Phase.CANCELLED) and bool(job.incidents)
     incident = job.incident or (job.incidents[-1] if ended_badly else None)
-    last = next((d.strategy for d in reversed(incident.decisions) if d.strategy), None) if incident else None
+    last = (
+        next((d.strategy for d in reversed(incident.decisions) if d.strategy), None)
+        if incident
+        else None
+    )
     if incident is None and job.strategy is Strategy.GROW:
         last = Strategy.GROW.value  # shown while the grown generation runs: no incident records it
     return {
@@ -49,7 +53,9 @@ def attributes(job: JobState) -> dict[str, object]:
     }
 
 
-def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchAttributeUpdate[Any]]:
+def updates(
+    before: dict[str, object], after: dict[str, object]
+) -> list[SearchAttributeUpdate[Any]]:
     result: list[SearchAttributeUpdate[Any]] = []
     for key in (PHASE, GENERATION, CAUSE, STRATEGY, NODES):
         value = after.get(key.name)
@@ -60,7 +66,13 @@ def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchA
 
 
 def memo(job: JobState) -> dict[str, object]:
-    return {"phase": job.phase.value, "reason": job.reason, "next": _next(job), "fleet": job.spec.fleet, "submission": job.submission}
+    return {
+        "phase": job.phase.value,
+        "reason": job.reason,
+        "next": _next(job),
+        "fleet": job.spec.fleet,
+        "submission": job.submission,
+    }
 
 
 def current_details(job: JobState, now: datetime) -> str:
@@ -78,31 +90,65 @@ def current_details(job: JobState, now: datetime) -> str:
         "",
     ]
     if job.lost:
-        lines += ["**Not answering** " + ", ".join(f"{lost.node} (last heard {_clock(lost.last_heard_at)})" for lost in job.lost[:8]), ""]
+        lines += [
+            "**Not answering** "
+            + ", ".join(
+                f"{lost.node} (last heard {_clock(lost.last_heard_at)})" for lost in job.lost[:8]
+            ),
+            "",
+        ]
     if job.slots:
         shown = ", ".join(slot.node for slot in job.slots[:16])
-        lines += [f"**Nodes** {shown}" + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""), ""]
+        lines += [
+            f"**Nodes** {shown}"
+            + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""),
+            "",
+        ]
     if wanted := pending(job):
-        lines += ["### Nodes that it is to leave", "", *(f"- {one}" for one in wanted[:MOST_INCIDENTS]), ""]
+        lines += [
+            "### Nodes that it is to leave",
+            "",
+            *(f"- {one}" for one in wanted[:MOST_INCIDENTS]),
+            "",
+        ]
     if job.fewer:
         lines += [f"**Fewer than it takes** {job.fewer}", ""]
     if job.avoided:
         lines += ["**Avoided** " + ", ".join(avoided.node for avoided in job.avoided[:16]), ""]
     # Lists, not tables: the web UI renders the cells of a table without space between them.
-    lines += ["### Budgets", "", f"- the job's own restarts: {job.restarts_spent} of {job.policy.max_restarts} spent"]
-    lines += [f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"]
+    lines += [
+        "### Budgets",
+        "",
+        f"- the job's own restarts: {job.restarts_spent} of {job.policy.max_restarts} spent",
+    ]
+    lines += [
+        f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"
+    ]
     for budget in used_budgets(job, now):
         rung = budget.rung
         window = f" in {duration(rung.window)}" if rung.window else ""
         where = f" on {budget.where}" if budget.where else ""
         tries = rung.tries if rung.tries is not None else "any number"
-        lines += [f"- {rung.label} for {budget.cause}{where}: {budget.used} of {tries} tries used{window}"]
+        lines += [
+            f"- {rung.label} for {budget.cause}{where}: {budget.used} of {tries} tries used{window}"
+        ]
     lines += [""]
     if job.incident is not None:
         incident = job.incident
-        lines += [f"### Open incident: {incident.cause}", "", f"{_clock(incident.opened)} {incident.reason}", ""]
-        lines += [f"- {_clock(one.at)} **Further fault** {one.cause}: {one.reason[:300]}" for one in incident.faults[1:][-4:]]
-        lines += [f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}" for d in incident.decisions[-8:]]
+        lines += [
+            f"### Open incident: {incident.cause}",
+            "",
+            f"{_clock(incident.opened)} {incident.reason}",
+            "",
+        ]
+        lines += [
+            f"- {_clock(one.at)} **Further fault** {one.cause}: {one.reason[:300]}"
+            for one in incident.faults[1:][-4:]
+        ]
+        lines += [
+            f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}"
+            for d in incident.decisions[-8:]
+        ]
         if incident.traceback:
             lines += ["", "```", incident.traceback[-2000:].replace("```", "'''"), "```"]
         lines += [""]
@@ -136,14 +182,20 @@ def _answers(job: JobState) -> list[str]:
     lines = []
     if job.phase is Phase.WAITING_FOR_PERSON:
         said = '`{"decision": "approve", "reason": "…", "by": "you"}`'
-        lines += [f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"]
+        lines += [
+            f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"
+        ]
     for one in job.leaving[:MOST_INCIDENTS] if pending(job) else ():
         said = f'`{{"decision": "approve", "node": "{one.node}", "reason": "…", "by": "you"}}`'
-        lines += [f"- the update `answer` {said} has it leave {one.node} at once; `deny`: not before {_clock(one.until)}"]
+        lines += [
+            f"- the update `answer` {said} has it leave {one.node} at once; `deny`: not before {_clock(one.until)}"
+        ]
     return lines
 
 
-def repair_details(repair: RepairState, step: Step, course: Course | None = None, waits: str = "") -> str:
+def repair_details(
+    repair: RepairState, step: Step, course: Course | None = None, waits: str = ""
+) -> str:
     """Return the page of a repair, in Markdown: what is done to which node, for whom, and what was
     found.
 
@@ -160,16 +212,30 @@ def repair_details(repair: RepairState, step: Step, course: Course | None = None
             doing = f"it waits for somebody who approves or denies, until {_clock(step.until)}; without an answer it is not done"
         case _:
             doing = waits or step.reason
-    lines = [f"## {repair.strategy} of {repair.node}", "", f"**Why** {repair.reason} (ordered by {repair.by})", "", f"**Now** {doing}", ""]
+    lines = [
+        f"## {repair.strategy} of {repair.node}",
+        "",
+        f"**Why** {repair.reason} (ordered by {repair.by})",
+        "",
+        f"**Now** {doing}",
+        "",
+    ]
     if not isinstance(step, Finish):
         lines += [f"**Ends** by itself at {_clock(repair.deadline)}", ""]
     if repair.boot_id:
-        lines += [f"**Boot** decided on boot id `{repair.boot_id}`: the node refuses what was decided on another", ""]
+        lines += [
+            f"**Boot** decided on boot id `{repair.boot_id}`: the node refuses what was decided on another",
+            "",
+        ]
     lines += _looked(repair.health)
     lines += _steps((*(course.log if course is not None else ()), *repair.log))
     if isinstance(step, AskPerson):
         answer = '`{"decision": "approve", "reason": "…", "by": "you"}`'
-        lines += ["### It waits for you", "", f"Send the update `answer` from this page, {answer} or `deny`."]
+        lines += [
+            "### It waits for you",
+            "",
+            f"Send the update `answer` from this page, {answer} or `deny`.",
+        ]
     if waits:
         lines += [
             f"### It waits for `fleet/{repair.fleet}`",
@@ -190,7 +256,14 @@ def course_details(course: Course, step: Treatment, by: str, deadline: datetime)
             doing = f"it is examined{f' again in {duration(step.after)}' if step.after else ''}: {step.reason}"
         case _:
             doing = f"{step.strategy}: {step.reason}"
-    lines = [f"## Examination of {course.node}", "", f"**Why** {course.reason} (ordered by {by})", "", f"**Now** {doing}", ""]
+    lines = [
+        f"## Examination of {course.node}",
+        "",
+        f"**Why** {course.reason} (ordered by {by})",
+        "",
+        f"**Now** {doing}",
+        "",
+    ]
     if not isinstance(step, Finish):
         lines += [f"**Ends** by itself at {_clock(deadline)}", ""]
     return _page([*lines, *_looked(course.health), *_steps(course.log)])
@@ -199,16 +272,34 @@ def course_details(course: Course, step: Treatment, by: str, deadline: datetime)
 def _looked(health: Health | None) -> list[str]:
     if health is None:
         return []
-    return [f"**Last look** {health.verdict}: {health.reason}", "", *(f"- {one.code}: {one.reason}" for one in health.findings[:16])]
+    return [
+        f"**Last look** {health.verdict}: {health.reason}",
+        "",
+        *(f"- {one.code}: {one.reason}" for one in health.findings[:16]),
+    ]
 
 
 def _steps(log: tuple[StepRecord, ...]) -> list[str]:
-    return ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.reason}" for one in log), ""] if log else []
+    return (
+        [
+            "",
+            "### Steps",
+            "",
+            *(f"- {_clock(one.at)} **{one.what}** {one.reason}" for one in log),
+            "",
+        ]
+        if log
+        else []
+    )
 
 
 def _page(lines: list[str]) -> str:
     text = "\n".join(lines)
-    return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+    return (
+        text
+        if len(text.encode()) <= DETAILS_LIMIT
+        else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+    )
 
 
 def _next(job: JobState) -> str:

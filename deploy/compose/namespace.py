@@ -60,9 +60,13 @@ async def main() -> int:
     except ConfigError as mistake:
         sys.stderr.write(f"namespace.py: {mistake}\n")
     except RPCError as error:
-        sys.stderr.write(f"namespace.py: the Temporal server refuses: {error.message} ({error.status.name})\n")
+        sys.stderr.write(
+            f"namespace.py: the Temporal server refuses: {error.message} ({error.status.name})\n"
+        )
     else:
-        sys.stdout.write(f"namespace {client.namespace} {found}, it knows relaunch's search attributes\n")
+        sys.stdout.write(
+            f"namespace {client.namespace} {found}, it knows relaunch's search attributes\n"
+        )
         return 0
     return FAILED
 

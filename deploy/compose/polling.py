@@ -31,11 +31,20 @@ async def last_poll(client: Client, task_queue: str, host: str) -> datetime | No
     For activities a worker whose slots are all taken does not poll, and it is not ill.
     """
     request = DescribeTaskQueueRequest(
-        namespace=client.namespace, task_queue=TaskQueue(name=task_queue), task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
+        namespace=client.namespace,
+        task_queue=TaskQueue(name=task_queue),
+        task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW,
     )
     described = await client.workflow_service.describe_task_queue(request)
     # An identity is <process>@<host> where nobody has chosen another.
-    return max((one.last_access_time.ToDatetime(UTC) for one in described.pollers if one.identity.rpartition("@")[2] == host), default=None)
+    return max(
+        (
+            one.last_access_time.ToDatetime(UTC)
+            for one in described.pollers
+            if one.identity.rpartition("@")[2] == host
+        ),
+        default=None,
+    )
 
 
 def judge(last: datetime | None, now: datetime) -> str | None:

@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> int:
     from relaunch.agent.state import open_state
 
     if len(arguments) != 1 or arguments[0] not in ("session", *COMMANDS):
-        sys.stderr.write(f"usage: python3 <agent> {'|'.join(['session', *COMMANDS])} < order.json\n")
+        sys.stderr.write(
+            f"usage: python3 <agent> {'|'.join(['session', *COMMANDS])} < order.json\n"
+        )
         return 2
     try:
         state = open_state()

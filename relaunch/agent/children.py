@@ -53,7 +53,10 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
     answer: Union[Json, Becoming, None]
     try:
         if command not in COMMANDS:
-            raise Refused("bad_order", f"command is {str(command)[:40]!r}; expected one of {', '.join(COMMANDS)}")
+            raise Refused(
+                "bad_order",
+                f"command is {str(command)[:40]!r}; expected one of {', '.join(COMMANDS)}",
+            )
         answer = COMMANDS[command](state, check_version(order), reading, writing)
     except Refused as refused:
         answer = refused.answer
@@ -97,7 +100,10 @@ def _serve(state: Path, reading: int, writing: int) -> None:
         if order is None:
             return
         processes.set_name("relaunch-order")
-        if not carry_out(state, order["command"], order["order"], reading, writing) or os.listdir("/proc/self/fd") != clean:
+        if (
+            not carry_out(state, order["command"], order["order"], reading, writing)
+            or os.listdir("/proc/self/fd") != clean
+        ):
             return
         try:
             write(writing, FREE)

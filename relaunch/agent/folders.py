@@ -31,7 +31,9 @@ class FolderError(Exception):
 def list_candidates(uid: int) -> List[Path]:
     """Return the folders that may hold the state of a user, the preferred one first."""
     name = f"relaunch-{uid}"
-    alternatives = [TEMPORARY_ROOT / f"{name}.{number}" for number in range(1, MAX_ALTERNATIVES + 1)]
+    alternatives = [
+        TEMPORARY_ROOT / f"{name}.{number}" for number in range(1, MAX_ALTERNATIVES + 1)
+    ]
     return [PERSISTENT_ROOT / name, TEMPORARY_ROOT / name, *alternatives]
 
 
@@ -48,7 +50,9 @@ def list_places(state: str) -> List[str]:
     return [os.path.join(candidate, name) for candidate in candidates]
 
 
-def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = lambda places: None) -> Path:
+def choose_folder(
+    name: str, find_used: Callable[[List[str]], Optional[str]] = lambda places: None
+) -> Path:
     """Return the state folder of this node among the candidates; create it if there is none yet.
 
     The first candidate that already holds state wins, even if a preferred one has become possible
@@ -102,7 +106,9 @@ def open_given_folder(given: str) -> Path:
         raise FolderError(f"the state folder {path} cannot be made: {error.strerror}") from error
     if stat.S_ISLNK(link.st_mode):
         if link.st_uid not in (0, os.geteuid()):
-            raise FolderError(f"the state folder {path} is a link that uid {link.st_uid} made; expected uid {os.geteuid()} or root")
+            raise FolderError(
+                f"the state folder {path} is a link that uid {link.st_uid} made; expected uid {os.geteuid()} or root"
+            )
         return secure_folder(path.resolve())
     return secure_folder(path)
 
@@ -123,7 +129,9 @@ def secure_folder(path: Path) -> Path:
     try:
         found = os.fstat(handle)
         if found.st_uid != os.geteuid():
-            raise FolderError(f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}")
+            raise FolderError(
+                f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
+            )
         if found.st_mode & 0o077:
             os.fchmod(handle, 0o700)
     except OSError as error:
@@ -139,7 +147,9 @@ def _explain(path: Path, error: OSError) -> str:
     except OSError:
         return f"the state folder {path} cannot be opened: {error.strerror}"
     if stat.S_ISLNK(found.st_mode):
-        return f"the state folder {path} is a link, which uid {found.st_uid} made, and is not followed"
+        return (
+            f"the state folder {path} is a link, which uid {found.st_uid} made, and is not followed"
+        )
     if found.st_uid != os.geteuid():
         return f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
     if not stat.S_ISDIR(found.st_mode):

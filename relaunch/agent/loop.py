@@ -121,7 +121,9 @@ class Channel:
         if self.closing and not self._out:
             self.drop()
             return
-        self.loop.watch(self.handle, self._on_ready, select.POLLIN | (select.POLLOUT if self._out else 0))
+        self.loop.watch(
+            self.handle, self._on_ready, select.POLLIN | (select.POLLOUT if self._out else 0)
+        )
 
     def _read(self) -> None:
         try:

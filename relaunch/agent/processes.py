@@ -135,7 +135,11 @@ def children() -> list[int]:
     caller has one thread, so no child is removed from the list, and new ones are appended.
     """
     if not _LISTS_CHILDREN:
-        return [found.pid for found in map(look, _all_pids()) if found is not None and found.parent == os.getpid()]
+        return [
+            found.pid
+            for found in map(look, _all_pids())
+            if found is not None and found.parent == os.getpid()
+        ]
     with open("/proc/thread-self/children", "rb") as file:
         return [int(text) for text in file.read().split()]
 
@@ -197,7 +201,13 @@ def list_below(ancestor: Process, without: Iterable[int] = ()) -> list[Process]:
     return below if lives(ancestor.pid, ancestor.started) else []
 
 
-def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dict[int, int], without: Iterable[int] = ()) -> list[Process]:
+def of_token(
+    prefix: str,
+    wanted: Callable[[str], bool],
+    state: str,
+    groups: dict[int, int],
+    without: Iterable[int] = (),
+) -> list[Process]:
     """Return every living process on this node that carries a matching token.
 
     Args:
@@ -212,7 +222,11 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
     token = f"RELAUNCH_TOKEN={prefix}".encode()
     places = {f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)}
     left_out = {os.getpid(), *without}
-    reused = {pid for pid, started in groups.items() if (leader := look(pid)) is not None and leader.started != started}
+    reused = {
+        pid
+        for pid, started in groups.items()
+        if (leader := look(pid)) is not None and leader.started != started
+    }
     found: list[Process] = []
     for pid in _all_pids():
         if pid in left_out:
@@ -226,7 +240,9 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
         if token in environment:
             variables = environment.split(b"\0")
             named = not places.isdisjoint(variables) and any(
-                wanted(variable[len(token) :].decode(errors="replace")) for variable in variables if variable.startswith(token)
+                wanted(variable[len(token) :].decode(errors="replace"))
+                for variable in variables
+                if variable.startswith(token)
             )
         if not named and not groups:
             continue
@@ -234,7 +250,8 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
         if process is None or not process.lives:
             continue
         if named or any(
-            leader in groups and leader not in reused and process.started >= groups[leader] for leader in (process.group, process.session)
+            leader in groups and leader not in reused and process.started >= groups[leader]
+            for leader in (process.group, process.session)
         ):
             found.append(process)
     return found
@@ -247,7 +264,11 @@ def with_dying(left: list[Process], killed: list[Process]) -> list[Process]:
     and devices.
     """
     found = {process.pid for process in left}
-    return left + [process for process in killed if process.pid not in found and lives(process.pid, process.started)]
+    return left + [
+        process
+        for process in killed
+        if process.pid not in found and lives(process.pid, process.started)
+    ]
 
 
 def kill(process: Process, number: int) -> bool:

@@ -106,13 +106,22 @@ def job_path(server: str, namespace: str, job: str) -> str:
 def parse_token(text: str) -> Optional[Token]:
     """Parse `Token.text`; return None if it is not a token."""
     parts = text.split("/")
-    if len(parts) not in (4, 5) or not all(parts) or not (parts[-2].isdigit() and parts[-1].isdigit()):
+    if (
+        len(parts) not in (4, 5)
+        or not all(parts)
+        or not (parts[-2].isdigit() and parts[-1].isdigit())
+    ):
         return None
-    return Token(parts[-4], parts[-3], int(parts[-2]), int(parts[-1]), parts[0] if len(parts) == 5 else "")
+    return Token(
+        parts[-4], parts[-3], int(parts[-2]), int(parts[-1]), parts[0] if len(parts) == 5 else ""
+    )
 
 
 def bad(name: str, value: Any, expected: str) -> NoReturn:
-    raise Refused("bad_order", f"{name} is {json.dumps(finite(value), default=str)[:120]}; expected {expected}")
+    raise Refused(
+        "bad_order",
+        f"{name} is {json.dumps(finite(value), default=str)[:120]}; expected {expected}",
+    )
 
 
 _ABSENT: Any = object()
@@ -136,7 +145,12 @@ class Fields:
     def number(self, name: str, default: Any = _ABSENT, least: float = 0.0) -> float:
         expected = f"a number of at least {least:g}"
         value = self.get(name, expected, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value < least
+        ):
             bad(self.within + name, value, expected)
         return float(value)
 
@@ -181,11 +195,17 @@ class Fields:
 
     def token(self) -> Token:
         inner = Fields(self.get("token", "an object"), "token.")
-        names = [inner.text("namespace"), inner.text("job"), inner.text("server") if inner.order.get("server") else ""]
+        names = [
+            inner.text("namespace"),
+            inner.text("job"),
+            inner.text("server") if inner.order.get("server") else "",
+        ]
         for name, value in zip(("namespace", "job", "server"), names):
             if "/" in value or "\n" in value:
                 bad(f"token.{name}", value, "a name without a slash or a line break")
-        return Token(names[0], names[1], inner.whole("submission"), inner.whole("generation"), names[2])
+        return Token(
+            names[0], names[1], inner.whole("submission"), inner.whole("generation"), names[2]
+        )
 
 
 def environment(value: Any, name: str) -> dict[str, str]:

@@ -76,7 +76,13 @@ def list_jobs(state: Path, order: Fields) -> Json:
             }
         )
     held = hold.held(state)
-    answer: Json = {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs, "held": held}
+    answer: Json = {
+        "outcome": "done",
+        "boot_id": boot_id(state),
+        "protocol": VERSION,
+        "jobs": jobs,
+        "held": held,
+    }
     # The holder of the node may be resetting its GPUs, which requires that no process has them
     # open.
     if not order.flag("gpus", False) or held is not None or reboots.under_way(state) is not None:
@@ -89,7 +95,9 @@ def _known(state: Path, order: Fields) -> tuple[Generation, list[int]]:
     generation = JobState.of(state, token).generation(token.order)
     given = generation.given
     if given is None:
-        raise Refused("no_such_generation", f"generation {token.generation} was never prepared on this node")
+        raise Refused(
+            "no_such_generation", f"generation {token.generation} was never prepared on this node"
+        )
     return generation, given["ranks"]
 
 
@@ -137,7 +145,12 @@ def _chunk(path: Path, rank: int, offset: int, most: int, whole: bool) -> Json |
                 break
     if not data:
         return None
-    return {"rank": rank, "offset": offset, "next": offset + len(data), "data": data.decode(errors="replace")}
+    return {
+        "rank": rank,
+        "offset": offset,
+        "next": offset + len(data),
+        "data": data.decode(errors="replace"),
+    }
 
 
 def logs(state: Path, order: Fields, reading: int) -> Json:
@@ -162,9 +175,14 @@ def logs(state: Path, order: Fields, reading: int) -> Json:
             offsets[rank] = 0 if lines is None else _tail_offset(generation.log(rank), lines, most)
     while True:
         over = _ranks_are_gone(generation, ranks)
-        found = [_chunk(generation.log(rank), rank, offset, most, over) for rank, offset in offsets.items()]
+        found = [
+            _chunk(generation.log(rank), rank, offset, most, over)
+            for rank, offset in offsets.items()
+        ]
         chunks = [chunk for chunk in found if chunk is not None]
-        ended = over and all(_read_up(generation, rank, offset, chunks) for rank, offset in offsets.items())
+        ended = over and all(
+            _read_up(generation, rank, offset, chunks) for rank, offset in offsets.items()
+        )
         left = deadline - time.monotonic()
         if chunks or ended or left <= 0:
             return {"outcome": "done", "chunks": chunks, "ended": ended}
@@ -239,6 +257,11 @@ def stacks(state: Path, order: Fields) -> Json:
             tasks = []
         for task in tasks:
             folder = f"/proc/{pid}/task/{task}"
-            threads.append({"tid": task, **{name: _text(f"{folder}/{name}") for name in ("wchan", "status", "stack")}})
+            threads.append(
+                {
+                    "tid": task,
+                    **{name: _text(f"{folder}/{name}") for name in ("wchan", "status", "stack")},
+                }
+            )
         found.append({"rank": rank, "pid": pid, "threads": threads, "py_spy": _py_spy(pid)})
     return {"outcome": "done", "stacks": found}

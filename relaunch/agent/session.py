@@ -77,7 +77,9 @@ class Session:
                     self._read()
                 elif handle == ended:
                     os.read(ended, 4096)
-                    self.unreaped = {pid for pid in self.unreaped if os.waitpid(pid, os.WNOHANG)[0] == 0}
+                    self.unreaped = {
+                        pid for pid in self.unreaped if os.waitpid(pid, os.WNOHANG)[0] == 0
+                    }
                 elif handle in self.children:
                     self._relay(self.children[handle])
                 elif handle in self.spares and not os.read(handle, 1):  # it was killed
@@ -133,7 +135,11 @@ class Session:
             refusal = Refused("bad_order", "a line is not a JSON object with an id").answer
             self._print(line({"id": None, "line": refusal}))
             return
-        found = [child for child in self.children.values() if child.number == value["id"] and not child.answered]
+        found = [
+            child
+            for child in self.children.values()
+            if child.number == value["id"] and not child.answered
+        ]
         if "command" in value:
             if found:
                 refusal = Refused("bad_order", f"id {value['id']} is in use").answer
@@ -175,7 +181,12 @@ class Session:
             _, status = os.waitpid(child.pid, 0)  # its pipe closes when it ends
             child.close()
             os.close(child.from_child)
-            self._print(self._exit(child, os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)))
+            self._print(
+                self._exit(
+                    child,
+                    os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status),
+                )
+            )
             return
         child.heard += data
         while True:
@@ -186,7 +197,9 @@ class Session:
                 self._free(child)
                 continue
             child.answered = child.command != "watch"  # the other commands print one line only
-            self._print(self._wrapped(child, text) + (self._exit(child, 0) if child.answered else b""))
+            self._print(
+                self._wrapped(child, text) + (self._exit(child, 0) if child.answered else b"")
+            )
 
     def _free(self, child: Child) -> None:
         """Return a child that is ready for another command to the spares, or let it end."""
@@ -197,7 +210,11 @@ class Session:
         self.spares[child.from_child] = child
 
     def _wrapped(self, child: Child, text: bytes) -> bytes:
-        return text + b"\n" if self.single is not None else b'{"id":%s,"line":%s}\n' % (_json(child.number), text)
+        return (
+            text + b"\n"
+            if self.single is not None
+            else b'{"id":%s,"line":%s}\n' % (_json(child.number), text)
+        )
 
     def _exit(self, child: Child, code: int) -> bytes:
         if self.single is None:
@@ -226,7 +243,13 @@ class Session:
 
     def _end(self) -> None:
         """Accept no more orders: watches end, the commands of FINISHED_ALWAYS are finished."""
-        if self.single is not None and self.open and not self.children and not self.lost and not self.deaf:
+        if (
+            self.single is not None
+            and self.open
+            and not self.children
+            and not self.lost
+            and not self.deaf
+        ):
             self._begin(None, self.single, parse(bytes(self.buffer)))
         self.open = False
         for child in self.children.values():

@@ -137,7 +137,13 @@ class Generation:
         self.journal = self.path / "journal.jsonl"
 
     def make(self) -> None:
-        for folder in (self.path, self.path / "logs", self.path / "errors", self.path / "progress", self.path / "launched"):
+        for folder in (
+            self.path,
+            self.path / "logs",
+            self.path / "errors",
+            self.path / "progress",
+            self.path / "launched",
+        ):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def log(self, rank: int) -> Path:
@@ -307,7 +313,11 @@ class JobState:
     @property
     def names(self) -> Json:
         """The fields that name this job in files and answers."""
-        return {"namespace": self.namespace, "job": self.job, **({"server": self.server} if self.server else {})}
+        return {
+            "namespace": self.namespace,
+            "job": self.job,
+            **({"server": self.server} if self.server else {}),
+        }
 
     @property
     def place(self) -> Json:
@@ -316,7 +326,12 @@ class JobState:
         Only the place that started ranks can prove anything about them.
         """
         machine = hashlib.sha256(f"relaunch/{_machine_id()}".encode()).hexdigest()[:MACHINE_DIGITS]
-        return {"machine": machine, "boot_id": boot_id(self.state), "uid": os.geteuid(), "state": self.highest().id}
+        return {
+            "machine": machine,
+            "boot_id": boot_id(self.state),
+            "uid": os.geteuid(),
+            "state": self.highest().id,
+        }
 
     def generation(self, order: Order) -> Generation:
         return Generation(self.state, self.path, order)
@@ -332,7 +347,9 @@ class JobState:
 
     def highest(self) -> Highest:
         known = read_json(self.path / "highest.json") or {}
-        prepared, stopped = (tuple(known[name]) if known.get(name) else None for name in ("prepared", "stopped"))
+        prepared, stopped = (
+            tuple(known[name]) if known.get(name) else None for name in ("prepared", "stopped")
+        )
         return Highest(prepared, stopped, known.get("boot_id"), known.get("id", ""))
 
     def reserve(self, prepared: Order | None = None, stopped: Order | None = None) -> None:

@@ -60,7 +60,12 @@ def marked(state: Path, hold: str) -> Dict[str, str]:
     return {**os.environ, MARK: hold, "RELAUNCH_NODE_STATE": str(state)}
 
 
-def run(words: Sequence[str], within: float, environment: Optional[Dict[str, str]] = None, caller: Optional[int] = None) -> Ran:
+def run(
+    words: Sequence[str],
+    within: float,
+    environment: Optional[Dict[str, str]] = None,
+    caller: Optional[int] = None,
+) -> Ran:
     """Run a program in its own process group; kill the group when it ends or `within` seconds pass.
 
     Args:
@@ -154,7 +159,9 @@ def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int
         if left <= 0:
             return False
         handles = [stream.handle for stream in streams if stream.open]
-        ready, _, _ = select.select(handles if caller is None else [*handles, caller], [], [], min(LOOK, left))
+        ready, _, _ = select.select(
+            handles if caller is None else [*handles, caller], [], [], min(LOOK, left)
+        )
         for stream in streams:
             if stream.handle in ready:
                 stream.read()
@@ -176,7 +183,11 @@ def left_behind(state: Path) -> List[int]:
         except OSError:
             continue
         process = processes.look(int(name)) if place in variables else None
-        if process is not None and process.lives and any(variable.startswith(mark) for variable in variables):
+        if (
+            process is not None
+            and process.lives
+            and any(variable.startswith(mark) for variable in variables)
+        ):
             found.append(int(name))
     return found
 

@@ -176,13 +176,17 @@ class ListedJob(_Answer):
 def _check_live(jobs: list[ListedJob]) -> list[ListedJob]:
     live = sum(one.is_live for job in jobs for one in job.generations)
     if live > MAX_LIVE_GENERATIONS:
-        raise ValueError(f"ranks of {live} generations live there, expected at most {MAX_LIVE_GENERATIONS}")
+        raise ValueError(
+            f"ranks of {live} generations live there, expected at most {MAX_LIVE_GENERATIONS}"
+        )
     return jobs
 
 
 class ListAnswer(_Answer):
     boot_id: Annotated[str, Field(max_length=256)] = ""
-    jobs: Annotated[list[ListedJob], Field(max_length=MAX_JOBS, fail_fast=True), AfterValidator(_check_live)]
+    jobs: Annotated[
+        list[ListedJob], Field(max_length=MAX_JOBS, fail_fast=True), AfterValidator(_check_live)
+    ]
     held: Holder | None = None
 
 
@@ -276,7 +280,10 @@ class Progress(_Answer):
     unreadable: Reason | None = None
     step: Count | None = None
     age: Seconds = 0.0
-    values: Annotated[dict[Annotated[str, Field(max_length=256)], float | Word], Field(max_length=MAX_VALUES_REPORTED)] = {}
+    values: Annotated[
+        dict[Annotated[str, Field(max_length=256)], float | Word],
+        Field(max_length=MAX_VALUES_REPORTED),
+    ] = {}
     phase: Annotated[str, Field(max_length=256)] | None = None
     checkpoint: Count | None = None
 
@@ -387,11 +394,15 @@ def check_size(node: str, command: str, answer: Json, limit: int) -> Json:
     """
     size = _size(answer)
     if size > limit:
-        raise ProtocolError(node, f"its answer to {command} makes no sense: {size} bytes, expected at most {limit}")
+        raise ProtocolError(
+            node, f"its answer to {command} makes no sense: {size} bytes, expected at most {limit}"
+        )
     return answer
 
 
-def parse_watch_line(node: str, token: Token, line: object, *, is_platform: bool = False) -> dict[str, Any]:
+def parse_watch_line(
+    node: str, token: Token, line: object, *, is_platform: bool = False
+) -> dict[str, Any]:
     """Return one line of a watch with its fields checked and converted.
 
     Args:
@@ -405,13 +416,17 @@ def parse_watch_line(node: str, token: Token, line: object, *, is_platform: bool
         ProtocolError: it does not fit.
     """
     if not isinstance(line, dict):
-        raise ProtocolError(node, f"a line of its watch makes no sense: {_shown(line)}, expected an object")
+        raise ProtocolError(
+            node, f"a line of its watch makes no sense: {_shown(line)}, expected an object"
+        )
     if "observation" in line:
         return {"observation": _parse_observation(node, line["observation"], is_platform)}
     if (wrong := find_unbounded(line)) is not None:
         raise ProtocolError(node, f"a line of its watch makes no sense: {wrong}")
     if "heartbeat" in line:
-        return {"heartbeat": _parse(node, "its heartbeat", Heartbeat, line["heartbeat"]).model_dump()}
+        return {
+            "heartbeat": _parse(node, "its heartbeat", Heartbeat, line["heartbeat"]).model_dump()
+        }
     if "hello" in line:
         return {"hello": _parse_hello(node, token, line["hello"])}
     if line.get("outcome") == "refused":
@@ -446,9 +461,15 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
     if not is_platform:
         bare.pop("ecs", None)
         if head.kind == STOPPED_BY_USER:
-            raise ProtocolError(node, f"{what} says {STOPPED_BY_USER}: only a platform that runs the ranks knows what people did")
+            raise ProtocolError(
+                node,
+                f"{what} says {STOPPED_BY_USER}: only a platform that runs the ranks knows what people did",
+            )
         if head.seq > MAX_OBSERVATIONS:
-            raise ProtocolError(node, f"{what} has number {head.seq}, expected at most {MAX_OBSERVATIONS} of one generation")
+            raise ProtocolError(
+                node,
+                f"{what} has number {head.seq}, expected at most {MAX_OBSERVATIONS} of one generation",
+            )
     schema = _OBSERVATIONS.get(head.kind)
     if schema is None:
         return bare
@@ -457,7 +478,8 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
         parsed["error"] = reduce_error(raw["error"])
     if schema is RankExitedLine and isinstance(launched, list):
         parsed["launched"] = [
-            {**one, "error": reduce_error(whole.get("error"))} for one, whole in zip(parsed["launched"], launched, strict=True)
+            {**one, "error": reduce_error(whole.get("error"))}
+            for one, whole in zip(parsed["launched"], launched, strict=True)
         ]
     return parsed
 

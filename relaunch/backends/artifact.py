@@ -29,7 +29,9 @@ the same file, whenever and wherever it is built."""
 def _bindings() -> bytes:
     found = importlib.util.find_spec(_NVML)
     if found is None or found.origin is None:
-        raise RuntimeError(f"{_NVML} is not installed; expected the package nvidia-ml-py, which is shipped to the nodes")
+        raise RuntimeError(
+            f"{_NVML} is not installed; expected the package nvidia-ml-py, which is shipped to the nodes"
+        )
     return Path(found.origin).read_bytes()
 
 
@@ -64,14 +66,23 @@ def _compiled(name: str, source: bytes) -> bytes:
     """Return the content of a `.pyc` that Python does not check against its source (PEP 552)."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
     unchecked = (1).to_bytes(4, "little")
-    return importlib.util.MAGIC_NUMBER + unchecked + importlib.util.source_hash(source) + marshal.dumps(code, _BYTECODE)
+    return (
+        importlib.util.MAGIC_NUMBER
+        + unchecked
+        + importlib.util.source_hash(source)
+        + marshal.dumps(code, _BYTECODE)
+    )
 
 
 def _archive(sources: dict[str, bytes]) -> bytes:
     files = dict(sources)
     # The bindings have no bytecode here: the node compiles them once (agent.node.bindings). They are
     # large, and most agents never read a GPU.
-    files.update((f"{name}c", _compiled(name, source)) for name, source in sources.items() if name != f"{_NVML}.py")
+    files.update(
+        (f"{name}c", _compiled(name, source))
+        for name, source in sources.items()
+        if name != f"{_NVML}.py"
+    )
     buffer = io.BytesIO()
     # Uncompressed: compression would only slow imports.
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:

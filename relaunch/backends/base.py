@@ -238,7 +238,9 @@ class Backend(Protocol):
 
     async def stop(self, node: str, order: StopOrder) -> Gone | Refused: ...
 
-    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
+    def watch(
+        self, node: str, token: Token, after_seq: int, heartbeat: float
+    ) -> AbstractAsyncContextManager[WatchStream]:
         """Connect to a generation.
 
         Raises:
@@ -256,7 +258,13 @@ class Backend(Protocol):
         ...
 
     async def logs(
-        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+        self,
+        node: str,
+        token: Token,
+        offsets: Mapping[int, int] | None,
+        max_bytes: int,
+        wait: float,
+        tail: int | None,
     ) -> Logs | Refused: ...
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
@@ -266,7 +274,9 @@ class Backend(Protocol):
         """
         ...
 
-    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+    async def probe(
+        self, node: str, within: float, kernel_since: float | None
+    ) -> Mapping[str, Any]:
         """Ask for the state of a machine.
 
         Changes nothing on it. The answer is that of docs/reference/agent-protocol.md, `probe`.
@@ -279,7 +289,9 @@ class Backend(Protocol):
         """
         ...
 
-    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def diagnose(
+        self, node: str, id: str, level: int, within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         """Run `dcgmi diag -r LEVEL -j` on a node with unused GPUs, and hold the node meanwhile.
 
         Args:
@@ -292,7 +304,13 @@ class Backend(Protocol):
         ...
 
     async def reset_gpus(
-        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+        self,
+        node: str,
+        id: str,
+        boot_id: str,
+        gpus: tuple[str, ...],
+        within: float,
+        fleet: str = "",
     ) -> Mapping[str, Any] | Refused:
         """Reset GPUs by bus id, or all GPUs if none is named.
 
@@ -300,7 +318,9 @@ class Backend(Protocol):
         """
         ...
 
-    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reboot(
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         """Order the node to reboot, if it still has this boot id and no ranks are alive there.
 
         A different boot id afterwards is the only proof that it rebooted.

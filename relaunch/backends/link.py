@@ -204,7 +204,11 @@ class Link:
             return f"the agent answered order {str(number)[:40]!r}, which nobody gave"
         if (inbox := inboxes.get(number)) is None:
             self._in_vain += 1
-            return f"the agent said {IN_VAIN} lines that nobody waits for" if self._in_vain > IN_VAIN else None
+            return (
+                f"the agent said {IN_VAIN} lines that nobody waits for"
+                if self._in_vain > IN_VAIN
+                else None
+            )
         self._in_vain = 0
         if b"\\ud" in line or b"\\uD" in line:
             message = _writable(message)

@@ -53,7 +53,9 @@ class LocalBackend(SessionBackend):
     """A session that lost a line to a cut breaks by itself when the cut is healed. A new process
     would be cut off as well."""
 
-    def __init__(self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
+    def __init__(
+        self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN
+    ) -> None:
         super().__init__(spec, answer_within)
         self._state = state.resolve()
         self._agent = agent.resolve()
@@ -63,10 +65,20 @@ class LocalBackend(SessionBackend):
         return self._state / "nodes" / node
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
-        if not gpus and node not in self._sessions and not any((self.folder(node) / name).exists() for name in ("jobs", CUT, "held.json")):
+        if (
+            not gpus
+            and node not in self._sessions
+            and not any((self.folder(node) / name).exists() for name in ("jobs", CUT, "held.json"))
+        ):
             # Nothing ever ran there. Starting a session to learn that costs 0.2 s of a core,
             # sixteen times on a new laptop.
-            return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": [], "held": None}
+            return {
+                "outcome": "done",
+                "protocol": PROTOCOL,
+                "boot_id": "",
+                "jobs": [],
+                "held": None,
+            }
         return await super().list(node, gpus)
 
     def _started_within(self, name: str) -> float:
@@ -76,14 +88,20 @@ class LocalBackend(SessionBackend):
     async def _connect(self, name: str) -> ProcessPipe:
         folder = self.folder(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))}
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("RELAUNCH_", "TEMPORAL_"))
+        }
         kernel_log = folder / KERNEL_LOG
         if kernel_log.exists():
             environment["RELAUNCH_KERNEL_LOG"] = str(kernel_log)
         environment["RELAUNCH_REBOOT_COMMAND"] = json.dumps(local_power.command(folder))
         for own, variable in ((folder / PROGRAMS, "PATH"), (folder / LIBRARIES, "LD_LIBRARY_PATH")):
             if own.is_dir():
-                environment[variable] = os.pathsep.join(filter(None, (str(own), environment.get(variable))))
+                environment[variable] = os.pathsep.join(
+                    filter(None, (str(own), environment.get(variable)))
+                )
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(self._agent),
@@ -112,7 +130,9 @@ def cut(folder: Path, what: Iterable[str] = CUTS, *, freeze_ranks: bool = False)
     """
     words = tuple(what)
     if unknown := set(words) - set(CUTS):
-        raise ValueError(f"{', '.join(sorted(unknown))}: not a cut; one or more of {', '.join(CUTS)}")
+        raise ValueError(
+            f"{', '.join(sorted(unknown))}: not a cut; one or more of {', '.join(CUTS)}"
+        )
     temporary = folder / f".cut.{uuid.uuid4().hex}"
     temporary.write_text("\n".join(words) + "\n")
     temporary.rename(folder / CUT)

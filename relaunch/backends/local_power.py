@@ -30,10 +30,15 @@ def reboot(folder: Path) -> None:
     # Stop all processes before killing any: in a power cut, no process is left to record how the
     # others ended.
     stopped: set[int] = set()
-    while (pids := processes_of(folder, b"RELAUNCH_NODE_STATE") | processes_of(folder, b"RELAUNCH_AGENT_STATE")) - stopped:
+    while (
+        pids := processes_of(folder, b"RELAUNCH_NODE_STATE")
+        | processes_of(folder, b"RELAUNCH_AGENT_STATE")
+    ) - stopped:
         signal_all(pids - stopped, signal.SIGSTOP)
         stopped |= pids
-    while pids := processes_of(folder, b"RELAUNCH_NODE_STATE") | processes_of(folder, b"RELAUNCH_AGENT_STATE"):
+    while pids := processes_of(folder, b"RELAUNCH_NODE_STATE") | processes_of(
+        folder, b"RELAUNCH_AGENT_STATE"
+    ):
         signal_all(pids, signal.SIGKILL)
     temporary = folder / f".boot_id.{uuid.uuid4().hex}"
     temporary.write_text(uuid.uuid4().hex + "\n")
@@ -53,7 +58,10 @@ def processes_of(folder: Path, variable: bytes) -> set[int]:
             stat = Path("/proc", entry, "stat").read_bytes()
         except OSError:
             continue  # it ended meanwhile, or belongs to another user
-        if wanted in environment.split(b"\0") and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+        if wanted in environment.split(b"\0") and stat.rpartition(b")")[2].split()[0] not in (
+            b"Z",
+            b"X",
+        ):
             found.add(int(entry))
     return found
 
@@ -75,7 +83,9 @@ def _main(verb: str, folder: Path) -> None:
     if verb == "order":
         # Run outside the node: a process with the node's variables in its environment is killed
         # with it.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAUNCH_")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("RELAUNCH_")
+        }
         subprocess.Popen(
             [sys.executable, "-S", __file__, "carry-out", str(folder)],
             stdin=subprocess.DEVNULL,

@@ -59,7 +59,9 @@ class ProcessPipe:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         if process.stdin is None or process.stdout is None:
-            raise ValueError(f"process {process.pid} has no pipes: expected stdin and stdout to be pipes")
+            raise ValueError(
+                f"process {process.pid} has no pipes: expected stdin and stdout to be pipes"
+            )
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout

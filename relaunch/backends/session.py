@@ -113,8 +113,14 @@ class AgentSession:
         }
         if order.launched is not None:
             launched = order.launched
-            body["launched"] = {"command": launched.command, "ranks": launched.ranks, "env": dict(launched.env)}
-        answer = await self._call("start", {"token": self._token(order.token), **body}, 2 * self._within)
+            body["launched"] = {
+                "command": launched.command,
+                "ranks": launched.ranks,
+                "env": dict(launched.env),
+            }
+        answer = await self._call(
+            "start", {"token": self._token(order.token), **body}, 2 * self._within
+        )
         if answer["outcome"] == "refused":
             return self._refused("start", answer)
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
@@ -125,7 +131,11 @@ class AgentSession:
         )
 
     async def stop(self, order: StopOrder) -> Gone | Refused:
-        body = {"token": self._token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
+        body = {
+            "token": self._token(order.token),
+            "stop_grace": order.stop_grace,
+            "stuck_after": order.stuck_after,
+        }
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
         if answer["outcome"] == "refused":
             return self._refused("stop", answer)
@@ -139,13 +149,24 @@ class AgentSession:
             answer = await self._call("list", {}, self._within)
         if answer["outcome"] == "refused":
             refused = self._refused("list", answer)
-            raise ProtocolError(self._node, f"list changes nothing and was refused: {refused.reason}")
+            raise ProtocolError(
+                self._node, f"list changes nothing and was refused: {refused.reason}"
+            )
         return answer
 
-    async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
+    async def logs(
+        self,
+        token: Token,
+        offsets: Mapping[int, int] | None,
+        max_bytes: int,
+        wait: float,
+        tail: int | None,
+    ) -> Logs | Refused:
         body = {
             "token": self._token(token),
-            "offsets": None if offsets is None else {str(rank): offset for rank, offset in offsets.items()},
+            "offsets": None
+            if offsets is None
+            else {str(rank): offset for rank, offset in offsets.items()},
             "max_bytes": max_bytes,
             "wait": wait,
             "tail": tail,
@@ -158,7 +179,9 @@ class AgentSession:
         return Logs(chunks, logs.ended)
 
     async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
-        answer = await self._call("stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within)
+        answer = await self._call(
+            "stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within
+        )
         if answer["outcome"] == "refused":
             return self._refused("stacks", answer)
         answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
@@ -194,32 +217,50 @@ class AgentSession:
         answers.parse(self._node, command, schema, answer)
         return answer
 
-    async def diagnose(self, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def diagnose(
+        self, id: str, level: int, within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         order = {"id": id, "level": level, "within": within, **_whose(fleet)}
         answer = await self._call("diagnose", order, within + self._within)
         if answer["outcome"] == "refused":
             return self._refused("diagnose", answer)
         return answers.check_output(self._node, "diagnose", answer, "stdout")
 
-    async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reset_gpus(
+        self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
         answer = await self._call("reset-gpus", order, within + self._within)
         if answer["outcome"] == "refused":
             return self._refused("reset-gpus", answer)
         return answers.check_output(self._node, "reset-gpus", answer, "output")
 
-    async def reboot(self, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
-        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "reason": reason, **_whose(fleet)}, 2 * self._within)
+    async def reboot(
+        self, id: str, boot_id: str, reason: str, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
+        answer = await self._call(
+            "reboot",
+            {"id": id, "boot_id": boot_id, "reason": reason, **_whose(fleet)},
+            2 * self._within,
+        )
         if answer["outcome"] == "refused":
             return self._refused("reboot", answer)
         answers.parse(self._node, "reboot", answers.BootAnswer, answer)
         return answer
 
     @asynccontextmanager
-    async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
+    async def watch(
+        self, token: Token, after_seq: int, heartbeat: float
+    ) -> AsyncIterator[AgentWatch]:
         order = {"token": self._token(token), "after_seq": after_seq, "heartbeat": heartbeat}
         async with self._command("watch", order) as (link, id_, inbox):
-            yield AgentWatch(link, id_, inbox, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
+            yield AgentWatch(
+                link,
+                id_,
+                inbox,
+                first=self._within,
+                silence=SILENT_BEATS * heartbeat + self._within / 5,
+            )
 
     async def close(self) -> None:
         """Close the session. Nothing on the node ends with it."""
@@ -227,7 +268,9 @@ class AgentSession:
         if link is not None:
             await link.close()
 
-    async def _call(self, command: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+    async def _call(
+        self, command: str, order: Mapping[str, Any], within: float
+    ) -> Mapping[str, Any]:
         """Send an order and return its answer.
 
         While it waits, it sends `list` at intervals: a long wait ends as soon as the node answers
@@ -247,7 +290,9 @@ class AgentSession:
                 # Its outcome was taken above, or is not needed any more.
                 await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _answer(self, link: Link, inbox: Inbox, within: float, command: str) -> Mapping[str, Any]:
+    async def _answer(
+        self, link: Link, inbox: Inbox, within: float, command: str
+    ) -> Mapping[str, Any]:
         last: Mapping[str, Any] | None = None
         until = asyncio.get_running_loop().time() + within
         while True:
@@ -260,17 +305,23 @@ class AgentSession:
             else:
                 break
         if not isinstance(last, Mapping) or last.get("outcome") not in ("done", "refused"):
-            raise ProtocolError(self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome")
+            raise ProtocolError(
+                self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome"
+            )
         if last["outcome"] == "refused" and last.get("why") in ("bad_order", "protocol"):
             raise ProtocolError(self._node, self._refused(command, last).reason)
         return last
 
     @asynccontextmanager
-    async def _command(self, command: str, order: Mapping[str, Any]) -> AsyncIterator[tuple[Link, int, Inbox]]:
+    async def _command(
+        self, command: str, order: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[Link, int, Inbox]]:
         link = await self._open()
         id_, inbox = link.begin()
         try:
-            await link.send({"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}})
+            await link.send(
+                {"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}}
+            )
             yield link, id_, inbox
         finally:
             link.over(id_)
@@ -288,7 +339,9 @@ class AgentSession:
                 version = await self._greeted(pipe)
                 if version != PROTOCOL:
                     said = str(version)[:40]
-                    raise ProtocolError(self._node, f"the agent speaks protocol {said}, expected {PROTOCOL}")
+                    raise ProtocolError(
+                        self._node, f"the agent speaks protocol {said}, expected {PROTOCOL}"
+                    )
             except BaseException:
                 # This also covers a cancelled caller: nothing else refers to this process.
                 pipe.kill()
@@ -307,13 +360,18 @@ class AgentSession:
                 await asyncio.wait({reading}, timeout=min(1.0, within))
             if not reading.done():
                 await end(pipe)
-                raise Unreachable(self._node, f"the agent could not be started: it said nothing within {within:g} s")
+                raise Unreachable(
+                    self._node,
+                    f"the agent could not be started: it said nothing within {within:g} s",
+                )
             line = reading.result()
             return json.loads(line)["session"]["protocol"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             await end(pipe)
             said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
-            raise Unreachable(self._node, "the agent could not be started" + (f": {said}" if said else "")) from error
+            raise Unreachable(
+                self._node, "the agent could not be started" + (f": {said}" if said else "")
+            ) from error
         finally:
             reading.cancel()
 

@@ -12,7 +12,17 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, ClassVar
 
-from relaunch.backends.base import Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
+from relaunch.backends.base import (
+    Gone,
+    Logs,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    WatchStream,
+)
 from relaunch.backends.pipe import Pipe
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
@@ -56,38 +66,60 @@ class SessionBackend(ABC):
     async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
         return await self._session(node).stop(order)
 
-    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
+    def watch(
+        self, node: str, token: Token, after_seq: int, heartbeat: float
+    ) -> AbstractAsyncContextManager[WatchStream]:
         return self._session(node).watch(token, after_seq, heartbeat)
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         return await self._session(node).list(gpus)
 
     async def logs(
-        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+        self,
+        node: str,
+        token: Token,
+        offsets: Mapping[int, int] | None,
+        max_bytes: int,
+        wait: float,
+        tail: int | None,
     ) -> Logs | Refused:
         return await self._session(node).logs(token, offsets, max_bytes, wait, tail)
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         return await self._session(node).stacks(token, rank)
 
-    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+    async def probe(
+        self, node: str, within: float, kernel_since: float | None
+    ) -> Mapping[str, Any]:
         return await self._session(node).probe(within, kernel_since)
 
-    async def preflight(self, node: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+    async def preflight(
+        self, node: str, order: Mapping[str, Any], within: float
+    ) -> Mapping[str, Any]:
         return await self._session(node).preflight(order, within)
 
     async def meet(self, node: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
         return await self._session(node).meet(order, within)
 
-    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def diagnose(
+        self, node: str, id: str, level: int, within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         return await self._session(node).diagnose(id, level, within, fleet)
 
     async def reset_gpus(
-        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+        self,
+        node: str,
+        id: str,
+        boot_id: str,
+        gpus: tuple[str, ...],
+        within: float,
+        fleet: str = "",
     ) -> Mapping[str, Any] | Refused:
         return await self._session(node).reset_gpus(id, boot_id, gpus, within, fleet)
 
-    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reboot(
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         return await self._session(node).reboot(id, boot_id, reason, fleet)
 
     async def close(self) -> None:
@@ -98,6 +130,8 @@ class SessionBackend(ABC):
         if name not in self._sessions:
             connect = partial(self._connect, name)
             started = partial(self._started_within, name)
-            session = AgentSession(name, connect, self._answer_within, self.silence_breaks, self.server, started)
+            session = AgentSession(
+                name, connect, self._answer_within, self.silence_breaks, self.server, started
+            )
             self._sessions[name] = session
         return self._sessions[name]

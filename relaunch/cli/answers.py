@@ -9,7 +9,11 @@ import asyncio
 from dataclasses import dataclass
 
 from pydantic import ValidationError
-from temporalio.client import Client, WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+from temporalio.client import (
+    Client,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
@@ -20,7 +24,14 @@ from relaunch.job.state import JobState, Phase
 from relaunch.messages.jobs import AnswerMessage, explain
 
 
-async def for_job(client: Client, job: str, decision: str, reason: str, within: str | None = None, node: str | None = None) -> str:
+async def for_job(
+    client: Client,
+    job: str,
+    decision: str,
+    reason: str,
+    within: str | None = None,
+    node: str | None = None,
+) -> str:
     """Answer a job's question, or the repair it waits for; return a sentence with the result.
 
     With `node`, answer the request that the job leave that node.
@@ -32,7 +43,12 @@ async def for_job(client: Client, job: str, decision: str, reason: str, within: 
     state = (await look(client, job)).state
     if state is None:
         raise ConfigError(f"job {job}: no worker answers: start a worker and say it again")
-    if state.phase is Phase.REPAIRING and state.tries and decision in ("approve", "deny") and not message.node:
+    if (
+        state.phase is Phase.REPAIRING
+        and state.tries
+        and decision in ("approve", "deny")
+        and not message.node
+    ):
         return await _answer_repairs(client, job, state, message)
     told = await _update(client, handle_of(client, job).id, message)
     if told.refused:
@@ -42,7 +58,9 @@ async def for_job(client: Client, job: str, decision: str, reason: str, within: 
 
 async def _answer_repairs(client: Client, job: str, state: JobState, message: AnswerMessage) -> str:
     nodes = state.tries[-1].nodes
-    outcomes = await asyncio.gather(*(_answer_repair(client, repair_id(state.spec.fleet, node), message) for node in nodes))
+    outcomes = await asyncio.gather(
+        *(_answer_repair(client, repair_id(state.spec.fleet, node), message) for node in nodes)
+    )
     told = [node for node, why in zip(nodes, outcomes, strict=True) if not why]
     if not told:
         raise ConfigError(f"job {job}: {next(why for why in outcomes if why)}")
@@ -55,14 +73,22 @@ async def for_node(client: Client, fleet: str, node: str, decision: str, reason:
     Raises:
         ConfigError: No repair of the node is under way, or it asks nothing.
     """
-    if why := await _answer_repair(client, repair_id(fleet, node), _message(decision, reason, None)):
+    if why := await _answer_repair(
+        client, repair_id(fleet, node), _message(decision, reason, None)
+    ):
         raise ConfigError(f"node {node}: {why}")
 
 
 async def _answer_repair(client: Client, id_: str, message: AnswerMessage) -> str:
     """Return why the answer was refused, or an empty string if it was accepted."""
     told = await _update(client, id_, message)
-    return f"there is no repair {id_}" if told.missing else f"{id_}: {told.refused}" if told.refused else ""
+    return (
+        f"there is no repair {id_}"
+        if told.missing
+        else f"{id_}: {told.refused}"
+        if told.refused
+        else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +103,13 @@ class Told:
 
 async def _update(client: Client, id_: str, message: AnswerMessage) -> Told:
     try:
-        return Told(said=str(await client.get_workflow_handle(id_).execute_update("answer", message, rpc_timeout=QUERY_WITHIN)))
+        return Told(
+            said=str(
+                await client.get_workflow_handle(id_).execute_update(
+                    "answer", message, rpc_timeout=QUERY_WITHIN
+                )
+            )
+        )
     except WorkflowUpdateFailedError as error:
         return Told(refused=str(getattr(error.cause, "message", "") or error.cause or error))
     except WorkflowUpdateRPCTimeoutOrCancelledError:
@@ -88,16 +120,25 @@ async def _update(client: Client, id_: str, message: AnswerMessage) -> Told:
         return Told(refused="it has ended", missing=True)
 
 
-def _message(decision: str, reason: str, within: str | None, node: str | None = None) -> AnswerMessage:
+def _message(
+    decision: str, reason: str, within: str | None, node: str | None = None
+) -> AnswerMessage:
     if decision not in ("approve", "deny", "snooze", "take-over"):
         raise ConfigError(f"{decision!r} is no answer, expected approve, deny, snooze or take-over")
     if within is not None and decision != "snooze":
-        raise ConfigError(f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}")
+        raise ConfigError(
+            f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}"
+        )
     if node is not None and decision not in ("approve", "deny"):
         raise ConfigError(
             f"--node {node} is left or is not: expected approve (at once) or deny (when it has to be) with it, not {decision}"
         )
-    said = {"decision": decision, "reason": reason, "by": whoami(), **({"within": within} if within is not None else {})}
+    said = {
+        "decision": decision,
+        "reason": reason,
+        "by": whoami(),
+        **({"within": within} if within is not None else {}),
+    }
     said |= {"node": node} if node is not None else {}
     try:
         return AnswerMessage.model_validate(said)

@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 
     from relaunch.messages.logs import Stack
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
-policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Policies: what is tried after a fault, and how often.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__
+)
+policy_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Policies: what is tried after a fault, and how often.",
+)
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(policy_app, name="policy")
 
 PolicyName = Annotated[str, typer.Argument(metavar="FILE|PRESET")]
-State = Annotated[Path | None, typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch.")]
+State = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch."),
+]
 BAD_INPUT = 2
 
 
@@ -34,8 +43,13 @@ BAD_INPUT = 2
 def up(
     state: State = None,
     port: Annotated[int, typer.Option(help="Of the Temporal server; 0: any.")] = 7233,
-    ui_port: Annotated[int | None, typer.Option(help="Of the web UI; default: port + 1000.")] = None,
-    fleet: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine.")] = None,
+    ui_port: Annotated[
+        int | None, typer.Option(help="Of the web UI; default: port + 1000.")
+    ] = None,
+    fleet: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine."),
+    ] = None,
     worker: Annotated[bool, typer.Option(help="Run a worker, too.")] = True,
     attended: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -49,10 +63,16 @@ def up(
         files.read_fleet(path)
     lock = service.prepare_state(settings.state)
     chosen = service.choose_port("--port", port)
-    ui = service.choose_port("--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0)
+    ui = service.choose_port(
+        "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0
+    )
     with lock:
         fleets = fleets or (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
-        asyncio.run(service.serve(service.Service(settings.state, chosen, ui, fleets, worker), say, attended))
+        asyncio.run(
+            service.serve(
+                service.Service(settings.state, chosen, ui, fleets, worker), say, attended
+            )
+        )
 
 
 @app.command(hidden=True)
@@ -66,11 +86,20 @@ def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD…")],
-    nodes: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Nodes; 3:4: four, or three where there are no more.")] = "1",
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX", help="Nodes; 3:4: four, or three where there are no more."
+        ),
+    ] = "1",
     nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the job; default: after the script, with the time.")] = None,
-    env: Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the ranks.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the job; default: after the script, with the time.")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the ranks.")
+    ] = None,
     fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
 ) -> None:
     """Run one job to its end. Print what its ranks print, and exit with its exit code. Start a
@@ -86,18 +115,32 @@ def run(
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml")],
     name: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
-    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX", help="Instead of the file's.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Instead of the file's.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Instead of the file's nproc_per_node.")] = None,
-    policy: Annotated[str | None, typer.Option(help="A preset or a file, instead of the file's.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="A preset or a file, instead of the file's.")
+    ] = None,
     fleet: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
     reason: Reason = "",
-    follow: Annotated[bool, typer.Option(help="Stay until it ends; exit with its exit code.")] = False,
+    follow: Annotated[
+        bool, typer.Option(help="Stay until it ends; exit with its exit code.")
+    ] = False,
 ) -> None:
     """Submit the job that a file describes."""
     from relaunch.cli import files
 
-    flags = {"name": name, "nodes": nodes, "nproc_per_node": nproc, "policy": policy, "fleet": fleet}
-    spec, resolved = files.read_job(job, {key: value for key, value in flags.items() if value is not None})
+    flags = {
+        "name": name,
+        "nodes": nodes,
+        "nproc_per_node": nproc,
+        "policy": policy,
+        "fleet": fleet,
+    }
+    spec, resolved = files.read_job(
+        job, {key: value for key, value in flags.items() if value is not None}
+    )
 
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import submit
@@ -108,7 +151,11 @@ def submit(
             return 0
         from relaunch.cli.follow import follow_lines, follow_live
 
-        return await (follow_live(client, spec.name) if sys.stdout.isatty() else follow_lines(client, spec.name, print))
+        return await (
+            follow_live(client, spec.name)
+            if sys.stdout.isatty()
+            else follow_lines(client, spec.name, print)
+        )
 
     raise typer.Exit(with_client(work))
 
@@ -119,7 +166,9 @@ def list_jobs(as_json: Json = False) -> None:
     from relaunch.cli import jobs, tables
 
     rows = with_client(lambda client, _: jobs.list_jobs(client))
-    print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(rows, datetime.now(UTC))
+    print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(
+        rows, datetime.now(UTC)
+    )
 
 
 @app.command()
@@ -139,7 +188,9 @@ def next_(job: Job, as_json: Json = False) -> None:
 
     now = datetime.now(UTC)
     view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), now)["next"]
-    print_json(view) if as_json else print(view["what"] + (f", {job_views.moment_text(view['at'], now)}" if view["at"] else ""))
+    print_json(view) if as_json else print(
+        view["what"] + (f", {job_views.moment_text(view['at'], now)}" if view["at"] else "")
+    )
 
 
 @app.command()
@@ -149,7 +200,9 @@ def history(job: Job, as_json: Json = False) -> None:
     async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
         from relaunch.cli import job_views, jobs
 
-        incidents, missing = await jobs.incidents(client, settings.task_queue, await jobs.look(client, job))
+        incidents, missing = await jobs.incidents(
+            client, settings.task_queue, await jobs.look(client, job)
+        )
         return [job_views.history_entry(incident) for incident in incidents], missing
 
     from relaunch.cli import tables
@@ -167,7 +220,9 @@ def follow(job: Job) -> None:
     async def work(client: Client, _: Settings) -> int:
         from relaunch.cli.follow import follow_lines, follow_live
 
-        return await (follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print))
+        return await (
+            follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print)
+        )
 
     raise typer.Exit(with_client(work))
 
@@ -177,7 +232,9 @@ def logs(
     job: Job,
     rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
     generation: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
-    tail: Annotated[int | None, typer.Option(min=0, help="Begin with the last so many lines of each rank.")] = None,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="Begin with the last so many lines of each rank.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until they end.")] = False,
 ) -> None:
     """Print the output of the ranks of one generation."""
@@ -185,7 +242,9 @@ def logs(
     async def work(client: Client, settings: Settings) -> None:
         from relaunch.cli import logs as reading
 
-        await reading.print_job_logs(client, settings.task_queue, job, rank, generation, tail, follow, say)
+        await reading.print_job_logs(
+            client, settings.task_queue, job, rank, generation, tail, follow, say
+        )
 
     with_client(work)
 
@@ -223,13 +282,23 @@ def cancel(job: Job, reason: Reason = "") -> None:
 def retry(
     job: Job,
     reason: Reason = "",
-    avoid: Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")] = None,
-    renew_budgets: Annotated[bool, typer.Option("--renew-budgets", help="Forget what was spent.")] = False,
+    avoid: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")
+    ] = None,
+    renew_budgets: Annotated[
+        bool, typer.Option("--renew-budgets", help="Forget what was spent.")
+    ] = False,
 ) -> None:
     """Relaunch a running job, or start an ended one again with its history."""
     from relaunch.cli import submit
 
-    print(with_client(lambda client, s: submit.retry(client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets)))
+    print(
+        with_client(
+            lambda client, s: submit.retry(
+                client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets
+            )
+        )
+    )
 
 
 @app.command()
@@ -237,9 +306,16 @@ def answer(
     job: Job,
     decision: Annotated[str, typer.Argument(metavar="approve|deny|snooze|take-over")],
     reason: RequiredReason,
-    within: Annotated[str | None, typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h.")] = None,
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h."),
+    ] = None,
     node: Annotated[
-        str | None, typer.Option(metavar="NODE", help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.")
+        str | None,
+        typer.Option(
+            metavar="NODE",
+            help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.",
+        ),
     ] = None,
 ) -> None:
     """Answer what a job asks. Approve or deny it, be asked again later (snooze), or have relaunch
@@ -247,7 +323,9 @@ def answer(
     that node."""
     from relaunch.cli import answers
 
-    print(with_client(lambda client, _: answers.for_job(client, job, decision, reason, within, node)))
+    print(
+        with_client(lambda client, _: answers.for_job(client, job, decision, reason, within, node))
+    )
 
 
 @policy_app.command("presets")
@@ -288,7 +366,10 @@ def change_policy(
     job: Job,
     reason: RequiredReason,
     file: Annotated[str | None, typer.Argument(metavar="FILE|PRESET")] = None,
-    values: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12.")] = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12."),
+    ] = None,
 ) -> None:
     """Override keys in the policy of a running job, from its next decision on."""
     from relaunch.cli import policies
@@ -300,22 +381,37 @@ def change_policy(
 @policy_app.command("replay")
 def replay_policy(
     policy: PolicyName,
-    history: Annotated[str | None, typer.Option(metavar="JOB", help="On what this job has met.")] = None,
-    run_id: Annotated[str | None, typer.Option("--run", metavar="RUN_ID", help="Of an earlier submission; default: the newest.")] = None,
-    events: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="On events that are written down.")] = None,
+    history: Annotated[
+        str | None, typer.Option(metavar="JOB", help="On what this job has met.")
+    ] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option(
+            "--run", metavar="RUN_ID", help="Of an earlier submission; default: the newest."
+        ),
+    ] = None,
+    events: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="On events that are written down.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a policy would have decided, and where the actual decisions differ."""
     from relaunch.cli import policies
 
     if (history is None) == (events is None) or (run_id and events):
-        raise ConfigError("policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both")
+        raise ConfigError(
+            "policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both"
+        )
     known = policies.read(policy)
     if events is not None:
         trial = policies.try_on_events(known, events)
     else:
-        trial = with_client(lambda client, _: policies.try_on_history(client, str(history), known, run_id))
-    print_json(policies.trial_view(trial)) if as_json else print("\n".join(policies.trial_lines(trial)))
+        trial = with_client(
+            lambda client, _: policies.try_on_history(client, str(history), known, run_id)
+        )
+    print_json(policies.trial_view(trial)) if as_json else print(
+        "\n".join(policies.trial_lines(trial))
+    )
     for note in trial.notes:
         say(note)
 
@@ -325,7 +421,10 @@ def explain_evidence(
     kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
     what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
     exit_code: Annotated[int | None, typer.Option(help="With which dcgmi ended.")] = None,
-    policy: Annotated[str | None, typer.Option(metavar="FILE|PRESET", help="Its catalog counts; say what it does first.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|PRESET", help="Its catalog counts; say what it does first."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain a piece of evidence: an Xid, an exit, dcgmi output, a rank's log, a kernel log."""
@@ -337,7 +436,9 @@ def explain_evidence(
 
         known = policies.read(policy)
     explanation = explain.explain(kind, what, exit_code, known)
-    print_json(explain.view_of(explanation, known)) if as_json else print("\n".join(explain.lines_of(explanation, known, policy)))
+    print_json(explain.view_of(explanation, known)) if as_json else print(
+        "\n".join(explain.lines_of(explanation, known, policy))
+    )
 
 
 def main() -> int:

@@ -74,7 +74,11 @@ class Seen:
     @property
     def left(self) -> Mapping[str, Any]:
         found = self.facts.get("left")
-        return found if isinstance(found, Mapping) and "pid" in found and found.get("started") is not None else {}
+        return (
+            found
+            if isinstance(found, Mapping) and "pid" in found and found.get("started") is not None
+            else {}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +102,15 @@ def nodes_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[FleetNo
         instead = f"expected `relaunch nodes check NODE --fleet {spec.name}`, which asks a running worker to look"
         raise ConfigError(f"{file}: container instances of ECS are not logged in to: {instead}")
     if spec.backend not in ("local", "ssh"):
-        raise ConfigError(f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh")
+        raise ConfigError(
+            f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh"
+        )
     known = {node.name: node for node in spec.nodes}
     for name in names:
         if name not in known:
-            raise ConfigError(f"{file} has no node {name!r}: it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}")
+            raise ConfigError(
+                f"{file} has no node {name!r}: it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}"
+            )
     return tuple(node for node in spec.nodes if node.name in names or not names)
 
 
@@ -160,7 +168,9 @@ def _open(spec: FleetSpec, file: Path, state: Path, agent: Path) -> SessionBacke
 
     known = spec.ssh.known_hosts
     if known is not None and not Path(known).expanduser().exists():
-        raise ConfigError(f"{file}: ssh: known_hosts: {known} is not there: `relaunch nodes trust --file {file}` writes it")
+        raise ConfigError(
+            f"{file}: ssh: known_hosts: {known} is not there: `relaunch nodes trust --file {file}` writes it"
+        )
     try:
         return SshBackend(spec, agent)
     except ValueError as error:
@@ -183,7 +193,9 @@ async def _first(backend: SessionBackend, spec: FleetSpec, seen: Seen, stay: flo
         await backend.meet(name, NOBODY, WITHIN)
         seen.round_trip = time.monotonic() - began
         listen = backend.node(name).network or seen.node.address
-        seen.facts = await backend.preflight(name, {"listen": listen, "stay": stay, "gpus": seen.node.gpus > 0}, WITHIN)
+        seen.facts = await backend.preflight(
+            name, {"listen": listen, "stay": stay, "gpus": seen.node.gpus > 0}, WITHIN
+        )
         sent = time.time()
         seen.probe = await backend.probe(name, WITHIN, None)
         seen.probe = {**seen.probe, "exchange": {"sent": sent, "received": time.time()}}
@@ -196,7 +208,9 @@ async def _first(backend: SessionBackend, spec: FleetSpec, seen: Seen, stay: flo
         seen.shipped = _shipped(backend, name)
 
 
-async def _ask_for_keys(spec: FleetSpec, each: Callable[[Callable[[Seen], Awaitable[None]]], Awaitable[None]]) -> None:
+async def _ask_for_keys(
+    spec: FleetSpec, each: Callable[[Callable[[Seen], Awaitable[None]]], Awaitable[None]]
+) -> None:
     from relaunch.backends.base import Unreachable
     from relaunch.backends.ssh.trust import Gates, host_key
 
@@ -247,13 +261,19 @@ async def _end(backend: SessionBackend, seen: Seen) -> None:
 
     if seen.again is not None and seen.left:
         try:
-            await backend.meet(seen.node.name, {"left": _identity(seen), "peer": None, "wait": 0.0, "end": True}, WITHIN)
+            await backend.meet(
+                seen.node.name,
+                {"left": _identity(seen), "peer": None, "wait": 0.0, "end": True},
+                WITHIN,
+            )
         except BackendError:
             return  # the test process ends by itself
 
 
 def _identity(seen: Seen) -> dict[str, int] | None:
-    return {"pid": int(seen.left["pid"]), "started": int(seen.left["started"])} if seen.left else None
+    return (
+        {"pid": int(seen.left["pid"]), "started": int(seen.left["started"])} if seen.left else None
+    )
 
 
 # --- host keys
@@ -279,7 +299,9 @@ async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[Ho
     from relaunch.backends.ssh.trust import Gates, host_key
 
     if spec.backend != "ssh":
-        raise ConfigError(f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the backend ssh")
+        raise ConfigError(
+            f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the backend ssh"
+        )
     nodes = nodes_of(spec, file, names)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
     gate, gates = asyncio.Semaphore(AT_ONCE), Gates()

@@ -67,8 +67,12 @@ def fleet_file(cluster: str, region: str | None, name: str, task_definition: str
     nodes, left_out = sort_out(asyncio.run(_list(cluster, region)))
     if not nodes:
         why = f" ({'; '.join(left_out)})" if left_out else ""
-        raise ConfigError(f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one")
-    return _written(cluster, region or nodes[0].arn.split(":")[3], name, task_definition, nodes, left_out)
+        raise ConfigError(
+            f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one"
+        )
+    return _written(
+        cluster, region or nodes[0].arn.split(":")[3], name, task_definition, nodes, left_out
+    )
 
 
 def _check(cluster: str, name: str, task_definition: str | None) -> None:
@@ -77,7 +81,15 @@ def _check(cluster: str, name: str, task_definition: str | None) -> None:
 
     ecs = EcsOptions(cluster=cluster, task_definition=task_definition)
     try:
-        options(FleetSpec(name=name, backend="ecs", nodes=(FleetNode(name="any", address="i-00000000"),), ecs=ecs), {})
+        options(
+            FleetSpec(
+                name=name,
+                backend="ecs",
+                nodes=(FleetNode(name="any", address="i-00000000"),),
+                ecs=ecs,
+            ),
+            {},
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -92,30 +104,62 @@ async def _list(cluster: str, region: str | None) -> list[Found]:
 
     aws = Aws(region)
     try:
-        arns = await _pages(aws, "ecs", "ListContainerInstances", "containerInstanceArns", cluster=cluster, status="ACTIVE")
+        arns = await _pages(
+            aws,
+            "ecs",
+            "ListContainerInstances",
+            "containerInstanceArns",
+            cluster=cluster,
+            status="ACTIVE",
+        )
         answers = [
-            await aws.call("ecs", "DescribeContainerInstances", cluster=cluster, containerInstances=arns[first : first + AT_ONCE])
+            await aws.call(
+                "ecs",
+                "DescribeContainerInstances",
+                cluster=cluster,
+                containerInstances=arns[first : first + AT_ONCE],
+            )
             for first in range(0, len(arns), AT_ONCE)
         ]
-        instances = [read_instance(one) for answer in answers for one in answer.get("containerInstances") or ()]
+        instances = [
+            read_instance(one)
+            for answer in answers
+            for one in answer.get("containerInstances") or ()
+        ]
         machines: dict[str, tuple[str, str]] = {}
         for first in range(0, len(instances), AT_ONCE):
             # Not by InstanceIds: one that EC2 has forgotten would fail the whole call.
-            filters = [{"Name": "instance-id", "Values": [one.ec2_id for one in instances[first : first + AT_ONCE]]}]
-            for reservation in await _pages(aws, "ec2", "DescribeInstances", "Reservations", "NextToken", Filters=filters):
+            filters = [
+                {
+                    "Name": "instance-id",
+                    "Values": [one.ec2_id for one in instances[first : first + AT_ONCE]],
+                }
+            ]
+            for reservation in await _pages(
+                aws, "ec2", "DescribeInstances", "Reservations", "NextToken", Filters=filters
+            ):
                 machines.update(_machine(one) for one in reservation.get("Instances") or ())
     except AwsError as error:
         raise ConfigError(_cannot(cluster, region, error)) from None
     finally:
         await aws.close()
     found = [
-        Found(one.arn, one.ec2_id, len(one.gpus), one.agent_connected, one.registered_at or 0.0, *machines.get(one.ec2_id, ("", "")))
+        Found(
+            one.arn,
+            one.ec2_id,
+            len(one.gpus),
+            one.agent_connected,
+            one.registered_at or 0.0,
+            *machines.get(one.ec2_id, ("", "")),
+        )
         for one in instances
     ]
     return sorted(found, key=lambda one: (one.registered_at, one.ec2_id, one.arn))
 
 
-async def _pages(aws: Aws, service: str, operation: str, key: str, token: str = "nextToken", **request: Any) -> list[Any]:
+async def _pages(
+    aws: Aws, service: str, operation: str, key: str, token: str = "nextToken", **request: Any
+) -> list[Any]:
     found: list[Any] = []
     page: dict[str, str] = {}
     while True:
@@ -129,7 +173,10 @@ async def _pages(aws: Aws, service: str, operation: str, key: str, token: str = 
 def _machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
     """Return the EC2 ID of an instance, and its tag `Name` and state."""
     tags = {str(tag.get("Key")): str(tag.get("Value") or "") for tag in raw.get("Tags") or ()}
-    return str(raw["InstanceId"]), (tags.get("Name", ""), str((raw.get("State") or {}).get("Name") or ""))
+    return str(raw["InstanceId"]), (
+        tags.get("Name", ""),
+        str((raw.get("State") or {}).get("Name") or ""),
+    )
 
 
 def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
@@ -141,7 +188,9 @@ def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
     if error.kind is Kind.DENIED and not error.code:
         return f"{what}: expected credentials where boto3 looks for them (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws, a role of this machine)"
     if error.kind is Kind.DENIED:
-        allowed = "ecs:ListContainerInstances, ecs:DescribeContainerInstances and ec2:DescribeInstances"
+        allowed = (
+            "ecs:ListContainerInstances, ecs:DescribeContainerInstances and ec2:DescribeInstances"
+        )
         return f"{what}: expected credentials that may {allowed}"
     if error.kind is Kind.REFUSED and not error.code and region is None:
         return f"{what}: expected --region REGION, or AWS_DEFAULT_REGION"
@@ -172,7 +221,11 @@ def names(tags: Sequence[str]) -> tuple[str, ...]:
     how_often = Counter(tags)
     taken = {tag for tag in tags if how_often[tag] == 1 and _is_name(tag)}
     width = max(2, len(str(len(tags))))
-    numbered = (name for number in range(1, 2 * len(tags) + 1) if (name := f"gpu-{number:0{width}}") not in taken)
+    numbered = (
+        name
+        for number in range(1, 2 * len(tags) + 1)
+        if (name := f"gpu-{number:0{width}}") not in taken
+    )
     return tuple(tag if tag in taken else next(numbered) for tag in tags)
 
 
@@ -184,24 +237,47 @@ def _is_name(tag: str) -> bool:
     return True
 
 
-def _written(cluster: str, region: str, name: str, task_definition: str | None, nodes: Sequence[Found], left_out: Sequence[str]) -> str:
+def _written(
+    cluster: str,
+    region: str,
+    name: str,
+    task_definition: str | None,
+    nodes: Sequence[Found],
+    left_out: Sequence[str],
+) -> str:
     short = cluster.rpartition("/")[2]
-    lines = [f"# Nodes of ECS cluster {short}, by `relaunch nodes discover`.", *_plain({"name": name, "backend": "ecs"}), "nodes:"]
+    lines = [
+        f"# Nodes of ECS cluster {short}, by `relaunch nodes discover`.",
+        *_plain({"name": name, "backend": "ecs"}),
+        "nodes:",
+    ]
     for one, called in zip(nodes, names([one.tag for one in nodes]), strict=True):
-        lines.append(f"  - {_flow({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_remark(one)}")
+        lines.append(
+            f"  - {_flow({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_remark(one)}"
+        )
     lines += [f"# left out: {reason}" for reason in left_out]
     rank = {} if task_definition is None else {"task_definition": task_definition}
     # The task family that deploy/ecs/relaunch.yaml creates; users of another family edit this line.
     ecs = {"cluster": cluster, "region": region, **rank, "node_task": f"relaunch-node-{short}"}
     lines += ["ecs:", *(f"  {line}" for line in _plain(ecs))]
     if task_definition is None:
-        lines.append("  # task_definition: FAMILY  what a rank is run as; a job file may say it instead")
-    lines.append("  # queue: URL, topic: ARN   outputs Queue and Topic of the stack that deploy/ecs/relaunch.yaml makes")
+        lines.append(
+            "  # task_definition: FAMILY  what a rank is run as; a job file may say it instead"
+        )
+    lines.append(
+        "  # queue: URL, topic: ARN   outputs Queue and Topic of the stack that deploy/ecs/relaunch.yaml makes"
+    )
     return "\n".join(lines) + "\n"
 
 
 def _remark(one: Found) -> str:
-    said = [f"EC2 says {one.state}"] if one.state != "running" else ["its ECS agent is not connected"] if not one.connected else []
+    said = (
+        [f"EC2 says {one.state}"]
+        if one.state != "running"
+        else ["its ECS agent is not connected"]
+        if not one.connected
+        else []
+    )
     said += ["no GPU of it is registered with ECS"] if not one.gpus else []
     return f"  # {'; '.join(said)}" if said else ""
 
@@ -215,4 +291,6 @@ def _plain(values: Mapping[str, Any]) -> list[str]:
 def _flow(values: Mapping[str, Any]) -> str:
     import yaml
 
-    return str(yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=True, width=1000)).strip()
+    return str(
+        yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=True, width=1000)
+    ).strip()

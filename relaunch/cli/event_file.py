@@ -35,7 +35,11 @@ LONGEST = timedelta(days=3650)
 UNNAMED = {"name": "job", "command": ["train"]}
 WITHOUT_JOB = {**UNNAMED, "nodes": 2, "nproc_per_node": 8}
 
-DEFAULT_REASONS = {"RanksHung": "training stands still", "NodeUnreachable": "no answer", "RepairEnded": "as written"}
+DEFAULT_REASONS = {
+    "RanksHung": "training stands still",
+    "NodeUnreachable": "no answer",
+    "RepairEnded": "as written",
+}
 
 Line = dict[str, Any]
 
@@ -46,7 +50,11 @@ def _members(union: Any) -> dict[str, type]:
 
 OBSERVATIONS = _members(Observation)
 # Policy changes are left out: the policy to try is given on the command line.
-EVENTS = {kind: one for kind, one in _members(events.Event).items() if one not in (events.PolicyChanged, events.IncidentsArchived)}
+EVENTS = {
+    kind: one
+    for kind, one in _members(events.Event).items()
+    if one not in (events.PolicyChanged, events.IncidentsArchived)
+}
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
 
 
@@ -73,7 +81,9 @@ def read_events(path: Path, policy: Policy) -> EventFile:
     """
     lines = list(_lines(path))
     if not lines:
-        raise ConfigError(f'{path}:1: the file is empty: expected an event a line, such as {{"at": "5m", "kind": "RankExited", …}}')
+        raise ConfigError(
+            f'{path}:1: the file is empty: expected an event a line, such as {{"at": "5m", "kind": "RankExited", …}}'
+        )
     spec = JobSpec.model_validate(WITHOUT_JOB)
     if "job" in lines[0][1]:
         spec = _job(*lines[0])
@@ -110,13 +120,17 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(line, dict):
-            raise ConfigError(f'{where}: {raw.strip()[:60]!r} is no JSON object: expected one, such as {{"at": "5m", "kind": …}}')
+            raise ConfigError(
+                f'{where}: {raw.strip()[:60]!r} is no JSON object: expected one, such as {{"at": "5m", "kind": …}}'
+            )
         yield where, line
 
 
 def _job(where: str, line: Line) -> JobSpec:
     if len(line) > 1 or not isinstance(line["job"], dict):
-        raise ConfigError(f"{where}: job: expected an object with keys of a job file, and nothing beside it")
+        raise ConfigError(
+            f"{where}: job: expected an object with keys of a job file, and nothing beside it"
+        )
     try:
         return JobSpec.model_validate({**UNNAMED, **line["job"]})
     except ValidationError as error:
@@ -125,7 +139,9 @@ def _job(where: str, line: Line) -> JobSpec:
 
 def _time(where: str, line: Line) -> datetime | timedelta:
     written = line.get("at")
-    expected = "expected a duration from the start such as 5m, or a time such as 2026-01-01T12:00:00Z"
+    expected = (
+        "expected a duration from the start such as 5m, or a time such as 2026-01-01T12:00:00Z"
+    )
     if "job" in line:
         raise ConfigError(f"{where}: job: only the first line describes the job")
     if written is None:
@@ -161,21 +177,34 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
         known = (*EVENTS, *OBSERVATIONS)
         near = difflib.get_close_matches(str(kind), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-        raise ConfigError(f"{where}: kind: missing, {hint}" if kind is None else f"{where}: kind: {kind!r} is unknown, {hint}")
+        raise ConfigError(
+            f"{where}: kind: missing, {hint}"
+            if kind is None
+            else f"{where}: kind: {kind!r} is unknown, {hint}"
+        )
     if kind in ("ProgressSeen", "StepReached"):
         kind = "ProgressSeen"  # whether the job waited for that step follows from it
     if kind == "FaultObserved" and isinstance(written.get("observations"), list):
-        written["observations"] = [_observation(where, each, at, spec) for each in written["observations"]]
+        written["observations"] = [
+            _observation(where, each, at, spec) for each in written["observations"]
+        ]
     if kind == "NodesAcquired" and isinstance(names := written.pop("nodes", None), list):
-        written["slots"] = [dataclasses.asdict(Slot(str(name), str(name), started=1)) for name in names]
+        written["slots"] = [
+            dataclasses.asdict(Slot(str(name), str(name), started=1)) for name in names
+        ]
     if kind == "NodesExamined" and isinstance(found := written.get("examined"), dict):
-        written["examined"] = [{"node": node, "verdict": verdict, "reason": "as written"} for node, verdict in found.items()]
+        written["examined"] = [
+            {"node": node, "verdict": verdict, "reason": "as written"}
+            for node, verdict in found.items()
+        ]
     return _made(where, {"kind": kind, **written}, at, policy)
 
 
 def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
     if not isinstance(written, dict) or str(written.get("kind")) not in OBSERVATIONS:
-        raise ConfigError(f"{where}: observations: each is an object whose kind is one of {', '.join(OBSERVATIONS)}")
+        raise ConfigError(
+            f"{where}: observations: each is an object whose kind is one of {', '.join(OBSERVATIONS)}"
+        )
     kind = OBSERVATIONS[written["kind"]]
     if isinstance(written.get("error"), str):
         written = {**written, "error": {"message": written["error"]}}
@@ -188,7 +217,9 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
         "exit_code": None,
         "signal": None,
         "why": "isolated",
-        "reason": "the ranks are gone and nobody saw how" if kind is RanksVanished else "nobody could be asked",
+        "reason": "the ranks are gone and nobody saw how"
+        if kind is RanksVanished
+        else "nobody could be asked",
     }
     fields = {field.name: field for field in dataclasses.fields(kind)}
     _refuse_unknown(where, written, list(fields))
@@ -225,7 +256,10 @@ def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Eve
     for key in ("unheard_for", "may_start_within"):
         values = _duration(where, values, key)
     if isinstance(values.get("silent"), dict):
-        values["silent"] = [(node, _duration(where, {"silent": span}, "silent")["silent"]) for node, span in values["silent"].items()]
+        values["silent"] = [
+            (node, _duration(where, {"silent": span}, "silent")["silent"])
+            for node, span in values["silent"].items()
+        ]
     _refuse_missing(where, values, fields)
     try:
         return _ANY_EVENT.validate_python(values)
@@ -244,7 +278,10 @@ def _duration(where: str, values: Line, key: str) -> Line:
 
 def _refuse_missing(where: str, values: Line, fields: Mapping[str, dataclasses.Field[Any]]) -> None:
     for key, field in fields.items():
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        has_default = (
+            field.default is not dataclasses.MISSING
+            or field.default_factory is not dataclasses.MISSING
+        )
         if key not in values and not has_default:
             raise ConfigError(f"{where}: {key}: missing in {values['kind']}")
 
@@ -253,7 +290,11 @@ def _refuse_unknown(where: str, written: Line, known: list[str]) -> None:
     for key in written:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"{written['kind']} has {', '.join(one for one in known if one != 'kind')}"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"{written['kind']} has {', '.join(one for one in known if one != 'kind')}"
+            )
             raise ConfigError(f"{where}: {key}: unknown key, {hint}")
 
 
@@ -263,5 +304,9 @@ def _explain(error: ValidationError, kind: str = "") -> str:
     parts = [str(part) for part in first["loc"] if part not in (kind, *OBSERVATIONS)]
     path = ".".join(parts[2:] if parts[:1] == ["observations"] and len(parts) > 2 else parts)
     what = first["msg"].removeprefix("Value error, ")
-    got = "" if first["type"] in ("value_error", "missing", "extra_forbidden") else f" (got {first['input']!r})"
+    got = (
+        ""
+        if first["type"] in ("value_error", "missing", "extra_forbidden")
+        else f" (got {first['input']!r})"
+    )
     return f"{path}: {what}{got}"

@@ -72,7 +72,9 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
         ConfigError: There is no such kind, or the evidence cannot be read.
     """
     if exit_code is not None and kind != "dcgm":
-        raise ConfigError(f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended")
+        raise ConfigError(
+            f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended"
+        )
     match kind:
         case "xid":
             return explain_xid(what, policy)
@@ -93,20 +95,35 @@ def explain_xid(word: str, policy: Policy | None) -> Explanation:
     tables = _catalog(policy)
     row = tables.xids.get(int(word))
     if row is None:
-        raise ConfigError(f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause")
+        raise ConfigError(
+            f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause"
+        )
     finding = Finding("kernel", f"Xid {row.code}", row.role, row.meaning, row.cause)
-    nvidia = {"mnemonic": row.mnemonic, "description": row.description, "action": row.action, "investigate": row.investigate}
+    nvidia = {
+        "mnemonic": row.mnemonic,
+        "description": row.description,
+        "action": row.action,
+        "investigate": row.investigate,
+    }
     head = [f"Xid {row.code}  {row.mnemonic}".rstrip()]
     if row.description:
         head += _entry("  NVIDIA   ", row.description)
     if row.action or row.investigate:
-        head += _entry("           ", "; ".join(f"{k}: {v}" for k, v in (("at once", row.action), ("then", row.investigate)) if v))
+        head += _entry(
+            "           ",
+            "; ".join(
+                f"{k}: {v}" for k, v in (("at once", row.action), ("then", row.investigate)) if v
+            ),
+        )
     head += _entry("  relaunch ", f"{_cause(finding)}: {row.meaning}")
     if row.note:
         head += _entry("  note     ", row.note)
     if rules := tuple(rule for rule in tables.nvlink if rule.xid == row.code):
         units = ", ".join(dict.fromkeys(rule.unit for rule in rules))
-        head += _entry("  decoded  ", f"by what the line itself says, {len(rules)} ways: {units}; `explain kernel` reads the line")
+        head += _entry(
+            "  decoded  ",
+            f"by what the line itself says, {len(rules)} ways: {units}; `explain kernel` reads the line",
+        )
     more = {"nvidia": nvidia, "note": row.note}
     return Explanation((Found(finding),), row.cause, row.meaning, more, tuple(head))
 
@@ -115,29 +132,54 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
     from relaunch.evidence.catalog.signals import SIGNALS
     from relaunch.evidence.exits import read_exit
 
-    signal = next((number for number, name in SIGNALS.items() if word.upper() in (name, name.removeprefix("SIG"))), None)
+    signal = next(
+        (
+            number
+            for number, name in SIGNALS.items()
+            if word.upper() in (name, name.removeprefix("SIG"))
+        ),
+        None,
+    )
     if signal is None and not (word.isascii() and word.isdigit() and int(word) <= 255):
-        raise ConfigError(f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV")
+        raise ConfigError(
+            f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV"
+        )
     code = None if signal is not None else int(word)
     finding = read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=_catalog(policy))
     head = _entry(f"{finding.code}  ", f"{_cause(finding)}: {finding.reason}")
     foot = []
     if finding.code in ("SIGKILL", "exit 137"):
-        foot = _entry("", "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.")
-    return Explanation((Found(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot))
+        foot = _entry(
+            "",
+            "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.",
+        )
+    return Explanation(
+        (Found(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot)
+    )
 
 
 def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Explanation:
     from relaunch.evidence.dcgm import read_diag
 
     examination = read_diag(read_text(path), exit_code, _catalog(policy).dcgm)
-    cause = next((finding.cause for finding in examination.findings if finding.role is Role.ROOT), None)
+    cause = next(
+        (finding.cause for finding in examination.findings if finding.role is Role.ROOT), None
+    )
     version = f"DCGM {examination.version}" if examination.version else "DCGM of an unknown version"
     tests = f"{examination.tests_run} test{'' if examination.tests_run == 1 else 's'} run"
-    head = [f"{examination.verdict}  {version}, {tests}", *_entry("  ", f"{examination.advice}: {examination.reason}")]
-    more = {"advice": str(examination.advice), "version": examination.version, "tests_run": examination.tests_run}
+    head = [
+        f"{examination.verdict}  {version}, {tests}",
+        *_entry("  ", f"{examination.advice}: {examination.reason}"),
+    ]
+    more = {
+        "advice": str(examination.advice),
+        "version": examination.version,
+        "tests_run": examination.tests_run,
+    }
     found = tuple(Found(finding) for finding in examination.findings)
-    return Explanation(found, cause, examination.reason, more, tuple(head), verdict=str(examination.verdict))
+    return Explanation(
+        found, cause, examination.reason, more, tuple(head), verdict=str(examination.verdict)
+    )
 
 
 def explain_log(path: str, policy: Policy | None) -> Explanation:
@@ -152,7 +194,9 @@ def explain_kernel(path: str, policy: Policy | None) -> Explanation:
     return _of_lines(path, policy, read_kernel_log)
 
 
-def _of_lines(path: str, policy: Policy | None, read: Callable[[Iterable[str], Catalog], tuple[Finding, ...]]) -> Explanation:
+def _of_lines(
+    path: str, policy: Policy | None, read: Callable[[Iterable[str], Catalog], tuple[Finding, ...]]
+) -> Explanation:
     tables = _catalog(policy)
     lines = read_lines(path)
     numbers = [number for number, line in enumerate(lines, start=1) if read((line,), tables)]
@@ -163,7 +207,11 @@ def _of_lines(path: str, policy: Policy | None, read: Callable[[Iterable[str], C
     found = tuple(Found(finding, number) for finding, number in zip(findings, known, strict=True))
     root = _root(found)
     lines_read = f"{len(lines)} line{'' if len(lines) == 1 else 's'}"
-    head = (f"{lines_read} read, {len(found)} of them evidence", "") if found else (f"{lines_read} read",)
+    head = (
+        (f"{lines_read} read, {len(found)} of them evidence", "")
+        if found
+        else (f"{lines_read} read",)
+    )
     if root is None:
         return Explanation(found, None, NO_CAUSE, {}, head)
     return Explanation(found, root.finding.cause, root.finding.reason, {}, head)
@@ -177,7 +225,9 @@ def _root(found: tuple[Found, ...]) -> Found | None:
     roots = [one for one in found if one.finding.role is Role.ROOT]
     hardware = [one for one in roots if one.finding.cause in HARDWARE_CAUSES]
     if hardware:
-        return min(hardware, key=lambda one: HARDWARE_CAUSES.index(one.finding.cause or Cause.UNKNOWN))
+        return min(
+            hardware, key=lambda one: HARDWARE_CAUSES.index(one.finding.cause or Cause.UNKNOWN)
+        )
     symptoms = (one for one in found if one.finding.role is Role.SYMPTOM and one.finding.cause)
     return roots[0] if roots else next(symptoms, None)
 
@@ -191,21 +241,38 @@ def lines_of(explanation: Explanation, policy: Policy | None, source: str | None
             marker = "→" if one is root else " "
             where = f"line {one.line}  " if one.line is not None else ""
             finding = one.finding
-            text = finding.reason if finding.reason.startswith(finding.code) else f"{finding.code}: {finding.reason}"
+            text = (
+                finding.reason
+                if finding.reason.startswith(finding.code)
+                else f"{finding.code}: {finding.reason}"
+            )
             if finding.cause and one.finding.role in (Role.ROOT, Role.SYMPTOM):
                 text = f"{finding.cause}: {text}"
             lines += _entry(f"{marker} {where}{finding.role:<12} ", text)
         if explanation.verdict is None:
-            lines += ["", *_entry("", f"{explanation.cause}: {explanation.reason}" if explanation.cause else explanation.reason)]
+            lines += [
+                "",
+                *_entry(
+                    "",
+                    f"{explanation.cause}: {explanation.reason}"
+                    if explanation.cause
+                    else explanation.reason,
+                ),
+            ]
     lines += explanation.foot
     if policy is not None and explanation.cause is not None:
-        lines += ["", *_entry(f"{source} first: ", first_rung(policy, explanation.cause, _code(explanation)))]
+        lines += [
+            "",
+            *_entry(f"{source} first: ", first_rung(policy, explanation.cause, _code(explanation))),
+        ]
     return lines
 
 
 def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
     """Return an explanation as JSON-compatible values."""
-    view: dict[str, Any] = {"verdict": explanation.verdict} if explanation.verdict is not None else {}
+    view: dict[str, Any] = (
+        {"verdict": explanation.verdict} if explanation.verdict is not None else {}
+    )
     view["cause"] = str(explanation.cause) if explanation.cause else None
     view["findings"] = [
         {
@@ -223,7 +290,11 @@ def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
     view["reason"] = explanation.reason
     view |= explanation.more
     if policy is not None:
-        view["first"] = str(first(policy, explanation.cause, _code(explanation)).strategy) if explanation.cause else None
+        view["first"] = (
+            str(first(policy, explanation.cause, _code(explanation)).strategy)
+            if explanation.cause
+            else None
+        )
     return view
 
 
@@ -234,11 +305,17 @@ def _of_one(explanation: Explanation) -> bool:
 
 def _code(explanation: Explanation) -> str:
     root = _root(explanation.found)
-    return root.finding.code if root is not None else next((one.finding.code for one in explanation.found), "")
+    return (
+        root.finding.code
+        if root is not None
+        else next((one.finding.code for one in explanation.found), "")
+    )
 
 
 def _cause(finding: Finding) -> str:
-    role = {Role.ROOT: "a root", Role.SYMPTOM: "a symptom", Role.CASCADE: "a cascade"}.get(finding.role, f"{finding.role}")
+    role = {Role.ROOT: "a root", Role.SYMPTOM: "a symptom", Role.CASCADE: "a cascade"}.get(
+        finding.role, f"{finding.role}"
+    )
     return f"{finding.cause}, {role}" if finding.cause else role
 
 
@@ -247,4 +324,6 @@ def _catalog(policy: Policy | None) -> Catalog:
 
 
 def _entry(head: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+    )

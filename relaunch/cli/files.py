@@ -55,7 +55,9 @@ class Document:
         finally:
             loader.dispose()
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}:1: the file is a {type(content).__name__}: expected keys and values")
+            raise ConfigError(
+                f"{path}:1: the file is a {type(content).__name__}: expected keys and values"
+            )
         self.content: dict[str, Any] = content
 
     def _visit(self, node: yaml.Node, where: Where) -> None:
@@ -72,7 +74,9 @@ class Document:
                     raise ConfigError(f"{self.path}:{line}: a key is a {key.id}: expected a word")
                 inner = (*where, key.value)
                 if inner in self.lines:
-                    raise ConfigError(f"{self.path}:{line}: {key.value}: given twice, first on line {self.lines[inner]}")
+                    raise ConfigError(
+                        f"{self.path}:{line}: {key.value}: given twice, first on line {self.lines[inner]}"
+                    )
                 self.lines[inner] = line
                 self._visit(value, inner)
 
@@ -107,7 +111,9 @@ def read_fleet(path: Path) -> FleetSpec:
     return _validate(FleetSpec, document.content, document, ())
 
 
-def read_policy(source: str | dict[str, Any], folder: Path = Path(), document: Document | None = None) -> Policy:
+def read_policy(
+    source: str | dict[str, Any], folder: Path = Path(), document: Document | None = None
+) -> Policy:
     """Resolve a policy as a job names it.
 
     `source` is a preset, a file relative to `folder`, or a mapping that is part of `document`.
@@ -121,7 +127,9 @@ def read_policy(source: str | dict[str, Any], folder: Path = Path(), document: D
         inner = Document(path)
         return _resolve(inner.content, inner, ())
     where = f"{document.path}:{document.line(('policy',))}: policy" if document else "--policy"
-    raise ConfigError(f"{where}: {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+    raise ConfigError(
+        f"{where}: {source!r} is neither a preset ({', '.join(preset_names())}) nor a file"
+    )
 
 
 def check_name(kind: str, name: str) -> str:
@@ -137,24 +145,42 @@ def _resolve(source: dict[str, Any], document: Document | None, below: Where) ->
     except ValidationError as error:
         raise ConfigError(_sentence(Policy, error, document, below, ())) from None
     except ValueError as error:
-        raise ConfigError(f"{document.path}:{document.line((*below, 'extends'))}: {error}" if document else str(error)) from None
+        raise ConfigError(
+            f"{document.path}:{document.line((*below, 'extends'))}: {error}"
+            if document
+            else str(error)
+        ) from None
 
 
-def _validate(model: type[Model], values: Mapping[str, Any], document: Document | None, flags: tuple[str, ...]) -> Model:
+def _validate(
+    model: type[Model], values: Mapping[str, Any], document: Document | None, flags: tuple[str, ...]
+) -> Model:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError(_sentence(model, error, document, (), flags)) from None
 
 
-def _sentence(model: type[BaseModel], error: ValidationError, document: Document | None, below: Where, flags: tuple[str, ...]) -> str:
+def _sentence(
+    model: type[BaseModel],
+    error: ValidationError,
+    document: Document | None,
+    below: Where,
+    flags: tuple[str, ...],
+) -> str:
     # A misspelt key causes two errors, unknown and missing: report the unknown key, which is the
     # one to fix.
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     location = tuple(first["loc"])
     kind, what = first["type"], first["msg"].removeprefix("Value error, ")
     if location and location[0] in flags:
-        place = "--name" if location[0] == "name" else "the command" if location[0] == "command" else f"--{str(location[0]).split('_')[0]}"
+        place = (
+            "--name"
+            if location[0] == "name"
+            else "the command"
+            if location[0] == "command"
+            else f"--{str(location[0]).split('_')[0]}"
+        )
     elif document is not None:
         # An error about several keys has no location; its message begins with the key it is about.
         about = location or tuple(what.partition(":")[0].partition(" ")[0].split("."))
@@ -163,8 +189,15 @@ def _sentence(model: type[BaseModel], error: ValidationError, document: Document
         place = "the job"
     # Where a value may have one of two types, pydantic adds the type's name to the location; drop
     # the parts that are not in the file.
-    written = [part for end, part in enumerate(location, 1) if document is None or (*below, *location[:end]) in document.lines]
-    path = ".".join(str(part) for part in (*below, *(location if kind in ("missing", "extra_forbidden") else written)))
+    written = [
+        part
+        for end, part in enumerate(location, 1)
+        if document is None or (*below, *location[:end]) in document.lines
+    ]
+    path = ".".join(
+        str(part)
+        for part in (*below, *(location if kind in ("missing", "extra_forbidden") else written))
+    )
     if kind == "missing":
         return f"{place}: {path}: missing, and there is no default"
     if kind == "extra_forbidden":
@@ -172,12 +205,22 @@ def _sentence(model: type[BaseModel], error: ValidationError, document: Document
         import difflib
 
         word = str(location[-1])
-        near = difflib.get_close_matches(word, known, n=1) or [key for key in known if len(word) > 2 and key.startswith(word)]
-        hint = f", did you mean {near[0]}?" if near else f": expected one of {', '.join(known)}" if known else ""
+        near = difflib.get_close_matches(word, known, n=1) or [
+            key for key in known if len(word) > 2 and key.startswith(word)
+        ]
+        hint = (
+            f", did you mean {near[0]}?"
+            if near
+            else f": expected one of {', '.join(known)}"
+            if known
+            else ""
+        )
         return f"{place}: {path}: unknown key{hint}"
     if path and location and location[0] not in flags:
         what = f"{path}: {what}"
-    return f"{place}: {what}" if kind == "value_error" else f"{place}: {what} (got {first['input']!r})"
+    return (
+        f"{place}: {what}" if kind == "value_error" else f"{place}: {what} (got {first['input']!r})"
+    )
 
 
 def _keys_beside(model: type[BaseModel], location: Where) -> list[str]:
@@ -190,7 +233,9 @@ def _keys_beside(model: type[BaseModel], location: Where) -> list[str]:
         if field is None:
             return []
         inner = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        here = next((kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        here = next(
+            (kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)), None
+        )
         if here is None:
             return []
     return list(here.model_fields)

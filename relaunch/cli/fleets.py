@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from temporalio.client import ActivityFailureError, Client, WorkflowExecutionStatus, WorkflowQueryFailedError, WorkflowQueryRejectedError
+from temporalio.client import (
+    ActivityFailureError,
+    Client,
+    WorkflowExecutionStatus,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
 from temporalio.common import RetryPolicy, WorkflowIDConflictPolicy
 from temporalio.exceptions import TimeoutError as ActivityTimeout
 from temporalio.service import RPCError, RPCStatusCode
@@ -85,7 +91,9 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
     state, _ = await _until(client, fleet, _has_looked, LOOKED_WITHIN)
     if not state.nodes:
         await read_file(client, task_queue, fleet)  # raises if there is no such file
-        raise ConfigError(f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again")
+        raise ConfigError(
+            f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again"
+        )
     return state
 
 
@@ -106,21 +114,33 @@ def _has_looked(state: FleetState) -> bool:
 async def _query(client: Client, fleet: str) -> FleetState:
     try:
         handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}")
-        state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=QUERY_WITHIN)
+        state: FleetState = await handle.query(
+            "state", result_type=FleetState, rpc_timeout=QUERY_WITHIN
+        )
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
-        raise ConfigError(f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI") from None
+        raise ConfigError(
+            f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI"
+        ) from None
     except RPCError as error:
-        if error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED, RPCStatusCode.FAILED_PRECONDITION):
+        if error.status in (
+            RPCStatusCode.DEADLINE_EXCEEDED,
+            RPCStatusCode.CANCELLED,
+            RPCStatusCode.FAILED_PRECONDITION,
+        ):
             raise _no_worker(fleet) from None
         raise
     return state
 
 
 def _no_worker(fleet: str) -> ConfigError:
-    return ConfigError(f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again")
+    return ConfigError(
+        f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again"
+    )
 
 
-async def _until(client: Client, fleet: str, met: Callable[[FleetState], bool], within: float) -> tuple[FleetState, bool]:
+async def _until(
+    client: Client, fleet: str, met: Callable[[FleetState], bool], within: float
+) -> tuple[FleetState, bool]:
     deadline = time.monotonic() + within
     while not met(state := await _query(client, fleet)):
         if time.monotonic() > deadline:
@@ -148,7 +168,9 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> Applied:
         )
     except ActivityFailureError as error:
         if not isinstance(error.cause, ActivityTimeout):
-            raise ConfigError(f"the file of fleet {fleet} cannot be read: {error.cause or error}") from None
+            raise ConfigError(
+                f"the file of fleet {fleet} cannot be read: {error.cause or error}"
+            ) from None
         raise _no_worker(fleet) from None
     if file.applied is None:
         raise ConfigError(file.wrong)
@@ -167,7 +189,9 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
             return record
     known = [record.name for record in fleet.nodes]
     near = difflib.get_close_matches(name, known, n=3) or known
-    raise ConfigError(f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}")
+    raise ConfigError(
+        f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}"
+    )
 
 
 async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
@@ -175,10 +199,22 @@ async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
     if not await _runs(client, fleet):
         return {}
     state = await _query(client, fleet)
-    return {record.name: record for record in state.nodes if record.standing is not NodeStatus.IN_SERVICE}
+    return {
+        record.name: record
+        for record in state.nodes
+        if record.standing is not NodeStatus.IN_SERVICE
+    }
 
 
-async def quarantine(client: Client, task_queue: str, fleet: str, node: str, reason: str, drain: bool, within: str | None) -> Answer:
+async def quarantine(
+    client: Client,
+    task_queue: str,
+    fleet: str,
+    node: str,
+    reason: str,
+    drain: bool,
+    within: str | None,
+) -> Answer:
     """Keep a node from jobs until a person releases it.
 
     With `drain`, jobs that have the node must leave it, at the latest after the duration `within`.
@@ -197,7 +233,9 @@ async def quarantine(client: Client, task_queue: str, fleet: str, node: str, rea
         )
 
     message = {"node": node, "reason": reason, "by": who, "drain": drain}
-    return await _tell(client, before, "quarantine", {**message, "within": within} if within else message, shown)
+    return await _tell(
+        client, before, "quarantine", {**message, "within": within} if within else message, shown
+    )
 
 
 async def release(client: Client, task_queue: str, fleet: str, node: str, reason: str) -> Answer:
@@ -208,12 +246,21 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
 
     def shown(state: FleetState) -> bool:
         record = _find(state, node)
-        return record is not None and record.standing is NodeStatus.IN_SERVICE and record.drain is None and record.since != old.since
+        return (
+            record is not None
+            and record.standing is NodeStatus.IN_SERVICE
+            and record.drain is None
+            and record.since != old.since
+        )
 
-    return await _tell(client, before, "release", {"node": node, "reason": reason, "by": whoami()}, shown)
+    return await _tell(
+        client, before, "release", {"node": node, "reason": reason, "by": whoami()}, shown
+    )
 
 
-async def declare_dead(client: Client, task_queue: str, node: str, reason: str, force: bool) -> tuple[str, ...]:
+async def declare_dead(
+    client: Client, task_queue: str, node: str, reason: str, force: bool
+) -> tuple[str, ...]:
     """Report a node as dead to all running jobs that may have ranks there and to fleets that keep
     it.
 
@@ -234,7 +281,11 @@ async def declare_dead(client: Client, task_queue: str, node: str, reason: str, 
         if state is None:
             return name, None
         fleets[name] = state.spec.fleet
-        return name, node in (*(slot.node for slot in state.slots), *state.maybe_alive, *state.lost_names)
+        return name, node in (
+            *(slot.node for slot in state.slots),
+            *state.maybe_alive,
+            *state.lost_names,
+        )
 
     running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
     answers = await asyncio.gather(*(concerned(name) for name in running))
@@ -246,26 +297,40 @@ async def declare_dead(client: Client, task_queue: str, node: str, reason: str, 
     for name in told:
         # force: the node was probed above, or the user insists, so the job need not itself have
         # missed the node for long.
-        await signal_open(client, name, "report", ReportMessage(node=node, reason=reason, by=whoami(), force=True))
+        await signal_open(
+            client, name, "report", ReportMessage(node=node, reason=reason, by=whoami(), force=True)
+        )
     for fleet in keeping:
         message = {"node": node, "reason": reason, "by": whoami()}
-        await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").signal("declare_dead", message)
+        await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").signal(
+            "declare_dead", message
+        )
     everybody = (*told, *(f"fleet {fleet}" for fleet in keeping))
     if silent := [name for name, is_concerned in answers if is_concerned is None]:
         told_now = ", ".join(everybody) or "no job"
-        raise ConfigError(f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again")
+        raise ConfigError(
+            f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again"
+        )
     if not everybody:
-        raise ConfigError(f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent")
+        raise ConfigError(
+            f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent"
+        )
     return everybody
 
 
 async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
     """Return the running fleets that keep a node for possible ranks of an ended submission."""
     found = []
-    async for execution in client.list_workflows(f"WorkflowType = '{WORKFLOW}' AND ExecutionStatus = 'Running'"):
+    async for execution in client.list_workflows(
+        f"WorkflowType = '{WORKFLOW}' AND ExecutionStatus = 'Running'"
+    ):
         fleet = execution.id.removeprefix(FLEET_ID_PREFIX)
         state = await _query(client, fleet)
-        kept = (place.node for record in state.claims for place in (record.places if record.closed else record.inherited))
+        kept = (
+            place.node
+            for record in state.claims
+            for place in (record.places if record.closed else record.inherited)
+        )
         if node in kept:
             found.append(fleet)
     return tuple(found)
@@ -304,7 +369,13 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
 
 async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
     before = await read(client, task_queue, fleet)
-    return await _tell(client, before, "pause", {"reason": reason, "by": whoami()}, lambda state: bool(state.breaker.paused))
+    return await _tell(
+        client,
+        before,
+        "pause",
+        {"reason": reason, "by": whoami()},
+        lambda state: bool(state.breaker.paused),
+    )
 
 
 async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
@@ -315,7 +386,9 @@ async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> An
     return await _tell(client, before, "resume", {"reason": reason, "by": whoami()}, shown)
 
 
-async def apply(client: Client, task_queue: str, fleet: str, reason: str) -> tuple[FleetState, Applied, Answer]:
+async def apply(
+    client: Client, task_queue: str, fleet: str, reason: str
+) -> tuple[FleetState, Applied, Answer]:
     """Have the fleet read its worker's file again.
 
     Return the state before, the file, and the answer with the state after.
@@ -331,13 +404,27 @@ async def apply(client: Client, task_queue: str, fleet: str, reason: str) -> tup
             sorted(file.nodes, key=lambda node: node.name),
         )
 
-    return before, file, await _tell(client, before, "apply", {"reason": reason, "by": whoami()}, shown)
+    return (
+        before,
+        file,
+        await _tell(client, before, "apply", {"reason": reason, "by": whoami()}, shown),
+    )
 
 
-async def _tell(client: Client, before: FleetState, signal: str, message: Mapping[str, Any], shown: Callable[[FleetState], bool]) -> Answer:
-    await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(signal, dict(message))
+async def _tell(
+    client: Client,
+    before: FleetState,
+    signal: str,
+    message: Mapping[str, Any],
+    shown: Callable[[FleetState], bool],
+) -> Answer:
+    await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(
+        signal, dict(message)
+    )
     now, done = await _until(client, before.name, shown, SHOWN_WITHIN)
-    return Answer(now, done, tuple(notice for notice in now.notices if notice not in before.notices))
+    return Answer(
+        now, done, tuple(notice for notice in now.notices if notice not in before.notices)
+    )
 
 
 def _find(fleet: FleetState, name: str) -> NodeRecord | None:

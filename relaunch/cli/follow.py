@@ -80,14 +80,19 @@ class Narrator:
                 self._decisions(incident)
                 self._closed.add(incident.opened)
                 if not state.phase.is_final:
-                    self._say(f"incident closed after {_lasted(incident):.1f} s: {incident.outcome or 'recovered'}")
+                    self._say(
+                        f"incident closed after {_lasted(incident):.1f} s: {incident.outcome or 'recovered'}"
+                    )
         if state.incident:
             self._decisions(state.incident)
         for notice in state.notices:
             if notice not in self._notices:
                 self._say(notice)
         self._notices = state.notices
-        if (state.phase, state.generation) != (self._phase, self._generation) and not state.phase.is_final:
+        if (state.phase, state.generation) != (
+            self._phase,
+            self._generation,
+        ) and not state.phase.is_final:
             generation = f"generation {state.generation} " if state.generation else ""
             self._say(f"{generation}{state.phase}: {state.reason}")
         self._phase, self._generation = str(state.phase), state.generation
@@ -95,10 +100,14 @@ class Narrator:
     def _decisions(self, incident: Incident) -> None:
         if incident.opened not in self._told:
             where = f" on {job_views.names(list(incident.nodes))}" if incident.nodes else ""
-            self._say(f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.reason}")
+            self._say(
+                f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.reason}"
+            )
             self._told[incident.opened] = 0
         for decision in incident.decisions[self._told[incident.opened] :]:
-            self._say(f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.reason}")
+            self._say(
+                f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.reason}"
+            )
         self._told[incident.opened] = len(incident.decisions)
 
 
@@ -110,13 +119,22 @@ def closing_line(now: jobs.Look) -> tuple[str, int]:
     """Return the closing line for a job that has ended, and its exit code."""
     state = now.state
     if state is None or not state.phase.is_final:
-        return f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run", 1
+        return (
+            f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run",
+            1,
+        )
     text = f"job {now.name} {state.phase}: {state.reason}"
     last = state.incidents[-1] if state.incidents else None
     if state.phase is Phase.FAILED and last is not None:
         text += f"\n  root cause: {last.cause}: {last.reason}"
         text += "".join(f"\n  | {line}" for line in last.traceback.rstrip().splitlines())
-    code = state.exit_code if state.exit_code is not None else 0 if state.phase is Phase.SUCCEEDED else 1
+    code = (
+        state.exit_code
+        if state.exit_code is not None
+        else 0
+        if state.phase is Phase.SUCCEEDED
+        else 1
+    )
     return text, code
 
 
@@ -140,7 +158,9 @@ async def follow_live(client: Client, name: str) -> int:
     console = Console()
     now: jobs.Look | None = None
     with Live(console=console, auto_refresh=False) as live:
-        narrator = Narrator(lambda line: live.console.print(line, style="dim", markup=False, highlight=False))
+        narrator = Narrator(
+            lambda line: live.console.print(line, style="dim", markup=False, highlight=False)
+        )
         async for now in watch(client, name):
             narrator.tell(now)
             live.update(render(now, datetime.now(UTC)), refresh=True)
@@ -158,15 +178,22 @@ def render(now: jobs.Look, at: datetime) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     if now.state is None:
-        rows = [("phase", f"{now.phase}: {now.memo.get('reason', '')}"), ("", "no worker answers: this is the last that is known")]
+        rows = [
+            ("phase", f"{now.phase}: {now.memo.get('reason', '')}"),
+            ("", "no worker answers: this is the last that is known"),
+        ]
     else:
         view = job_views.show(now.state, now.watch, at)
-        rows = [line_to_row(line) for line in job_views.show_lines({**view, "incident": None}, at)[1:]]
+        rows = [
+            line_to_row(line) for line in job_views.show_lines({**view, "incident": None}, at)[1:]
+        ]
         if now.watch and now.watch.unreachable:
             rows.append(("no answer", job_views.names(list(now.watch.unreachable))))
         if now.state.incident:
             incident = now.state.incident
-            rows.append(("open", f"{incident.cause} in generation {incident.generation}: {incident.reason}"))
+            rows.append(
+                ("open", f"{incident.cause} in generation {incident.generation}: {incident.reason}")
+            )
     for left, right in rows:
         table.add_row(left, right.replace("[", "\\["))
     return Panel(table, title=now.name, title_align="left")
@@ -219,7 +246,11 @@ class LogReader:
     def see(self, state: JobState) -> None:
         self._world_size = state.spec.world_size
         self._newest = state.generation
-        last = state.generation if state.launched_at is not None or state.phase.is_final else state.generation - 1
+        last = (
+            state.generation
+            if state.launched_at is not None or state.phase.is_final
+            else state.generation - 1
+        )
         if state.slots:
             for number in range(self._queued + 1, last + 1):
                 self._queue.put_nowait(logs.generation_of(state, number))
@@ -236,4 +267,11 @@ class LogReader:
             def over(number: int = number) -> bool:
                 return self._finished or self._newest > number
 
-            await logs.print_logs(self._client, self._task_queue, where, logs.Printer(self._world_size), self._say, over)
+            await logs.print_logs(
+                self._client,
+                self._task_queue,
+                where,
+                logs.Printer(self._world_size),
+                self._say,
+                over,
+            )

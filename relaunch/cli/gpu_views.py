@@ -16,7 +16,11 @@ from relaunch.pool.state import NodeRecord, NodeStatus
 
 def model(inventory: Inventory | None) -> str:
     """Return the GPU model, such as `H100 80GB HBM3`."""
-    return ", ".join(name.removeprefix("NVIDIA ") for name in inventory.model.split(", ")) if inventory else ""
+    return (
+        ", ".join(name.removeprefix("NVIDIA ") for name in inventory.model.split(", "))
+        if inventory
+        else ""
+    )
 
 
 def cell(record: NodeRecord, used: int) -> str:
@@ -62,14 +66,26 @@ def lines(record: NodeRecord, jobs: Mapping[int, Sequence[str]], now: datetime) 
     found = record.inventory
     if found is None or not record.spec.gpus:
         return []
-    when = f"read {age(now - record.read_at)} ago" if record.read_at else "read before something was done to the node"
+    when = (
+        f"read {age(now - record.read_at)} ago"
+        if record.read_at
+        else "read before something was done to the node"
+    )
     if found.unreadable:
         return [f"gpus        GPUs unreadable: {found.unreadable}; {when}"]
     versions = f"driver {found.driver or 'unknown'}, NVML {found.nvml or 'unknown'}"
-    told = [f"gpus        {found.count} x {model(found) or 'unknown'}, {found.memory >> 20} MiB each; {versions}; {when}"]
+    told = [
+        f"gpus        {found.count} x {model(found) or 'unknown'}, {found.memory >> 20} MiB each; {versions}; {when}"
+    ]
     told += [f"lost        {lost}" for lost in found.lost]
     for index, used in enumerate(found.memory_used):
         if used != UNKNOWN:
-            who = [*(f"job {job}" for job in jobs.get(index, ())), *(use.who for use in found.used if index in use.gpus)]
-            told.append(f"gpu {index:<7} {used} of {found.memory >> 20} MiB used" + (f"; {', '.join(who)}" if who else ""))
+            who = [
+                *(f"job {job}" for job in jobs.get(index, ())),
+                *(use.who for use in found.used if index in use.gpus),
+            ]
+            told.append(
+                f"gpu {index:<7} {used} of {found.memory >> 20} MiB used"
+                + (f"; {', '.join(who)}" if who else "")
+            )
     return told

@@ -51,7 +51,9 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
         step=slowest.get("step"),
         at=slowest.get("at"),
         rate=float(rate) if isinstance(rate, int | float) else None,
-        values={str(k): float(v) for k, v in values.items() if isinstance(v, int | float)} if isinstance(values, Mapping) else {},
+        values={str(k): float(v) for k, v in values.items() if isinstance(v, int | float)}
+        if isinstance(values, Mapping)
+        else {},
         reachable=sum(counts) if counts else None,
         unreachable=tuple(node for d in details for node in d.get("unreachable") or ()),
         checkpoint=min(saved, default=None),
@@ -70,16 +72,27 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
     return {
         "max_restarts": {"spent": state.restarts_spent, "limit": policy.max_restarts},
         "no_progress": {"spent": state.flat_generations, "limit": policy.no_progress_stop},
-        "launches_without_progress": {"spent": launches_without_progress(state), "limit": policy.no_progress_ask},
+        "launches_without_progress": {
+            "spent": launches_without_progress(state),
+            "limit": policy.no_progress_ask,
+        },
         "causes": {
             str(cause): [
                 {
                     "strategy": str(rung.strategy),
                     "when": [str(verdict) for verdict in rung.when],
                     "codes": list(rung.codes),
-                    "used": max((u.used for u in used if u.cause is cause and u.rung is rung), default=0) if rung.tries else None,
+                    "used": max(
+                        (u.used for u in used if u.cause is cause and u.rung is rung), default=0
+                    )
+                    if rung.tries
+                    else None,
                     "allowed": rung.tries,
-                    "by": {u.where: u.used for u in used if u.cause is cause and u.rung is rung and u.where},
+                    "by": {
+                        u.where: u.used
+                        for u in used
+                        if u.cause is cause and u.rung is rung and u.where
+                    },
                     "window": rung.window.total_seconds() if rung.window is not None else None,
                 }
                 for rung in policy.ladder(cause)
@@ -98,7 +111,12 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "generation": state.generation,
         "nodes": [slot.node for slot in state.slots],
         "ranks": (len(state.slots) or state.spec.node_count) * state.spec.ranks_per_node,
-        "size": {"nodes": len(state.slots), "min": state.spec.fewest_nodes, "max": state.spec.node_count, "reason": state.fewer or None},
+        "size": {
+            "nodes": len(state.slots),
+            "min": state.spec.fewest_nodes,
+            "max": state.spec.node_count,
+            "reason": state.fewer or None,
+        },
         "progress": _progress(state, watch),
         "budgets": budgets(state, now),
         "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
@@ -108,12 +126,21 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "lost": list(state.lost_names),
         "stalled": list(watch.stalled) if watch is not None else [],
         "leaving": [
-            {"node": one.node, "by": one.by, "reason": one.reason, "until": _iso(one.until), "denied": one.denied or None}
+            {
+                "node": one.node,
+                "by": one.by,
+                "reason": one.reason,
+                "until": _iso(one.until),
+                "denied": one.denied or None,
+            }
             for one in state.leaving
         ],
         "avoided": [{"node": a.node, "reason": a.reason, "at": _iso(a.at)} for a in state.avoided],
         "notices": list(state.notices),
-        "policy_changes": [{"at": _iso(c.at), "by": c.by, "reason": c.reason, "keys": list(c.keys)} for c in state.policy_changes],
+        "policy_changes": [
+            {"at": _iso(c.at), "by": c.by, "reason": c.reason, "keys": list(c.keys)}
+            for c in state.policy_changes
+        ],
         "submitted": {"by": state.submitted_by, "at": _iso(state.submitted_at)},
         "ended": _iso(state.ended_at),
         "exit_code": state.exit_code,
@@ -121,8 +148,18 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
 
 
 def _progress(state: JobState, watch: Watch | None) -> dict[str, Any] | None:
-    if watch is not None and watch.step is not None and watch.generation in (None, state.generation):
-        return {"step": watch.step, "at": watch.at, "rate": watch.rate, "values": dict(watch.values), "checkpoint": watch.checkpoint}
+    if (
+        watch is not None
+        and watch.step is not None
+        and watch.generation in (None, state.generation)
+    ):
+        return {
+            "step": watch.step,
+            "at": watch.at,
+            "rate": watch.rate,
+            "values": dict(watch.values),
+            "checkpoint": watch.checkpoint,
+        }
     return {"step": state.progress.step, "at": _iso(state.progress.at)} if state.progress else None
 
 
@@ -138,10 +175,20 @@ def history_entry(incident: Incident) -> dict[str, Any]:
         "nodes": list(incident.nodes),
         "reason": incident.reason,
         "decisions": [
-            {"at": _iso(d.at), "decision": d.decision, "strategy": d.strategy, "reason": d.reason, "spent": d.spent, "left": d.left}
+            {
+                "at": _iso(d.at),
+                "decision": d.decision,
+                "strategy": d.strategy,
+                "reason": d.reason,
+                "spent": d.spent,
+                "left": d.left,
+            }
             for d in incident.decisions
         ],
-        "times": {name: since(getattr(incident, name)) for name in ("detected", "decided", "stopped", "launched", "recovered")},
+        "times": {
+            name: since(getattr(incident, name))
+            for name in ("detected", "decided", "stopped", "launched", "recovered")
+        },
         "ranks": list(incident.ranks),
         "gpus": list(incident.gpus),
         "code": incident.code,
@@ -173,7 +220,8 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     lines = [
         f"job         {view['name']}",
         f"phase       {view['phase']}: {view['reason']}",
-        f"next        {next_['what']}" + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
+        f"next        {next_['what']}"
+        + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
         f"generation  {view['generation']} with {view['ranks']} ranks on {names(view['nodes']) or 'no nodes yet'}",
         *([f"fewer       {view['size']['reason']}"] if view["size"]["reason"] else []),
         f"progress    {progress_text(progress)}",
@@ -188,7 +236,10 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     lines += [f"avoided     {a['node']}: {a['reason']}" for a in view["avoided"]]
     lines += [f"notice      {notice}" for notice in view["notices"]]
     if view["incident"]:
-        lines += ["", "incident still open" if view["incident"]["closed"] is None else "last incident"]
+        lines += [
+            "",
+            "incident still open" if view["incident"]["closed"] is None else "last incident",
+        ]
         lines += history_lines(view["incident"], now)
     return lines
 
@@ -200,7 +251,9 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
     """
     opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
-    lines = [f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['reason']}"]
+    lines = [
+        f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['reason']}"
+    ]
     for fault in entry["faults"][1:]:
         on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
         at, what = _offset(opened, fault["at"]), f"{fault['cause']}{on}: {fault['reason']}"
@@ -210,10 +263,18 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
     for decision in entry["decisions"]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""
-        lines.append(f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: {decision['reason']}{spent}")
-    times = ", ".join(f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None)
+        lines.append(
+            f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: {decision['reason']}{spent}"
+        )
+    times = ", ".join(
+        f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None
+    )
     lines.append(f"    after it opened: {times or 'nothing yet'}")
-    closed = f"    {_offset(opened, entry['closed'])}  closed: {entry['outcome'] or ''}".rstrip(": ") if entry["closed"] else "    open"
+    closed = (
+        f"    {_offset(opened, entry['closed'])}  closed: {entry['outcome'] or ''}".rstrip(": ")
+        if entry["closed"]
+        else "    open"
+    )
     lines.append(closed)
     lines += [f"    | {line}" for line in entry["traceback"].rstrip().splitlines()]
     return lines
@@ -223,8 +284,12 @@ def progress_text(progress: Mapping[str, Any] | None) -> str:
     if progress is None:
         return "not reported"
     rate = f", {progress['rate']:.3g} steps/s" if progress.get("rate") is not None else ""
-    values = "".join(f", {name} {value:.4g}" for name, value in (progress.get("values") or {}).items())
-    saved = f", checkpoint {progress['checkpoint']}" if progress.get("checkpoint") is not None else ""
+    values = "".join(
+        f", {name} {value:.4g}" for name, value in (progress.get("values") or {}).items()
+    )
+    saved = (
+        f", checkpoint {progress['checkpoint']}" if progress.get("checkpoint") is not None else ""
+    )
     return f"step {progress['step']}{rate}{values}{saved}"
 
 
@@ -234,7 +299,11 @@ def budget_text(view: Mapping[str, Any]) -> str:
         f"{view['no_progress']['spent']} of {view['no_progress']['limit']} without progress",
     ]
     for cause, rungs in view["causes"].items():
-        parts += [f"{cause} {r['strategy']} {r['used']} of {r['allowed']}" for r in rungs if r["allowed"] is not None and r["used"]]
+        parts += [
+            f"{cause} {r['strategy']} {r['used']} of {r['allowed']}"
+            for r in rungs
+            if r["allowed"] is not None and r["used"]
+        ]
     return ", ".join(parts)
 
 

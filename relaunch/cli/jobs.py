@@ -28,7 +28,13 @@ from relaunch.cli.files import check_name
 from relaunch.cli.job_views import Watch, merge_watches
 from relaunch.config import ConfigError
 from relaunch.job.state import Incident, JobState
-from relaunch.messages.jobs import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, ReportMessage, RetryMessage
+from relaunch.messages.jobs import (
+    WORKFLOW_ID_PREFIX,
+    CancelMessage,
+    JobResult,
+    ReportMessage,
+    RetryMessage,
+)
 from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
 
 QUERY_WITHIN = timedelta(seconds=5)
@@ -67,7 +73,9 @@ async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
         return await handle_of(client, name).describe()
     except RPCError as error:
         if error.status == RPCStatusCode.NOT_FOUND:
-            raise ConfigError(f"no job {name!r} in namespace {client.namespace}: `relaunch jobs` lists those there are") from None
+            raise ConfigError(
+                f"no job {name!r} in namespace {client.namespace}: `relaunch jobs` lists those there are"
+            ) from None
         raise
 
 
@@ -81,7 +89,11 @@ async def look(client: Client, name: str, known: Look | None = None) -> Look:
     is_open = described.status == WorkflowExecutionStatus.RUNNING
     length = described.raw_description.workflow_execution_info.history_length
     state: JobState | None
-    if known and known.state and (known.run_id, known.history_length, known.open) == (described.run_id, length, is_open):
+    if (
+        known
+        and known.state
+        and (known.run_id, known.history_length, known.open) == (described.run_id, length, is_open)
+    ):
         state, source = known.state, known.source
     else:
         state, source = await _state(client, described)
@@ -98,8 +110,12 @@ async def look(client: Client, name: str, known: Look | None = None) -> Look:
     )
 
 
-async def _state(client: Client, described: WorkflowExecutionDescription) -> tuple[JobState | None, str]:
-    handle = client.get_workflow_handle(described.id, run_id=described.run_id, result_type=JobResult)
+async def _state(
+    client: Client, described: WorkflowExecutionDescription
+) -> tuple[JobState | None, str]:
+    handle = client.get_workflow_handle(
+        described.id, run_id=described.run_id, result_type=JobResult
+    )
     if described.status == WorkflowExecutionStatus.COMPLETED:
         try:
             result: JobResult = await handle.result(follow_runs=False)
@@ -122,7 +138,9 @@ async def _state(client: Client, described: WorkflowExecutionDescription) -> tup
         raise
 
 
-async def _heartbeats(client: Client, described: WorkflowExecutionDescription) -> list[Mapping[str, Any]]:
+async def _heartbeats(
+    client: Client, described: WorkflowExecutionDescription
+) -> list[Mapping[str, Any]]:
     details: list[Mapping[str, Any]] = []
     for pending in described.raw_description.pending_activities:
         if pending.activity_type.name == "watch_ranks" and pending.heartbeat_details.payloads:
@@ -131,7 +149,9 @@ async def _heartbeats(client: Client, described: WorkflowExecutionDescription) -
     return details
 
 
-async def incidents(client: Client, task_queue: str, now: Look) -> tuple[list[Incident], str | None]:
+async def incidents(
+    client: Client, task_queue: str, now: Look
+) -> tuple[list[Incident], str | None]:
     """Return all incidents of a job, oldest first, and a message if some could not be read."""
     if now.state is None:
         raise ConfigError(
@@ -153,9 +173,15 @@ async def incidents(client: Client, task_queue: str, now: Look) -> tuple[list[In
             summary=f"history of {now.name}",
         )
     except ActivityFailureError:
-        return kept, f"{state.incidents_archived} older incidents are in the worker's archive, and no worker answers"
+        return (
+            kept,
+            f"{state.incidents_archived} older incidents are in the worker's archive, and no worker answers",
+        )
     opened = {incident.opened for incident in kept}
-    return [*(incident for incident in archived.incidents if incident.opened not in opened), *kept], None
+    return [
+        *(incident for incident in archived.incidents if incident.opened not in opened),
+        *kept,
+    ], None
 
 
 @dataclass(frozen=True)
@@ -174,12 +200,25 @@ async def list_jobs(client: Client) -> list[Row]:
     async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
         name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
         before = newest.get(name)
-        if run.status == WorkflowExecutionStatus.CONTINUED_AS_NEW or (before and before.submitted >= run.start_time):
+        if run.status == WorkflowExecutionStatus.CONTINUED_AS_NEW or (
+            before and before.submitted >= run.start_time
+        ):
             continue
         status = run.status.name if run.status else "UNKNOWN"
-        ended_badly = status in ("TERMINATED", "TIMED_OUT", "FAILED")  # not recorded by the workflow
+        ended_badly = status in (
+            "TERMINATED",
+            "TIMED_OUT",
+            "FAILED",
+        )  # not recorded by the workflow
         phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
-        newest[name] = Row(name, phase, run.typed_search_attributes.get(GENERATION), run.start_time, run.close_time, status)
+        newest[name] = Row(
+            name,
+            phase,
+            run.typed_search_attributes.get(GENERATION),
+            run.start_time,
+            run.close_time,
+            status,
+        )
     return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)
 
 
@@ -187,11 +226,15 @@ async def cancel(client: Client, name: str, reason: str) -> None:
     await signal_open(client, name, "cancel", CancelMessage(reason=reason, by=whoami()))
 
 
-async def signal_open(client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage) -> None:
+async def signal_open(
+    client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage
+) -> None:
     try:
         await handle_of(client, name).signal(signal, message)
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
         now = await look(client, name)
-        raise ConfigError(f"job {name} has ended ({now.phase}): {signal} is for jobs that run") from None
+        raise ConfigError(
+            f"job {name} has ended ({now.phase}): {signal} is for jobs that run"
+        ) from None

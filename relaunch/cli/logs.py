@@ -48,7 +48,9 @@ class Printer:
         if not lines:
             return
         # Launchers are numbered after the ranks, in the order of their nodes.
-        name = f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
+        name = (
+            f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
+        )
         prefix = name.ljust(len(f"[rank {self.world_size - 1}]"))
         if self.colour:
             prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
@@ -80,7 +82,12 @@ def generation_of(state: JobState, number: int | None = None) -> Generation:
 
 
 async def read(
-    client: Client, task_queue: str, where: Generation, offsets: dict[int, int] | None, wait: float, tail: int | None
+    client: Client,
+    task_queue: str,
+    where: Generation,
+    offsets: dict[int, int] | None,
+    wait: float,
+    tail: int | None,
 ) -> ReadLogsOutput | None:
     """Read once; return None if no worker answers."""
     within = timedelta(seconds=wait + ANSWER_WITHIN)
@@ -133,8 +140,14 @@ async def print_logs(
         if answer is None:
             complaint: str | None = "no worker answers: logs wait for one"
         else:
-            silent = [f"{', '.join(answer.unreachable[:8])}: no answer"] if answer.unreachable else []
-            complaint = f"no logs from {'; '.join((*silent, *answer.refused[:8]))}" if silent or answer.refused else None
+            silent = (
+                [f"{', '.join(answer.unreachable[:8])}: no answer"] if answer.unreachable else []
+            )
+            complaint = (
+                f"no logs from {'; '.join((*silent, *answer.refused[:8]))}"
+                if silent or answer.refused
+                else None
+            )
             for piece in answer.chunks:
                 offsets[piece.rank] = piece.next
                 if only is None or piece.rank == only:
@@ -170,17 +183,25 @@ async def print_job_logs(
     now = await jobs.look(client, job)
     state = now.state
     if state is None:
-        raise ConfigError(f"job {job}: no worker answers, and only a worker can read logs from nodes: start one")
+        raise ConfigError(
+            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one"
+        )
     number = state.generation if generation is None else generation
     if not 1 <= number <= state.generation or not state.slots:
         if state.generation == 0:
             raise ConfigError(f"job {job} was not launched yet: there are no logs")
         raise ConfigError(f"job {job} has no generation {number}: expected 1 to {state.generation}")
     if rank is not None and not 0 <= rank < state.spec.world_size:
-        raise ConfigError(f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}")
+        raise ConfigError(
+            f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}"
+        )
     where = generation_of(state, number)
     if await read(client, task_queue, where, None, 0.0, 0) is None:
-        raise ConfigError(f"job {job}: no worker answers, and only a worker can read logs from nodes: start one")
+        raise ConfigError(
+            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one"
+        )
     live = follow and now.open and number == state.generation
     printer = Printer(state.spec.world_size)
-    await print_logs(client, task_queue, where, printer, say, lambda: not live, only=rank, tail=tail)
+    await print_logs(
+        client, task_queue, where, printer, say, lambda: not live, only=rank, tail=tail
+    )

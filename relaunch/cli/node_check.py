@@ -80,7 +80,12 @@ def _rows(fleet: Fleet, seen: Seen) -> Iterator[Row]:
         yield from _reached(fleet, seen)
     if seen.step in (Step.KEY, Step.LOGIN):
         if not ssh:
-            yield Row("agent", Found.FAIL, seen.reason, "run this with the Python that relaunch was set up with (`make setup`)")
+            yield Row(
+                "agent",
+                Found.FAIL,
+                seen.reason,
+                "run this with the Python that relaunch was set up with (`make setup`)",
+            )
         return
     if seen.step is Step.AGENT:
         fix = f"it wants Python 3.8 or newer and a folder of its own; {fleet.file} may name another: `ssh: {{python: /usr/bin/python3.11}}`"
@@ -93,7 +98,11 @@ def _rows(fleet: Fleet, seen: Seen) -> Iterator[Row]:
         yield Row("agent", Found.FAIL, seen.reason, _again(seen))
         return
     facts = seen.facts
-    yield Row("python", Found.OK, f"{facts.get('python')}, {facts.get('executable')}, as {facts.get('user')}")
+    yield Row(
+        "python",
+        Found.OK,
+        f"{facts.get('python')}, {facts.get('executable')}, as {facts.get('user')}",
+    )
     yield from _state(facts, seen.probe)
     if not seen.probe:
         yield Row("health", Found.WARN, seen.reason, _again(seen))
@@ -129,20 +138,28 @@ def command(spec: FleetSpec, node: FleetNode) -> str:
         ("-l", node.user or spec.ssh.user),
     ):
         words += [flag, str(value)] if value is not None else []
-    return " ".join(word if word.startswith("~/") else shlex.quote(word) for word in [*words, node.address])
+    return " ".join(
+        word if word.startswith("~/") else shlex.quote(word) for word in [*words, node.address]
+    )
 
 
 def _reached(fleet: Fleet, seen: Seen) -> Iterator[Row]:
     key, typed = seen.key, command(fleet.spec, seen.node)
     if key is None:
-        yield Row("reached", Found.FAIL, seen.reason, f"make `{typed}` work from here, then check again")
+        yield Row(
+            "reached", Found.FAIL, seen.reason, f"make `{typed}` work from here, then check again"
+        )
         return
     if seen.step is Step.LOGIN:
         fix = f"`{typed} true` has to work without a question: its public key belongs into ~/.ssh/authorized_keys there (`ssh-copy-id`)"
         yield Row("reached", Found.FAIL, seen.reason, fix)
     elif seen.step is not Step.KEY:
         ours = f"logged in and answered in {seen.connected:.2f} s, then in {seen.round_trip * 1000:.0f} ms"
-        yield Row("reached", Found.OK, ours if seen.step is not Step.AGENT else f"logged in to {seen.node.address}")
+        yield Row(
+            "reached",
+            Found.OK,
+            ours if seen.step is not Step.AGENT else f"logged in to {seen.node.address}",
+        )
     words = f"{key.algorithm} {key.fingerprint}"
     if not key.reason:
         yield Row("host key", Found.OK, f"{words}, known")
@@ -151,7 +168,12 @@ def _reached(fleet: Fleet, seen: Seen) -> Iterator[Row]:
         fix = f"compare it with what {theirs} prints, then `relaunch nodes trust {key.node} --file {fleet.file}`"
         yield Row("host key", Found.FAIL, f"{words} is not in {key.file}", fix)
     else:
-        yield Row("host key", Found.FAIL, key.reason, f"`relaunch nodes trust {key.node} --file {fleet.file}` says what that may mean")
+        yield Row(
+            "host key",
+            Found.FAIL,
+            key.reason,
+            f"`relaunch nodes trust {key.node} --file {fleet.file}` says what that may mean",
+        )
 
 
 # --- the node
@@ -160,26 +182,47 @@ def _reached(fleet: Fleet, seen: Seen) -> Iterator[Row]:
 def _state(facts: Mapping[str, Any], probe: Mapping[str, Any]) -> Iterator[Row]:
     state = facts.get("state")
     place = state if isinstance(state, Mapping) else {}
-    kind, path = str(place.get("type") or "a file system that cannot be told"), str(place.get("path"))
+    kind, path = (
+        str(place.get("type") or "a file system that cannot be told"),
+        str(place.get("path")),
+    )
     disks = probe.get("disks")
     disk = disks[0] if isinstance(disks, list) and disks and isinstance(disks[0], Mapping) else {}
     free = disk.get("free") if isinstance(disk.get("free"), int) else None
     words = f"{path}, {kind}" + (f", {free / GIB:.0f} GiB free" if free is not None else "")
-    elsewhere = "or set RELAUNCH_AGENT_STATE to one for this user (`SetEnv` in the node's sshd_config)"
+    elsewhere = (
+        "or set RELAUNCH_AGENT_STATE to one for this user (`SetEnv` in the node's sshd_config)"
+    )
     if kind.removeprefix("fuse.").startswith(SHARED):
         yield Row(
-            "state folder", Found.FAIL, f"{words}: several machines see it", f"mount a disk of the node itself at /var/tmp, {elsewhere}"
+            "state folder",
+            Found.FAIL,
+            f"{words}: several machines see it",
+            f"mount a disk of the node itself at /var/tmp, {elsewhere}",
         )
     elif disk and disk.get("writable") is False:
-        yield Row("state folder", Found.FAIL, f"{words}: {disk.get('reason')}", f"make it writable, {elsewhere}")
+        yield Row(
+            "state folder",
+            Found.FAIL,
+            f"{words}: {disk.get('reason')}",
+            f"make it writable, {elsewhere}",
+        )
     elif free is not None and free < FREE_LEAST:
-        yield Row("state folder", Found.FAIL, words, f"free {FREE_LEAST // GIB} GiB at least: logs of ranks are written there")
+        yield Row(
+            "state folder",
+            Found.FAIL,
+            words,
+            f"free {FREE_LEAST // GIB} GiB at least: logs of ranks are written there",
+        )
     elif kind in FORGETFUL:
         forgets = f"{words}: it forgets at a reboot which generations were stopped, and logs"
         yield Row("state folder", Found.WARN, forgets, f"mount a disk at /var/tmp, {elsewhere}")
     elif free is not None and free < FREE_ENOUGH:
         yield Row(
-            "state folder", Found.WARN, words, f"free {FREE_ENOUGH // GIB} GiB, or have ranks print less: their logs are written there"
+            "state folder",
+            Found.WARN,
+            words,
+            f"free {FREE_ENOUGH // GIB} GiB, or have ranks print less: their logs are written there",
         )
     else:
         yield Row("state folder", Found.OK, words)
@@ -209,7 +252,9 @@ def _gpus(seen: Seen) -> Iterator[Row]:
         if expected:
             why = str(read.get("unreadable", "NVML did not say"))
             fix = "install NVIDIA's driver there, or write `gpus: 0` if the node has none"
-            yield Row("GPUs", Found.FAIL, f"none can be read, the fleet file says {expected}: {why}", fix)
+            yield Row(
+                "GPUs", Found.FAIL, f"none can be read, the fleet file says {expected}: {why}", fix
+            )
         return
     lost = sum(1 for each in listed if isinstance(each, Mapping) and "lost" in each)
     words = f"{len(listed) - lost} of {expected} (driver {read.get('driver')})"
@@ -217,7 +262,12 @@ def _gpus(seen: Seen) -> Iterator[Row]:
         fix = f"`nvidia-smi` there shows which is missing; reboot the node, or write `gpus: {len(listed) - lost}`"
         yield Row("GPUs", Found.FAIL, words, fix)
     elif len(listed) > expected:
-        yield Row("GPUs", Found.WARN, f"{words}: the others are given to nobody", f"write `gpus: {len(listed)}` in the fleet file")
+        yield Row(
+            "GPUs",
+            Found.WARN,
+            f"{words}: the others are given to nobody",
+            f"write `gpus: {len(listed)}` in the fleet file",
+        )
     else:
         yield Row("GPUs", Found.OK, words)
 
@@ -247,7 +297,11 @@ def _health(seen: Seen, without_gpus: bool) -> Iterator[Row]:
 
 def _tools(facts: Mapping[str, Any]) -> Iterator[Row]:
     needed = {
-        "nvidia-smi": ("nvidia_smi", "without it no GPU is reset", "install the tools of NVIDIA's driver there (nvidia-utils)"),
+        "nvidia-smi": (
+            "nvidia_smi",
+            "without it no GPU is reset",
+            "install the tools of NVIDIA's driver there (nvidia-utils)",
+        ),
         "dcgmi": (
             "dcgmi",
             "without it a node is examined by NVML and its kernel log only",
@@ -261,7 +315,12 @@ def _tools(facts: Mapping[str, Any]) -> Iterator[Row]:
             yield Row(name, Found.WARN, f"{tried['missing']}: {without}", fix)
         elif tried.get("exit_code") != 0:
             said = " ".join(str(tried.get("said", "")).split())[:SAID]
-            yield Row(name, Found.WARN, f"{tried.get('path')} ended with {tried.get('exit_code')}: {said}", fix)
+            yield Row(
+                name,
+                Found.WARN,
+                f"{tried.get('path')} ended with {tried.get('exit_code')}: {said}",
+                fix,
+            )
         else:
             yield Row(name, Found.OK, str(tried.get("path")))
 
@@ -282,25 +341,44 @@ def _powers(spec: FleetSpec, seen: Seen) -> Iterator[Row]:
         typed, by_sudo = str(answer.get("command")), bool(answer.get("sudo"))
         if "missing" in answer:
             missing = str(answer["missing"])
-            fix = f"install {missing} there, or log in as root" if missing == "sudo" else f"install {missing.rpartition('/')[2]} there"
+            fix = (
+                f"install {missing} there, or log in as root"
+                if missing == "sudo"
+                else f"install {missing.rpartition('/')[2]} there"
+            )
             yield Row(check, Found.WARN, f"{missing} is not on this node's PATH", fix)
         elif "cannot" not in answer:
-            yield Row(check, Found.OK, f"{'sudo would run' if by_sudo else f'{user} may run'} `{typed}`")
+            yield Row(
+                check, Found.OK, f"{'sudo would run' if by_sudo else f'{user} may run'} `{typed}`"
+            )
         elif by_sudo:
-            fix = f"`visudo -f /etc/sudoers.d/relaunch` there, and write `{_rule(user, key, typed)}`"
+            fix = (
+                f"`visudo -f /etc/sudoers.d/relaunch` there, and write `{_rule(user, key, typed)}`"
+            )
             yield Row(check, Found.WARN, " ".join(str(answer["cannot"]).split())[: 2 * SAID], fix)
         elif not spec.ssh.sudo:
             never = "a node is never rebooted" if key == "reboot" else "no GPU is reset"
-            yield Row(check, Found.OK, f"not asked for: {user} is not root and the fleet file says `sudo: false`, so {never}")
+            yield Row(
+                check,
+                Found.OK,
+                f"not asked for: {user} is not root and the fleet file says `sudo: false`, so {never}",
+            )
         else:
-            yield Row(check, Found.WARN, str(answer["cannot"])[: 2 * SAID], "check again: the agent was not told that it may use sudo")
+            yield Row(
+                check,
+                Found.WARN,
+                str(answer["cannot"])[: 2 * SAID],
+                "check again: the agent was not told that it may use sudo",
+            )
 
 
 def _rule(user: str, key: str, typed: str) -> str:
     """Return a line for sudoers, which requires absolute paths."""
     words = typed if typed.startswith("/") else f"/usr/bin/{typed}"
     program = words.split(" ", maxsplit=1)[0]
-    return f"{user} ALL=(root) NOPASSWD: " + (words if key == "reboot" else f"{program} --gpu-reset, {program} --gpu-reset -i *")
+    return f"{user} ALL=(root) NOPASSWD: " + (
+        words if key == "reboot" else f"{program} --gpu-reset, {program} --gpu-reset -i *"
+    )
 
 
 def _logout(seen: Seen) -> Row:
@@ -309,9 +387,19 @@ def _logout(seen: Seen) -> Row:
     This is tried out with a test process, not read from a configuration.
     """
     if seen.again is None:
-        return Row("logout", Found.WARN, f"not seen, there was no second login: {seen.reason}", "check again")
+        return Row(
+            "logout",
+            Found.WARN,
+            f"not seen, there was no second login: {seen.reason}",
+            "check again",
+        )
     if not seen.left:
-        return Row("logout", Found.WARN, "not seen: nothing could be left running there", "see training network")
+        return Row(
+            "logout",
+            Found.WARN,
+            "not seen: nothing could be left running there",
+            "see training network",
+        )
     if seen.again.get("lives"):
         return Row("logout", Found.OK, "what was started stays")
     user, session = seen.facts.get("user"), seen.facts.get("session")
@@ -343,12 +431,23 @@ def _network(fleet: Fleet, seen: Seen) -> Row:
         alone = "nobody to connect to: name two nodes" if not seen.neighbour else "not tried"
         return Row("training network", Found.OK, f"{here}; {alone}")
     if "cannot" not in met:
-        return Row("training network", Found.OK, f"{here}, reaches {seen.neighbour} in {float(met.get('took', 0)) * 1000:.1f} ms")
+        return Row(
+            "training network",
+            Found.OK,
+            f"{here}, reaches {seen.neighbour} in {float(met.get('took', 0)) * 1000:.1f} ms",
+        )
     other = next((one for one in fleet.seen if one.node.name == seen.neighbour), None)
     if other is not None and other.again is not None and other.again.get("lives") is False:
-        return Row("training network", Found.WARN, f"{here}; what listened on {seen.neighbour} has ended", "mend its logout first")
+        return Row(
+            "training network",
+            Found.WARN,
+            f"{here}; what listened on {seen.neighbour} has ended",
+            "mend its logout first",
+        )
     fix = f"let TCP from and to all ports above 1023 through between the nodes, or give {seen.neighbour} its `network:` in {fleet.file}"
-    return Row("training network", Found.FAIL, f"does not reach {seen.neighbour}: {met['cannot']}", fix)
+    return Row(
+        "training network", Found.FAIL, f"does not reach {seen.neighbour}: {met['cannot']}", fix
+    )
 
 
 # --- for people and for scripts
@@ -360,7 +459,10 @@ def view(fleet: Fleet) -> dict[str, Any]:
     return {
         "fleet": fleet.spec.name,
         "agent": fleet.version,
-        "nodes": [{"name": name, "runs": runs(each), "rows": [asdict(row) for row in each]} for name, each in found],
+        "nodes": [
+            {"name": name, "runs": runs(each), "rows": [asdict(row) for row in each]}
+            for name, each in found
+        ],
     }
 
 
@@ -380,11 +482,18 @@ def print_rows(fleet: Fleet, everything: bool) -> None:
         first = True
         for row in each if whole else [row for row in each if row.found is not Found.OK]:
             what = f"{row.what}\n→ {row.fix}" if row.fix else row.what
-            table.add_row(name if first else "", row.check, _styled(row.found, colours[row.found]), what)
+            table.add_row(
+                name if first else "", row.check, _styled(row.found, colours[row.found]), what
+            )
             first = False
         if not whole and fine:
             names = ", ".join(row.check for row in fine)
-            table.add_row(name if first else "", f"{len(fine)} others" if not first else "all", _styled(Found.OK, "green"), names)
+            table.add_row(
+                name if first else "",
+                f"{len(fine)} others" if not first else "all",
+                _styled(Found.OK, "green"),
+                names,
+            )
     out.print(table)
     out.print("\n" + verdict(fleet))
 

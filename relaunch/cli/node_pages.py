@@ -44,23 +44,38 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
     breaker, resume = state.breaker, f"`relaunch nodes resume --fleet {state.name} --reason …`"
     notes = []
     if breaker.is_open:
-        notes.append(f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.reason}; {resume}")
+        notes.append(
+            f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.reason}; {resume}"
+        )
     if breaker.paused:
-        notes.append(f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}")
+        notes.append(
+            f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}"
+        )
     if state.awaited:
-        notes.append(f"the fleet was started anew and asks what they hold: {names(list(state.awaited))}")
+        notes.append(
+            f"the fleet was started anew and asks what they hold: {names(list(state.awaited))}"
+        )
     for record in _waiting(state):
         claim = record.claim
         more = f" to {claim.most}" if claim.nodes < claim.up_to else ""
         wanted = f"{claim.job} waits for {claim.nodes}{more} node{'s' * (claim.up_to != 1)}"
-        notes.append(f"{wanted}{since_text(record.waiting_since, now)}: {record.said or 'it has just asked'}")
+        notes.append(
+            f"{wanted}{since_text(record.waiting_since, now)}: {record.said or 'it has just asked'}"
+        )
     for record in state.claims:
         claim = record.claim
         if claim.more_at is not None and claim.more_at > now:
-            notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on")
+            notes.append(
+                f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on"
+            )
         elif claim.more_at is not None:
-            notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them")
-    notes += [f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.reason}" for request in state.requests]
+            notes.append(
+                f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them"
+            )
+    notes += [
+        f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.reason}"
+        for request in state.requests
+    ]
     return notes
 
 
@@ -90,14 +105,25 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
         },
         "nodes": {word: sum(one["state"] == word for one in every) for word in STATES},
         "waiting": [
-            {"job": r.claim.job, "nodes": r.claim.nodes, "gpus": r.claim.gpus, "since": iso(r.waiting_since), "reason": r.said}
+            {
+                "job": r.claim.job,
+                "nodes": r.claim.nodes,
+                "gpus": r.claim.gpus,
+                "since": iso(r.waiting_since),
+                "reason": r.said,
+            }
             for r in _waiting(state)
         ],
-        "requests": [{"repair": r.workflow, "node": r.node, "step": r.step, "reason": r.reason} for r in state.requests],
+        "requests": [
+            {"repair": r.workflow, "node": r.node, "step": r.step, "reason": r.reason}
+            for r in state.requests
+        ],
         "reboots": [iso(at) for at in state.reboots],
         "awaited": list(state.awaited or ()),
         "offers": [
-            {"job": one.job, "nodes": [place.node for place in one.places], "until": iso(one.until)} for one in state.offers if one.places
+            {"job": one.job, "nodes": [place.node for place in one.places], "until": iso(one.until)}
+            for one in state.offers
+            if one.places
         ],
         "notices": list(state.notices),
     }
@@ -117,7 +143,9 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
     ]
 
 
-def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None) -> list[str]:
+def node_lines(
+    record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None
+) -> list[str]:
     """Return the lines of `nodes show NODE`. `web` is the URL of workflows, up to their IDs."""
     spec, look, drain = record.spec, record.look, record.drain
     state = node_state(record, here)
@@ -139,16 +167,29 @@ def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: date
             answer = f"no answer{since_text(record.silent_since, now)}: {look.silent}"
         lines.append(f"look        {age(now - record.looked_at)} ago: {answer}")
         lines += [f"held        {look.held}"] if look.held else []
-        lines += [f"living      job {one.job}, submission {one.submission}, generation {one.generation}" for one in look.living]
+        lines += [
+            f"living      job {one.job}, submission {one.submission}, generation {one.generation}"
+            for one in look.living
+        ]
     for tenant in here:
         has = "has it " if tenant.offered is None else "offered"
-        lines.append(f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}")
+        lines.append(
+            f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}"
+        )
     lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
-        lines.append(f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.reason}")
+        lines.append(
+            f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.reason}"
+        )
     elif record.leave is not None:
-        lines.append(f"shared      {names(list(record.told))} asked to leave it by {iso(record.leave.until)}, so that it can be examined")
-    lines.append(f"repair      {_address(*repair_ids(record.repair), web)}" if record.repair else "repair      none is under way")
+        lines.append(
+            f"shared      {names(list(record.told))} asked to leave it by {iso(record.leave.until)}, so that it can be examined"
+        )
+    lines.append(
+        f"repair      {_address(*repair_ids(record.repair), web)}"
+        if record.repair
+        else "repair      none is under way"
+    )
     lines += [f"fault       {_mark_line(mark)}" for mark in record.marks]
     return lines
 
@@ -184,7 +225,9 @@ def _share(record: NodeRecord, tenant: Tenant) -> str:
 def _mark_line(mark: Mark) -> str:
     code = f"{mark.code} ({mark.cause})" if mark.code else str(mark.cause)
     gpus = f" of GPU {names(list(mark.gpus))}" if mark.gpus else ""
-    line = f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.reason}"
+    line = (
+        f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.reason}"
+    )
     return f"{line} [does not count: {mark.retracted}]" if mark.retracted else line
 
 
@@ -194,7 +237,11 @@ def changes(fleet: FleetState, file: Applied) -> list[str]:
     told = {spec.name: spec for spec in file.nodes}
     lines = [f"new: {name}" for name in told if name not in known]
     lines += [f"gone: {name}" for name in known if name not in told]
-    lines += [f"changed: {name}: {_difference(known[name], spec)}" for name, spec in told.items() if known.get(name, spec) != spec]
+    lines += [
+        f"changed: {name}: {_difference(known[name], spec)}"
+        for name, spec in told.items()
+        if known.get(name, spec) != spec
+    ]
     if file.repairs != fleet.repairs:
         lines.append(f"changed: repairs: {fleet.repairs}, now {file.repairs}")
     if file.limits != fleet.limits:
@@ -204,7 +251,11 @@ def changes(fleet: FleetState, file: Applied) -> list[str]:
 
 def _difference(old: Spec, new: Spec) -> str:
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in type(old).model_fields}
-    return ", ".join(f"{name} {_value(before)}, now {_value(after)}" for name, (before, after) in pairs.items() if before != after)
+    return ", ".join(
+        f"{name} {_value(before)}, now {_value(after)}"
+        for name, (before, after) in pairs.items()
+        if before != after
+    )
 
 
 def _value(value: Any) -> str:
@@ -225,8 +276,13 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
             for one in here
             if one.offered is None
         ],
-        "offered": [{"job": one.job, "until": iso(one.offered)} for one in here if one.offered is not None],
-        "living": [{"job": one.job, "submission": one.submission, "generation": one.generation} for one in living],
+        "offered": [
+            {"job": one.job, "until": iso(one.offered)} for one in here if one.offered is not None
+        ],
+        "living": [
+            {"job": one.job, "submission": one.submission, "generation": one.generation}
+            for one in living
+        ],
     }
 
 
@@ -244,7 +300,13 @@ def quarantined_sentence(fleet: FleetState, node: str) -> str:
 
 def released_sentence(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
-    but = ", but it does not answer" if record.look and record.look.silent else ", when its repair has ended" if record.repair else ""
+    but = (
+        ", but it does not answer"
+        if record.look and record.look.silent
+        else ", when its repair has ended"
+        if record.repair
+        else ""
+    )
     return f"node {node} is in service: jobs may be given it{but}"
 
 

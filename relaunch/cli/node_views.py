@@ -45,7 +45,9 @@ def tenants(state: FleetState) -> Tenants:
     found: dict[str, list[Tenant]] = {}
     for record in state.claims:
         for place in record.places:
-            found.setdefault(place.node, []).append(Tenant(record.claim.job, record.claim.submission, place))
+            found.setdefault(place.node, []).append(
+                Tenant(record.claim.job, record.claim.submission, place)
+            )
     for node in state.nodes:
         here = found.setdefault(node.name, [])
         here += [
@@ -70,7 +72,12 @@ def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
     A place without a share counts as all GPUs, and so does a job without a claim: no other job is
     given any of them.
     """
-    shares = [set(tenant.place.gpus) if tenant.place and tenant.place.gpus else set(range(record.spec.gpus)) for tenant in here]
+    shares = [
+        set(tenant.place.gpus)
+        if tenant.place and tenant.place.gpus
+        else set(range(record.spec.gpus))
+        for tenant in here
+    ]
     return len(set[int]().union(*shares))
 
 
@@ -130,7 +137,9 @@ def history_text(marks: Sequence[Mark], now: datetime) -> str:
     return f"{count(recent, 'fault')} in {RECENT // timedelta(hours=1)}h{more}, the last {what}"
 
 
-def find_reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple[str, str | None, datetime | None]:
+def find_reason(
+    record: NodeRecord, state: str, here: Sequence[Tenant]
+) -> tuple[str, str | None, datetime | None]:
     """Return why a node is in that state, who put it there, and since when."""
     look = record.look
     if state == "draining" and record.drain is not None:
@@ -144,9 +153,19 @@ def find_reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple
     if state == "held" and look is not None:
         return look.held, None, None
     if unclaimed := [tenant.job for tenant in here if tenant.place is None]:
-        return f"ranks of {names(unclaimed)} live there, by no claim that the fleet knows", None, None
+        return (
+            f"ranks of {names(unclaimed)} live there, by no claim that the fleet knows",
+            None,
+            None,
+        )
     if offers := [tenant for tenant in here if tenant.offered is not None]:
-        return "; ".join(f"offered to job {tenant.job} until {iso(tenant.offered)}" for tenant in offers), None, None
+        return (
+            "; ".join(
+                f"offered to job {tenant.job} until {iso(tenant.offered)}" for tenant in offers
+            ),
+            None,
+            None,
+        )
     return "", None, None
 
 
@@ -174,7 +193,12 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "by": by,
         "history": [_entry(mark) for mark in record.marks],
         "findings": [
-            {"code": mark.code, "role": "root", "gpu": next(iter(mark.gpus), None), "reason": mark.reason}
+            {
+                "code": mark.code,
+                "role": "root",
+                "gpu": next(iter(mark.gpus), None),
+                "reason": mark.reason,
+            }
             for mark in record.marks
             if not mark.retracted
         ],
@@ -193,7 +217,9 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "gone": record.gone,
         "looked_at": iso(record.looked_at),
         "repair": repair_ids(record.repair)[0] if record.repair else None,
-        "drain": {"reason": drain.reason, "by": drain.by, "until": iso(drain.until)} if drain else None,
+        "drain": {"reason": drain.reason, "by": drain.by, "until": iso(drain.until)}
+        if drain
+        else None,
         "inventory": gpu_views.as_json(record, iso(record.read_at)),
     }
 
@@ -218,12 +244,22 @@ def rows(state: FleetState) -> list[dict[str, Any]]:
     return [row(record, known.get(record.name, ())) for record in state.nodes]
 
 
-def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tuple[str, str, str, str, str, str, str]:
+def table_row(
+    record: NodeRecord, here: Sequence[Tenant], now: datetime
+) -> tuple[str, str, str, str, str, str, str]:
     """Return the cells of a node for the columns TITLES."""
     state = node_state(record, here)
     gpus = gpu_views.cell(record, gpus_used(record, here))
     jobs = names(jobs_on(here))
-    return record.name, state, jobs, gpus, health_text(record, now), history_text(record.marks, now), _reason(record, state, here, now)
+    return (
+        record.name,
+        state,
+        jobs,
+        gpus,
+        health_text(record, now),
+        history_text(record.marks, now),
+        _reason(record, state, here, now),
+    )
 
 
 def print_nodes(state: FleetState, now: datetime) -> None:
@@ -231,14 +267,20 @@ def print_nodes(state: FleetState, now: datetime) -> None:
     lines = [table_row(record, known.get(record.name, ()), now) for record in state.nodes]
     if not sys.stdout.isatty():  # one line per node, for grep; rich takes seconds for 2,000
         widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
-        print("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (TITLES, *lines)))
+        print(
+            "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (TITLES, *lines))
+        )
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in TITLES:
-        table.add_column(title, no_wrap=title in ("NODE", "STATE", "GPUS"), justify="right" if title == "GPUS" else "left")
+        table.add_column(
+            title,
+            no_wrap=title in ("NODE", "STATE", "GPUS"),
+            justify="right" if title == "GPUS" else "left",
+        )
     for line in lines:
         table.add_row(*line)
     Console(markup=False, highlight=False).print(table)

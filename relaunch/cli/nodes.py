@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from relaunch.cli.fleets import Answer
     from relaunch.pool.state import FleetState
 
-nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: who has them, how they are; repair them, vouch for them.")
+nodes_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Nodes: who has them, how they are; repair them, vouch for them.",
+)
 
 Node = Annotated[str, typer.Argument(metavar="NODE")]
 Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
-File = typer.Option("--file", metavar="FLEET.yaml", help="A fleet file; its nodes are reached from here.")
+File = typer.Option(
+    "--file", metavar="FLEET.yaml", help="A fleet file; its nodes are reached from here."
+)
 Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
 
 
@@ -46,7 +52,9 @@ def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
 
 @nodes_app.command("show")
 def nodes_show(
-    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Without: the fleet itself.")] = None,
+    node: Annotated[
+        str | None, typer.Argument(metavar="[NODE]", help="Without: the fleet itself.")
+    ] = None,
     fleet: Fleet = "default",
     as_json: Json = False,
 ) -> None:
@@ -66,7 +74,9 @@ def nodes_show(
     state, web = with_client(work)
     now = datetime.now(UTC)
     if node is None:
-        print_json(node_pages.fleet_view(state)) if as_json else print("\n".join(node_pages.fleet_lines(state, now)))
+        print_json(node_pages.fleet_view(state)) if as_json else print(
+            "\n".join(node_pages.fleet_lines(state, now))
+        )
         return
     record = fleets.node_of(state, node)
     here = node_views.tenants(state).get(node, ())
@@ -80,8 +90,13 @@ def nodes_show(
 def nodes_quarantine(
     node: Node,
     reason: RequiredReason,
-    drain: Annotated[bool, typer.Option("--drain", help="Also have it left by whoever has it.")] = False,
-    within: Annotated[str | None, typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m.")] = None,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Also have it left by whoever has it.")
+    ] = False,
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m."),
+    ] = None,
     fleet: Fleet = "default",
 ) -> None:
     """Keep a node from jobs until it is released. A job that has it may stay, unless --drain is
@@ -90,10 +105,16 @@ def nodes_quarantine(
     from relaunch.cli.node_pages import quarantined_sentence
 
     if within is not None and not drain:
-        raise ConfigError(f"--within {within} is how long a drain may take: expected --drain with it")
+        raise ConfigError(
+            f"--within {within} is how long a drain may take: expected --drain with it"
+        )
     if within is not None:
         check_duration(within)
-    answer = with_client(lambda client, s: fleets.quarantine(client, s.task_queue, fleet, node, reason, drain, within))
+    answer = with_client(
+        lambda client, s: fleets.quarantine(
+            client, s.task_queue, fleet, node, reason, drain, within
+        )
+    )
     finish(answer, fleet, lambda: quarantined_sentence(answer.fleet, node))
 
 
@@ -103,7 +124,9 @@ def nodes_release(node: Node, reason: RequiredReason, fleet: Fleet = "default") 
     from relaunch.cli import fleets
     from relaunch.cli.node_pages import released_sentence
 
-    answer = with_client(lambda client, s: fleets.release(client, s.task_queue, fleet, node, reason))
+    answer = with_client(
+        lambda client, s: fleets.release(client, s.task_queue, fleet, node, reason)
+    )
     finish(answer, fleet, lambda: released_sentence(answer.fleet, node))
 
 
@@ -114,7 +137,11 @@ def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
     from relaunch.cli import fleets
 
     answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
-    finish(answer, fleet, lambda: f"repairs of fleet {fleet} are paused by {answer.fleet.breaker.paused}")
+    finish(
+        answer,
+        fleet,
+        lambda: f"repairs of fleet {fleet} are paused by {answer.fleet.breaker.paused}",
+    )
 
 
 @nodes_app.command("resume")
@@ -129,15 +156,20 @@ def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
 
 @nodes_app.command("apply")
 def nodes_apply(
-    reason: Annotated[str, typer.Option(help="A clause that says why, for the history.")] = "", fleet: Fleet = "default"
+    reason: Annotated[str, typer.Option(help="A clause that says why, for the history.")] = "",
+    fleet: Fleet = "default",
 ) -> None:
     """Have a fleet read its file again, and print what that changes. The file is the worker's
     (RELAUNCH_FLEETS, `up --fleet`), on the worker's machine: no file of this machine is sent.
     Without this command it is read once a minute."""
     from relaunch.cli import fleets, node_pages
 
-    before, file, answer = with_client(lambda client, s: fleets.apply(client, s.task_queue, fleet, reason))
-    lines = node_pages.changes(before, file) or [f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"]
+    before, file, answer = with_client(
+        lambda client, s: fleets.apply(client, s.task_queue, fleet, reason)
+    )
+    lines = node_pages.changes(before, file) or [
+        f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"
+    ]
     finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
 
 
@@ -181,7 +213,9 @@ def declare_dead(
     new ones."""
     from relaunch.cli import fleets
 
-    told = with_client(lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force))
+    told = with_client(
+        lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force)
+    )
     print(f"node {node} is dead: told {', '.join(told)}")
 
 
@@ -191,7 +225,9 @@ def nodes_check(
     fleet: Fleet = "default",
     level: Level = 2,
     file: Annotated[Path | None, File] = None,
-    everything: Annotated[bool, typer.Option("--all", help="With --file: every row, also of nodes that are fine.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --file: every row, also of nodes that are fine.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Examine nodes as a job does after a fault. DCGM runs only on nodes without ranks. Exit code 1
@@ -236,10 +272,20 @@ def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -
 
 @nodes_app.command("discover")
 def nodes_discover(
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Name or ARN of an ECS cluster.")],
-    region: Annotated[str | None, typer.Option(metavar="REGION", help="Default: the ARN's, else as boto3 finds it.")] = None,
-    name: Annotated[str, typer.Option(metavar="FLEET", help="What the fleet shall be called.")] = "default",
-    task_definition: Annotated[str | None, typer.Option(metavar="F", help="What a rank is run as: family, family:revision or ARN.")] = None,
+    cluster: Annotated[
+        str, typer.Argument(metavar="CLUSTER", help="Name or ARN of an ECS cluster.")
+    ],
+    region: Annotated[
+        str | None,
+        typer.Option(metavar="REGION", help="Default: the ARN's, else as boto3 finds it."),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(metavar="FLEET", help="What the fleet shall be called.")
+    ] = "default",
+    task_definition: Annotated[
+        str | None,
+        typer.Option(metavar="F", help="What a rank is run as: family, family:revision or ARN."),
+    ] = None,
 ) -> None:
     """Print a fleet file for an ECS cluster. Each ACTIVE EC2 instance becomes a node. Needs no
     server and no worker; changes nothing."""
@@ -252,7 +298,12 @@ def nodes_discover(
 def nodes_trust(
     nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE...]")] = None,
     file: Annotated[Path | None, File] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Vouch for every key that is not known yet, without a question.")] = False,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes", help="Vouch for every key that is not known yet, without a question."
+        ),
+    ] = False,
 ) -> None:
     """Show the host keys of the nodes of a fleet file (of all nodes if none is named). Ask about
     each unknown key, and write those that you vouch for into known_hosts. A key that has changed
@@ -262,7 +313,9 @@ def nodes_trust(
     if file is None:
         known = read_settings().fleets
         if len(known) != 1:
-            raise ConfigError("nodes trust: expected --file FLEET.yaml, the fleet file that has the nodes")
+            raise ConfigError(
+                "nodes trust: expected --file FLEET.yaml, the fleet file that has the nodes"
+            )
         file = known[0]
     spec = files.read_fleet(file)
     keys = asyncio.run(direct.keys_of(spec, file, nodes or []))
@@ -272,7 +325,10 @@ def nodes_trust(
 
 @nodes_app.command("answer")
 def nodes_answer(
-    node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], reason: RequiredReason, fleet: Fleet = "default"
+    node: Node,
+    decision: Annotated[str, typer.Argument(metavar="approve|deny")],
+    reason: RequiredReason,
+    fleet: Fleet = "default",
 ) -> None:
     """Approve or deny what the repair of a node asks, no matter who ordered it. A repair that a job
     ordered can also be answered with `relaunch answer JOB`."""
@@ -288,8 +344,13 @@ def nodes_answer(
 def nodes_repair(
     node: Node,
     reason: RequiredReason,
-    reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
-    power_cycle: Annotated[bool, typer.Option("--power-cycle", help="Cycle its power by the command of the fleet file.")] = False,
+    reboot: Annotated[
+        bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")
+    ] = False,
+    power_cycle: Annotated[
+        bool,
+        typer.Option("--power-cycle", help="Cycle its power by the command of the fleet file."),
+    ] = False,
     reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
     gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
     fleet: Fleet = "default",
@@ -302,12 +363,16 @@ def nodes_repair(
     from relaunch.spec.policy import Strategy
 
     if [reboot, power_cycle, reset_gpus].count(True) != 1:
-        raise ConfigError("what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus")
+        raise ConfigError(
+            "what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus"
+        )
     strategy = Strategy.RESET_GPU if reset_gpus else Strategy.REBOOT_NODE
     what = "power cycle" if power_cycle else str(strategy)
     say(f"{what} of {node}: see {repairs.repair_id(fleet, node)} in the web UI")
     ended = with_client(
-        lambda client, s: repairs.repair(client, s.task_queue, fleet, node, strategy, gpu or (), reason, level, power_cycle)
+        lambda client, s: repairs.repair(
+            client, s.task_queue, fleet, node, strategy, gpu or (), reason, level, power_cycle
+        )
     )
     print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.reason}")
     if ended.outcome != "done":

@@ -42,7 +42,9 @@ def read(source: str) -> Policy:
     if source in preset_names():
         return preset(source)
     if not Path(source).expanduser().exists():
-        raise ConfigError(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+        raise ConfigError(
+            f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file"
+        )
     document = files.Document(Path(source).expanduser())
     return files.read_policy(str(document.path))
 
@@ -67,7 +69,11 @@ class Changes:
     def refusal(self, error: ValidationError) -> ConfigError:
         from relaunch.messages.jobs import explain
 
-        where = "--set" if self.document is None else f"{self.document.path}:{self.document.line(tuple(error.errors()[0]['loc']))}"
+        where = (
+            "--set"
+            if self.document is None
+            else f"{self.document.path}:{self.document.line(tuple(error.errors()[0]['loc']))}"
+        )
         return ConfigError(f"{where}: {explain(error)}")
 
 
@@ -84,7 +90,9 @@ def read_changes(source: str | None, words: Sequence[str]) -> Changes:
     if source in preset_names():
         return Changes({"extends": source})
     if not Path(source).expanduser().exists():
-        raise ConfigError(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+        raise ConfigError(
+            f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file"
+        )
     document = files.Document(Path(source).expanduser())
     return Changes(document.content, document)
 
@@ -96,14 +104,18 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         path, equals, written = word.partition("=")
         if not equals or not path or not written:
-            raise ConfigError(f"--set: {word!r} is no KEY=VALUE: expected one such as max_restarts=12 or timeouts.lost_after=5m")
+            raise ConfigError(
+                f"--set: {word!r} is no KEY=VALUE: expected one such as max_restarts=12 or timeouts.lost_after=5m"
+            )
         try:
             value = yaml.safe_load(written)
         except yaml.YAMLError:
             raise ConfigError(f"--set: {word!r}: the value is not YAML") from None
         parts = path.split(".")
         if len(parts) > 2:
-            raise ConfigError(f"--set: {path} is too deep: {parts[0]}.{parts[1]} is replaced as a whole, which a file says better")
+            raise ConfigError(
+                f"--set: {path} is too deep: {parts[0]}.{parts[1]} is replaced as a whole, which a file says better"
+            )
         if len(parts) == 1:
             keys[path] = value
         elif isinstance(keys.setdefault(parts[0], {}), dict):
@@ -120,7 +132,10 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
         ConfigError: The job does not run, no worker answers for it, or the resulting policy is
             invalid.
     """
-    from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+    from temporalio.client import (
+        WorkflowUpdateFailedError,
+        WorkflowUpdateRPCTimeoutOrCancelledError,
+    )
     from temporalio.service import RPCError, RPCStatusCode
 
     from relaunch.cli.client import whoami
@@ -131,7 +146,9 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
     if not now.open:
         raise ConfigError(f"job {name} has ended ({now.phase}): change_policy is for jobs that run")
     if now.state is None:
-        raise ConfigError(f"job {name}: no worker answers for it, and the policy changes in the job: start a worker and try again")
+        raise ConfigError(
+            f"job {name}: no worker answers for it, and the policy changes in the job: start a worker and try again"
+        )
     before = now.state.policy
     try:
         after = overlay(before, changes.keys)
@@ -142,10 +159,13 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
     if before == after:
         return [f"job {name}: nothing to change, its policy says so already"]
     message = PolicyMessage(policy=changes.keys, reason=reason, by=whoami())
-    late = ConfigError(f"job {name}: no answer within {CHANGED_WITHIN:g} s; look at `relaunch show {name}` before you say it again")
+    late = ConfigError(
+        f"job {name}: no answer within {CHANGED_WITHIN:g} s; look at `relaunch show {name}` before you say it again"
+    )
     try:
         said: str = await asyncio.wait_for(
-            handle_of(client, name).execute_update("change_policy", message, result_type=str), CHANGED_WITHIN
+            handle_of(client, name).execute_update("change_policy", message, result_type=str),
+            CHANGED_WITHIN,
         )
     except WorkflowUpdateFailedError as error:
         raise ConfigError(f"job {name}: {getattr(error.cause, 'message', error.cause)}") from None
@@ -154,12 +174,17 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
-        raise ConfigError(f"job {name} has just ended: change_policy is for jobs that run") from None
+        raise ConfigError(
+            f"job {name} has just ended: change_policy is for jobs that run"
+        ) from None
     return [f"job {name}: {said}", *(f"  {line}" for line in changed_lines(before, after))]
 
 
 def changed_lines(before: Policy, after: Policy) -> list[str]:
-    return [f"{key}: {_shown(_at(before, key))} → {_shown(_at(after, key))}" for key in changed_keys(before, after)]
+    return [
+        f"{key}: {_shown(_at(before, key))} → {_shown(_at(after, key))}"
+        for key in changed_keys(before, after)
+    ]
 
 
 def _at(policy: Policy, key: str) -> Any:
@@ -200,7 +225,9 @@ class Trial:
     @property
     def decisions(self) -> tuple[Replayed, ...]:
         """The decisions, without events that both policies ignore."""
-        return tuple(r for r in self.replayed if not (isinstance(r.decision, Ignore) and not r.differs))
+        return tuple(
+            r for r in self.replayed if not (isinstance(r.decision, Ignore) and not r.differs)
+        )
 
     def at(self, moment: datetime) -> str:
         if self.start is not None:
@@ -213,7 +240,9 @@ def try_on_events(policy: Policy, path: Path) -> Trial:
 
     file = read_events(path, policy)
     policy, notes = _annotated(policy, file.spec)
-    return Trial(simulate(policy, file.job(policy), file.steps), None if file.absolute else file.start, notes)
+    return Trial(
+        simulate(policy, file.job(policy), file.steps), None if file.absolute else file.start, notes
+    )
 
 
 async def try_on_history(client: Client, name: str, policy: Policy, run_id: str | None) -> Trial:
@@ -233,10 +262,15 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
     try:
         recorded = await recording(histories, client.namespace, client.data_converter)
     except NotReplayable as error:
-        raise ConfigError(f"job {name}: this version of relaunch cannot replay its history: {error}") from None
+        raise ConfigError(
+            f"job {name}: this version of relaunch cannot replay its history: {error}"
+        ) from None
     policy, notes = _annotated(policy, recorded.job.spec)
     if not complete:
-        notes = (*notes, f"older runs of job {name} are gone from the server: this begins at {histories[0].run_id}")
+        notes = (
+            *notes,
+            f"older runs of job {name} are gone from the server: this begins at {histories[0].run_id}",
+        )
     return Trial(replay(policy, recorded.job, recorded.steps), notes=notes)
 
 
@@ -247,7 +281,9 @@ def _annotated(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
         return policy, (f"the job's annotations are left out: {error}",)
 
 
-async def _histories(client: Client, name: str, run_id: str | None) -> tuple[list[WorkflowHistory], bool]:
+async def _histories(
+    client: Client, name: str, run_id: str | None
+) -> tuple[list[WorkflowHistory], bool]:
     """Return the runs of one submission, oldest first, and whether its first run is among them."""
     from temporalio.service import RPCError, RPCStatusCode
 
@@ -268,12 +304,20 @@ async def _histories(client: Client, name: str, run_id: str | None) -> tuple[lis
     if found is None:
         raise ConfigError(f"job {name} has no run {run_id!r}: its newest is {newest.run_id}")
     runs = [found]
-    while after := runs[-1].events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id:
+    while (
+        after := runs[-1]
+        .events[-1]
+        .workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+    ):
         later = await fetch(after)
         if later is None:
             break
         runs.append(later)
-    while before := runs[0].events[0].workflow_execution_started_event_attributes.continued_execution_run_id:
+    while (
+        before := runs[0]
+        .events[0]
+        .workflow_execution_started_event_attributes.continued_execution_run_id
+    ):
         earlier = await fetch(before)
         if earlier is None:
             return runs, False
@@ -284,12 +328,16 @@ async def _histories(client: Client, name: str, run_id: str | None) -> tuple[lis
 def trial_lines(trial: Trial) -> list[str]:
     """Return one line per decision, with those that differ marked, and a summary."""
     rows = [((trial.at(r.at), r.event, named(r.decision)), r) for r in trial.decisions]
-    times, kinds, names = (max((len(words[column]) for words, _ in rows), default=0) for column in (0, 1, 2))
+    times, kinds, names = (
+        max((len(words[column]) for words, _ in rows), default=0) for column in (0, 1, 2)
+    )
     lines = []
     for (time, kind, name), r in rows:
         left = f" [left: {text}]" if (text := getattr(r.decision, "left", "")) else ""
         then = f" [{r.differs}]" if r.differs else ""
-        lines.append(f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.reason}{left}{then}")
+        lines.append(
+            f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.reason}{left}{then}"
+        )
     return [*lines, *_summary(trial)]
 
 
@@ -305,9 +353,13 @@ def _summary(trial: Trial) -> list[str]:
         return lines
     ended = trial.replayed[stop]
     if known and ended.differs:
-        lines.append(f"this policy would have ended the job at {trial.at(ended.at)}; what follows is judged as it went on then")
+        lines.append(
+            f"this policy would have ended the job at {trial.at(ended.at)}; what follows is judged as it went on then"
+        )
     elif not known and (unused := len(trial.replayed) - stop - 1):
-        lines.append(f"the job has ended at {trial.at(ended.at)}: {unused} event{'' if unused == 1 else 's'} after that change nothing")
+        lines.append(
+            f"the job has ended at {trial.at(ended.at)}: {unused} event{'' if unused == 1 else 's'} after that change nothing"
+        )
     return lines
 
 

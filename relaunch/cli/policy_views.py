@@ -50,7 +50,11 @@ def ladders(policy: Policy, only: Cause | None) -> list[tuple[tuple[Cause, ...],
     shared: dict[tuple[Rung, ...], list[Cause]] = {}
     for cause in Cause:
         shared.setdefault(policy.ladder(cause), []).append(cause)
-    return [(tuple(causes), ladder) for ladder, causes in shared.items() if only is None or only in causes]
+    return [
+        (tuple(causes), ladder)
+        for ladder, causes in shared.items()
+        if only is None or only in causes
+    ]
 
 
 def policy_lines(name: str, policy: Policy, only: Cause | None) -> list[str]:
@@ -82,7 +86,15 @@ def ladder_lines(policy: Policy, ladder: Sequence[Rung]) -> list[str]:
 def short(ladder: Sequence[Rung]) -> str:
     """Return a ladder in one line: `RESTART_IN_PLACE 3 times, then FAIL`."""
     return ", then ".join(
-        rung.label + ("" if rung.strategy.ends else " always" if rung.tries is None else f" {_times(rung.tries)}") for rung in ladder
+        rung.label
+        + (
+            ""
+            if rung.strategy.ends
+            else " always"
+            if rung.tries is None
+            else f" {_times(rung.tries)}"
+        )
+        for rung in ladder
     )
 
 
@@ -94,13 +106,18 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
         "budgets": {
             "max_restarts": policy.max_restarts,
             "renewal": policy.renewal,
-            "no_progress_stop": None if policy.no_progress_stop == "off" else policy.no_progress_stop,
+            "no_progress_stop": None
+            if policy.no_progress_stop == "off"
+            else policy.no_progress_stop,
             "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
             "healthy_for": policy.healthy_for.total_seconds(),
             "grow_after": None if policy.grow_after == "off" else policy.grow_after.total_seconds(),
         },
         "ladders": [
-            {"causes": [str(cause) for cause in causes], "rungs": [_rung_view(number, rung) for number, rung in enumerate(ladder, start=1)]}
+            {
+                "causes": [str(cause) for cause in causes],
+                "rungs": [_rung_view(number, rung) for number, rung in enumerate(ladder, start=1)],
+            }
             for causes, ladder in ladders(policy, only)
         ],
     }
@@ -131,11 +148,17 @@ def _budgets(policy: Policy) -> list[str]:
     if policy.no_progress_ask != "off":
         ask = f"{policy.no_progress_ask} launches in a row that did not pass the furthest step, whatever the cause: a person is asked"
     rows = (
-        ("max_restarts", f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the job instead"),
+        (
+            "max_restarts",
+            f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the job instead",
+        ),
         ("renewal", renewed[policy.renewal]),
         ("no_progress_stop", stop),
         ("no_progress_ask", ask),
-        ("healthy_for", f"{duration(policy.healthy_for)} without a fault counts as progress where none is reported"),
+        (
+            "healthy_for",
+            f"{duration(policy.healthy_for)} without a fault counts as progress where none is reported",
+        ),
     )
     return [line for key, text in rows for line in _entry(f"  {key:<18}", text)]
 
@@ -168,9 +191,15 @@ def _tries(rung: Rung) -> str:
         text += " in a row"
     if rung.window is not None:
         text += f" within {duration(rung.window)}"
-    text += ", counted for the whole job" if rung.key == ("job",) else f", counted by {_and([KEYS[key] for key in rung.key])}"
+    text += (
+        ", counted for the whole job"
+        if rung.key == ("job",)
+        else f", counted by {_and([KEYS[key] for key in rung.key])}"
+    )
     if rung.consecutive:
-        anew = [str(one) for one in rung.reset_by if one != "PROGRESS"] or ([] if rung.reset_by else ["a fault of another cause"])
+        anew = [str(one) for one in rung.reset_by if one != "PROGRESS"] or (
+            [] if rung.reset_by else ["a fault of another cause"]
+        )
         if not rung.reset_by or "PROGRESS" in rung.reset_by:
             anew.append("progress")
         text += f"; a row begins anew after {_or(anew)}"
@@ -205,10 +234,15 @@ def _then(rung: Rung) -> str:
 
 
 def _legend(used: set[Strategy]) -> list[str]:
-    lines = [f"  {strategy:<17} {what}" for strategy, what in STRATEGIES.items() if strategy in used]
+    lines = [
+        f"  {strategy:<17} {what}" for strategy, what in STRATEGIES.items() if strategy in used
+    ]
     if needed := [strategy for strategy in SUSPECTS_NEEDED if strategy in used]:
         passed = "is" if len(needed) == 1 else "are"
-        lines += _entry("  ", f"{_and(needed)} {passed} passed over where nobody is suspected; beyond the last rung the job fails.")
+        lines += _entry(
+            "  ",
+            f"{_and(needed)} {passed} passed over where nobody is suspected; beyond the last rung the job fails.",
+        )
     return lines
 
 
@@ -226,14 +260,18 @@ def _rung_view(number: int, rung: Rung) -> dict[str, Any]:
         "when": [str(verdict) for verdict in rung.when],
         "isolate": rung.isolate,
         "spends": rung.spends and not rung.strategy.ends,
-        "delays": [rung.delay_of(used).total_seconds() for used in range(count)] if rung.delay else [],
+        "delays": [rung.delay_of(used).total_seconds() for used in range(count)]
+        if rung.delay
+        else [],
         "then": _then(rung),
     }
 
 
 def _entry(head: str, text: str) -> list[str]:
     """Return `head` with `text` wrapped beside it."""
-    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+    )
 
 
 def _many(count: int, what: str) -> str:

@@ -23,7 +23,12 @@ from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
 from relaunch.pool.state import NodeRecord, NodeStatus
 from relaunch.spec.policy import Strategy
 
-CHECK_WITHIN = {0: timedelta(seconds=90), 1: timedelta(minutes=5), 2: timedelta(minutes=20), 3: timedelta(minutes=65)}
+CHECK_WITHIN = {
+    0: timedelta(seconds=90),
+    1: timedelta(minutes=5),
+    2: timedelta(minutes=20),
+    3: timedelta(minutes=65),
+}
 """Timeout by DCGM level, for a whole fleet examined concurrently: probing takes seconds, DCGM takes
 what its level takes."""
 REPAIR_WITHIN = timedelta(minutes=40)
@@ -31,7 +36,9 @@ REPAIR_WITHIN = timedelta(minutes=40)
 and after it."""
 
 
-async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str], level: int) -> tuple[NodeHealth, ...]:
+async def check(
+    client: Client, task_queue: str, fleet: str, nodes: Sequence[str], level: int
+) -> tuple[NodeHealth, ...]:
     """Examine nodes; all nodes of the fleet if none is named.
 
     A node with ranks is only probed: DCGM needs its GPUs free.
@@ -45,7 +52,9 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
     try:
         result: tuple[NodeHealth, ...] = await client.execute_activity(
             "check_nodes",
-            ExamineNodesInput(check_name("fleet", fleet), tuple(nodes), f"check by {whoami()}", level, within),
+            ExamineNodesInput(
+                check_name("fleet", fleet), tuple(nodes), f"check by {whoami()}", level, within
+            ),
             id=f"check_nodes/{fleet}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=tuple[NodeHealth, ...],
@@ -59,7 +68,11 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
     except ActivityFailureError as error:
         cause = error.cause
         told = str(getattr(cause, "message", "") or cause or error)
-        raise ConfigError(told if getattr(cause, "type", "") == "BadInput" else f"no worker answers for fleet {fleet}: {told}") from None
+        raise ConfigError(
+            told
+            if getattr(cause, "type", "") == "BadInput"
+            else f"no worker answers for fleet {fleet}: {told}"
+        ) from None
     return result
 
 
@@ -81,8 +94,14 @@ def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
         "by": (kept.by or None) if kept is not None else None,
         "standing": str(NodeStatus.IN_SERVICE if kept is None else kept.standing),
         "standing_reason": kept.reason if kept is not None else "",
-        "history": [{"at": one.at.isoformat(), "what": "reboot", "reason": one.reason} for one in health.reboots],
-        "findings": [{"code": one.code, "role": str(one.role), "gpu": one.gpu, "reason": one.reason} for one in health.findings],
+        "history": [
+            {"at": one.at.isoformat(), "what": "reboot", "reason": one.reason}
+            for one in health.reboots
+        ],
+        "findings": [
+            {"code": one.code, "role": str(one.role), "gpu": one.gpu, "reason": one.reason}
+            for one in health.findings
+        ],
         "boot_id": health.boot_id,
     }
 
@@ -93,13 +112,31 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON"):
-        table.add_column(title, no_wrap=title in ("NODE", "STATE", "HEALTH"), justify="right" if title == "GPUS" else "left")
+        table.add_column(
+            title,
+            no_wrap=title in ("NODE", "STATE", "HEALTH"),
+            justify="right" if title == "GPUS" else "left",
+        )
     for one in rows:
         reboots = [datetime.fromisoformat(each["at"]) for each in one["history"]]
-        history = f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago" if reboots else ""
+        history = (
+            f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago"
+            if reboots
+            else ""
+        )
         by = f" by {one['by']}" if one["by"] else ""
-        kept = f"; {one['standing']}{by}: {one['standing_reason']}" if one["standing_reason"] else ""
-        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["reason"] + kept)
+        kept = (
+            f"; {one['standing']}{by}: {one['standing_reason']}" if one["standing_reason"] else ""
+        )
+        table.add_row(
+            one["name"],
+            one["state"],
+            one["job"] or "",
+            str(one["gpus"]),
+            one["health"],
+            history,
+            one["reason"] + kept,
+        )
     Console(markup=False, highlight=False).print(table)
 
 
@@ -143,7 +180,9 @@ async def repair(
             static_summary=f"{strategy} of {node}, ordered by {whoami()}",
         )
     except WorkflowAlreadyStartedError:
-        raise ConfigError(f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there") from None
+        raise ConfigError(
+            f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there"
+        ) from None
     result: NodeRepairResult = await handle.result()
     return result
 

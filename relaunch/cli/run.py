@@ -23,20 +23,38 @@ from relaunch.config import ConfigError, Settings
 from relaunch.temporal import connect, running_up
 
 INTERRUPTED = 130
-PASSED_ON = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+PASSED_ON = (
+    "PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+)
 PASSED_ON_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "PYTHON")
 """Variables passed on to ranks: those that decide which program runs and how its ranks communicate.
 Not the whole environment: it has secrets, and a job is written into workflow history."""
 
 
 def job_of(
-    command: list[str], nodes: str, nproc: int, policy: str | None, name: str | None, env: list[str], fleet: str | None
+    command: list[str],
+    nodes: str,
+    nproc: int,
+    policy: str | None,
+    name: str | None,
+    env: list[str],
+    fleet: str | None,
 ) -> dict[str, Any]:
     """Return the fields of a job file as given by the command line."""
     if not command:
-        raise ConfigError("no command: write it after `--`, such as `relaunch run -- python train.py`")
+        raise ConfigError(
+            "no command: write it after `--`, such as `relaunch run -- python train.py`"
+        )
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"command {command[0]!r} is not found: expected a program on PATH or a path to one that may be executed")
+        raise ConfigError(
+            f"command {command[0]!r} is not found: expected a program on PATH or a path to one that may be executed"
+        )
     optional = {"policy": policy, "fleet": fleet}
     return {
         "name": name or default_name(command),
@@ -50,11 +68,17 @@ def job_of(
 
 
 def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
-    chosen = {name: value for name, value in ours.items() if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)}
+    chosen = {
+        name: value
+        for name, value in ours.items()
+        if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)
+    }
     for item in wanted:
         name, equals, value = item.partition("=")
         if not equals and name not in ours:
-            raise ConfigError(f"--env {name}: there is no such variable here; expected NAME=VALUE or the name of one that is set")
+            raise ConfigError(
+                f"--env {name}: there is no such variable here; expected NAME=VALUE or the name of one that is set"
+            )
         chosen[name] = value if equals else ours[name]
     return chosen
 
@@ -62,8 +86,15 @@ def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
 def default_name(command: list[str]) -> str:
     """Return a name that says what runs, and that no other `run` has."""
     words = [word for word in command if not word.startswith("-")]
-    script = next((word for word in words[1:] if word.endswith((".py", ".sh"))), words[0] if words else "job")
-    stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(script).stem).strip("-")[:30] or "job"
+    script = next(
+        (word for word in words[1:] if word.endswith((".py", ".sh"))), words[0] if words else "job"
+    )
+    stem = (
+        "".join(
+            letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(script).stem
+        ).strip("-")[:30]
+        or "job"
+    )
     return f"{stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
 
 
@@ -82,7 +113,9 @@ class OwnService:
             if up := running_up(self.state):
                 return up.address
             if self.process.poll() is not None:
-                lines = self.log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+                lines = self.log.read_text(errors="replace").strip().splitlines() or [
+                    "it printed nothing"
+                ]
                 raise ConfigError(lines[-1].removeprefix("relaunch: "))
             await asyncio.sleep(0.02)
         raise ConfigError(f"the server did not come up within {READY_WITHIN:g} s: see {self.log}")
@@ -111,14 +144,28 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
         log = state / "up.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*RELAUNCH, "up", "--attended", "--state", str(state), "--port", "0", "--ui-port", "0", "--fleet", str(fleet)],
+                [
+                    *RELAUNCH,
+                    "up",
+                    "--attended",
+                    "--state",
+                    str(state),
+                    "--port",
+                    "0",
+                    "--ui-port",
+                    "0",
+                    "--fleet",
+                    str(fleet),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
     except OSError as error:
-        raise ConfigError(f"state folder {state} cannot be written: {error.strerror}; choose another with RELAUNCH_STATE") from None
+        raise ConfigError(
+            f"state folder {state} cannot be written: {error.strerror}; choose another with RELAUNCH_STATE"
+        ) from None
     return OwnService(state, process, log)
 
 
@@ -143,8 +190,16 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         say(f"job {spec.name} submitted: {spec.size}")
         from relaunch.cli import follow, jobs  # imported while the ranks start
 
-        following = asyncio.create_task(follow.follow_with_logs(client, settings.task_queue, spec.name, say))
-        code = await _until_done(following, interruptions, lambda: jobs.cancel(client, spec.name, "ctrl-C"), spec.name, say)
+        following = asyncio.create_task(
+            follow.follow_with_logs(client, settings.task_queue, spec.name, say)
+        )
+        code = await _until_done(
+            following,
+            interruptions,
+            lambda: jobs.cancel(client, spec.name, "ctrl-C"),
+            spec.name,
+            say,
+        )
         if code is None:
             if own:
                 own.leave()

@@ -77,7 +77,9 @@ def find_server() -> Path:
     beside = Path(sys.executable).with_name("temporal")
     found = str(beside) if beside.exists() else shutil.which("temporal")
     if found is None:
-        raise ConfigError("the temporal binary is neither in .venv/bin nor on PATH: run `make setup`")
+        raise ConfigError(
+            "the temporal binary is neither in .venv/bin nor on PATH: run `make setup`"
+        )
     return Path(found)
 
 
@@ -98,7 +100,9 @@ def prepare_state(state: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(f"another `relaunch up` runs on state folder {state}: choose another with --state") from None
+        raise ConfigError(
+            f"another `relaunch up` runs on state folder {state}: choose another with --state"
+        ) from None
     return lock
 
 
@@ -110,7 +114,9 @@ def choose_port(option: str, port: int) -> int:
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            raise ConfigError(f"port {port} cannot be used: {error.strerror}; choose another with {option}") from None
+            raise ConfigError(
+                f"port {port} cannot be used: {error.strerror}; choose another with {option}"
+            ) from None
         except OverflowError:
             raise ConfigError(f"{port} is not a port: expected 0 to 65535 for {option}") from None
         return int(probe.getsockname()[1])
@@ -121,9 +127,18 @@ def write_local_fleet(state: Path, nodes: int) -> Path:
     folder = state / "fleets"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "default.yaml"
-    lines = [f"  - {{name: local-{n}, address: 127.77.{(n - 1) // 250}.{(n - 1) % 250 + 1}}}" for n in range(1, nodes + 1)]
+    lines = [
+        f"  - {{name: local-{n}, address: 127.77.{(n - 1) // 250}.{(n - 1) % 250 + 1}}}"
+        for n in range(1, nodes + 1)
+    ]
     acts = "repairs: act  # a reboot of such a node ends its processes, and nothing else"
-    head = ("# Written by relaunch: nodes on this machine.", "name: default", "backend: local", acts, "nodes:")
+    head = (
+        "# Written by relaunch: nodes on this machine.",
+        "name: default",
+        "backend: local",
+        acts,
+        "nodes:",
+    )
     path.write_text("\n".join((*head, *lines)) + "\n")
     return path
 
@@ -153,7 +168,16 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
     ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
     database = ["--db-filename", str(service.state / "temporal.db")]
     options = [word for pair in SERVER_OPTIONS for word in pair]
-    command = [str(find_server()), "server", "start-dev", *ports, *database, "--log-level", "error", *options]
+    command = [
+        str(find_server()),
+        "server",
+        "start-dev",
+        *ports,
+        *database,
+        "--log-level",
+        "error",
+        *options,
+    ]
     server = Keeper("server", command, environment, service.state / "server.log", say)
     worker = Keeper("worker", [*RELAUNCH, "worker"], environment, service.state / "worker.log", say)
     waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
@@ -170,11 +194,16 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
             if service.worker:
                 keepers.append(asyncio.create_task(worker.keep()))
-                say(f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on")
+                say(
+                    f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on"
+                )
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
                 warming.add_done_callback(lambda task: _without(task, say))
-            await asyncio.wait({stopping, asyncio.create_task(drain.wait()), *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {stopping, asyncio.create_task(drain.wait()), *keepers},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if drain.is_set() and not stop.is_set():
                 await _jobs_ended(service, stopping)
         for keeper in keepers:
@@ -195,8 +224,21 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
 class Keeper:
     """The supervisor of one child process."""
 
-    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], log: Path, say: Callable[[str], None]) -> None:
-        self._name, self._command, self._environment, self._log, self._say = name, command, environment, log, say
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        environment: Mapping[str, str],
+        log: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._name, self._command, self._environment, self._log, self._say = (
+            name,
+            command,
+            environment,
+            log,
+            say,
+        )
         self._process: asyncio.subprocess.Process | None = None
 
     async def keep(self) -> None:
@@ -222,14 +264,24 @@ class Keeper:
             code = await self._process.wait()
             if code == 2:
                 raise ConfigError(f"the {self._name} cannot start: {self.last_words()}")
-            backoff = FIRST_BACKOFF if time.monotonic() - begun > STEADY_AFTER else min(2 * backoff, LONGEST_BACKOFF)
+            backoff = (
+                FIRST_BACKOFF
+                if time.monotonic() - begun > STEADY_AFTER
+                else min(2 * backoff, LONGEST_BACKOFF)
+            )
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._say(f"the {self._name} ended ({how}: {self.last_words()}); starting it again in {backoff:g} s")
+            self._say(
+                f"the {self._name} ended ({how}: {self.last_words()}); starting it again in {backoff:g} s"
+            )
             await asyncio.sleep(backoff)
 
     def last_words(self) -> str:
         with contextlib.suppress(OSError):
-            lines = [line for line in self._log.read_bytes()[-4096:].decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line
+                for line in self._log.read_bytes()[-4096:].decode(errors="replace").splitlines()
+                if line.strip()
+            ]
             if lines:
                 return lines[-1].strip()
         return "it printed nothing"
@@ -273,7 +325,9 @@ async def _ready(service: Service, server: Keeper) -> None:
             return
         except ConfigError:
             if time.monotonic() > deadline:
-                raise ConfigError(f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}") from None
+                raise ConfigError(
+                    f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}"
+                ) from None
         await asyncio.sleep(0.05)
 
 
@@ -287,7 +341,11 @@ async def _jobs_ended(service: Service, stopping: asyncio.Task[bool]) -> None:
     client = await connect(service.state, service.address)
     deadline = time.monotonic() + DRAIN_WITHIN
     while not stopping.done() and time.monotonic() < deadline:
-        if (await client.count_workflows('WorkflowType = "TrainingJob" AND ExecutionStatus = "Running"')).count == 0:
+        if (
+            await client.count_workflows(
+                'WorkflowType = "TrainingJob" AND ExecutionStatus = "Running"'
+            )
+        ).count == 0:
             return
         await asyncio.wait({stopping}, timeout=0.5)
 

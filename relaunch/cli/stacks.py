@@ -31,13 +31,19 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
     now = await jobs.look(client, job)
     state = now.state
     if state is None:
-        raise ConfigError(f"job {job}: no worker answers, and only a worker can look at ranks: start one")
+        raise ConfigError(
+            f"job {job}: no worker answers, and only a worker can look at ranks: start one"
+        )
     if state.generation == 0 or not state.slots:
-        raise ConfigError(f"job {job} has no ranks at the moment: it is {now.memo.get('phase') or state.phase}")
+        raise ConfigError(
+            f"job {job} has no ranks at the moment: it is {now.memo.get('phase') or state.phase}"
+        )
     each = state.spec.ranks_per_node
     ranks = range(each * len(state.slots)) if rank is None else (rank,)
     if rank is not None and not 0 <= rank < each * len(state.slots):
-        raise ConfigError(f"job {job} has no rank {rank}: expected 0 to {each * len(state.slots) - 1}")
+        raise ConfigError(
+            f"job {job} has no rank {rank}: expected 0 to {each * len(state.slots) - 1}"
+        )
     within = timedelta(seconds=EACH * min(each, len(ranks)))
     try:
         answer: ReadStacksOutput = await client.execute_activity(
@@ -60,7 +66,9 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
             summary=f"stacks of {state.name}, generation {state.generation}",
         )
     except ActivityFailureError as error:
-        raise ConfigError(f"job {job}: no worker answers: {getattr(error.cause, 'message', '') or error.cause or error}") from None
+        raise ConfigError(
+            f"job {job}: no worker answers: {getattr(error.cause, 'message', '') or error.cause or error}"
+        ) from None
     return answer.stacks
 
 
@@ -72,6 +80,8 @@ def rows(found: Sequence[Stack]) -> list[dict[str, Any]]:
 def lines(found: Sequence[Stack]) -> list[str]:
     told: list[str] = []
     for one in found:
-        told += [f"[rank {one.rank}] {one.node}" + (f", pid {one.pid}" if one.pid is not None else "")]
+        told += [
+            f"[rank {one.rank}] {one.node}" + (f", pid {one.pid}" if one.pid is not None else "")
+        ]
         told += [f"    {line}" for line in one.text.splitlines()]
     return told

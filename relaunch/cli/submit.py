@@ -58,8 +58,11 @@ async def submit(
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
             static_summary=f"{spec.name}: {spec.size}"[:200],
-            static_details=f"    {' '.join(spec.command)}"[:2000] + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
-            search_attributes=TypedSearchAttributes([SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]),
+            static_details=f"    {' '.join(spec.command)}"[:2000]
+            + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
+            search_attributes=TypedSearchAttributes(
+                [SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]
+            ),
             memo={"phase": "QUEUED", "reason": reason or "submitted", "next": "nodes are acquired"},
         )
     except WorkflowAlreadyStartedError:
@@ -71,14 +74,24 @@ async def submit(
             f"job {spec.name} runs already ({now.phase}{generation}): expected another name, or `relaunch cancel {spec.name}` before"
         ) from None
     except RPCError as error:
-        if error.status == RPCStatusCode.INVALID_ARGUMENT and "search attribute" in error.message.lower():
+        if (
+            error.status == RPCStatusCode.INVALID_ARGUMENT
+            and "search attribute" in error.message.lower()
+        ):
             raise ConfigError(
                 f"namespace {client.namespace} does not know relaunch's search attributes: start a worker first, it adds them"
             ) from None
         raise
 
 
-async def retry(client: Client, task_queue: str, name: str, reason: str, avoid: tuple[str, ...], renew_budgets: bool) -> str:
+async def retry(
+    client: Client,
+    task_queue: str,
+    name: str,
+    reason: str,
+    avoid: tuple[str, ...],
+    renew_budgets: bool,
+) -> str:
     """Relaunch a running job, or start a closed one again from its last state.
 
     Return a sentence that says which of the two was done.
@@ -89,7 +102,12 @@ async def retry(client: Client, task_queue: str, name: str, reason: str, avoid: 
     described = await describe(client, name)
     if described.status == WorkflowExecutionStatus.RUNNING:
         await signal_open(
-            client, name, "force_retry", RetryMessage(reason=reason, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets)
+            client,
+            name,
+            "force_retry",
+            RetryMessage(
+                reason=reason, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets
+            ),
         )
         return f"job {name} runs: it was asked for a new generation"
     now = await look(client, name)
@@ -97,5 +115,14 @@ async def retry(client: Client, task_queue: str, name: str, reason: str, avoid: 
         raise ConfigError(
             f"job {name} ended as {now.status} without a result and no worker answers for it: start one, or submit the job anew"
         )
-    await submit(client, task_queue, now.state.spec, now.state.policy, reason, now.state, renew_budgets, avoid)
+    await submit(
+        client,
+        task_queue,
+        now.state.spec,
+        now.state.policy,
+        reason,
+        now.state,
+        renew_budgets,
+        avoid,
+    )
     return f"job {name} had ended ({now.phase}): started again with its history and budgets"

@@ -27,11 +27,15 @@ def print_jobs(rows: Sequence[Row], now: datetime) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("JOB", "PHASE", "GENERATION", "SUBMITTED", "ENDED"):
-        table.add_column(title, no_wrap=title == "JOB", justify="right" if title == "GENERATION" else "left")
+        table.add_column(
+            title, no_wrap=title == "JOB", justify="right" if title == "GENERATION" else "left"
+        )
     for item in rows:
         generation = "" if item.generation is None else str(item.generation)
         ended = f"{job_views.age(now - item.ended)} ago" if item.ended else ""
-        table.add_row(item.name, item.phase, generation, f"{job_views.age(now - item.submitted)} ago", ended)
+        table.add_row(
+            item.name, item.phase, generation, f"{job_views.age(now - item.submitted)} ago", ended
+        )
     Console(markup=False, highlight=False).print(table if rows else "no jobs")
 
 
@@ -43,8 +47,21 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
     if now.state is not None:
         return {**job_views.show(now.state, now.watch, at), "source": now.source}
     if "phase" not in now.memo:
-        raise ConfigError(f"job {now.name} is {now.status} and left no word, and no worker answers for it: start a worker and try again")
-    nothing = dict.fromkeys(("progress", "incidents", "ranks", "generation", "incident", "ended", "exit_code", "submitted"))
+        raise ConfigError(
+            f"job {now.name} is {now.status} and left no word, and no worker answers for it: start a worker and try again"
+        )
+    nothing = dict.fromkeys(
+        (
+            "progress",
+            "incidents",
+            "ranks",
+            "generation",
+            "incident",
+            "ended",
+            "exit_code",
+            "submitted",
+        )
+    )
     return {
         "name": now.name,
         "phase": now.phase,
@@ -63,7 +80,9 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
 
 def print_show(view: Mapping[str, Any], now: Look) -> None:
     if now.state is None:
-        print(f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext        {view['next']['what']}")
+        print(
+            f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext        {view['next']['what']}"
+        )
         print("\nno worker answers: this is what the job itself wrote down last")
         return
     print("\n".join(job_views.show_lines(view, datetime.now(UTC))))

@@ -26,11 +26,18 @@ def check_reason(text: str) -> str:
         ConfigError: It is blank.
     """
     if not text.strip():
-        raise ConfigError("--reason is empty: expected a clause that says why, for those who read the history")
+        raise ConfigError(
+            "--reason is empty: expected a clause that says why, for those who read the history"
+        )
     return text
 
 
-RequiredReason = Annotated[str, typer.Option("--reason", callback=check_reason, help="A clause that says why, for the history.")]
+RequiredReason = Annotated[
+    str,
+    typer.Option(
+        "--reason", callback=check_reason, help="A clause that says why, for the history."
+    ),
+]
 Job = Annotated[str, typer.Argument(metavar="JOB")]
 Value = TypeVar("Value")
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from relaunch.backends.ssh.trust import HostKey
 
 
-def trust(spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Callable[[str], str] | None) -> bool:
+def trust(
+    spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Callable[[str], str] | None
+) -> bool:
     """Show the keys, ask about each unknown one, and record those that were vouched for.
 
     Return whether all keys are known afterwards.
@@ -47,13 +49,17 @@ def trust(spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Call
 
 def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str] | None) -> bool:
     address = next(node.address for node in spec.nodes if node.name == key.node)
-    print(f"{key.node} ({address}): {key.algorithm} {key.fingerprint}, to be written into {key.file}")
+    print(
+        f"{key.node} ({address}): {key.algorithm} {key.fingerprint}, to be written into {key.file}"
+    )
     if not yes:
         if ask is None:
             raise ConfigError(
                 f"there is no terminal to ask at whether that is {key.node}'s key: compare it with the machine's own, then add --yes"
             )
-        print(f"  on the machine itself: ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub")
+        print(
+            f"  on the machine itself: ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub"
+        )
         answer = ask(f"  is that the key of {key.node}? [y/N] ").strip().lower()
         if answer not in ("y", "yes"):
             print(f"{key.node}: not trusted, nothing written")
@@ -65,7 +71,9 @@ def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str]
 
 def _danger(key: HostKey) -> str:
     if key.standing == "revoked":
-        return f"{key.node}: {key.reason}: whoever has that key is not to be trusted. Nothing written"
+        return (
+            f"{key.node}: {key.reason}: whoever has that key is not to be trusted. Nothing written"
+        )
     name, file = shlex.quote(key.known_as), key.told_by or key.file
     return (
         f"{key.node}: {key.reason}\n"

@@ -65,7 +65,9 @@ def serve(state: Path, main: Callable[[], int]) -> NoReturn:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
-        raise ConfigError(f"{len(threads)} threads run after the imports: expected 1, a fork would have lost the others")
+        raise ConfigError(
+            f"{len(threads)} threads run after the imports: expected 1, a fork would have lost the others"
+        )
     listener = _listen(state)
     # Every fork shares the present objects; the collector must not touch them, or it would copy
     # their pages.
@@ -111,8 +113,16 @@ def code_stamp() -> tuple[int, int, int]:
     packages."""
     package = ROOT / "relaunch"
     # In a checkout the last two are symbolic links, which rglob does not follow.
-    places = [path.stat() for folder in (package, package / "workflows", package / "activities") for path in folder.rglob("*.py")]
-    installed = [Path(folder).stat() for folder in sys.path if folder.endswith("-packages") and os.path.isdir(folder)]
+    places = [
+        path.stat()
+        for folder in (package, package / "workflows", package / "activities")
+        for path in folder.rglob("*.py")
+    ]
+    installed = [
+        Path(folder).stat()
+        for folder in sys.path
+        if folder.endswith("-packages") and os.path.isdir(folder)
+    ]
     found = (*places, *installed)
     return len(found), sum(one.st_size for one in places), sum(one.st_mtime_ns for one in found)
 
@@ -121,7 +131,9 @@ def _listen(state: Path) -> socket.socket:
     try:
         folder = state.stat()
         if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
-            raise ConfigError(f"state folder {state} can be written by others: expected one that is yours alone, for {SOCKET} in it")
+            raise ConfigError(
+                f"state folder {state} can be written by others: expected one that is yours alone, for {SOCKET} in it"
+            )
         # By its name alone: the path of a socket may have at most 107 bytes.
         os.chdir(state)
         Path(SOCKET).unlink(missing_ok=True)
@@ -131,7 +143,9 @@ def _listen(state: Path) -> socket.socket:
         os.umask(before)
         listener.listen(BACKLOG)
     except OSError as error:
-        raise ConfigError(f"there can be no socket {SOCKET} in state folder {state}: {error.strerror}") from None
+        raise ConfigError(
+            f"there can be no socket {SOCKET} in state folder {state}: {error.strerror}"
+        ) from None
     listener.setblocking(False)
     return listener
 
@@ -186,7 +200,9 @@ def _run(connection: socket.socket, main: Callable[[], int]) -> NoReturn:
 def _take_over(connection: socket.socket) -> bool:
     """Read the request and take over the client's environment; return False if it is refused."""
     connection.settimeout(ANSWER_WITHIN)
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, uid, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     if uid != os.geteuid():
         return False
     try:
@@ -194,7 +210,11 @@ def _take_over(connection: socket.socket) -> bool:
         if len(head) != 4 or len(descriptors) != 4:
             return False
         request = _read(connection, int.from_bytes(head, "big"))
-        if (request["protocol"], request["root"], request["namespaces"]) != (PROTOCOL, str(ROOT), namespaces()):
+        if (request["protocol"], request["root"], request["namespaces"]) != (
+            PROTOCOL,
+            str(ROOT),
+            namespaces(),
+        ):
             return False
         connection.sendall(str(os.getpid()).encode())
         if connection.recv(len(GO)) != GO:
@@ -214,7 +234,10 @@ def _take_over(connection: socket.socket) -> bool:
     sys.argv[:] = [os.fsdecode(word) for word in request["argv"]]
     # Open new streams: the present ones assume that they write to a file, and seek in it.
     sys.stdin, sys.stdout, sys.stderr = (
-        _stream(number, mode, *how) for (number, mode), how in zip(((0, "r"), (1, "w"), (2, "w")), request["streams"], strict=True)
+        _stream(number, mode, *how)
+        for (number, mode), how in zip(
+            ((0, "r"), (1, "w"), (2, "w")), request["streams"], strict=True
+        )
     )
     # `up` itself may run with some signals ignored.
     for number in (*PASSED_ON, signal.SIGCHLD, signal.SIGTSTP):
@@ -223,8 +246,17 @@ def _take_over(connection: socket.socket) -> bool:
     return True
 
 
-def _stream(number: int, mode: str, encoding: str, errors: str, by_line: bool, at_once: bool) -> TextIOWrapper:
-    stream = open(number, mode, buffering=1 if by_line else -1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+def _stream(
+    number: int, mode: str, encoding: str, errors: str, by_line: bool, at_once: bool
+) -> TextIOWrapper:
+    stream = open(  # noqa: SIM115
+        number,
+        mode,
+        buffering=1 if by_line else -1,
+        encoding=encoding,
+        errors=errors,
+        closefd=False,
+    )
     assert isinstance(stream, TextIOWrapper)
     if mode == "w":
         stream.reconfigure(write_through=at_once)

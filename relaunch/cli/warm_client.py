@@ -19,7 +19,19 @@ if TYPE_CHECKING:
 NO_WARM = "RELAUNCH_NO_WARM"
 SOCKET = "cli.sock"
 PROTOCOL = 1
-COMMANDS = ("run", "submit", "jobs", "show", "next", "history", "follow", "logs", "cancel", "retry", "nodes")
+COMMANDS = (
+    "run",
+    "submit",
+    "jobs",
+    "show",
+    "next",
+    "history",
+    "follow",
+    "logs",
+    "cancel",
+    "retry",
+    "nodes",
+)
 ASKS = ["nodes", "trust"]
 """It reads from the terminal, and a fork of an `up` started in the same terminal would be stopped
 for that (SIGTTIN)."""
@@ -32,7 +44,12 @@ GO = b"go"
 
 def forward() -> None:
     """Let the process of `up` run this command and exit as it does; return if it cannot."""
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS or sys.argv[1:3] == ASKS or os.environ.get(NO_WARM):
+    if (
+        len(sys.argv) < 2
+        or sys.argv[1] not in COMMANDS
+        or sys.argv[1:3] == ASKS
+        or os.environ.get(NO_WARM)
+    ):
         return
     # Try once only, also when the project's own Python starts this script again.
     os.environ[NO_WARM] = "1"
@@ -74,7 +91,11 @@ def _state() -> str | None:
     named = os.environ.get("RELAUNCH_STATE")
     if named:
         return named
-    return None if os.environ.get("RELAUNCH_SETTINGS") or os.path.exists("relaunch.toml") else ".relaunch"
+    return (
+        None
+        if os.environ.get("RELAUNCH_SETTINGS") or os.path.exists("relaunch.toml")
+        else ".relaunch"
+    )
 
 
 def _connect(state: str) -> socket.socket:
@@ -96,7 +117,12 @@ def _hand_over(connection: socket.socket) -> int:
     """Return the PID of the process that now runs the command; raise OSError or ValueError if none
     does."""
     streams = [
-        (stream.encoding, stream.errors, stream.line_buffering, getattr(stream, "write_through", False))
+        (
+            stream.encoding,
+            stream.errors,
+            stream.line_buffering,
+            getattr(stream, "write_through", False),
+        )
         for stream in (sys.stdin, sys.stdout, sys.stderr)
         if stream is not None
     ]
@@ -110,10 +136,14 @@ def _hand_over(connection: socket.socket) -> int:
             "root": os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))),
             "namespaces": namespaces(),
             "argv": [os.fsencode(word) for word in sys.argv],
-            "environment": {name: value for name, value in os.environb.items() if name != NO_WARM.encode()},
+            "environment": {
+                name: value for name, value in os.environb.items() if name != NO_WARM.encode()
+            },
             "umask": umask,
             "streams": streams,
-            "ignored": [int(number) for number, before in _dispositions.items() if before == signal.SIG_IGN],
+            "ignored": [
+                int(number) for number, before in _dispositions.items() if before == signal.SIG_IGN
+            ],
         }
     ).encode()
     here = os.open(".", os.O_PATH | os.O_DIRECTORY)
@@ -121,7 +151,9 @@ def _hand_over(connection: socket.socket) -> int:
         rights = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2, here))
         # A closed descriptor among the first three raises OSError: such a command runs without
         # `up`.
-        connection.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        connection.sendmsg(
+            [len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        )
     finally:
         os.close(here)
     connection.sendall(request)
@@ -160,5 +192,8 @@ def _wait(connection: socket.socket, pid: int, sent: list[int]) -> None:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    os.write(2, b"relaunch: the process that ran this command is gone; a job that was submitted goes on: see `relaunch jobs`\n")
+    os.write(
+        2,
+        b"relaunch: the process that ran this command is gone; a job that was submitted goes on: see `relaunch jobs`\n",
+    )
     os._exit(1)

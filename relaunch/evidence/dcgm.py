@@ -23,7 +23,15 @@ from relaunch.evidence.findings import Finding, Role, Verdict
 
 NO_OVERRIDES: Mapping[int, Advice] = MappingProxyType({})
 
-GRAVITY = (Advice.RMA, Advice.ISOLATE, Advice.RESET, Advice.RETRY, Advice.INCONCLUSIVE, Advice.CONFIG_ERROR, Advice.HEALTHY)
+GRAVITY = (
+    Advice.RMA,
+    Advice.ISOLATE,
+    Advice.RESET,
+    Advice.RETRY,
+    Advice.INCONCLUSIVE,
+    Advice.CONFIG_ERROR,
+    Advice.HEALTHY,
+)
 """Advice by gravity, the gravest first; the gravest wins.
 
 Broken hardware stays broken whatever else went wrong, and hardware to be replaced must also be
@@ -32,7 +40,9 @@ both. CONFIG_ERROR comes after them because it implies that nothing worse was fo
 said of a run that was not understood.
 """
 
-_VERDICTS = {Advice.HEALTHY: Verdict.HEALTHY} | dict.fromkeys((Advice.RESET, Advice.ISOLATE, Advice.RMA), Verdict.UNHEALTHY)
+_VERDICTS = {Advice.HEALTHY: Verdict.HEALTHY} | dict.fromkeys(
+    (Advice.RESET, Advice.ISOLATE, Advice.RMA), Verdict.UNHEALTHY
+)
 
 # A setting such as persistence mode was the same before the fault, so it is shown but not blamed.
 _ROLES: dict[Advice, tuple[Role, Cause | None]] = {
@@ -53,11 +63,20 @@ _BY_SEVERITY = {"ISOLATE": Advice.ISOLATE, "RESET": Advice.RESET, "CONFIG": Advi
 
 # Up to 3.2.6 the deployment checks recorded a text without an id; each of these checks has only one
 # error (nvvs Software.cpp, 3.1.8).
-_ID_BY_CHECK = {"Persistence Mode": 29, "Environment Variables": 28, "Graphics Processes": 25, "Inforom": 9}
+_ID_BY_CHECK = {
+    "Persistence Mode": 29,
+    "Environment Variables": 28,
+    "Graphics Processes": 25,
+    "Inforom": 9,
+}
 
 _MAX_FINDINGS = 64  # four on each of sixteen GPUs; they are stored in a job's history
 _ISOLATE_EXIT, _ERROR_EXIT = 205, 226
-_OTHER_EXITS = {126: "dcgmi may not be executed", 127: "dcgmi is not installed", 254: "dcgmi ended with an exception"}
+_OTHER_EXITS = {
+    126: "dcgmi may not be executed",
+    127: "dcgmi is not installed",
+    254: "dcgmi ended with an exception",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,13 @@ class _Reading:
     gpus: set[str] = field(default_factory=set)
 
 
-def read_diag(stdout: str, exit_code: int | None, catalog_overrides: Mapping[int, Advice] = NO_OVERRIDES, *, level: int = 1) -> Examination:
+def read_diag(
+    stdout: str,
+    exit_code: int | None,
+    catalog_overrides: Mapping[int, Advice] = NO_OVERRIDES,
+    *,
+    level: int = 1,
+) -> Examination:
     """Return the result of one run of `dcgmi diag -r LEVEL -j`.
 
     Args:
@@ -115,25 +140,42 @@ def read_diag(stdout: str, exit_code: int | None, catalog_overrides: Mapping[int
     """
     documents, whole = read_output(stdout)
     readings = [_read(document, level) for document in documents]
-    judged = [(_advice(error, reading, catalog_overrides), error) for reading in readings for error in reading.errors]
+    judged = [
+        (_advice(error, reading, catalog_overrides), error)
+        for reading in readings
+        for error in reading.errors
+    ]
     alike: dict[tuple[Advice, int | str], list[_Error]] = {}
     for advice, error in judged:
         alike.setdefault((advice, error.text if error.id is None else error.id), []).append(error)
     reasons = [(advice, _sentence(errors)) for (advice, _), errors in alike.items()]
     if whole:
-        reasons += [(Advice.INCONCLUSIVE, clause) for reading in readings for clause in reading.unclear]
+        reasons += [
+            (Advice.INCONCLUSIVE, clause) for reading in readings for clause in reading.unclear
+        ]
     if not documents:
-        reasons.append((Advice.INCONCLUSIVE, "its output holds no DCGM document" if stdout.strip() else "dcgmi diag printed nothing"))
+        reasons.append(
+            (
+                Advice.INCONCLUSIVE,
+                "its output holds no DCGM document"
+                if stdout.strip()
+                else "dcgmi diag printed nothing",
+            )
+        )
     elif not whole:
         reasons.append((Advice.INCONCLUSIVE, "its output is cut short"))
-    runtime_error = next((reading.runtime_error for reading in readings if reading.runtime_error is not None), None)
+    runtime_error = next(
+        (reading.runtime_error for reading in readings if reading.runtime_error is not None), None
+    )
     ended = _ended(exit_code, readings, runtime_error, explained=bool(reasons))
     if ended:
         reasons.append(ended)
     elif runtime_error is not None:
         reasons.append((Advice.INCONCLUSIVE, f"dcgmi diag failed: {shorten(runtime_error, 200)}"))
     if not judged and not ended and runtime_error is None:
-        reasons += [(Advice.INCONCLUSIVE, clause) for reading in readings for clause in reading.unexamined]
+        reasons += [
+            (Advice.INCONCLUSIVE, clause) for reading in readings for clause in reading.unexamined
+        ]
 
     advice = min((advice for advice, _ in reasons), key=GRAVITY.index, default=Advice.HEALTHY)
     return Examination(
@@ -148,14 +190,21 @@ def read_diag(stdout: str, exit_code: int | None, catalog_overrides: Mapping[int
 
 def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
     if not reasons:
-        tests, skipped = sum(reading.tests_run for reading in readings), sum(reading.skipped for reading in readings)
+        tests, skipped = (
+            sum(reading.tests_run for reading in readings),
+            sum(reading.skipped for reading in readings),
+        )
         gpus = sorted({gpu for reading in readings for gpu in reading.gpus}, key=int)
         return (
             f"{tests} test{'s' * (tests != 1)} passed"
             + (f" on {_gpus(gpus)}" if gpus else "")
             + (f", {skipped} skipped" if skipped else "")
         )
-    clauses = list(dict.fromkeys(clause for _, clause in sorted(reasons, key=lambda reason: GRAVITY.index(reason[0]))))
+    clauses = list(
+        dict.fromkeys(
+            clause for _, clause in sorted(reasons, key=lambda reason: GRAVITY.index(reason[0]))
+        )
+    )
     return "; ".join(clauses[:2]) + (f"; {len(clauses) - 2} more" if len(clauses) > 2 else "")
 
 
@@ -170,7 +219,10 @@ def _read(document: Document, level: int) -> _Reading:
         if "test_categories" not in body:
             return reading
     hardware_listed = hardware_run = False
-    on_gpus: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # key: whether only software was checked
+    on_gpus: dict[bool, dict[str, bool]] = {
+        True: {},
+        False: {},
+    }  # key: whether only software was checked
     for category in _objects(body.get("test_categories"), "test_categories", reading):
         software = category.get("category") == "Deployment"
         if not isinstance(category.get("category"), str):
@@ -181,7 +233,9 @@ def _read(document: Document, level: int) -> _Reading:
             hardware_run |= ran and not software
             reading.tests_run += ran
             reading.skipped += not ran
-            if not software or document.is_4:  # version 3 names a GPU in a deployment check only in an error
+            if (
+                not software or document.is_4
+            ):  # version 3 names a GPU in a deployment check only in an error
                 for gpu, executed in gpus.items():
                     on_gpus[software][gpu] = on_gpus[software].get(gpu, False) or executed
     reading.gpus = {gpu for gpu, executed in on_gpus[not hardware_listed].items() if executed}
@@ -189,12 +243,16 @@ def _read(document: Document, level: int) -> _Reading:
         reading.unexamined.append("no test was run")
     elif not hardware_run and (hardware_listed or level > 1):
         reading.unexamined.append("nothing beyond the software checks was run")
-    elif reading.gpus and (left_out := {*on_gpus[True], *on_gpus[False], *document.gpus} - reading.gpus):
+    elif reading.gpus and (
+        left_out := {*on_gpus[True], *on_gpus[False], *document.gpus} - reading.gpus
+    ):
         reading.unexamined.append(f"{_gpus(sorted(left_out, key=int))} not examined")
     return reading
 
 
-def _read_test(test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool) -> tuple[bool, dict[str, bool]]:
+def _read_test(
+    test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool
+) -> tuple[bool, dict[str, bool]]:
     """Return whether a test was executed on anything, and for each GPU whether it was."""
     name = _text(test.get("name"))
     if not name:
@@ -213,14 +271,23 @@ def _read_test(test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool
             # Version 3 puts the deployment errors of all GPUs into one result, under the id of the
             # last GPU (dcgmi/Diag.cpp, 3.3.9).
             named = _gpu_in(error.text) if deployment_of_3 else None
-            reading.errors.append(_Error(error.id, error.severity, error.text, named, f"GPU {named}") if named else error)
+            reading.errors.append(
+                _Error(error.id, error.severity, error.text, named, f"GPU {named}")
+                if named
+                else error
+            )
     summary = test.get("test_summary")
     if isinstance(summary, dict):
         known = {(error.id, error.text) for error in reading.errors[before:]}
         for error in _errors(summary, None, "", name, reading):
-            if (error.id, error.text) not in known:  # it repeats the results' errors; only those of no entity are new
+            if (
+                error.id,
+                error.text,
+            ) not in known:  # it repeats the results' errors; only those of no entity are new
                 gpu = _gpu_in(error.text)
-                reading.errors.append(_Error(error.id, error.severity, error.text, gpu, f"GPU {gpu}" if gpu else ""))
+                reading.errors.append(
+                    _Error(error.id, error.severity, error.text, gpu, f"GPU {gpu}" if gpu else "")
+                )
         if not failed and _text(summary.get("status")).lower() in {"fail", "warn"}:
             failed.append("")
     elif summary is not None:
@@ -232,15 +299,21 @@ def _read_test(test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool
     return ran, on_gpus
 
 
-def _errors(holder: dict[str, Any], gpu: str | None, where: str, test: str, reading: _Reading) -> Iterator[_Error]:
+def _errors(
+    holder: dict[str, Any], gpu: str | None, where: str, test: str, reading: _Reading
+) -> Iterator[_Error]:
     """Yield the errors recorded beside a status, whatever it is: an error under Pass counts."""
     recorded = holder.get("warnings")
     for item in recorded if isinstance(recorded, list) else [recorded]:
         if isinstance(item, str):  # up to 3.2.6: only the text; since 3.2 with the id beside it
             item = {"warning": item, "error_id": holder.get("error_id")}  # noqa: PLW2901 (one form from here on)
         if isinstance(item, dict):
-            text = _text(item.get("warning")) or _text(item.get("warnings"))  # 3.3: the plural, in deployment checks
-            code = _number(item.get("error_id")) or _ID_BY_CHECK.get(test)  # 0 means "no error", which does not apply to a warning
+            text = _text(item.get("warning")) or _text(
+                item.get("warnings")
+            )  # 3.3: the plural, in deployment checks
+            code = _number(item.get("error_id")) or _ID_BY_CHECK.get(
+                test
+            )  # 0 means "no error", which does not apply to a warning
             yield _Error(code, _number(item.get("error_severity")), text, gpu, where)
         elif item is not None:
             reading.unclear.append(f"{where or 'the node'}: a warning of {test} cannot be read")
@@ -257,7 +330,9 @@ def _entity(result: dict[str, Any]) -> tuple[str | None, str]:
     """Return the index of the GPU that a result is about (None: no GPU), and the entity's name."""
     group, number = result.get("entity_group_id"), _number(result.get("entity_id"))
     if number is None:
-        number = _number(result.get("gpu_id", result.get("gpu_ids")))  # version 3: a string, or an integer in a deployment check
+        number = _number(
+            result.get("gpu_id", result.get("gpu_ids"))
+        )  # version 3: a string, or an integer in a deployment check
         group = 1
     if number is None:
         return None, ""
@@ -268,7 +343,9 @@ def _entity(result: dict[str, Any]) -> tuple[str | None, str]:
 
 def _objects(value: object, what: str, reading: _Reading) -> Iterator[dict[str, Any]]:
     if not isinstance(value, list):
-        reading.unclear.append(f"{what} cannot be read" if value is not None else f"{what} are missing")
+        reading.unclear.append(
+            f"{what} cannot be read" if value is not None else f"{what} are missing"
+        )
         return
     for item in value:
         if isinstance(item, dict):
@@ -288,20 +365,28 @@ def _advice(error: _Error, reading: _Reading, overrides: Mapping[int, Advice]) -
         return row.advice
     severities = {True: _SEVERITIES_SINCE_3_3, False: _SEVERITIES_BEFORE, None: ()}[reading.modern]
     known = error.severity is not None and 0 <= error.severity < len(severities)
-    return _BY_SEVERITY.get(severities[error.severity or 0], Advice.INCONCLUSIVE) if known else Advice.INCONCLUSIVE
+    return (
+        _BY_SEVERITY.get(severities[error.severity or 0], Advice.INCONCLUSIVE)
+        if known
+        else Advice.INCONCLUSIVE
+    )
 
 
 def _row(error: _Error) -> DcgmErrorRow | None:
     return dcgm_errors().get(error.id) if error.id is not None else None
 
 
-def _ended(exit_code: int | None, readings: list[_Reading], runtime_error: str | None, *, explained: bool) -> tuple[Advice, str] | None:
+def _ended(
+    exit_code: int | None, readings: list[_Reading], runtime_error: str | None, *, explained: bool
+) -> tuple[Advice, str] | None:
     """Return what the exit code adds to the output; None where it adds nothing."""
     if exit_code is None:
         return Advice.INCONCLUSIVE, "dcgmi diag did not finish"
     if exit_code == 0 or (exit_code == _ERROR_EXIT and explained):
         return None
-    if exit_code == _ISOLATE_EXIT and any(_isolates(error, reading) for reading in readings for error in reading.errors):
+    if exit_code == _ISOLATE_EXIT and any(
+        _isolates(error, reading) for reading in readings for error in reading.errors
+    ):
         return None  # the error itself was judged, perhaps as less grave: a missing library, or a user's override
     row = dcgm_exits().get(exit_code)
     if row is not None:
@@ -310,7 +395,9 @@ def _ended(exit_code: int | None, readings: list[_Reading], runtime_error: str |
     number = -exit_code if exit_code < 0 else exit_code - 128
     if number in {known.value for known in signal.Signals}:
         return Advice.INCONCLUSIVE, f"dcgmi diag was ended by {signal.Signals(number).name}"
-    return Advice.INCONCLUSIVE, _OTHER_EXITS.get(exit_code, f"dcgmi exit {exit_code}, which DCGM does not define")
+    return Advice.INCONCLUSIVE, _OTHER_EXITS.get(
+        exit_code, f"dcgmi exit {exit_code}, which DCGM does not define"
+    )
 
 
 def _isolates(error: _Error, reading: _Reading) -> bool:
@@ -335,18 +422,26 @@ def _sentence(alike: list[_Error]) -> str:
     """Return one sentence for all entities with the same error."""
     error = alike[0]
     gpus = sorted({other.gpu for other in alike if other.gpu is not None}, key=int)
-    others = list(dict.fromkeys(other.where for other in alike if other.gpu is None and other.where))
+    others = list(
+        dict.fromkeys(other.where for other in alike if other.gpu is None and other.where)
+    )
     who = ", ".join(([_gpus(gpus)] if gpus else []) + others[:4]) or "the node"
     row = _row(error)
     if error.id is None:
         return f"{who}: {shorten(error.text, 160) or 'an error without a text'}"
     meaning = (row.meaning if row else "") or shorten(error.text, 160)
-    if error.id == 101 and (found := re.search(r"\bxid (\d{1,5})\b", error.text, re.IGNORECASE)):  # DCGM_FR_XID_ERROR
+    if error.id == 101 and (
+        found := re.search(r"\bxid (\d{1,5})\b", error.text, re.IGNORECASE)
+    ):  # DCGM_FR_XID_ERROR
         meaning = "Xid 45, a process on it was killed" if found[1] == "45" else f"Xid {found[1]}"
-    return f"{who}: {row.title if row else 'an error unknown here'} (DCGM {error.id})" + (f": {meaning}" if meaning else "")
+    return f"{who}: {row.title if row else 'an error unknown here'} (DCGM {error.id})" + (
+        f": {meaning}" if meaning else ""
+    )
 
 
-def _findings(judged: list[tuple[Advice, _Error]], ended: tuple[Advice, str] | None, exit_code: int | None) -> tuple[Finding, ...]:
+def _findings(
+    judged: list[tuple[Advice, _Error]], ended: tuple[Advice, str] | None, exit_code: int | None
+) -> tuple[Finding, ...]:
     findings = []
     for advice, error in judged:
         role, cause = _ROLES[advice]
@@ -357,8 +452,12 @@ def _findings(judged: list[tuple[Advice, _Error]], ended: tuple[Advice, str] | N
         findings.append((advice, Finding("dcgm", _code(error), role, reason, cause, error.gpu)))
     if ended and exit_code is not None:
         role, cause = _ROLES[ended[0]]
-        findings.append((ended[0], Finding("dcgm", f"dcgmi exit {exit_code}", role, ended[1], cause)))
-    ordered = sorted(findings, key=lambda pair: GRAVITY.index(pair[0]))  # stable: equals stay in DCGM's order
+        findings.append(
+            (ended[0], Finding("dcgm", f"dcgmi exit {exit_code}", role, ended[1], cause))
+        )
+    ordered = sorted(
+        findings, key=lambda pair: GRAVITY.index(pair[0])
+    )  # stable: equals stay in DCGM's order
     return tuple(dict.fromkeys(finding for _, finding in ordered))[:_MAX_FINDINGS]
 
 
@@ -386,9 +485,17 @@ def _gpu_in(text: str) -> str | None:
 def _number(value: object) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9
+        else None
+    )
 
 
 def _text(value: object) -> str:
     """Return a text as one line that any encoder accepts: it may hold any output of a driver."""
-    return " ".join(value.encode("utf-8", "replace").decode().split()) if isinstance(value, str) else ""
+    return (
+        " ".join(value.encode("utf-8", "replace").decode().split())
+        if isinstance(value, str)
+        else ""
+    )

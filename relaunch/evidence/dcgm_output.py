@@ -47,19 +47,40 @@ def _document(run: object) -> Document | None:
     if not isinstance(body, dict):
         return None
     metadata = run.get("metadata")
-    holders = (metadata if isinstance(metadata, dict) else {}, run, body)  # version 4, version 3, a runtime error
+    holders = (
+        metadata if isinstance(metadata, dict) else {},
+        run,
+        body,
+    )  # version 4, version 3, a runtime error
     versions = [holder["version"] for holder in holders if isinstance(holder.get("version"), str)]
-    return Document(body, is_4, versions[0].encode("utf-8", "replace").decode()[:40] if versions else "", _inventory(run))
+    return Document(
+        body,
+        is_4,
+        versions[0].encode("utf-8", "replace").decode()[:40] if versions else "",
+        _inventory(run),
+    )
 
 
 def _inventory(run: dict[str, Any]) -> frozenset[str]:
     serials = run.get("GPU Device Serials")
-    found = [key for key in serials if re.fullmatch(r"[0-9]{1,9}", key)] if isinstance(serials, dict) else []
+    found = (
+        [key for key in serials if re.fullmatch(r"[0-9]{1,9}", key)]
+        if isinstance(serials, dict)
+        else []
+    )
     groups = run.get("entity_groups")
     for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and group.get("entity_group") == "GPU" and isinstance(group.get("entities"), list):
-            numbers = [entity.get("entity_id") for entity in group["entities"] if isinstance(entity, dict)]
-            found += [str(number) for number in numbers if type(number) is int and 0 <= number < 10**9]
+        if (
+            isinstance(group, dict)
+            and group.get("entity_group") == "GPU"
+            and isinstance(group.get("entities"), list)
+        ):
+            numbers = [
+                entity.get("entity_id") for entity in group["entities"] if isinstance(entity, dict)
+            ]
+            found += [
+                str(number) for number in numbers if type(number) is int and 0 <= number < 10**9
+            ]
     return frozenset(found)
 
 
@@ -74,7 +95,10 @@ def _find(stdout: str) -> tuple[dict[str, Any] | None, bool]:
             found, _ = json.JSONDecoder().raw_decode(stdout, start)
         except json.JSONDecodeError as error:
             broken.append((start, error.pos))
-        except (ValueError, RecursionError):  # a number of thousands of digits; brackets thousands deep
+        except (
+            ValueError,
+            RecursionError,
+        ):  # a number of thousands of digits; brackets thousands deep
             continue
         else:
             if _is_ours(found):

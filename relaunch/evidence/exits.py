@@ -26,7 +26,13 @@ _RANK = re.compile(r"^\s*(?:\[(?:rank|default)\d+\]:\s?)+")
 
 
 def read_exit(
-    exit_code: int | None, signal: int | None, *, stopped: bool, kernel: tuple[Finding, ...], pid: int | None, catalog: Catalog
+    exit_code: int | None,
+    signal: int | None,
+    *,
+    stopped: bool,
+    kernel: tuple[Finding, ...],
+    pid: int | None,
+    catalog: Catalog,
 ) -> Finding:
     """Return the finding of a process's exit, together with the findings of its node's kernel log.
 
@@ -46,28 +52,47 @@ def read_exit(
         how, inner = f"killed by {code}", signal
     elif exit_code is not None:
         code, inner = f"exit {exit_code}", _signal_within(exit_code)
-        how = f"exited with code {exit_code}" + (f", which stands for {signal_name(inner)}" if inner is not None else "")
+        how = f"exited with code {exit_code}" + (
+            f", which stands for {signal_name(inner)}" if inner is not None else ""
+        )
     else:
-        return Finding("exit", "exit unknown", Role.SYMPTOM, "nobody knows how it ended", Cause.UNKNOWN, pid=pid)
+        return Finding(
+            "exit",
+            "exit unknown",
+            Role.SYMPTOM,
+            "nobody knows how it ended",
+            Cause.UNKNOWN,
+            pid=pid,
+        )
     if exit_code == 0 and signal is None:
         return Finding("exit", code, Role.INFORMATION, "it ended well", pid=pid)
     if stopped:
         return Finding("exit", code, Role.CASCADE, f"{how}: we stopped it", pid=pid)
     if inner == SIGKILL and (killer := _killed_for_memory(kernel, pid, direct=signal is not None)):
-        return Finding("exit", code, Role.ROOT, f"{how}: {killer.reason}", Cause.OUT_OF_MEMORY, pid=pid)
-    row = catalog.exits.get(code) or (catalog.exits.get(signal_name(inner)) if inner is not None else None)
+        return Finding(
+            "exit", code, Role.ROOT, f"{how}: {killer.reason}", Cause.OUT_OF_MEMORY, pid=pid
+        )
+    row = catalog.exits.get(code) or (
+        catalog.exits.get(signal_name(inner)) if inner is not None else None
+    )
     return _of_row(row, code, how, pid, by_signal=inner is not None)
 
 
-def _of_row(row: ExitRow | None, code: str, how: str, pid: int | None, *, by_signal: bool) -> Finding:
+def _of_row(
+    row: ExitRow | None, code: str, how: str, pid: int | None, *, by_signal: bool
+) -> Finding:
     if row is not None:
         return Finding("exit", code, row.role, f"{how}: {row.meaning}", row.cause, pid=pid)
     if by_signal:
-        return Finding("exit", code, Role.SYMPTOM, f"{how}, nothing says by whom", Cause.UNKNOWN, pid=pid)
+        return Finding(
+            "exit", code, Role.SYMPTOM, f"{how}, nothing says by whom", Cause.UNKNOWN, pid=pid
+        )
     return Finding("exit", code, Role.WRAPPER, how, Cause.APPLICATION, pid=pid)
 
 
-def _killed_for_memory(kernel: tuple[Finding, ...], pid: int | None, *, direct: bool) -> Finding | None:
+def _killed_for_memory(
+    kernel: tuple[Finding, ...], pid: int | None, *, direct: bool
+) -> Finding | None:
     """Return the kernel's finding that it killed this process for memory; None: there is none.
 
     Where the killed process's pid is not known, a finding about a process that looks like a rank is
@@ -114,11 +139,15 @@ def _log_line(line: str, catalog: Catalog) -> Finding | None:
             number = match.groupdict().get("xid")
             if number and (xid := catalog.xids.get(int(number))):
                 role, cause, meaning = xid.role, xid.cause, f"Xid {number}, {xid.meaning}"
-            return Finding("log", f"log {row.id}", role, f"{meaning}: {line.strip()[:EXCERPT]}", cause)
+            return Finding(
+                "log", f"log {row.id}", role, f"{meaning}: {line.strip()[:EXCERPT]}", cause
+            )
     return None
 
 
-def read_ecs_stop(stop_code: str | None, reason: str, exit_code: int | None, catalog: Catalog) -> Finding:
+def read_ecs_stop(
+    stop_code: str | None, reason: str, exit_code: int | None, catalog: Catalog
+) -> Finding:
     """Return the finding of why ECS stopped a task.
 
     A task that ended by itself is read by its exit code.
@@ -133,9 +162,21 @@ def read_ecs_stop(stop_code: str | None, reason: str, exit_code: int | None, cat
     said = f" ({reason[:EXCERPT]})" if reason else ""
     for row in catalog.ecs_stops:
         if row.stop_code in ("", stop_code) and (row.reason is None or row.reason.search(reason)):
-            return Finding("ecs", f"ecs {stop_code or 'unknown'}", row.role, f"{what}: {row.meaning}{said}", row.cause)
+            return Finding(
+                "ecs",
+                f"ecs {stop_code or 'unknown'}",
+                row.role,
+                f"{what}: {row.meaning}{said}",
+                row.cause,
+            )
     if exit_code is not None:
         read = read_exit(exit_code, None, stopped=False, kernel=(), pid=None, catalog=catalog)
         return replace(read, source="ecs", reason=f"{what}: {read.reason}{said}")
-    why = "it ended without an exit code" if stop_code == "EssentialContainerExited" else "our catalog does not know this stop"
-    return Finding("ecs", f"ecs {stop_code or 'unknown'}", Role.SYMPTOM, f"{what}: {why}{said}", Cause.UNKNOWN)
+    why = (
+        "it ended without an exit code"
+        if stop_code == "EssentialContainerExited"
+        else "our catalog does not know this stop"
+    )
+    return Finding(
+        "ecs", f"ecs {stop_code or 'unknown'}", Role.SYMPTOM, f"{what}: {why}{said}", Cause.UNKNOWN
+    )

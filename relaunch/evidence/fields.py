@@ -30,12 +30,20 @@ def text(value: object, longest: int = LONGEST) -> str:
 
 def last_line(value: object) -> str:
     """Return the last line that is not blank, where tools say what went wrong."""
-    lines = [line for line in value[-8192:].splitlines() if line.strip()] if isinstance(value, str) else []
+    lines = (
+        [line for line in value[-8192:].splitlines() if line.strip()]
+        if isinstance(value, str)
+        else []
+    )
     return text(lines[-1]) if lines else ""
 
 
 def count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+        else None
+    )
 
 
 def moment(value: object) -> datetime | None:
@@ -54,4 +62,6 @@ def unreadable(value: object) -> str:
     """Return why a value was not read, in the node's own words if it gave any."""
     if isinstance(value, Mapping) and "unreadable" in value:
         return text(value["unreadable"]) or "it does not say why"
-    return "the node's answer lacks it" if value is None else "the node's answer makes no sense there"
+    return (
+        "the node's answer lacks it" if value is None else "the node's answer makes no sense there"
+    )

@@ -17,7 +17,17 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.dcgm import Examination, read_diag
 from relaunch.evidence.fields import count, fields, moment, text, unreadable
 from relaunch.evidence.findings import Finding, Role, Verdict
-from relaunch.evidence.node_readings import CLOCK_NAMED, CLOCK_SHOWN, clock, clock_offset, disks, ecs, kernel, memory, seconds
+from relaunch.evidence.node_readings import (
+    CLOCK_NAMED,
+    CLOCK_SHOWN,
+    clock,
+    clock_offset,
+    disks,
+    ecs,
+    kernel,
+    memory,
+    seconds,
+)
 from relaunch.evidence.nvml import bus_id, read_gpus
 
 __all__ = [
@@ -127,7 +137,13 @@ def read_health(
     if not isinstance(facts, Mapping) or facts.get("outcome") != "done":
         said = text(facts.get("reason")) if isinstance(facts, Mapping) else ""
         why = text(unread) or said or "it did not answer a probe"
-        return Health(Verdict.UNKNOWN, why, busy=("who uses it is not known",), journal_unread=why, unread=(why,))
+        return Health(
+            Verdict.UNKNOWN,
+            why,
+            busy=("who uses it is not known",),
+            journal_unread=why,
+            unread=(why,),
+        )
     health = _probed(facts, expected_gpus, catalog)
     if diag is not None:
         return with_diag(health, diag, level=level, catalog=catalog)
@@ -138,7 +154,9 @@ def read_health(
 
 def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:
     """Return the health of a probed node with the result of `dcgmi diag` added."""
-    health = replace(health, unread=tuple(clause for clause in health.unread if clause != NOT_DIAGNOSED))
+    health = replace(
+        health, unread=tuple(clause for clause in health.unread if clause != NOT_DIAGNOSED)
+    )
     if diag.get("outcome") == "done" and "contract" in diag:
         return _by_contract(health, diag)
     stdout, exit_code = diag.get("stdout"), diag.get("exit_code", "")
@@ -151,14 +169,26 @@ def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: C
         missing = f"dcgmi diag: {text(diag['missing']) or 'a tool is missing'}"
     elif diag.get("boot_id") != health.boot_id or not health.boot_id:
         missing = "it is not the same boot that was probed and diagnosed"
-    elif not isinstance(stdout, str) or isinstance(exit_code, bool) or not isinstance(exit_code, int | None):
+    elif (
+        not isinstance(stdout, str)
+        or isinstance(exit_code, bool)
+        or not isinstance(exit_code, int | None)
+    ):
         missing = "what dcgmi diag printed and how it ended cannot be read"
     if missing:
         return _judged(replace(health, unread=(*health.unread, missing)))
     examination = read_diag(stdout or "", exit_code, catalog.dcgm, level=level)
-    if examination.verdict is Verdict.HEALTHY and diag.get("cut") is not None and diag["cut"] is not False:
-        return _judged(replace(health, unread=(*health.unread, "the output of dcgmi diag is cut short")))
-    return _judged(replace(health, findings=(*health.findings, *examination.findings)), examination, level)
+    if (
+        examination.verdict is Verdict.HEALTHY
+        and diag.get("cut") is not None
+        and diag["cut"] is not False
+    ):
+        return _judged(
+            replace(health, unread=(*health.unread, "the output of dcgmi diag is cut short"))
+        )
+    return _judged(
+        replace(health, findings=(*health.findings, *examination.findings)), examination, level
+    )
 
 
 def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
@@ -171,15 +201,29 @@ def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
     # A health check reports no boot id, or only that of EC2. If the node goes down during it, the
     # check is killed, which is inconclusive.
     if diag.get("boot_id", health.boot_id) != health.boot_id:
-        return _judged(replace(health, unread=(*unread, "it is not the same boot that was probed and diagnosed")))
+        return _judged(
+            replace(
+                health, unread=(*unread, "it is not the same boot that was probed and diagnosed")
+            )
+        )
     match diag["contract"]:
         case "healthy":
-            return _judged(replace(health, unread=unread, examined=(*health.examined, "its health check")))
+            return _judged(
+                replace(health, unread=unread, examined=(*health.examined, "its health check"))
+            )
         case "faulty":
-            finding = Finding("dcgm", "health check", Role.ROOT, f"its health check found a fault: {reason}", Cause.GPU_FATAL)
+            finding = Finding(
+                "dcgm",
+                "health check",
+                Role.ROOT,
+                f"its health check found a fault: {reason}",
+                Cause.GPU_FATAL,
+            )
             return _judged(replace(health, unread=unread, findings=(*health.findings, finding)))
         case _:
-            return _judged(replace(health, unread=(*unread, f"its health check says nothing: {reason}")))
+            return _judged(
+                replace(health, unread=(*unread, f"its health check says nothing: {reason}"))
+            )
 
 
 # --- reading the probe
@@ -249,7 +293,9 @@ def _shared(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> H
         boot_id=boot_id,
         busy=busy,
         reboots=reboots or (),
-        journal_unread=f"its journal of reboots: {unreadable(facts.get('reboots'))}" if reboots is None else "",
+        journal_unread=f"its journal of reboots: {unreadable(facts.get('reboots'))}"
+        if reboots is None
+        else "",
         held=text(held.get("id"), LONGEST_ID) if isinstance(held, Mapping) else "",
         clock=moment(facts.get("wall")),
         uptime=seconds(facts.get("stamp")),
@@ -263,7 +309,9 @@ def _jobs(rows: object) -> Iterator[str]:
     for row in rows:
         name = text(row.get("job"), 80) if isinstance(row, Mapping) else ""
         generation = count(row.get("generation")) if isinstance(row, Mapping) else None
-        yield f"job {name or 'without a name'}" + (f" generation {generation}" if generation is not None else "")
+        yield f"job {name or 'without a name'}" + (
+            f" generation {generation}" if generation is not None else ""
+        )
 
 
 def _holder(held: object) -> Iterator[str]:
@@ -283,7 +331,14 @@ def _reboots(rows: object) -> tuple[Reboot, ...] | None:
             return None
         boot_id = row.get("boot_id")
         known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
-        reboots.append(Reboot(at, text(row.get("reason"), 120), text(row.get("id"), LONGEST_ID), boot_id if known else ""))
+        reboots.append(
+            Reboot(
+                at,
+                text(row.get("reason"), 120),
+                text(row.get("id"), LONGEST_ID),
+                boot_id if known else "",
+            )
+        )
     return tuple(sorted(reboots, key=lambda one: one.at)[-MAX_REBOOTS:])
 
 
@@ -293,7 +348,9 @@ def _reboots(rows: object) -> tuple[Reboot, ...] | None:
 def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> Health:
     findings = tuple(sorted(health.findings, key=_gravity))[:MAX_FINDINGS]
     sick = [finding for finding in findings if _is_sick(finding)]
-    gpus = dict.fromkeys(known for finding in sick if finding.gpu and (known := bus_id(finding.gpu, health.seen)))
+    gpus = dict.fromkeys(
+        known for finding in sick if finding.gpu and (known := bus_id(finding.gpu, health.seen))
+    )
     unread, examined = health.unread, health.examined
     if diag is not None:
         examined = (*examined, f"dcgmi diag -r {level}")
@@ -305,7 +362,10 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
         verdict, reason = Verdict.UNKNOWN, _clauses([*unread, *_symptoms(findings)])
     else:
         said = _symptoms(findings)
-        verdict, reason = Verdict.HEALTHY, f"{', '.join(examined)}: {f'nothing broken; {_clauses(said)}' if said else 'nothing found'}"
+        verdict, reason = (
+            Verdict.HEALTHY,
+            f"{', '.join(examined)}: {f'nothing broken; {_clauses(said)}' if said else 'nothing found'}",
+        )
     return replace(
         health,
         verdict=verdict,
@@ -328,7 +388,11 @@ def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[
 
 
 def _symptoms(findings: tuple[Finding, ...]) -> list[str]:
-    shown = [finding for finding in findings if finding.role in (Role.ROOT, Role.SYMPTOM) or finding.code == "kernel log unreadable"]
+    shown = [
+        finding
+        for finding in findings
+        if finding.role in (Role.ROOT, Role.SYMPTOM) or finding.code == "kernel log unreadable"
+    ]
     return [finding.reason for finding in shown if finding.source != "dcgm"]
 
 

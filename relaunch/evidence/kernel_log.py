@@ -52,15 +52,25 @@ EXCERPT = 120
 LONGEST = 1024
 """Characters of a line that are searched: the kernel itself prints no longer lines."""
 
-PREEMPTIVE_REMOVAL, DOUBLE_BIT, REMAPPED, CONTAINED, ACTION_CHANGED = 45, 48, (63, 64), (94, 95), 154
+PREEMPTIVE_REMOVAL, DOUBLE_BIT, REMAPPED, CONTAINED, ACTION_CHANGED = (
+    45,
+    48,
+    (63, 64),
+    (94, 95),
+    154,
+)
 SYMPATHY = frozenset((48, 140, 171, 172, *NVLINK_XIDS))
 """Xids that memory errors 94 and 95 may accompany ("in sympathy").
 
 Source: NVIDIA's table for 144 to 150 and its workflow for 48.
 """
 
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F]+(?::[0-9a-fA-F]+)+)(?:\.\d)?[^)]*\): (?P<code>\d+)(?:,|$)\s*(?P<rest>.*)")
-_REST = re.compile(r"(?:pid='?(?P<pid>[^,']*)'?,?\s*)?(?:name=(?P<name>[^,]*),?\s*)?(?P<text>.*)", re.DOTALL)
+_XID = re.compile(
+    r"NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F]+(?::[0-9a-fA-F]+)+)(?:\.\d)?[^)]*\): (?P<code>\d+)(?:,|$)\s*(?P<rest>.*)"
+)
+_REST = re.compile(
+    r"(?:pid='?(?P<pid>[^,']*)'?,?\s*)?(?:name=(?P<name>[^,]*),?\s*)?(?P<text>.*)", re.DOTALL
+)
 _AT = re.compile(r"(?:^(?:<\d+>)?|kernel: )\[\s*(\d+(?:\.\d+)?)\]")
 _ACTION = re.compile(r"changed from .* to (0x[0-9a-fA-F]+)")
 
@@ -80,7 +90,12 @@ class _Read:
         return self.row.code if self.row else 0
 
     def but(self, role: Role, cause: Cause | None, words: str) -> _Read:
-        return replace(self, finding=replace(self.finding, role=role, cause=cause, reason=f"{self.finding.reason}; {words}"))
+        return replace(
+            self,
+            finding=replace(
+                self.finding, role=role, cause=cause, reason=f"{self.finding.reason}; {words}"
+            ),
+        )
 
 
 def kernel_evidence(line: str) -> bool:
@@ -89,7 +104,11 @@ def kernel_evidence(line: str) -> bool:
 
 def read_kernel_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
     """Return one finding for each line that is evidence, in the order of the lines."""
-    read = [found for line in lines if kernel_evidence(line) and (found := _line(line[:LONGEST], catalog))]
+    read = [
+        found
+        for line in lines
+        if kernel_evidence(line) and (found := _line(line[:LONGEST], catalog))
+    ]
     of_gpu: dict[str, list[int]] = {}
     for index, each in enumerate(read):
         if each.row is not None and each.finding.gpu is not None:
@@ -112,7 +131,11 @@ def _line(line: str, catalog: Catalog) -> _Read | None:
             gpu, pid = named.get("gpu"), named.get("pid")
             about = f"{code} on {gpu}: {row.meaning}" if gpu else row.meaning
             reason = f"{about} ({line[found.start() :][:EXCERPT].strip()})"
-            return _Read(Finding("kernel", code, row.role, reason, row.cause, gpu, int(pid) if pid else None, at))
+            return _Read(
+                Finding(
+                    "kernel", code, row.role, reason, row.cause, gpu, int(pid) if pid else None, at
+                )
+            )
     return None
 
 
@@ -143,9 +166,17 @@ def _nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | Non
     rule = decode(row.code, text, catalog.nvlink)
     if isinstance(rule, str):
         # Only the line's own text is left: a nonfatal error is no reason for a reset.
-        return (Role.SYMPTOM, None, rule) if "nonfatal" in text.lower() else (row.role, row.cause, rule)
+        return (
+            (Role.SYMPTOM, None, rule)
+            if "nonfatal" in text.lower()
+            else (row.role, row.cause, rule)
+        )
     role, cause = reading(rule)
-    return role, cause, f"by NVIDIA's table {rule.severity}, {rule.resolution}, then {rule.investigatory}"
+    return (
+        role,
+        cause,
+        f"by NVIDIA's table {rule.severity}, {rule.resolution}, then {rule.investigatory}",
+    )
 
 
 def _action(text: str, catalog: Catalog) -> tuple[RecoveryAction | None, Role, Cause | None, str]:
@@ -154,7 +185,12 @@ def _action(text: str, catalog: Catalog) -> tuple[RecoveryAction | None, Role, C
         return None, Role.SYMPTOM, None, "what the driver asks for cannot be read"
     action = catalog.recovery_actions.get(int(found[1], 16))
     if action is None:
-        return None, Role.SYMPTOM, None, f"the driver asks for {found[1]}, which our catalog does not know"
+        return (
+            None,
+            Role.SYMPTOM,
+            None,
+            f"the driver asks for {found[1]}, which our catalog does not know",
+        )
     return action, action.role, action.cause, action.meaning
 
 
@@ -163,7 +199,14 @@ def _together(read: Sequence[_Read]) -> list[_Read]:
 
     Takes linear time: a faulty GPU may print thousands.
     """
-    beside = next((each for each in read if each.code != PREEMPTIVE_REMOVAL and each.finding.role is not Role.INFORMATION), None)
+    beside = next(
+        (
+            each
+            for each in read
+            if each.code != PREEMPTIVE_REMOVAL and each.finding.role is not Role.INFORMATION
+        ),
+        None,
+    )
     sympathy: list[_Read | None] = []
     first = None
     for each in read:
@@ -180,7 +223,9 @@ def _together(read: Sequence[_Read]) -> list[_Read]:
     return _by_the_driver(weighed, verdicts) if verdicts else weighed
 
 
-def _beside(each: _Read, other: _Read | None, sympathy: _Read | None, remapped: _Read | None) -> _Read:
+def _beside(
+    each: _Read, other: _Read | None, sympathy: _Read | None, remapped: _Read | None
+) -> _Read:
     """Return one Xid, weighed against other Xids of its GPU.
 
     Args:
@@ -193,11 +238,17 @@ def _beside(each: _Read, other: _Read | None, sympathy: _Read | None, remapped: 
     if each.code == PREEMPTIVE_REMOVAL and other:
         return each.but(Role.CASCADE, None, f"it goes with {other.finding.code}")
     if each.code == DOUBLE_BIT and remapped:
-        return each.but(role, Cause.GPU_RESET, f"followed by {remapped.finding.code}: drain and reset")
+        return each.but(
+            role, Cause.GPU_RESET, f"followed by {remapped.finding.code}: drain and reset"
+        )
     if each.code == DOUBLE_BIT:
         return each.but(role, cause, "not followed by Xid 63 or 64: a field diagnostic is due")
     if each.code in CONTAINED and sympathy:
-        return each.but(role, cause, f"in sympathy with {sympathy.finding.code}, which is the one to investigate")
+        return each.but(
+            role,
+            cause,
+            f"in sympathy with {sympathy.finding.code}, which is the one to investigate",
+        )
     return each
 
 
@@ -218,5 +269,7 @@ def _by_the_driver(read: list[_Read], verdicts: list[int]) -> list[_Read]:
         # A graver Xid that came later was not known to the driver when it printed the 154.
         graver = index > last and each.finding.cause is Cause.GPU_FATAL
         if index != last and each.finding.role is Role.ROOT and not graver:
-            result[index] = each.but(Role.ROOT, action.cause, f"Xid {ACTION_CHANGED}: {action.meaning}")
+            result[index] = each.but(
+                Role.ROOT, action.cause, f"Xid {ACTION_CHANGED}: {action.meaning}"
+            )
     return result

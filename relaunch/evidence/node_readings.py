@@ -38,13 +38,22 @@ def ecs(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]
     if facts.get("ecs_health") != "IMPAIRED":
         return [], []
     # ECS does not say why: containers that cannot be started for a while, or accelerators.
-    return [Finding("ecs", "container instance impaired", Role.SYMPTOM, "ECS calls its container instance IMPAIRED")], []
+    return [
+        Finding(
+            "ecs",
+            "container instance impaired",
+            Role.SYMPTOM,
+            "ECS calls its container instance IMPAIRED",
+        )
+    ], []
 
 
 def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
     rows = facts.get("disks")
     if not isinstance(rows, list) or not rows:
-        return [], [f"disks: {unreadable(rows)}" if not isinstance(rows, list) else "disks: none is listed"]
+        return [], [
+            f"disks: {unreadable(rows)}" if not isinstance(rows, list) else "disks: none is listed"
+        ]
     findings, unread = [], []
     for position, row in enumerate(rows[:MAX_DISKS]):
         of_state = position == 0  # the disk of the agent's state comes first
@@ -52,17 +61,28 @@ def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str
         path = (text(row.get("path"), 80) if row else "") or f"disk {position}"
         free, writable = (count(row.get("free")), row.get("writable")) if row else (None, None)
         inodes = row.get("inodes_free", "") if row else ""
-        if row is None or free is None or not isinstance(writable, bool) or (inodes is not None and count(inodes) is None):
+        if (
+            row is None
+            or free is None
+            or not isinstance(writable, bool)
+            or (inodes is not None and count(inodes) is None)
+        ):
             unread.append(f"disk {path} cannot be read")
         role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
         if row is not None and writable is False:
             words = f"{path} cannot be written to: {text(row.get('reason')) or 'no reason given'}"
             # On a healthy node, too, an ordinary user may not write to `/`.
-            findings.append(Finding("node", "disk", role if of_state else Role.INFORMATION, words, cause))
+            findings.append(
+                Finding("node", "disk", role if of_state else Role.INFORMATION, words, cause)
+            )
         elif free is not None and free < MIN_FREE:
-            findings.append(Finding("node", "disk", role, f"{path} is full: {free} bytes free", cause))
+            findings.append(
+                Finding("node", "disk", role, f"{path} is full: {free} bytes free", cause)
+            )
         elif inodes == 0 and not isinstance(inodes, bool):
-            findings.append(Finding("node", "disk", role, f"{path} is full: no inode is free", cause))
+            findings.append(
+                Finding("node", "disk", role, f"{path} is full: no inode is free", cause)
+            )
     return findings, unread
 
 
@@ -82,10 +102,17 @@ def kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], l
     log = facts.get("kernel")
     lines = log.get("lines") if isinstance(log, Mapping) else None
     kept = lines[-MAX_LINES:] if isinstance(lines, list) else []
-    findings = [_kept(found) for found in read_kernel_log([_encodable(line) for line in kept if isinstance(line, str)], catalog)]
+    findings = [
+        _kept(found)
+        for found in read_kernel_log(
+            [_encodable(line) for line in kept if isinstance(line, str)], catalog
+        )
+    ]
     if fields(log) is None or not isinstance(lines, list):
         # On many hosts only root may read it, and those nodes must be repairable, too.
-        words = f"its kernel log cannot be read: {unreadable(log if fields(log) is None else lines)}"
+        words = (
+            f"its kernel log cannot be read: {unreadable(log if fields(log) is None else lines)}"
+        )
         findings.append(Finding("node", "kernel log unreadable", Role.INFORMATION, words))
     return findings, []
 
@@ -96,12 +123,18 @@ def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:
     The bound is half of the round trip, as in RFC 5905, section 8. None: not known.
     """
     exchange = facts.get("exchange")
-    sent, received = (seconds(exchange.get(name)) for name in ("sent", "received")) if isinstance(exchange, Mapping) else (None, None)
+    sent, received = (
+        (seconds(exchange.get(name)) for name in ("sent", "received"))
+        if isinstance(exchange, Mapping)
+        else (None, None)
+    )
     arrived, answered = seconds(facts.get("wall")), seconds(facts.get("answered"))
     answered = arrived if answered is None else answered
     if sent is None or received is None or arrived is None or answered is None:
         return None
-    return ((arrived - sent) + (answered - received)) / 2, max(0.0, (received - sent) - (answered - arrived)) / 2
+    return ((arrived - sent) + (answered - received)) / 2, max(
+        0.0, (received - sent) - (answered - arrived)
+    ) / 2
 
 
 def clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
@@ -111,13 +144,19 @@ def clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str
     offset, within = known
     if abs(offset) - within <= CLOCK_SHOWN:
         return [], []
-    words = f"its clock is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'} (±{within:.1f} s)"
+    words = (
+        f"its clock is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'} (±{within:.1f} s)"
+    )
     role = Role.SYMPTOM if abs(offset) - within > CLOCK_NAMED else Role.INFORMATION
     return [Finding("node", "clock", role, words)], []
 
 
 def seconds(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST else None
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST
+        else None
+    )
 
 
 def _encodable(line: str) -> str:
@@ -127,4 +166,10 @@ def _encodable(line: str) -> str:
 def _kept(found: Finding) -> Finding:
     """Return a finding with bounded values: a line may have a thousand digits for a number."""
     at = found.at if found.at is not None and found.at < MOST else None
-    return replace(found, reason=text(found.reason), gpu=found.gpu and found.gpu[:40], pid=count(found.pid), at=at)
+    return replace(
+        found,
+        reason=text(found.reason),
+        gpu=found.gpu and found.gpu[:40],
+        pid=count(found.pid),
+        at=at,
+    )

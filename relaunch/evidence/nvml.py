@@ -20,10 +20,21 @@ NOT_SUPPORTED = "NOT_SUPPORTED"
 
 # nvml.h, nvmlClocksEventReason*. A slowdown by hardware may be a fault of cooling or power; one
 # that software asked for is a setting.
-_BY_HARDWARE = {0x8: "hardware slowdown", 0x40: "hardware thermal slowdown", 0x80: "hardware power brake"}
-_BY_SOFTWARE = {0x2: "application clocks", 0x4: "software power cap", 0x10: "sync boost", 0x20: "software thermal slowdown"}
+_BY_HARDWARE = {
+    0x8: "hardware slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+_BY_SOFTWARE = {
+    0x2: "application clocks",
+    0x4: "software power cap",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+}
 
-_ADDRESS = re.compile(r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})(?:\.[0-7])?", re.ASCII)
+_ADDRESS = re.compile(
+    r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})(?:\.[0-7])?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,10 @@ def bus_id(name: str, seen: tuple[str, ...]) -> str | None:
     address = _address(name)
     if address is None:
         return None
-    return next((known for known in seen if _address(known) == address), f"{address[0]:08X}:{address[1]:02X}:{address[2]:02X}.0")
+    return next(
+        (known for known in seen if _address(known) == address),
+        f"{address[0]:08X}:{address[1]:02X}:{address[2]:02X}.0",
+    )
 
 
 def short(name: str) -> str:
@@ -70,7 +84,9 @@ def read_gpus(answer: object, expected: int, catalog: Catalog) -> GpuReading:
     reading = fields(answer)
     rows = reading.get("gpus") if reading is not None else None
     if not isinstance(rows, list) or len(rows) > MOST_GPUS:
-        return GpuReading(unread=(f"GPUs by NVML: {unreadable(answer if reading is None else rows)}",))
+        return GpuReading(
+            unread=(f"GPUs by NVML: {unreadable(answer if reading is None else rows)}",)
+        )
     gpus = [_Gpu(row, position, catalog) for position, row in enumerate(rows)]
     findings = [finding for gpu in gpus for finding in gpu.findings]
     if len(gpus) < expected:
@@ -103,7 +119,12 @@ class _Gpu:
         self.bus = named if isinstance(named, str) and _address(named) else ""
         self.name = f"GPU {short(self.bus)}" if self.bus else f"GPU {self.index}"
         if "lost" in row:
-            self._find("GPU lost", Role.ROOT, f"is lost: {text(row['lost']) or 'no reason given'}", Cause.GPU_FATAL)
+            self._find(
+                "GPU lost",
+                Role.ROOT,
+                f"is lost: {text(row['lost']) or 'no reason given'}",
+                Cause.GPU_FATAL,
+            )
             return
         self.works = True
         if not self.bus:
@@ -114,11 +135,15 @@ class _Gpu:
         self._clocks(row.get("throttle"))
         links = row.get("nvlink_inactive")
         if isinstance(links, list) and links:
-            self._find("NVLink inactive", Role.SYMPTOM, f"{len(links)} of its NVLinks are not active")
+            self._find(
+                "NVLink inactive", Role.SYMPTOM, f"{len(links)} of its NVLinks are not active"
+            )
         self._users(row.get("processes"))
 
     def _find(self, code: str, role: Role, words: str, cause: Cause | None = None) -> None:
-        self.findings.append(Finding("nvml", code, role, f"{self.name}: {words}", cause, self.bus or str(self.index)))
+        self.findings.append(
+            Finding("nvml", code, role, f"{self.name}: {words}", cause, self.bus or str(self.index))
+        )
 
     def _miss(self, what: str, value: object) -> None:
         self.unread.append(f"{self.name}: {what}: {unreadable(value)}")
@@ -129,13 +154,23 @@ class _Gpu:
             if not _unsupported(value):
                 self._miss("ECC errors", value)
             return
-        now, ever = count(counts.get("volatile_uncorrected")), count(counts.get("aggregate_uncorrected"))
+        now, ever = (
+            count(counts.get("volatile_uncorrected")),
+            count(counts.get("aggregate_uncorrected")),
+        )
         if now is None or ever is None:
-            self._miss("ECC errors", counts.get("volatile_uncorrected" if now is None else "aggregate_uncorrected"))
+            self._miss(
+                "ECC errors",
+                counts.get("volatile_uncorrected" if now is None else "aggregate_uncorrected"),
+            )
         if now:
             since = f", {ever} in its life" if ever is not None else ""
             # Contained errors only end a program; row remapping tells if the memory is worn out.
-            self._find("ECC uncorrected", Role.SYMPTOM, f"{now} uncorrected ECC errors since the driver was loaded{since}")
+            self._find(
+                "ECC uncorrected",
+                Role.SYMPTOM,
+                f"{now} uncorrected ECC errors since the driver was loaded{since}",
+            )
 
     def _memory_repairs(self, row: Mapping[str, Any]) -> None:
         """Read the memory repairs, of which one must be readable.
@@ -147,7 +182,11 @@ class _Gpu:
         if rows is not None:
             for key, cause, words in (
                 ("failed", Cause.GPU_FATAL, "remapping a row of its memory has failed"),
-                ("pending", Cause.GPU_RESET, "a row of its memory waits for a reset to be remapped"),
+                (
+                    "pending",
+                    Cause.GPU_RESET,
+                    "a row of its memory waits for a reset to be remapped",
+                ),
             ):
                 value = rows.get(key)
                 if value is True:
@@ -155,9 +194,22 @@ class _Gpu:
                 elif value is not False:
                     self._miss(f"row remap {key}", value)
         if retired is True:
-            self._find("page retirement pending", Role.ROOT, "a page of its memory waits for a reset to be retired", Cause.GPU_RESET)
-        if rows is None and not isinstance(retired, bool) and not (_unsupported(remapped) and _unsupported(retired)):
-            what, value = ("retired pages", retired) if _unsupported(remapped) else ("remapped rows", remapped)
+            self._find(
+                "page retirement pending",
+                Role.ROOT,
+                "a page of its memory waits for a reset to be retired",
+                Cause.GPU_RESET,
+            )
+        if (
+            rows is None
+            and not isinstance(retired, bool)
+            and not (_unsupported(remapped) and _unsupported(retired))
+        ):
+            what, value = (
+                ("retired pages", retired)
+                if _unsupported(remapped)
+                else ("remapped rows", remapped)
+            )
             self._miss(what, value)
 
     def _recovery_action(self, value: Any, catalog: Catalog) -> None:
@@ -168,19 +220,34 @@ class _Gpu:
             return
         action = catalog.recovery_actions.get(number)
         if action is None:
-            self._find(f"recovery action {number}", Role.SYMPTOM, f"the driver asks for recovery action {number}, which is unknown here")
-            self.unread.append(f"{self.name}: the driver asks for recovery action {number}, which is unknown here")
+            self._find(
+                f"recovery action {number}",
+                Role.SYMPTOM,
+                f"the driver asks for recovery action {number}, which is unknown here",
+            )
+            self.unread.append(
+                f"{self.name}: the driver asks for recovery action {number}, which is unknown here"
+            )
         elif number:
-            self._find(f"recovery action {number}", action.role, f"{action.meaning} (recovery action {number})", action.cause)
+            self._find(
+                f"recovery action {number}",
+                action.role,
+                f"{action.meaning} (recovery action {number})",
+                action.cause,
+            )
 
     def _clocks(self, value: Any) -> None:
         bits = count(value) or 0
         hard = [name for bit, name in _BY_HARDWARE.items() if bits & bit]
         soft = [name for bit, name in _BY_SOFTWARE.items() if bits & bit]
         if hard:
-            self._find("throttle", Role.SYMPTOM, f"its clocks are held down by {' and '.join(hard)}")
+            self._find(
+                "throttle", Role.SYMPTOM, f"its clocks are held down by {' and '.join(hard)}"
+            )
         elif soft:
-            self._find("throttle", Role.INFORMATION, f"its clocks are held down by {' and '.join(soft)}")
+            self._find(
+                "throttle", Role.INFORMATION, f"its clocks are held down by {' and '.join(soft)}"
+            )
 
     def _users(self, value: Any) -> None:
         for process in value if isinstance(value, list) else ():

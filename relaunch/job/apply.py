@@ -47,7 +47,15 @@ from relaunch.job.events import (
     SubmissionRaised,
 )
 from relaunch.job.fencing import may_leave_lost_behind
-from relaunch.job.incidents import add_unhealthy_nodes, close_incident, open_incident, pass_step, progressed, record_decision, withdraw_loss
+from relaunch.job.incidents import (
+    add_unhealthy_nodes,
+    close_incident,
+    open_incident,
+    pass_step,
+    progressed,
+    record_decision,
+    withdraw_loss,
+)
 from relaunch.job.launches import (
     add_found,
     complete_launch,
@@ -117,7 +125,11 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case RanksFound():
             return add_found(job, event.nodes, event.launched)
         case Launched():
-            incident = replace(job.incident, stopped=event.stopped_at, launched=event.started_at) if job.incident else None
+            incident = (
+                replace(job.incident, stopped=event.stopped_at, launched=event.started_at)
+                if job.incident
+                else None
+            )
             job = complete_launch(job, event.generation)
             return replace(job, lost=(), launched_at=event.started_at, incident=incident)
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
@@ -130,7 +142,9 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case RepairEnded() if event.outcome != "done" and answers(job, event):
             return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.reason}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
-            return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
+            return _repair_failed(
+                job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}"
+            )
         case RepairAsks() if job.phase is Phase.REPAIRING and job.recovering is not None:
             return _absorb_question(job, job.recovering, event)
         case LaunchFailed():
@@ -152,9 +166,16 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case StepReached():
             return pass_step(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
-            return progressed(close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
+            return progressed(
+                close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now
+            )
         case RanksSucceeded():
-            return replace(close_incident(job, now, "all ranks exited with 0"), maybe_alive=(), launched=(), lost=())
+            return replace(
+                close_incident(job, now, "all ranks exited with 0"),
+                maybe_alive=(),
+                launched=(),
+                lost=(),
+            )
         case RanksStopped():
             incident = replace(job.incident, stopped=event.at) if job.incident else None
             return replace(prove_stopped(job, event.nodes), incident=incident)
@@ -162,25 +183,46 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _asked_to_leave(job, event)
         case DrainCancelled() if wanted(job, event.node) is not None:
             job = replace(job, leaving=tuple(one for one in job.leaving if one.node != event.node))
-            return _notice(job, f"nobody wants {event.node} any more" + (f": {event.reason}" if event.reason else ""))
-        case Answered() if event.node and not may_answer_leave(job, event.decision, event.node, now):
+            return _notice(
+                job,
+                f"nobody wants {event.node} any more"
+                + (f": {event.reason}" if event.reason else ""),
+            )
+        case Answered() if event.node and not may_answer_leave(
+            job, event.decision, event.node, now
+        ):
             return _answered_leave(job, event, now)
         case NodeDeclaredDead():
             job = forget_node(job, event.node)
-            return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.reason}" if event.reason else ""))
+            return _notice(
+                job,
+                f"{event.by or 'a person'} declared {event.node} dead"
+                + (f": {event.reason}" if event.reason else ""),
+            )
         case PolicyChanged():
             who = event.by or "a person"
             keys = changed_keys(job.policy, event.policy)
-            changes = (*job.policy_changes, PolicyChange(now, who, event.reason, keys))[-KEPT_NOTICES:]
+            changes = (*job.policy_changes, PolicyChange(now, who, event.reason, keys))[
+                -KEPT_NOTICES:
+            ]
             job = replace(job, policy=event.policy, policy_changes=changes)
             what = ", ".join(keys) or "nothing"
-            return _notice(job, f"{who} changed the policy ({what})" + (f": {event.reason}" if event.reason else ""))
+            return _notice(
+                job,
+                f"{who} changed the policy ({what})"
+                + (f": {event.reason}" if event.reason else ""),
+            )
         case IncidentsArchived():
-            return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
+            return replace(
+                job,
+                incidents=job.incidents[event.count :],
+                incidents_archived=job.incidents_archived + event.count,
+            )
         case SubmissionRaised() if not job.slots:
             raised = max(job.submission, event.submission)
             return _notice(
-                replace(job, submission=raised), "the server's clock was set back: this submission is numbered after the last one"
+                replace(job, submission=raised),
+                "the server's clock was set back: this submission is numbered after the last one",
             )
         case MessageRejected():
             return _notice(job, f"{event.name} {event.what}: {event.reason}")
@@ -201,11 +243,17 @@ def _absorb_late(job: JobState, event: Event) -> JobState:
             return job
 
 
-def _absorb_examination(job: JobState, recovering: Recovering, event: NodesExamined, now: datetime) -> JobState:
+def _absorb_examination(
+    job: JobState, recovering: Recovering, event: NodesExamined, now: datetime
+) -> JobState:
     unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
-    reason = "; ".join(f"{one.node} examined: {one.verdict}, {one.reason}" for one in unhealthy[:NAMED_VERDICTS])
+    reason = "; ".join(
+        f"{one.node} examined: {one.verdict}, {one.reason}" for one in unhealthy[:NAMED_VERDICTS]
+    )
     job = replace(job, recovering=replace(recovering, examined=event.examined))
-    return add_unhealthy_nodes(job, recovering.fault, tuple(one.node for one in unhealthy), reason, now)
+    return add_unhealthy_nodes(
+        job, recovering.fault, tuple(one.node for one in unhealthy), reason, now
+    )
 
 
 def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
@@ -232,20 +280,30 @@ def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -
     if event.question:
         questions = (*questions, RepairQuestion(event.node, event.question, event.until))
     asks = Next(questions[-1].question, questions[-1].until) if questions else repair
-    return replace(job, next=asks, recovering=replace(recovering, questions=questions, repair=repair))
+    return replace(
+        job, next=asks, recovering=replace(recovering, questions=questions, repair=repair)
+    )
 
 
 def _asked_to_leave(job: JobState, event: DrainRequested) -> JobState:
     known = wanted(job, event.node)
     # A repeated request by the same requester for the same reason keeps its denial: a fleet
     # workflow that was started again repeats its requests.
-    denied = known.denied if known is not None and (known.by, known.reason) == (event.by, event.reason) else ""
+    denied = (
+        known.denied
+        if known is not None and (known.by, known.reason) == (event.by, event.reason)
+        else ""
+    )
     asked = Leaving(event.node, event.reason, event.by, event.until, denied)
     if known == asked:
         return job
     job = replace(job, leaving=(*(one for one in job.leaving if one is not known), asked))
     until = event.until.isoformat(timespec="minutes")
-    return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.reason}" if event.reason else ""))
+    return _notice(
+        job,
+        f"{event.by or 'a person'} wants {event.node} by {until}"
+        + (f": {event.reason}" if event.reason else ""),
+    )
 
 
 def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
@@ -253,7 +311,10 @@ def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
     assert one is not None, "else it is no answer"
     who, reason = event.by or "a person", f": {event.reason}" if event.reason else ""
     if event.decision == "deny":
-        after, said = replace(one, denied=f"{who} said no{reason}"), f"not left before {clock(one.until)}"
+        after, said = (
+            replace(one, denied=f"{who} said no{reason}"),
+            f"not left before {clock(one.until)}",
+        )
     else:
         after, said = replace(one, denied="", until=min(one.until, now)), "left now"
     job = replace(job, leaving=tuple(after if other is one else other for other in job.leaving))
@@ -263,8 +324,16 @@ def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
 def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
     used = {slot.node for slot in event.slots}
     if event.fewer and len(event.slots) < len(job.slots):
-        job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {job.generation} goes on with {event.fewer}")
-    return replace(job, slots=event.slots, fewer=event.fewer, leaving=tuple(one for one in job.leaving if one.node in used))
+        job = _notice(
+            job,
+            f"{now.isoformat(timespec='minutes')} generation {job.generation} goes on with {event.fewer}",
+        )
+    return replace(
+        job,
+        slots=event.slots,
+        fewer=event.fewer,
+        leaving=tuple(one for one in job.leaving if one.node in used),
+    )
 
 
 def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState:
@@ -279,17 +348,31 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
         case Relaunch():
             known = {avoided.node for avoided in job.avoided}
             by_rung = decision.take is not None
-            avoided = (*job.avoided, *(Avoided(node, decision.reason, now, by_rung) for node in decision.avoid if node not in known))
+            avoided = (
+                *job.avoided,
+                *(
+                    Avoided(node, decision.reason, now, by_rung)
+                    for node in decision.avoid
+                    if node not in known
+                ),
+            )
             if decision.renew_budgets:
                 job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
             if decision.take is not None:
                 job = _take(job, decision.take)
             furthest = job.furthest_step
             if job.progress is not None:
-                furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
-            if job.incident is None and job.launched_at is not None:  # a launch for a fault is recorded in its incident
+                furthest = max(
+                    job.progress.step, furthest if furthest is not None else job.progress.step
+                )
+            if (
+                job.incident is None and job.launched_at is not None
+            ):  # a launch for a fault is recorded in its incident
                 how = f", {decision.strategy}" if decision.strategy is not None else ""
-                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.reason}")
+                job = _notice(
+                    job,
+                    f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.reason}",
+                )
             return replace(
                 job,
                 generation=decision.generation,
@@ -319,13 +402,22 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
                 _take(job, decision.take),
                 phase=Phase.REPAIRING,
                 reason=decision.reason,
-                next=Next(f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}, then a new generation", decision.until),
+                next=Next(
+                    f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}, then a new generation",
+                    decision.until,
+                ),
                 recovering=_recovering(job, decision.fault),
                 deferred_fault=None,
             )
         case Wait():
             snoozed = decision.phase is Phase.WAITING_FOR_PERSON
-            return replace(job, phase=decision.phase, reason=decision.reason, next=Next(decision.next, decision.until), snoozed=snoozed)
+            return replace(
+                job,
+                phase=decision.phase,
+                reason=decision.reason,
+                next=Next(decision.next, decision.until),
+                snoozed=snoozed,
+            )
         case Ask():
             until = now + job.policy.timeouts.answer_within
             what = "a reminder" if job.lost else "the job fails"
@@ -333,7 +425,9 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
                 job,
                 phase=Phase.WAITING_FOR_PERSON,
                 reason=decision.reason,
-                next=Next(decision.question) if decision.waits else Next(f"{decision.question} Without an answer: {what}", until),
+                next=Next(decision.question)
+                if decision.waits
+                else Next(f"{decision.question} Without an answer: {what}", until),
                 asked=decision,
                 snoozed=False,
             )
@@ -351,7 +445,9 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
 
 
 def _take(job: JobState, take: Try) -> JobState:
-    return replace(job, tries=(*job.tries, take)[-KEPT_TRIES:], restarts_spent=job.restarts_spent + take.spent)
+    return replace(
+        job, tries=(*job.tries, take)[-KEPT_TRIES:], restarts_spent=job.restarts_spent + take.spent
+    )
 
 
 def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
@@ -359,7 +455,11 @@ def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
 
     What an ongoing recovery has learned is kept; its open questions are dropped.
     """
-    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault, questions=(), repair=None)
+    return (
+        Recovering(fault)
+        if job.recovering is None
+        else replace(job.recovering, fault=fault, questions=(), repair=None)
+    )
 
 
 def finish(job: JobState, now: datetime) -> JobState:
@@ -367,11 +467,22 @@ def finish(job: JobState, now: datetime) -> JobState:
     assert job.ending is not None
     ending = job.ending
     job = close_incident(job, now, f"the job ended: {ending.phase}")
-    return replace(job, phase=ending.phase, reason=ending.reason, next=Next("nothing: the job has ended"), ended_at=now)
+    return replace(
+        job,
+        phase=ending.phase,
+        reason=ending.reason,
+        next=Next("nothing: the job has ended"),
+        ended_at=now,
+    )
 
 
 def resubmit(
-    previous: JobState, submission: int, submitted_by: str, now: datetime, renew_budgets: bool, avoid: tuple[str, ...]
+    previous: JobState,
+    submission: int,
+    submitted_by: str,
+    now: datetime,
+    renew_budgets: bool,
+    avoid: tuple[str, ...],
 ) -> JobState:
     """Return the state of a new submission of a closed job.
 
@@ -394,7 +505,14 @@ def resubmit(
         lost=(),
         deferred_fault=None,
         recovering=None,
-        avoided=(*previous.avoided, *(Avoided(node, f"asked for by {submitted_by}", now) for node in avoid if node not in known)),
+        avoided=(
+            *previous.avoided,
+            *(
+                Avoided(node, f"asked for by {submitted_by}", now)
+                for node in avoid
+                if node not in known
+            ),
+        ),
         progress=None,
         launched_at=None,
         incident=None,
@@ -402,7 +520,11 @@ def resubmit(
         ending=None,
         ended_at=None,
     )
-    return replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=()) if renew_budgets else job
+    return (
+        replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
+        if renew_budgets
+        else job
+    )
 
 
 def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
@@ -411,7 +533,11 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
         reason = "it was silent when its gang failed"
-        silent = tuple(LostNode(node, now - age, reason, unheard_for=age) for node, age in fault.silent if node not in known)
+        silent = tuple(
+            LostNode(node, now - age, reason, unheard_for=age)
+            for node, age in fault.silent
+            if node not in known
+        )
         job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
@@ -424,7 +550,13 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
 
 
 def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
-    gone = LostNode(event.node, now - event.unheard_for, event.reason, unheard_for=event.unheard_for, is_elsewhere=event.is_elsewhere)
+    gone = LostNode(
+        event.node,
+        now - event.unheard_for,
+        event.reason,
+        unheard_for=event.unheard_for,
+        is_elsewhere=event.is_elsewhere,
+    )
     lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
     diagnosis = Diagnosis(Cause.NODE_LOST, explain_unreachable(event), nodes=(event.node,))
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
@@ -433,7 +565,10 @@ def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobSta
 def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
     """Update how long the lost nodes have been silent; the longer of the two ages counts."""
     ages = dict(fault.unheard)
-    lost = tuple(replace(one, unheard_for=max(one.unheard_for, ages.get(one.node, one.unheard_for))) for one in job.lost)
+    lost = tuple(
+        replace(one, unheard_for=max(one.unheard_for, ages.get(one.node, one.unheard_for)))
+        for one in job.lost
+    )
     return replace(job, lost=lost)
 
 
@@ -441,14 +576,24 @@ def _repair_failed(job: JobState, reason: str) -> JobState:
     """Record that a repair failed: its rung is skipped for this fault, and its try stays spent."""
     assert job.recovering is not None, "a repair is of something"
     fault = replace(job.recovering.fault, reason=f"{job.recovering.fault.reason}; {reason}")
-    return replace(job, recovering=replace(job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)))
+    return replace(
+        job,
+        recovering=replace(
+            job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)
+        ),
+    )
 
 
 def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> JobState:
     job = settle_failed_launch(job, event.generation, started=event.started)
     known, wait = set(job.lost_names), event.may_start_within
     silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
-    newly = tuple(LostNode(node, now + wait, event.reason, unheard_for=-wait, is_elsewhere=node in event.elsewhere) for node in silent)
+    newly = tuple(
+        LostNode(
+            node, now + wait, event.reason, unheard_for=-wait, is_elsewhere=node in event.elsewhere
+        )
+        for node in silent
+    )
     job = replace(job, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)
 

@@ -18,12 +18,27 @@ SUSPECTS_OF_ONE = 4
 """Maximum number of suspects of one fault: when a whole rack fails, the fleet sees that itself."""
 
 
-def claim(job: JobState, seq: int, *, keep: tuple[str, ...] = (), avoid: tuple[str, ...] = (), queue: bool = False) -> Claim:
+def claim(
+    job: JobState,
+    seq: int,
+    *,
+    keep: tuple[str, ...] = (),
+    avoid: tuple[str, ...] = (),
+    queue: bool = False,
+) -> Claim:
     """Return the claim of a job that wants its nodes and continues with `keep`.
 
     It also holds every node on which its ranks may still be alive.
     """
-    return _claim(job, seq, job.spec.fewest_nodes, keep, avoid, running=not queue and bool(job.slots), most=job.spec.node_count)
+    return _claim(
+        job,
+        seq,
+        job.spec.fewest_nodes,
+        keep,
+        avoid,
+        running=not queue and bool(job.slots),
+        most=job.spec.node_count,
+    )
 
 
 def as_it_is(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
@@ -86,7 +101,10 @@ def _claim(
         since=job.submitted_at,
         running=running,
         keep=keep,
-        holds=tuple(Place(node, shares[node].address, shares[node].gpus) if node in shares else Place(node) for node in held),
+        holds=tuple(
+            Place(node, shares[node].address, shares[node].gpus) if node in shares else Place(node)
+            for node in held
+        ),
         avoid=avoid,
         suspects=suspects(job),
         stays=tuple(node for node in keep if node in wanted),
@@ -103,7 +121,9 @@ def _launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
     living = tuple(replace(one, complete=False, stopped=()) for one in job.launched)
     if nodes <= 0:
         return living
-    planned = replace(plan_generation(job, job.generation, ()), size=nodes, fences=will_fence(job, nodes))
+    planned = replace(
+        plan_generation(job, job.generation, ()), size=nodes, fences=will_fence(job, nodes)
+    )
     return (*living, planned)
 
 
@@ -149,7 +169,11 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
     ]
     newest = found[-SUSPECTS_TOLD:]
     # Suspects that have to be examined are included no matter how many newer ones there are.
-    older = [one for one in found[:-SUSPECTS_TOLD] if one.isolate and one.node not in {each.node for each in newest}]
+    older = [
+        one
+        for one in found[:-SUSPECTS_TOLD]
+        if one.isolate and one.node not in {each.node for each in newest}
+    ]
     return (*{one.node: one for one in older}.values(), *newest)
 
 

@@ -53,7 +53,19 @@ from relaunch.job.events import (
 )
 from relaunch.job.fencing import fences, may_leave_lost_behind
 from relaunch.job.ladder import ANSWERS, climb
-from relaunch.job.state import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Try, Wait
+from relaunch.job.state import (
+    Ask,
+    Decision,
+    Diagnosis,
+    Ignore,
+    JobState,
+    Phase,
+    Recovering,
+    Relaunch,
+    Stop,
+    Try,
+    Wait,
+)
 from relaunch.spec.policy import Strategy
 
 CANCELLED_EXIT_CODE = 130
@@ -63,7 +75,9 @@ CANCELLED_EXIT_CODE = 130
 def decide(job: JobState, event: Event, now: datetime) -> Decision:
     """Return the next decision for a job that has already absorbed `event`."""
     if is_stale(job, event):
-        return Ignore(f"{event.kind} is about an earlier generation than {job.generation}, or an earlier wait")
+        return Ignore(
+            f"{event.kind} is about an earlier generation than {job.generation}, or an earlier wait"
+        )
     if job.phase.is_final:
         return Ignore(f"the job has ended: {job.phase}")
     if job.ending is not None:
@@ -77,11 +91,21 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             reason = f"{what}{who}" + (f": {event.reason}" if event.reason else "")
             if isinstance(event, Submitted):
                 return Relaunch(job.generation + 1, reason, keep_nodes=False)
-            return Relaunch(job.generation + 1, reason, avoid=event.avoid_nodes, without=job.lost_names, renew_budgets=event.renew_budgets)
+            return Relaunch(
+                job.generation + 1,
+                reason,
+                avoid=event.avoid_nodes,
+                without=job.lost_names,
+                renew_budgets=event.renew_budgets,
+            )
         case NodesAcquired() if job.phase is Phase.LAUNCHING:
             return Ignore("the launch goes on, for the reason it was decided for")
         case NodesAcquired():
-            return Wait(Phase.LAUNCHING, f"there are nodes: {_names(tuple(slot.node for slot in event.slots))}", next="ranks are started")
+            return Wait(
+                Phase.LAUNCHING,
+                f"there are nodes: {_names(tuple(slot.node for slot in event.slots))}",
+                next="ranks are started",
+            )
         case NodesMissing(hopeless=True):
             return Stop(Phase.FAILED, event.reason, exit_code=2)
         case NodesMissing():
@@ -116,22 +140,35 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             return _on_fault(job, event, now)
         case RanksSucceeded():
-            return Stop(Phase.SUCCEEDED, f"all ranks of generation {job.generation} exited with 0", exit_code=0)
+            return Stop(
+                Phase.SUCCEEDED,
+                f"all ranks of generation {job.generation} exited with 0",
+                exit_code=0,
+            )
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
         case RepairEnded(outcome="done") if answers(job, event):
-            return Relaunch(job.generation + 1, f"{event.strategy} of {_names(event.nodes)} is done: {event.reason}")
+            return Relaunch(
+                job.generation + 1,
+                f"{event.strategy} of {_names(event.nodes)} is done: {event.reason}",
+            )
         case RepairEnded() if answers(job, event) and job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
         case NodesExamined() | RepairEnded():
             return Ignore(f"{event.kind} answers a question that nobody asks any more")
         case NodeUnreachable():
             return _on_unreachable(job, event, now)
-        case NodeReturned() if job.deferred_fault is not None and (not job.lost or may_leave_lost_behind(job)):
+        case NodeReturned() if job.deferred_fault is not None and (
+            not job.lost or may_leave_lost_behind(job)
+        ):
             return climb(job, Recovering(job.deferred_fault), now, without=job.lost_names)
         case NodeReturned():
             if job.lost:
-                return Wait(Phase.NODE_LOST, f"{event.node} answers again, {_names(job.lost_names)} not yet", next=_lost_next(job))
+                return Wait(
+                    Phase.NODE_LOST,
+                    f"{event.node} answers again, {_names(job.lost_names)} not yet",
+                    next=_lost_next(job),
+                )
             return _running(job, f"{event.node} answers again and its ranks had gone on", now)
         case StepReached():
             return _running(job, f"training passed step {event.step - 1}", now)
@@ -139,7 +176,11 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return _on_deadline(job, now)
         case CancelRequested():
             who = f" by {event.by}" if event.by else ""
-            return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.reason}" if event.reason else ""), exit_code=CANCELLED_EXIT_CODE)
+            return Stop(
+                Phase.CANCELLED,
+                f"cancelled{who}" + (f": {event.reason}" if event.reason else ""),
+                exit_code=CANCELLED_EXIT_CODE,
+            )
         case Answered() if event.node:
             return _on_leave_answer(job, event, now)
         case Answered():
@@ -149,12 +190,16 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case DrainDue() if job.phase is Phase.RUNNING and (leaving := wanted(job, event.node)):
             return Relaunch(job.generation + 1, why(leaving), without=(leaving.node,))
         case CheckpointSaved() if leaves := at_checkpoint(job):
-            reason = "; ".join((*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved"))
+            reason = "; ".join(
+                (*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved")
+            )
             return Relaunch(job.generation + 1, reason, without=tuple(one.node for one in leaves))
         case CheckpointSaved():
             return Ignore("nobody waits for a checkpoint any more")
         case DrainRequested() | DrainCancelled() | DrainDue():
-            return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
+            return Ignore(
+                "a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted"
+            )
         case (
             ProgressSeen()
             | LaunchOrdered()
@@ -176,7 +221,10 @@ def is_stale(job: JobState, event: Event) -> bool:
     if isinstance(event, DeadlinePassed):
         # The deadline of a repair stays valid while the repair asks a question.
         repair = job.recovering.repair if job.recovering is not None else None
-        return event.due is not None and event.due not in (job.next.at, repair.at if repair is not None else job.next.at)
+        return event.due is not None and event.due not in (
+            job.next.at,
+            repair.at if repair is not None else job.next.at,
+        )
     generation = getattr(event, "generation", None)
     return generation is not None and generation != job.generation
 
@@ -188,9 +236,19 @@ def is_echo(job: JobState, event: Event) -> bool:
     """
     if isinstance(event, NodeReturned) and job.phase is Phase.WAITING_FOR_PERSON:
         return False  # it settles the question to the person: this was the last lost node
-    given_up = job.phase in (Phase.EXAMINING, Phase.REPAIRING) or (job.phase is Phase.WAITING_FOR_PERSON and not job.lost)
+    given_up = job.phase in (Phase.EXAMINING, Phase.REPAIRING) or (
+        job.phase is Phase.WAITING_FOR_PERSON and not job.lost
+    )
     said = (
-        FaultObserved | RanksHung | NodeUnreachable | NodeReturned | StepReached | RanksSucceeded | Launched | LaunchFailed | LaunchRefused
+        FaultObserved
+        | RanksHung
+        | NodeUnreachable
+        | NodeReturned
+        | StepReached
+        | RanksSucceeded
+        | Launched
+        | LaunchFailed
+        | LaunchRefused
     )
     return given_up and isinstance(event, said)
 
@@ -199,14 +257,20 @@ def answers(job: JobState, event: RepairEnded) -> bool:
     """Return whether an event ends the repair that the job waits for, not one that was given up."""
     if job.phase is not Phase.REPAIRING or job.recovering is None or not job.tries:
         return False
-    return event.strategy is job.tries[-1].strategy and set(event.nodes) == set(job.recovering.fault.nodes)
+    return event.strategy is job.tries[-1].strategy and set(event.nodes) == set(
+        job.recovering.fault.nodes
+    )
 
 
 def _while_ending(job: JobState, event: Event) -> Decision:
     assert job.ending is not None
     if isinstance(event, CancelRequested) and job.ending.phase is Phase.FAILED:
         who = f" by {event.by}" if event.by else ""
-        return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.reason}" if event.reason else ""), exit_code=CANCELLED_EXIT_CODE)
+        return Stop(
+            Phase.CANCELLED,
+            f"cancelled{who}" + (f": {event.reason}" if event.reason else ""),
+            exit_code=CANCELLED_EXIT_CODE,
+        )
     return Ignore(f"the job is ending: {job.ending.reason}")
 
 
@@ -214,7 +278,11 @@ def _runs(job: JobState) -> str:
     runs = f"generation {job.generation} runs on {_names(tuple(slot.node for slot in job.slots))}"
     if not job.fewer:
         return runs
-    grows = "it stays so, grow_after is off" if job.policy.grow_after == "off" else "it grows again when the fleet has more"
+    grows = (
+        "it stays so, grow_after is off"
+        if job.policy.grow_after == "off"
+        else "it grows again when the fleet has more"
+    )
     return f"{runs}; {job.fewer}; {grows}"
 
 
@@ -224,10 +292,20 @@ def _running(job: JobState, reason: str, now: datetime) -> Wait:
     if job.incident is None:
         at = more_at(replace(job, phase=Phase.RUNNING))
         when = f"from {at:%Y-%m-%d %H:%M:%S} UTC on" if at is not None and at > now else "now"
-        grows = "" if at is None else f"{when} it takes more nodes when the fleet has them, by a restart of all ranks; "
-        return Wait(Phase.RUNNING, reason, next=f"{grows}the job ends when all ranks have exited with 0")
+        grows = (
+            ""
+            if at is None
+            else f"{when} it takes more nodes when the fleet has them, by a restart of all ranks; "
+        )
+        return Wait(
+            Phase.RUNNING, reason, next=f"{grows}the job ends when all ranks have exited with 0"
+        )
     healthy_at = (job.launched_at or now) + job.policy.healthy_for
-    passed = "the first step is reported" if job.incident.reached is None else f"training has passed step {job.incident.reached}"
+    passed = (
+        "the first step is reported"
+        if job.incident.reached is None
+        else f"training has passed step {job.incident.reached}"
+    )
     return Wait(
         Phase.RUNNING,
         reason,
@@ -240,7 +318,9 @@ def _lost_next(job: JobState) -> str:
     if not fences(job):
         return "when it answers it simply goes on; after the deadline a person is asked"
     if not may_leave_lost_behind(job):
-        return "no node answers, so nothing can be proven stopped: training goes on when one answers"
+        return (
+            "no node answers, so nothing can be proven stopped: training goes on when one answers"
+        )
     return (
         "when it answers it simply goes on; when the other ranks stop advancing, "
         "ranks are launched without it, once it must have stopped its own"
@@ -270,7 +350,9 @@ def _on_more(job: JobState, event: NodesGranted, now: datetime) -> Decision:
     if more and has <= set(event.nodes) and at is not None and now >= at:
         return Relaunch(job.generation + 1, _offered(job, more), strategy=Strategy.GROW)
     if job.phase is Phase.RUNNING:
-        return _running(job, f"{_runs(job)}; it was offered more and has not grown: {_not_grown(more)}", now)
+        return _running(
+            job, f"{_runs(job)}; it was offered more and has not grown: {_not_grown(more)}", now
+        )
     return Ignore("it is not the time to grow any more")
 
 
@@ -279,7 +361,9 @@ def _not_grown(more: tuple[str, ...]) -> str:
 
 
 def _offered(job: JobState, more: tuple[str, ...]) -> str:
-    return f"the fleet offers {_names(more)}: {len(job.slots)} -> {len(job.slots) + len(more)} nodes"
+    return (
+        f"the fleet offers {_names(more)}: {len(job.slots)} -> {len(job.slots) + len(more)} nodes"
+    )
 
 
 def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
@@ -328,7 +412,11 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON:
-            return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.reason}", exit_code=1)
+            return Stop(
+                Phase.FAILED,
+                f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.reason}",
+                exit_code=1,
+            )
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
 
@@ -338,7 +426,9 @@ def why_not_dead(job: JobState, node: str) -> str:
 
     Empty: it is accepted, or changes nothing.
     """
-    is_watched = job.phase in (Phase.RUNNING, Phase.NODE_LOST) and node in {slot.node for slot in job.slots}
+    is_watched = job.phase in (Phase.RUNNING, Phase.NODE_LOST) and node in {
+        slot.node for slot in job.slots
+    }
     if not is_watched or node in job.lost_names:
         return ""
     silent = duration(job.policy.timeouts.lost_after)
@@ -367,7 +457,11 @@ ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase
 
 
 def _asked(job: JobState) -> str:
-    return job.asked.reason if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON else job.reason
+    return (
+        job.asked.reason
+        if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON
+        else job.reason
+    )
 
 
 def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
@@ -376,9 +470,15 @@ def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     leaving = wanted(job, event.node)
     assert leaving is not None, "else it is no answer"
     if event.decision == "approve" and job.phase is Phase.RUNNING:
-        reason = f"{why(leaving)}; {event.by or 'a person'} said: now" + (f" ({event.reason})" if event.reason else "")
+        reason = f"{why(leaving)}; {event.by or 'a person'} said: now" + (
+            f" ({event.reason})" if event.reason else ""
+        )
         return Relaunch(job.generation + 1, reason, without=(leaving.node,))
-    return Ignore("that node is left as soon as the job runs" if event.decision == "approve" else "it goes on there until it has to leave")
+    return Ignore(
+        "that node is left as soon as the job runs"
+        if event.decision == "approve"
+        else "it goes on there until it has to leave"
+    )
 
 
 def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
@@ -388,11 +488,20 @@ def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     reason = f": {event.reason}" if event.reason else ""
     match event.decision:
         case "approve":
-            return Relaunch(job.generation + 1, f"{who} approved a new launch{reason}", without=job.lost_names)
+            return Relaunch(
+                job.generation + 1, f"{who} approved a new launch{reason}", without=job.lost_names
+            )
         case "deny":
-            return Stop(Phase.FAILED, f"{who} denied a new launch{reason}; {job.reason}", exit_code=1)
+            return Stop(
+                Phase.FAILED, f"{who} denied a new launch{reason}; {job.reason}", exit_code=1
+            )
         case "snooze":
-            return Wait(Phase.WAITING_FOR_PERSON, f"{who} snoozed it{reason}; {_asked(job)}", next="it is asked again", until=event.until)
+            return Wait(
+                Phase.WAITING_FOR_PERSON,
+                f"{who} snoozed it{reason}; {_asked(job)}",
+                next="it is asked again",
+                until=event.until,
+            )
         case "take-over":
             return Ask(
                 f"{who} has taken it over{reason}; before that: {_asked(job)}",
@@ -408,7 +517,9 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
         return Ignore(f"{event.node} is none of this job's nodes")
     who = event.by or "a person"
     diagnosis = Diagnosis(
-        Cause.NODE_LOST, f"{who} declared {event.node} dead" + (f": {event.reason}" if event.reason else ""), nodes=(event.node,)
+        Cause.NODE_LOST,
+        f"{who} declared {event.node} dead" + (f": {event.reason}" if event.reason else ""),
+        nodes=(event.node,),
     )
     return climb(job, Recovering(diagnosis), now, without=(event.node,))
 
@@ -427,7 +538,9 @@ def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision
         return Stop(Phase.FAILED, "a later submission of this job has used its nodes", exit_code=1)
     if has_gone_above(job):
         return None  # no reset explains that: it is the node's fault
-    take = Try(now, Cause.PLATFORM, Strategy.RESTART_IN_PLACE, CLAIMED, spent=False, nodes=(claim.node,))
+    take = Try(
+        now, Cause.PLATFORM, Strategy.RESTART_IN_PLACE, CLAIMED, spent=False, nodes=(claim.node,)
+    )
     reason = f"{claim.node} has seen generation {generation}, so this goes on above it"
     return Relaunch(generation + 1, reason, take=take)
 
@@ -435,11 +548,20 @@ def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision
 def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
     diagnosis = diagnose(job, fault)
     if diagnosis.do_not_restart:
-        return Stop(Phase.FAILED, f"{diagnosis.reason}; it is not restarted", exit_code=diagnosis.exit_code or 1)
+        return Stop(
+            Phase.FAILED,
+            f"{diagnosis.reason}; it is not restarted",
+            exit_code=diagnosis.exit_code or 1,
+        )
     if job.lost and not may_leave_lost_behind(job):
         # Ranks on the lost nodes may still be running: a second copy elsewhere would be worse than
         # waiting.
-        return Wait(Phase.NODE_LOST, diagnosis.reason, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
+        return Wait(
+            Phase.NODE_LOST,
+            diagnosis.reason,
+            next=_lost_next(job),
+            until=now + job.policy.timeouts.ask_after,
+        )
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
     return climb(job, Recovering(diagnosis), now, without=without)
 

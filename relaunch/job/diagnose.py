@@ -91,20 +91,36 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case LaunchRefused():
             return _of_claim(job, fault) or _of_refusal(fault)
         case RanksHung() | FaultObserved() if job.lost:
-            silent = ", ".join(job.lost_names[:4]) + (f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else "")
-            then = fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
-            return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].reason}); then {then}", nodes=job.lost_names)
+            silent = ", ".join(job.lost_names[:4]) + (
+                f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else ""
+            )
+            then = (
+                fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
+            )
+            return Diagnosis(
+                Cause.NODE_LOST,
+                f"{silent}: no answer ({job.lost[0].reason}); then {then}",
+                nodes=job.lost_names,
+            )
         case RanksHung() if fault.silent and fences(job):
             # A gang that hangs while one of its nodes is silent is waiting for that node.
             nodes = tuple(node for node, _ in fault.silent)
-            return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer, and {fault.reason}", nodes=nodes)
+            return Diagnosis(
+                Cause.NODE_LOST,
+                f"{', '.join(nodes[:4])}: no answer, and {fault.reason}",
+                nodes=nodes,
+            )
         case RanksHung():
             return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks)
         case FaultObserved():
             diagnosis = _of_observations(fault.observations, fault.more, known)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
-                return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.reason}", nodes=nodes)
+                return Diagnosis(
+                    Cause.NODE_LOST,
+                    f"{', '.join(nodes[:4])}: no answer; {diagnosis.reason}",
+                    nodes=nodes,
+                )
             return diagnosis
         case _:
             assert_never(fault)
@@ -116,7 +132,9 @@ def is_root(observation: Observation, known: Catalog | None = None) -> bool:
         case RankExited():
             if not observation.failed or observation.stopped:
                 return False
-            return bool(observation.kernel) or not _is_echo(observation, _Readers(known or catalog()))
+            return bool(observation.kernel) or not _is_echo(
+                observation, _Readers(known or catalog())
+            )
         case RanksFenced():
             return observation.why != "superseded"
         case RanksVanished():
@@ -152,7 +170,11 @@ class _Readers:
     def hardware(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
         """Return the hardware faults that a kernel log reports, the gravest cause first."""
         if lines not in self.faults:
-            roots = [found for found in self.kernel(lines) if found.role is Role.ROOT and found.cause in HARDWARE_CAUSES]
+            roots = [
+                found
+                for found in self.kernel(lines)
+                if found.role is Role.ROOT and found.cause in HARDWARE_CAUSES
+            ]
             self.faults[lines] = tuple(sorted(roots, key=_gravity))
         return self.faults[lines]
 
@@ -176,11 +198,22 @@ class _Reading:
 
     def word(self, role: Role) -> Finding | None:
         """Return the first finding of the rank's log that has this role and names a cause."""
-        return next((finding for finding in self.words if finding.role is role and finding.cause is not None), None)
+        return next(
+            (
+                finding
+                for finding in self.words
+                if finding.role is role and finding.cause is not None
+            ),
+            None,
+        )
 
 
-def _of_observations(observations: tuple[Observation, ...], more: int, known: _Readers) -> Diagnosis:
-    inorder = sorted(observations, key=lambda o: (o.at, o.node, o.rank if isinstance(o, RankExited) else -1))
+def _of_observations(
+    observations: tuple[Observation, ...], more: int, known: _Readers
+) -> Diagnosis:
+    inorder = sorted(
+        observations, key=lambda o: (o.at, o.node, o.rank if isinstance(o, RankExited) else -1)
+    )
     failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
     vanished = [o for o in inorder if isinstance(o, RanksVanished)]
     if (hardware := _of_hardware([*failed, *vanished], more, known)) is not None:
@@ -188,10 +221,19 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
     for observation in inorder:
         if isinstance(observation, RanksVanished):
             node = observation.node
-            return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.reason}", nodes=(node,), certainty=Certainty.CERTAIN)
+            return Diagnosis(
+                Cause.NODE_FAULT,
+                f"{node}: {observation.reason}",
+                nodes=(node,),
+                certainty=Certainty.CERTAIN,
+            )
     for one in failed:
         # ECS stopped a container or could not start it: the other ranks failed because of that.
-        if one.ecs is not None and one.ecs.stop_code != BY_ITSELF and (reading := _read(one, known)).ending.role is Role.ROOT:
+        if (
+            one.ecs is not None
+            and one.ecs.stop_code != BY_ITSELF
+            and (reading := _read(one, known)).ending.role is Role.ROOT
+        ):
             return _of_exit(reading, _more(len(failed) - 1 + more))
     fenced = [each for each in inorder if isinstance(each, RanksFenced) and is_root(each)]
     if fenced:
@@ -211,7 +253,9 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
     return _of_exits(failed, more, known)
 
 
-def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: _Readers) -> Diagnosis | None:
+def _of_hardware(
+    witnesses: list[RankExited | RanksVanished], more: int, known: _Readers
+) -> Diagnosis | None:
     """Return the diagnosis for hardware faults in the nodes' kernel logs; None: there are none.
 
     They outweigh the messages of programs, which are consequences of the hardware fault.
@@ -229,7 +273,13 @@ def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: 
     finding = faults[0]
     assert finding.cause is not None
     alike = [(one, others) for one, others in found if others[0].cause is finding.cause]
-    gpus = (each.gpu for one, others in alike if one.node == root.node for each in others if each.cause is finding.cause)
+    gpus = (
+        each.gpu
+        for one, others in alike
+        if one.node == root.node
+        for each in others
+        if each.cause is finding.cause
+    )
     rank = root if isinstance(root, RankExited) else None
     return Diagnosis(
         finding.cause,
@@ -279,7 +329,12 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
 
 def _differs(one: RankExited, root: RankExited) -> bool:
     """Return whether a rank of another node than the root's wrote a different error message."""
-    return one.node != root.node and one.error is not None and root.error is not None and one.error.message != root.error.message
+    return (
+        one.node != root.node
+        and one.error is not None
+        and root.error is not None
+        and one.error.message != root.error.message
+    )
 
 
 def _rivals(near: Iterable[RankExited]) -> list[RankExited]:
@@ -321,7 +376,14 @@ def _read(one: RankExited, known: _Readers) -> _Reading:
     if one.ecs is not None:
         ending = read_ecs_stop(one.ecs.stop_code, one.ecs.reason, one.exit_code, known.catalog)
     else:
-        ending = read_exit(one.exit_code, one.signal, stopped=one.stopped, kernel=kernel, pid=one.pid, catalog=known.catalog)
+        ending = read_exit(
+            one.exit_code,
+            one.signal,
+            stopped=one.stopped,
+            kernel=kernel,
+            pid=one.pid,
+            catalog=known.catalog,
+        )
     return _Reading(one, ending, known.log(_all_words(one)), kernel)
 
 
@@ -329,10 +391,21 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
     root, ending = reading.exit, reading.ending
     # What the kernel reports of a program, the network or the disks is closer to the fault than
     # the program's own messages.
-    seen = next((f for f in reading.kernel if f.role is Role.ROOT and f.cause is not None and _is_ours(f, root)), None)
+    seen = next(
+        (
+            f
+            for f in reading.kernel
+            if f.role is Role.ROOT and f.cause is not None and _is_ours(f, root)
+        ),
+        None,
+    )
     if ending.cause is Cause.OUT_OF_MEMORY:
         seen = ending
-    told = seen or reading.word(Role.ROOT) or (ending if ending.role is Role.ROOT else reading.word(Role.SYMPTOM))
+    told = (
+        seen
+        or reading.word(Role.ROOT)
+        or (ending if ending.role is Role.ROOT else reading.word(Role.SYMPTOM))
+    )
     if told is None and ending.role is not Role.WRAPPER:
         told = ending
     if told is not None:
@@ -348,7 +421,11 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
         ranks=_numbers([root]),
         code=told.code if told is not None else ending.code,
-        certainty=Certainty.CERTAIN if root.error or seen else Certainty.GUESS if cause is Cause.UNKNOWN else Certainty.LIKELY,
+        certainty=Certainty.CERTAIN
+        if root.error or seen
+        else Certainty.GUESS
+        if cause is Cause.UNKNOWN
+        else Certainty.LIKELY,
         exit_code=_exit_code(root),
         do_not_restart=root.exit_code == DO_NOT_RESTART,
         traceback=root.error.traceback if root.error else "",
@@ -379,7 +456,11 @@ def _numbers(exits: Iterable[RankExited]) -> tuple[int, ...]:
 def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
     """Return what is known beyond how the rank ended, as a clause to append."""
     if root.error:
-        said = root.error.message.splitlines()[0] if root.error.message else "an error without a message"
+        said = (
+            root.error.message.splitlines()[0]
+            if root.error.message
+            else "an error without a message"
+        )
         kernel = f" ({told.reason})" if told is not None and told.source == "kernel" else ""
         return f": {said[:300]}{kernel}"
     if told is not None and told is not ending:
@@ -395,7 +476,14 @@ def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagno
     """Return the diagnosis when all failed ranks are echoes: no rank saw what broke connections."""
     first = failed[0]
     for one in failed:
-        lost = next((f for f in known.kernel(one.kernel) if f.role in (Role.ROOT, Role.CONFIRMATION) and f.cause is Cause.NETWORK), None)
+        lost = next(
+            (
+                f
+                for f in known.kernel(one.kernel)
+                if f.role in (Role.ROOT, Role.CONFIRMATION) and f.cause is Cause.NETWORK
+            ),
+            None,
+        )
         if lost is not None:
             return Diagnosis(
                 Cause.NETWORK,
@@ -418,7 +506,11 @@ def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagno
 
 def find_highest(job: JobState, fault: LaunchRefused) -> NodeRefusal | None:
     """Return the refusal that names the highest token, where that is above the job's own."""
-    named = [one for one in fault.refusals if one.highest and one.highest > (job.submission, job.generation)]
+    named = [
+        one
+        for one in fault.refusals
+        if one.highest and one.highest > (job.submission, job.generation)
+    ]
     return max(named, key=lambda one: one.highest or (0, 0), default=None)
 
 
@@ -458,7 +550,11 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
                 do_not_restart=cause is Cause.USER_INPUT,
             )
     first = fault.refusals[0]
-    return Diagnosis(Cause.PLATFORM, f"{first.node} refused to launch: {first.reason}", certainty=Certainty.CERTAIN)
+    return Diagnosis(
+        Cause.PLATFORM,
+        f"{first.node} refused to launch: {first.reason}",
+        certainty=Certainty.CERTAIN,
+    )
 
 
 def _is_echo(observation: RankExited, known: _Readers) -> bool:
@@ -488,7 +584,13 @@ def _all_words(observation: RankExited) -> tuple[str, ...]:
 
 def _exit_code(one: RankExited) -> int:
     """Return the exit code as a shell reports it: 128 + signal for a signal."""
-    return 128 + one.signal if one.signal is not None else one.exit_code if one.exit_code is not None else 1
+    return (
+        128 + one.signal
+        if one.signal is not None
+        else one.exit_code
+        if one.exit_code is not None
+        else 1
+    )
 
 
 def _more(count: int) -> str:
@@ -501,7 +603,9 @@ def _first_words(observations: tuple[Observation, ...]) -> str:
     first = min(observations, key=lambda o: o.at)
     match first:
         case RankExited():
-            end = signal_name(first.signal) if first.signal is not None else f"code {first.exit_code}"
+            end = (
+                signal_name(first.signal) if first.signal is not None else f"code {first.exit_code}"
+            )
             return f"{_who(first)} ended with {end}"
         case RanksFenced() | RanksVanished():
             return f"{first.node}: {first.reason}"

@@ -48,7 +48,11 @@ def may_answer_leave(job: JobState, decision: str, node: str, now: datetime) -> 
 
 def pending(job: JobState) -> tuple[str, ...]:
     """Return one clause per drain request: the node, the deadline, and the possible answers."""
-    return tuple(_told(job.name, one) for one in job.leaving) if not job.phase.is_final and job.ending is None else ()
+    return (
+        tuple(_told(job.name, one) for one in job.leaving)
+        if not job.phase.is_final and job.ending is None
+        else ()
+    )
 
 
 def what_next(job: JobState) -> str:
@@ -59,7 +63,9 @@ def what_next(job: JobState) -> str:
 
 
 def _told(job: str, one: Leaving) -> str:
-    wants = f"{one.by or 'a person'} wants {one.node} by {clock(one.until)}" + (f": {one.reason}" if one.reason else "")
+    wants = f"{one.by or 'a person'} wants {one.node} by {clock(one.until)}" + (
+        f": {one.reason}" if one.reason else ""
+    )
     approve = f"`answer {job} approve --node {one.node}`: at once"
     if one.denied:
         return f"{wants}; {one.denied}; it leaves then ({approve})"

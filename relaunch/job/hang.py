@@ -55,9 +55,19 @@ def advance(pace: Pace, step: int, at: datetime, doing: str | None = None) -> Pa
         return replace(pace, doing=doing)
     intervals, steps = pace.intervals, pace.steps
     if pace.step is not None and pace.advanced_at is not None:
-        intervals = (*intervals, max(0.0, (at - pace.advanced_at).total_seconds()))[-KEPT_INTERVALS:]
+        intervals = (*intervals, max(0.0, (at - pace.advanced_at).total_seconds()))[
+            -KEPT_INTERVALS:
+        ]
         steps = (*steps, step - pace.step)[-KEPT_INTERVALS:]
-    return replace(pace, step=step, advanced_at=at, intervals=intervals, steps=steps, expected=True, doing=doing)
+    return replace(
+        pace,
+        step=step,
+        advanced_at=at,
+        intervals=intervals,
+        steps=steps,
+        expected=True,
+        doing=doing,
+    )
 
 
 def rate(pace: Pace, advances: int = 10) -> float | None:

@@ -10,7 +10,18 @@ from datetime import datetime
 
 from relaunch.evidence.causes import Cause
 from relaunch.job.events import ProgressSeen, StepReached
-from relaunch.job.state import Decision, DecisionRecord, Diagnosis, FaultRecord, Incident, JobState, Phase, Relaunch, Repair, Wait
+from relaunch.job.state import (
+    Decision,
+    DecisionRecord,
+    Diagnosis,
+    FaultRecord,
+    Incident,
+    JobState,
+    Phase,
+    Relaunch,
+    Repair,
+    Wait,
+)
 
 KEPT_DECISIONS = 40
 """Maximum number of decisions kept in one incident: a relaunch loop must not fill the state."""
@@ -42,7 +53,11 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
     )
     if job.incident is not None:
         # Faults of ranks that are being stopped because the job ends are not recorded.
-        return job if job.ending is not None else replace(job, incident=_with_fault(job.incident, fault))
+        return (
+            job
+            if job.ending is not None
+            else replace(job, incident=_with_fault(job.incident, fault))
+        )
     reached = job.furthest_step
     if job.progress is not None:
         reached = max(job.progress.step, reached if reached is not None else job.progress.step)
@@ -64,18 +79,27 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
     return replace(job, incident=incident)
 
 
-def add_unhealthy_nodes(job: JobState, fault: Diagnosis, unhealthy: tuple[str, ...], reason: str, now: datetime) -> JobState:
+def add_unhealthy_nodes(
+    job: JobState, fault: Diagnosis, unhealthy: tuple[str, ...], reason: str, now: datetime
+) -> JobState:
     """Add the examined unhealthy nodes to the open incident, as a fault.
 
     Nodes that a fault of this generation already names are left out.
     """
     if job.incident is None:
         return job
-    known = {node for one in job.incident.faults if one.generation == job.generation for node in one.nodes}
+    known = {
+        node
+        for one in job.incident.faults
+        if one.generation == job.generation
+        for node in one.nodes
+    }
     nodes = tuple(node for node in unhealthy if node not in known)
     if not nodes:
         return job
-    found = FaultRecord(now, job.generation, fault.cause, reason[:MAX_REASON], nodes=nodes[:NAMED], code=fault.code)
+    found = FaultRecord(
+        now, job.generation, fault.cause, reason[:MAX_REASON], nodes=nodes[:NAMED], code=fault.code
+    )
     return replace(job, incident=_with_fault(job.incident, found))
 
 
@@ -85,7 +109,9 @@ def withdraw_loss(job: JobState, node: str) -> JobState:
         return job
     reason = f"{node} answers again, and nothing was stopped"
     faults = tuple(
-        replace(fault, withdrawn=reason) if fault.nodes == (node,) and not is_acted_on(job.incident, fault) else fault
+        replace(fault, withdrawn=reason)
+        if fault.nodes == (node,) and not is_acted_on(job.incident, fault)
+        else fault
         for fault in job.incident.faults
     )
     return replace(job, incident=replace(job.incident, faults=faults))
@@ -100,7 +126,9 @@ def is_acted_on(incident: Incident, fault: FaultRecord) -> bool:
         return True
     half = KEPT_DECISIONS // 2
     return any(
-        one.decision in ACTING and (index if index < half else index + incident.dropped_decisions) >= fault.decisions_before
+        one.decision in ACTING
+        and (index if index < half else index + incident.dropped_decisions)
+        >= fault.decisions_before
         for index, one in enumerate(incident.decisions)
     )
 
@@ -157,5 +185,16 @@ def record_decision(job: JobState, decision: Decision, now: datetime) -> JobStat
     record = DecisionRecord(now, decision.kind, strategy, decision.reason, spent, left)
     decisions, dropped = (*incident.decisions, record), incident.dropped_decisions
     if len(decisions) > KEPT_DECISIONS:
-        decisions, dropped = (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]), dropped + 2
-    return replace(job, incident=replace(incident, decisions=decisions, dropped_decisions=dropped, decided=incident.decided or now))
+        decisions, dropped = (
+            (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]),
+            dropped + 2,
+        )
+    return replace(
+        job,
+        incident=replace(
+            incident,
+            decisions=decisions,
+            dropped_decisions=dropped,
+            decided=incident.decided or now,
+        ),
+    )

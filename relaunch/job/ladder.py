@@ -9,18 +9,42 @@ from typing import assert_never
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
-from relaunch.job.state import Ask, Decision, Diagnosis, Examine, JobState, Phase, Recovering, Relaunch, Repair, Slot, Stop, Try
+from relaunch.job.state import (
+    Ask,
+    Decision,
+    Diagnosis,
+    Examine,
+    JobState,
+    Phase,
+    Recovering,
+    Relaunch,
+    Repair,
+    Slot,
+    Stop,
+    Try,
+)
 from relaunch.spec.policy import Rung, Strategy
 
 ANSWERS = "`answer` approve (a new launch), deny (the job ends), snooze or take-over"
 
 
-def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]) -> Decision:
+def climb(
+    job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]
+) -> Decision:
     """Return the decision of the first rung of the ladder that applies and has a try left."""
     fault = _told(recovering)
-    if (limit := job.policy.no_progress_stop) != "off" and fault.cause in OWN_CAUSES and job.flat_generations >= limit:
-        return _fail(fault, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
-    if (most := job.policy.no_progress_ask) != "off" and (vain := launches_without_progress(job)) >= most:
+    if (
+        (limit := job.policy.no_progress_stop) != "off"
+        and fault.cause in OWN_CAUSES
+        and job.flat_generations >= limit
+    ):
+        return _fail(
+            fault,
+            f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}",
+        )
+    if (most := job.policy.no_progress_ask) != "off" and (
+        vain := launches_without_progress(job)
+    ) >= most:
         return Ask(
             f"{fault.reason}; {vain} launches in a row, and training has not got past {_reached(job)}",
             question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid NODE`?",
@@ -118,7 +142,11 @@ def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
     """Return the slots with which the job could continue if it did not use these nodes."""
-    gone = {*without, *(one.node for one in job.leaving if not one.denied), *(one.node for one in job.avoided)}
+    gone = {
+        *without,
+        *(one.node for one in job.leaving if not one.denied),
+        *(one.node for one in job.avoided),
+    }
     return tuple(slot for slot in job.slots if slot.node not in gone)
 
 
@@ -128,7 +156,9 @@ def why_left(job: JobState, left: tuple[Slot, ...]) -> str:
     return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {_names(gone)}"
 
 
-def _applies(job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering, without: tuple[str, ...]) -> bool:
+def _applies(
+    job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering, without: tuple[str, ...]
+) -> bool:
     if rung.label in recovering.failed:
         return False
     if rung.strategy is Strategy.SHRINK and len(job.slots) <= job.spec.fewest_nodes:
@@ -152,7 +182,14 @@ def _told(recovering: Recovering) -> Diagnosis:
     if examined is None:
         return fault
     unhealthy = tuple(one for one in examined if one.verdict is Verdict.UNHEALTHY)
-    shown = next(iter(unhealthy or tuple(one for one in examined if one.verdict is Verdict.UNKNOWN) or examined), None)
+    shown = next(
+        iter(
+            unhealthy
+            or tuple(one for one in examined if one.verdict is Verdict.UNKNOWN)
+            or examined
+        ),
+        None,
+    )
     if shown is None:
         return fault
     clause = f"{shown.node} examined: {shown.verdict}, {shown.reason}"
@@ -161,7 +198,9 @@ def _told(recovering: Recovering) -> Diagnosis:
         return replace(fault, reason=reason)
     nodes = tuple(one.node for one in unhealthy)
     # The GPUs of the fault are on its first suspect, and not valid for another node.
-    return replace(fault, reason=reason, nodes=nodes, gpus=fault.gpus if fault.nodes[:1] == nodes[:1] else ())
+    return replace(
+        fault, reason=reason, nodes=nodes, gpus=fault.gpus if fault.nodes[:1] == nodes[:1] else ()
+    )
 
 
 def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
@@ -190,7 +229,9 @@ def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetim
     )
 
 
-def _relaunch(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime, without: tuple[str, ...]) -> Relaunch:
+def _relaunch(
+    job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime, without: tuple[str, ...]
+) -> Relaunch:
     reason = _reason(fault, rung, used)
     if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
         without = tuple(dict.fromkeys((*without, *fault.nodes)))
@@ -233,7 +274,9 @@ def _left(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
     if rung.tries is not None:
         window = f" within {duration(rung.window)}" if rung.window is not None else ""
         parts.append(f"{rung.tries - used - 1} {rung.label} for {fault.cause}{window}")
-    parts.append(f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of {job.policy.max_restarts} restarts")
+    parts.append(
+        f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of {job.policy.max_restarts} restarts"
+    )
     return ", ".join(parts)
 
 
@@ -251,14 +294,23 @@ class UsedBudget:
 def used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
     """Return every rung with used tries, in the order of causes and rungs."""
     found: dict[tuple[object, ...], UsedBudget] = {}
-    rungs = [(cause, rung) for cause, ladder in sorted(job.policy.causes.items()) for rung in ladder if not rung.strategy.ends]
+    rungs = [
+        (cause, rung)
+        for cause, ladder in sorted(job.policy.causes.items())
+        for rung in ladder
+        if not rung.strategy.ends
+    ]
     for cause, rung in rungs:
         for one in job.tries:
-            if one.rung != rung.label or job.policy.ladder(one.cause) is not job.policy.ladder(cause):
+            if one.rung != rung.label or job.policy.ladder(one.cause) is not job.policy.ladder(
+                cause
+            ):
                 continue
             fault = Diagnosis(one.cause, "", nodes=one.nodes, gpus=one.gpus, code=one.code)
             parts = {"node": ", ".join(one.nodes), "gpu": ", ".join(one.gpus), "code": one.code}
-            where = " ".join(parts[key] for key in ("node", "gpu", "code") if key in rung.key and parts[key])
+            where = " ".join(
+                parts[key] for key in ("node", "gpu", "code") if key in rung.key and parts[key]
+            )
             used = tries_used(job, rung, fault, now)
             if used:
                 found[one.cause, rung.label, where] = UsedBudget(one.cause, rung, used, where)

@@ -40,7 +40,9 @@ class LauncherCommand:
     """The job's command, escaped so that the launcher passes it on unchanged."""
 
 
-def launcher_command(spec: JobSpec, group_rank: int, nodes: int, master: tuple[str, int], address: str, run_id: str) -> LauncherCommand:
+def launcher_command(
+    spec: JobSpec, group_rank: int, nodes: int, master: tuple[str, int], address: str, run_id: str
+) -> LauncherCommand:
     """Return the command that starts the launcher of one node.
 
     Args:
@@ -52,7 +54,11 @@ def launcher_command(spec: JobSpec, group_rank: int, nodes: int, master: tuple[s
         run_id: The same on all nodes, a different one for every generation.
     """
     first = spec.command[0]
-    program = (first, "-m", MODULES[spec.launcher]) if PYTHON.fullmatch(PurePosixPath(first).name) else (spec.launcher,)
+    program = (
+        (first, "-m", MODULES[spec.launcher])
+        if PYTHON.fullmatch(PurePosixPath(first).name)
+        else (spec.launcher,)
+    )
     host = f"[{master[0]}]" if ":" in master[0] else master[0]
     flags = [
         f"--nnodes={nodes}",
@@ -63,7 +69,11 @@ def launcher_command(spec: JobSpec, group_rank: int, nodes: int, master: tuple[s
     ]
     if spec.launcher == "torchrun":
         # Static rendezvous: the ranks are assigned here, not negotiated, and no other node joins.
-        flags += ["--rdzv-backend=static", f"--rdzv-endpoint={host}:{master[1]}", f"--node-rank={group_rank}"]
+        flags += [
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={host}:{master[1]}",
+            f"--node-rank={group_rank}",
+        ]
     else:
         # ft_launcher 0.4.1 accepts only the c10d backend. Without is_host it guesses from host
         # names which node serves the store.
@@ -110,7 +120,9 @@ def failures(lines: Sequence[str]) -> tuple[Failure, ...]:
 
 
 def _in_block(lines: Sequence[str]) -> tuple[Failure, ...]:
-    begin = next((index for index in reversed(range(len(lines))) if lines[index].strip() == FAILURES), 0)
+    begin = next(
+        (index for index in reversed(range(len(lines))) if lines[index].strip() == FAILURES), 0
+    )
     found: list[Failure] = []
     root, rank = None, None
     for line in lines[begin:]:
@@ -129,7 +141,11 @@ def _in_lines(lines: Sequence[str]) -> tuple[Failure, ...]:
     first = next((match for line in lines if (match := FIRST.search(line))), None)
     if first is None:
         return ()
-    listed = {match[2]: _failure(match[3], match[2], int(match[1])) for line in lines for match in LISTED.finditer(line)}
+    listed = {
+        match[2]: _failure(match[3], match[2], int(match[1]))
+        for line in lines
+        for match in LISTED.finditer(line)
+    }
     root = listed.pop(first[2], None) or _failure(first[1], first[2], None)
     return (root, *listed.values())
 

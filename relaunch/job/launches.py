@@ -32,7 +32,11 @@ def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> Jo
 def settle_given_up_launch(job: JobState, generation: int, *, started: bool) -> JobState:
     """Record what a launch has left behind that ended after the job had given it up."""
     launch = _reserved(job, generation)
-    if launch is None or launch.complete or set(launch.nodes) - set(launch.stopped) <= set(job.maybe_alive):
+    if (
+        launch is None
+        or launch.complete
+        or set(launch.nodes) - set(launch.stopped) <= set(job.maybe_alive)
+    ):
         return job  # every node where its ranks may be is already recorded
     return _settle(job, generation, started=started)
 
@@ -53,7 +57,9 @@ def complete_launch(job: JobState, generation: int) -> JobState:
     return replace(job, maybe_alive=nodes, launched=(replace(launch, complete=True),))
 
 
-def add_found(job: JobState, nodes: tuple[str, ...], launched: tuple[LaunchedGeneration, ...]) -> JobState:
+def add_found(
+    job: JobState, nodes: tuple[str, ...], launched: tuple[LaunchedGeneration, ...]
+) -> JobState:
     """Record nodes on which ranks unknown to this job may be alive, with their known launches.
 
     Where no launch is known for a node, silence never proves its ranks gone.
@@ -62,7 +68,11 @@ def add_found(job: JobState, nodes: tuple[str, ...], launched: tuple[LaunchedGen
     known = {_key(one) for one in job.launched}
     # Launches of an earlier submission: on the nodes that it no longer holds, its ranks were
     # proven stopped.
-    found = (replace(one, stopped=tuple(node for node in one.nodes if node not in alive)) for one in launched if _key(one) not in known)
+    found = (
+        replace(one, stopped=tuple(node for node in one.nodes if node not in alive))
+        for one in launched
+        if _key(one) not in known
+    )
     every = (*_living(found), *job.launched)
     covered = {node for one in every for node in one.nodes if node not in one.stopped}
     if strange := tuple(node for node in nodes if node not in covered):
@@ -73,7 +83,12 @@ def add_found(job: JobState, nodes: tuple[str, ...], launched: tuple[LaunchedGen
 def prove_stopped(job: JobState, nodes: Iterable[str]) -> JobState:
     """Record nodes on which every generation is proven stopped, or must have fenced by now."""
     gone = frozenset(nodes)
-    marked = (replace(one, stopped=tuple(node for node in one.nodes if node in gone or node in one.stopped)) for one in job.launched)
+    marked = (
+        replace(
+            one, stopped=tuple(node for node in one.nodes if node in gone or node in one.stopped)
+        )
+        for one in job.launched
+    )
     return replace(
         job,
         maybe_alive=tuple(node for node in job.maybe_alive if node not in gone),
@@ -88,7 +103,10 @@ def forget_node(job: JobState, node: str) -> JobState:
     The node is removed from its launches instead of being marked as stopped: the declaration is
     not the proof of a stopped node that `safe_launch_at` requires before it waits for the others.
     """
-    launched = (replace(one, nodes=tuple(other for other in one.nodes if other != node)) for one in job.launched)
+    launched = (
+        replace(one, nodes=tuple(other for other in one.nodes if other != node))
+        for one in job.launched
+    )
     return replace(
         job,
         maybe_alive=tuple(other for other in job.maybe_alive if other != node),

@@ -73,7 +73,9 @@ def parse_place(value: object) -> Place | None:
     return Place(machine, hashlib.sha256(boot_id.encode()).hexdigest()[:BOOT_DIGITS], uid, state)
 
 
-def explain_doubt(node: str, generation: int, started: Place, answering: Place | None) -> str | None:
+def explain_doubt(
+    node: str, generation: int, started: Place, answering: Place | None
+) -> str | None:
     """Return why an answer proves nothing about ranks started at `started`; None: it does.
 
     Another boot of the same place is proof as well: the ranks ended with the boot before it.
@@ -114,7 +116,9 @@ def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | No
     return None
 
 
-def explain_forgotten(places: Iterable[StartedPlaces], node: str, generation: int, answering: Place | None) -> str | None:
+def explain_forgotten(
+    places: Iterable[StartedPlaces], node: str, generation: int, answering: Place | None
+) -> str | None:
     """Return why the answer "never prepared here" proves nothing about `generation`; None: it does.
 
     The place that started the generation would know it, unless its files have been removed. After
@@ -130,7 +134,9 @@ def explain_forgotten(places: Iterable[StartedPlaces], node: str, generation: in
     return None
 
 
-def limit_places(places: Iterable[StartedPlaces], nodes: Iterable[str]) -> tuple[StartedPlaces, ...]:
+def limit_places(
+    places: Iterable[StartedPlaces], nodes: Iterable[str]
+) -> tuple[StartedPlaces, ...]:
     """Return the places, limited to these nodes."""
     wanted = set(nodes)
     kept = []
@@ -141,7 +147,9 @@ def limit_places(places: Iterable[StartedPlaces], nodes: Iterable[str]) -> tuple
     return tuple(kept)
 
 
-def record_places(places: tuple[StartedPlaces, ...], started: StartedPlaces, maybe_alive: Iterable[str]) -> tuple[StartedPlaces, ...]:
+def record_places(
+    places: tuple[StartedPlaces, ...], started: StartedPlaces, maybe_alive: Iterable[str]
+) -> tuple[StartedPlaces, ...]:
     """Add where a generation may have been started, and keep only nodes where ranks may be alive.
 
     A proof that the newer generation is gone from a place also covers all older ones at that place.

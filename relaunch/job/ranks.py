@@ -22,10 +22,19 @@ def processes_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
 
     These are its ranks, or their launcher, which is numbered after all ranks.
     """
-    return ranks_of(group_rank, spec) if spec.launcher == "none" else (spec.world_size + group_rank,)
+    return (
+        ranks_of(group_rank, spec) if spec.launcher == "none" else (spec.world_size + group_rank,)
+    )
 
 
-def common_environment(token: Token, spec: JobSpec, nodes: int, max_restarts: int, master_address: str, master_port: int) -> dict[str, str]:
+def common_environment(
+    token: Token,
+    spec: JobSpec,
+    nodes: int,
+    max_restarts: int,
+    master_address: str,
+    master_port: int,
+) -> dict[str, str]:
     """Return the environment that all ranks of a generation share.
 
     Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py.
@@ -50,13 +59,18 @@ def common_environment(token: Token, spec: JobSpec, nodes: int, max_restarts: in
         **ours,
     }
     if spec.ranks_per_node > 1 and "OMP_NUM_THREADS" not in spec.env:
-        environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: many ranks that each use all cores are slower than one
+        environment["OMP_NUM_THREADS"] = (
+            "1"  # as torchrun does: many ranks that each use all cores are slower than one
+        )
     return environment
 
 
 def restart_counts(token: Token, max_restarts: int) -> dict[str, str]:
     """Return the restart counters, which a launcher that restarts nothing would set wrongly."""
-    return {"TORCHELASTIC_RESTART_COUNT": str(token.generation - 1), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
+    return {
+        "TORCHELASTIC_RESTART_COUNT": str(token.generation - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+    }
 
 
 def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[str, str], ...]:
@@ -71,7 +85,14 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
         "MA_PROC_START_CNT": str(slot.started),
         # On a shared node each job sees only its own GPUs, numbered from 0. The indices are in PCI
         # bus order, as the driver's are.
-        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if slot.gpus else {}),
+        **(
+            {
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus)),
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            }
+            if slot.gpus
+            else {}
+        ),
     }
     if spec.launcher != "none":
         return (place,)
@@ -81,7 +102,9 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
     )
 
 
-def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = False) -> tuple[Slot, ...]:
+def seat(
+    slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = False
+) -> tuple[Slot, ...]:
     """Return the slots of the next launch with their counters.
 
     A node that keeps its place is counted as started once more, another node as scheduled there.
@@ -97,7 +120,9 @@ def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = Fal
         if before is None:
             seated.append(Slot(place.node, place.address, 1, 1, place.gpus))
         elif before.node == place.node and not anew:
-            seated.append(Slot(place.node, place.address, before.scheduled, before.started + 1, place.gpus))
+            seated.append(
+                Slot(place.node, place.address, before.scheduled, before.started + 1, place.gpus)
+            )
         else:
             seated.append(Slot(place.node, place.address, before.scheduled + 1, 1, place.gpus))
     return tuple(seated)

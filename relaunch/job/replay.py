@@ -38,7 +38,18 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.ranks import seat
-from relaunch.job.state import Ask, Decision, Examine, ExaminedNode, JobState, Phase, Relaunch, Repair, Stop, Wait
+from relaunch.job.state import (
+    Ask,
+    Decision,
+    Examine,
+    ExaminedNode,
+    JobState,
+    Phase,
+    Relaunch,
+    Repair,
+    Stop,
+    Wait,
+)
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy
 
@@ -119,13 +130,19 @@ def simulate(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Repla
 
 
 def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
-    event = replace(step.event, policy=job.policy) if isinstance(step.event, PolicyChanged) else step.event
+    event = (
+        replace(step.event, policy=job.policy)
+        if isinstance(step.event, PolicyChanged)
+        else step.event
+    )
     job = apply_event(job, event, step.at)
     decision = decide(job, event, step.at)
     taken, differs = decision, ""
     if step.decided is not None:
         taken, differs = _followed(decision, step.decided), difference(decision, step.decided)
-    return apply_decision(job, taken, step.at), Replayed(step.at, event.kind, decision, step.decided, differs)
+    return apply_decision(job, taken, step.at), Replayed(
+        step.at, event.kind, decision, step.decided, differs
+    )
 
 
 def _followed(decision: Decision, decided: Decision) -> Decision:
@@ -185,7 +202,9 @@ def difference(decision: Decision, decided: Decision) -> str:
             if decision.avoid != decided.avoid:
                 parts.append(f"isolating {_names(decided.avoid)}")
             if decision.keep_nodes != decided.keep_nodes:
-                parts.append("on the same nodes" if decided.keep_nodes else "with all places given anew")
+                parts.append(
+                    "on the same nodes" if decided.keep_nodes else "with all places given anew"
+                )
             if decision.delay != decided.delay:
                 parts.append(f"after {duration(decided.delay)}")
             parts += _spending(decision.spent, decided.spent)
@@ -196,11 +215,19 @@ def difference(decision: Decision, decided: Decision) -> str:
 
 
 def _spending(now: bool, then: bool) -> list[str]:
-    return [] if now == then else ["spending one of max_restarts" if then else "spending nothing of max_restarts"]
+    return (
+        []
+        if now == then
+        else ["spending one of max_restarts" if then else "spending nothing of max_restarts"]
+    )
 
 
 def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
+    return (
+        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        if names
+        else "none"
+    )
 
 
 def _completed(job: JobState, event: Event, repair: Repair | None) -> Event:
@@ -226,30 +253,71 @@ def _deadline(job: JobState, decision: Decision, before: datetime | None) -> dat
 
 
 def _consequences(
-    job: JobState, event: Event, decision: Decision, at: datetime, due: int | None, upcoming: Step | None
+    job: JobState,
+    event: Event,
+    decision: Decision,
+    at: datetime,
+    due: int | None,
+    upcoming: Step | None,
 ) -> tuple[Step, ...]:
     """Return the steps that follow at once, unless the next given event answers the decision."""
     answer = upcoming.event if upcoming is not None else None
     match decision:
-        case Relaunch(strategy=Strategy.GROW) if isinstance(event, NodesGranted) and not isinstance(answer, NodesAcquired):
-            return (Step(at, NodesAcquired(seat(job.slots, tuple(Place(node, node) for node in event.nodes)))),)
+        case Relaunch(strategy=Strategy.GROW) if isinstance(event, NodesGranted) and not isinstance(
+            answer, NodesAcquired
+        ):
+            return (
+                Step(
+                    at,
+                    NodesAcquired(
+                        seat(job.slots, tuple(Place(node, node) for node in event.nodes))
+                    ),
+                ),
+            )
         case Relaunch() if not isinstance(answer, NodesAcquired | NodesMissing | RanksFound):
             ready = at + decision.delay
             if upcoming is not None:
-                ready = max(at, min(ready, upcoming.at))  # a fault of a generation implies that the generation ran
-            return (Step(ready, NodesAcquired(seat(job.slots, _places(job, decision), anew=not decision.keep_nodes))),)
+                ready = max(
+                    at, min(ready, upcoming.at)
+                )  # a fault of a generation implies that the generation ran
+            return (
+                Step(
+                    ready,
+                    NodesAcquired(
+                        seat(job.slots, _places(job, decision), anew=not decision.keep_nodes)
+                    ),
+                ),
+            )
         case Examine() if not isinstance(answer, NodesExamined | DeadlinePassed):
-            examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, "nobody says what was found") for node in decision.nodes)
+            examined = tuple(
+                ExaminedNode(node, Verdict.UNKNOWN, "nobody says what was found")
+                for node in decision.nodes
+            )
             return (Step(at, NodesExamined(job.generation, examined)),)
         case Repair() if not isinstance(answer, RepairEnded | DeadlinePassed):
-            return (Step(at, RepairEnded(job.generation, decision.strategy, decision.nodes, "done", "nobody says otherwise")),)
+            return (
+                Step(
+                    at,
+                    RepairEnded(
+                        job.generation,
+                        decision.strategy,
+                        decision.nodes,
+                        "done",
+                        "nobody says otherwise",
+                    ),
+                ),
+            )
     match event:
-        case NodesAcquired() if job.phase is Phase.LAUNCHING and not isinstance(answer, Launched | LaunchRefused | LaunchFailed):
+        case NodesAcquired() if job.phase is Phase.LAUNCHING and not isinstance(
+            answer, Launched | LaunchRefused | LaunchFailed
+        ):
             return (Step(at, Launched(job.generation, at, at)),)
         case NodesOffered() if isinstance(decision, Wait) and not isinstance(answer, NodesGranted):
             granted = (*(slot.node for slot in job.slots), *event.nodes)
             return (Step(at, NodesGranted(job.generation, granted)),)
-        case ProgressSeen() if due is not None and event.step >= due and not isinstance(answer, StepReached):
+        case ProgressSeen() if (
+            due is not None and event.step >= due and not isinstance(answer, StepReached)
+        ):
             return (Step(at, StepReached(event.generation, event.step, event.at)),)
     return ()
 
@@ -260,7 +328,11 @@ def _places(job: JobState, decision: Relaunch) -> tuple[Place, ...]:
     The number of spares is unlimited here.
     """
     excluded = {*decision.without, *(avoided.node for avoided in job.avoided)}
-    kept = [slot.node for slot in job.slots if slot.node not in excluded] if decision.keep_nodes else []
+    kept = (
+        [slot.node for slot in job.slots if slot.node not in excluded]
+        if decision.keep_nodes
+        else []
+    )
     number = 0
     while len(kept) < job.spec.node_count and decision.strategy is not Strategy.SHRINK:
         number += 1

@@ -201,7 +201,9 @@ class Ignore:
     kind: Literal["Ignore"] = "Ignore"
 
 
-Decision = Annotated[Relaunch | Examine | Repair | Wait | Ask | Stop | Ignore, Field(discriminator="kind")]
+Decision = Annotated[
+    Relaunch | Examine | Repair | Wait | Ask | Stop | Ignore, Field(discriminator="kind")
+]
 
 
 # --- what a job remembers ---------------------------------------------------------------------------------------------------

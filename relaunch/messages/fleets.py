@@ -129,9 +129,14 @@ def quarantine_fact(raw: Any) -> Fact:
     if (wrong := _wrong_node(message.node)) is not None:
         return Rejected("quarantine", wrong)
     if message.within is not None and not message.drain:
-        return Rejected("quarantine", "within: it says how soon a node is left that is drained, expected drain true beside it")
+        return Rejected(
+            "quarantine",
+            "within: it says how soon a node is left that is drained, expected drain true beside it",
+        )
     within = message.within if message.within is not None else DRAIN_WITHIN
-    return QuarantineAsked(message.node, message.reason[:LONGEST_REASON], message.by, within if message.drain else None)
+    return QuarantineAsked(
+        message.node, message.reason[:LONGEST_REASON], message.by, within if message.drain else None
+    )
 
 
 def release_fact(raw: Any) -> Fact:

@@ -247,7 +247,9 @@ def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
     merged = policy.model_dump(mode="json")
     for key, value in changes.items():
         below = merged.get(key)
-        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+        )
     return Policy.model_validate(merged)
 
 
@@ -261,5 +263,9 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{where}: missing"
     return (
-        f"{where}: {what} (got {first['input']!r})" if where and first["type"] != "value_error" else f"{where}: {what}" if where else what
+        f"{where}: {what} (got {first['input']!r})"
+        if where and first["type"] != "value_error"
+        else f"{where}: {what}"
+        if where
+        else what
     )

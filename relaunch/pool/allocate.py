@@ -77,25 +77,49 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
         if len(kept) == claim.up_to and not board.holding(record):
             done.claims[claim.job] = _goes_on(board, record, kept)
         elif state.applied and (hopeless := words.why_hopeless(record, shape)):
-            _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", reason=hopeless), now)
+            _answered(
+                done, record, Grant(claim.submission, claim.seq, "hopeless", reason=hopeless), now
+            )
         elif closed and len(kept) >= claim.nodes and not board.holding(record):
             # The job can run with the nodes that it keeps, so it does not wait for the fleet to
             # grant again.
             grant = _grant(board, record, Chosen(kept, [], 0))
-            _answered(done, record, replace(grant, fewer=f"{len(kept)} of {claim.up_to} nodes: {closed}"), now)
+            _answered(
+                done,
+                record,
+                replace(grant, fewer=f"{len(kept)} of {claim.up_to} nodes: {closed}"),
+                now,
+            )
         elif closed:
-            _wait(done, record, closed, now, gap, soon=not (state.awaited or (state.begun and state.remembered)))
+            _wait(
+                done,
+                record,
+                closed,
+                now,
+                gap,
+                soon=not (state.awaited or (state.begun and state.remembered)),
+            )
         elif f"reclaim/{claim.job}/{claim.submission}" in busy:
             # The order that stops its old ranks would also stop the ranks launched with this grant.
-            _wait(done, record, f"ranks of job {claim.job} itself, which nobody answered for, are being stopped", now, gap)
+            _wait(
+                done,
+                record,
+                f"ranks of job {claim.job} itself, which nobody answered for, are being stopped",
+                now,
+                gap,
+            )
         elif unknown := board.where_unknown(record):
             # There is no bound on how long ranks run on if all nodes of their gang are silent, or
             # if the job has a single node.
             _wait(done, record, words.why_unknown(record, unknown), now, gap)
-            done.looks += [node for node in unknown if is_due(board.nodes[node], now)][: MOST_LOOKS - len(done.looks)]
+            done.looks += [node for node in unknown if is_due(board.nodes[node], now)][
+                : MOST_LOOKS - len(done.looks)
+            ]
         else:
             chosen = board.choose(record, shape, alone=len(waiting) == 1)
-            if not chosen.missing and not (chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST):
+            if not chosen.missing and not (
+                chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST
+            ):
                 grant = _grant(board, record, chosen)
                 if len(grant.places) < claim.up_to:
                     fewer.append((Waiting(record, shape, chosen, board.ahead(shape)), grant))
@@ -106,8 +130,16 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
             done.looks += chosen.looks[: MOST_LOOKS - len(done.looks)]
             if board.could_have(record, shape, chosen):
                 board.reserve(claim.job, shape)
-    for one, grant in fewer:  # after all grants, so that the reason names the jobs granted in this pass
-        _answered(done, one.record, replace(grant, fewer=words.why_fewer(one.record, one.shape, one.chosen, one.ahead)), now)
+    for (
+        one,
+        grant,
+    ) in fewer:  # after all grants, so that the reason names the jobs granted in this pass
+        _answered(
+            done,
+            one.record,
+            replace(grant, fewer=words.why_fewer(one.record, one.shape, one.chosen, one.ahead)),
+            now,
+        )
     for one in left:
         reason = words.why_waiting(one.record, one.shape, one.chosen, one.ahead)
         _wait(done, one.record, reason, now, gap, soon=one.chosen.hopeful)
@@ -155,13 +187,23 @@ def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
 
 
 def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime) -> None:
-    done.claims[record.claim.job] = replace(record, granted=grant.places, answer=grant, said="", said_at=None, say_at=None)
+    done.claims[record.claim.job] = replace(
+        record, granted=grant.places, answer=grant, said="", said_at=None, say_at=None
+    )
     done.tells.append(TellJob(record.claim.job, grant))
     if grant.kind == "granted" and record.claim.running:
         done.moved_at = now
 
 
-def _wait(done: Allocation, record: ClaimRecord, reason: str, now: datetime, gap: timedelta, *, soon: bool = False) -> None:
+def _wait(
+    done: Allocation,
+    record: ClaimRecord,
+    reason: str,
+    now: datetime,
+    gap: timedelta,
+    *,
+    soon: bool = False,
+) -> None:
     """Record why a claim waits, and notify the job if the reason is new.
 
     `soon`: the wait will probably end in a moment, so the first message is delayed.
@@ -174,7 +216,9 @@ def _wait(done: Allocation, record: ClaimRecord, reason: str, now: datetime, gap
         elif soon:
             say_at = (record.waiting_since or now) + SAY_AGAIN
         if say_at is None or now >= say_at:
-            done.tells.append(TellJob(claim.job, Grant(claim.submission, claim.seq, "waiting", reason=reason)))
+            done.tells.append(
+                TellJob(claim.job, Grant(claim.submission, claim.seq, "waiting", reason=reason))
+            )
             record = replace(record, said=reason, said_at=now)
             say_at = None
     if say_at != record.say_at:
@@ -188,7 +232,12 @@ def _may_be_stuck(record: ClaimRecord) -> bool:
 
 def _lacks(one: Waiting, now: datetime, wait: timedelta) -> bool:
     since = one.record.waiting_since
-    return _may_be_stuck(one.record) and bool(one.chosen.missing) and since is not None and now - since >= wait
+    return (
+        _may_be_stuck(one.record)
+        and bool(one.chosen.missing)
+        and since is not None
+        and now - since >= wait
+    )
 
 
 def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetime) -> None:
@@ -220,7 +269,11 @@ def _helped(board: Board, stuck: list[Waiting], last: int) -> str:
 
 
 def _gain(board: Board, record: ClaimRecord, shape: Shape) -> int:
-    nodes = [board.nodes[node] for place in record.places if (node := board.index.get(place.node)) is not None]
+    nodes = [
+        board.nodes[node]
+        for place in record.places
+        if (node := board.index.get(place.node)) is not None
+    ]
     return sum(one.standing is NodeStatus.IN_SERVICE and fits(one, shape) for one in nodes)
 
 

@@ -51,7 +51,9 @@ def opened(state: FleetState, now: datetime) -> FleetState:
     if state.breaker.is_open or len(out) <= max(most, state.out_when_resumed):
         return state
     more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
-    known = f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
+    known = (
+        f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
+    )
     reason = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:NAMED])}{more}); limits.nodes_out allows {most}{known}"
     return _open(state, reason, now)
 
@@ -62,12 +64,16 @@ def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRep
     reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
     if reboots != state.reboots:
         state = replace(state, reboots=reboots)
-    if not is_restoring(state, now):  # repairs may have been paused before, and that is not restored yet
+    if not is_restoring(
+        state, now
+    ):  # repairs may have been paused before, and that is not restored yet
         for request in state.requests:
             state = _answer(state, request, now)
     tells = [TellRepair(one.workflow, one.permit) for one in state.answered if not one.told]
     if tells:
-        state = replace(state, answered=tuple(replace(one, told=True) for one in state.answered)[-KEPT_ANSWERS:])
+        state = replace(
+            state, answered=tuple(replace(one, told=True) for one in state.answered)[-KEPT_ANSWERS:]
+        )
     return state, tells
 
 
@@ -82,7 +88,9 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     if request.job and (others := sharing(state, record, request.job)):
         if all(one.closed for one in others):
             return state  # their remaining ranks are being stopped
-        state, refused = shared(state, record, request, [one for one in others if not one.closed], now)
+        state, refused = shared(
+            state, record, request, [one for one in others if not one.closed], now
+        )
         return _said(state, request, False, refused)
     # Repairs that only examine do not count here: each of them may be waiting for the same permit.
     acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
@@ -96,7 +104,11 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
         hourly = state.limits.reboots_per_hour
         if len(state.reboots) >= hourly:
             asked = f"the reboot of {request.node} ({text(request.reason, 120)})"
-            return _open(state, f"{asked} would be number {len(state.reboots) + 1} within 1h; limits.reboots_per_hour allows {hourly}", now)
+            return _open(
+                state,
+                f"{asked} would be number {len(state.reboots) + 1} within 1h; limits.reboots_per_hour allows {hourly}",
+                now,
+            )
         state = replace(state, reboots=(*state.reboots, now))
     state = put(state, replace(record, repair_acts=True))
     return _said(state, request, True, f"repair {acting + 1} of {most} that may act at a time")
@@ -105,10 +117,19 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
 def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
     request = fact.request
     asked = (request.workflow, request.run, request.seq)
-    again = [one for one in state.answered if (one.workflow, one.permit.run, one.permit.seq) == asked]
+    again = [
+        one for one in state.answered if (one.workflow, one.permit.run, one.permit.seq) == asked
+    ]
     if again:
-        return replace(state, answered=tuple(replace(one, told=False) if one in again else one for one in state.answered))
-    mine = [one for one in state.requests if (one.workflow, one.run) == (request.workflow, request.run)]
+        return replace(
+            state,
+            answered=tuple(
+                replace(one, told=False) if one in again else one for one in state.answered
+            ),
+        )
+    mine = [
+        one for one in state.requests if (one.workflow, one.run) == (request.workflow, request.run)
+    ]
     if any(one.seq >= request.seq for one in mine):
         return state
     if record := find(state, request.node):
@@ -133,9 +154,15 @@ def resume_asked(state: FleetState, fact: ResumeAsked, now: datetime) -> FleetSt
     return noticed(state, f"{by} resumed repairs: {reason}", now)
 
 
-def _said(state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False) -> FleetState:
+def _said(
+    state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False
+) -> FleetState:
     answer = Answered(request.workflow, Permit(request.run, request.seq, allowed, reason, stale))
-    return replace(state, requests=tuple(one for one in state.requests if one != request), answered=(*state.answered, answer))
+    return replace(
+        state,
+        requests=tuple(one for one in state.requests if one != request),
+        answered=(*state.answered, answer),
+    )
 
 
 def _open(state: FleetState, reason: str, now: datetime) -> FleetState:

@@ -12,7 +12,17 @@ from relaunch.evidence.fields import text
 from relaunch.generation import LaunchedGeneration
 from relaunch.pool.facts import Reclaimed
 from relaunch.pool.messages import Claim, FaultReport, Place, Suspect
-from relaunch.pool.state import BehindClaim, ClaimRecord, FleetState, GivenBack, LiveGeneration, Mark, NodeProbe, NodeRecord, NodeStatus
+from relaunch.pool.state import (
+    BehindClaim,
+    ClaimRecord,
+    FleetState,
+    GivenBack,
+    LiveGeneration,
+    Mark,
+    NodeProbe,
+    NodeRecord,
+    NodeStatus,
+)
 
 KEPT_MARKS = 20
 """Per node. Jobs repeat their newest suspects with each claim; more marks than these change
@@ -31,18 +41,26 @@ node: it was not the first node's."""
 def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     known = next((record for record in state.claims if record.claim.job == claim.job), None)
     if known is None:
-        newest = next(((one.submission, one.seq) for one in state.given_back if one.job == claim.job), None)
+        newest = next(
+            ((one.submission, one.seq) for one in state.given_back if one.job == claim.job), None
+        )
     else:
         newest = known.claim.submission, known.claim.seq
     if newest is not None and (claim.submission, claim.seq) <= newest:
-        if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
+        if (
+            known is not None
+            and (claim.submission, claim.seq) == newest
+            and known.answer is not None
+        ):
             return _with(state, replace(known, told=False))
         if claim.submission < newest[0]:
             # Either a late message of a submission that has ended: the running submission ignores
             # the answer. Or the server's clock was set back between the two: submissions are
             # numbered by it, and nodes obey only higher ones.
             behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
-            return replace(state, behind=(*(one for one in state.behind if one.job != claim.job), behind))
+            return replace(
+                state, behind=(*(one for one in state.behind if one.job != claim.job), behind)
+            )
         return state
     state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
     if state.awaited is not None:
@@ -50,11 +68,18 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     record = _record(claim, known, now)
     if known is not None and known.moved:
         older = {place.node for place in (*record.inherited, *claim.holds)}
-        record = replace(record, moved={node: login for node, login in known.moved.items() if node in older})
-    if known is not None and (left := {place.node for place in _knew(claim, known)} - {place.node for place in record.places}):
+        record = replace(
+            record, moved={node: login for node, login in known.moved.items() if node in older}
+        )
+    if known is not None and (
+        left := {place.node for place in _knew(claim, known)}
+        - {place.node for place in record.places}
+    ):
         # The job has stopped the ranks of earlier submissions there. The next probe shows its own
         # ranks.
-        state = _without_living(state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left))))
+        state = _without_living(
+            state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left)))
+        )
     if claim.nodes <= 0 and not record.places:
         return without(state, record, now)
     return _with(state, record)
@@ -80,10 +105,16 @@ def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
     for record in [record for record in state.claims if record.claim.job == fact.job]:
         # The host that answers for a moved node never saw the ranks.
         nodes = [node for node in fact.nodes if node not in record.moved]
-        after = replace(record, inherited=_less(record.inherited, nodes)) if record.claim.submission >= fact.submission else record
+        after = (
+            replace(record, inherited=_less(record.inherited, nodes))
+            if record.claim.submission >= fact.submission
+            else record
+        )
         if record.closed and record.claim.submission <= fact.submission:
             after = _without_nodes(after, nodes)
-        state = without(state, after, now) if after.closed and not after.places else _with(state, after)
+        state = (
+            without(state, after, now) if after.closed and not after.places else _with(state, after)
+        )
     return state
 
 
@@ -119,7 +150,11 @@ def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
         if after != record:
             moved = {name: login for name, login in record.moved.items() if name != node}
             after = replace(after, moved=moved)
-            state = without(state, after, now) if after.closed and not after.places else _with(state, after)
+            state = (
+                without(state, after, now)
+                if after.closed and not after.places
+                else _with(state, after)
+            )
     return state
 
 
@@ -141,12 +176,19 @@ def by_marks(record: NodeRecord) -> str:
     if len(jobs) < SUSPECT_JOBS:
         return ""
     hours = int(SUSPECT_WITHIN / timedelta(hours=1))
-    named = ", ".join(f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:])
+    named = ", ".join(
+        f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:]
+    )
     return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
 
 
 def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
-    return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=reason) for mark in record.marks))
+    return replace(
+        record,
+        marks=tuple(
+            mark if mark.retracted else replace(mark, retracted=reason) for mark in record.marks
+        ),
+    )
 
 
 # --- restoring after a restart of the fleet
@@ -185,13 +227,33 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
         if (record := known.get(job)) is not None:
             launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
             moved = {**old.moved, **record.moved}
-            state = _with(state, replace(record, inherited=_both(record, old), inherited_launched=launched, moved=moved))
+            state = _with(
+                state,
+                replace(
+                    record, inherited=_both(record, old), inherited_launched=launched, moved=moved
+                ),
+            )
         elif (last := given_back.get(job)) is None:
             state = _with(state, old)
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
             # The job has ended and never knew of ranks that may live there.
-            claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=(), launched=old.launched)
-            ended = replace(old, claim=claim, granted=(), inherited=inherited, inherited_launched=(), closed=True)
+            claim = replace(
+                old.claim,
+                submission=last.submission,
+                seq=last.seq,
+                nodes=0,
+                keep=(),
+                holds=(),
+                launched=old.launched,
+            )
+            ended = replace(
+                old,
+                claim=claim,
+                granted=(),
+                inherited=inherited,
+                inherited_launched=(),
+                closed=True,
+            )
             state = _with(state, ended)
     return state
 
@@ -220,7 +282,11 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
         # A submission that holds a node of an earlier one does not know which GPUs of the node that
         # was.
         claim = replace(
-            claim, holds=tuple(place if place.gpus else replace(place, gpus=shares.get(place.node, ())) for place in claim.holds)
+            claim,
+            holds=tuple(
+                place if place.gpus else replace(place, gpus=shares.get(place.node, ()))
+                for place in claim.holds
+            ),
         )
         if claim.submission > known.claim.submission:
             inherited, launched = known.places, known.launched
@@ -230,10 +296,19 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
                 inherited, launched = known.inherited, known.inherited_launched
         inherited = _less(inherited, [place.node for place in claim.holds])
     if claim.nodes > 0:
-        return ClaimRecord(claim, waiting_since=since, inherited=inherited, inherited_launched=launched if inherited else ())
+        return ClaimRecord(
+            claim,
+            waiting_since=since,
+            inherited=inherited,
+            inherited_launched=launched if inherited else (),
+        )
     # The job has ended without reporting on the ranks before it, so the fleet stops them.
     return ClaimRecord(
-        claim, granted=(), inherited=inherited, inherited_launched=launched if inherited else (), closed=bool(inherited) and not claim.holds
+        claim,
+        granted=(),
+        inherited=inherited,
+        inherited_launched=launched if inherited else (),
+        closed=bool(inherited) and not claim.holds,
     )
 
 
@@ -255,7 +330,9 @@ def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
 def _with(state: FleetState, record: ClaimRecord) -> FleetState:
     job = record.claim.job
     if any(one.claim.job == job for one in state.claims):
-        return replace(state, claims=tuple(record if one.claim.job == job else one for one in state.claims))
+        return replace(
+            state, claims=tuple(record if one.claim.job == job else one for one in state.claims)
+        )
     return replace(state, claims=(*state.claims, record))
 
 
@@ -265,24 +342,35 @@ def _less(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
 
 
 def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
-    nodes = tuple(_left(node, node.look, fact) if node.look and node.name in fact.nodes else node for node in state.nodes)
+    nodes = tuple(
+        _left(node, node.look, fact) if node.look and node.name in fact.nodes else node
+        for node in state.nodes
+    )
     return replace(state, nodes=nodes)
 
 
 def _left(node: NodeRecord, look: NodeProbe, fact: Reclaimed) -> NodeRecord:
     def others(living: tuple[LiveGeneration, ...]) -> tuple[LiveGeneration, ...]:
-        return tuple(one for one in living if one.job != fact.job or one.submission > fact.submission)
+        return tuple(
+            one for one in living if one.job != fact.job or one.submission > fact.submission
+        )
 
-    return replace(node, look=replace(look, living=others(look.living)), last_living=others(node.last_living))
+    return replace(
+        node, look=replace(look, living=others(look.living)), last_living=others(node.last_living)
+    )
 
 
 # --- marks
 
 
-def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) -> tuple[NodeRecord, ...]:
+def _accused(
+    nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime
+) -> tuple[NodeRecord, ...]:
     records = {node.name: node for node in nodes} if report.suspects else {}
     for suspect in report.suspects:
-        if (record := records.get(suspect.node)) is None or (marked := _marked(record, report, suspect)) is None:
+        if (record := records.get(suspect.node)) is None or (
+            marked := _marked(record, report, suspect)
+        ) is None:
             continue
         records[suspect.node] = marked
         for name, other in list(records.items()):
@@ -290,16 +378,23 @@ def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) 
                 records[name] = _followed(other, report, suspect, now)
         if marked.standing is NodeStatus.IN_SERVICE:
             by = f"job {report.job}" if suspect.isolate else "relaunch"
-            reason = (text(suspect.reason) or suspect.cause) if suspect.isolate else by_marks(marked)
+            reason = (
+                (text(suspect.reason) or suspect.cause) if suspect.isolate else by_marks(marked)
+            )
             if reason:
-                records[suspect.node] = replace(marked, standing=NodeStatus.SUSPECT, reason=reason, by=by, since=now)
+                records[suspect.node] = replace(
+                    marked, standing=NodeStatus.SUSPECT, reason=reason, by=by, since=now
+                )
     return tuple(records.values()) or nodes
 
 
 def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
     """Return the node with the mark added; None if the suspect adds nothing new."""
     said = (report.job, report.submission, suspect.generation)
-    known = next((mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said), None)
+    known = next(
+        (mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said),
+        None,
+    )
     if known is not None and (known.isolated or known.retracted or not suspect.isolate):
         return None
     mark = Mark(
@@ -311,18 +406,23 @@ def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRe
         suspect.gpus,
         isolated=suspect.isolate,
     )
-    marks = sorted((*(one for one in record.marks if one is not known), mark), key=lambda one: one.at)[-KEPT_MARKS:]
+    marks = sorted(
+        (*(one for one in record.marks if one is not known), mark), key=lambda one: one.at
+    )[-KEPT_MARKS:]
     return replace(record, marks=tuple(marks)) if mark in marks else None
 
 
-def _followed(record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime) -> NodeRecord:
+def _followed(
+    record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime
+) -> NodeRecord:
     if suspect.cause not in FOLLOWING:
         return record
     reason = f"the fault followed job {report.job} to {suspect.node}"
     marks = tuple(
         replace(mark, retracted=reason)
         if not mark.retracted
-        and (mark.job, mark.submission, mark.cause, mark.code) == (report.job, report.submission, suspect.cause, suspect.code)
+        and (mark.job, mark.submission, mark.cause, mark.code)
+        == (report.job, report.submission, suspect.cause, suspect.code)
         and mark.generation < suspect.generation
         else mark
         for mark in record.marks

@@ -25,7 +25,11 @@ NAMED = 4
 def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[AskToLeave]]:
     """Ask the jobs on a wanted node to leave, each once; notify them once when it is no longer
     wanted."""
-    wanted = [node for node in state.nodes if node.drain or node.leave or node.told or node.standing is NodeStatus.SUSPECT]
+    wanted = [
+        node
+        for node in state.nodes
+        if node.drain or node.leave or node.told or node.standing is NodeStatus.SUSPECT
+    ]
     if not wanted:
         return state, []
     orders: list[AskToLeave] = []
@@ -35,28 +39,51 @@ def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[A
     return (state if nodes == state.nodes else replace(state, nodes=nodes)), orders
 
 
-def _asked(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime, orders: list[AskToLeave]) -> NodeRecord:
+def _asked(
+    state: FleetState,
+    node: NodeRecord,
+    here: list[ClaimRecord],
+    now: datetime,
+    orders: list[AskToLeave],
+) -> NodeRecord:
     leave = _leave(state, node, here, now)
     wish = node.drain or leave
     if wish is None:
         over = Withdraw(node.name, _why_over(node), f"{FLEET}{state.name}", now, withdrawn=True)
-        waiting = [record for record in state.claims if record.waits and record not in here] if node.told else []
-        orders += [AskToLeave(record.claim.job, over) for record in (*here, *waiting) if record.claim.job in node.told]
+        waiting = (
+            [record for record in state.claims if record.waits and record not in here]
+            if node.told
+            else []
+        )
+        orders += [
+            AskToLeave(record.claim.job, over)
+            for record in (*here, *waiting)
+            if record.claim.job in node.told
+        ]
         told: tuple[str, ...] = ()
     else:
         asked = [record.claim.job for record in here if node.drain or not _accuses(node, record)]
         new = [job for job in asked if job not in node.told]
         orders += [AskToLeave(job, wish) for job in new]
         told = (*node.told, *new)
-    return node if (leave, told) == (node.leave, node.told) else replace(node, leave=leave, told=told)
+    return (
+        node if (leave, told) == (node.leave, node.told) else replace(node, leave=leave, told=told)
+    )
 
 
-def _leave(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime) -> Withdraw | None:
+def _leave(
+    state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime
+) -> Withdraw | None:
     """Return the fleet's own request to leave a shared suspect; None while no repair would be
     started."""
     if node.standing is not NodeStatus.SUSPECT or node.drain is not None or _stands_still(state):
         return None
-    if node.leave is not None or not state.begun or is_awaiting(state, now) or is_restoring(state, now):
+    if (
+        node.leave is not None
+        or not state.begun
+        or is_awaiting(state, now)
+        or is_restoring(state, now)
+    ):
         return node.leave
     return _wish(state, node, now) if any(not _accuses(node, record) for record in here) else None
 
@@ -74,7 +101,9 @@ def _accuses(node: NodeRecord, record: ClaimRecord) -> bool:
 
     Marks that do not isolate the node, or were retracted, do not count.
     """
-    return any(mark.job == record.claim.job and mark.isolated and not mark.retracted for mark in node.marks)
+    return any(
+        mark.job == record.claim.job and mark.isolated and not mark.retracted for mark in node.marks
+    )
 
 
 def _why_over(node: NodeRecord) -> str:
@@ -107,21 +136,38 @@ def sharing(state: FleetState, node: NodeRecord, job: str) -> list[ClaimRecord]:
     return [record for record in state.claims if record.claim.job != job and _is_on(record, node)]
 
 
-def shared(state: FleetState, node: NodeRecord, request: PermitRequest, others: list[ClaimRecord], now: datetime) -> tuple[FleetState, str]:
+def shared(
+    state: FleetState,
+    node: NodeRecord,
+    request: PermitRequest,
+    others: list[ClaimRecord],
+    now: datetime,
+) -> tuple[FleetState, str]:
     """Ask the other jobs to leave where the fleet may do so; return why the repair must not act
     now."""
     if not any(record.claim.job == request.job and _is_on(record, node) for record in state.claims):
         return state, in_use(state, node, request.job)
     if node.standing is NodeStatus.IN_SERVICE and not _stands_still(state):
-        node = replace(node, standing=NodeStatus.SUSPECT, reason=text(request.reason), by=f"job {request.job}", since=now)
+        node = replace(
+            node,
+            standing=NodeStatus.SUSPECT,
+            reason=text(request.reason),
+            by=f"job {request.job}",
+            since=now,
+        )
     if node.standing is NodeStatus.SUSPECT and node.leave is None and not _stands_still(state):
         node = replace(node, leave=_wish(state, node, now))
     jobs = [record.claim.job for record in others]
     many = len(jobs) > 1
-    named = ", ".join(jobs[:NAMED]) + (f" and {len(jobs) - NAMED} more" if len(jobs) > NAMED else "")
+    named = ", ".join(jobs[:NAMED]) + (
+        f" and {len(jobs) - NAMED} more" if len(jobs) > NAMED else ""
+    )
     has = f"job{'s' * many} {named} {'have' if many else 'has'} a part of {node.name} too"
     if (wish := node.drain or node.leave) is None:
         return put(state, node), f"{has}: drain the node to have it left"
     if request.job not in node.told:
         node = replace(node, told=(*node.told, request.job))  # the refusal itself informs it
-    return put(state, node), f"{has}, and {'were' if many else 'was'} asked to leave it by {wish.until:%Y-%m-%d %H:%M} UTC"
+    return (
+        put(state, node),
+        f"{has}, and {'were' if many else 'was'} asked to leave it by {wish.until:%Y-%m-%d %H:%M} UTC",
+    )

@@ -72,7 +72,9 @@ class Words:
         if most >= claim.nodes:
             return ""
         if not board.nodes:
-            return f"the file of fleet {board.state.name} names no node, and {claim.nodes} are wanted"
+            return (
+                f"the file of fleet {board.state.name} names no node, and {claim.nodes} are wanted"
+            )
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
         return f"fleet {board.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
 
@@ -92,7 +94,9 @@ class Words:
     def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
         """Return why a job that runs, or can start, has fewer nodes than it would take."""
         have = len(chosen.kept) + len(chosen.new)
-        parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or ["no other is to be had"]
+        parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or [
+            "no other is to be had"
+        ]
         return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
 
     def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
@@ -100,7 +104,11 @@ class Words:
         # of them.
         have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
         wanted = record.claim.nodes if chosen.missing else record.claim.up_to
-        return text(f"{have} of {wanted} nodes: " + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part), 600)
+        return text(
+            f"{have} of {wanted} nodes: "
+            + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part),
+            600,
+        )
 
     def _parts(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> list[str]:
         claim, board = record.claim, self._board
@@ -110,17 +118,35 @@ class Words:
             parts.append("it is looked whether the others answer")
         elif ahead:
             parts.append(f"job {ahead} comes first")
-        holders = [(job, count) for job, count in survey.holders[: NAMED + 1] if job != claim.job][:NAMED]
+        holders = [(job, count) for job, count in survey.holders[: NAMED + 1] if job != claim.job][
+            :NAMED
+        ]
         if holders:
             rest = len(survey.holders) - len(holders) - (claim.job in survey.jobs)
-            more = f", {rest} more job{'s' * (rest > 1)} hold{'s' * (rest == 1)} the rest" if rest else ""
+            more = (
+                f", {rest} more job{'s' * (rest > 1)} hold{'s' * (rest == 1)} the rest"
+                if rest
+                else ""
+            )
             parts.append(", ".join(f"job {job} holds {count}" for job, count in holders) + more)
-        parts += [self._some(survey.out, "out of service"), self._some(survey.silent, "silent"), self._some(survey.blocked, "in use")]
-        known = [board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None]
-        avoided = [node.name for node in known if fits(node, shape, with_avoided=True) and node.standing is NodeStatus.IN_SERVICE]
+        parts += [
+            self._some(survey.out, "out of service"),
+            self._some(survey.silent, "silent"),
+            self._some(survey.blocked, "in use"),
+        ]
+        known = [
+            board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None
+        ]
+        avoided = [
+            node.name
+            for node in known
+            if fits(node, shape, with_avoided=True) and node.standing is NodeStatus.IN_SERVICE
+        ]
         parts.append(f"it avoids {listed(avoided)}" if avoided else "")
         idle = survey.spares
-        parts.append(f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else "")
+        parts.append(
+            f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else ""
+        )
         return parts
 
     @staticmethod
@@ -154,8 +180,22 @@ class Words:
             elif index in board.offered and node.spec.gpus:
                 blocked.append(f"{node.name} is offered to job {', '.join(board.offered[index])}")
         need, spares, _ = shape
-        idle = 0 if spares else sum(node.spec.spare and node.spec.gpus >= need and board.is_free(i) for i, node in enumerate(board.nodes))
-        return Survey(tuple(holders.most_common()), frozenset(holders), tuple(out), tuple(silent), tuple(blocked), idle)
+        idle = (
+            0
+            if spares
+            else sum(
+                node.spec.spare and node.spec.gpus >= need and board.is_free(i)
+                for i, node in enumerate(board.nodes)
+            )
+        )
+        return Survey(
+            tuple(holders.most_common()),
+            frozenset(holders),
+            tuple(out),
+            tuple(silent),
+            tuple(blocked),
+            idle,
+        )
 
 
 def _in_the_way(node: NodeRecord) -> str:

@@ -89,7 +89,9 @@ def read_inventory(answer: object) -> Inventory:
 def _bus(row: object, index: int) -> str:
     """Return the bus id as the kernel prints it: NVML writes the domain with eight digits."""
     bus = text(row.get("bus_id"), 40).lower() if isinstance(row, Mapping) else ""
-    return bus.removeprefix("0000") if len(bus) == len("00000000:05:00.0") else bus or f"GPU {index}"
+    return (
+        bus.removeprefix("0000") if len(bus) == len("00000000:05:00.0") else bus or f"GPU {index}"
+    )
 
 
 class _Stranger:
@@ -107,7 +109,13 @@ class _Stranger:
 def _listed(processes: object) -> list[Mapping[str, Any]]:
     listed = processes if isinstance(processes, list) else []
     # A node that does not say whose processes they are reports no foreign ones.
-    return [one for one in listed if isinstance(one, Mapping) and one.get("ours") is False and one.get("program") != MPS_SERVER]
+    return [
+        one
+        for one in listed
+        if isinstance(one, Mapping)
+        and one.get("ours") is False
+        and one.get("program") != MPS_SERVER
+    ]
 
 
 def _name(value: object) -> str:
@@ -135,7 +143,10 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
 
 def used_by(uses: Iterable[GpuUse]) -> str:
     """Return a clause such as `GPU 2, 3 are used by alice (python, pid 4242)`."""
-    return ", ".join(f"GPU {', '.join(map(str, use.gpus))} {'is' if len(use.gpus) == 1 else 'are'} used by {use.who}" for use in uses)
+    return ", ".join(
+        f"GPU {', '.join(map(str, use.gpus))} {'is' if len(use.gpus) == 1 else 'are'} used by {use.who}"
+        for use in uses
+    )
 
 
 def shortage(inventory: Inventory, expected: int) -> str:
@@ -145,6 +156,10 @@ def shortage(inventory: Inventory, expected: int) -> str:
     """
     if inventory.unreadable or (inventory.count >= expected and not inventory.lost):
         return ""
-    said = f"{inventory.count} of {max(expected, inventory.count + len(inventory.lost))} GPUs answer"
-    lost = ", ".join(inventory.lost[:NAMED]) + (f" and {len(inventory.lost) - NAMED} more" if len(inventory.lost) > NAMED else "")
+    said = (
+        f"{inventory.count} of {max(expected, inventory.count + len(inventory.lost))} GPUs answer"
+    )
+    lost = ", ".join(inventory.lost[:NAMED]) + (
+        f" and {len(inventory.lost) - NAMED} more" if len(inventory.lost) > NAMED else ""
+    )
     return f"{said}; {lost} {'is' if len(inventory.lost) == 1 else 'are'} lost" if lost else said

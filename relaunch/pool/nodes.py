@@ -9,7 +9,14 @@ from datetime import datetime, timedelta
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.claims import all_retracted, by_marks, declared_dead, note_moves
-from relaunch.pool.facts import Applied, DeadDeclared, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
+from relaunch.pool.facts import (
+    Applied,
+    DeadDeclared,
+    QuarantineAsked,
+    ReleaseAsked,
+    RepairBegan,
+    RepairEnded,
+)
 from relaunch.pool.messages import Withdraw
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 
@@ -27,7 +34,12 @@ MAX_MOVES_NAMED = 4
 
 
 def noticed(state: FleetState, notice: str, now: datetime) -> FleetState:
-    return replace(state, notices=(*state.notices, f"{now.isoformat(timespec='minutes')} {text(notice)}")[-KEPT_NOTICES:])
+    return replace(
+        state,
+        notices=(*state.notices, f"{now.isoformat(timespec='minutes')} {text(notice)}")[
+            -KEPT_NOTICES:
+        ],
+    )
 
 
 def find(state: FleetState, name: str) -> NodeRecord | None:
@@ -35,12 +47,16 @@ def find(state: FleetState, name: str) -> NodeRecord | None:
 
 
 def put(state: FleetState, record: NodeRecord) -> FleetState:
-    return replace(state, nodes=tuple(record if node.name == record.name else node for node in state.nodes))
+    return replace(
+        state, nodes=tuple(record if node.name == record.name else node for node in state.nodes)
+    )
 
 
 def is_awaiting(state: FleetState, now: datetime) -> bool:
     """Return whether jobs may still claim nodes that look free."""
-    return state.awaited is None or (bool(state.awaited) and (state.settles_at is None or now < state.settles_at))
+    return state.awaited is None or (
+        bool(state.awaited) and (state.settles_at is None or now < state.settles_at)
+    )
 
 
 # --- the file
@@ -48,12 +64,18 @@ def is_awaiting(state: FleetState, now: datetime) -> bool:
 
 def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
     if not fact.nodes and state.nodes:
-        return noticed(state, f"the file of fleet {state.name} names no node: its {len(state.nodes)} nodes stay as they are", now)
+        return noticed(
+            state,
+            f"the file of fleet {state.name} names no node: its {len(state.nodes)} nodes stay as they are",
+            now,
+        )
     known = {node.name: node for node in state.nodes}
     nodes = []
     for spec in fact.nodes:
         record = known.pop(spec.name, None) or NodeRecord(spec)
-        record = replace(record, spec=spec, gone=False) if record.spec != spec or record.gone else record
+        record = (
+            replace(record, spec=spec, gone=False) if record.spec != spec or record.gone else record
+        )
         if record.standing is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _back(record, now)
         nodes.append(record)
@@ -62,7 +84,9 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
     for notice in _describe_moves(state, fact):
         state = noticed(state, notice, now)
     logins = {node.name: node.spec.login for node in state.nodes}
-    state = replace(state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True)
+    state = replace(
+        state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True
+    )
     return note_moves(state, logins)
 
 
@@ -111,7 +135,9 @@ def without_gone(state: FleetState) -> FleetState:
 
 
 def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
-    return replace(record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now, drain=None, leave=None)
+    return replace(
+        record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now, drain=None, leave=None
+    )
 
 
 def quarantined(record: NodeRecord, by: str, reason: str, now: datetime) -> NodeRecord:
@@ -138,7 +164,9 @@ def is_out(record: NodeRecord) -> bool:
 
 def looked(state: FleetState, looks: tuple[NodeProbe, ...], now: datetime) -> FleetState:
     by_name = {look.node: look for look in looks}
-    return replace(state, nodes=tuple(_seen(node, by_name.get(node.name), now) for node in state.nodes))
+    return replace(
+        state, nodes=tuple(_seen(node, by_name.get(node.name), now) for node in state.nodes)
+    )
 
 
 def _seen(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeRecord:
@@ -147,8 +175,17 @@ def _seen(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeReco
     if look.inventory is not None:
         record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
     look = replace(look, inventory=None, read_ago=timedelta(0))
-    record = replace(record, last_living=_last_living(record) if look.silent else (), answered=record.answered or not look.silent)
-    return replace(record, look=look, looked_at=now, silent_since=(record.silent_since or now) if look.silent else None)
+    record = replace(
+        record,
+        last_living=_last_living(record) if look.silent else (),
+        answered=record.answered or not look.silent,
+    )
+    return replace(
+        record,
+        look=look,
+        looked_at=now,
+        silent_since=(record.silent_since or now) if look.silent else None,
+    )
 
 
 def _last_living(record: NodeRecord) -> tuple[LiveGeneration, ...]:
@@ -173,11 +210,20 @@ def short(state: FleetState, now: datetime) -> FleetState:
 
 
 def _is_idle(record: NodeRecord, held: set[str]) -> bool:
-    if record.standing is not NodeStatus.IN_SERVICE or record.repair or record.gone or record.name in held:
+    if (
+        record.standing is not NodeStatus.IN_SERVICE
+        or record.repair
+        or record.gone
+        or record.name in held
+    ):
         return False
-    if record.foreign_processes:  # an examination would be refused, and the node would stay out of service for that
+    if (
+        record.foreign_processes
+    ):  # an examination would be refused, and the node would stay out of service for that
         return False
-    return record.look is not None and not (record.look.silent or record.look.held or record.look.living)
+    return record.look is not None and not (
+        record.look.silent or record.look.held or record.look.living
+    )
 
 
 # --- repairs
@@ -186,7 +232,9 @@ def _is_idle(record: NodeRecord, held: set[str]) -> bool:
 def repair_began(state: FleetState, fact: RepairBegan, now: datetime) -> FleetState:
     record = find(state, fact.node)
     if record is None:
-        return noticed(state, f"{fact.by} repairs {fact.node}, which is not in fleet {state.name}", now)
+        return noticed(
+            state, f"{fact.by} repairs {fact.node}, which is not in fleet {state.name}", now
+        )
     return put(state, under_repair(record, fact.workflow, fact.run, now))
 
 
@@ -198,20 +246,34 @@ def under_repair(record: NodeRecord, workflow: str, run: str, now: datetime) -> 
 
 
 def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetState:
-    requests = tuple(one for one in state.requests if (one.workflow, one.run) != (fact.workflow, fact.run))
+    requests = tuple(
+        one for one in state.requests if (one.workflow, one.run) != (fact.workflow, fact.run)
+    )
     state = replace(state, requests=requests)
     record = find(state, fact.node)
     repair = f"{fact.workflow}/{fact.run}"
-    if record is None or record.repair not in ("", repair, fact.workflow) or record.repair_ended == repair:
+    if (
+        record is None
+        or record.repair not in ("", repair, fact.workflow)
+        or record.repair_ended == repair
+    ):
         return state
     # An inventory from before the repair is no longer valid.
-    record = replace(record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None)
+    record = replace(
+        record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None
+    )
     if fact.verdict is not Verdict.UNKNOWN:
-        record = replace(record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason))
+        record = replace(
+            record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason)
+        )
     if fact.job and record.standing is not NodeStatus.REPAIRING:
         return put(state, record)
     if _proves_nothing(record, fact):
-        return noticed(put(state, record), f"{record.name} stays in service, its repair was refused: {fact.reason}", now)
+        return noticed(
+            put(state, record),
+            f"{record.name} stays in service, its repair was refused: {fact.reason}",
+            now,
+        )
     return put(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
 
 
@@ -229,11 +291,17 @@ def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
 def _was_stale(state: FleetState, fact: RepairEnded) -> bool:
     """Return whether the last answer to this repair was that it had asked before a person resumed
     repairs."""
-    told = [one.permit for one in state.answered if (one.workflow, one.permit.run) == (fact.workflow, fact.run)]
+    told = [
+        one.permit
+        for one in state.answered
+        if (one.workflow, one.permit.run) == (fact.workflow, fact.run)
+    ]
     return bool(told) and told[-1].stale
 
 
-def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale: bool) -> NodeRecord:
+def _after_repair(
+    record: NodeRecord, fact: RepairEnded, now: datetime, *, stale: bool
+) -> NodeRecord:
     done = fact.outcome == "done"
     if done:
         record = all_retracted(record, "examined healthy after a repair")
@@ -253,11 +321,19 @@ def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale
 
 def overdue(state: FleetState, now: datetime) -> FleetState:
     """Give up repairs that have not reported their end within `REPAIR_WITHIN`."""
-    for record in [one for one in state.nodes if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN]:
+    for record in [
+        one
+        for one in state.nodes
+        if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN
+    ]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)
         if record.standing is NodeStatus.REPAIRING:
             after = quarantined(after, RELAUNCH, "nobody told how its repair ended", now)
-        state = noticed(put(state, after), f"{record.name}: nobody told within 3 h how {record.repair} ended", now)
+        state = noticed(
+            put(state, after),
+            f"{record.name}: nobody told within 3 h how {record.repair} ended",
+            now,
+        )
     return state
 
 
@@ -268,25 +344,45 @@ def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) ->
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find(state, fact.node)
     if record is None:
-        return noticed(state, f"{by} asked to quarantine {fact.node}, which is not in fleet {state.name}", now)
-    drain = None if fact.drain_within is None else Withdraw(record.name, reason, by, now + fact.drain_within)
+        return noticed(
+            state, f"{by} asked to quarantine {fact.node}, which is not in fleet {state.name}", now
+        )
+    drain = (
+        None
+        if fact.drain_within is None
+        else Withdraw(record.name, reason, by, now + fact.drain_within)
+    )
     record = replace(record, drain=drain, told=record.told if drain in (None, record.drain) else ())
     how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
-    return noticed(put(state, quarantined(record, by, reason, now)), f"{by} quarantined {record.name}{how}: {reason}", now)
+    return noticed(
+        put(state, quarantined(record, by, reason, now)),
+        f"{by} quarantined {record.name}{how}: {reason}",
+        now,
+    )
 
 
 def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find(state, fact.node)
     if record is None or record.gone:
-        return noticed(state, f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}", now)
-    record = all_retracted(replace(in_service(record, now), read_at=None), f"{by} released it: {reason}")
+        return noticed(
+            state,
+            f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}",
+            now,
+        )
+    record = all_retracted(
+        replace(in_service(record, now), read_at=None), f"{by} released it: {reason}"
+    )
     return noticed(put(state, record), f"{by} released {record.name}: {reason}", now)
 
 
 def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     if find(state, fact.node) is None:
-        return noticed(state, f"{by} declared {fact.node} dead, which is not in fleet {state.name}", now)
+        return noticed(
+            state, f"{by} declared {fact.node} dead, which is not in fleet {state.name}", now
+        )
     state = declared_dead(state, fact.node, now)
-    return noticed(state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {reason}", now)
+    return noticed(
+        state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {reason}", now
+    )

@@ -47,7 +47,9 @@ def _took(record: ClaimRecord | None, offer: Offered) -> bool:
     return bool({place.node for place in granted or ()} & {place.node for place in offer.places})
 
 
-def offered(state: FleetState, board: Board, now: datetime) -> tuple[FleetState, list[TellOffer], list[int]]:
+def offered(
+    state: FleetState, board: Board, now: datetime
+) -> tuple[FleetState, list[TellOffer], list[int]]:
     """Make the offers that are possible; also return the nodes to probe before more can be made."""
     wishes = [record for record in state.claims if _wishes(state, record, now)]
     if not wishes or any(record.waits for record in state.claims) or why_closed(state, now):
@@ -59,7 +61,15 @@ def offered(state: FleetState, board: Board, now: datetime) -> tuple[FleetState,
         ready, stale = board.offerable(record, claim.most - len(claim.keep))
         looks += [node for node in stale if is_due(state.nodes[node], now)]
         if ready and not stale:  # one offer of all nodes instead of two restarts
-            made.append(Offered(claim.job, claim.submission, claim.seq, board.offer(record, ready), now + OFFER_HOLDS))
+            made.append(
+                Offered(
+                    claim.job,
+                    claim.submission,
+                    claim.seq,
+                    board.offer(record, ready),
+                    now + OFFER_HOLDS,
+                )
+            )
     state = replace(state, offers=(*state.offers, *made)) if made else state
     return state, [TellOffer(one.job, one.offer) for one in made], looks
 
@@ -73,7 +83,15 @@ def offers_at(state: FleetState) -> list[datetime]:
 
 def _wishes(state: FleetState, record: ClaimRecord, now: datetime) -> bool:
     claim = record.claim
-    if claim.more_at is None or now < claim.more_at or claim.most <= len(claim.keep) or record.closed or record.waits:
+    if (
+        claim.more_at is None
+        or now < claim.more_at
+        or claim.most <= len(claim.keep)
+        or record.closed
+        or record.waits
+    ):
         return False
     wanted = {node.name for node in state.nodes if node.drain is not None or node.leave is not None}
-    return all(one.job != claim.job for one in state.offers) and not any(place.node in wanted for place in record.places)
+    return all(one.job != claim.job for one in state.offers) and not any(
+        place.node in wanted for place in record.places
+    )

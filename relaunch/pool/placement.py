@@ -16,7 +16,14 @@ from relaunch.pool.inventory import GpuUse
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.probing import FRESH, is_due, may_be_read
 from relaunch.pool.shapes import Kind, Shape, fits, serves
-from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeRecord, NodeStatus, Offered
+from relaunch.pool.state import (
+    ClaimRecord,
+    FleetState,
+    LiveGeneration,
+    NodeRecord,
+    NodeStatus,
+    Offered,
+)
 
 GIVEN_UP = timedelta(minutes=10)
 """After so long a silence a node is no longer waited for, and other jobs get what a large claim
@@ -30,7 +37,12 @@ NOWHERE: Key = (False, 0, -1, -1)
 def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
     """Return whether the nodes of an offer are still reserved: the job has sent no newer claim, or
     its newer claim still waits for the answer."""
-    if record is None or record.closed or record.claim.submission != offered.submission or now >= offered.until:
+    if (
+        record is None
+        or record.closed
+        or record.claim.submission != offered.submission
+        or now >= offered.until
+    ):
         return False
     return record.claim.seq == offered.seq or record.waits
 
@@ -82,7 +94,9 @@ class Board:
         for record in state.claims:
             for place in record.places:
                 if (node := self.index.get(place.node)) is not None:
-                    if node in self.holders and not set(place.gpus or self._all(node)) <= set(self.unclaimed(node)):
+                    if node in self.holders and not set(place.gpus or self._all(node)) <= set(
+                        self.unclaimed(node)
+                    ):
                         self.contested.add((node, record.claim.job))
                     self.holders.setdefault(node, {})[record.claim.job] = place.gpus
         records = {record.claim.job: record for record in state.claims} if state.offers else {}
@@ -94,7 +108,11 @@ class Board:
         for node, one in enumerate(self.nodes):
             for living in one.look.living if one.look else ():
                 self.living.setdefault(living.job, []).append((node, living))
-            if one.inventory is not None and one.inventory.used and (foreign_processes := one.foreign_processes):
+            if (
+                one.inventory is not None
+                and one.inventory.used
+                and (foreign_processes := one.foreign_processes)
+            ):
                 self.visited[node] = frozenset(gpu for use in foreign_processes for gpu in use.gpus)
             if not one.gone:
                 self._in_file[one.spec.spare, one.spec.gpus] += 1
@@ -107,7 +125,9 @@ class Board:
     def free_gpus(self, node: int, job: str = "") -> tuple[int, ...]:
         """Return the GPUs that this job may have: no other job has them, and no foreign process was
         seen on them."""
-        return tuple(gpu for gpu in self.unclaimed(node, job) if gpu not in self.visited.get(node, ()))
+        return tuple(
+            gpu for gpu in self.unclaimed(node, job) if gpu not in self.visited.get(node, ())
+        )
 
     def unclaimed(self, node: int, job: str = "") -> tuple[int, ...]:
         """Return the GPUs that no other job has or was offered."""
@@ -141,7 +161,9 @@ class Board:
         """Return the foreign processes without which a claim for so many GPUs (0: all) would fit
         here."""
         wanted = need or self.nodes[node].spec.gpus
-        if node not in self.visited or not len(self.free_gpus(node)) < wanted <= len(self.unclaimed(node)):
+        if node not in self.visited or not len(self.free_gpus(node)) < wanted <= len(
+            self.unclaimed(node)
+        ):
             return ()
         return self.nodes[node].foreign_processes
 
@@ -158,7 +180,13 @@ class Board:
 
     def _is_usable(self, node: int) -> bool:
         one = self.nodes[node]
-        return one.standing is NodeStatus.IN_SERVICE and one.drain is None and not one.gone and not one.repair and not one.short
+        return (
+            one.standing is NodeStatus.IN_SERVICE
+            and one.drain is None
+            and not one.gone
+            and not one.repair
+            and not one.short
+        )
 
     def _is_eventual(self, one: NodeRecord) -> bool:
         """Return whether a job may get the node eventually, without a person's help."""
@@ -192,7 +220,11 @@ class Board:
     # --- claims
 
     def shape(self, claim: Claim) -> Shape:
-        own = sum(count for (spare, gpus), count in self._in_file.items() if not spare and gpus >= claim.gpus)
+        own = sum(
+            count
+            for (spare, gpus), count in self._in_file.items()
+            if not spare and gpus >= claim.gpus
+        )
         # Spares are for jobs that have run, and for those that need more nodes than there are
         # without spares: they could never start.
         return claim.gpus, claim.running or own < claim.nodes, frozenset(claim.avoid)
@@ -200,7 +232,11 @@ class Board:
     def most(self, shape: Shape) -> int:
         """Return how many nodes of the file fit the shape."""
         need, spares, _ = shape
-        return sum(count for (spare, gpus), count in self._in_file.items() if gpus >= need and (spares or not spare))
+        return sum(
+            count
+            for (spare, gpus), count in self._in_file.items()
+            if gpus >= need and (spares or not spare)
+        )
 
     def kept(self, record: ClaimRecord) -> list[int]:
         held = {place.node for place in record.places}
@@ -208,12 +244,20 @@ class Board:
         found = []
         for name in dict.fromkeys(record.claim.keep):
             node = self.index.get(name)
-            if node is None or name not in held or name in avoid or (node, record.claim.job) in self.contested:
+            if (
+                node is None
+                or name not in held
+                or name in avoid
+                or (node, record.claim.job) in self.contested
+            ):
                 continue
             one = self.nodes[node]
             wish = one.drain or one.leave
             stays = wish is not None and name in record.claim.stays and self.now < wish.until
-            if stays or (one.drain is None and one.standing in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)):
+            if stays or (
+                one.drain is None
+                and one.standing in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)
+            ):
                 found.append(node)
         return found[: record.claim.up_to]
 
@@ -250,8 +294,14 @@ class Board:
             doubts = doubts or [*doubtful, *self._fitting(self._doubtful, shape, own)]
             stale = [node for node in doubts if self._only_stale(node)]
             chosen.hopeful, chosen.stale = len(stale) >= chosen.missing, len(stale)
-            chosen.looks = [node for node in (stale if chosen.hopeful else doubts) if is_due(self.nodes[node], self.now)]
-            chosen.looks += () if chosen.hopeful else self._visited_for(shape, frozenset((*own, *new, *doubts)))
+            chosen.looks = [
+                node
+                for node in (stale if chosen.hopeful else doubts)
+                if is_due(self.nodes[node], self.now)
+            ]
+            chosen.looks += (
+                () if chosen.hopeful else self._visited_for(shape, frozenset((*own, *new, *doubts)))
+            )
         return chosen
 
     def _visited_for(self, shape: Shape, without: frozenset[int]) -> list[int]:
@@ -282,14 +332,20 @@ class Board:
         def may_have(node: int) -> bool:
             if count < claim.had:
                 return True
-            return not self.nodes[node].spec.spare and (alone or not claim.running or claim.job in self.offered.get(node, ()))
+            return not self.nodes[node].spec.spare and (
+                alone or not claim.running or claim.job in self.offered.get(node, ())
+            )
 
         for node in (*own, *self._fitting(self._free, shape, without)):
             if count < claim.up_to and self.is_ready(node, claim.job) and may_have(node):
                 chosen.new.append(node)
                 count += 1
         if count < claim.up_to:
-            doubts = [node for node in (*own, *self._fitting(self._doubtful, shape, without)) if node not in chosen.new]
+            doubts = [
+                node
+                for node in (*own, *self._fitting(self._doubtful, shape, without))
+                if node not in chosen.new
+            ]
             stale = [node for node in doubts if self._only_stale(node) and may_have(node)]
             chosen.hopeful = bool(stale)
             chosen.looks = [node for node in stale if is_due(self.nodes[node], self.now)]
@@ -299,13 +355,23 @@ class Board:
         probe finds that they answer."""
         claim = record.claim
         shape = claim.gpus, False, frozenset(claim.avoid)
-        taken = frozenset(self.index[place.node] for place in record.places if place.node in self.index)
+        taken = frozenset(
+            self.index[place.node] for place in record.places if place.node in self.index
+        )
         own = self._own(record, shape, taken)
         without = frozenset((*taken, *own))
-        ready = [node for node in (*own, *self._fitting(self._free, shape, without)) if self.is_ready(node, claim.job)][:count]
+        ready = [
+            node
+            for node in (*own, *self._fitting(self._free, shape, without))
+            if self.is_ready(node, claim.job)
+        ][:count]
         if len(ready) == count:
             return ready, []
-        doubts = [node for node in (*own, *self._fitting(self._doubtful, shape, without)) if node not in ready]
+        doubts = [
+            node
+            for node in (*own, *self._fitting(self._doubtful, shape, without))
+            if node not in ready
+        ]
         return ready, [node for node in doubts if self._only_stale(node)]
 
     def offer(self, record: ClaimRecord, nodes: list[int]) -> tuple[Place, ...]:
@@ -332,7 +398,13 @@ class Board:
             gpus = self.free_gpus(node, job)[:need] if 0 < need < spec.gpus else ()
             places.append(Place(spec.name, spec.address, gpus))
             before = self.holders.get(node, {}).get(job)
-            both = gpus if before is None else tuple(sorted({*before, *gpus})) if before and gpus else ()
+            both = (
+                gpus
+                if before is None
+                else tuple(sorted({*before, *gpus}))
+                if before and gpus
+                else ()
+            )
             self._take(node)
             self.holders.setdefault(node, {})[job] = both
             self._put(node)
@@ -342,8 +414,12 @@ class Board:
         """Return whether there will be enough nodes once jobs and repairs end, without a person's
         help."""
         count = sum(n for kind, n in self._eventual.items() if serves(kind, shape))
-        out = {node for name in shape[2] if (node := self.index.get(name)) is not None} | set(chosen.kept)
-        count -= sum(self._is_eventual(self.nodes[node]) and serves(self._kind(node), shape) for node in out)
+        out = {node for name in shape[2] if (node := self.index.get(name)) is not None} | set(
+            chosen.kept
+        )
+        count -= sum(
+            self._is_eventual(self.nodes[node]) and serves(self._kind(node), shape) for node in out
+        )
         return count + len(chosen.kept) >= record.claim.nodes
 
     def _kind(self, node: int) -> Kind:
@@ -358,7 +434,11 @@ class Board:
         avoid = shape[2]
         for buckets in (self._free, self._doubtful):
             for key in [key for key in buckets if key[3] >= shape[0] and (shape[1] or not key[0])]:
-                left = [node for node in buckets[key] if self.nodes[node].name in avoid] if avoid else []
+                left = (
+                    [node for node in buckets[key] if self.nodes[node].name in avoid]
+                    if avoid
+                    else []
+                )
                 if left:
                     buckets[key] = left
                 else:
@@ -370,18 +450,32 @@ class Board:
         def both(other: Shape, spare: bool, gpus: int) -> bool:
             return gpus >= max(shape[0], other[0]) and ((shape[1] and other[1]) or not spare)
 
-        return next((job for other, job in self.reserved.items() if any(both(other, *kind) for kind in self._in_file)), "")
+        return next(
+            (
+                job
+                for other, job in self.reserved.items()
+                if any(both(other, *kind) for kind in self._in_file)
+            ),
+            "",
+        )
 
     def holding(self, record: ClaimRecord) -> tuple[str, ...]:
         """Return where ranks of an earlier submission of this job may live."""
         claim = record.claim
         told = {place.node for place in claim.holds}
         nodes = {self.index[place.node] for place in record.inherited if place.node in self.index}
-        nodes |= {node for node, living in self.living.get(claim.job, ()) if living.submission < claim.submission}
+        nodes |= {
+            node
+            for node, living in self.living.get(claim.job, ())
+            if living.submission < claim.submission
+        }
         nodes |= {
             node
             for node, one in enumerate(self.nodes)
-            if any(living.job == claim.job and living.submission < claim.submission for living in one.last_living)
+            if any(
+                living.job == claim.job and living.submission < claim.submission
+                for living in one.last_living
+            )
         }
         return tuple(name for node in sorted(nodes) if (name := self.nodes[node].name) not in told)
 
@@ -395,7 +489,9 @@ class Board:
         claim = record.claim
         if claim.running or claim.holds or record.inherited:
             return []
-        earlier = any(living.submission < claim.submission for _, living in self.living.get(claim.job, ()))
+        earlier = any(
+            living.submission < claim.submission for _, living in self.living.get(claim.job, ())
+        )
         if not (self.state.restore_error or earlier):
             return []
         return [node for node, one in enumerate(self.nodes) if not one.answered and not one.gone]
@@ -422,7 +518,9 @@ class Board:
         free, gpus = len(self.free_gpus(node, claim.job)), self.nodes[node].spec.gpus
         return free >= (claim.gpus or gpus)
 
-    def _fitting(self, buckets: dict[Key, list[int]], shape: Shape, without: frozenset[int]) -> Iterator[int]:
+    def _fitting(
+        self, buckets: dict[Key, list[int]], shape: Shape, without: frozenset[int]
+    ) -> Iterator[int]:
         need, spares, avoid = shape
         for key in sorted(buckets):
             spare, _, free, gpus = key

@@ -21,7 +21,9 @@ GOES_DOWN_WITHIN = timedelta(minutes=10)
 a minute."""
 
 
-def restarted(state: FleetState, record: NodeRecord, request: PermitRequest, now: datetime) -> tuple[NodeRecord, str]:
+def restarted(
+    state: FleetState, record: NodeRecord, request: PermitRequest, now: datetime
+) -> tuple[NodeRecord, str]:
     """Count the requested reboot, or return why it is not allowed."""
     if request.step != "reboot":
         return record, ""
@@ -31,14 +33,24 @@ def restarted(state: FleetState, record: NodeRecord, request: PermitRequest, now
     times = len(recent) + request.restarts
     if recent and times >= MOST_RESTARTS:
         cycles = f"{len(recent)} of them by its power"
-        return record, f"{record.name} was rebooted {times} times within 3d, {cycles}: a person should look at its hardware"
-    return replace(record, power_cycles=(*recent, now) if request.power else recent, rebooted_at=now), ""
+        return (
+            record,
+            f"{record.name} was rebooted {times} times within 3d, {cycles}: a person should look at its hardware",
+        )
+    return replace(
+        record, power_cycles=(*recent, now) if request.power else recent, rebooted_at=now
+    ), ""
 
 
 def is_silent_since_reboot(record: NodeRecord) -> bool:
     """Return whether the node went silent when it was rebooted, by any order, and has not answered
     since."""
-    if record.look is None or not record.look.silent or record.silent_since is None or record.rebooted_at is None:
+    if (
+        record.look is None
+        or not record.look.silent
+        or record.silent_since is None
+        or record.rebooted_at is None
+    ):
         return False
     return timedelta(0) <= record.silent_since - record.rebooted_at < GOES_DOWN_WITHIN
 
@@ -46,7 +58,11 @@ def is_silent_since_reboot(record: NodeRecord) -> bool:
 def in_use(state: FleetState, record: NodeRecord, job: str) -> str:
     """Return why only another job may have the node treated, as a clause; empty if no other job has
     it."""
-    others = [one.claim.job for one in state.claims if one.claim.job != job and any(place.node == record.name for place in one.places)]
+    others = [
+        one.claim.job
+        for one in state.claims
+        if one.claim.job != job and any(place.node == record.name for place in one.places)
+    ]
     others += [one.job for one in (record.look.living if record.look else ()) if one.job != job]
     if not others:
         return ""

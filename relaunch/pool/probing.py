@@ -41,7 +41,12 @@ def is_due(record: NodeRecord, now: datetime) -> bool:
 def may_be_read(record: NodeRecord, now: datetime, gap: timedelta) -> bool:
     """Return whether to read the GPUs with a probe. Not during a repair: no process may have them
     open for a reset."""
-    if not record.spec.gpus or record.gone or record.repair or record.standing is NodeStatus.REPAIRING:
+    if (
+        not record.spec.gpus
+        or record.gone
+        or record.repair
+        or record.standing is NodeStatus.REPAIRING
+    ):
         return False
     return record.read_at is None or now - record.read_at >= gap
 
@@ -50,6 +55,13 @@ def _lacks_only_a_reading(record: NodeRecord, now: datetime) -> bool:
     """Return whether the last probe was not to read the GPUs, so that the next one need not wait
     for anything."""
     look, at, asked = record.look, record.looked_at, record.asked_at
-    if look is None or at is None or look.silent or look.held or look.unread or (asked is not None and asked > at):
+    if (
+        look is None
+        or at is None
+        or look.silent
+        or look.held
+        or look.unread
+        or (asked is not None and asked > at)
+    ):
         return False
     return may_be_read(record, now, FRESH) and (record.read_at is None or record.read_at < at)

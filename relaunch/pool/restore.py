@@ -80,8 +80,16 @@ def began(state: FleetState, now: datetime) -> FleetState:
 def given_up(state: FleetState, now: datetime) -> FleetState:
     if state.remembered or is_restoring(state, now):
         return state
-    state = replace(state, remembered=True, restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s")
-    return noticed(state, "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten", now)
+    state = replace(
+        state,
+        remembered=True,
+        restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s",
+    )
+    return noticed(
+        state,
+        "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten",
+        now,
+    )
 
 
 def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState:
@@ -92,37 +100,57 @@ def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState
     is_news = fact.lost != state.restore_error
     state = replace(_taken_over(state, fact), restore_error=fact.lost)
     if fact.lost and is_news:
-        state = noticed(state, f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}", now)
+        state = noticed(
+            state,
+            f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}",
+            now,
+        )
     if not state.breaker.is_open:
         # As many nodes were out before without opening the breaker, or a person knew of it.
         out = sum(is_out(node) and not node.gone for node in state.nodes)
         state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
     known = {record.name for record in fact.nodes}
-    out = sum(node.standing is not NodeStatus.IN_SERVICE and node.name in known for node in state.nodes)
+    out = sum(
+        node.standing is not NodeStatus.IN_SERVICE and node.name in known for node in state.nodes
+    )
     parts = [f"{out} node{'s' * (out != 1)} out of service"] if out else []
     parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
     parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
-    return noticed(state, f"remembers {' and '.join(parts)} from the run before", now) if parts else state
+    return (
+        noticed(state, f"remembers {' and '.join(parts)} from the run before", now)
+        if parts
+        else state
+    )
 
 
 def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
     known = {record.name: record for record in fact.nodes}
     nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
     state = note_moves(restored(state, fact.claims), fact.logins)
-    return replace(state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True)
+    return replace(
+        state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True
+    )
 
 
 def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     if known is not None:
-        record = replace(record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles))))
+        record = replace(
+            record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles)))
+        )
     if known is None:
         return record
     # A release or a quarantine that a person ordered since takes precedence, but a job's suspicion
     # does not replace a quarantine.
     is_news = record.standing is not NodeStatus.IN_SERVICE or record.since is not None
-    if is_news and not (record.standing is NodeStatus.SUSPECT and known.standing is NodeStatus.QUARANTINED):
+    if is_news and not (
+        record.standing is NodeStatus.SUSPECT and known.standing is NodeStatus.QUARANTINED
+    ):
         # The deadline by which other jobs must leave a suspect was already announced.
-        return replace(record, leave=known.leave) if record.standing is known.standing is NodeStatus.SUSPECT else record
+        return (
+            replace(record, leave=known.leave)
+            if record.standing is known.standing is NodeStatus.SUSPECT
+            else record
+        )
     old = {_name(mark) for mark in known.marks}
     new = tuple(mark for mark in record.marks if _name(mark) not in old)
     return replace(

@@ -109,7 +109,9 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     state, numbers = _behind(state)
     orders += numbers
     state, permits = breaker.answered(state, now)
-    state = breaker.opened(state, now)  # a repair refused because jobs share the node makes it a suspect
+    state = breaker.opened(
+        state, now
+    )  # a repair refused because jobs share the node makes it a suspect
     orders += permits
     state, repairs = _repairs(state, now)
     orders += repairs
@@ -117,7 +119,9 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     orders += leaves
     wanted: list[int] = []
     before = None
-    while before != state.offers:  # a claim may wait for just the nodes of an offer that was not taken
+    while (
+        before != state.offers
+    ):  # a claim may wait for just the nodes of an offer that was not taken
         state = released(state, now)
         before = state.offers
         board = Board(state, now)
@@ -144,29 +148,44 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
     times = [(state.swept_at or now) + SWEEP]
     later = [one.at + RECLAIM_AGAIN for one in state.reclaims]
     later += [record.say_at for record in state.claims if record.say_at is not None]
-    later += [node.repair_since + fleet_nodes.REPAIR_WITHIN for node in state.nodes if node.repair_since is not None]
+    later += [
+        node.repair_since + fleet_nodes.REPAIR_WITHIN
+        for node in state.nodes
+        if node.repair_since is not None
+    ]
     if state.awaited and state.settles_at is not None:
         later.append(state.settles_at)
     if not state.remembered and state.remembers_until is not None:
         later.append(state.remembers_until)
-    later += [node.looked_at + look_gap(node, now) for node in state.nodes if node.looked_at is not None and node.look and node.look.unread]
+    later += [
+        node.looked_at + look_gap(node, now)
+        for node in state.nodes
+        if node.looked_at is not None and node.look and node.look.unread
+    ]
     later += offers_at(state)
     later += [
         record.waiting_since + LOOK_FIRST
         for record in state.claims
-        if record.waits and record.waiting_since is not None and record.claim.nodes < record.claim.up_to
+        if record.waits
+        and record.waiting_since is not None
+        and record.claim.nodes < record.claim.up_to
     ]
     if (stuck := yields_at(state)) is not None:
         later.append(stuck)
     if not state.begun or any(record.waits for record in state.claims):
         held = {place.node for record in state.claims for place in record.places}
         later += [
-            max(at for at in (node.looked_at, node.asked_at) if at is not None) + look_gap(node, now)
+            max(at for at in (node.looked_at, node.asked_at) if at is not None)
+            + look_gap(node, now)
             for node in state.nodes
             if _is_watched(node, held)
         ]
         # Foreign processes on these GPUs may be gone by now.
-        later += [node.read_at + FRESH for node in state.nodes if node.read_at is not None and node.foreign_processes]
+        later += [
+            node.read_at + FRESH
+            for node in state.nodes
+            if node.read_at is not None and node.foreign_processes
+        ]
     # Times in the past were handled when the state was settled, are no longer needed, or have news
     # on the way.
     times += [at for at in later if at > now]
@@ -186,7 +205,9 @@ def _is_watched(node: NodeRecord, held: set[str]) -> bool:
 
 
 def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
-    known = {record.claim.job for record in state.claims if not record.restored} | {one.job for one in state.given_back}
+    known = {record.claim.job for record in state.claims if not record.restored} | {
+        one.job for one in state.given_back
+    }
     awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
     return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
 
@@ -194,30 +215,41 @@ def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
 def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
     """Ask jobs what they hold, each once."""
     ask = tuple(job for job in state.awaited or () if job not in state.asked)
-    return (replace(state, asked=(*state.asked, *ask)) if ask else state), [AskToClaim(job) for job in ask]
+    return (replace(state, asked=(*state.asked, *ask)) if ask else state), [
+        AskToClaim(job) for job in ask
+    ]
 
 
 def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
     """Notify jobs whose submission is lower than a known one, so that they take a higher number."""
     reason = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
-    tells = [TellJob(one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)) for one in state.behind]
+    tells = [
+        TellJob(one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above))
+        for one in state.behind
+    ]
     return (replace(state, behind=()) if tells else state), tells
 
 
 # --- ranks that no running job answers for
 
 
-def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[FleetState, list[Order]]:
+def _reclaims(
+    state: FleetState, now: datetime, busy: frozenset[str]
+) -> tuple[FleetState, list[Order]]:
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
     records = {record.claim.job: record for record in state.claims}
     given_back = {one.job: one for one in state.given_back}
     for record in state.claims:
         if record.closed:
-            found[record.key].update(place.node for place in record.places if place.node not in record.moved)
+            found[record.key].update(
+                place.node for place in record.places if place.node not in record.moved
+            )
         elif record.waits and record.said and record.inherited:
             # A claim that comes before this one may wait for just these nodes.
             older = record.claim.job, record.claim.submission - 1
-            found[older].update(place.node for place in record.inherited if place.node not in record.moved)
+            found[older].update(
+                place.node for place in record.inherited if place.node not in record.moved
+            )
     for node in state.nodes if state.awaited is not None else ():
         for living in node.look.living if node.look else ():
             known, last = records.get(living.job), given_back.get(living.job)
@@ -234,7 +266,11 @@ def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[F
                 found[living.job, living.submission].add(node.name)
     recent = tuple(one for one in state.reclaims if now - one.at < RECLAIM_AGAIN)
     wait = {(one.job, one.submission) for one in recent}
-    due = [key for key in sorted(found) if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy]
+    due = [
+        key
+        for key in sorted(found)
+        if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy
+    ]
     recent += tuple(Reclaiming(*key, now) for key in due)
     if recent != state.reclaims:
         state = replace(state, reclaims=recent)
@@ -265,20 +301,36 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
     suspects = [
         (node.since or now, index)
         for index, node in enumerate(state.nodes)
-        if node.standing is NodeStatus.SUSPECT and not node.repair and node.name not in held and not (node.look and node.look.living)
+        if node.standing is NodeStatus.SUSPECT
+        and not node.repair
+        and node.name not in held
+        and not (node.look and node.look.living)
     ]
     orders: list[Order] = []
     nodes = list(state.nodes)
     for _, index in sorted(suspects)[:room]:
         node = nodes[index]
-        gpus = tuple(dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus))
-        orders.append(StartRepair(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node)))
+        gpus = tuple(
+            dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus)
+        )
+        orders.append(
+            StartRepair(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))
+        )
         repair = f"repair/{state.name}/{node.name}"
-        nodes[index] = replace(node, standing=NodeStatus.REPAIRING, since=now, repair=repair, repair_since=now, repair_acts=False)
+        nodes[index] = replace(
+            node,
+            standing=NodeStatus.REPAIRING,
+            since=now,
+            repair=repair,
+            repair_since=now,
+            repair_acts=False,
+        )
     return (replace(state, nodes=tuple(nodes)) if orders else state), orders
 
 
-def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, busy: frozenset[str]) -> tuple[FleetState, list[Order]]:
+def _looks(
+    state: FleetState, board: Board, wanted: list[int], now: datetime, busy: frozenset[str]
+) -> tuple[FleetState, list[Order]]:
     if "look" in busy or not state.nodes:
         return state, []
     reads = frozenset(index for index in wanted if may_be_read(state.nodes[index], now, FRESH))
@@ -294,18 +346,34 @@ def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, bu
             if (
                 node.looked_at is None
                 or (node.look is not None and node.look.unread)
-                or (node.standing is NodeStatus.SUSPECT and board.is_free(index) and board.has_living(index))
+                or (
+                    node.standing is NodeStatus.SUSPECT
+                    and board.is_free(index)
+                    and board.has_living(index)
+                )
             )
             and is_due(node, now)
         ]
         nodes = list(dict.fromkeys((*wanted, *unknown)))
     if not nodes:
         return state, []
-    old = [index for index in nodes if may_be_read(state.nodes[index], now, READ_AGAIN) and not board.is_full(index) and index not in reads]
+    old = [
+        index
+        for index in nodes
+        if may_be_read(state.nodes[index], now, READ_AGAIN)
+        and not board.is_full(index)
+        and index not in reads
+    ]
     # With each sweep read some nodes of a large fleet, those not read for longest first.
     old.sort(key=lambda index: (at := state.nodes[index].read_at) is not None and at.timestamp())
     reads |= set(old[: max(0, MOST_READ - len(reads))])
-    order = Look(tuple(state.nodes[index].name for index in nodes), tuple(state.nodes[index].name for index in nodes if index in reads))
+    order = Look(
+        tuple(state.nodes[index].name for index in nodes),
+        tuple(state.nodes[index].name for index in nodes if index in reads),
+    )
     asked = frozenset(nodes)
-    records = tuple(replace(node, asked_at=now) if index in asked else node for index, node in enumerate(state.nodes))
+    records = tuple(
+        replace(node, asked_at=now) if index in asked else node
+        for index, node in enumerate(state.nodes)
+    )
     return replace(state, nodes=records, looks=state.looks + 1), [order]

@@ -139,14 +139,25 @@ class NodeRecord:
     @property
     def foreign_processes(self) -> tuple[GpuUse, ...]:
         """Processes outside relaunch's jobs on those of its GPUs that relaunch grants."""
-        given = [(tuple(gpu for gpu in use.gpus if gpu < self.spec.gpus), use.who) for use in self.inventory.used] if self.inventory else []
+        given = (
+            [
+                (tuple(gpu for gpu in use.gpus if gpu < self.spec.gpus), use.who)
+                for use in self.inventory.used
+            ]
+            if self.inventory
+            else []
+        )
         return tuple(GpuUse(gpus, who) for gpus, who in given if gpus)
 
     @property
     def short(self) -> str:
         """Which of the GPUs promised by the fleet file are missing, in words; empty if none, or if
         unknown."""
-        return shortage(self.inventory, self.spec.gpus) if self.inventory and self.read_at and self.spec.gpus else ""
+        return (
+            shortage(self.inventory, self.spec.gpus)
+            if self.inventory and self.read_at and self.spec.gpus
+            else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +205,9 @@ class ClaimRecord:
                 places[place.node] = place
             else:
                 # An empty share means all GPUs.
-                gpus = tuple(sorted({*other.gpus, *place.gpus})) if other.gpus and place.gpus else ()
+                gpus = (
+                    tuple(sorted({*other.gpus, *place.gpus})) if other.gpus and place.gpus else ()
+                )
                 places[place.node] = replace(place, gpus=gpus)
         return tuple(places.values())
 
@@ -202,7 +215,10 @@ class ClaimRecord:
     def launched(self) -> tuple[LaunchedGeneration, ...]:
         """The launches whose ranks may live on `places`, each with its nodes."""
         granted = tuple(place.node for place in self.granted or ())
-        own = (one if one.nodes else replace(one, nodes=granted, size=len(granted)) for one in self.claim.launched)
+        own = (
+            one if one.nodes else replace(one, nodes=granted, size=len(granted))
+            for one in self.claim.launched
+        )
         return (*self.inherited_launched, *(one for one in own if one.nodes))
 
     @property
@@ -288,7 +304,9 @@ class Offered:
 
     @property
     def offer(self) -> Offer:
-        return Offer(self.submission, self.seq, tuple(place.node for place in self.places), self.until)
+        return Offer(
+            self.submission, self.seq, tuple(place.node for place in self.places), self.until
+        )
 
 
 @dataclass(frozen=True, slots=True)

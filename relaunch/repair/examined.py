@@ -33,10 +33,22 @@ def examined(state: RepairState, health: Health, now: datetime) -> RepairState:
         reason = f"{state.node} tells boot id {health.boot_id} again, which had ended"
         return again(replace(state, stage=Stage.PROVING), LOOK_AGAIN, now, reason)
     if state.examined_on and health.boot_id != state.examined_on:
-        return _concluded(state, replace(health, verdict=Verdict.UNKNOWN, reason="it rebooted while it was examined"), now)
+        return _concluded(
+            state,
+            replace(health, verdict=Verdict.UNKNOWN, reason="it rebooted while it was examined"),
+            now,
+        )
     state = replace(state, examined_on=health.boot_id)
-    if _has_just_booted(state, health, now) and rules.expected_gpus and (health.working or 0) < rules.expected_gpus:
-        shown = "no GPU yet" if not health.working else f"{health.working} of {rules.expected_gpus} GPUs"
+    if (
+        _has_just_booted(state, health, now)
+        and rules.expected_gpus
+        and (health.working or 0) < rules.expected_gpus
+    ):
+        shown = (
+            "no GPU yet"
+            if not health.working
+            else f"{health.working} of {rules.expected_gpus} GPUs"
+        )
         return again(state, DRIVER_AGAIN, now, f"{state.node} has just booted and shows {shown}")
     if rules.expected_gpus and rules.level and health.verdict is not Verdict.UNHEALTHY:
         return replace(state, stage=Stage.DIAGNOSING)
@@ -44,35 +56,63 @@ def examined(state: RepairState, health: Health, now: datetime) -> RepairState:
 
 
 def _has_just_booted(state: RepairState, health: Health, now: datetime) -> bool:
-    return health.boot_id != state.boot_id and state.proven_at is not None and now - state.proven_at < DRIVER_WITHIN
+    return (
+        health.boot_id != state.boot_id
+        and state.proven_at is not None
+        and now - state.proven_at < DRIVER_WITHIN
+    )
 
 
-def diagnosed(state: RepairState, answer: Mapping[str, Any], catalog: Catalog, now: datetime) -> RepairState:
+def diagnosed(
+    state: RepairState, answer: Mapping[str, Any], catalog: Catalog, now: datetime
+) -> RepairState:
     assert state.health is not None  # only a probed node is diagnosed
     health = with_diag(state.health, answer, level=state.rules.level, catalog=catalog)
     state = with_health(noted(state, now, "Diagnosed", health.reason), health)
     if health.verdict is Verdict.UNKNOWN and _has_just_booted(state, health, now):
         # DCGM's own service starts after the driver.
-        return again(replace(state, stage=Stage.EXAMINING), DRIVER_AGAIN, now, f"{state.node} has just booted: {health.reason}")
+        return again(
+            replace(state, stage=Stage.EXAMINING),
+            DRIVER_AGAIN,
+            now,
+            f"{state.node} has just booted: {health.reason}",
+        )
     return _concluded(state, health, now)
 
 
 def not_diagnosed(state: RepairState, reason: str, now: datetime) -> RepairState:
-    state = replace(state, examinations=state.examinations + 1, silent=reason, stage=Stage.EXAMINING)
+    state = replace(
+        state, examinations=state.examinations + 1, silent=reason, stage=Stage.EXAMINING
+    )
     said = f"dcgmi diag on {state.node} got no answer: {reason}"
     if state.examinations < MAX_EXAMINATIONS:
         return again(state, LOOK_AGAIN, now, said)
-    return ended(state, now, "refused", f"{state.node} was {done_to(state)}, but whether it helped is not known: {said}")
+    return ended(
+        state,
+        now,
+        "refused",
+        f"{state.node} was {done_to(state)}, but whether it helped is not known: {said}",
+    )
 
 
 def _concluded(state: RepairState, health: Health, now: datetime) -> RepairState:
     did = f"{state.node} was {done_to(state)}"
     match health.verdict:
         case Verdict.HEALTHY:
-            return ended(state, now, "done", f"{did} and is healthy: {health.reason}", Verdict.HEALTHY)
+            return ended(
+                state, now, "done", f"{did} and is healthy: {health.reason}", Verdict.HEALTHY
+            )
         case Verdict.UNHEALTHY:
-            return ended(state, now, "refused", f"{did} and is still unhealthy: {health.reason}", Verdict.UNHEALTHY)
+            return ended(
+                state,
+                now,
+                "refused",
+                f"{did} and is still unhealthy: {health.reason}",
+                Verdict.UNHEALTHY,
+            )
         case Verdict.UNKNOWN:
-            return ended(state, now, "refused", f"{did}, but whether it helped is not known: {health.reason}")
+            return ended(
+                state, now, "refused", f"{did}, but whether it helped is not known: {health.reason}"
+            )
         case _:
             assert_never(health.verdict)

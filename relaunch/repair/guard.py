@@ -25,8 +25,19 @@ def against(state: RepairState, health: Health | None, now: datetime) -> str:
         unknown = [gpu for gpu in state.gpus if bus_id(gpu, health.seen) is None]
         if unknown:
             return f"no GPU of {state.node} is known as {', '.join(unknown)}"
-        asked = [one for one in health.findings if one.source == "nvml" and one.code.startswith("recovery action")]
-        return next((f"a reset does not help {state.node}: {one.reason}" for one in asked if one.cause is Cause.GPU_FATAL), "")
+        asked = [
+            one
+            for one in health.findings
+            if one.source == "nvml" and one.code.startswith("recovery action")
+        ]
+        return next(
+            (
+                f"a reset does not help {state.node}: {one.reason}"
+                for one in asked
+                if one.cause is Cause.GPU_FATAL
+            ),
+            "",
+        )
     if health is not None and health.journal_unread:
         return f"how often {state.node} was rebooted is not known: {health.journal_unread}"
     times = restarts(state, now)
@@ -46,5 +57,9 @@ def restarts(state: RepairState, now: datetime) -> int:
     own = int(state.power and state.attempts > 0)
     if health is None:
         return own
-    since = min(health.clock or now, now) - state.rules.reboot_window  # a clock that is ahead must not drop reboots
-    return own + sum(one.at > since and one.id != text(state.id, LONGEST_ID) for one in health.reboots)
+    since = (
+        min(health.clock or now, now) - state.rules.reboot_window
+    )  # a clock that is ahead must not drop reboots
+    return own + sum(
+        one.at > since and one.id != text(state.id, LONGEST_ID) for one in health.reboots
+    )

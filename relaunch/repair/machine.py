@@ -20,7 +20,15 @@ from relaunch.evidence.nvml import bus_id
 from relaunch.repair.examined import LOOK_AGAIN, diagnosed, examined, not_diagnosed
 from relaunch.repair.explain import done_to, order_of, overdue, power_failed, question, verb_of
 from relaunch.repair.guard import against
-from relaunch.repair.power import POWER_WITHIN, has_booted, instead, is_overdue, is_silent, may_follow, with_time_to_prove
+from relaunch.repair.power import (
+    POWER_WITHIN,
+    has_booted,
+    instead,
+    is_overdue,
+    is_silent,
+    may_follow,
+    with_time_to_prove,
+)
 from relaunch.repair.record import again, ended, noted, with_health
 from relaunch.repair.state import (
     Answered,
@@ -146,17 +154,31 @@ def next_step(state: RepairState, now: datetime) -> Step:
         case Stage.ASKING:
             return AskPerson(question(state), _ends(state), "repairs: ask")
         case Stage.LOOKING:
-            return Probe(min(PROBE_WITHIN, left), None, f"whether one may {order_of(state)}: {state.reason}")
+            return Probe(
+                min(PROBE_WITHIN, left), None, f"whether one may {order_of(state)}: {state.reason}"
+            )
         case Stage.PROVING:
-            return Probe(min(PROBE_WITHIN, left), _since_order(state, now), f"whether the order to {order_of(state)} was carried out")
+            return Probe(
+                min(PROBE_WITHIN, left),
+                _since_order(state, now),
+                f"whether the order to {order_of(state)} was carried out",
+            )
         case Stage.EXAMINING:
-            return Probe(min(PROBE_WITHIN, left), _since_order(state, now), f"{state.node} was {done_to(state)}: whether it is healthy now")
+            return Probe(
+                min(PROBE_WITHIN, left),
+                _since_order(state, now),
+                f"{state.node} was {done_to(state)}: whether it is healthy now",
+            )
         case Stage.DIAGNOSING:
             level = state.rules.level
-            reason = f"{state.node} was {done_to(state)}: whether it is healthy by dcgmi diag -r {level}"
+            reason = (
+                f"{state.node} was {done_to(state)}: whether it is healthy by dcgmi diag -r {level}"
+            )
             return Diagnose(level, min(state.rules.examine_within, left), reason)
         case Stage.ORDERING:
-            reason = state.reason + (f" (approved by {state.approved_by})" if state.approved_by else "")
+            reason = state.reason + (
+                f" (approved by {state.approved_by})" if state.approved_by else ""
+            )
             if state.strategy is Strategy.RESET_GPU:
                 return ResetGpus(state.boot_id, state.gpus, min(RESET_WITHIN, left), reason)
             if state.power:
@@ -198,12 +220,23 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
         case OrderRefused() if state.stage is Stage.DIAGNOSING:
             return diagnosed(state, {"refused": fact.why, "reason": fact.reason}, catalog, now)
         case OrderDone() if ordered and fact.answer.get("outcome") != "done":
-            return _silent(state, f"what {state.node} answered to the order cannot be read", now, unseen=False)
+            return _silent(
+                state, f"what {state.node} answered to the order cannot be read", now, unseen=False
+            )
         case OrderDone() if ordered:
             return _done(_sent(state, now), fact.answer, now)
         case OrderRefused() if ordered:
             return _refused(_sent(state, now), fact, now)
-        case DeadlinePassed() | Answered() | Permitted() | Probed() | NoAnswer() | Diagnosed() | OrderDone() | OrderRefused():
+        case (
+            DeadlinePassed()
+            | Answered()
+            | Permitted()
+            | Probed()
+            | NoAnswer()
+            | Diagnosed()
+            | OrderDone()
+            | OrderRefused()
+        ):
             return state
         case _:
             assert_never(fact)
@@ -213,15 +246,35 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
 
 
 def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -> RepairState:
-    health = read_health(fact.facts, None, expected_gpus=state.rules.expected_gpus, level=state.rules.level, catalog=catalog)
+    health = read_health(
+        fact.facts,
+        None,
+        expected_gpus=state.rules.expected_gpus,
+        level=state.rules.level,
+        catalog=catalog,
+    )
     if not health.boot_id:
         return _silent(state, f"its answer cannot be read: {health.reason}", now, unseen=False)
-    if state.power and state.stage is Stage.PROVING and not state.boot_id and not has_booted(state, health, now):
+    if (
+        state.power
+        and state.stage is Stage.PROVING
+        and not state.boot_id
+        and not has_booted(state, health, now)
+    ):
         state = replace(state, boot_id=health.boot_id)  # the boot that was to end is still running
-    state = replace(noted(with_health(state, health), now, fact.kind, health.reason), silent="", unseen_since=None)
+    state = replace(
+        noted(with_health(state, health), now, fact.kind, health.reason),
+        silent="",
+        unseen_since=None,
+    )
     if health.held and health.held == text(state.id, LONGEST_ID):
         # An earlier order of this repair still runs there, and its answer was lost.
-        return again(state, LOOK_AGAIN, now, f"what was ordered for this repair is still at work on {state.node}")
+        return again(
+            state,
+            LOOK_AGAIN,
+            now,
+            f"what was ordered for this repair is still at work on {state.node}",
+        )
     if state.stage is Stage.LOOKING:
         return _looked(state, health, now)
     if state.stage is Stage.PROVING:
@@ -230,15 +283,29 @@ def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -
 
 
 def _looked(state: RepairState, health: Health, now: datetime) -> RepairState:
-    mine = next((one for one in health.reboots if one.id == text(state.id, LONGEST_ID) and one.boot_id), None)
+    mine = next(
+        (one for one in health.reboots if one.id == text(state.id, LONGEST_ID) and one.boot_id),
+        None,
+    )
     if state.strategy is Strategy.REBOOT_NODE and mine is not None and not state.power:
         # This repair was started before and lost its state (its workflow was reset) after it gave
         # the order.
-        state = replace(state, stage=Stage.PROVING, boot_id=mine.boot_id, attempts=1, ordered_at=now, arrived=True)
+        state = replace(
+            state,
+            stage=Stage.PROVING,
+            boot_id=mine.boot_id,
+            attempts=1,
+            ordered_at=now,
+            arrived=True,
+        )
         return _proven(state, health, now)
     if state.boot_id and health.boot_id != state.boot_id:
         return _proven(state, health, now)
-    state = replace(state, boot_id=health.boot_id, gpus=tuple(dict.fromkeys(bus_id(gpu, health.seen) or gpu for gpu in state.gpus)))
+    state = replace(
+        state,
+        boot_id=health.boot_id,
+        gpus=tuple(dict.fromkeys(bus_id(gpu, health.seen) or gpu for gpu in state.gpus)),
+    )
     return _may_be_ordered(state, health, now)
 
 
@@ -246,10 +313,17 @@ def _may_be_ordered(state: RepairState, health: Health | None, now: datetime) ->
     if reason := against(state, health, now):
         return ended(state, now, "refused", reason)
     if state.rules.mode == "observe":
-        return ended(state, now, "refused", f"repairs: observe; it would have been allowed to {order_of(state)}: {state.reason}")
+        return ended(
+            state,
+            now,
+            "refused",
+            f"repairs: observe; it would have been allowed to {order_of(state)}: {state.reason}",
+        )
     if state.rules.mode == "ask" and not state.approved_by:
         until = min(now + state.rules.answer_within, state.deadline)
-        return noted(replace(state, stage=Stage.ASKING, ask_until=until), now, "Asked", question(state))
+        return noted(
+            replace(state, stage=Stage.ASKING, ask_until=until), now, "Asked", question(state)
+        )
     return replace(state, stage=Stage.ORDERING)
 
 
@@ -268,10 +342,20 @@ def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
 def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairState:
     reason = text(fact.reason) or "no reason given"
     if not fact.allowed:
-        return ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {reason}")
+        return ended(
+            state,
+            now,
+            "refused",
+            f"fleet {state.fleet} does not let it {order_of(state)}: {reason}",
+        )
     # The answer took time, and a job may have begun to use the node.
     stage = Stage.PROVING if state.attempts else Stage.LOOKING
-    return noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {reason}")
+    return noted(
+        replace(state, stage=stage),
+        now,
+        fact.kind,
+        f"fleet {state.fleet} lets it {order_of(state)}: {reason}",
+    )
 
 
 # --- from the order to its proof
@@ -281,7 +365,9 @@ def _sent(state: RepairState, now: datetime) -> RepairState:
     if state.stage is not Stage.ORDERING:
         return state  # already counted: this answer is late
     silent = "it was not asked again since it was ordered"
-    state = replace(state, stage=Stage.PROVING, attempts=state.attempts + 1, ordered_at=now, silent=silent)
+    state = replace(
+        state, stage=Stage.PROVING, attempts=state.attempts + 1, ordered_at=now, silent=silent
+    )
     return with_time_to_prove(state, now) if state.power else state
 
 
@@ -293,7 +379,12 @@ def _silent(state: RepairState, reason: str, now: datetime, *, unseen: bool = Tr
     state = replace(_sent(state, now), silent=reason, unseen_since=since)
     said = f"{state.node} does not answer: {reason}"
     if state.power and ordered:
-        return again(state, LOOK_AGAIN, now, f"whether the power of {state.node} was cycled is to be seen: {reason}")
+        return again(
+            state,
+            LOOK_AGAIN,
+            now,
+            f"whether the power of {state.node} was cycled is to be seen: {reason}",
+        )
     if is_overdue(state, now):
         return _by_power(state, now, f"its reboot was not proven: {said}")
     if state.stage is Stage.LOOKING and is_silent(state, now):
@@ -317,12 +408,27 @@ def _done(state: RepairState, answer: Mapping[str, Any], now: datetime) -> Repai
     if state.strategy is Strategy.REBOOT_NODE:
         return again(state, LOOK_AGAIN, now, f"{state.node} was told to reboot")
     if "missing" in answer:
-        return ended(state, now, "refused", f"{state.node} cannot reset GPUs: {text(answer['missing']) or 'a tool is missing'}")
-    exit_code, said = answer.get("exit_code"), last_line(answer.get("output")) or "it printed nothing"
+        return ended(
+            state,
+            now,
+            "refused",
+            f"{state.node} cannot reset GPUs: {text(answer['missing']) or 'a tool is missing'}",
+        )
+    exit_code, said = (
+        answer.get("exit_code"),
+        last_line(answer.get("output")) or "it printed nothing",
+    )
     if isinstance(exit_code, bool) or not isinstance(exit_code, int):
-        return ended(state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} did not finish: {said}")
+        return ended(
+            state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} did not finish: {said}"
+        )
     if exit_code != 0:
-        return ended(state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} ended with {exit_code}: {said}")
+        return ended(
+            state,
+            now,
+            "refused",
+            f"nvidia-smi --gpu-reset on {state.node} ended with {exit_code}: {said}",
+        )
     state = replace(state, stage=Stage.EXAMINING, proven_at=now)
     return noted(state, now, "OrderDone", f"{state.node} was {done_to(state)}: {said}")
 
@@ -330,7 +436,9 @@ def _done(state: RepairState, answer: Mapping[str, Any], now: datetime) -> Repai
 def _refused(state: RepairState, fact: OrderRefused, now: datetime) -> RepairState:
     if fact.why == "boot_changed":
         # The next probe shows which boot it is: the claim of a refusal does not count.
-        return noted(state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided")
+        return noted(
+            state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided"
+        )
     reason = f"{state.node} refused to {verb_of(state)} ({text(fact.why, 40)}): {text(fact.reason) or 'no reason given'}"
     if fact.why == "cannot_reboot" and may_follow(state):
         return _by_power(replace(state, attempts=state.attempts - 1), now, reason)
@@ -341,7 +449,12 @@ def _proven(state: RepairState, health: Health, now: datetime) -> RepairState:
     if health.boot_id != state.boot_id:
         state = replace(state, stage=Stage.EXAMINING, proven_at=now)
         before = state.boot_id or "one that nobody had read, and longer ago than it runs now"
-        state = noted(state, now, "Proven", f"{state.node} has rebooted: boot id {health.boot_id}, before {before}")
+        state = noted(
+            state,
+            now,
+            "Proven",
+            f"{state.node} has rebooted: boot id {health.boot_id}, before {before}",
+        )
         return examined(state, health, now)
     if state.power:
         return again(state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}")
@@ -351,20 +464,42 @@ def _proven(state: RepairState, health: Health, now: datetime) -> RepairState:
         if state.attempts >= MAX_ORDERS or state.cancelled:
             end = f"cancelled: {state.cancelled}; " if state.cancelled else ""
             times = f"{state.attempts} order{'s' * (state.attempts > 1)}"
-            return ended(state, now, "ambiguous", f"{end}{times} to {order_of(state)} got no answer, and nobody knows whether it happened")
+            return ended(
+                state,
+                now,
+                "ambiguous",
+                f"{end}{times} to {order_of(state)} got no answer, and nobody knows whether it happened",
+            )
     else:
         taken = state.arrived or any(one.id == text(state.id, LONGEST_ID) for one in health.reboots)
         state = replace(state, arrived=taken)
         early = state.ordered_at is not None and now - state.ordered_at < ARRIVES_WITHIN
         if taken or early or health.journal_unread:
-            return again(state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}")
+            return again(
+                state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}"
+            )
         if state.cancelled:
-            return ended(state, now, "refused", f"cancelled: {state.cancelled}; the order to {order_of(state)} never arrived")
+            return ended(
+                state,
+                now,
+                "refused",
+                f"cancelled: {state.cancelled}; the order to {order_of(state)} never arrived",
+            )
         if state.attempts >= MAX_ORDERS:
-            return again(state, LOOK_AGAIN, now, f"{state.attempts} orders to {order_of(state)} have not arrived")
+            return again(
+                state,
+                LOOK_AGAIN,
+                now,
+                f"{state.attempts} orders to {order_of(state)} have not arrived",
+            )
     if reason := against(state, health, now):
         return ended(state, now, "refused", reason)
-    return noted(replace(state, stage=Stage.ORDERING), now, "Again", f"the order to {order_of(state)} is given once more: no answer came")
+    return noted(
+        replace(state, stage=Stage.ORDERING),
+        now,
+        "Again",
+        f"the order to {order_of(state)} is given once more: no answer came",
+    )
 
 
 def _out_of_time(state: RepairState, now: datetime) -> RepairState:

@@ -26,7 +26,12 @@ reboot and the power cycle."""
 
 def may_follow(state: RepairState) -> bool:
     """Return whether a power cycle is the next way to reboot this node."""
-    return state.strategy is Strategy.REBOOT_NODE and state.rules.power and not state.power and not state.cancelled
+    return (
+        state.strategy is Strategy.REBOOT_NODE
+        and state.rules.power
+        and not state.power
+        and not state.cancelled
+    )
 
 
 def is_overdue(state: RepairState, now: datetime) -> bool:
@@ -34,8 +39,14 @@ def is_overdue(state: RepairState, now: datetime) -> bool:
     if state.stage is not Stage.PROVING or state.ordered_at is None or not may_follow(state):
         return False
     if state.rules.waited_for:
-        return now - state.ordered_at >= state.rules.repair_within and state.deadline - now >= state.rules.repair_within
-    return now >= max(min(state.ordered_at + state.rules.repair_within, state.deadline - LAST_LOOK), state.ordered_at + LAST_LOOK)
+        return (
+            now - state.ordered_at >= state.rules.repair_within
+            and state.deadline - now >= state.rules.repair_within
+        )
+    return now >= max(
+        min(state.ordered_at + state.rules.repair_within, state.deadline - LAST_LOOK),
+        state.ordered_at + LAST_LOOK,
+    )
 
 
 def is_silent(state: RepairState, now: datetime) -> bool:
@@ -47,7 +58,9 @@ def instead(state: RepairState, now: datetime) -> RepairState:
     again."""
     # Approval of a reboot does not cover a power cycle.
     approved_by = "" if state.rules.mode == "ask" else state.approved_by
-    state = replace(state, power=True, stage=Stage.LOOKING, approved_by=approved_by, wait=timedelta(0))
+    state = replace(
+        state, power=True, stage=Stage.LOOKING, approved_by=approved_by, wait=timedelta(0)
+    )
     return with_time_to_prove(state, now)
 
 

@@ -14,8 +14,16 @@ KEPT_RECORDS = 60
 KEPT_FINDINGS = 16
 
 
-def ended(state: RepairState, now: datetime, outcome: Outcome, reason: str, verdict: Verdict = Verdict.UNKNOWN) -> RepairState:
-    state = replace(state, outcome=outcome, verdict=verdict, conclusion=text(reason, 600), wait=timedelta(0))
+def ended(
+    state: RepairState,
+    now: datetime,
+    outcome: Outcome,
+    reason: str,
+    verdict: Verdict = Verdict.UNKNOWN,
+) -> RepairState:
+    state = replace(
+        state, outcome=outcome, verdict=verdict, conclusion=text(reason, 600), wait=timedelta(0)
+    )
     return noted(state, now, "Ended", f"{outcome}: {reason}")
 
 
@@ -28,9 +36,13 @@ def noted(state: RepairState, now: datetime, what: str, reason: str) -> RepairSt
     if any((one.what, one.reason) == (record.what, record.reason) for one in state.log[-2:]):
         return state  # a node that is waited for gives the same answer every few seconds
     log = (*state.log, record)
-    return replace(state, log=log if len(log) <= KEPT_RECORDS else (log[0], *log[-KEPT_RECORDS + 1 :]))
+    return replace(
+        state, log=log if len(log) <= KEPT_RECORDS else (log[0], *log[-KEPT_RECORDS + 1 :])
+    )
 
 
 def with_health(state: RepairState, health: Health) -> RepairState:
-    kept = replace(health, findings=health.findings[:KEPT_FINDINGS], unread=health.unread[:KEPT_FINDINGS])
+    kept = replace(
+        health, findings=health.findings[:KEPT_FINDINGS], unread=health.unread[:KEPT_FINDINGS]
+    )
     return replace(state, health=kept)

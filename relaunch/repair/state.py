@@ -188,7 +188,10 @@ class Finish:
     kind: Literal["Finish"] = "Finish"
 
 
-Step = Annotated[Probe | Diagnose | ResetGpus | Reboot | PowerCycle | LookAgain | AskPerson | Finish, Field(discriminator="kind")]
+Step = Annotated[
+    Probe | Diagnose | ResetGpus | Reboot | PowerCycle | LookAgain | AskPerson | Finish,
+    Field(discriminator="kind"),
+]
 
 
 # --- facts
@@ -266,6 +269,15 @@ class CancelAsked:
 
 
 Fact = Annotated[
-    Probed | NoAnswer | Diagnosed | OrderDone | OrderRefused | Slept | Answered | Permitted | DeadlinePassed | CancelAsked,
+    Probed
+    | NoAnswer
+    | Diagnosed
+    | OrderDone
+    | OrderRefused
+    | Slept
+    | Answered
+    | Permitted
+    | DeadlinePassed
+    | CancelAsked,
     Field(discriminator="kind"),
 ]

@@ -78,7 +78,10 @@ def examined(course: Course, health: Health, now: datetime) -> Course:
     unknown = course.unknown + 1 if health.verdict is Verdict.UNKNOWN else 0
     after_reboot = course.after_reboot and not health.boot_id
     return _noted(
-        replace(course, health=health, unknown=unknown, after_reboot=after_reboot), now, "Examined", f"{health.verdict}: {health.reason}"
+        replace(course, health=health, unknown=unknown, after_reboot=after_reboot),
+        now,
+        "Examined",
+        f"{health.verdict}: {health.reason}",
     )
 
 
@@ -91,7 +94,9 @@ def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> C
         tried=(*course.tried, state.strategy),
         ended=end,
         acted=acted,
-        health=replace(state.health, verdict=end.verdict, reason=end.reason) if acted and state.health is not None else course.health,
+        health=replace(state.health, verdict=end.verdict, reason=end.reason)
+        if acted and state.health is not None
+        else course.health,
         unknown=int(acted and end.verdict is Verdict.UNKNOWN),
         # An order that may not have been carried out has cured nothing.
         kernel_from=state.ordered_at if state.proven_at is not None else course.kernel_from,
@@ -111,7 +116,11 @@ def next_treatment(course: Course, left: timedelta) -> Treatment:
     if course.health is None:
         if course.cancelled:
             return _finish(course, "refused", f"cancelled: {course.cancelled}")
-        return Examine(timedelta(0), course.reason) if left > timedelta(0) else _finish(course, "refused", _late(course))
+        return (
+            Examine(timedelta(0), course.reason)
+            if left > timedelta(0)
+            else _finish(course, "refused", _late(course))
+        )
     match course.health.verdict:
         case Verdict.HEALTHY:
             return _healthy(course, course.health)
@@ -125,14 +134,24 @@ def next_treatment(course: Course, left: timedelta) -> Treatment:
 
 def _healthy(course: Course, health: Health) -> Finish:
     if course.ended is None:
-        return _finish(course, "done", f"{course.node} was examined and is healthy; nothing was repaired: {health.reason}")
+        return _finish(
+            course,
+            "done",
+            f"{course.node} was examined and is healthy; nothing was repaired: {health.reason}",
+        )
     if course.ended.outcome == "done":
         return course.ended
-    return _finish(course, "done", f"{course.ended.reason}; examined again, it is healthy: {health.reason}")
+    return _finish(
+        course, "done", f"{course.ended.reason}; examined again, it is healthy: {health.reason}"
+    )
 
 
 def _unhealthy(course: Course, health: Health, left: timedelta) -> Treatment:
-    said = health.reason if course.ended is not None else f"{course.node} was examined and is unhealthy: {health.reason}"
+    said = (
+        health.reason
+        if course.ended is not None
+        else f"{course.node} was examined and is unhealthy: {health.reason}"
+    )
     if Strategy.REBOOT_NODE in course.tried:
         return _finish(course, "refused", said)
     if course.cancelled:
@@ -155,8 +174,16 @@ def _unknown(course: Course, health: Health, left: timedelta) -> Treatment:
         said = f"whether {course.node} is healthy is not known after {times}: {said}"
     if course.cancelled:
         return _finish(course, outcome, f"cancelled: {course.cancelled}; {said}")
-    after_reboot = Strategy.REBOOT_NODE in course.tried or (course.after_reboot and not course.tried)
-    if course.unknown > len(AGAIN) and after_reboot and not health.boot_id and course.power and left > timedelta(0):
+    after_reboot = Strategy.REBOOT_NODE in course.tried or (
+        course.after_reboot and not course.tried
+    )
+    if (
+        course.unknown > len(AGAIN)
+        and after_reboot
+        and not health.boot_id
+        and course.power
+        and left > timedelta(0)
+    ):
         return Treat(Strategy.REBOOT_NODE, (), said, power=True)
     if course.unknown > len(AGAIN) or AGAIN[course.unknown - 1] >= left:
         return _finish(course, outcome, said)
@@ -169,7 +196,9 @@ def _finish(course: Course, outcome: Outcome, reason: str) -> Finish:
 
 
 def _late(course: Course) -> str:
-    return f"the time for {course.node} was over before anything was " + ("examined" if course.health is None else "done")
+    return f"the time for {course.node} was over before anything was " + (
+        "examined" if course.health is None else "done"
+    )
 
 
 def _is_sick(finding: Finding) -> bool:

@@ -42,7 +42,9 @@ def annotated(policy: Policy, annotations: Mapping[str, str]) -> Policy:
         if key not in KNOWN:
             raise ValueError(f"metadata.annotations: {key} is unknown: one of {', '.join(KNOWN)}")
         if key != JOB_RETRIES and policy.extends != "modelarts":
-            raise ValueError(f"metadata.annotations: {key} needs policy: modelarts, and the policy is {policy.extends}")
+            raise ValueError(
+                f"metadata.annotations: {key} needs policy: modelarts, and the policy is {policy.extends}"
+            )
     if JOB_RETRIES not in ours:
         raise ValueError(f"metadata.annotations: {next(iter(ours))} needs {JOB_RETRIES} beside it")
     changed = policy.model_copy(update={"max_restarts": _count(ours, JOB_RETRIES)})
@@ -57,15 +59,27 @@ def _switched(policy: Policy, ours: Mapping[str, str]) -> Policy:
         causes[Cause.HANG] = FAIL
     pods = _count(ours, POD_RETRIES) if POD_RETRIES in ours else 0
     for cause, ladder in causes.items():
-        rungs = (rung.model_copy(update={"tries": pods}) if rung.strategy is Strategy.REPLACE_NODE else rung for rung in ladder)
+        rungs = (
+            rung.model_copy(update={"tries": pods})
+            if rung.strategy is Strategy.REPLACE_NODE
+            else rung
+            for rung in ladder
+        )
         causes[cause] = tuple(rung for rung in rungs if rung.tries != 0) or FAIL
     return policy.model_copy(update={"causes": causes})
 
 
 def _count(ours: Mapping[str, str], key: str) -> int:
     value = ours[key]
-    if not value.isascii() or not value.isdigit() or len(value) > 3 or not 1 <= int(value) <= MOST_RETRIES:
-        raise ValueError(f"metadata.annotations: {key} is {value!r}: a whole number from 1 to {MOST_RETRIES}, in quotes")
+    if (
+        not value.isascii()
+        or not value.isdigit()
+        or len(value) > 3
+        or not 1 <= int(value) <= MOST_RETRIES
+    ):
+        raise ValueError(
+            f"metadata.annotations: {key} is {value!r}: a whole number from 1 to {MOST_RETRIES}, in quotes"
+        )
     return int(value)
 
 

@@ -19,7 +19,9 @@ def _share(value: int | str) -> int | str:
     """Validate a number of nodes, or a share of them such as 25%."""
     if isinstance(value, int):
         if value < 1:
-            raise ValueError(f"{value} is not a limit: 1 or more nodes, or a share of them such as 25%")
+            raise ValueError(
+                f"{value} is not a limit: 1 or more nodes, or a share of them such as 25%"
+            )
     elif not re.fullmatch(r"(100|[1-9]?[0-9])%", value):
         raise ValueError(f"{value!r} is not a share: write it like 25%")
     return value
@@ -27,7 +29,9 @@ def _share(value: int | str) -> int | str:
 
 def _address(value: str) -> str:
     if not re.fullmatch(r"[^\s@/\[\]\x00-\x1f-][^\s@/\[\]\x00-\x1f]*", value):
-        raise ValueError(f"{value!r} is not an address: a host's name or IP address alone; who logs in is `user`, and where is `port`")
+        raise ValueError(
+            f"{value!r} is not an address: a host's name or IP address alone; who logs in is `user`, and where is `port`"
+        )
     return value
 
 
@@ -55,7 +59,9 @@ def parse_jumps(value: str) -> tuple[tuple[str | None, str, int | None], ...]:
         match = JUMP_PATTERN.fullmatch(part.strip())
         port = None if match is None or match["port"] is None else int(match["port"])
         if match is None or port == 0 or (port or 0) > 65535:
-            raise ValueError(f"{value!r} is no way to a node: hosts such as me@jump:22, separated by commas, or none")
+            raise ValueError(
+                f"{value!r} is no way to a node: hosts such as me@jump:22, separated by commas, or none"
+            )
         found.append((match["user"], match["host"].strip("[]"), port))
     return tuple(found)
 
@@ -121,7 +127,9 @@ class FleetLimits(Strict):
     def of(self, limit: Literal["repairs_at_once", "nodes_out"], nodes: int) -> int:
         """Return the limit as a number of nodes, for a fleet of `nodes` nodes."""
         value = self.repairs_at_once if limit == "repairs_at_once" else self.nodes_out
-        return value if isinstance(value, int) else max(1, nodes * int(value.removesuffix("%")) // 100)
+        return (
+            value if isinstance(value, int) else max(1, nodes * int(value.removesuffix("%")) // 100)
+        )
 
 
 class SshOptions(Strict):
@@ -151,7 +159,9 @@ class SshOptions(Strict):
     @classmethod
     def _of_harmless_letters(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*|(/[A-Za-z0-9._+-]+)+", value):
-            raise ValueError(f"{value!r} is not a Python of the nodes: a name such as python3.11, or an absolute path of plain letters")
+            raise ValueError(
+                f"{value!r} is not a Python of the nodes: a name such as python3.11, or an absolute path of plain letters"
+            )
         return value
 
 
@@ -216,6 +226,8 @@ class FleetSpec(Strict):
                 # Several nodes may share one address, each with a separate port.
                 key = (text, node.port if field == "address" else None)
                 if text is not None and key in seen:
-                    raise ValueError(f"nodes {seen[key]} and {node.name} have the same {field} {text!r}: each node has its own")
+                    raise ValueError(
+                        f"nodes {seen[key]} and {node.name} have the same {field} {text!r}: each node has its own"
+                    )
                 seen[key] = node.name
         return value

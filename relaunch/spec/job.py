@@ -22,7 +22,10 @@ RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 
-MODULES = {"torchrun": "torch.distributed.run", "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher"}
+MODULES = {
+    "torchrun": "torch.distributed.run",
+    "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher",
+}
 """The module that the console script of that name runs (entry_points.txt of each wheel)."""
 
 
@@ -67,13 +70,21 @@ def parse_nodes(value: Any) -> Any:
             return int(low)
         if low.isdecimal() and high.isdecimal():
             value = {"min": int(low), "max": int(high)}
-    if isinstance(value, dict) and set(value) == {"min", "max"} and all(type(one) is int for one in value.values()):
+    if (
+        isinstance(value, dict)
+        and set(value) == {"min", "max"}
+        and all(type(one) is int for one in value.values())
+    ):
         if value["min"] < 1:
             raise ValueError(f"min is {value['min']}: at least 1")
         if value["min"] > value["max"]:
-            raise ValueError(f"min is {value['min']} and max is {value['max']}: min must not exceed max")
+            raise ValueError(
+                f"min is {value['min']} and max is {value['max']}: min must not exceed max"
+            )
         return NodeRange(**value)
-    raise ValueError(f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)")
+    raise ValueError(
+        f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)"
+    )
 
 
 class ProgressSpec(Strict):
@@ -92,7 +103,9 @@ class ProgressSpec(Strict):
         compile_pattern(value)
         # The agent, which has only Python's own engine, gives up a pattern that takes too long.
         if "step" not in re.compile(value).groupindex:
-            raise ValueError(f"{value!r} has no group named step: write it like 'step (?P<step>\\d+)'")
+            raise ValueError(
+                f"{value!r} has no group named step: write it like 'step (?P<step>\\d+)'"
+            )
         return value
 
 
@@ -161,7 +174,9 @@ class JobSpec(Strict):
     @classmethod
     def _is_a_list(cls, value: Any) -> Any:
         if isinstance(value, str):
-            raise ValueError(f"{value!r} is one string: write a list, one item per argument, such as [python, train.py]")
+            raise ValueError(
+                f"{value!r} is one string: write a list, one item per argument, such as [python, train.py]"
+            )
         return value
 
     @field_validator("nodes", mode="before")
@@ -181,15 +196,24 @@ class JobSpec(Strict):
     def _plain_values(cls, value: Any) -> Any:
         # YAML turns `DEBUG: 1` into a number, but users mean the string.
         if isinstance(value, dict):
-            return {key: str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for key, item in value.items()}
+            return {
+                key: str(item)
+                if isinstance(item, int | float) and not isinstance(item, bool)
+                else item
+                for key, item in value.items()
+            }
         return value
 
     @field_validator("env", "secrets")
     @classmethod
     def _not_reserved(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
-            if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-                raise ValueError(f"{key!r} cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_")
+            if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(
+                r"[A-Za-z_][A-Za-z0-9_]*", key
+            ):
+                raise ValueError(
+                    f"{key!r} cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_"
+                )
         return value
 
     @field_validator("workdir")
@@ -217,7 +241,9 @@ class JobSpec(Strict):
     def _one_launcher(self) -> Self:
         if self.launcher != "none" and (found := starts_ranks_itself(self.command)) is not None:
             told = f"launcher: {self.launcher} puts {self.launcher} before it"
-            raise ValueError(f"command: {found} starts ranks itself: give the command of one rank; {told}")
+            raise ValueError(
+                f"command: {found} starts ranks itself: give the command of one rank; {told}"
+            )
         return self
 
     @property

@@ -118,7 +118,10 @@ class Rung(Strict):
         # The exponent is capped at 64, where the float does not overflow: doubled 64 times, every
         # delay has long reached the maximum.
         seconds = self.delay.total_seconds() * self.backoff ** min(used, 64)
-        return max(self.delay, min(timedelta(seconds=min(seconds, MAX_BACKOFF.total_seconds())), MAX_BACKOFF))
+        return max(
+            self.delay,
+            min(timedelta(seconds=min(seconds, MAX_BACKOFF.total_seconds())), MAX_BACKOFF),
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -130,19 +133,48 @@ class Rung(Strict):
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         for condition, sentence in (
-            (self.strategy is Strategy.GROW, "GROW is no answer to a fault: grow_after says when a job takes more nodes"),
-            (self.strategy is Strategy.SHRINK and self.spends, "SHRINK never takes one of max_restarts: leave spends out"),
-            (self.strategy.ends and self.tries is not None, f"{self.strategy} ends a ladder: it takes no tries"),
-            (self.strategy.ends and bool(self.delay), f"{self.strategy} launches nothing: it takes no delay"),
             (
-                self.isolate and self.strategy not in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK),
+                self.strategy is Strategy.GROW,
+                "GROW is no answer to a fault: grow_after says when a job takes more nodes",
+            ),
+            (
+                self.strategy is Strategy.SHRINK and self.spends,
+                "SHRINK never takes one of max_restarts: leave spends out",
+            ),
+            (
+                self.strategy.ends and self.tries is not None,
+                f"{self.strategy} ends a ladder: it takes no tries",
+            ),
+            (
+                self.strategy.ends and bool(self.delay),
+                f"{self.strategy} launches nothing: it takes no delay",
+            ),
+            (
+                self.isolate
+                and self.strategy
+                not in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK),
                 f"{self.strategy} keeps its nodes: isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
             ),
-            (bool(self.reset_by) and not self.consecutive, "reset_by says what begins a row anew: it needs consecutive: true"),
-            (self.consecutive and self.window is not None, "consecutive counts tries in a row and window those within a time: choose one"),
-            (self.backoff != 1.0 and not self.delay, "backoff multiplies the delay: it needs one, such as delay: 5s"),
-            ("job" in self.key and len(self.key) > 1, f"key {list(self.key)}: job counts all tries, so nothing can stand beside it"),
-            (not self.key, "key is empty: it names what tries have in common, such as [cause] or [node, gpu, code]"),
+            (
+                bool(self.reset_by) and not self.consecutive,
+                "reset_by says what begins a row anew: it needs consecutive: true",
+            ),
+            (
+                self.consecutive and self.window is not None,
+                "consecutive counts tries in a row and window those within a time: choose one",
+            ),
+            (
+                self.backoff != 1.0 and not self.delay,
+                "backoff multiplies the delay: it needs one, such as delay: 5s",
+            ),
+            (
+                "job" in self.key and len(self.key) > 1,
+                f"key {list(self.key)}: job counts all tries, so nothing can stand beside it",
+            ),
+            (
+                not self.key,
+                "key is empty: it names what tries have in common, such as [cause] or [node, gpu, code]",
+            ),
         ):
             if condition:
                 raise ValueError(sentence)
@@ -237,7 +269,9 @@ class Policy(Strict):
                 if value.get(key) is False:
                     value = {**value, key: "off"}
                 if value.get(key) is True:
-                    raise ValueError(f"{key} is on: {'30m' if key == 'grow_after' else 'a number, such as 3'}, or off")
+                    raise ValueError(
+                        f"{key} is on: {'30m' if key == 'grow_after' else 'a number, such as 3'}, or off"
+                    )
             hang = value.get("hang")
             if isinstance(hang, dict) and hang.get("after") is False:
                 value = {**value, "hang": {**hang, "after": "off"}}
@@ -246,14 +280,18 @@ class Policy(Strict):
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         if Cause.UNKNOWN not in self.causes:
-            raise ValueError("causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own")
+            raise ValueError(
+                "causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own"
+            )
         for cause, ladder in self.causes.items():
             for sentence in impossible_ladder(ladder):
                 raise ValueError(f"causes.{cause}: {sentence}")
             served = {one for one in Cause if self.ladder(one) is ladder}
             for rung in ladder:
                 if own := [one for one in rung.reset_by if one in served]:
-                    raise ValueError(f"causes.{cause}: reset_by names {own[0]}, which this ladder serves: no row would ever grow")
+                    raise ValueError(
+                        f"causes.{cause}: reset_by names {own[0]}, which this ladder serves: no row would ever grow"
+                    )
         for sentence in impossible_timeouts(self.timeouts, self.hang):
             raise ValueError(sentence)
         return self
@@ -270,10 +308,15 @@ def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
     for above, rung in enumerate(ladder[:-1], start=1):
         # These rungs are skipped where there is no suspect, the repair fails, or the job may not
         # have fewer nodes.
-        may_pass_by = rung.strategy.repairs or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK)
+        may_pass_by = rung.strategy.repairs or rung.strategy in (
+            Strategy.REPLACE_NODE,
+            Strategy.SHRINK,
+        )
         if rung.tries is None and not rung.when and not rung.codes and not may_pass_by:
             what = "ends the ladder" if rung.strategy.ends else "has no tries"
-            sentences.append(f"rung {above} ({rung.label}) {what}, so rung {above + 1} is never reached")
+            sentences.append(
+                f"rung {above} ({rung.label}) {what}, so rung {above + 1} is never reached"
+            )
     seen: dict[str, int] = {}
     for number, rung in enumerate(ladder, start=1):
         if rung.label in seen:
@@ -360,5 +403,7 @@ def resolve(source: dict[str, Any]) -> Policy:
     merged = dict(_read_preset(extends))
     for key, value in {**source, "extends": extends}.items():
         below = merged.get(key)
-        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+        )
     return Policy.model_validate(merged)

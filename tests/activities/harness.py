@@ -56,21 +56,38 @@ class Stand:
         return JobActivities(self.fleets, cast(Client, self.server))
 
     def launch_input(self, **changes: Any) -> LaunchRanksInput:
-        slots = tuple(Slot(node.name, node.address, 1, 1) for node in self.fleets.known.nodes[: self.spec.node_count])
+        slots = tuple(
+            Slot(node.name, node.address, 1, 1)
+            for node in self.fleets.known.nodes[: self.spec.node_count]
+        )
         return replace(LaunchRanksInput(TOKEN, self.spec, slots, self.timeouts, 8, True), **changes)
 
     async def launch(self, attempt: int = 1, **changes: Any) -> Any:
-        return await environment(attempt=attempt).run(self.jobs.launch_ranks, self.launch_input(**changes))
+        return await environment(attempt=attempt).run(
+            self.jobs.launch_ranks, self.launch_input(**changes)
+        )
 
     def watch_input(self, **changes: Any) -> WatchRanksInput:
         nodes = tuple(node.name for node in self.fleets.known.nodes[: self.spec.node_count])
         hang = HangLimits(after="off")
-        given = WatchRanksInput(TOKEN, "default", nodes, self.spec.processes_per_node, datetime.now(UTC), self.timeouts, hang)
+        given = WatchRanksInput(
+            TOKEN,
+            "default",
+            nodes,
+            self.spec.processes_per_node,
+            datetime.now(UTC),
+            self.timeouts,
+            hang,
+        )
         return replace(given, **changes)
 
-    async def watch(self, running: ActivityEnvironment | None = None, **changes: Any) -> WatchReport:
+    async def watch(
+        self, running: ActivityEnvironment | None = None, **changes: Any
+    ) -> WatchReport:
         activities = WatchActivities(self.fleets, cast(Client, self.server))
-        watching = (running or environment()).run(activities.watch_ranks, self.watch_input(**changes))
+        watching = (running or environment()).run(
+            activities.watch_ranks, self.watch_input(**changes)
+        )
         return cast(WatchReport, await asyncio.wait_for(watching, PATIENCE))
 
     def renewals(self) -> int:
@@ -88,11 +105,23 @@ def stand(
 ) -> Stand:
     spec = fleet(nodes, spares)
     backend = SimulatedBackend(spec, script)
-    job = JobSpec.model_validate({"name": "llama", "command": ["train"], "nodes": nodes, "nproc_per_node": ranks, "launcher": launcher})
-    return Stand(backend, SimulatedFleets(spec, backend), FakeServer(), job, policy(timeouts).timeouts)
+    job = JobSpec.model_validate(
+        {
+            "name": "llama",
+            "command": ["train"],
+            "nodes": nodes,
+            "nproc_per_node": ranks,
+            "launcher": launcher,
+        }
+    )
+    return Stand(
+        backend, SimulatedFleets(spec, backend), FakeServer(), job, policy(timeouts).timeouts
+    )
 
 
-def environment(attempt: int = 1, details: tuple[Any, ...] = (), on_heartbeat: Callable[..., None] | None = None) -> ActivityEnvironment:
+def environment(
+    attempt: int = 1, details: tuple[Any, ...] = (), on_heartbeat: Callable[..., None] | None = None
+) -> ActivityEnvironment:
     made = ActivityEnvironment()
     made.info = replace(made.info, attempt=attempt, heartbeat_details=details)
     if on_heartbeat is not None:

@@ -19,15 +19,21 @@ from tests.workflows.rig import SimulatedFleets, fleet
 class Ahead(SimulatedBackend):
     """Its nodes' clocks are 73 s ahead."""
 
-    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+    async def probe(
+        self, node: str, within: float, kernel_since: float | None
+    ) -> Mapping[str, Any]:
         now = time.time() + 73.0
         return {**await super().probe(node, within, kernel_since), "wall": now, "answered": now}
 
 
-async def test_a_clock_that_is_ahead_is_named_beside_the_verdict_and_makes_no_node_unhealthy() -> None:
+async def test_a_clock_that_is_ahead_is_named_beside_the_verdict_and_makes_no_node_unhealthy() -> (
+    None
+):
     spec = fleet(1)
     nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
-    (found,) = await environment().run(nodes.check_nodes, ExamineNodesInput("default", ("n1",), "grace", 0, timedelta(seconds=30)))
+    (found,) = await environment().run(
+        nodes.check_nodes, ExamineNodesInput("default", ("n1",), "grace", 0, timedelta(seconds=30))
+    )
     assert found.health.verdict is Verdict.HEALTHY
     assert "nothing broken; its clock is 73 s ahead (±0." in found.health.reason
 
@@ -36,6 +42,13 @@ async def test_a_repair_is_told_when_its_look_was_sent_and_answered() -> None:
     spec = fleet(1)
     nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
     before = time.time()
-    fact = await environment().run(nodes.order_repair, RepairOrder("default", "n1", "r1", "probe", timedelta(seconds=20)))
+    fact = await environment().run(
+        nodes.order_repair, RepairOrder("default", "n1", "r1", "probe", timedelta(seconds=20))
+    )
     assert isinstance(fact, Probed)
-    assert before <= fact.facts["exchange"]["sent"] <= fact.facts["exchange"]["received"] <= time.time()
+    assert (
+        before
+        <= fact.facts["exchange"]["sent"]
+        <= fact.facts["exchange"]["received"]
+        <= time.time()
+    )

@@ -17,7 +17,15 @@ from temporalio.service import RPCError, RPCStatusCode
 
 import relaunch.activities.fleet
 import relaunch.activities.readings
-from relaunch.activities.fleet import FLEET_UNKNOWN, MOST_RUNS, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
+from relaunch.activities.fleet import (
+    FLEET_UNKNOWN,
+    MOST_RUNS,
+    ClosedJobsInput,
+    FleetActivities,
+    LookInput,
+    ReclaimInput,
+    TellFleetInput,
+)
 from relaunch.activities.launch import LaunchRanksOutput
 from relaunch.backends.base import Prepared, PrepareOrder, Started, StartOrder
 from relaunch.generation import Token
@@ -25,7 +33,14 @@ from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.pool.facts import Applied
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
+from relaunch.pool.state import (
+    ClaimRecord,
+    FleetState,
+    LiveGeneration,
+    NodeProbe,
+    NodeRecord,
+    NodeStatus,
+)
 from relaunch.spec.fleet import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
 from tests.fakes.nodes import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
@@ -108,7 +123,11 @@ class Handle:
 
     async def describe(self) -> Run:
         self.client.described.append(self.id)
-        found = [run for run in self.client.runs if run.id == self.id and self.run_id in (None, run.run_id)]
+        found = [
+            run
+            for run in self.client.runs
+            if run.id == self.id and self.run_id in (None, run.run_id)
+        ]
         if not found:
             raise RPCError("workflow not found", RPCStatusCode.NOT_FOUND, b"")
         return found[-1]
@@ -144,14 +163,20 @@ async def launched(script: Script = RUNS, *, nodes: int = 2, generation: int = 1
     return fleet
 
 
-async def reclaim(fleet: Stand, *runs: Run, nodes: tuple[str, ...] = ("n1", "n2"), submission: int = 1000) -> tuple[str, ...]:
+async def reclaim(
+    fleet: Stand, *runs: Run, nodes: tuple[str, ...] = ("n1", "n2"), submission: int = 1000
+) -> tuple[str, ...]:
     asked, _ = of(fleet, *runs)
     running = environment().run(asked.reclaim, ReclaimInput("default", "llama", submission, nodes))
     return cast(tuple[str, ...], await asyncio.wait_for(running, PATIENCE))
 
 
 def stopped(fleet: Stand) -> list[tuple[str, int]]:
-    return sorted((call.node, call.token.generation) for call in fleet.backend.calls if call.command == "stop" and call.token is not None)
+    return sorted(
+        (call.node, call.token.generation)
+        for call in fleet.backend.calls
+        if call.command == "stop" and call.token is not None
+    )
 
 
 @pytest.fixture
@@ -167,7 +192,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_look_tells_whose_ranks_live_where_and_which_boot_it_is() -> None:
     fleet = await launched(nodes=2, generation=2)
     looks = await look(fleet, "n2", "n1")
-    assert looks["n1"].living == (LiveGeneration("llama", 1000, 2),), "ranks of generation 1 are gone"
+    assert looks["n1"].living == (LiveGeneration("llama", 1000, 2),), (
+        "ranks of generation 1 are gone"
+    )
     assert looks["n1"].boot_id and looks["n1"].boot_id != looks["n2"].boot_id
     assert (looks["n1"].silent, looks["n1"].held) == ("", "")
 
@@ -180,7 +207,9 @@ async def test_a_node_that_does_not_answer_is_silent_and_says_why() -> None:
     assert "no answer" in looks["n2"].silent
 
 
-async def test_a_node_that_is_not_in_the_fleet_file_any_more_is_silent_and_nobody_is_asked() -> None:
+async def test_a_node_that_is_not_in_the_fleet_file_any_more_is_silent_and_nobody_is_asked() -> (
+    None
+):
     fleet = stand()
     looks = await look(fleet, "n1", "n9")
     assert looks["n9"].silent == "fleet file default of this worker does not name it"
@@ -199,10 +228,15 @@ async def test_a_node_at_which_somebody_works_is_held_and_says_by_whom() -> None
     checking.cancel()
 
 
-async def test_ranks_of_another_namespace_keep_a_node_from_being_given_away_and_are_not_this_fleets_to_stop() -> None:
+async def test_ranks_of_another_namespace_keep_a_node_from_being_given_away_and_are_not_this_fleets_to_stop() -> (
+    None
+):
     fleet = await launched()
     looks = await look(fleet, "n1", namespace="other")
-    assert (looks["n1"].living, looks["n1"].held) == ((), "job llama of namespace default runs on it")
+    assert (looks["n1"].living, looks["n1"].held) == (
+        (),
+        "job llama of namespace default runs on it",
+    )
 
 
 # --- and at GPUs
@@ -213,8 +247,12 @@ def with_gpus(fleet: Stand, *happenings: Any) -> None:
     fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script(happenings))
 
 
-async def read_gpus(asked: FleetActivities, *nodes: str, read: tuple[str, ...] | None = None) -> dict[str, NodeProbe]:
-    looks = await environment().run(asked.probe_nodes, LookInput("default", nodes, nodes if read is None else read))
+async def read_gpus(
+    asked: FleetActivities, *nodes: str, read: tuple[str, ...] | None = None
+) -> dict[str, NodeProbe]:
+    looks = await environment().run(
+        asked.probe_nodes, LookInput("default", nodes, nodes if read is None else read)
+    )
     return {one.node: one for one in looks}
 
 
@@ -225,7 +263,11 @@ async def test_s2_10_gpus_are_read_with_a_look_where_that_is_wanted() -> None:
     looks = await read_gpus(asked, "n1", "n2")
     first, second = (looks[node].inventory for node in ("n1", "n2"))
     assert first is not None and second is not None
-    assert (first.model, first.count, first.used) == ("NVIDIA H100 80GB HBM3", 2, (GpuUse((1,), "alice (python, pid 4242)"),))
+    assert (first.model, first.count, first.used) == (
+        "NVIDIA H100 80GB HBM3",
+        2,
+        (GpuUse((1,), "alice (python, pid 4242)"),),
+    )
     assert (second.count, second.lost) == (1, ("0000:1b:00.0",))
     assert (looks["n1"].read_ago, looks["n1"].unread) == (timedelta(0), False)
     fleet.backend.cut("n2")
@@ -244,43 +286,57 @@ async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
     checking.cancel()
 
 
-async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relaunch.activities.readings, "PATIENCE", 0.05)
     clock = ManualClock()
     fleet = stand()
     fleet.fleets.known = spec = fleet_of(2, gpus=2)
-    fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script((Takes(node="n1", command="gpus", seconds=99.0),)), clock)
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(
+        spec, Script((Takes(node="n1", command="gpus", seconds=99.0),)), clock
+    )
     asked, _ = of(fleet)
     for _ in range(2):
         looks = await read_gpus(asked, "n1", "n2")
         assert (looks["n1"].inventory, looks["n1"].unread, looks["n1"].silent) == (None, True, "")
         assert looks["n2"].inventory is not None
-    assert sum(call.node == "n1" for call in fleet.backend.calls) == 3, "one reading, and a look each time"
+    assert sum(call.node == "n1" for call in fleet.backend.calls) == 3, (
+        "one reading, and a look each time"
+    )
     await clock.advance(10.0)
     looks = await read_gpus(asked, "n1")
     assert looks["n1"].inventory == Inventory(unreadable="NVML did not answer within 10 s")
     assert looks["n1"].read_ago < timedelta(seconds=PATIENCE)
 
 
-async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relaunch.activities.readings, "PATIENCE", 0.05)
     monkeypatch.setattr(relaunch.activities.readings, "KEPT", 0.0)
     clock = ManualClock()
     fleet = stand()
     fleet.fleets.known = spec = fleet_of(1, gpus=2)
-    fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script((Takes(node="n1", command="gpus", seconds=5.0),)), clock)
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(
+        spec, Script((Takes(node="n1", command="gpus", seconds=5.0),)), clock
+    )
     asked, _ = of(fleet)
     assert (await read_gpus(asked, "n1"))["n1"].unread
     await clock.advance(10.0)
     assert (await read_gpus(asked, "n1"))["n1"].unread, "another one"
 
 
-async def test_an_agent_that_does_not_read_gpus_leaves_them_unread_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_does_not_read_gpus_leaves_them_unread_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = stand()
     with_gpus(fleet)
     old = fleet.backend.list
     monkeypatch.setattr(fleet.backend, "list", lambda node, gpus=False: old(node))
-    assert (await read_gpus(of(fleet)[0], "n1"))["n1"].inventory == Inventory(unreadable="the node's answer lacks it")
+    assert (await read_gpus(of(fleet)[0], "n1"))["n1"].inventory == Inventory(
+        unreadable="the node's answer lacks it"
+    )
 
 
 # --- the file
@@ -290,18 +346,30 @@ async def test_the_fleet_file_is_told_as_it_is_now_or_what_is_wrong_with_it() ->
     fleet = stand()
     asked, _ = of(fleet)
     known = fleet.fleets.known
-    assert await environment().run(asked.read_fleet, "default") == FleetFile(Applied("act", known.nodes, FleetLimits()))
+    assert await environment().run(asked.read_fleet, "default") == FleetFile(
+        Applied("act", known.nodes, FleetLimits())
+    )
     unknown = await environment().run(asked.read_fleet, "elsewhere")
-    assert (unknown.applied, unknown.wrong) == (None, "fleet 'elsewhere' is not known to this worker, it serves default")
+    assert (unknown.applied, unknown.wrong) == (
+        None,
+        "fleet 'elsewhere' is not known to this worker, it serves default",
+    )
     fleet.fleets.wrong = "fleet.yaml:3: nodes: missing"
-    assert (await environment().run(asked.read_fleet, "default")).wrong == "fleet.yaml:3: nodes: missing"
+    assert (
+        await environment().run(asked.read_fleet, "default")
+    ).wrong == "fleet.yaml:3: nodes: missing"
 
 
 # --- jobs
 
 
 async def test_the_jobs_of_a_fleet_are_those_that_name_it_and_those_that_name_none() -> None:
-    runs = (Run("job/b", 1), Run("job/a", 2, fleet="default"), Run("job/c", 3, fleet="elsewhere"), Run("job/d", 4, TERMINATED))
+    runs = (
+        Run("job/b", 1),
+        Run("job/a", 2, fleet="default"),
+        Run("job/c", 3, fleet="elsewhere"),
+        Run("job/d", 4, TERMINATED),
+    )
     asked, client = of(stand(), *runs)
     client.listed_still = ("job/d",)
     assert await environment().run(asked.find_jobs, "default") == ("a", "b")
@@ -314,27 +382,47 @@ async def test_the_jobs_of_a_fleet_are_those_that_name_it_and_those_that_name_no
         pytest.param([], True, id="there is no such workflow any more"),
         pytest.param([Run("job/llama", 1000, TERMINATED)], True, id="it was terminated"),
         pytest.param([Run("job/llama", 1000)], False, id="it runs"),
-        pytest.param([Run("job/llama", 1000, TERMINATED), Run("job/llama", 2000, run_id="b", first="b")], True, id="a later one runs"),
-        pytest.param([Run("job/llama", 1000), Run("job/llama", 5000, run_id="b", first="run-1")], False, id="it continued as new"),
+        pytest.param(
+            [Run("job/llama", 1000, TERMINATED), Run("job/llama", 2000, run_id="b", first="b")],
+            True,
+            id="a later one runs",
+        ),
+        pytest.param(
+            [Run("job/llama", 1000), Run("job/llama", 5000, run_id="b", first="run-1")],
+            False,
+            id="it continued as new",
+        ),
     ],
 )
-async def test_a_submission_is_closed_when_nothing_that_continues_it_runs(runs: list[Run], closed: bool) -> None:
+async def test_a_submission_is_closed_when_nothing_that_continues_it_runs(
+    runs: list[Run], closed: bool
+) -> None:
     asked, _ = of(stand(), *runs)
-    found = await environment().run(asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000),)))
+    found = await environment().run(
+        asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000),))
+    )
     assert found == ((("llama", 1000),) if closed else ())
 
 
-async def test_a_job_that_runs_for_so_long_that_the_server_has_forgotten_its_first_run_says_itself_which_it_is() -> None:
+async def test_a_job_that_runs_for_so_long_that_the_server_has_forgotten_its_first_run_says_itself_which_it_is() -> (
+    None
+):
     asked, client = of(stand(), Run("job/llama", 9000, run_id="run-7", first="run-1"))
     client.states["job/llama"] = {"submission": 1000}
-    assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000), ("llama", 900)))) == (("llama", 900),)
+    assert await environment().run(
+        asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000), ("llama", 900)))
+    ) == (("llama", 900),)
 
 
-async def test_of_many_jobs_only_those_are_asked_about_one_by_one_that_the_list_does_not_have() -> None:
+async def test_of_many_jobs_only_those_are_asked_about_one_by_one_that_the_list_does_not_have() -> (
+    None
+):
     runs = [Run(f"job/j{number}", number) for number in range(40)]
     asked, client = of(stand(), *runs, Run("job/gone", 50, TERMINATED))
     claims = (*((f"j{number}", number) for number in range(40)), ("gone", 50))
-    assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", claims)) == (("gone", 50),)
+    assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", claims)) == (
+        ("gone", 50),
+    )
     assert client.described == ["job/gone"]
 
 
@@ -347,7 +435,10 @@ async def launched_by_another(fleet: Stand, node: str, generation: int) -> None:
     prepared = await fleet.backend.prepare(node, order)
     assert isinstance(prepared, Prepared)
     started = await fleet.backend.start(
-        node, StartOrder(token, node, ("train",), None, {}, ({},), (), prepared.stamp, "c0ffee", fences=False)
+        node,
+        StartOrder(
+            token, node, ("train",), None, {}, ({},), (), prepared.stamp, "c0ffee", fences=False
+        ),
     )
     assert isinstance(started, Started)
 
@@ -356,7 +447,10 @@ async def test_what_another_fleet_has_launched_is_in_the_way_and_not_this_fleets
     fleet = await launched(nodes=2)
     await launched_by_another(fleet, "n1", 2)
     looks = await look(fleet, "n1", "n2")
-    assert (looks["n1"].living, looks["n1"].held) == ((), "ranks of job llama of fleet other live on it")
+    assert (looks["n1"].living, looks["n1"].held) == (
+        (),
+        "ranks of job llama of fleet other live on it",
+    )
     assert (looks["n2"].living, looks["n2"].held) == ((LiveGeneration("llama", 1000, 1),), "")
 
 
@@ -378,7 +472,9 @@ async def test_where_only_another_fleet_has_launched_a_job_nothing_is_stopped() 
 # --- two servers
 
 
-async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = await launched(nodes=2)
     listed = fleet.backend.list
 
@@ -396,13 +492,17 @@ async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleet
 # --- reclaiming
 
 
-async def test_what_a_terminated_job_left_behind_is_stopped_by_its_highest_generation_and_its_nodes_come_back() -> None:
+async def test_what_a_terminated_job_left_behind_is_stopped_by_its_highest_generation_and_its_nodes_come_back() -> (
+    None
+):
     fleet = await launched(generation=2)
     assert await reclaim(fleet, Run("job/llama", 1000, TERMINATED)) == ("n1", "n2")
     assert stopped(fleet) == [("n1", 2), ("n2", 2)]
     assert (await look(fleet, "n1", "n2"))["n1"].living == ()
     again = await fleet.launch(token=Token("default", "llama", 1000, 2))
-    assert again.refusals and again.refusals[0].why == "stopped", "nobody who was frozen meanwhile starts it again"
+    assert again.refusals and again.refusals[0].why == "stopped", (
+        "nobody who was frozen meanwhile starts it again"
+    )
 
 
 async def test_what_was_only_prepared_can_never_be_started_once_its_nodes_are_back() -> None:
@@ -436,7 +536,9 @@ async def test_ranks_of_a_submission_that_runs_are_never_stopped() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_silent_node_is_not_taken_for_clean_and_keeps_nobody_waiting_for_the_others() -> None:
+async def test_a_silent_node_is_not_taken_for_clean_and_keeps_nobody_waiting_for_the_others() -> (
+    None
+):
     fleet = await launched()
     fleet.backend.cut("n2")
     assert await reclaim(fleet) == ("n1",)
@@ -485,18 +587,25 @@ async def last_state(*runs: Run, unlisted: int = 0) -> tuple[set[str], FakeClien
 async def test_a_fleet_that_begins_for_the_first_time_knew_nothing_before() -> None:
     nodes, client = await last_state(unlisted=2)
     assert nodes == set()
-    assert client.queries == ["WorkflowId = 'fleet/default'"] * 3, "until the server lists the run that asks, and so those before it"
+    assert client.queries == ["WorkflowId = 'fleet/default'"] * 3, (
+        "until the server lists the run that asks, and so those before it"
+    )
 
 
 async def test_the_newest_run_that_took_over_what_was_before_it_says_what_there_was() -> None:
     assert (await last_state(ended(1000, knew("n1")), ended(2000, knew("n2"))))[0] == {"n2"}
     n3 = knew("n3", remembered=False)
     short = ended(3000, replace(n3, nodes=(NodeRecord(fleet_of(3).nodes[1]), *n3.nodes)))
-    assert (await last_state(ended(1000, knew("n1")), short, ended(2000, knew("n2"))))[0] == {"n2", "n3"}
+    assert (await last_state(ended(1000, knew("n1")), short, ended(2000, knew("n2"))))[0] == {
+        "n2",
+        "n3",
+    }
 
 
 async def test_who_held_which_nodes_is_known_of_the_runs_before_that_had_not_restored_it() -> None:
-    held = replace(knew("n1"), claims=(ClaimRecord(Claim("llama", 1000, 1, 1), granted=(Place("n1"),)),))
+    held = replace(
+        knew("n1"), claims=(ClaimRecord(Claim("llama", 1000, 1, 1), granted=(Place("n1"),)),)
+    )
     failed = replace(knew("n2"), restore_error="no answer")
     asked, _ = of(stand(), ended(1000, held), ended(2000, failed), OWN)
     known = await environment().run(asked.last_state, "default")
@@ -508,19 +617,32 @@ async def test_a_row_of_runs_that_had_restored_nothing_is_said_to_have_lost_it()
     runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MOST_RUNS)]
     asked, _ = of(stand(), *runs, OWN)
     known = await environment().run(asked.last_state, "default")
-    assert known.lost == f"none of the {MOST_RUNS} runs before this one had taken over what there was before it"
+    assert (
+        known.lost
+        == f"none of the {MOST_RUNS} runs before this one had taken over what there was before it"
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "nodes"),
     [
-        pytest.param(RPCError("closed before WorkflowTaskStarted", RPCStatusCode.FAILED_PRECONDITION, b""), {"n1"}, id="it never began"),
-        pytest.param(RPCError("no answer", RPCStatusCode.DEADLINE_EXCEEDED, b""), set(), id="no answer"),
-        pytest.param(WorkflowQueryFailedError("it went another way then"), set(), id="it cannot be replayed"),
+        pytest.param(
+            RPCError("closed before WorkflowTaskStarted", RPCStatusCode.FAILED_PRECONDITION, b""),
+            {"n1"},
+            id="it never began",
+        ),
+        pytest.param(
+            RPCError("no answer", RPCStatusCode.DEADLINE_EXCEEDED, b""), set(), id="no answer"
+        ),
+        pytest.param(
+            WorkflowQueryFailedError("it went another way then"), set(), id="it cannot be replayed"
+        ),
         pytest.param(TimeoutError(), set(), id="it takes too long"),
     ],
 )
-async def test_a_run_that_cannot_say_what_it_knew_fails_nobody(error: Exception, nodes: set[str]) -> None:
+async def test_a_run_that_cannot_say_what_it_knew_fails_nobody(
+    error: Exception, nodes: set[str]
+) -> None:
     assert (await last_state(ended(1000, knew("n1")), ended(2000, error)))[0] == nodes
 
 
@@ -528,7 +650,9 @@ async def test_a_run_of_other_workers_is_not_asked() -> None:
     assert (await last_state(ended(1000, knew("n1"), task_queue="elsewhere")))[0] == set()
 
 
-async def test_a_server_that_lists_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_lists_nothing_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relaunch.activities.fleet, "REMEMBER_WITHIN", timedelta(seconds=0.2))
     assert (await last_state(unlisted=10**6))[0] == set()
 
@@ -541,7 +665,12 @@ async def test_whoever_tells_a_fleet_something_begins_it_where_there_is_none() -
     claim = Claim("llama", 1000, 1, 2)
     await environment().run(asked.tell_fleet, TellFleetInput("default", "claim", claim))
     [(workflow, argument, options)] = client.started
-    assert (workflow, argument, options["id"], options["task_queue"]) == ("Fleet", FleetInput("default"), "fleet/default", "queue-7")
+    assert (workflow, argument, options["id"], options["task_queue"]) == (
+        "Fleet",
+        FleetInput("default"),
+        "fleet/default",
+        "queue-7",
+    )
     assert (options["start_signal"], options["start_signal_args"]) == ("claim", [claim])
     assert options["id_conflict_policy"] is WorkflowIDConflictPolicy.USE_EXISTING
 
@@ -550,5 +679,11 @@ async def test_a_fleet_that_no_file_names_is_not_begun_and_whoever_asked_is_told
     asked, client = of(stand())
     with pytest.raises(ApplicationError) as refused:
         await environment().run(asked.tell_fleet, TellFleetInput("elsewhere", "claim", {}))
-    assert (refused.value.type, refused.value.non_retryable, client.started) == (FLEET_UNKNOWN, True, [])
-    assert refused.value.message == "fleet 'elsewhere' is not known to this worker, it serves default"
+    assert (refused.value.type, refused.value.non_retryable, client.started) == (
+        FLEET_UNKNOWN,
+        True,
+        [],
+    )
+    assert (
+        refused.value.message == "fleet 'elsewhere' is not known to this worker, it serves default"
+    )

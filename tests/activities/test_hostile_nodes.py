@@ -24,7 +24,9 @@ from tests.fakes.nodes import Exit, Script, SimulatedBackend
 
 pytestmark = pytest.mark.asyncio
 NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 1}
-HELLO = {"hello": {"token": NAMED, "boot_id": "b", "state": "running", "ranks": [2, 3], "stamp": 1.0}}
+HELLO = {
+    "hello": {"token": NAMED, "boot_id": "b", "state": "running", "ranks": [2, 3], "stamp": 1.0}
+}
 EXITED = {"seq": 1, "kind": "RankExited", "rank": 2, "local_rank": 0, "exit_code": 1}
 BEAT = {"stamp": 1.0, "alive": [], "lease_left": 1, "progress": {}}
 
@@ -64,13 +66,21 @@ class HostileBackend(SimulatedBackend):
         return connected()
 
     async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
-        return self.refusal if self.refusal is not None and node == "n2" else await super().prepare(node, order)
+        return (
+            self.refusal
+            if self.refusal is not None and node == "n2"
+            else await super().prepare(node, order)
+        )
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
-        return cast(Mapping[str, Any], self.listed) if node == "n2" else await super().list(node, gpus)
+        return (
+            cast(Mapping[str, Any], self.listed) if node == "n2" else await super().list(node, gpus)
+        )
 
 
-def hostile(script: Script | None = None, *says: list[Any], **timeouts: str) -> tuple[Stand, HostileBackend]:
+def hostile(
+    script: Script | None = None, *says: list[Any], **timeouts: str
+) -> tuple[Stand, HostileBackend]:
     fleet = stand(script or Script(then="run"), timeouts=timeouts)
     fleet.backend.__class__ = HostileBackend
     backend = cast(HostileBackend, fleet.backend)
@@ -92,17 +102,28 @@ def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"heartbeat": {"alive": []}}, "stamp is missing"),
         ({"heartbeat": {**BEAT, "progress": {"zero": {"step": 3}}}}, "progress.zero"),
         ({"heartbeat": {**BEAT, "progress": {"2": {"step": 3, "age": 1e300}}}}, "progress.2.age"),
-        ({"heartbeat": {**BEAT, "progress": {"0": {"step": 10**15}}}}, "it speaks of rank 0, expected 2 to 3"),
+        (
+            {"heartbeat": {**BEAT, "progress": {"0": {"step": 10**15}}}},
+            "it speaks of rank 0, expected 2 to 3",
+        ),
         ({"observation": {"kind": "RankExited", "rank": 2}}, "seq is missing"),
         ({"observation": {**EXITED, "exit_code": "boom"}}, "exit_code is 'boom'"),
         ({"observation": {**EXITED, "signal": 9.5}}, "signal is 9.5"),
         ({"observation": {**EXITED, "rank": 77}}, "it speaks of rank 77, expected 2 to 3"),
         ({"observation": {**EXITED, "rank": 2**63}}, "rank is 9223372036854775808"),
-        ({"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}}, "what people did"),
-        ({"hello": {**HELLO["hello"], "token": {**NAMED, "job": "another"}}}, "expected generation default/llama/1000/1"),
+        (
+            {"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}},
+            "what people did",
+        ),
+        (
+            {"hello": {**HELLO["hello"], "token": {**NAMED, "job": "another"}}},
+            "expected generation default/llama/1000/1",
+        ),
     ],
 )
-async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_on(line: Any, named: str) -> None:
+async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_on(
+    line: Any, named: str
+) -> None:
     fleet, backend = hostile(None, [HELLO, {"heartbeat": BEAT}, line])
     await fleet.launch()
     report = await fleet.watch(first_rank=0, world_size=4)
@@ -113,20 +134,30 @@ async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_o
 
 async def test_a_fault_of_an_honest_node_is_told_while_another_one_lies() -> None:
     script = Script((Exit(rank=1, exit_code=7, after=1.0),))
-    fleet, _ = hostile(script, [HELLO, {"observation": {**EXITED, "exit_code": "boom"}}], lost_after="60s")
+    fleet, _ = hostile(
+        script, [HELLO, {"observation": {**EXITED, "exit_code": "boom"}}], lost_after="60s"
+    )
     await fleet.launch()
     report = await fleet.watch(first_rank=0, world_size=4)
     fault = report.events[0]
     assert isinstance(fault, FaultObserved)
     first = fault.observations[0]
-    assert isinstance(first, RankExited) and (first.node, first.rank, first.exit_code) == ("n1", 1, 7)
+    assert isinstance(first, RankExited) and (first.node, first.rank, first.exit_code) == (
+        "n1",
+        1,
+        7,
+    )
     assert {one.node for one in fault.observations} == {"n1"}
     assert [node for node, _ in fault.silent] == ["n2"]
 
 
-async def test_a_node_that_misbehaves_is_renewed_no_more_until_it_has_made_sense_for_a_while() -> None:
+async def test_a_node_that_misbehaves_is_renewed_no_more_until_it_has_made_sense_for_a_while() -> (
+    None
+):
     beats = [HELLO, *({"heartbeat": {**BEAT, "stamp": float(n)}} for n in range(2, 5))]
-    fleet, backend = hostile(None, [HELLO, [1]], [HELLO, {"heartbeat": BEAT}, [1]], beats, lost_after="60s")
+    fleet, backend = hostile(
+        None, [HELLO, [1]], [HELLO, {"heartbeat": BEAT}, [1]], beats, lost_after="60s"
+    )
     await fleet.launch()
     watching = asyncio.create_task(fleet.watch())
     await eventually(lambda: backend.liar.renewed != [], "renewed")
@@ -136,7 +167,9 @@ async def test_a_node_that_misbehaves_is_renewed_no_more_until_it_has_made_sense
 
 
 async def test_a_lost_node_that_goes_on_lying_has_not_returned() -> None:
-    fleet, backend = hostile(None, [HELLO, [1]], [HELLO, [1]], [HELLO, *({"heartbeat": BEAT} for _ in range(3))])
+    fleet, backend = hostile(
+        None, [HELLO, [1]], [HELLO, [1]], [HELLO, *({"heartbeat": BEAT} for _ in range(3))]
+    )
     await fleet.launch()
     report = await fleet.watch(lost=("n2",))
     assert [type(event) for event in report.events] == [NodeReturned]
@@ -163,7 +196,9 @@ async def test_a_flood_of_exits_of_one_rank_is_one_exit() -> None:
         ((999, 5), "which is below it"),
     ],
 )
-async def test_a_higher_token_than_the_job_ever_had_is_the_lie_of_one_node(highest: tuple[int, int], named: str) -> None:
+async def test_a_higher_token_than_the_job_ever_had_is_the_lie_of_one_node(
+    highest: tuple[int, int], named: str
+) -> None:
     fleet, backend = hostile()
     backend.refusal = Refused("n2", "not_above", "seen higher", highest)
     launched: LaunchRanksOutput = await fleet.launch(attempt=3)
@@ -190,7 +225,13 @@ async def test_a_number_that_a_reset_explains_is_believed(highest: tuple[int, in
                     {
                         "namespace": "default",
                         "job": "ghost",
-                        "generations": [{"submission": "a", "generation": [1], "ranks": [{"rank": 0, "alive": True}]}],
+                        "generations": [
+                            {
+                                "submission": "a",
+                                "generation": [1],
+                                "ranks": [{"rank": 0, "alive": True}],
+                            }
+                        ],
                     }
                 ],
             },
@@ -200,7 +241,9 @@ async def test_a_number_that_a_reset_explains_is_believed(highest: tuple[int, in
         ({"boot_id": "b", "jobs": [], "held": "yes"}, "held"),
     ],
 )
-async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence(listed: Any, named: str) -> None:
+async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence(
+    listed: Any, named: str
+) -> None:
     fleet, backend = hostile()
     backend.listed = listed
 
@@ -215,12 +258,21 @@ async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence
 
 async def test_a_node_whose_keeper_does_not_answer_is_shown_until_it_does() -> None:
     stalled = [{"heartbeat": {**BEAT, "stamp": 2.0, "keeper_silent": 4.1}}]
-    fleet, _ = hostile(None, [HELLO, *stalled, [1]], [HELLO, {"heartbeat": {**BEAT, "stamp": 3.0}}], lost_after="60s")
+    fleet, _ = hostile(
+        None,
+        [HELLO, *stalled, [1]],
+        [HELLO, {"heartbeat": {**BEAT, "stamp": 3.0}}],
+        lost_after="60s",
+    )
     await fleet.launch()
     watching = asyncio.create_task(fleet.watch())
 
     def has_passed() -> bool:
-        shown = [details[0].stalled for details in fleet.server.beats if isinstance(details[0], WatchHeartbeat)]
+        shown = [
+            details[0].stalled
+            for details in fleet.server.beats
+            if isinstance(details[0], WatchHeartbeat)
+        ]
         return ("n2",) in shown and shown[-1] == ()
 
     await eventually(has_passed, "shown and gone again")

@@ -20,11 +20,15 @@ class ThreeNodes:
         if node == "cut-off":
             raise Unreachable(node, "no answer to logs within 5 s")
         if node == "reinstalled":
-            return Refused(node, "no_such_generation", "generation 1 was never prepared on this node")
+            return Refused(
+                node, "no_such_generation", "generation 1 was never prepared on this node"
+            )
         return Logs((LogChunk(0, 0, 3, "hi\n"),), True)
 
 
-async def test_a_node_that_knows_no_such_generation_is_not_called_unreachable(tmp_path: Path) -> None:
+async def test_a_node_that_knows_no_such_generation_is_not_called_unreachable(
+    tmp_path: Path,
+) -> None:
     nodes: Any = ThreeNodes()
     order = ReadLogsInput("default", ("cut-off", "fine", "reinstalled"), "default", "llama", 1, 1)
     expected = ReadLogsOutput(
@@ -33,4 +37,6 @@ async def test_a_node_that_knows_no_such_generation_is_not_called_unreachable(tm
         unreachable=("cut-off",),
         refused=("reinstalled: generation 1 was never prepared on this node",),
     )
-    assert expected == await ActivityEnvironment().run(LogActivities(nodes, tmp_path).read_logs, order)
+    assert expected == await ActivityEnvironment().run(
+        LogActivities(nodes, tmp_path).read_logs, order
+    )

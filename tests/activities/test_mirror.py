@@ -76,7 +76,9 @@ class FakeClient:
             if run.id.startswith("job/"):
                 yield run
 
-    def get_workflow_handle(self, id_: str, *, run_id: str | None = None, result_type: Any = None) -> Handle:
+    def get_workflow_handle(
+        self, id_: str, *, run_id: str | None = None, result_type: Any = None
+    ) -> Handle:
         return Handle(self, id_, run_id)
 
 
@@ -87,7 +89,11 @@ class Handle:
     run_id: str | None
 
     async def describe(self, rpc_timeout: timedelta) -> Run:
-        found = [run for run in self.client.runs if run.id == self.id and self.run_id in (None, run.run_id)]
+        found = [
+            run
+            for run in self.client.runs
+            if run.id == self.id and self.run_id in (None, run.run_id)
+        ]
         if not found:
             raise RPCError("workflow not found", RPCStatusCode.NOT_FOUND, b"")
         return found[-1]
@@ -148,7 +154,11 @@ async def test_a_job_is_asked_only_when_something_has_changed_since_it_was_shown
     for _ in range(3):
         await looking.look()
     assert (copy.shown, client.asked) == ([("RUNNING", age(1000, 10), False)], ["query job/llama"])
-    run.said, run.length, run.state = {**run.said, "phase": "EXAMINING"}, 14, replace(LLAMA, phase=Phase.EXAMINING)
+    run.said, run.length, run.state = (
+        {**run.said, "phase": "EXAMINING"},
+        14,
+        replace(LLAMA, phase=Phase.EXAMINING),
+    )
     await looking.look()
     assert copy.shown[1:] == [("EXAMINING", age(1000, 14), False)]
 
@@ -160,11 +170,15 @@ async def test_what_is_newer_has_the_higher_age_across_runs_and_submissions() ->
     run.status = CONTINUED
     client.runs.append(Run("job/llama", LLAMA, started=1000.001, length=3, run_id="run-2"))
     await looking.look()
-    assert [seq for _, seq, _ in copy.shown] == sorted({seq for _, seq, _ in copy.shown}) and len(copy.shown) == 2
+    assert [seq for _, seq, _ in copy.shown] == sorted({seq for _, seq, _ in copy.shown}) and len(
+        copy.shown
+    ) == 2
 
 
 async def test_jobs_of_other_fleets_and_those_that_do_not_say_yet_are_not_asked() -> None:
-    looking, client, copy = loop(Run("job/a", LLAMA, said={"fleet": "cpus"}), Run("job/b", LLAMA, said={"phase": "QUEUED"}))
+    looking, client, copy = loop(
+        Run("job/a", LLAMA, said={"fleet": "cpus"}), Run("job/b", LLAMA, said={"phase": "QUEUED"})
+    )
     await looking.look()
     assert (copy.shown, client.asked) == ([], [])
     client.runs[1].said = {"phase": "RUNNING", "fleet": "gpus"}
@@ -183,10 +197,15 @@ async def test_a_job_that_has_ended_is_shown_by_its_result_with_no_worker_asked(
     looking, client, copy = loop(Run("job/llama", DONE, COMPLETED, length=90))
     await looking.look()
     await looking.look()
-    assert (copy.shown, client.asked) == ([("SUCCEEDED", age(1000, 90), False)], ["result job/llama"])
+    assert (copy.shown, client.asked) == (
+        [("SUCCEEDED", age(1000, 90), False)],
+        ["result job/llama"],
+    )
 
 
-async def test_a_job_whose_workflow_was_ended_from_outside_is_shown_as_terminated_until_its_tasks_have_ended() -> None:
+async def test_a_job_whose_workflow_was_ended_from_outside_is_shown_as_terminated_until_its_tasks_have_ended() -> (
+    None
+):
     looking, _, copy = loop(Run("job/llama", LLAMA, TERMINATED))
     copy.settled = False
     await looking.look()
@@ -196,7 +215,9 @@ async def test_a_job_whose_workflow_was_ended_from_outside_is_shown_as_terminate
     assert copy.shown == [("RUNNING", age(1000, 10), True)] * 2
 
 
-async def test_what_could_not_be_written_comes_again_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_could_not_be_written_comes_again_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     looking, _, copy = loop(Run("job/llama", LLAMA))
     copy.fails = 2
     with caplog.at_level(logging.WARNING, "relaunch.mirror"):
@@ -204,11 +225,15 @@ async def test_what_could_not_be_written_comes_again_and_is_logged_once(caplog: 
             await looking.look()
     assert [phase for phase, _, _ in copy.shown] == ["RUNNING"]
     (record,) = caplog.records
-    assert record.getMessage().startswith("job/llama: the copy is not brought up to date, and it is tried again: Unreachable: ")
+    assert record.getMessage().startswith(
+        "job/llama: the copy is not brought up to date, and it is tried again: Unreachable: "
+    )
 
 
 async def test_a_job_that_cannot_be_asked_keeps_no_other_from_being_shown() -> None:
-    looking, client, copy = loop(Run("job/a", WorkflowQueryFailedError("no worker")), Run("job/b", LLAMA))
+    looking, client, copy = loop(
+        Run("job/a", WorkflowQueryFailedError("no worker")), Run("job/b", LLAMA)
+    )
     await looking.look()
     assert len(copy.shown) == 1
     client.runs[0].state = LLAMA
@@ -249,7 +274,9 @@ async def test_the_server_is_asked_for_running_jobs_and_those_that_ended_lately(
 
 
 async def test_many_jobs_are_asked_a_few_at_a_time_and_rounds_follow_one_another() -> None:
-    looking, client, copy = loop(*(Run(f"job/j{number}", LLAMA) for number in range(40)), every=0.001)
+    looking, client, copy = loop(
+        *(Run(f"job/j{number}", LLAMA) for number in range(40)), every=0.001
+    )
     going = asyncio.create_task(looking.run())
     await eventually(lambda: len(client.queries) > 2, "three rounds")
     going.cancel()

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from relaunch.activities.observations import KERNEL_LINE, KERNEL_LINES, observation_from, observations_from
+from relaunch.activities.observations import (
+    KERNEL_LINE,
+    KERNEL_LINES,
+    observation_from,
+    observations_from,
+)
 from relaunch.backends.base import StartOrder
 from relaunch.evidence.observations import RankExited, RanksVanished
 from relaunch.job.diagnose import diagnose
@@ -19,7 +24,15 @@ from tests.recovery.builders import running
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
-EXIT = {"kind": "RankExited", "rank": 8, "local_rank": 0, "pid": 4242, "exit_code": 1, "signal": None, "stopped": False}
+EXIT = {
+    "kind": "RankExited",
+    "rank": 8,
+    "local_rank": 0,
+    "pid": 4242,
+    "exit_code": 1,
+    "signal": None,
+    "stopped": False,
+}
 OLD_AGENT = "the agent of this generation does not read it"
 
 
@@ -29,14 +42,20 @@ OLD_AGENT = "the agent of this generation does not read it"
         ({"kernel": [XID], "kernel_unreadable": None}, (XID,), None),
         ({"kernel": [], "kernel_unreadable": None}, (), None),
         ({"kernel": [XID], "kernel_unreadable": "the rest is gone"}, (XID,), "the rest is gone"),
-        ({"kernel": [], "kernel_unreadable": "permission denied: /dev/kmsg"}, (), "permission denied: /dev/kmsg"),
+        (
+            {"kernel": [], "kernel_unreadable": "permission denied: /dev/kmsg"},
+            (),
+            "permission denied: /dev/kmsg",
+        ),
         ({"kernel": "Xid", "kernel_unreadable": None}, (), "expected a list of lines, found str"),
         ({}, (), OLD_AGENT),
         ({"exit_code": 0}, (), None),
         ({"stopped": True}, (), None),
     ],
 )
-def test_an_exit_is_read_with_what_the_kernel_said(sent: dict[str, Any], kernel: tuple[str, ...], unreadable: str | None) -> None:
+def test_an_exit_is_read_with_what_the_kernel_said(
+    sent: dict[str, Any], kernel: tuple[str, ...], unreadable: str | None
+) -> None:
     seen = observation_from("n1", {**EXIT, **sent}, AT)
     assert isinstance(seen, RankExited)
     assert (seen.kernel, seen.kernel_unreadable, seen.pid) == (kernel, unreadable, 4242)
@@ -44,32 +63,47 @@ def test_an_exit_is_read_with_what_the_kernel_said(sent: dict[str, Any], kernel:
 
 @pytest.mark.parametrize("kind", ["KeeperDied", "RanksVanished"])
 def test_an_end_that_nobody_saw_is_read_with_it_too(kind: str) -> None:
-    seen = observation_from("n1", {"kind": kind, "reason": "gone", "kernel": [XID], "kernel_unreadable": None}, AT)
+    seen = observation_from(
+        "n1", {"kind": kind, "reason": "gone", "kernel": [XID], "kernel_unreadable": None}, AT
+    )
     assert seen == RanksVanished("n1", AT, "gone", kernel=(XID,))
-    assert observation_from("n1", {"kind": kind, "reason": "gone"}, AT) == RanksVanished("n1", AT, "gone", kernel_unreadable=OLD_AGENT)
+    assert observation_from("n1", {"kind": kind, "reason": "gone"}, AT) == RanksVanished(
+        "n1", AT, "gone", kernel_unreadable=OLD_AGENT
+    )
 
 
 def test_more_than_an_agent_may_send_is_cut_to_the_newest() -> None:
     lines = [f"{number} " + "x" * 1000 for number in range(100)]
     seen = observation_from("n1", {**EXIT, "kernel": lines, "kernel_unreadable": "y" * 1000}, AT)
     assert isinstance(seen, RankExited)
-    assert [line.split()[0] for line in seen.kernel] == [str(number) for number in range(100 - KERNEL_LINES, 100)]
+    assert [line.split()[0] for line in seen.kernel] == [
+        str(number) for number in range(100 - KERNEL_LINES, 100)
+    ]
     assert {len(line) for line in (*seen.kernel, seen.kernel_unreadable or "")} == {KERNEL_LINE}
 
 
 async def test_a_watch_reports_what_the_kernel_said_of_the_rank_that_failed() -> None:
-    fleet = stand(Script((Exit(rank=3, signal=9, kernel=(XID,), kernel_unreadable="the rest is gone"),)))
+    fleet = stand(
+        Script((Exit(rank=3, signal=9, kernel=(XID,), kernel_unreadable="the rest is gone"),))
+    )
     await fleet.launch()
     fault = (await fleet.watch()).events[-1]
     assert isinstance(fault, FaultObserved)
     first, *others = fault.observations
     assert isinstance(first, RankExited) and isinstance(first.pid, int)
     assert (first.rank, first.kernel, first.kernel_unreadable) == (3, (XID,), "the rest is gone")
-    assert all(isinstance(one, RankExited) and (one.kernel, one.kernel_unreadable) == ((), None) for one in others)
+    assert all(
+        isinstance(one, RankExited) and (one.kernel, one.kernel_unreadable) == ((), None)
+        for one in others
+    )
 
 
 async def test_a_watch_reports_what_the_kernel_said_when_a_keeper_died() -> None:
-    fleet = stand(Script((KeeperDies(node="n1", kernel=("Out of memory: Killed process 7 (relaunch-keep)",)),)))
+    fleet = stand(
+        Script(
+            (KeeperDies(node="n1", kernel=("Out of memory: Killed process 7 (relaunch-keep)",)),)
+        )
+    )
     await fleet.launch()
     fault = (await fleet.watch()).events[-1]
     assert isinstance(fault, FaultObserved)
@@ -78,10 +112,28 @@ async def test_a_watch_reports_what_the_kernel_said_when_a_keeper_died() -> None
     assert vanished.kernel == ("Out of memory: Killed process 7 (relaunch-keep)",)
 
 
-TOLD = (Path(__file__).parents[1] / "recovery" / "samples" / "launchers" / "torchrun_2.13.0.txt").read_text().splitlines()
+TOLD = (
+    (Path(__file__).parents[1] / "recovery" / "samples" / "launchers" / "torchrun_2.13.0.txt")
+    .read_text()
+    .splitlines()
+)
 """Rank 3 of four was killed while rank 2 raised an exception."""
-BELOW = [{"rank": rank, "local_rank": rank, "pid": 26127 + rank, "error": None, "log_tail": [f"rank {rank}"]} for rank in range(4)]
-RAISED = {"message": {"message": "ConnectionResetError: a peer closed its connection", "extraInfo": {"timestamp": "1795306911"}}}
+BELOW = [
+    {
+        "rank": rank,
+        "local_rank": rank,
+        "pid": 26127 + rank,
+        "error": None,
+        "log_tail": [f"rank {rank}"],
+    }
+    for rank in range(4)
+]
+RAISED = {
+    "message": {
+        "message": "ConnectionResetError: a peer closed its connection",
+        "extraInfo": {"timestamp": "1795306911"},
+    }
+}
 LATER = {"message": {"message": "ValueError", "extraInfo": {"timestamp": "1795306999"}}}
 LAUNCHER = {**EXIT, "launcher": True, "log_tail": TOLD, "launched": BELOW}
 
@@ -94,13 +146,25 @@ def read(**changes: Any) -> list[RankExited]:
 
 def test_the_end_of_a_launcher_is_read_as_that_of_its_ranks_the_first_one_first() -> None:
     first, *others = read()
-    assert (first.rank, first.local_rank, first.pid, first.exit_code, first.signal) == (3, 3, 26130, None, 9)
+    assert (first.rank, first.local_rank, first.pid, first.exit_code, first.signal) == (
+        3,
+        3,
+        26130,
+        None,
+        9,
+    )
     assert (first.log_tail, first.stopped, first.launcher) == (("rank 3",), False, False)
-    assert [(one.rank, one.signal, one.stopped) for one in others] == [(rank, 15, True) for rank in range(3)]
-    assert [one.at for one in (first, *others)] == [AT + timedelta(milliseconds=number) for number in range(4)]
+    assert [(one.rank, one.signal, one.stopped) for one in others] == [
+        (rank, 15, True) for rank in range(3)
+    ]
+    assert [one.at for one in (first, *others)] == [
+        AT + timedelta(milliseconds=number) for number in range(4)
+    ]
 
 
-def test_a_rank_is_at_its_own_place_also_where_another_was_ended_before_it_said_that_it_was_there() -> None:
+def test_a_rank_is_at_its_own_place_also_where_another_was_ended_before_it_said_that_it_was_there() -> (
+    None
+):
     (first, *_) = read(launched=BELOW[3:])
     assert (first.rank, first.local_rank) == (3, 3)
 
@@ -109,7 +173,10 @@ def test_a_rank_that_had_raised_an_exception_when_its_launcher_ended_it_ended_by
     told = [{**one, "error": RAISED} if one["rank"] == 2 else one for one in BELOW]
     raised = next(one for one in read(launched=told) if one.rank == 2)
     assert (raised.exit_code, raised.signal, raised.stopped) == (1, None, False)
-    assert raised.error is not None and raised.error.message == "ConnectionResetError: a peer closed its connection"
+    assert (
+        raised.error is not None
+        and raised.error.message == "ConnectionResetError: a peer closed its connection"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,10 +187,20 @@ def test_a_rank_that_had_raised_an_exception_when_its_launcher_ended_it_ended_by
         pytest.param({"launched": []}, id="no rank said that it was there"),
         pytest.param({"exit_code": 0}, id="it ended well"),
         pytest.param({"stopped": True}, id="it was stopped"),
-        pytest.param({"exit_code": None, "signal": 9, "log_tail": [], "launched": [{**BELOW[0], "error": RAISED}]}, id="it was killed"),
+        pytest.param(
+            {
+                "exit_code": None,
+                "signal": 9,
+                "log_tail": [],
+                "launched": [{**BELOW[0], "error": RAISED}],
+            },
+            id="it was killed",
+        ),
     ],
 )
-def test_a_launcher_that_says_nothing_of_its_ranks_is_told_as_itself(changes: dict[str, Any]) -> None:
+def test_a_launcher_that_says_nothing_of_its_ranks_is_told_as_itself(
+    changes: dict[str, Any],
+) -> None:
     (seen,) = read(**changes)
     assert (seen.rank, seen.launcher, seen.pid) == (8, True, 4242)
 
@@ -148,8 +225,13 @@ def test_where_a_launcher_says_nothing_the_rank_that_wrote_an_error_first_failed
     assert (seen.rank, seen.exit_code, seen.launcher) == (1, 1, False)
 
 
-async def test_a_watch_names_the_rank_below_a_launcher_and_reads_progress_from_all_of_them() -> None:
-    fleet = stand(Script((Progress(steps=((0.0, 7),)), Exit(rank=3, signal=9, after=0.2))), launcher="torchrun")
+async def test_a_watch_names_the_rank_below_a_launcher_and_reads_progress_from_all_of_them() -> (
+    None
+):
+    fleet = stand(
+        Script((Progress(steps=((0.0, 7),)), Exit(rank=3, signal=9, after=0.2))),
+        launcher="torchrun",
+    )
     await fleet.launch()
     report = await fleet.watch()
     fault = report.events[-1]
@@ -158,7 +240,10 @@ async def test_a_watch_names_the_rank_below_a_launcher_and_reads_progress_from_a
     assert isinstance(first, RankExited)
     assert (first.node, first.rank, first.signal, first.launcher) == ("n2", 3, 9, False)
     orders = [call.order for call in fleet.backend.calls if isinstance(call.order, StartOrder)]
-    assert [(order.command[0], order.launched and order.launched.ranks) for order in orders] == [("torchrun", (0, 1)), ("torchrun", (2, 3))]
+    assert [(order.command[0], order.launched and order.launched.ranks) for order in orders] == [
+        ("torchrun", (0, 1)),
+        ("torchrun", (2, 3)),
+    ]
     assert {one.step for one in report.events if isinstance(one, ProgressSeen)} == {7}
 
 

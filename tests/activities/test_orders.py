@@ -15,7 +15,12 @@ from temporalio.exceptions import ApplicationError
 import relaunch.job.fencing
 from relaunch.activities.launch import LAUNCH_ATTEMPTS, LaunchRanksOutput, gang_of
 from relaunch.activities.logs import LogActivities
-from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
+from relaunch.activities.records import (
+    ArchiveIncidentsInput,
+    RecordActivities,
+    archive_file,
+    read_archive,
+)
 from relaunch.activities.stop import StopRanksInput, StopRanksOutput
 from relaunch.backends.base import Prepared, StartOrder
 from relaunch.evidence.causes import Cause
@@ -44,32 +49,44 @@ async def test_a_launch_that_lost_an_answer_is_repeated_and_starts_nothing_twice
 
 
 @pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])
-async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_run(command: str, sent: bool) -> None:
+async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_run(
+    command: str, sent: bool
+) -> None:
     fleet = stand(Script(faults=(Fault(kind="lose_order", command=command, node="n2", nth=None),)))  # type: ignore[arg-type]
     answer = await fleet.launch(attempt=LAUNCH_ATTEMPTS)
     assert (answer.unreachable, answer.start_sent) == (("n2",), sent)
     assert "n2" in answer.reason
 
 
-async def test_a_launch_that_gives_up_at_prepare_says_that_an_attempt_before_it_may_have_started_ranks() -> None:
+async def test_a_launch_that_gives_up_at_prepare_says_that_an_attempt_before_it_may_have_started_ranks() -> (
+    None
+):
     lost = Fault(kind="lose_order", command="prepare", node="n2", nth=None)
     fleet = stand(Script(faults=(lost,)))
     stamps = {"n1": 1.0, "n2": 2.0}
-    answer = await environment(attempt=LAUNCH_ATTEMPTS, details=(stamps,)).run(fleet.jobs.launch_ranks, fleet.launch_input())
+    answer = await environment(attempt=LAUNCH_ATTEMPTS, details=(stamps,)).run(
+        fleet.jobs.launch_ranks, fleet.launch_input()
+    )
     assert (answer.unreachable, answer.start_sent) == (("n2",), True)
 
 
 @pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])
 async def test_a_refusal_says_whether_ranks_of_others_may_run(command: str, sent: bool) -> None:
-    fleet = stand(Script((Refuse(command=command, node="n1", why="held", reason="it is examined"),)))  # type: ignore[arg-type]
+    fleet = stand(
+        Script((Refuse(command=command, node="n1", why="held", reason="it is examined"),))
+    )  # type: ignore[arg-type]
     answer = await fleet.launch()
     assert ([refusal.node for refusal in answer.refusals], answer.start_sent) == (["n1"], sent)
 
 
 async def test_a_refusal_is_told_at_once_and_nothing_is_started() -> None:
-    fleet = stand(Script((Refuse(command="prepare", node="n1", why="stuck", reason="rank 0 is in D state"),)))
+    fleet = stand(
+        Script((Refuse(command="prepare", node="n1", why="stuck", reason="rank 0 is in D state"),))
+    )
     answer = await fleet.launch()
-    assert [(r.node, r.why, r.reason) for r in answer.refusals] == [("n1", "stuck", "rank 0 is in D state")]
+    assert [(r.node, r.why, r.reason) for r in answer.refusals] == [
+        ("n1", "stuck", "rank 0 is in D state")
+    ]
     assert fleet.backend.lives == []
 
 
@@ -90,7 +107,9 @@ async def test_stopping_ends_when_every_rank_is_gone_and_repeating_it_is_success
     assert len([life for life in fleet.backend.lives if life.kind == "ended"]) == 4
 
 
-async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(milliseconds=100))
     short = {"lease": "900ms", "heartbeat": "100ms", "fence_after": "300ms", "stop_grace": "100ms"}
     fleet = stand(timeouts=short)
@@ -98,13 +117,26 @@ async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_st
     fleet.backend.cut("n2")
     answer = await stop(fleet, unheard_for=(("n2", timedelta(seconds=0.2)),))
     assert answer.fenced == ("n2",)
-    assert not [life for life in fleet.backend.lives if life.kind == "ended" and life.at > answer.at.timestamp()]
-    assert len([life for life in fleet.backend.lives if life.kind == "ended"]) == 4, "it is true of the node"
+    assert not [
+        life
+        for life in fleet.backend.lives
+        if life.kind == "ended" and life.at > answer.at.timestamp()
+    ]
+    assert len([life for life in fleet.backend.lives if life.kind == "ended"]) == 4, (
+        "it is true of the node"
+    )
 
 
 async def test_without_a_witness_no_silence_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(0))
-    fleet = stand(timeouts={"lease": "600ms", "heartbeat": "100ms", "fence_after": "100ms", "stop_grace": "100ms"})
+    fleet = stand(
+        timeouts={
+            "lease": "600ms",
+            "heartbeat": "100ms",
+            "fence_after": "100ms",
+            "stop_grace": "100ms",
+        }
+    )
     fleet.backend.cut("n1")
     fleet.backend.cut("n2")
     long_ago = (("n1", timedelta(days=1)), ("n2", timedelta(days=1)))
@@ -127,30 +159,54 @@ def incident(number: int) -> Incident:
     return Incident(ago(0), number, Cause.APPLICATION, f"number {number}\nand more")
 
 
-async def test_archiving_twice_adds_nothing_and_a_torn_last_line_is_written_again(tmp_path: Path) -> None:
+async def test_archiving_twice_adds_nothing_and_a_torn_last_line_is_written_again(
+    tmp_path: Path,
+) -> None:
     records = RecordActivities(tmp_path)
     first, second, third = (incident(number) for number in (1, 2, 3))
     for _ in range(2):
-        assert await environment().run(records.archive_incidents, ArchiveIncidentsInput("default", "llama", (first, second))) == 2
+        assert (
+            await environment().run(
+                records.archive_incidents,
+                ArchiveIncidentsInput("default", "llama", (first, second)),
+            )
+            == 2
+        )
     path = archive_file(tmp_path, "default", "llama")
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     assert read_archive(tmp_path, "default", "llama") == [first]
-    assert await environment().run(records.archive_incidents, ArchiveIncidentsInput("default", "llama", (first, second, third))) == 3
+    assert (
+        await environment().run(
+            records.archive_incidents,
+            ArchiveIncidentsInput("default", "llama", (first, second, third)),
+        )
+        == 3
+    )
     assert read_archive(tmp_path, "default", "llama") == [first, second, third]
     assert read_archive(tmp_path, "default", "other") == []
 
 
-async def test_logs_are_read_on_from_where_they_were_and_silent_nodes_are_named(tmp_path: Path) -> None:
+async def test_logs_are_read_on_from_where_they_were_and_silent_nodes_are_named(
+    tmp_path: Path,
+) -> None:
     fleet = stand(Script((Prints(rank=0, text="one\ntwo\n"), Prints(rank=2, text="three\n"))))
     await fleet.launch()
     logs = LogActivities(fleet.fleets, tmp_path)
-    order = ReadLogsInput("default", ("n1", "n2"), TOKEN.namespace, TOKEN.job, TOKEN.submission, TOKEN.generation)
+    order = ReadLogsInput(
+        "default", ("n1", "n2"), TOKEN.namespace, TOKEN.job, TOKEN.submission, TOKEN.generation
+    )
     answer = await environment().run(logs.read_logs, order)
-    assert sorted((piece.rank, piece.data) for piece in answer.chunks) == [(0, "one\ntwo\n"), (2, "three\n")]
+    assert sorted((piece.rank, piece.data) for piece in answer.chunks) == [
+        (0, "one\ntwo\n"),
+        (2, "three\n"),
+    ]
     assert (answer.ended, answer.unreachable) == (False, ())
     tail = await environment().run(logs.read_logs, replace(order, tail=1))
-    assert sorted((piece.rank, piece.data) for piece in tail.chunks) == [(0, "two\n"), (2, "three\n")]
+    assert sorted((piece.rank, piece.data) for piece in tail.chunks) == [
+        (0, "two\n"),
+        (2, "three\n"),
+    ]
     fleet.backend.cut("n2")
     answer = await environment().run(logs.read_logs, order)
     assert ([piece.rank for piece in answer.chunks], answer.unreachable) == ([0], ("n2",))
@@ -186,15 +242,24 @@ async def test_a_shard_is_not_started_once_the_first_node_was_prepared_again() -
 async def prepared_in_shards(fleet: Stand) -> tuple[list[dict[str, Any]], list[LaunchRanksOutput]]:
     """Prepare two shards of two nodes; return the orders that start each, and what was answered."""
     slots = fleet.launch_input().slots
-    shards = [{"slots": slots[:2], "first_group_rank": 0}, {"slots": slots[2:], "first_group_rank": 2}]
+    shards = [
+        {"slots": slots[:2], "first_group_rank": 0},
+        {"slots": slots[2:], "first_group_rank": 2},
+    ]
     outputs = [await fleet.launch(**shard, prepare_only=True) for shard in shards]
     gang = gang_of([node for output in outputs for node in output.prepared])
-    orders = [{**shard, "prepared": output.prepared, "gang": gang} for shard, output in zip(shards, outputs, strict=True)]
+    orders = [
+        {**shard, "prepared": output.prepared, "gang": gang}
+        for shard, output in zip(shards, outputs, strict=True)
+    ]
     return orders, outputs
 
 
 def answers(fleet: Stand) -> list[Prepared]:
-    generations = [fleet.backend._node(node.name).job(TOKEN).generations[TOKEN] for node in fleet.fleets.known.nodes]
+    generations = [
+        fleet.backend._node(node.name).job(TOKEN).generations[TOKEN]
+        for node in fleet.fleets.known.nodes
+    ]
     return [generation.answer for generation in generations]
 
 

@@ -34,7 +34,9 @@ def is_alive(fleet: Stand, node: str) -> bool:
 async def test_a_stop_elsewhere_proves_nothing_and_one_at_the_place_does() -> None:
     fleet = stand()
     places = await launched(fleet)
-    order = StopRanksInput(TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2, fences=False, once=True, places=places)
+    order = StopRanksInput(
+        TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2, fences=False, once=True, places=places
+    )
     fleet.backend.move("n2", 1)
     stopped = await environment().run(fleet.jobs.stop_ranks, order)
     assert (stopped.nodes, stopped.fenced, is_alive(fleet, "n2")) == (("n1",), (), True)
@@ -47,7 +49,9 @@ async def test_a_stop_after_a_reboot_of_the_place_is_proof() -> None:
     fleet = stand()
     places = await launched(fleet)
     fleet.backend.lose_power("n2")
-    order = StopRanksInput(TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2, fences=False, places=places)
+    order = StopRanksInput(
+        TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2, fences=False, places=places
+    )
     stopped = await asyncio.wait_for(environment().run(fleet.jobs.stop_ranks, order), 20)
     assert set(stopped.nodes) == {"n1", "n2"}
 
@@ -70,7 +74,9 @@ async def test_what_an_attempt_before_has_started_is_told_by_one_that_cannot_pre
     places = await launched(fleet)
     details = fleet.server.beats[-1]
     fleet.backend.cut("n2")
-    answer = await environment(attempt=LAUNCH_ATTEMPTS, details=details).run(fleet.jobs.launch_ranks, fleet.launch_input())
+    answer = await environment(attempt=LAUNCH_ATTEMPTS, details=details).run(
+        fleet.jobs.launch_ranks, fleet.launch_input()
+    )
     assert (answer.unreachable, answer.start_sent) == (("n2",), True)
     assert answer.places == places[0].by_node
 
@@ -79,13 +85,19 @@ async def test_what_an_attempt_before_has_started_is_told_by_one_that_prepared_e
     fleet = stand()
     places = await launched(fleet)
     fleet.backend.move("n2", 1)
-    answer = await environment(attempt=2, details=fleet.server.beats[-1]).run(fleet.jobs.launch_ranks, fleet.launch_input())
-    assert [(refusal.node, refusal.why) for refusal in answer.refusals] == [("n2", "prepared_again")]
+    answer = await environment(attempt=2, details=fleet.server.beats[-1]).run(
+        fleet.jobs.launch_ranks, fleet.launch_input()
+    )
+    assert [(refusal.node, refusal.why) for refusal in answer.refusals] == [
+        ("n2", "prepared_again")
+    ]
     assert (answer.start_sent, answer.places) == (True, places[0].by_node)
 
 
 async def test_a_launch_that_is_cancelled_half_way_tells_where_its_ranks_may_live() -> None:
-    fleet = stand(Script(faults=(Fault(kind="delay", command="prepare", node="n2", nth=2, seconds=10),)))
+    fleet = stand(
+        Script(faults=(Fault(kind="delay", command="prepare", node="n2", nth=2, seconds=10),))
+    )
     places = await launched(fleet)
     running = environment(attempt=2, details=fleet.server.beats[-1])
     launching = asyncio.create_task(running.run(fleet.jobs.launch_ranks, fleet.launch_input()))
@@ -128,4 +140,6 @@ async def test_a_watch_never_renews_what_answers_from_elsewhere() -> None:
     fleet.backend.move("n2", 1)
     await fleet.launch(token=TOKEN)  # it has such a generation, too
     await fleet.watch(places=places)
-    assert not [call for call in fleet.backend.calls if call.command == "renew" and call.node == "n2"]
+    assert not [
+        call for call in fleet.backend.calls if call.command == "renew" and call.node == "n2"
+    ]

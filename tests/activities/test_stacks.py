@@ -26,14 +26,20 @@ class Serves:
         return found
 
 
-async def ask(backend: Any, tmp_path: Path, *places: tuple[str, int], generation: int = 1) -> tuple[Stack, ...]:
+async def ask(
+    backend: Any, tmp_path: Path, *places: tuple[str, int], generation: int = 1
+) -> tuple[Stack, ...]:
     nodes: Any = Serves(backend)
     of = token(generation)
     order = ReadStacksInput("contract", places, of.namespace, of.job, of.submission, generation)
-    return (await ActivityEnvironment().run(LogActivities(nodes, tmp_path).read_stacks, order)).stacks
+    return (
+        await ActivityEnvironment().run(LogActivities(nodes, tmp_path).read_stacks, order)
+    ).stacks
 
 
-async def test_each_rank_that_runs_is_told_with_its_pid_and_its_place(make: Make, tmp_path: Path) -> None:
+async def test_each_rank_that_runs_is_told_with_its_pid_and_its_place(
+    make: Make, tmp_path: Path
+) -> None:
     fleet = make({1: RUNS})
     started = await launch(fleet)
     found = await ask(fleet.backend, tmp_path, ("n1", 1), ("n1", 0))
@@ -44,7 +50,9 @@ async def test_each_rank_that_runs_is_told_with_its_pid_and_its_place(make: Make
             assert "in the kernel:\n1 thread " in one.text, "of `sleep`, which is no Python"
 
 
-async def test_a_generation_that_a_node_does_not_know_is_said_by_that_node(make: Make, tmp_path: Path) -> None:
+async def test_a_generation_that_a_node_does_not_know_is_said_by_that_node(
+    make: Make, tmp_path: Path
+) -> None:
     fleet = make({1: RUNS})
     await launch(fleet)
     (found,) = await ask(fleet.backend, tmp_path, ("n1", 0), generation=7)
@@ -57,16 +65,32 @@ class Doubles:
         if node == "cut-off":
             raise Unreachable(node, "no answer to stacks within 25 s")
         if node == "reinstalled":
-            return Refused(node, "no_such_generation", "generation 1 was never prepared on this node")
+            return Refused(
+                node, "no_such_generation", "generation 1 was never prepared on this node"
+            )
         return {
             "outcome": "done",
-            "stacks": [{"rank": rank, "pid": 7, "threads": [], "py_spy": 'Thread 7 (idle): "MainThread"\n' + "x" * 10**6}],
+            "stacks": [
+                {
+                    "rank": rank,
+                    "pid": 7,
+                    "threads": [],
+                    "py_spy": 'Thread 7 (idle): "MainThread"\n' + "x" * 10**6,
+                }
+            ],
         }
 
 
-async def test_a_node_without_an_answer_hides_no_other_and_a_deep_stack_is_cut(tmp_path: Path) -> None:
-    found = await ask(Doubles(), tmp_path, ("fine", 0), ("cut-off", 1), ("reinstalled", 2), ("fine", 3))
-    assert [one.text[:40] for one in found[1:3]] == ["no answer: no answer to stacks within 25", "generation 1 was never prepared on this "]
+async def test_a_node_without_an_answer_hides_no_other_and_a_deep_stack_is_cut(
+    tmp_path: Path,
+) -> None:
+    found = await ask(
+        Doubles(), tmp_path, ("fine", 0), ("cut-off", 1), ("reinstalled", 2), ("fine", 3)
+    )
+    assert [one.text[:40] for one in found[1:3]] == [
+        "no answer: no answer to stacks within 25",
+        "generation 1 was never prepared on this ",
+    ]
     assert [(one.rank, one.pid) for one in found] == [(0, 7), (1, None), (2, None), (3, 7)]
     assert sum(len(one.text) for one in found) <= 1_000_000
 
@@ -83,13 +107,19 @@ THREAD = {
     ("row", "expected"),
     [
         ({"unreadable": "the rank does not run"}, "the rank does not run"),
-        ({"threads": [THREAD], "py_spy": "Process 7: python train.py\n"}, "Process 7: python train.py"),
+        (
+            {"threads": [THREAD], "py_spy": "Process 7: python train.py\n"},
+            "Process 7: python train.py",
+        ),
         (
             {"threads": [THREAD, THREAD], "py_spy": None},
             "py-spy is not on the node's PATH; in the kernel:\n2 threads S (sleeping) at futex_wait_queue",
         ),
         (
-            {"threads": [{**THREAD, "wchan": "0", "stack": "[<0>] nv_ioctl+0x1\n[<0>] x"}], "py_spy": {"unreadable": "Error:\nno ptrace"}},
+            {
+                "threads": [{**THREAD, "wchan": "0", "stack": "[<0>] nv_ioctl+0x1\n[<0>] x"}],
+                "py_spy": {"unreadable": "Error:\nno ptrace"},
+            },
             "py-spy: Error: no ptrace; in the kernel:\n1 thread S (sleeping)\n    [<0>] nv_ioctl+0x1\n    [<0>] x",
         ),
         (

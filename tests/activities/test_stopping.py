@@ -20,7 +20,13 @@ from relaunch.spec.policy import Timeouts
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
 from tests.fakes.nodes import Cut, Script
 
-SHORT = {"lease": "900ms", "heartbeat": "100ms", "fence_after": "300ms", "stop_grace": "100ms", "lost_after": "60s"}
+SHORT = {
+    "lease": "900ms",
+    "heartbeat": "100ms",
+    "fence_after": "300ms",
+    "stop_grace": "100ms",
+    "lost_after": "60s",
+}
 MARGIN = 1.0
 """Seconds; a loop on a busy machine may stand still for some tenths of one."""
 SECONDS_OF_LEASE = 0.9
@@ -77,7 +83,13 @@ async def test_the_wait_for_a_silent_node_starts_at_the_last_stop_of_its_gang() 
     fleet = stand(nodes=3, timeouts=SHORT)
     await fleet.launch()
     watching = asyncio.create_task(fleet.watch())
-    await eventually(lambda: {call.node for call in fleet.backend.calls if call.command == "renew"} == {"n1", "n2", "n3"}, "renewed")
+    await eventually(
+        lambda: (
+            {call.node for call in fleet.backend.calls if call.command == "renew"}
+            == {"n1", "n2", "n3"}
+        ),
+        "renewed",
+    )
     # n2 has lost the controller and n1. n3 is leased and vouches for it alone.
     fleet.backend.cut("n2", "controller-in", "controller-out", "peers:n1")
     lost_at = time.monotonic()
@@ -85,7 +97,9 @@ async def test_the_wait_for_a_silent_node_starts_at_the_last_stop_of_its_gang() 
     watching.cancel()
     fleet.backend.cut("n3", "controller-in", "controller-out")
     unheard = timedelta(seconds=time.monotonic() - lost_at)
-    stopping = asyncio.create_task(stop(fleet, order(fleet, "n1", "n2", "n3", unheard_for=(("n2", unheard),))))
+    stopping = asyncio.create_task(
+        stop(fleet, order(fleet, "n1", "n2", "n3", unheard_for=(("n2", unheard),)))
+    )
     await eventually(lambda: "n1" not in still_alive(fleet), "n1 is stopped")
     await asyncio.sleep(0.5)
     fleet.backend.heal("n3")  # which vouched for n2 until now
@@ -93,7 +107,9 @@ async def test_the_wait_for_a_silent_node_starts_at_the_last_stop_of_its_gang() 
     answer = await stopping
     assert (answer.fenced, still_alive(fleet)) == (("n2",), [])
     ends = {life.node: life.at for life in fleet.backend.lives if life.kind == "ended"}
-    assert answer.at.timestamp() >= ends["n3"] + fence_wait(fleet.timeouts, 3).total_seconds() - 0.05
+    assert (
+        answer.at.timestamp() >= ends["n3"] + fence_wait(fleet.timeouts, 3).total_seconds() - 0.05
+    )
 
 
 async def test_a_step_of_the_wall_clock_shortens_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,28 +124,38 @@ async def test_a_step_of_the_wall_clock_shortens_no_wait(monkeypatch: pytest.Mon
     SteppedClock.step = timedelta(minutes=3)
     answer = await stopping
     assert (answer.fenced, still_alive(fleet)) == (("n2",), [])
-    assert time.monotonic() - began >= SECONDS_OF_LEASE + fence_wait(fleet.timeouts, 2).total_seconds()
+    assert (
+        time.monotonic() - began >= SECONDS_OF_LEASE + fence_wait(fleet.timeouts, 2).total_seconds()
+    )
 
 
-async def test_a_step_of_the_wall_clock_makes_no_silence_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_of_the_wall_clock_makes_no_silence_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relaunch.activities.gang, "datetime", SteppedClock)
     monkeypatch.setattr(SteppedClock, "step", timedelta(0))
     fleet = stand(Script((Cut(node="n2", after=0.2),)), timeouts={"lost_after": "800ms"})
     await fleet.launch()
     began = time.monotonic()
     watching = asyncio.create_task(fleet.watch())
-    await eventually(lambda: any(call.command == "watch" for call in fleet.backend.calls), "watched")
+    await eventually(
+        lambda: any(call.command == "watch" for call in fleet.backend.calls), "watched"
+    )
     SteppedClock.step = timedelta(minutes=3)
     (lost,) = (await watching).events
     assert isinstance(lost, NodeUnreachable)
     assert timedelta(seconds=0.8) <= lost.unheard_for <= timedelta(seconds=time.monotonic() - began)
 
 
-async def test_a_silent_node_is_judged_by_its_launch_and_not_by_the_time_outs_of_the_order() -> None:
+async def test_a_silent_node_is_judged_by_its_launch_and_not_by_the_time_outs_of_the_order() -> (
+    None
+):
     fleet = stand(timeouts={**SHORT, "fence_after": "900ms"})
     await fleet.launch()
     fleet.backend.cut("n2")
-    present = fleet.timeouts.model_copy(update={"lease": timedelta(seconds=0.3), "fence_after": timedelta(seconds=0.1)})
+    present = fleet.timeouts.model_copy(
+        update={"lease": timedelta(seconds=0.3), "fence_after": timedelta(seconds=0.1)}
+    )
     generations = (launched(fleet.timeouts, "n1", "n2"),)
     answer = await stop(fleet, order(fleet, "n1", "n2", timeouts=present, generations=generations))
     assert (answer.fenced, still_alive(fleet)) == (("n2",), [])
@@ -139,8 +165,12 @@ async def test_silence_proves_nothing_on_a_node_that_is_in_no_known_launch() -> 
     fleet = stand(timeouts={**SHORT, "lease": "300ms"})
     await fleet.launch()
     fleet.backend.cut("n2")
-    stopping = asyncio.create_task(stop(fleet, order(fleet, "n1", "n2", generations=(launched(fleet.timeouts, "n1"),))))
-    done, _ = await asyncio.wait([stopping], timeout=0.3 + 1.5 * fence_wait(fleet.timeouts, 2).total_seconds())
+    stopping = asyncio.create_task(
+        stop(fleet, order(fleet, "n1", "n2", generations=(launched(fleet.timeouts, "n1"),)))
+    )
+    done, _ = await asyncio.wait(
+        [stopping], timeout=0.3 + 1.5 * fence_wait(fleet.timeouts, 2).total_seconds()
+    )
     assert not done
     fleet.backend.heal("n2")
     assert (await stopping).fenced == ()
@@ -155,7 +185,9 @@ async def test_a_node_that_was_stopped_before_is_a_witness() -> None:
 
 
 def test_an_order_of_an_older_version_is_one_launch_by_its_own_fields() -> None:
-    given = StopRanksInput(TOKEN, "default", ("n2", "n3"), Timeouts(), 4, fences=True, witnesses=("n1", "n2"))
+    given = StopRanksInput(
+        TOKEN, "default", ("n2", "n3"), Timeouts(), 4, fences=True, witnesses=("n1", "n2")
+    )
     one, unknown = launched_generations(given)
     assert (one.nodes, one.size, one.fences, one.lease) == (("n1", "n2"), 4, True, Timeouts().lease)
     assert (unknown.nodes, unknown.fences) == (("n3",), False)

@@ -20,14 +20,34 @@ from relaunch.activities.watch import Superseded
 from relaunch.backends.base import Unreachable, WatchStream
 from relaunch.evidence.observations import RankExited, RanksVanished
 from relaunch.generation import Token
-from relaunch.job.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
+from relaunch.job.events import (
+    FaultObserved,
+    NodeReturned,
+    NodeUnreachable,
+    ProgressSeen,
+    RanksHung,
+    StepReached,
+)
 from relaunch.job.hang import Pace
 from relaunch.spec.fleet import FleetNode
 from relaunch.spec.policy import HangLimits
 from tests.activities.harness import Stand, ago, environment, eventually, stand
-from tests.fakes.nodes import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, SimulatedBackend, error_file
+from tests.fakes.nodes import (
+    Cut,
+    Exit,
+    Fault,
+    KeeperDies,
+    Progress,
+    Reboot,
+    Script,
+    SimulatedBackend,
+    error_file,
+)
 
-CASCADE = ("RuntimeError: NCCL communicator was aborted", "torch.distributed.DistBackendError: Connection reset by peer")
+CASCADE = (
+    "RuntimeError: NCCL communicator was aborted",
+    "torch.distributed.DistBackendError: Connection reset by peer",
+)
 
 
 @dataclass
@@ -45,7 +65,9 @@ class Elsewhere:
             raise KeyError(name)
         return self.right.node(name)
 
-    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
+    def watch(
+        self, node: str, token: Token, after_seq: int, heartbeat: float
+    ) -> AbstractAsyncContextManager[WatchStream]:
         assert node != self.without, "it is not in the file any more"
         if node == "n2":
             raise Unreachable(node, "nothing listens there")
@@ -53,7 +75,14 @@ class Elsewhere:
 
 
 async def test_exits_that_come_together_are_one_report_with_the_root_first() -> None:
-    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE), Exit(rank=3, exit_code=1, error=error_file("ValueError: boom")))))
+    fleet = stand(
+        Script(
+            (
+                Exit(rank=0, exit_code=1, log_tail=CASCADE),
+                Exit(rank=3, exit_code=1, error=error_file("ValueError: boom")),
+            )
+        )
+    )
     await fleet.launch()
     report = await fleet.watch()
     (fault,) = report.events
@@ -75,7 +104,14 @@ async def test_echoes_alone_wait_some_seconds_for_their_root() -> None:
 
 
 async def test_echoes_wait_for_a_root_that_is_slow_to_exit() -> None:
-    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE), Exit(rank=3, exit_code=1, after=1.5, error=error_file("boom")))))
+    fleet = stand(
+        Script(
+            (
+                Exit(rank=0, exit_code=1, log_tail=CASCADE),
+                Exit(rank=3, exit_code=1, after=1.5, error=error_file("boom")),
+            )
+        )
+    )
     await fleet.launch()
     report = await fleet.watch()
     fault = report.events[-1]
@@ -107,7 +143,10 @@ async def test_a_node_is_lost_only_after_lost_after_and_says_how_long_it_was_sil
 
 
 async def test_a_short_cut_loses_nobody() -> None:
-    fleet = stand(Script((Cut(node="n2", after=0.2, lasts=0.3), Exit(exit_code=0, after=2.0))), timeouts={"lost_after": "1.5s"})
+    fleet = stand(
+        Script((Cut(node="n2", after=0.2, lasts=0.3), Exit(exit_code=0, after=2.0))),
+        timeouts={"lost_after": "1.5s"},
+    )
     await fleet.launch()
     assert (await fleet.watch()).all_succeeded
 
@@ -119,8 +158,12 @@ async def test_a_lost_node_that_answers_again_has_returned() -> None:
     assert report.events == (NodeReturned(1, "n2"),)
 
 
-@pytest.mark.parametrize("is_corrected", [True, False], ids=["the file is corrected", "its line is removed"])
-async def test_a_node_with_a_wrong_line_in_the_fleet_file_is_found_where_a_later_file_has_it(is_corrected: bool) -> None:
+@pytest.mark.parametrize(
+    "is_corrected", [True, False], ids=["the file is corrected", "its line is removed"]
+)
+async def test_a_node_with_a_wrong_line_in_the_fleet_file_is_found_where_a_later_file_has_it(
+    is_corrected: bool,
+) -> None:
     fleet = stand()
     await fleet.launch()
     right = fleet.backend
@@ -143,7 +186,9 @@ async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> No
     gang = Gang(fleet.watch_input(lost=("n2",)), Pace(ago(1.0), expected=False))
     for rank in range(4):
         node = f"n{1 + rank // 2}"
-        gang.line(node, {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": {}}})
+        gang.line(
+            node, {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": {}}}
+        )
         gang.observed(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
     report = await gang.report()
     assert report.events == (NodeReturned(1, "n2"),)
@@ -162,18 +207,26 @@ async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_le
     await fleet.launch()
     fleet.backend.cut("n2", "controller-in", "controller-out")
     watching = asyncio.create_task(fleet.watch(lost=("n2",)))
-    await eventually(lambda: any(life.kind == "ended" and life.node == "n1" for life in fleet.backend.lives), "failed")
+    await eventually(
+        lambda: any(life.kind == "ended" and life.node == "n1" for life in fleet.backend.lives),
+        "failed",
+    )
     fleet.backend.heal("n2")
     report = await watching
     assert report.events[0] == NodeReturned(1, "n2")
     assert isinstance(report.events[-1], FaultObserved)
-    assert any(call.command == "watch" and call.node == "n2" and call.outcome == "done" for call in fleet.backend.calls)
+    assert any(
+        call.command == "watch" and call.node == "n2" and call.outcome == "done"
+        for call in fleet.backend.calls
+    )
     renewed = [call for call in fleet.backend.calls if (call.command, call.node) == ("renew", "n2")]
     assert renewed == [], "the job may go on without n2, and judges it by when it was lost"
 
 
 async def test_a_fault_says_how_long_lost_nodes_have_been_silent_by_now() -> None:
-    fleet = stand(Script((Exit(rank=0, exit_code=1, after=0.6, error=error_file("boom")),)), ranks=1)
+    fleet = stand(
+        Script((Exit(rank=0, exit_code=1, after=0.6, error=error_file("boom")),)), ranks=1
+    )
     await fleet.launch()
     fleet.backend.cut("n2")
     began = time.monotonic()
@@ -228,14 +281,20 @@ async def test_when_the_worker_shuts_down_the_watch_is_handed_over_at_once() -> 
 async def test_what_was_learned_is_taken_over_from_the_attempt_before(plain: bool) -> None:
     fleet = stand(Script((Progress(steps=((0.0, 7),)), Exit(exit_code=0, after=1.5))))
     await fleet.launch()
-    pace = Pace(ago(100), expected=True, step=5, advanced_at=ago(50), intervals=(1.0, 2.0), steps=(1, 1))
+    pace = Pace(
+        ago(100), expected=True, step=5, advanced_at=ago(50), intervals=(1.0, 2.0), steps=(1, 1)
+    )
     before = WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), pace)
     beats: list[WatchHeartbeat] = []
-    running = environment(2, (asdict(before) if plain else before,), lambda *details: beats.extend(details))
+    running = environment(
+        2, (asdict(before) if plain else before,), lambda *details: beats.extend(details)
+    )
     report = await fleet.watch(running)
     assert report.all_succeeded
     assert beats[0].pace.step is None, "where training stands now, no node has said yet"
-    assert all(beat.pace.intervals == (1.0, 2.0) for beat in beats), "the time in which nobody watched is no interval"
+    assert all(beat.pace.intervals == (1.0, 2.0) for beat in beats), (
+        "the time in which nobody watched is no interval"
+    )
     assert beats[-1].pace.step == 7
     assert isinstance(report.events[0], ProgressSeen)
     assert report.events[0].step == 7
@@ -270,7 +329,9 @@ async def test_progress_that_is_never_reported_or_cannot_be_read_is_no_hang() ->
     script = Script((Progress(rank=0, unreadable="not a number"), Exit(exit_code=0, after=1.5)))
     fleet = stand(script)
     await fleet.launch()
-    report = await fleet.watch(hang=HangLimits.model_validate({"after": "0.3s", "first_step": "0.3s"}))
+    report = await fleet.watch(
+        hang=HangLimits.model_validate({"after": "0.3s", "first_step": "0.3s"})
+    )
     assert report.all_succeeded
 
 
@@ -283,16 +344,25 @@ async def test_S3_5_a_rank_that_stands_still_after_another_has_finished_is_a_han
     assert hang.reason == "a rank finished 0.7 s ago and others neither finish nor advance"
 
 
-async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_have_succeeded() -> None:
+async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_have_succeeded() -> (
+    None
+):
     late = tuple(Exit(rank=rank, exit_code=0, after=2.5) for rank in (1, 2, 3))
-    script = Script((Exit(rank=0, exit_code=0), *late, *(Progress(rank=rank, rate=10.0) for rank in (1, 2, 3))))
+    script = Script(
+        (Exit(rank=0, exit_code=0), *late, *(Progress(rank=rank, rate=10.0) for rank in (1, 2, 3)))
+    )
     fleet = stand(script, timeouts={"exit_barrier": "1.2s"})
     await fleet.launch()
     assert (await fleet.watch()).all_succeeded
 
 
-@pytest.mark.parametrize(("happening", "rebooted"), [(KeeperDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)])
-async def test_ranks_that_are_gone_unseen_are_told_as_that(happening: KeeperDies | Reboot, rebooted: bool) -> None:
+@pytest.mark.parametrize(
+    ("happening", "rebooted"),
+    [(KeeperDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)],
+)
+async def test_ranks_that_are_gone_unseen_are_told_as_that(
+    happening: KeeperDies | Reboot, rebooted: bool
+) -> None:
     fleet = stand(Script((happening,)), timeouts={"lost_after": "10s"})
     await fleet.launch()
     fault = (await fleet.watch()).events[-1]

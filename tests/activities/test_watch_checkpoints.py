@@ -34,18 +34,32 @@ def step_of(report: WatchReport) -> int:
     return event.step
 
 
-async def test_the_next_finished_checkpoint_ends_the_watch_and_one_that_was_there_before_does_not() -> None:
+async def test_the_next_finished_checkpoint_ends_the_watch_and_one_that_was_there_before_does_not() -> (
+    None
+):
     report = await watched(saves((0.0, 80), (0.6, 100)))
     assert [type(event) for event in report.events] == [ProgressSeen, CheckpointSaved]
     assert step_of(report) == 100
 
 
 async def test_a_checkpoint_is_finished_when_all_who_tell_of_theirs_have_finished_it() -> None:
-    assert step_of(await watched(saves((0.0, 80), (0.3, 100)), saves((0.0, 80), (0.7, 90), rank=3))) == 90
+    assert (
+        step_of(await watched(saves((0.0, 80), (0.3, 100)), saves((0.0, 80), (0.7, 90), rank=3)))
+        == 90
+    )
 
 
 async def test_a_rank_that_has_exited_holds_no_checkpoint_back() -> None:
-    assert step_of(await watched(saves((0.0, 80), (0.6, 100)), saves((0.0, 80), rank=3), Exit(rank=3, exit_code=0, after=0.2))) == 100
+    assert (
+        step_of(
+            await watched(
+                saves((0.0, 80), (0.6, 100)),
+                saves((0.0, 80), rank=3),
+                Exit(rank=3, exit_code=0, after=0.2),
+            )
+        )
+        == 100
+    )
 
 
 async def test_a_step_that_is_waited_for_and_a_checkpoint_may_be_passed_in_one_moment() -> None:
@@ -59,8 +73,12 @@ async def test_a_step_that_is_waited_for_and_a_checkpoint_may_be_passed_in_one_m
 
 
 @pytest.mark.parametrize("plain", [True, False])
-async def test_an_attempt_that_takes_over_calls_new_what_was_saved_while_nobody_watched(plain: bool) -> None:
-    before = WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, checkpoint=80, based=True, baseline=80)
+async def test_an_attempt_that_takes_over_calls_new_what_was_saved_while_nobody_watched(
+    plain: bool,
+) -> None:
+    before = WatchHeartbeat(
+        1, 5, ago(50), None, {}, 2, (), PACE, checkpoint=80, based=True, baseline=80
+    )
     left = environment(2, (asdict(before) if plain else before,))
     assert step_of(await watched(saves((0.0, 100)), environment=left)) == 100
 
@@ -77,7 +95,10 @@ class Nodes:
 
     def beat(self, node: str, **checkpoints: int | None) -> int | None:
         """The node tells of its ranks, `r0=80`; return the step of the checkpoint that this makes the watch report."""
-        progress = {rank[1:]: {"step": 100, "age": 0.0, "checkpoint": saved} for rank, saved in checkpoints.items()}
+        progress = {
+            rank[1:]: {"step": 100, "age": 0.0, "checkpoint": saved}
+            for rank, saved in checkpoints.items()
+        }
         self.gang.line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
         saved = self.gang._saved()
         return None if saved is None else saved.step
@@ -85,7 +106,11 @@ class Nodes:
 
 def test_the_first_checkpoint_of_all_is_a_new_one() -> None:
     nodes = Nodes()
-    assert (nodes.beat("n1", r0=None, r1=None), nodes.beat("n2"), nodes.beat("n1", r0=20, r1=None)) == (None, None, 20)
+    assert (
+        nodes.beat("n1", r0=None, r1=None),
+        nodes.beat("n2"),
+        nodes.beat("n1", r0=20, r1=None),
+    ) == (None, None, 20)
 
 
 def test_nothing_is_called_new_before_every_node_that_can_be_reached_has_spoken() -> None:
@@ -94,50 +119,103 @@ def test_nothing_is_called_new_before_every_node_that_can_be_reached_has_spoken(
     assert nodes.gang.heartbeat().based is False
     nodes.gang.disconnected("n2", "no route to host")
     assert nodes.beat("n1", r0=100) == 100
-    assert (nodes.gang.heartbeat().based, nodes.gang.heartbeat().baseline, nodes.gang.heartbeat().checkpoint) == (True, 80, 100)
+    assert (
+        nodes.gang.heartbeat().based,
+        nodes.gang.heartbeat().baseline,
+        nodes.gang.heartbeat().checkpoint,
+    ) == (True, 80, 100)
 
 
 def test_a_node_that_is_heard_late_tells_first_of_what_was_there_before() -> None:
     nodes = Nodes()
     nodes.gang.disconnected("n1", "no route to host")
-    assert (nodes.beat("n2"), nodes.beat("n1", r0=80), nodes.beat("n1", r0=100)) == (None, None, 100)
+    assert (nodes.beat("n2"), nodes.beat("n1", r0=80), nodes.beat("n1", r0=100)) == (
+        None,
+        None,
+        100,
+    )
 
 
 def test_a_rank_that_tells_only_of_checkpoints_is_heard() -> None:
     nodes = Nodes()
     nodes.beat("n2")
     for saved in (80, 100):
-        nodes.gang.line("n1", {"heartbeat": {"stamp": 1.0, "progress": {"0": {"step": None, "checkpoint": saved}, "1": "what"}}})
+        nodes.gang.line(
+            "n1",
+            {
+                "heartbeat": {
+                    "stamp": 1.0,
+                    "progress": {"0": {"step": None, "checkpoint": saved}, "1": "what"},
+                }
+            },
+        )
     saved = nodes.gang._saved()
     assert saved is not None and saved.step == 100 and nodes.gang.heartbeat().step is None
 
 
 def test_a_watch_that_nobody_has_asked_shows_checkpoints_to_people_and_reports_none() -> None:
     nodes = Nodes(report_checkpoint=False)
-    assert [nodes.beat(node, r0=saved) for node, saved in (("n1", 80), ("n2", 80), ("n1", 100))] == [None] * 3
-    assert nodes.gang.heartbeat().checkpoint == 80, "the rank that n2 tells of has not finished the other one"
+    assert [
+        nodes.beat(node, r0=saved) for node, saved in (("n1", 80), ("n2", 80), ("n1", 100))
+    ] == [None] * 3
+    assert nodes.gang.heartbeat().checkpoint == 80, (
+        "the rank that n2 tells of has not finished the other one"
+    )
 
 
 @pytest.mark.parametrize(
     ("before", "first", "then"),
     [
-        pytest.param(WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True), 80, 80, id="nobody had told of one"),
-        pytest.param(WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=60), 80, 80, id="an older one"),
-        pytest.param(WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=80), None, 100, id="this one"),
-        pytest.param(WatchHeartbeat(1, 5, ago(50), None, {}, 1, ("n1",), PACE, based=True), None, 100, id="n1 was not heard"),
-        pytest.param(WatchHeartbeat(1, 5, ago(50), None, {}, 0, (), PACE), None, 100, id="it had not heard all"),
+        pytest.param(
+            WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True),
+            80,
+            80,
+            id="nobody had told of one",
+        ),
+        pytest.param(
+            WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=60),
+            80,
+            80,
+            id="an older one",
+        ),
+        pytest.param(
+            WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=80),
+            None,
+            100,
+            id="this one",
+        ),
+        pytest.param(
+            WatchHeartbeat(1, 5, ago(50), None, {}, 1, ("n1",), PACE, based=True),
+            None,
+            100,
+            id="n1 was not heard",
+        ),
+        pytest.param(
+            WatchHeartbeat(1, 5, ago(50), None, {}, 0, (), PACE),
+            None,
+            100,
+            id="it had not heard all",
+        ),
         pytest.param(None, None, 100, id="there was none"),
     ],
 )
-def test_what_the_attempt_before_had_heard_stands(before: WatchHeartbeat | None, first: int | None, then: int) -> None:
+def test_what_the_attempt_before_had_heard_stands(
+    before: WatchHeartbeat | None, first: int | None, then: int
+) -> None:
     nodes = Nodes(before)
     nodes.beat("n2")
     assert (nodes.beat("n1", r0=80), nodes.beat("n1", r0=then)) == (first, then)
 
 
-def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_steps_has_spoken() -> None:
+def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_steps_has_spoken() -> (
+    None
+):
     """Watches are exchanged while a job runs well, for hours perhaps, and one node may be slow to connect to."""
-    nodes = Nodes(launched_at=ago(36_000), progress_expected=True, hang=HangLimits.model_validate({"after": "learned"}))
+    nodes = Nodes(
+        launched_at=ago(36_000),
+        progress_expected=True,
+        hang=HangLimits.model_validate({"after": "learned"}),
+    )
     gang = nodes.gang
     gang.line("n2", {"heartbeat": {"stamp": 1.0, "progress": {}}})
     assert gang._hang() is None
@@ -149,4 +227,7 @@ def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_ste
 
 async def test_what_a_watch_of_another_generation_left_is_not_taken_over() -> None:
     other = WatchHeartbeat(7, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=3)
-    assert step_of(await watched(saves((0.0, 80), (0.6, 100)), environment=environment(2, (other,)))) == 100
+    assert (
+        step_of(await watched(saves((0.0, 80), (0.6, 100)), environment=environment(2, (other,))))
+        == 100
+    )

@@ -18,7 +18,16 @@ from relaunch.generation import Token
 from relaunch.job.hang import Pace
 from relaunch.spec.policy import HangLimits, Timeouts
 
-EXITED = {"seq": 1, "kind": "RankExited", "rank": 0, "local_rank": 0, "exit_code": 0, "signal": None, "stopped": False, "at": 1.0}
+EXITED = {
+    "seq": 1,
+    "kind": "RankExited",
+    "rank": 0,
+    "local_rank": 0,
+    "exit_code": 0,
+    "signal": None,
+    "stopped": False,
+    "at": 1.0,
+}
 
 
 class OneNode:
@@ -34,12 +43,22 @@ class OneNode:
         return
 
     @asynccontextmanager
-    async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[OneNode]:
+    async def watch(
+        self, node: str, token: Token, after_seq: int, heartbeat: float
+    ) -> AsyncIterator[OneNode]:
         yield self
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
         token = {"namespace": "default", "job": "hi", "submission": 1, "generation": 1}
-        yield {"hello": {"token": token, "boot_id": "b1", "state": "running", "ranks": [0], "stamp": 1.0}}
+        yield {
+            "hello": {
+                "token": token,
+                "boot_id": "b1",
+                "state": "running",
+                "ranks": [0],
+                "stamp": 1.0,
+            }
+        }
         for _ in range(10):  # until the watch waits for the first heartbeat
             await asyncio.sleep(0)
         yield {"observation": EXITED}
@@ -62,7 +81,15 @@ class OneNode:
 @pytest.mark.parametrize("pause", range(10))
 async def test_a_rank_that_exits_as_the_first_heartbeat_arrives_ends_the_watch(pause: int) -> None:
     node: Any = OneNode(pause)
-    order = WatchRanksInput(Token("default", "hi", 1, 1), "default", ("n1",), 1, datetime.now(UTC), Timeouts(), HangLimits())
+    order = WatchRanksInput(
+        Token("default", "hi", 1, 1),
+        "default",
+        ("n1",),
+        1,
+        datetime.now(UTC),
+        Timeouts(),
+        HangLimits(),
+    )
     async with asyncio.timeout(60):
         report = await ActivityEnvironment().run(WatchActivities(node, node).watch_ranks, order)
     assert report.all_succeeded
@@ -79,14 +106,24 @@ class Renewals:
 
 
 async def test_a_renewal_says_for_how_long_its_heartbeat_has_been_here() -> None:
-    order = WatchRanksInput(Token("default", "hi", 1, 1), "default", ("n1",), 1, datetime.now(UTC), Timeouts(), HangLimits())
+    order = WatchRanksInput(
+        Token("default", "hi", 1, 1),
+        "default",
+        ("n1",),
+        1,
+        datetime.now(UTC),
+        Timeouts(),
+        HangLimits(),
+    )
     gang = Gang(order, Pace(started_at=order.launched_at, expected=False))
     stream: Any = Renewals()
     gang.connected("n1", stream)
     gang.line("n1", {"heartbeat": {"stamp": 7.0}})
     stamps = gang.stamps()
     await asyncio.sleep(0.05)
-    gang.line("n1", {"heartbeat": {"stamp": 8.0}})  # after the acknowledgement: not what is renewed from
+    gang.line(
+        "n1", {"heartbeat": {"stamp": 8.0}}
+    )  # after the acknowledgement: not what is renewed from
     await gang.renew(stamps)
     ((stamp, age),) = stream.seen
     assert stamp == 7.0

@@ -31,7 +31,9 @@ TIMES: Json = {
 }
 
 
-def eventually(what: Callable[[], Any], why: str = "it never happened", patience: float = PATIENCE) -> Any:
+def eventually(
+    what: Callable[[], Any], why: str = "it never happened", patience: float = PATIENCE
+) -> Any:
     deadline = time.monotonic() + patience
     while True:
         found = what()
@@ -122,7 +124,12 @@ class Stream:
         return lines
 
     def renew(self, stamp: float | None = None) -> None:
-        self.node.send({"id": self.number, "send": {"renew": {"stamp": boottime() if stamp is None else stamp}}})
+        self.node.send(
+            {
+                "id": self.number,
+                "send": {"renew": {"stamp": boottime() if stamp is None else stamp}},
+            }
+        )
 
     def close(self) -> None:
         self.node.send({"id": self.number, "close": True})
@@ -144,7 +151,11 @@ class Node:
     @property
     def environment(self) -> dict[str, str]:
         # No test reboots the machine that it runs on, whatever it orders.
-        return {"RELAUNCH_REBOOT_COMMAND": '["false"]', **os.environ, "RELAUNCH_AGENT_STATE": str(self.state)}
+        return {
+            "RELAUNCH_REBOOT_COMMAND": '["false"]',
+            **os.environ,
+            "RELAUNCH_AGENT_STATE": str(self.state),
+        }
 
     def session(self) -> subprocess.Popen[bytes]:
         if self.process is None:
@@ -193,15 +204,25 @@ class Node:
         lines = self.begin(command, **order).rest()
         return lines[-1] if lines else None
 
-    def prepare(self, generation: int = 1, ranks: list[int] | None = None, **more: Any) -> Json | None:
+    def prepare(
+        self, generation: int = 1, ranks: list[int] | None = None, **more: Any
+    ) -> Json | None:
         own = [0, 1] if ranks is None else ranks
-        given: Json = {"token": token(generation), "address": "127.0.0.1", "ranks": own, **TIMES, **more}
+        given: Json = {
+            "token": token(generation),
+            "address": "127.0.0.1",
+            "ranks": own,
+            **TIMES,
+            **more,
+        }
         answer = self.order("prepare", **given)
         if answer is not None and answer["outcome"] == "done":
             self.stamps[given["token"]["submission"], generation] = answer["stamp"]
         return answer
 
-    def start(self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any) -> Json | None:
+    def start(
+        self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any
+    ) -> Json | None:
         given: Json = {
             "token": token(generation),
             "command": ["sleep", "1000"] if command is None else command,
@@ -217,7 +238,9 @@ class Node:
         }
         return self.order("start", **{**given, **more})
 
-    def run(self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any) -> dict[str, int]:
+    def run(
+        self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any
+    ) -> dict[str, int]:
         """Prepare and start, and return the pids by rank."""
         times = {name: more.pop(name) for name in list(more) if name in TIMES}
         prepared = self.prepare(generation, list(range(ranks)), **times)
@@ -230,10 +253,14 @@ class Node:
         return pids
 
     def watch(self, generation: int = 1, after_seq: int = 0, heartbeat: float = 0.2) -> Stream:
-        return self.begin("watch", token=token(generation), after_seq=after_seq, heartbeat=heartbeat)
+        return self.begin(
+            "watch", token=token(generation), after_seq=after_seq, heartbeat=heartbeat
+        )
 
     def stop(self, generation: int = 1, **more: Any) -> Json | None:
-        return self.order("stop", **{"token": token(generation), "stop_grace": 1.0, "stuck_after": 3.0, **more})
+        return self.order(
+            "stop", **{"token": token(generation), "stop_grace": 1.0, "stuck_after": 3.0, **more}
+        )
 
     def folder(self, generation: int = 1, submission: int = 1) -> Path:
         jobs = list((self.state / "jobs").iterdir())
@@ -242,7 +269,12 @@ class Node:
 
     def rebooting(self, **more: Any) -> Json:
         """An order to reboot, decided on the present boot."""
-        return {"id": "r1", "boot_id": boot_id(self.state), "reason": "Xid 79 on GPU 0000:05:00", **more}
+        return {
+            "id": "r1",
+            "boot_id": boot_id(self.state),
+            "reason": "Xid 79 on GPU 0000:05:00",
+            **more,
+        }
 
     def to_keeper(self) -> socket.socket:
         """A connection to the keeper of generation 1, as a command has it."""
@@ -266,7 +298,10 @@ class Node:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def journal(self, generation: int = 1) -> list[Json]:
-        return [json.loads(line) for line in (self.folder(generation) / "journal.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder(generation) / "journal.jsonl").read_text().splitlines()
+        ]
 
     def set_failpoint(self, name: str) -> Path:
         folder = self.state / "failpoints"
@@ -309,15 +344,25 @@ class Node:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                    parents[int(entry.name)] = int(
+                        (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                    )
                 except (FileNotFoundError, ProcessLookupError):
                     continue
-        return [pid for pid, parent in parents.items() if parent == self.session().pid and name(pid) == "relaunch-order"]
+        return [
+            pid
+            for pid, parent in parents.items()
+            if parent == self.session().pid and name(pid) == "relaunch-order"
+        ]
 
     def left(self) -> list[int]:
         """What is there beside the session and the children that wait for its commands."""
         own = {None if self.process is None else self.process.pid}
-        return [pid for pid in self.processes() if pid not in own and name(pid) not in ("relaunch-idle", "relaunch-order")]
+        return [
+            pid
+            for pid in self.processes()
+            if pid not in own and name(pid) not in ("relaunch-idle", "relaunch-order")
+        ]
 
     def _remove_cgroups(self) -> None:
         """Remove the control groups of this node's generations, which no agent is left to remove."""

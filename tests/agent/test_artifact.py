@@ -18,7 +18,9 @@ BUILD = "import sys, pathlib; {before}; from relaunch.backends.artifact import b
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_torn(tmp_path: Path) -> None:
+def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_torn(
+    tmp_path: Path,
+) -> None:
     first = build_agent(tmp_path / "a")
     second = build_agent(tmp_path / "b")
     assert first.name == second.name
@@ -28,31 +30,59 @@ def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_
     assert first.stat().st_mtime_ns == before.st_mtime_ns
     whole = first.read_bytes()
     middle = len(whole) // 2
-    for torn in (b"torn", b"", whole[:middle], whole[:middle] + b"\0" * 4096 + whole[middle + 4096 :]):
+    for torn in (
+        b"torn",
+        b"",
+        whole[:middle],
+        whole[:middle] + b"\0" * 4096 + whole[middle + 4096 :],
+    ):
         first.write_bytes(torn)
         assert build_agent(tmp_path / "a").read_bytes() == whole
 
 
-def test_processes_with_other_modules_and_another_order_of_hashes_build_the_same_bytes(tmp_path: Path) -> None:
+def test_processes_with_other_modules_and_another_order_of_hashes_build_the_same_bytes(
+    tmp_path: Path,
+) -> None:
     """Else each start of a worker would send all nodes another agent."""
     built = {build_agent(tmp_path / "here").read_bytes()}
-    for seed, before in (("1", "import json"), ("2", "import relaunch.agent.ranks.shim, relaunch.agent.session, asyncio, pydantic")):
+    for seed, before in (
+        ("1", "import json"),
+        ("2", "import relaunch.agent.ranks.shim, relaunch.agent.session, asyncio, pydantic"),
+    ):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", BUILD.format(before=before), str(tmp_path / seed)], cwd=ROOT, env=environment, check=True)
+        subprocess.run(
+            [sys.executable, "-c", BUILD.format(before=before), str(tmp_path / seed)],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+        )
         built.update(path.read_bytes() for path in (tmp_path / seed).iterdir())
     assert len(built) == 1
 
 
-@pytest.mark.parametrize("magic", [b"\0\0\r\n", importlib.util.MAGIC_NUMBER], ids=["built by another Python", "built by this Python"])
-def test_an_agent_of_another_pythons_bytecode_runs_from_its_source(tmp_path: Path, magic: bytes) -> None:
+@pytest.mark.parametrize(
+    "magic",
+    [b"\0\0\r\n", importlib.util.MAGIC_NUMBER],
+    ids=["built by another Python", "built by this Python"],
+)
+def test_an_agent_of_another_pythons_bytecode_runs_from_its_source(
+    tmp_path: Path, magic: bytes
+) -> None:
     built, other = build_agent(tmp_path / "a"), tmp_path / "other.pyz"
     with zipfile.ZipFile(built) as source, zipfile.ZipFile(other, "w") as archive:
         for name in source.namelist():
             data = source.read(name)
             archive.writestr(name, magic + data[4:] if name.endswith(".pyc") else data)
     environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(tmp_path / "state")}
-    done = subprocess.run([sys.executable, str(other), "list"], input=b'{"protocol": 1}', capture_output=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(other), "list"],
+        input=b'{"protocol": 1}',
+        capture_output=True,
+        env=environment,
+    )
     assert b'"outcome":"done"' in done.stdout.replace(b" ", b""), done
-    read = zipimport.zipimporter(str(other / "relaunch" / "agent" / "ranks")).get_code("relaunch.agent.ranks.shim")
+    read = zipimport.zipimporter(str(other / "relaunch" / "agent" / "ranks")).get_code(
+        "relaunch.agent.ranks.shim"
+    )
     compiled_here = read.co_filename.startswith(str(other))
     assert compiled_here == (magic != importlib.util.MAGIC_NUMBER)

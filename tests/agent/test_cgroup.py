@@ -20,15 +20,21 @@ def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
     pids = node.run(1, ["sh", "-c", STRAY], ranks=1)
     folder = json.loads((node.folder() / "started.json").read_text())["cgroup"]
     if folder is None:
-        pytest.skip("no control group can be made here: cgroup v2 is not mounted, or not ours to change")
+        pytest.skip(
+            "no control group can be made here: cgroup v2 is not mounted, or not ours to change"
+        )
 
     def find() -> int | None:
         try:
             members = {int(text) for text in (Path(folder) / "cgroup.procs").read_text().split()}
-        except FileNotFoundError:  # it was empty, and another agent of this machine removed it: the guard makes it again
+        except (
+            FileNotFoundError
+        ):  # it was empty, and another agent of this machine removed it: the guard makes it again
             return None
         own = set(pids.values())
-        strays = [pid for pid in members - own if name(pid) == "sleep" and pid not in node.processes()]
+        strays = [
+            pid for pid in members - own if name(pid) == "sleep" and pid not in node.processes()
+        ]
         return strays[0] if own <= members and strays else None
 
     return pids, eventually(find, "the guard moves nothing into the control group"), Path(folder)
@@ -74,7 +80,9 @@ def test_a_control_group_that_a_dead_keeper_left_is_removed_by_the_next_launch(n
     assert not folder.exists()
 
 
-def test_where_no_control_group_can_be_made_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_control_group_can_be_made_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cgroup, "_find_own", lambda: tmp_path / "missing")
     assert cgroup.make(tmp_path / "1-1") is None
     monkeypatch.setattr(cgroup, "_find_own", lambda: None)

@@ -15,7 +15,14 @@ import pytest
 from real_node import Node, Stream, alive, boottime, eventually
 from test_lease import fenced, goes_on, launch, renewing
 
-from relaunch.agent.ranks.lease import CLOCK_WINDOW, Lease, PeerClocks, Standstills, Vouchers, measure_standstill
+from relaunch.agent.ranks.lease import (
+    CLOCK_WINDOW,
+    Lease,
+    PeerClocks,
+    Standstills,
+    Vouchers,
+    measure_standstill,
+)
 
 LONG = {"lease": 60.0, "fence_after": 60.0}
 """Times that no test waits for."""
@@ -31,7 +38,9 @@ LONG = {"lease": 60.0, "fence_after": 60.0}
         (100.0, 1000.0, 999.5 + 100.0, 0.0),  # two clocks that drift
     ],
 )
-def test_a_standstill_is_measured_by_the_age_of_a_renewal(stamp: float, age: float, now: float, expected: float) -> None:
+def test_a_standstill_is_measured_by_the_age_of_a_renewal(
+    stamp: float, age: float, now: float, expected: float
+) -> None:
     assert measure_standstill(stamp, age, now) == pytest.approx(expected)
 
 
@@ -45,12 +54,43 @@ def test_a_standstill_is_measured_by_the_age_of_a_renewal(stamp: float, age: flo
         ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 13.0, 532.0)], 29.0),
         ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 3.0)], 0.0),  # the peer has rebooted
         ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 3.0), ("a", 14.0, 14.0, 35.0)], 30.0),
-        ([("a", 10.0, 10.0, 500.0), ("b", 10.0, 10.0, 7.0), ("a", 12.0, 12.0, 502.0), ("b", 12.0, 12.0, 39.0)], 30.0),
-        ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 532.0), ("a", 14.0, 14.0, 534.0)], 0.0),  # counted once
-        ([("a", 10.0, 10.0, 500.0), ("b", 10.0, 10.0, 7.0), ("a", 12.0, 12.0, 532.0), ("b", 12.0, 12.0, 39.0)], 0.0),
+        (
+            [
+                ("a", 10.0, 10.0, 500.0),
+                ("b", 10.0, 10.0, 7.0),
+                ("a", 12.0, 12.0, 502.0),
+                ("b", 12.0, 12.0, 39.0),
+            ],
+            30.0,
+        ),
+        (
+            [("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 532.0), ("a", 14.0, 14.0, 534.0)],
+            0.0,
+        ),  # counted once
+        (
+            [
+                ("a", 10.0, 10.0, 500.0),
+                ("b", 10.0, 10.0, 7.0),
+                ("a", 12.0, 12.0, 532.0),
+                ("b", 12.0, 12.0, 39.0),
+            ],
+            0.0,
+        ),
         # A clock that runs slow by 3 % is found out although no two answers show it.
-        ([("a", 10.0 + 0.97 * second, 10.0 + 0.97 * second, 500.0 + second) for second in range(0, 10, 2)], 0.0),
-        ([("a", 10.0 + 0.97 * second, 10.0 + 0.97 * second, 500.0 + second) for second in range(0, 11, 2)], 0.3),
+        (
+            [
+                ("a", 10.0 + 0.97 * second, 10.0 + 0.97 * second, 500.0 + second)
+                for second in range(0, 10, 2)
+            ],
+            0.0,
+        ),
+        (
+            [
+                ("a", 10.0 + 0.97 * second, 10.0 + 0.97 * second, 500.0 + second)
+                for second in range(0, 11, 2)
+            ],
+            0.3,
+        ),
         # What may be drift is forgotten with time, and does not hide a standstill.
         (
             [
@@ -62,7 +102,9 @@ def test_a_standstill_is_measured_by_the_age_of_a_renewal(stamp: float, age: flo
         ),
     ],
 )
-def test_a_standstill_is_measured_by_the_clocks_of_peers(answers: list[tuple[str, float, float, float]], expected: float) -> None:
+def test_a_standstill_is_measured_by_the_clocks_of_peers(
+    answers: list[tuple[str, float, float, float]], expected: float
+) -> None:
     clocks = PeerClocks()
     assert [clocks.compare(*answer) for answer in answers][-1] == pytest.approx(expected)
 
@@ -119,7 +161,9 @@ def test_renewals_that_waited_through_a_pause_tell_of_it_once(node: Node) -> Non
     assert all(map(alive, pids.values()))
 
 
-def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it(node: Node) -> None:
+def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it(
+    node: Node,
+) -> None:
     node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
@@ -131,7 +175,9 @@ def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it
     assert watch.until("heartbeat")["lease_left"] <= 20
 
 
-def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_the_next_one(node: Node) -> None:
+def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_the_next_one(
+    node: Node,
+) -> None:
     pids = node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
@@ -160,7 +206,11 @@ class ShiftedNode(Node):
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**super().environment, "LD_PRELOAD": str(self.library), "SHIFTED_CLOCK": str(self.clock)}
+        return {
+            **super().environment,
+            "LD_PRELOAD": str(self.library),
+            "SHIFTED_CLOCK": str(self.clock),
+        }
 
     @property
     def clock(self) -> Path:
@@ -189,14 +239,18 @@ def shifted(tmp_path: Path, agent: Path, shifted_clock: Path) -> Any:
         node.kill_everything()
 
 
-def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(make_node: Callable[..., Node], shifted: Any) -> None:
+def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
+    make_node: Callable[..., Node], shifted: Any
+) -> None:
     """To n1 it is the same whether its own clock stood still or that of n2 went on."""
     first, second = make_node("n1"), shifted("n2")
     launch([first, second], [60.0, 1e8], [[1], [0]], fence_after=60.0)
     shifts = iter(range(300, 10**7, 300))
 
     def is_fenced_by_now() -> bool:
-        second.shift_clock(next(shifts))  # again and again: a shift before the first comparison shows nothing
+        second.shift_clock(
+            next(shifts)
+        )  # again and again: a shift before the first comparison shows nothing
         return bool(fenced(first))
 
     eventually(is_fenced_by_now)
@@ -205,7 +259,9 @@ def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(make_node: Calla
 
 
 @pytest.mark.long
-def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(make_node: Callable[..., Node], shifted: Any) -> None:
+def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(
+    make_node: Callable[..., Node], shifted: Any
+) -> None:
     times = {"fence_after": 4.0, "stop_grace": 0.3}
     first, second = make_node("n1"), shifted("n2")
     watches = launch([first, second], [60.0, 4.0], [[1], [0]], **times)
@@ -227,7 +283,9 @@ def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(ma
         assert not fenced(first)
 
 
-def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(make_node: Callable[..., Node]) -> None:
+def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(
+    make_node: Callable[..., Node],
+) -> None:
     """As a machine that was paused finds things: its gang was stopped, and the controller watches another generation."""
     first, second = make_node("n1"), make_node("n2")
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)

@@ -32,14 +32,30 @@ FOR_EVER = ["sleep", "1000"]
 
 
 class Container:
-    def __init__(self, folder: Path, agent: Path, command: list[str], ranks: int, env: Mapping[str, str], before: list[str], **order: Any):
-        token = {"namespace": TOKEN.namespace, "job": TOKEN.job, "submission": TOKEN.submission, "generation": TOKEN.generation}
+    def __init__(
+        self,
+        folder: Path,
+        agent: Path,
+        command: list[str],
+        ranks: int,
+        env: Mapping[str, str],
+        before: list[str],
+        **order: Any,
+    ):
+        token = {
+            "namespace": TOKEN.namespace,
+            "job": TOKEN.job,
+            "submission": TOKEN.submission,
+            "generation": TOKEN.generation,
+        }
         self.port = free_port()
         numbers = [4 + index for index in range(ranks)]
         given = {
             "token": token,
             "ranks": numbers,
-            "rank_env": [{"RANK": str(rank), "LOCAL_RANK": str(index)} for index, rank in enumerate(numbers)],
+            "rank_env": [
+                {"RANK": str(rank), "LOCAL_RANK": str(index)} for index, rank in enumerate(numbers)
+            ],
             "log_pattern": None,
             "stop_grace": 1.0,
             "heartbeat": 0.2,
@@ -99,7 +115,11 @@ def make(tmp_path: Path, agent: Path) -> Iterator[Make]:
     made: list[Container] = []
 
     def make(
-        command: list[str], ranks: int = 1, env: Mapping[str, str] | None = None, before: list[str] | None = None, **order: Any
+        command: list[str],
+        ranks: int = 1,
+        env: Mapping[str, str] | None = None,
+        before: list[str] | None = None,
+        **order: Any,
     ) -> Container:
         folder = tmp_path / str(len(made))
         folder.mkdir()
@@ -111,7 +131,9 @@ def make(tmp_path: Path, agent: Path) -> Iterator[Make]:
         one.process.kill()
         one.process.wait()
         # What a container's end takes along with it.
-        while left := processes_of(one.state, b"RELAUNCH_AGENT_STATE"):  # some are forked while others are killed
+        while left := processes_of(
+            one.state, b"RELAUNCH_AGENT_STATE"
+        ):  # some are forked while others are killed
             signal_all(left, signal.SIGKILL)
 
 
@@ -146,12 +168,19 @@ def test_it_ends_as_its_rank_ended(make: Make, ends: str, code: int) -> None:
     assert "RELAUNCH_AGENT_KEY is not set: no port is opened" in container.printed
 
 
-def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_names_its_rank(make: Make, tmp_path: Path) -> None:
+def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_names_its_rank(
+    make: Make, tmp_path: Path
+) -> None:
     # The second catches what the failure of the first brings it, and ends with a code of its own.
     script = 'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on $RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
     script += 'trap "exit 9" TERM; test $RANK = 5 && touch "$SAID"; '
     script += 'if [ $RANK = 4 ]; then while [ ! -e "$SAID" ]; do sleep 0.02; done; exit 7; fi; while :; do sleep 0.05; done'
-    container = make(in_shell(script), ranks=2, env={"WORLD_SIZE": "8", "RELAUNCH_NODE": "n1", "SAID": str(tmp_path / "said")}, port=None)
+    container = make(
+        in_shell(script),
+        ranks=2,
+        env={"WORLD_SIZE": "8", "RELAUNCH_NODE": "n1", "SAID": str(tmp_path / "said")},
+        port=None,
+    )
     assert container.ended() == 7
     assert sorted(line for line in container.printed.splitlines() if "I am" in line) == [
         "[rank 4] I am 4/0 of 8 on n1",
@@ -160,13 +189,19 @@ def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_nam
 
 
 def test_all_that_was_printed_is_there_when_it_ends_in_order_and_once(make: Make) -> None:
-    container = make(python("import sys\nfor n in range(50000): print(n)\nsys.stdout.write('no newline')"), port=None)
+    container = make(
+        python("import sys\nfor n in range(50000): print(n)\nsys.stdout.write('no newline')"),
+        port=None,
+    )
     assert container.ended() == 0
     assert container.printed == "".join(f"{number}\n" for number in range(50000)) + "no newline"
 
 
 def test_who_is_asked_to_go_stops_its_ranks_and_ends_with_143(make: Make) -> None:
-    container = make(in_shell('trap "echo saved; exit 0" TERM; echo ready; while :; do sleep 0.05; done'), ranks=2)
+    container = make(
+        in_shell('trap "echo saved; exit 0" TERM; echo ready; while :; do sleep 0.05; done'),
+        ranks=2,
+    )
     pids = container.pids()
     eventually(lambda: container.printed.count("ready") == 2)
     asked = time.monotonic()
@@ -177,7 +212,11 @@ def test_who_is_asked_to_go_stops_its_ranks_and_ends_with_143(make: Make) -> Non
 
 
 def test_ranks_that_do_not_go_when_asked_are_killed_after_their_grace(make: Make) -> None:
-    container = make(in_shell('trap "" TERM; echo ready; while :; do sleep 0.05; done'), stop_grace=0.2, port=None)
+    container = make(
+        in_shell('trap "" TERM; echo ready; while :; do sleep 0.05; done'),
+        stop_grace=0.2,
+        port=None,
+    )
     eventually(lambda: "ready" in container.printed)
     container.process.send_signal(signal.SIGTERM)
     assert container.ended() == ASKED_TO_GO and not any(map(alive, container.pids()))
@@ -209,16 +248,25 @@ def test_what_cannot_be_started_says_why(make: Make) -> None:
     assert make([]).ended() == MISUSED
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a PID namespace needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="a PID namespace needs root and unshare",
+)
 def test_as_the_first_process_it_reaps_orphans_and_passes_on_that_it_shall_go(make: Make) -> None:
     # Its grandchild outlives the rank, and would be a zombie or a survivor where nobody reaps.
     orphan = "(setsid sh -c 'trap \"\" TERM; sleep 0.1' &) ; echo $$; exit 5"
     before = ["unshare", "-pf", "--mount-proc", "--kill-child"]
     container = make(in_shell(orphan), before=before, port=None)
     assert container.ended() == 5
-    asked = make(in_shell("trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"), before=before, port=None)
+    asked = make(
+        in_shell("trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"),
+        before=before,
+        port=None,
+    )
     eventually(lambda: "ready" in asked.printed)
-    (first,) = Path(f"/proc/{asked.process.pid}/task/{asked.process.pid}/children").read_text().split()
+    (first,) = (
+        Path(f"/proc/{asked.process.pid}/task/{asked.process.pid}/children").read_text().split()
+    )
     assert os.readlink(f"/proc/{first}/ns/pid") != os.readlink("/proc/self/ns/pid")
     os.kill(int(first), signal.SIGTERM)
     assert asked.ended() == ASKED_TO_GO
@@ -228,7 +276,9 @@ def test_as_the_first_process_it_reaps_orphans_and_passes_on_that_it_shall_go(ma
 # --- what it tells
 
 
-async def test_who_has_the_key_sees_progress_the_end_and_the_error_file(make: Make, tmp_path: Path) -> None:
+async def test_who_has_the_key_sees_progress_the_end_and_the_error_file(
+    make: Make, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     code = f"""
 import json, os, time
@@ -247,7 +297,10 @@ time.sleep(1000)
 
     def enough(line: Mapping[str, Any]) -> bool:
         seen.append(line)
-        steps = {rank: one.get("step") for rank, one in (line.get("heartbeat") or {}).get("progress", {}).items()}
+        steps = {
+            rank: one.get("step")
+            for rank, one in (line.get("heartbeat") or {}).get("progress", {}).items()
+        }
         if steps == {"4": 12, "5": 12}:
             go.touch()
         return "end" in line
@@ -256,7 +309,9 @@ time.sleep(1000)
     assert seen[0]["hello"]["ranks"] == [4, 5]
     failed = next(line["observation"] for line in seen if "observation" in line)
     assert (failed["rank"], failed["exit_code"], failed["stopped"]) == (5, 1, False)
-    assert failed["error"]["message"]["message"] == "RuntimeError: of the rank" and failed["log_tail"] == ["about to fail"]
+    assert failed["error"]["message"]["message"] == "RuntimeError: of the rank" and failed[
+        "log_tail"
+    ] == ["about to fail"]
     assert "end" in seen[-1]
     # Told, it does not wait for anybody else.
     told = time.monotonic()
@@ -274,10 +329,22 @@ async def test_logs_stacks_list_and_probe_are_told_and_nothing_can_be_ordered(ma
         assert not isinstance(logs, Refused) and [chunk.data for chunk in logs.chunks] == ["one\n"]
         stacks = await session.stacks(TOKEN, 4)
         assert not isinstance(stacks, Refused) and stacks["stacks"][0]["pid"] == pid
-        assert (await session.list())["jobs"][0]["generations"][0]["ranks"] == [{"rank": 4, "pid": pid, "alive": True}]
+        assert (await session.list())["jobs"][0]["generations"][0]["ranks"] == [
+            {"rank": 4, "pid": pid, "alive": True}
+        ]
         assert (await session.probe(10.0, None))["jobs"]
         link = await session._open()
-        for command in ("stop", "prepare", "start", "reboot", "diagnose", "reset-gpus", "preflight", "meet", None):
+        for command in (
+            "stop",
+            "prepare",
+            "start",
+            "reboot",
+            "diagnose",
+            "reset-gpus",
+            "preflight",
+            "meet",
+            None,
+        ):
             number, inbox = link.begin()
             await link.send({"id": number, "command": command, "order": {"protocol": 1}})
             answer = (await link.receive(inbox, 5.0, "it"))["line"]
@@ -322,8 +389,13 @@ async def test_a_line_that_is_not_its_senders_next_one_ends_the_connection(make:
 
 
 async def _spoiled(container: Container, spoil: str) -> None:
-    pipe, other = [await wire.connect("n1", "127.0.0.1", container.port, KEY.encode()) for _ in range(2)]
-    texts = [json.dumps({"id": number, "command": "list", "order": {"protocol": 1}}).encode() for number in (1, 2, 3)]
+    pipe, other = [
+        await wire.connect("n1", "127.0.0.1", container.port, KEY.encode()) for _ in range(2)
+    ]
+    texts = [
+        json.dumps({"id": number, "command": "list", "order": {"protocol": 1}}).encode()
+        for number in (1, 2, 3)
+    ]
     sealed = [b"%s %s\n" % (pipe._outgoing.mac(text), text) for text in texts]
     bad = {
         "replayed": sealed[0],
@@ -344,7 +416,9 @@ async def _spoiled(container: Container, spoil: str) -> None:
         await one.wait()
 
 
-async def test_a_line_that_was_changed_on_its_way_to_the_controller_ends_the_session(make: Make) -> None:
+async def test_a_line_that_was_changed_on_its_way_to_the_controller_ends_the_session(
+    make: Make,
+) -> None:
     container = make(FOR_EVER)
     eventually(container.listens)
 
@@ -360,7 +434,9 @@ async def test_a_line_that_was_changed_on_its_way_to_the_controller_ends_the_ses
 
     server = await asyncio.start_server(between, "127.0.0.1", 0)
     async with server:
-        pipe = await wire.connect("n1", "127.0.0.1", server.sockets[0].getsockname()[1], KEY.encode())
+        pipe = await wire.connect(
+            "n1", "127.0.0.1", server.sockets[0].getsockname()[1], KEY.encode()
+        )
         assert await pipe.readline() == b""
         assert pipe.ended is not None and "not of the agent" in pipe.ended
         pipe.kill()
@@ -375,20 +451,31 @@ def test_without_a_key_that_can_be_trusted_no_port_is_opened(make: Make, key: st
 
 
 @pytest.mark.long
-async def test_a_port_that_another_has_is_opened_once_that_one_has_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_another_has_is_opened_once_that_one_has_gone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()
         container = make(in_shell("sleep 6.5; exit 4"), port=other.getsockname()[1])
         eventually(lambda: "cannot be opened" in container.printed)
     container.port = json.loads(
-        Path(f"/proc/{container.process.pid}/environ").read_text().partition("RELAUNCH_ORDER=")[2].partition("\0")[0]
+        Path(f"/proc/{container.process.pid}/environ")
+        .read_text()
+        .partition("RELAUNCH_ORDER=")[2]
+        .partition("\0")[0]
     )["port"]
-    exits = [line["observation"]["exit_code"] for line in await watched(container) if "observation" in line]
+    exits = [
+        line["observation"]["exit_code"]
+        for line in await watched(container)
+        if "observation" in line
+    ]
     assert exits == [4]
 
 
-async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_back(make: Make) -> None:
+async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_back(
+    make: Make,
+) -> None:
     container = make(in_shell("while test ! -e go; do sleep 0.02; done; exit 6"))
     await watched(container, lambda line: "hello" in line)
     (pid,) = container.pids()
@@ -402,7 +489,9 @@ async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_bac
     assert container.ended() == 6
 
 
-def test_a_relative_state_folder_is_not_mistaken_for_another_containers(make: Make, tmp_path: Path) -> None:
+def test_a_relative_state_folder_is_not_mistaken_for_another_containers(
+    make: Make, tmp_path: Path
+) -> None:
     def in_its_folder(number: int) -> dict[str, Any]:
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path / str(number))]
         return {"env": {"RELAUNCH_AGENT_STATE": "state"}, "before": inside}

@@ -44,15 +44,21 @@ def test_prepare_again_after_it_was_killed(node: Node, tmp_path: Path, name: str
     eventually(lambda: counted(tmp_path, 2) == ["x\n", "x\n"])
 
 
-def test_a_keeper_killed_on_receiving_the_start_can_be_prepared_again(node: Node, tmp_path: Path) -> None:
+def test_a_keeper_killed_on_receiving_the_start_can_be_prepared_again(
+    node: Node, tmp_path: Path
+) -> None:
     node.set_failpoint("start.received")
     assert launch(node, 1, tmp_path) == ["done", "silent", "not_prepared"]
     assert launch(node, 1, tmp_path) == ["done", "done"]
     eventually(lambda: counted(tmp_path, 1) == ["x\n", "x\n"])
 
 
-@pytest.mark.parametrize(("name", "then"), [("start.forking", "cannot_start"), ("start.forked", "done")])
-def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(node: Node, tmp_path: Path, name: str, then: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "then"), [("start.forking", "cannot_start"), ("start.forked", "done")]
+)
+def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
+    node: Node, tmp_path: Path, name: str, then: str
+) -> None:
     node.prepare(1)
     eventually((node.folder() / "supervisor.json").exists)
     node.set_failpoint(name)
@@ -65,7 +71,9 @@ def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
     assert refused["why"] == "not_above"
     assert launch(node, 2, tmp_path) == ["done", "done"]
     eventually(lambda: counted(tmp_path, 2) == ["x\n", "x\n"])
-    assert set(counted(tmp_path, 1)) <= {"", "x\n"}, "killed before or after it had written, but started only once"
+    assert set(counted(tmp_path, 1)) <= {"", "x\n"}, (
+        "killed before or after it had written, but started only once"
+    )
 
 
 @pytest.mark.parametrize(("name", "exits"), [("keeper.reaped", 0), ("keeper.journaled", 1)])

@@ -21,7 +21,9 @@ from relaunch.cli import node_check
 
 OTHER_UID = 4242
 OWN_UID = 4243
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a folder of another user")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root makes a folder of another user"
+)
 
 
 @pytest.fixture
@@ -43,7 +45,9 @@ def name() -> str:
     return f"relaunch-{os.geteuid()}"
 
 
-def test_state_lies_where_no_program_removes_what_is_old(roots: tuple[Path, Path], name: str) -> None:
+def test_state_lies_where_no_program_removes_what_is_old(
+    roots: tuple[Path, Path], name: str
+) -> None:
     assert folders.choose_folder("m1") == roots[0] / name / "m1"
     assert (roots[0] / name / "m1").stat().st_mode & 0o777 == 0o700
 
@@ -57,13 +61,17 @@ def test_state_that_is_there_already_is_used_on(roots: tuple[Path, Path], name: 
     assert folders.choose_folder("m2") == roots[0] / name / "m2"
 
 
-def test_a_file_system_that_others_share_is_not_chosen(roots: tuple[Path, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_others_share_is_not_chosen(
+    roots: tuple[Path, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folders, "find_mount", lambda path: {"type": "nfs4", "mounted": "/"})
     assert folders.choose_folder("m1") == roots[1] / name / "m1"
 
 
 @needs_root
-def test_a_name_that_another_user_took_first_stops_no_order(roots: tuple[Path, Path], name: str) -> None:
+def test_a_name_that_another_user_took_first_stops_no_order(
+    roots: tuple[Path, Path], name: str
+) -> None:
     roots[0].chmod(0o555)
     for taken in (roots[0] / name, roots[1] / name):
         taken.mkdir()
@@ -75,11 +83,15 @@ def test_a_name_that_another_user_took_first_stops_no_order(roots: tuple[Path, P
     assert folders.choose_folder("m1") == chosen
     assert list(target.iterdir()) == [], "a link is not followed"
     shutil.rmtree(roots[1] / name)
-    assert folders.choose_folder("m1") == chosen, "the name is free, and ranks may live in the other"
+    assert folders.choose_folder("m1") == chosen, (
+        "the name is free, and ranks may live in the other"
+    )
 
 
 @needs_root
-def test_a_node_on_which_every_name_is_taken_says_what_to_do(roots: tuple[Path, Path], name: str) -> None:
+def test_a_node_on_which_every_name_is_taken_says_what_to_do(
+    roots: tuple[Path, Path], name: str
+) -> None:
     for path in folders.list_candidates(os.geteuid()):
         path.mkdir()
         os.chown(path, OTHER_UID, OTHER_UID)
@@ -91,7 +103,9 @@ def test_a_node_on_which_every_name_is_taken_says_what_to_do(roots: tuple[Path, 
     assert "RELAUNCH_AGENT_STATE" in answer["reason"]
 
 
-def test_a_parent_in_which_every_user_can_rename_is_refused(roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_in_which_every_user_can_rename_is_refused(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_to_all = roots[1] / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
@@ -105,7 +119,9 @@ def test_a_parent_in_which_every_user_can_rename_is_refused(roots: tuple[Path, P
 
 
 @needs_root
-def test_a_given_folder_is_followed_through_a_link_of_ones_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_folder_is_followed_through_a_link_of_ones_own_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.mkdir()
     link.symlink_to(target)
@@ -131,7 +147,9 @@ print('up', flush=True)
 time.sleep(1000)"""
 
 
-def test_state_that_was_removed_whole_comes_back_where_its_keeper_makes_it_again(roots: tuple[Path, Path], name: str) -> None:
+def test_state_that_was_removed_whole_comes_back_where_its_keeper_makes_it_again(
+    roots: tuple[Path, Path], name: str
+) -> None:
     old = roots[1] / name / "m1"
     generation = old / "jobs" / "0123456789abcdef" / "1-1"
     generation.mkdir(parents=True)

@@ -65,7 +65,9 @@ def run_two_that_wait(node: Node, go: Path) -> dict[str, int]:
 
 
 @needs_mount
-def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(full_node: Node, small_disk: SmallDisk, tmp_path: Path) -> None:
+def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(
+    full_node: Node, small_disk: SmallDisk, tmp_path: Path
+) -> None:
     run_two_that_wait(full_node, tmp_path / "go")
     watch = full_node.watch()
     watch.until("heartbeat")
@@ -79,7 +81,9 @@ def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(full_node: No
 
 
 @needs_mount
-def test_what_lives_is_stopped_for_ever_on_a_full_disk(full_node: Node, small_disk: SmallDisk) -> None:
+def test_what_lives_is_stopped_for_ever_on_a_full_disk(
+    full_node: Node, small_disk: SmallDisk
+) -> None:
     pids = full_node.run(1)
     keeper = full_node.pid("keeper")
     small_disk.fill()
@@ -94,7 +98,9 @@ def test_what_lives_is_stopped_for_ever_on_a_full_disk(full_node: Node, small_di
 
 
 @needs_mount
-def test_orders_that_need_room_say_so_and_change_nothing(full_node: Node, small_disk: SmallDisk) -> None:
+def test_orders_that_need_room_say_so_and_change_nothing(
+    full_node: Node, small_disk: SmallDisk
+) -> None:
     pids = full_node.run(1)
     small_disk.fill()
     answer = full_node.prepare(2)
@@ -109,7 +115,9 @@ def test_orders_that_need_room_say_so_and_change_nothing(full_node: Node, small_
 
 
 @needs_mount
-def test_a_job_that_a_full_disk_never_took_can_be_stopped(full_node: Node, small_disk: SmallDisk) -> None:
+def test_a_job_that_a_full_disk_never_took_can_be_stopped(
+    full_node: Node, small_disk: SmallDisk
+) -> None:
     """As a controller does on every node of a launch that one of them refused."""
     full_node.run(1)
     small_disk.fill()
@@ -121,7 +129,9 @@ def test_a_job_that_a_full_disk_never_took_can_be_stopped(full_node: Node, small
 
 
 @needs_mount
-def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(full_node: Node, small_disk: SmallDisk) -> None:
+def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
+    full_node: Node, small_disk: SmallDisk
+) -> None:
     pids = full_node.run(1)
     (full_node.folder().parent / ".highest.json.spare").unlink()
     (full_node.state / disk.BALLAST_NAME).unlink()
@@ -134,11 +144,15 @@ def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(full_node:
 
 
 @needs_mount
-def test_the_end_of_a_killed_keeper_is_told_on_a_full_disk(full_node: Node, small_disk: SmallDisk) -> None:
+def test_the_end_of_a_killed_keeper_is_told_on_a_full_disk(
+    full_node: Node, small_disk: SmallDisk
+) -> None:
     full_node.run(1)
     watch = full_node.watch()
     watch.until("heartbeat")
-    os.truncate(full_node.folder() / "journal.jsonl", 0)  # as an agent of before, which reserved nothing
+    os.truncate(
+        full_node.folder() / "journal.jsonl", 0
+    )  # as an agent of before, which reserved nothing
     small_disk.fill()
     os.kill(full_node.pid("keeper"), 9)
     died = watch.observation("KeeperDied")
@@ -153,7 +167,9 @@ def test_the_end_of_a_killed_keeper_is_told_on_a_full_disk(full_node: Node, smal
 
 
 @needs_mount
-def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(full_node: Node, small_disk: SmallDisk) -> None:
+def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(
+    full_node: Node, small_disk: SmallDisk
+) -> None:
     full_node.prepare(1)
     full_node.pid("supervisor")
     small_disk.fill()
@@ -168,7 +184,9 @@ def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(full_
 
 @needs_mount
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_launch_for_which_nothing_is_reserved_is_refused_in_words(full_node: Node, small_disk: SmallDisk, left: int) -> None:
+def test_a_launch_for_which_nothing_is_reserved_is_refused_in_words(
+    full_node: Node, small_disk: SmallDisk, left: int
+) -> None:
     full_node.prepare(1)
     full_node.pid("supervisor")
     spares = sorted(full_node.folder().glob(".started.json.spare*"))
@@ -205,7 +223,9 @@ def test_a_line_that_was_written_in_part_is_taken_back_and_written_later(
 ) -> None:
     path = small_disk.folder / "journal.jsonl"
     journal = Journal(path)
-    while -os.stat(path).st_size % 4096 not in range(20, 60):  # less room in the last page than the shortest line
+    while -os.stat(path).st_size % 4096 not in range(
+        20, 60
+    ):  # less room in the last page than the shortest line
         journal.append(("RankExited", {"rank": 0}))
         journal.sync()
     told = journal.synced

@@ -32,12 +32,16 @@ def look(node: Node, tmp_path: Path, nvml_built: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def uses(tmp_path: Path) -> Callable[..., None]:
     """Have the library say that processes use GPU 1."""
-    return lambda *pids: tell_nvml(tmp_path / "lib", HEALTHY + "".join(f"process 1 {pid} 1000\n" for pid in pids))
+    return lambda *pids: tell_nvml(
+        tmp_path / "lib", HEALTHY + "".join(f"process 1 {pid} 1000\n" for pid in pids)
+    )
 
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)", "--password=secret"]) as process:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(1000)", "--password=secret"]
+    ) as process:
         yield process
         process.kill()
 
@@ -47,7 +51,9 @@ def on_gpu(look: Look, gpu: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-def test_s2_10_a_look_tells_what_the_gpus_are_and_only_when_it_is_asked_to(look: Look, node: Node) -> None:
+def test_s2_10_a_look_tells_what_the_gpus_are_and_only_when_it_is_asked_to(
+    look: Look, node: Node
+) -> None:
     answer = look()
     assert (answer["gpus"]["driver"], answer["gpus"]["nvml"]) == ("570.124.06", "13.570.0")
     assert answer["gpus"]["gpus"][1] == {
@@ -67,37 +73,72 @@ def test_s2_10_a_stranger_is_told_by_name_and_program_and_never_by_its_arguments
 ) -> None:
     uses(stranger.pid)
     program = os.path.basename(sys.executable)
-    assert on_gpu(look) == [{"pid": stranger.pid, "used": 1000, "ours": False, "user": getpass.getuser(), "program": program}]
+    assert on_gpu(look) == [
+        {
+            "pid": stranger.pid,
+            "used": 1000,
+            "ours": False,
+            "user": getpass.getuser(),
+            "program": program,
+        }
+    ]
     assert "secret" not in json.dumps(look())
 
 
-def test_a_process_that_nobody_can_look_at_is_a_stranger_without_a_name(look: Look, uses: Callable[..., None]) -> None:
+def test_a_process_that_nobody_can_look_at_is_a_stranger_without_a_name(
+    look: Look, uses: Callable[..., None]
+) -> None:
     uses(4194305)  # above any pid that a kernel gives
-    assert on_gpu(look) == [{"pid": 4194305, "used": 1000, "ours": False, "user": None, "program": None}]
+    assert on_gpu(look) == [
+        {"pid": 4194305, "used": 1000, "ours": False, "user": None, "program": None}
+    ]
 
 
 def test_a_rank_and_what_it_forked_are_ours_and_a_look_at_them_changes_nothing(
     look: Look, uses: Callable[..., None], node: Node, stranger: subprocess.Popen[bytes]
 ) -> None:
-    (rank,) = node.run(1, python("import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"), ranks=1).values()
-    child = eventually(lambda: [pid for pid in node.processes() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"])[0]
+    (rank,) = node.run(
+        1,
+        python("import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"),
+        ranks=1,
+    ).values()
+    child = eventually(
+        lambda: [
+            pid for pid in node.processes() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+        ]
+    )[0]
     uses(rank, child, stranger.pid)
-    assert {each["pid"]: each["ours"] for each in on_gpu(look)} == {rank: True, child: True, stranger.pid: False}
-    assert [each["ours"] for each in done(node.order("probe", within=10.0, kernel_since=None))["gpus"]["gpus"][1]["processes"]].count(
-        True
-    ) == 2
+    assert {each["pid"]: each["ours"] for each in on_gpu(look)} == {
+        rank: True,
+        child: True,
+        stranger.pid: False,
+    }
+    assert [
+        each["ours"]
+        for each in done(node.order("probe", within=10.0, kernel_since=None))["gpus"]["gpus"][1][
+            "processes"
+        ]
+    ].count(True) == 2
 
 
-def test_a_rank_that_wrote_over_its_environment_is_known_by_its_session(look: Look, uses: Callable[..., None], node: Node) -> None:
+def test_a_rank_that_wrote_over_its_environment_is_known_by_its_session(
+    look: Look, uses: Callable[..., None], node: Node
+) -> None:
     (rank,) = node.run(1, ["env", "-i", "sleep", "1000"], ranks=1).values()
     eventually(lambda: not Path(f"/proc/{rank}/environ").read_bytes())
     uses(rank)
     assert [each["ours"] for each in on_gpu(look)] == [True]
 
 
-def test_what_a_dead_generation_left_behind_is_a_stranger(look: Look, uses: Callable[..., None], node: Node) -> None:
+def test_what_a_dead_generation_left_behind_is_a_stranger(
+    look: Look, uses: Callable[..., None], node: Node
+) -> None:
     """Nobody keeps it any more, so that it is in the way of whoever comes next."""
-    environment = {**os.environ, "RELAUNCH_TOKEN": "default/llama/4/9", "RELAUNCH_NODE_STATE": str(node.state)}
+    environment = {
+        **os.environ,
+        "RELAUNCH_TOKEN": "default/llama/4/9",
+        "RELAUNCH_NODE_STATE": str(node.state),
+    }
     with subprocess.Popen(["sleep", "1000"], env=environment) as left:
         uses(left.pid)
         assert [each["ours"] for each in on_gpu(look)] == [False]
@@ -110,10 +151,16 @@ def test_a_rank_of_another_node_on_this_machine_is_ours_and_whoever_only_says_so
     node, other = make_node("n1"), make_node("n2")
     (rank,) = other.run(1, ["sleep", "1000"], ranks=1).values()
     assert gpu_users.ours(node.state, [rank, stranger.pid]) == [rank]
-    liar = {**os.environ, "RELAUNCH_TOKEN": "default/llama/1/1", "RELAUNCH_NODE_STATE": "/proc/1/root"}
+    liar = {
+        **os.environ,
+        "RELAUNCH_TOKEN": "default/llama/1/1",
+        "RELAUNCH_NODE_STATE": "/proc/1/root",
+    }
     with subprocess.Popen(["sleep", "1000"], env=liar) as process:
         try:
-            eventually(lambda: b"RELAUNCH_TOKEN" in Path(f"/proc/{process.pid}/environ").read_bytes())
+            eventually(
+                lambda: b"RELAUNCH_TOKEN" in Path(f"/proc/{process.pid}/environ").read_bytes()
+            )
             assert gpu_users.ours(node.state, [process.pid]) == []
         finally:
             process.kill()
@@ -130,7 +177,9 @@ def test_a_tool_that_we_run_on_the_gpus_is_ours(node: Node) -> None:
 
 
 @pytest.mark.long  # the contract of the backends has it
-def test_gpus_are_not_read_while_somebody_holds_the_node(look: Look, node: Node, programs: Path) -> None:
+def test_gpus_are_not_read_while_somebody_holds_the_node(
+    look: Look, node: Node, programs: Path
+) -> None:
     install_tool(programs, "dcgmi", seconds=1000)
     node.begin("diagnose", id="r1", level=1, within=60.0)
     eventually(lambda: calls(programs, "dcgmi"))
@@ -156,9 +205,27 @@ def read(agent: Path, tmp_path: Path, nvml_built: Path) -> Callable[[], dict[str
     )
 
     def read() -> dict[str, Any]:
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "lib"), "PYTHONDONTWRITEBYTECODE": "1"}
-        words = [sys.executable, "-S", "-c", code, str(agent), "nvml", "inventory", str(tmp_path / "state")]
-        ran = subprocess.run(words, capture_output=True, env={**environment, "PYTHONPYCACHEPREFIX": str(tmp_path / "evil")}, timeout=60)
+        environment = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(tmp_path / "lib"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        words = [
+            sys.executable,
+            "-S",
+            "-c",
+            code,
+            str(agent),
+            "nvml",
+            "inventory",
+            str(tmp_path / "state"),
+        ]
+        ran = subprocess.run(
+            words,
+            capture_output=True,
+            env={**environment, "PYTHONPYCACHEPREFIX": str(tmp_path / "evil")},
+            timeout=60,
+        )
         assert ran.returncode == 0, ran.stderr
         path, cached = ran.stderr.decode().split()
         return {**json.loads(ran.stdout), "by": Path(path), "cached": Path(cached)}
@@ -166,23 +233,40 @@ def read(agent: Path, tmp_path: Path, nvml_built: Path) -> Callable[[], dict[str
     return read
 
 
-def test_the_bindings_are_unpacked_once_and_their_bytecode_is_kept_where_only_we_write(read: Callable[[], Any], tmp_path: Path) -> None:
+def test_the_bindings_are_unpacked_once_and_their_bytecode_is_kept_where_only_we_write(
+    read: Callable[[], Any], tmp_path: Path
+) -> None:
     first = read()
     assert len(first["gpus"]) == 2
     assert first["by"].is_relative_to(tmp_path / "state/pynvml")
-    assert first["cached"].parent.parent == first["by"].parent, "whatever the environment says of caches"
+    assert first["cached"].parent.parent == first["by"].parent, (
+        "whatever the environment says of caches"
+    )
     written = first["cached"].stat().st_mtime_ns
-    assert [path.stat().st_mode & 0o077 for path in (first["by"], first["by"].parent, first["by"].parent.parent)] == [0, 0, 0]
+    assert [
+        path.stat().st_mode & 0o077
+        for path in (first["by"], first["by"].parent, first["by"].parent.parent)
+    ] == [0, 0, 0]
     assert read() == first
     assert first["cached"].stat().st_mtime_ns == written, "compiled once"
     assert not (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize("what", ["place", "cache", *(pytest.param(one, marks=pytest.mark.long) for one in ("folder", "file"))])
-def test_bindings_that_others_can_write_are_never_imported(read: Callable[[], Any], tmp_path: Path, agent: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    ["place", "cache", *(pytest.param(one, marks=pytest.mark.long) for one in ("folder", "file"))],
+)
+def test_bindings_that_others_can_write_are_never_imported(
+    read: Callable[[], Any], tmp_path: Path, agent: Path, what: str
+) -> None:
     first = read()
     folder = first["by"].parent
-    {"place": folder.parent, "folder": folder, "file": first["by"], "cache": first["cached"].parent}[what].chmod(0o777)
+    {
+        "place": folder.parent,
+        "folder": folder,
+        "file": first["by"],
+        "cache": first["cached"].parent,
+    }[what].chmod(0o777)
     again = read()
     assert again["gpus"] == first["gpus"]
     if what == "place":
@@ -193,7 +277,9 @@ def test_bindings_that_others_can_write_are_never_imported(read: Callable[[], An
 
 
 @pytest.mark.long
-def test_a_link_in_their_place_is_taken_away_and_not_followed(read: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_link_in_their_place_is_taken_away_and_not_followed(
+    read: Callable[[], Any], tmp_path: Path
+) -> None:
     first = read()
     folder = first["by"].parent
     folder.rename(tmp_path / "elsewhere")
@@ -211,14 +297,18 @@ def test_bindings_that_are_torn_are_unpacked_anew(read: Callable[[], Any]) -> No
     assert read()["gpus"] == first["gpus"]
 
 
-def test_a_node_that_cannot_keep_them_reads_all_the_same(read: Callable[[], Any], tmp_path: Path, agent: Path) -> None:
+def test_a_node_that_cannot_keep_them_reads_all_the_same(
+    read: Callable[[], Any], tmp_path: Path, agent: Path
+) -> None:
     (tmp_path / "state/pynvml").write_text("a file where a folder belongs")
     again = read()
     assert (again["by"].parent, len(again["gpus"])) == (agent, 2)
 
 
 @pytest.mark.long
-def test_those_of_another_version_go_after_a_month_without_a_reading(read: Callable[[], Any], tmp_path: Path) -> None:
+def test_those_of_another_version_go_after_a_month_without_a_reading(
+    read: Callable[[], Any], tmp_path: Path
+) -> None:
     place = tmp_path / "state/pynvml"
     ages = {"old": 31, "young": 29}
     for name, days in ages.items():
@@ -226,13 +316,18 @@ def test_those_of_another_version_go_after_a_month_without_a_reading(read: Calla
         os.utime(place / name, (time.time() - days * 86400,) * 2)
     place.chmod(0o700)
     first = read()
-    assert sorted(path.name for path in place.iterdir()) == sorted([first["by"].parent.name, "young"])
+    assert sorted(path.name for path in place.iterdir()) == sorted(
+        [first["by"].parent.name, "young"]
+    )
 
 
 @pytest.mark.long
 def test_two_readings_at_once_unpack_them_and_neither_minds(node: Node, look: Look) -> None:
     with subprocess.Popen(
-        [sys.executable, "-S", str(node.agent), "list"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=node.environment
+        [sys.executable, "-S", str(node.agent), "list"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=node.environment,
     ) as other:
         assert other.stdin is not None
         other.stdin.write(json.dumps({"protocol": 1, "gpus": True}).encode())

@@ -59,7 +59,9 @@ def test_ranks_of_a_stopped_keeper_die_at_their_fence(node: Node) -> None:
         eventually(lambda: are_gone(pids), "a stopped keeper keeps its ranks alive")
         assert state_of(keeper) == "T"
     eventually(lambda: "Fenced" in [seen["kind"] for seen in node.journal()])
-    ends = [(seen["signal"], seen["stopped"]) for seen in node.journal() if seen["kind"] == "RankExited"]
+    ends = [
+        (seen["signal"], seen["stopped"]) for seen in node.journal() if seen["kind"] == "RankExited"
+    ]
     assert ends == [(9, True), (9, True)], "whoever carried it out, the fence ended them"
 
 
@@ -84,7 +86,9 @@ def test_a_stopped_keeper_does_not_end_ranks_whose_lease_is_renewed(node: Node) 
         watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 0.2)
         with stopped(keeper):
             watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 2.2)
-            assert state_of(keeper) == "T", "woken before the fence would have been due: the test shows nothing"
+            assert state_of(keeper) == "T", (
+                "woken before the fence would have been due: the test shows nothing"
+            )
             assert all(map(alive, pids.values()))
         watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 3.4)
         assert all(map(alive, pids.values())), "a keeper that woke fenced by what it had missed"
@@ -140,7 +144,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     with image.open("wb") as file:
         file.truncate(16 * 1024 * 1024)
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+    for command in (
+        ["mkfs.ext4", "-q", str(image)],
+        ["mount", "-o", "loop", str(image), str(folder)],
+    ):
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
@@ -148,7 +155,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         if done.returncode:
             pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     yield folder
-    eventually(lambda: subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0)
+    eventually(
+        lambda: (
+            subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode
+            == 0
+        )
+    )
 
 
 @contextmanager
@@ -183,9 +195,14 @@ def order_to_stop(node: Node, pids: dict[str, int]) -> None:
 @pytest.mark.parametrize("begin", [fence, fail, order_to_stop])
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(["sleep", "1000"], marks=pytest.mark.long), ["sh", "-c", "trap '' TERM; while :; do sleep 1000; done"]],
+    [
+        pytest.param(["sleep", "1000"], marks=pytest.mark.long),
+        ["sh", "-c", "trap '' TERM; while :; do sleep 1000; done"],
+    ],
 )
-def test_a_disk_that_hangs_keeps_no_rank_alive(disk_node: Node, disk: Path, begin: Callable[..., Any], program: list[str]) -> None:
+def test_a_disk_that_hangs_keeps_no_rank_alive(
+    disk_node: Node, disk: Path, begin: Callable[..., Any], program: list[str]
+) -> None:
     node = disk_node
     times = SHORT if begin is fence else {**SHORT, "lease": 60.0, "fence_after": 60.0}
     pids = node.run(1, program, **times)
@@ -208,7 +225,9 @@ def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
         try:
             keeper = processes.look(dead.pid)
             assert keeper is not None
-            assert other.pid in {process.pid for process in processes.list_below(processes.identify_self())}
+            assert other.pid in {
+                process.pid for process in processes.list_below(processes.identify_self())
+            }
             dead.kill()
             dead.wait()
             assert processes.list_below(keeper) == []

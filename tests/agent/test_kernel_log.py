@@ -21,7 +21,11 @@ from relaunch.evidence.kernel_log import KERNEL_MARKS
 
 XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
 OLD = "[11111.000000] NVRM: Xid (PCI:0000:06:00): 48, pid=99, name=python, DBE"
-FAILS_ON_CUE = ["sh", "-c", 'if [ "$CUE" ]; then until [ -e "$CUE" ]; do sleep 0.01; done; exit 7; fi; exec sleep 1000']
+FAILS_ON_CUE = [
+    "sh",
+    "-c",
+    'if [ "$CUE" ]; then until [ -e "$CUE" ]; do sleep 0.01; done; exit 7; fi; exec sleep 1000',
+]
 NOBODY = 65534
 
 
@@ -68,20 +72,30 @@ def test_a_failed_rank_carries_what_the_kernel_said_since_its_generation_began_a
     say(log, "usb 1-1: new high-speed USB device", XID)
     (tmp_path / "cue").touch()
     seen = exits(node)
-    assert (seen[0]["kernel"], seen[0]["kernel_unreadable"], seen[0]["stopped"]) == ([XID], None, False)
+    assert (seen[0]["kernel"], seen[0]["kernel_unreadable"], seen[0]["stopped"]) == (
+        [XID],
+        None,
+        False,
+    )
     assert (seen[1]["kernel"], seen[1]["kernel_unreadable"], seen[1]["stopped"]) == ([], None, True)
 
 
-def test_ranks_that_an_order_stops_and_ranks_that_succeed_carry_nothing(node: Node, log: Path) -> None:
+def test_ranks_that_an_order_stops_and_ranks_that_succeed_carry_nothing(
+    node: Node, log: Path
+) -> None:
     node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
     say(log, XID)
     eventually(lambda: len(node.journal()) == 1)
     node.stop()
-    assert [(seen["kernel"], seen["kernel_unreadable"]) for seen in exits(node).values()] == [([], None)] * 2
+    assert [(seen["kernel"], seen["kernel_unreadable"]) for seen in exits(node).values()] == [
+        ([], None)
+    ] * 2
     assert not (node.folder() / "kernel.json").exists()
 
 
-def test_it_is_read_when_the_rank_fails_though_nobody_watches_and_each_telling_is_the_same(node: Node, log: Path, tmp_path: Path) -> None:
+def test_it_is_read_when_the_rank_fails_though_nobody_watches_and_each_telling_is_the_same(
+    node: Node, log: Path, tmp_path: Path
+) -> None:
     start(node, tmp_path / "cue")
     say(log, XID)
     (tmp_path / "cue").touch()
@@ -94,12 +108,17 @@ def test_it_is_read_when_the_rank_fails_though_nobody_watches_and_each_telling_i
     assert exits(node)[0]["kernel"] == [XID]  # from the disk: nobody of the generation is left
 
 
-def test_a_log_that_cannot_be_read_is_said_to_be_unreadable(node: Node, log: Path, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_read_is_said_to_be_unreadable(
+    node: Node, log: Path, tmp_path: Path
+) -> None:
     log.unlink()
     start(node, tmp_path / "cue")
     (tmp_path / "cue").touch()
     failed = exits(node)[0]
-    assert (failed["kernel"], failed["kernel_unreadable"]) == ([], f"no such file or directory: {log}")
+    assert (failed["kernel"], failed["kernel_unreadable"]) == (
+        [],
+        f"no such file or directory: {log}",
+    )
 
 
 def test_a_supervisor_killed_between_reading_and_keeping_costs_neither_the_observation_nor_its_lines(
@@ -135,7 +154,9 @@ def test_the_end_of_a_keeper_and_its_supervisor_carries_it_too(node: Node, log: 
         say(log, XID)
 
 
-def test_ranks_that_a_keeper_took_along_carry_what_its_supervisor_read(node: Node, log: Path) -> None:
+def test_ranks_that_a_keeper_took_along_carry_what_its_supervisor_read(
+    node: Node, log: Path
+) -> None:
     node.run(1)
     watch = node.watch()
     watch.until("heartbeat")
@@ -144,7 +165,9 @@ def test_ranks_that_a_keeper_took_along_carry_what_its_supervisor_read(node: Nod
     assert watch.observation("KeeperDied")["kernel"] == [XID]
 
 
-def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(node: Node, log: Path, tmp_path: Path) -> None:
+def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(
+    node: Node, log: Path, tmp_path: Path
+) -> None:
     start(node, tmp_path / "cue")
     watch = node.watch()
     watch.until("heartbeat")
@@ -162,7 +185,9 @@ def test_the_newest_lines_are_kept_and_long_ones_are_cut(log: Path) -> None:
     since = mark()
     say(log, *(f"NVRM: Xid {number} \x07ä" + "x" * 5000 for number in range(100)))
     told = read(since)
-    assert [line.split()[2] for line in told["kernel"]] == [str(number) for number in range(100 - LINES, 100)]
+    assert [line.split()[2] for line in told["kernel"]] == [
+        str(number) for number in range(100 - LINES, 100)
+    ]
     assert {len(line) for line in told["kernel"]} == {LINE}
     assert len(json.dumps(told)) < 2 * LINES * LINE
     assert told["kernel_unreadable"] is None
@@ -189,13 +214,21 @@ def test_what_a_device_gives_is_one_record_a_call_told_with_its_time() -> None:
         b"12,5,9100000004,-;EDAC MC0: 1 CE memory read error\n",
     ):
         os.write(writing, record)
-    expected = ["[  100.000002] NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off", "[ 9100.000003] EDAC MC0: 1 UE memory read error"]
-    assert read_records(reading, "/dev/kmsg", 100.0) == {"kernel": expected, "kernel_unreadable": None}
+    expected = [
+        "[  100.000002] NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off",
+        "[ 9100.000003] EDAC MC0: 1 UE memory read error",
+    ]
+    assert read_records(reading, "/dev/kmsg", 100.0) == {
+        "kernel": expected,
+        "kernel_unreadable": None,
+    }
     os.close(reading)
     os.close(writing)
 
 
-def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_handle_that_both_have(log: Path, tmp_path: Path) -> None:
+def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_handle_that_both_have(
+    log: Path, tmp_path: Path
+) -> None:
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_DIRECT)
     rest = b"6,2,1,-;Out of memory: Killed process 1 (what the first has left)\n"
     os.write(writing, rest)
@@ -212,19 +245,33 @@ def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_han
     os.close(writing)
 
 
-def test_a_device_that_was_filled_before_a_reboot_has_lost_it_and_a_file_has_not(log: Path, tmp_path: Path) -> None:
+def test_a_device_that_was_filled_before_a_reboot_has_lost_it_and_a_file_has_not(
+    log: Path, tmp_path: Path
+) -> None:
     for number, noted, expected in (
-        (1, {"path": "/dev/kmsg", "inode": 0, "size": 0, "uptime": 0.0}, ([], "the node rebooted: what /dev/kmsg held is gone")),
-        (2, {"path": str(log), "inode": log.stat().st_ino, "size": 0, "uptime": 0.0}, ([OLD], None)),
+        (
+            1,
+            {"path": "/dev/kmsg", "inode": 0, "size": 0, "uptime": 0.0},
+            ([], "the node rebooted: what /dev/kmsg held is gone"),
+        ),
+        (
+            2,
+            {"path": str(log), "inode": log.stat().st_ino, "size": 0, "uptime": 0.0},
+            ([OLD], None),
+        ),
     ):
         generation = Generation(tmp_path, tmp_path, (1, number))
         generation.make()
-        (generation.path / "started.json").write_text(json.dumps({"boot_id": "before", "pids": {}, "kernel": noted}))
+        (generation.path / "started.json").write_text(
+            json.dumps({"boot_id": "before", "pids": {}, "kernel": noted})
+        )
         told = reading_of(generation, None)
         assert (told["kernel"], told["kernel_unreadable"]) == expected
 
 
-def test_a_ring_that_came_round_is_read_on_and_said_to_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_came_round_is_read_on_and_said_to_lack_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers = [BrokenPipeError(), b"6,9,1,-;NVRM: Xid 79\n", BlockingIOError()]
 
     def give(handle: int, size: int) -> bytes:
@@ -235,7 +282,10 @@ def test_a_ring_that_came_round_is_read_on_and_said_to_lack_something(monkeypatc
 
     monkeypatch.setattr(os, "read", give)
     told = read_records(-1, "/dev/kmsg")
-    assert told == {"kernel": ["[    0.000001] NVRM: Xid 79"], "kernel_unreadable": kernel_log.OVERWRITTEN}
+    assert told == {
+        "kernel": ["[    0.000001] NVRM: Xid 79"],
+        "kernel_unreadable": kernel_log.OVERWRITTEN,
+    }
 
 
 def test_a_device_that_never_ends_is_left_in_time() -> None:
@@ -243,7 +293,10 @@ def test_a_device_that_never_ends_is_left_in_time() -> None:
     began = time.monotonic()
     told = read_records(handle, "/dev/zero")
     assert time.monotonic() - began < 20
-    assert told == {"kernel": [], "kernel_unreadable": "/dev/zero was not read to its end within 50 ms"}
+    assert told == {
+        "kernel": [],
+        "kernel_unreadable": "/dev/zero was not read to its end within 50 ms",
+    }
     os.close(handle)
 
 
@@ -268,12 +321,19 @@ def test_a_log_that_is_forbidden_is_said_to_be(log: Path) -> None:
 
 def test_a_kernel_that_keeps_its_log_to_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     device, restricted = Path("/dev/kmsg"), Path("/proc/sys/kernel/dmesg_restrict")
-    if not device.exists() or not device.stat().st_mode & stat.S_IROTH or restricted.read_text().strip() != "1":
+    if (
+        not device.exists()
+        or not device.stat().st_mode & stat.S_IROTH
+        or restricted.read_text().strip() != "1"
+    ):
         pytest.skip("this kernel shows its log to everybody, or to nobody")
     monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
     with powerless():
         told = read(mark())
-    assert told == {"kernel": [], "kernel_unreadable": "permission denied: /dev/kmsg (kernel.dmesg_restrict)"}
+    assert told == {
+        "kernel": [],
+        "kernel_unreadable": "permission denied: /dev/kmsg (kernel.dmesg_restrict)",
+    }
 
 
 def test_the_agent_looks_for_what_the_controller_can_read() -> None:

@@ -25,8 +25,18 @@ def test_a_killed_rank_is_reported_and_takes_the_others_along(node: Node) -> Non
     os.kill(pids["1"], signal.SIGKILL)
     first = watch.observation("RankExited")
     second = watch.observation("RankExited")
-    assert (first["rank"], first["signal"], first["exit_code"], first["stopped"]) == (1, 9, None, False)
-    assert (second["rank"], second["signal"], second["stopped"], second["log_tail"]) == (0, 15, True, [])
+    assert (first["rank"], first["signal"], first["exit_code"], first["stopped"]) == (
+        1,
+        9,
+        None,
+        False,
+    )
+    assert (second["rank"], second["signal"], second["stopped"], second["log_tail"]) == (
+        0,
+        15,
+        True,
+        [],
+    )
     assert [first["seq"], second["seq"]] == [1, 2]
     eventually(lambda: watch.until("heartbeat")["alive"] == [])
 
@@ -96,7 +106,9 @@ def test_a_killed_keeper_takes_its_ranks_and_their_children_along(node: Node) ->
     assert "end" in watch.rest()[-1]
     again = node.watch()
     assert again.until("hello")["state"] == "gone"
-    assert [line["observation"]["kind"] for line in again.rest() if "observation" in line] == ["KeeperDied"]
+    assert [line["observation"]["kind"] for line in again.rest() if "observation" in line] == [
+        "KeeperDied"
+    ]
     answer = node.prepare(2)
     assert answer is not None
     assert answer["outcome"] == "done"
@@ -110,7 +122,9 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def test_keeper_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(node: Node) -> None:
+def test_keeper_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(
+    node: Node,
+) -> None:
     pids = node.run(1)
     supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
     os.kill(supervisor, signal.SIGSTOP)
@@ -201,7 +215,11 @@ subprocess.Popen(['setsid', 'sleep', '1000'])
 sys.exit(1)"""
     node.run(1, python(workers), ranks=1)
     assert node.watch().observation("RankExited")["exit_code"] == 1
-    eventually(lambda: len([pid for pid in node.processes() if b"RELAUNCH_TOKEN" in _environment(pid)]) == 0)
+    eventually(
+        lambda: (
+            len([pid for pid in node.processes() if b"RELAUNCH_TOKEN" in _environment(pid)]) == 0
+        )
+    )
 
 
 def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
@@ -211,9 +229,13 @@ def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
     try:
         for name in ("keeper", "supervisor"):
             record = json.loads((node.folder() / f"{name}.json").read_text())
-            (node.folder() / f"{name}.json").write_text(json.dumps({**record, "pid": bystander.pid}))
+            (node.folder() / f"{name}.json").write_text(
+                json.dumps({**record, "pid": bystander.pid})
+            )
         launch = json.loads((node.folder() / "started.json").read_text())
-        launch["pids"] = {rank: [bystander.pid, started] for rank, (_, started) in launch["pids"].items()}
+        launch["pids"] = {
+            rank: [bystander.pid, started] for rank, (_, started) in launch["pids"].items()
+        }
         (node.folder() / "started.json").write_text(json.dumps(launch))
         assert done(node.stop())["stopped"] == []
         listed = node.order("list")

@@ -57,10 +57,16 @@ REAL = [
         marks=[
             pytest.mark.long,
             pytest.mark.timeout(600),
-            pytest.mark.skipif(not has(module), reason=f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has"),
+            pytest.mark.skipif(
+                not has(module),
+                reason=f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has",
+            ),
         ],
     )
-    for name, module in (("torchrun", "torch.distributed"), ("ft_launcher", "nvidia_resiliency_ext.fault_tolerance"))
+    for name, module in (
+        ("torchrun", "torch.distributed"),
+        ("ft_launcher", "nvidia_resiliency_ext.fault_tolerance"),
+    )
 ]
 every_launcher = pytest.mark.parametrize("kind", ["double", *REAL])
 
@@ -74,10 +80,26 @@ class Launch:
     programs: Path
     port: int = 0
 
-    def run(self, command: list[str], env: Json | None = None, *, of: int = 1, group_rank: int = 0, port: int = 0) -> int:
+    def run(
+        self,
+        command: list[str],
+        env: Json | None = None,
+        *,
+        of: int = 1,
+        group_rank: int = 0,
+        port: int = 0,
+    ) -> int:
         """Prepare and start generation 1 on one of so many nodes; return the pid of the launcher. Group rank 0 says the port."""
         launcher = "torchrun" if self.kind == "double" else self.kind
-        spec = JobSpec.model_validate({"name": "j", "command": command, "nodes": of, "nproc_per_node": 2, "launcher": launcher})
+        spec = JobSpec.model_validate(
+            {
+                "name": "j",
+                "command": command,
+                "nodes": of,
+                "nproc_per_node": 2,
+                "launcher": launcher,
+            }
+        )
         process = PROCESS * of + group_rank
         self.port = port or int(done(self.node.prepare(1, [process]))["master_port"])
         if port:
@@ -90,7 +112,11 @@ class Launch:
             list(told.launcher),
             1,
             env={"PATH": f"{first}{os.pathsep}{os.environ['PATH']}", **(env or {})},
-            launched={"command": list(told.rank), "ranks": ranks, "env": {"TORCHELASTIC_RESTART_COUNT": "4"}},
+            launched={
+                "command": list(told.rank),
+                "ranks": ranks,
+                "env": {"TORCHELASTIC_RESTART_COUNT": "4"},
+            },
         )
         return int(done(started)["pids"][str(process)])
 
@@ -98,8 +124,15 @@ class Launch:
         """pid by rank, once both have said that they run."""
 
         def both() -> dict[int, int]:
-            found = {int(path.stem[5:]): int(json.loads(path.read_text())["pid"]) for path in folder.glob("rank_*.json")}
-            return found if len(found) == 2 and all("up" in self.node.log(rank) for rank in found) else {}
+            found = {
+                int(path.stem[5:]): int(json.loads(path.read_text())["pid"])
+                for path in folder.glob("rank_*.json")
+            }
+            return (
+                found
+                if len(found) == 2 and all("up" in self.node.log(rank) for rank in found)
+                else {}
+            )
 
         folder = self.node.folder() / "launched"
         ranks: dict[int, int] = eventually(both, "no ranks", 60)
@@ -110,7 +143,9 @@ class Launch:
 def programs(tmp_path: Path) -> Path:
     folder = tmp_path / "launchers"
     folder.mkdir()
-    (folder / "torchrun").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(DOUBLE))} "$@"\n')
+    (folder / "torchrun").write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(DOUBLE))} "$@"\n'
+    )
     (folder / "torchrun").chmod(0o755)
     return folder
 
@@ -135,13 +170,21 @@ def token_pids(node: Node) -> list[int]:
 
 
 @every_launcher
-def test_each_rank_has_its_own_progress_log_and_error_file_and_knows_of_which_launch_it_is(launch: Launch, kind: str) -> None:
+def test_each_rank_has_its_own_progress_log_and_error_file_and_knows_of_which_launch_it_is(
+    launch: Launch, kind: str
+) -> None:
     launch.kind = kind
-    tells = STEPS.replace("time.sleep(1000)", "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); time.sleep(1000)")
+    tells = STEPS.replace(
+        "time.sleep(1000)",
+        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); time.sleep(1000)",
+    )
     launcher = launch.run(code(tells))
     ranks = launch.ranks()
     heartbeat = launch.node.watch().until("heartbeat", lambda beat: len(beat["progress"]) == 2)
-    assert {rank: told["step"] for rank, told in heartbeat["progress"].items()} == {"0": 10, "1": 11}
+    assert {rank: told["step"] for rank, told in heartbeat["progress"].items()} == {
+        "0": 10,
+        "1": 11,
+    }
     assert heartbeat["alive"] == [PROCESS]
     for rank, pid in ranks.items():
         eventually(lambda rank=rank, pid=pid: launch.node.log(rank) == f"up {rank}\n4 {pid}\n")
@@ -149,24 +192,44 @@ def test_each_rank_has_its_own_progress_log_and_error_file_and_knows_of_which_la
 
 
 @every_launcher
-@pytest.mark.parametrize(("ends", "exit_code", "number"), [("os.kill(os.getpid(), 9)", None, 9), ("os._exit(93)", 93, None)])
+@pytest.mark.parametrize(
+    ("ends", "exit_code", "number"),
+    [("os.kill(os.getpid(), 9)", None, 9), ("os._exit(93)", 93, None)],
+)
 def test_the_end_of_the_rank_that_failed_first_is_told_and_not_only_the_launchers(
     launch: Launch, kind: str, ends: str, exit_code: int | None, number: int | None
 ) -> None:
     launch.kind = kind
-    launch.run(code(f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(1000)"))
+    launch.run(
+        code(
+            f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(1000)"
+        )
+    )
     told = launch.node.watch().observation("RankExited")
     assert (told["rank"], told["launcher"], told["exit_code"]) == (PROCESS, True, 1)
     seen = read(told)
-    assert (seen.rank, seen.local_rank, seen.exit_code, seen.signal, seen.launcher) == (1, 1, exit_code, number, False)
+    assert (seen.rank, seen.local_rank, seen.exit_code, seen.signal, seen.launcher) == (
+        1,
+        1,
+        exit_code,
+        number,
+        False,
+    )
     assert seen.log_tail == ("up",)
     eventually(lambda: not token_pids(launch.node))
 
 
 @every_launcher
-def test_an_error_that_a_rank_wrote_arrives_although_the_launcher_named_the_file(launch: Launch, kind: str) -> None:
+def test_an_error_that_a_rank_wrote_arrives_although_the_launcher_named_the_file(
+    launch: Launch, kind: str
+) -> None:
     launch.kind = kind
-    error = {"message": {"message": "ValueError: loss is NaN", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1785571200"}}}
+    error = {
+        "message": {
+            "message": "ValueError: loss is NaN",
+            "extraInfo": {"py_callstack": "Traceback", "timestamp": "1785571200"},
+        }
+    }
     fails = """import os, sys, time
 print('up', flush=True)
 if os.environ['RANK'] == '0':
@@ -182,7 +245,9 @@ time.sleep(1000)"""
 
 @every_launcher
 @pytest.mark.parametrize("victim", ["launcher", "keeper"])
-def test_no_rank_outlives_its_launcher_or_its_keeper(launch: Launch, kind: str, victim: str) -> None:
+def test_no_rank_outlives_its_launcher_or_its_keeper(
+    launch: Launch, kind: str, victim: str
+) -> None:
     launch.kind = kind
     launcher = launch.run(code(STEPS))
     ranks = launch.ranks()
@@ -198,7 +263,9 @@ def test_no_rank_outlives_its_launcher_or_its_keeper(launch: Launch, kind: str, 
     eventually(lambda: not token_pids(launch.node))
 
 
-def test_a_killed_supervisor_or_session_changes_nothing_for_ranks_below_a_launcher(launch: Launch) -> None:
+def test_a_killed_supervisor_or_session_changes_nothing_for_ranks_below_a_launcher(
+    launch: Launch,
+) -> None:
     launch.run(code(STEPS))
     ranks = launch.ranks()
     watch = launch.node.watch()
@@ -225,9 +292,18 @@ def test_an_order_to_stop_ends_the_launcher_and_every_rank(launch: Launch, kind:
 @every_launcher
 def test_a_launcher_whose_ranks_end_well_ends_well(launch: Launch, kind: str) -> None:
     launch.kind = kind
-    launch.run(["sh", "-c", 'test "$0" = \'$HOME ${local_rank} $$\' && echo "$RANK is fine"', "$HOME ${local_rank} $$"])
+    launch.run(
+        [
+            "sh",
+            "-c",
+            'test "$0" = \'$HOME ${local_rank} $$\' && echo "$RANK is fine"',
+            "$HOME ${local_rank} $$",
+        ]
+    )
     told = launch.node.watch().observation("RankExited")
-    assert (told["rank"], told["exit_code"], told["launcher"]) == (PROCESS, 0, True), launch.node.log(0) + launch.node.log(PROCESS)
+    assert (told["rank"], told["exit_code"], told["launcher"]) == (PROCESS, 0, True), (
+        launch.node.log(0) + launch.node.log(PROCESS)
+    )
 
 
 @pytest.mark.long
@@ -240,7 +316,9 @@ def test_a_launcher_that_has_seen_a_rank_fail_and_does_not_end_is_ended(launch: 
 
 
 @pytest.mark.parametrize("kind", REAL[1:])
-def test_ft_launcher_waits_for_other_nodes_and_is_not_waited_for(make_node: Callable[..., Node], programs: Path, kind: str) -> None:
+def test_ft_launcher_waits_for_other_nodes_and_is_not_waited_for(
+    make_node: Callable[..., Node], programs: Path, kind: str
+) -> None:
     first, second = (Launch(make_node(name), kind, programs) for name in ("n1", "n2"))
     first.run(code(STEPS), of=2)
     second.run(code(STEPS), of=2, group_rank=1, port=first.port)
@@ -259,14 +337,21 @@ def test_stacks_and_logs_are_those_of_the_ranks(launch: Launch) -> None:
     assert [(one["rank"], one["pid"]) for one in answer["stacks"]] == [(1, pids[1])]
     assert answer["stacks"][0]["threads"]
     answer = done(launch.node.order("logs", token=token(1), offsets=None, max_bytes=1000, wait=0.0))
-    assert {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]} == {0: "up 0\n", 1: "up 1\n"}
+    assert {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]} == {
+        0: "up 0\n",
+        1: "up 1\n",
+    }
 
 
 def test_a_launcher_that_fails_before_it_has_any_ranks_is_told_as_itself(launch: Launch) -> None:
     (launch.programs / "torchrun").write_text("#!/bin/sh\necho no module named torch >&2\nexit 1\n")
     launch.run(code(STEPS))
     told = launch.node.watch().observation("RankExited")
-    assert (told["launcher"], told["launched"], told["log_tail"]) == (True, [], ["no module named torch"])
+    assert (told["launcher"], told["launched"], told["log_tail"]) == (
+        True,
+        [],
+        ["no module named torch"],
+    )
     seen = read(told)
     assert (seen.rank, seen.exit_code, seen.launcher) == (PROCESS, 1, True)
 
@@ -274,9 +359,18 @@ def test_a_launcher_that_fails_before_it_has_any_ranks_is_told_as_itself(launch:
 def test_an_order_that_names_a_launchers_ranks_wrongly_is_refused_by_name(launch: Launch) -> None:
     launch.node.prepare(1, [PROCESS])
     for launched, reason in (
-        ({"command": [], "ranks": [0], "env": {}}, "launched.command is []; expected a program and its arguments"),
-        ({"command": ["true"], "ranks": [-1], "env": {}}, "launched.ranks is [-1]; expected global ranks of at least 0"),
-        ({"command": ["true"], "ranks": [0], "env": {"A": 1}}, "launched.env.A is 1; expected text without NUL"),
+        (
+            {"command": [], "ranks": [0], "env": {}},
+            "launched.command is []; expected a program and its arguments",
+        ),
+        (
+            {"command": ["true"], "ranks": [-1], "env": {}},
+            "launched.ranks is [-1]; expected global ranks of at least 0",
+        ),
+        (
+            {"command": ["true"], "ranks": [0], "env": {"A": 1}},
+            "launched.env.A is 1; expected text without NUL",
+        ),
     ):
         answer = launch.node.start(1, ["torchrun"], 1, launched=launched)
         assert answer is not None
@@ -286,7 +380,9 @@ def test_an_order_that_names_a_launchers_ranks_wrongly_is_refused_by_name(launch
 def test_a_command_of_ranks_that_is_not_there_is_said_where_the_ranks_print(launch: Launch) -> None:
     launch.run(["no-such-program"])
     told = launch.node.watch().observation("RankExited")
-    assert {one["log_tail"][-1] for one in told["launched"]} == {"the command no-such-program is not found on this node's PATH"}
+    assert {one["log_tail"][-1] for one in told["launched"]} == {
+        "the command no-such-program is not found on this node's PATH"
+    }
     assert "exitcode  : 127" in "\n".join(told["log_tail"])
 
 
@@ -302,9 +398,17 @@ def test_a_process_that_no_launcher_started_becomes_no_rank(launch: Launch, agen
     for changes, reason in (
         ({}, "its launcher is gone"),
         ({"RANK": "x"}, "RANK is 'x'; expected the number that the launcher gives"),
-        ({"RELAUNCH_TOKEN": "j"}, "RELAUNCH_TOKEN is 'j'; expected the one that the launcher was started with"),
+        (
+            {"RELAUNCH_TOKEN": "j"},
+            "RELAUNCH_TOKEN is 'j'; expected the one that the launcher was started with",
+        ),
         ({"RELAUNCH_TOKEN": "default/j/1/7"}, "the keeper of its generation is gone"),
     ):
         command = [sys.executable, "-I", "-S", str(agent), "rank", "--", "true"]
-        ended = subprocess.run(command, env={**environment, **changes}, capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (1, f"relaunch: this rank cannot begin: {reason}\n")
+        ended = subprocess.run(
+            command, env={**environment, **changes}, capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stderr) == (
+            1,
+            f"relaunch: this rank cannot begin: {reason}\n",
+        )

@@ -87,7 +87,9 @@ def test_one_node_that_nobody_ever_watched_stops(node: Node) -> None:
     eventually(lambda: fenced(node).get("why") == "never_watched")
 
 
-def launch(nodes: list[Node], leases: list[float], lists: list[list[int]], **more: Any) -> list[Stream]:
+def launch(
+    nodes: list[Node], leases: list[float], lists: list[list[int]], **more: Any
+) -> list[Stream]:
     """Run one rank on each node, asking those that it lists; renew each once, and return the watches."""
     times = {name: more.pop(name) for name in list(more) if name in SHORT}
     own = []
@@ -98,8 +100,13 @@ def launch(nodes: list[Node], leases: list[float], lists: list[list[int]], **mor
     secrets = more.pop("secrets", ["ab"] * len(nodes))
     watches = []
     for index, node in enumerate(nodes):
-        peers = [{"node": f"n{other + 1}", "address": "127.0.0.1", "port": own[other]} for other in lists[index]]
-        started = node.start(1, ranks=1, peers=peers, node=f"n{index + 1}", secret=secrets[index], **more)
+        peers = [
+            {"node": f"n{other + 1}", "address": "127.0.0.1", "port": own[other]}
+            for other in lists[index]
+        ]
+        started = node.start(
+            1, ranks=1, peers=peers, node=f"n{index + 1}", secret=secrets[index], **more
+        )
         assert started is not None
         assert started["outcome"] == "done"
         watches.append(node.watch())
@@ -123,7 +130,9 @@ def gang(make_node: Callable[..., Node], **more: Any) -> tuple[Node, Node, Strea
 EVERYONE = [[1, 2], [0, 2], [0, 1]]
 
 
-def test_a_gang_that_is_whole_goes_on_without_its_controller(make_node: Callable[..., Node]) -> None:
+def test_a_gang_that_is_whole_goes_on_without_its_controller(
+    make_node: Callable[..., Node],
+) -> None:
     nodes = [make_node(name) for name in ("n1", "n2", "n3")]
     watches = launch(nodes, [0.6] * 3, EVERYONE)
     goes_on(watches[0], 3.0)
@@ -153,7 +162,9 @@ def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..
 
 def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) -> None:
     nodes = [make_node("n1"), make_node("n2")]
-    first, second = launch(nodes, [0.6, 30.0], [[1], [0]], command=python(STUBBORN), stop_grace=20.0)
+    first, second = launch(
+        nodes, [0.6, 30.0], [[1], [0]], command=python(STUBBORN), stop_grace=20.0
+    )
     goes_on(first, 1.5)
     eventually(lambda: "up" in nodes[1].log(1))
     nodes[1].begin("stop", token=token(1), stop_grace=20.0, stuck_after=3.0)
@@ -188,7 +199,9 @@ def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., 
         assert prepared is not None
         real.append(prepared["peer_port"])
         thread.start()
-        nodes[1].start(1, ranks=1, node="n2", secret="ab")  # never renewed, so it is alive and not leased
+        nodes[1].start(
+            1, ranks=1, node="n2", secret="ab"
+        )  # never renewed, so it is alive and not leased
         silent = {"node": "n3", "address": "127.0.0.1", "port": 1}
         meddled = {"node": "n2", "address": "127.0.0.1", "port": between.getsockname()[1]}
         nodes[0].prepare(1, [0], **SHORT)
@@ -312,7 +325,13 @@ def prepare_order(generation: int) -> dict[str, Any]:
         (False, [(5.0, 6.0)], None, 1e9, None),
     ],
 )
-def test_the_arithmetic(fences: bool, renewals: list[tuple[float, float]], asked: float | None, at: float, expected: str | None) -> None:
+def test_the_arithmetic(
+    fences: bool,
+    renewals: list[tuple[float, float]],
+    asked: float | None,
+    at: float,
+    expected: str | None,
+) -> None:
     lease = Lease(started=0.0, lease=10.0, fence_after=5.0, fences=fences)
     for stamp, now in renewals:
         lease.renew(stamp, now)

@@ -23,10 +23,17 @@ OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 def ask(agent: Path, tmp_path: Path, nvml_built: Path) -> Ask:
     """Read with a library that says this."""
 
-    def ask(said: str = HEALTHY, built: Path = nvml_built, interpreter: str = sys.executable) -> dict[str, Any]:
+    def ask(
+        said: str = HEALTHY, built: Path = nvml_built, interpreter: str = sys.executable
+    ) -> dict[str, Any]:
         install_nvml(tmp_path / "lib", built, said)
         environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "lib")}
-        done = subprocess.run([interpreter, "-S", str(agent), "nvml"], capture_output=True, env=environment, timeout=100)
+        done = subprocess.run(
+            [interpreter, "-S", str(agent), "nvml"],
+            capture_output=True,
+            env=environment,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
@@ -63,8 +70,17 @@ def test_every_fault_is_told_of_the_gpu_that_has_it(ask: Ask) -> None:
     )
     first, second = ask(HEALTHY + faults)["gpus"]
     assert first["remapped"]["pending"] is False
-    assert second["remapped"] == {"correctable": 2, "uncorrectable": 3, "pending": True, "failed": False}
-    assert (second["retired_pending"], second["recovery_action"], second["throttle"]) == (True, 7, 72)
+    assert second["remapped"] == {
+        "correctable": 2,
+        "uncorrectable": 3,
+        "pending": True,
+        "failed": False,
+    }
+    assert (second["retired_pending"], second["recovery_action"], second["throttle"]) == (
+        True,
+        7,
+        72,
+    )
     assert second["ecc"] == {"volatile_uncorrected": 4, "aggregate_uncorrected": 9}
     assert second["nvlink_inactive"] == [0, 17]
     assert second["nvlink_errors"] == {"crc": 12, "replay": 6, "recovery": 6}
@@ -84,18 +100,27 @@ def test_a_gpu_that_is_lost_while_it_is_read_is_lost_by_its_bus_id(ask: Ask) -> 
 
 
 def test_what_cannot_be_read_has_a_word_and_costs_nothing_else(ask: Ask) -> None:
-    gpu = ask(HEALTHY + "error nvmlDeviceGetRetiredPagesPendingStatus 0 3\nerror nvmlDeviceGetTotalEccErrors 0 4242\n")["gpus"][0]
+    gpu = ask(
+        HEALTHY
+        + "error nvmlDeviceGetRetiredPagesPendingStatus 0 3\nerror nvmlDeviceGetTotalEccErrors 0 4242\n"
+    )["gpus"][0]
     assert gpu["retired_pending"] == {"unreadable": "NOT_SUPPORTED"}
     assert gpu["ecc"] == {"unreadable": "ERROR_4242"}
     assert gpu["temperature"] == 41
 
 
 def test_links_are_not_asked_for_past_the_last_and_not_at_all_without_any(ask: Ask) -> None:
-    assert ask(HEALTHY + "error nvmlDeviceGetNvLinkState 0 3\n")["gpus"][0]["nvlink_inactive"] == {"unreadable": "NOT_SUPPORTED"}
-    assert ask(HEALTHY + "error nvmlDeviceGetNvLinkState 0 999\n")["gpus"][0]["nvlink_inactive"] == {"unreadable": "UNKNOWN"}
+    assert ask(HEALTHY + "error nvmlDeviceGetNvLinkState 0 3\n")["gpus"][0]["nvlink_inactive"] == {
+        "unreadable": "NOT_SUPPORTED"
+    }
+    assert ask(HEALTHY + "error nvmlDeviceGetNvLinkState 0 999\n")["gpus"][0][
+        "nvlink_inactive"
+    ] == {"unreadable": "UNKNOWN"}
 
 
-def test_a_library_that_lacks_functions_is_asked_by_their_older_names(ask: Ask, tmp_path: Path) -> None:
+def test_a_library_that_lacks_functions_is_asked_by_their_older_names(
+    ask: Ask, tmp_path: Path
+) -> None:
     gpu = ask(HEALTHY + "throttle 0 64\n", build_nvml(tmp_path / "old", old=True))["gpus"][0]
     assert gpu["remapped"] == {"unreadable": "FUNCTION_NOT_FOUND"}
     assert gpu["recovery_action"] == {"unreadable": "INVALID_ARGUMENT"}
@@ -103,7 +128,9 @@ def test_a_library_that_lacks_functions_is_asked_by_their_older_names(ask: Ask, 
 
 
 def test_a_driver_that_is_not_loaded_is_said(ask: Ask) -> None:
-    assert ask(HEALTHY + "error nvmlInitWithFlags 0 9\n") == {"unreadable": "NVML: DRIVER_NOT_LOADED"}
+    assert ask(HEALTHY + "error nvmlInitWithFlags 0 9\n") == {
+        "unreadable": "NVML: DRIVER_NOT_LOADED"
+    }
 
 
 def test_what_the_library_prints_is_not_taken_for_the_answer(ask: Ask) -> None:
@@ -134,7 +161,10 @@ def probe(node: Node, tmp_path: Path, nvml_built: Path, monkeypatch: pytest.Monk
 
 
 def test_a_probe_tells_what_nvml_said(probe: Ask) -> None:
-    assert [gpu["bus_id"] for gpu in probe(HEALTHY)["gpus"]] == ["00000000:05:00.0", "00000000:06:00.0"]
+    assert [gpu["bus_id"] for gpu in probe(HEALTHY)["gpus"]] == [
+        "00000000:05:00.0",
+        "00000000:06:00.0",
+    ]
 
 
 def test_a_node_without_nvml_says_so(probe: Ask) -> None:
@@ -155,11 +185,17 @@ def words(pid: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlDeviceGetMemoryInfo"])
-def test_nvml_that_hangs_hangs_no_probe_and_its_process_is_killed(probe: Ask, node: Node, function: str) -> None:
-    assert probe(HEALTHY + f"hang {function}\n", within=4.0) == {"unreadable": "NVML did not answer within 2 s"}
+def test_nvml_that_hangs_hangs_no_probe_and_its_process_is_killed(
+    probe: Ask, node: Node, function: str
+) -> None:
+    assert probe(HEALTHY + f"hang {function}\n", within=4.0) == {
+        "unreadable": "NVML did not answer within 2 s"
+    }
     assert not [pid for pid in node.processes() if b"nvml" in words(pid) and alive(pid)]
     assert node.order("list")["held"] is None  # type: ignore[index]
 
 
 def test_nvml_that_crashes_ends_its_own_process_only(probe: Ask) -> None:
-    assert probe(HEALTHY + "crash nvmlDeviceGetName\n") == {"unreadable": "the process that asked NVML ended by signal 11"}
+    assert probe(HEALTHY + "crash nvmlDeviceGetName\n") == {
+        "unreadable": "the process that asked NVML ended by signal 11"
+    }

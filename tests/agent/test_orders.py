@@ -40,7 +40,10 @@ def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node
     assert node.prepare() == prepared
     assert done(node.stop())["stopped"] == [[1, 1]]
     assert not any(map(alive, started["pids"].values()))
-    eventually(lambda: done(node.stop())["stopped"] == [], "the keeper ends a moment after it has said that its ranks are gone")
+    eventually(
+        lambda: done(node.stop())["stopped"] == [],
+        "the keeper ends a moment after it has said that its ranks are gone",
+    )
 
 
 def test_a_higher_generation_takes_the_place_of_a_lower_one(node: Node) -> None:
@@ -57,8 +60,23 @@ def test_a_higher_generation_takes_the_place_of_a_lower_one(node: Node) -> None:
 
 
 def start_order(of: dict[str, Any], **more: Any) -> dict[str, Any]:
-    order: dict[str, Any] = {"token": of, "command": ["true"], "workdir": None, "env": {}, "rank_env": [{}, {}]}
-    return {**order, "peers": [], "prepared": 0.0, "node": "n1", "secret": "ab", "fences": True, "log_pattern": None, **more}
+    order: dict[str, Any] = {
+        "token": of,
+        "command": ["true"],
+        "workdir": None,
+        "env": {},
+        "rank_env": [{}, {}],
+    }
+    return {
+        **order,
+        "peers": [],
+        "prepared": 0.0,
+        "node": "n1",
+        "secret": "ab",
+        "fences": True,
+        "log_pattern": None,
+        **more,
+    }
 
 
 def test_a_later_submission_is_above_every_generation_of_an_earlier_one(node: Node) -> None:
@@ -132,7 +150,9 @@ def test_a_keeper_that_died_before_the_start_is_not_prepared(node: Node) -> None
         ({"rank_env": [{}, {"PATH": "/nowhere"}]}, "command_not_found"),
     ],
 )
-def test_ranks_that_cannot_start_are_refused_by_name(node: Node, more: dict[str, Any], expected: str) -> None:
+def test_ranks_that_cannot_start_are_refused_by_name(
+    node: Node, more: dict[str, Any], expected: str
+) -> None:
     node.prepare()
     answer = node.start(**{"command": ["sleep", "1000"], **more})
     assert why(answer) == f"refused {expected}"
@@ -159,7 +179,9 @@ def test_ranks_that_cannot_start_are_refused_by_name(node: Node, more: dict[str,
         ({"address": "192.0.2.77"}, "cannot_start"),
     ],
 )
-def test_bad_orders_are_refused_with_a_sentence(node: Node, order: dict[str, Any], expected: str) -> None:
+def test_bad_orders_are_refused_with_a_sentence(
+    node: Node, order: dict[str, Any], expected: str
+) -> None:
     answer = node.prepare(1, **order)
     assert why(answer) == f"refused {expected}"
     assert answer is not None
@@ -199,8 +221,14 @@ def test_noise_on_a_session_is_answered_and_does_not_end_it(node: Node) -> None:
 def test_one_command_a_process_answers_on_python_3_8(node: Node) -> None:
     interpreter = str(OLD_PYTHON) if OLD_PYTHON.exists() else sys.executable
     call = [interpreter, str(node.agent), "list"]
-    for given, expected in ((b'{"protocol":\n1}', "done"), (b"nonsense", "refused"), (b"", "refused")):
-        done = subprocess.run(call, input=given, capture_output=True, env=node.environment, timeout=100)
+    for given, expected in (
+        (b'{"protocol":\n1}', "done"),
+        (b"nonsense", "refused"),
+        (b"", "refused"),
+    ):
+        done = subprocess.run(
+            call, input=given, capture_output=True, env=node.environment, timeout=100
+        )
         assert (done.returncode, json.loads(done.stdout)["outcome"]) == (0, expected)
 
 
@@ -219,14 +247,18 @@ def test_a_state_folder_of_somebody_else_is_refused(node: Node) -> None:
         pytest.skip("only root can give a folder away")
     os.chown(node.state, 65534, 65534)
     call = [sys.executable, str(node.agent), "list"]
-    done = subprocess.run(call, input=b'{"protocol":1}', capture_output=True, env=node.environment, timeout=100)
+    done = subprocess.run(
+        call, input=b'{"protocol":1}', capture_output=True, env=node.environment, timeout=100
+    )
     assert json.loads(done.stdout)["why"] == "cannot_start"
 
 
 def test_only_the_newest_ten_generations_keep_their_folders(node: Node) -> None:
     for generation in range(1, 13):
         node.prepare(generation)
-    assert sorted(int(path.name[2:]) for path in node.folder().parent.glob("1-*")) == list(range(3, 13))
+    assert sorted(int(path.name[2:]) for path in node.folder().parent.glob("1-*")) == list(
+        range(3, 13)
+    )
 
 
 def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None:
@@ -240,7 +272,9 @@ def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None
     shutil.rmtree(node.state / "jobs")
 
 
-def test_the_environment_of_a_rank(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_of_a_rank(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
     monkeypatch.setenv("RELAUNCH_SECRET", "of the session")
     monkeypatch.setenv("KEPT", "from the session")
@@ -250,7 +284,12 @@ def test_the_environment_of_a_rank(node: Node, monkeypatch: pytest.MonkeyPatch, 
     eventually(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))
     first, second = json.loads(node.log(0)), json.loads(node.log(1))
     environment = second[0]
-    assert (first[0]["RANK"], first[0]["BOTH"], environment["RANK"], environment["BOTH"]) == ("0", "common", "1", "own")
+    assert (first[0]["RANK"], first[0]["BOTH"], environment["RANK"], environment["BOTH"]) == (
+        "0",
+        "common",
+        "1",
+        "own",
+    )
     assert environment["KEPT"] == "from the session"
     assert "RELAUNCH_SECRET" not in environment
     assert "TORCHELASTIC_RUN_ID" not in environment
@@ -262,15 +301,22 @@ def test_the_environment_of_a_rank(node: Node, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_rank_starts_with_default_signals_and_no_stray_descriptors(node: Node) -> None:
-    node.run(1, ["sh", "-c", "ls -l /proc/self/fd; grep -E 'Sig(Ign|Blk)' /proc/self/status"], ranks=1)
+    node.run(
+        1, ["sh", "-c", "ls -l /proc/self/fd; grep -E 'Sig(Ign|Blk)' /proc/self/status"], ranks=1
+    )
     eventually(lambda: "SigIgn" in node.log())
     masks = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]{16})\n", node.log()))
     # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as ignored.
-    assert {name: int(mask, 16) & 0x7FFFFFFF for name, mask in masks.items()} == {"SigBlk": 0, "SigIgn": 0}
+    assert {name: int(mask, 16) & 0x7FFFFFFF for name, mask in masks.items()} == {
+        "SigBlk": 0,
+        "SigIgn": 0,
+    }
     assert node.log().count("->") == 4  # three, and the listing's own
 
 
-def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_replaced(node: Node) -> None:
+def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_replaced(
+    node: Node,
+) -> None:
     def spares() -> set[int]:
         return {pid for pid in node.processes() if name(pid) == "relaunch-idle"}
 

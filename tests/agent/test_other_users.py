@@ -43,7 +43,13 @@ def ordinary(agent: Path) -> Iterator[OrdinaryNode]:
     (folder / "agent.pyz").chmod(0o644)
     (folder / "n1").mkdir(mode=0o700)
     os.chown(folder / "n1", USER, USER)
-    words = [shutil.which("setpriv"), f"--reuid={USER}", f"--regid={USER}", "--clear-groups", SYSTEM_PYTHON]
+    words = [
+        shutil.which("setpriv"),
+        f"--reuid={USER}",
+        f"--regid={USER}",
+        "--clear-groups",
+        SYSTEM_PYTHON,
+    ]
     wrapper = folder / "python"
     wrapper.write_text(f'#!/bin/sh\nexec {" ".join(map(str, words))} "$@"\n')
     wrapper.chmod(0o755)
@@ -65,7 +71,10 @@ def run_with_root_child(node: OrdinaryNode, way: str, **more: Any) -> tuple[dict
             if entry.name.isdigit():
                 try:
                     words = (entry / "cmdline").read_bytes().split(b"\0")
-                    if words[:2] == [b"sleep", mark.encode()] and (entry / "stat").stat().st_uid == 0:
+                    if (
+                        words[:2] == [b"sleep", mark.encode()]
+                        and (entry / "stat").stat().st_uid == 0
+                    ):
                         return int(entry.name)
                 except OSError:
                     continue
@@ -80,7 +89,9 @@ def end(stray: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["", "setsid"])
-def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(ordinary: OrdinaryNode, way: str) -> None:
+def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
+    ordinary: OrdinaryNode, way: str
+) -> None:
     node = ordinary
     pids, stray = run_with_root_child(node, way)
     try:
@@ -94,7 +105,9 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(ordinar
             assert answer is not None
             assert answer["pids"] == [stray]
             assert f"pid {stray} (root, sleep)" in answer["reason"]
-        assert alive(keeper), "the keeper knows what is below it: without it a program of root's cannot be found"
+        assert alive(keeper), (
+            "the keeper knows what is below it: without it a program of root's cannot be found"
+        )
         jobs = done(node.order("probe", within=5.0, kernel_since=None))["jobs"]
         assert [job["generation"] for job in jobs] == [1], "the node reads free"
     finally:
@@ -103,7 +116,9 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(ordinar
     eventually(lambda: not alive(keeper))
 
 
-def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(ordinary: OrdinaryNode) -> None:
+def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
+    ordinary: OrdinaryNode,
+) -> None:
     node = ordinary
     _, stray = run_with_root_child(node, "")
     try:

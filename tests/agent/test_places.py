@@ -38,7 +38,9 @@ def test_a_job_that_was_never_here_has_no_state_here(node: Node) -> None:
     refused = node.order("watch", token=token(1), after_seq=0, heartbeat=1.0)
     assert refused is not None
     assert refused["place"]["state"] == ""
-    assert place(node.stop())["state"] != place(node.stop(token=token(1, job="k")))["state"], "each job has its own"
+    assert place(node.stop())["state"] != place(node.stop(token=token(1, job="k")))["state"], (
+        "each job has its own"
+    )
 
 
 def remove(node: Node, what: str) -> None:
@@ -67,7 +69,9 @@ def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: 
 
 
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
-def test_state_that_is_deleted_under_ranks_is_made_again_by_their_keeper(node: Node, what: str) -> None:
+def test_state_that_is_deleted_under_ranks_is_made_again_by_their_keeper(
+    node: Node, what: str
+) -> None:
     before = place(node.prepare())
     pids = done(node.start())["pids"].values()
     node.end_session()

@@ -24,7 +24,9 @@ def ask(node: Node, **more: Any) -> dict[str, Any]:
     return done(node.order("preflight", **{**ASKED, **more}))
 
 
-def meet(node: Node, left: Any = None, peer: Any = None, wait: float = 0.0, **more: Any) -> dict[str, Any]:
+def meet(
+    node: Node, left: Any = None, peer: Any = None, wait: float = 0.0, **more: Any
+) -> dict[str, Any]:
     return done(node.order("meet", left=left, peer=peer, wait=wait, **more))
 
 
@@ -42,12 +44,16 @@ def test_a_node_says_what_it_runs_with_and_where_it_keeps_things(node: Node) -> 
     assert answer["python"] == ".".join(str(part) for part in sys.version_info[:3])
     assert answer["uid"] == os.geteuid()
     assert answer["state"]["path"] == str(node.state)
-    told = subprocess.run(["df", "--output=fstype", str(node.state)], capture_output=True, text=True, check=True).stdout.split()
+    told = subprocess.run(
+        ["df", "--output=fstype", str(node.state)], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert answer["state"]["type"] == told[-1]
     assert (answer["left"], answer["nvidia_smi"], answer["gpu_reset"]) == (None, None, None)
 
 
-def test_what_it_leaves_behind_outlives_the_connection_and_a_second_one_finds_it(node: Node) -> None:
+def test_what_it_leaves_behind_outlives_the_connection_and_a_second_one_finds_it(
+    node: Node,
+) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     assert eventually(lambda: name(left["pid"]) == "relaunch-stay")
     node.end_session()
@@ -82,7 +88,9 @@ def test_a_neighbour_that_nobody_answers_for_is_not_met(node: Node) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     assert meet(node, identity(left), end=True)["lives"]
     eventually(lambda: not alive(left["pid"]))
-    assert meet(node, peer=place(left))["met"] == {"cannot": f"127.0.0.1 port {left['port']}: Connection refused"}
+    assert meet(node, peer=place(left))["met"] == {
+        "cannot": f"127.0.0.1 port {left['port']}: Connection refused"
+    }
 
 
 def test_somebody_else_at_the_neighbours_address_is_not_the_neighbour(node: Node) -> None:
@@ -93,17 +101,33 @@ def test_somebody_else_at_the_neighbours_address_is_not_the_neighbour(node: Node
 
 def test_an_order_that_makes_no_sense_is_refused(node: Node) -> None:
     assert refusal(node.order("meet", left={"pid": "x"}, peer=None, wait=0.0)) == "bad_order"
-    assert refusal(node.order("meet", left=None, peer={"address": "127.0.0.1", "port": 70000, "word": "w"}, wait=0.0)) == "bad_order"
+    assert (
+        refusal(
+            node.order(
+                "meet",
+                left=None,
+                peer={"address": "127.0.0.1", "port": 70000, "word": "w"},
+                wait=0.0,
+            )
+        )
+        == "bad_order"
+    )
     assert refusal(node.order("preflight", **{**ASKED, "gpus": "yes"})) == "bad_order"
 
 
 def test_tools_are_tried_where_there_are_gpus(node: Node, programs: Path) -> None:
     (programs / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3'\n")
-    (programs / "dcgmi").write_text("#!/bin/sh\necho 'Error: unable to establish a connection to the specified host: localhost'\nexit 1\n")
+    (programs / "dcgmi").write_text(
+        "#!/bin/sh\necho 'Error: unable to establish a connection to the specified host: localhost'\nexit 1\n"
+    )
     for program in programs.iterdir():
         program.chmod(0o755)
     answer = ask(node, gpus=True)
-    assert answer["nvidia_smi"] == {"path": str(programs / "nvidia-smi"), "exit_code": 0, "said": "GPU 0: NVIDIA H100 80GB HBM3"}
+    assert answer["nvidia_smi"] == {
+        "path": str(programs / "nvidia-smi"),
+        "exit_code": 0,
+        "said": "GPU 0: NVIDIA H100 80GB HBM3",
+    }
     assert answer["dcgmi"]["exit_code"] == 1
     assert "unable to establish a connection" in answer["dcgmi"]["said"]
 
@@ -115,12 +139,17 @@ case "$*" in "systemctl reboot") echo /usr/bin/systemctl reboot ;; *) echo "sudo
 """
 
 
-def test_sudo_is_asked_what_it_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sudo_is_asked_what_it_would_run_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sudo").write_text(SUDO)
     (tmp_path / "sudo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     until = time.monotonic() + 60
-    assert preflight._allowed(["sudo", "-n", "systemctl", "reboot"], until) == {"command": "systemctl reboot", "sudo": True}
+    assert preflight._allowed(["sudo", "-n", "systemctl", "reboot"], until) == {
+        "command": "systemctl reboot",
+        "sudo": True,
+    }
     denied = preflight._allowed(["sudo", "-n", "/usr/bin/nvidia-smi", "--gpu-reset"], until)
     assert denied["cannot"] == "sudo -n does not allow it: sudo: a password is required"
 
@@ -140,10 +169,14 @@ def test_a_preflight_on_python_3_8(make_node: Any) -> None:
 
 def test_the_longest_mount_point_above_a_folder_is_its_file_system() -> None:
     assert find_mount(Path("/proc/self"))["type"] == "proc"
-    assert find_mount(Path("/process"))["mounted"] == "/", "a name that only begins alike is not below it"
+    assert find_mount(Path("/process"))["mounted"] == "/", (
+        "a name that only begins alike is not below it"
+    )
 
 
-def test_the_session_of_a_login_is_found_in_its_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_of_a_login_is_found_in_its_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preflight, "CGROUP", str(tmp_path / "cgroup"))
     (tmp_path / "cgroup").write_text("0::/user.slice/user-1000.slice/session-12.scope\n")
     assert preflight._session() == "session-12.scope"

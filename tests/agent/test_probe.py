@@ -63,7 +63,9 @@ def test_a_generation_that_is_only_prepared_counts_for_it_may_start(node: Node) 
     assert [each["generation"] for each in ask(node)["jobs"]] == [1]
 
 
-def test_a_generation_that_ended_by_itself_does_not_count_though_its_keeper_lingers(node: Node) -> None:
+def test_a_generation_that_ended_by_itself_does_not_count_though_its_keeper_lingers(
+    node: Node,
+) -> None:
     node.run(1, ["true"])
     keeper = node.pid("keeper")
     eventually(lambda: ask(node)["jobs"] == [])
@@ -72,11 +74,20 @@ def test_a_generation_that_ended_by_itself_does_not_count_though_its_keeper_ling
 
 def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:
     node.run(1, ranks=1)
-    environment = {**os.environ, "RELAUNCH_TOKEN": "default/other/4/9", "RELAUNCH_NODE_STATE": str(node.state)}
+    environment = {
+        **os.environ,
+        "RELAUNCH_TOKEN": "default/other/4/9",
+        "RELAUNCH_NODE_STATE": str(node.state),
+    }
     with subprocess.Popen(["sleep", "1000"], env=environment) as stray:
         try:
             found = eventually(lambda: len(jobs := ask(node)["jobs"]) == 2 and jobs)
-            assert found[1] == {"namespace": "default", "job": "other", "submission": 4, "generation": 9}
+            assert found[1] == {
+                "namespace": "default",
+                "job": "other",
+                "submission": 4,
+                "generation": 9,
+            }
         finally:
             stray.kill()
 
@@ -87,7 +98,9 @@ def test_a_disk_that_cannot_be_written_is_said_to_be_so() -> None:
     assert row["reason"]
 
 
-def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(probe, "_write", lambda folder: time.sleep(100))
     began = time.monotonic()
     rows = probe._disks(tmp_path, 0.3)
@@ -120,20 +133,36 @@ def test_the_kernel_log_is_told_as_far_as_it_is_evidence(node: Node, kernel_log:
 
 
 def test_a_log_that_cannot_be_read_says_why(node: Node, kernel_log: Path) -> None:
-    assert ask(node)["kernel"] == {"unreadable": f"no such file or directory: {kernel_log}", "lines": []}
+    assert ask(node)["kernel"] == {
+        "unreadable": f"no such file or directory: {kernel_log}",
+        "lines": [],
+    }
 
 
 def test_at_most_the_newest_two_hundred_lines_are_told(node: Node, kernel_log: Path) -> None:
-    kernel_log.write_text("".join(f"[{number}.000000] NVRM: Xid {number}\n" for number in range(300)))
+    kernel_log.write_text(
+        "".join(f"[{number}.000000] NVRM: Xid {number}\n" for number in range(300))
+    )
     lines = ask(node)["kernel"]["lines"]
-    assert (len(lines), lines[0], lines[-1]) == (200, "[100.000000] NVRM: Xid 100", "[299.000000] NVRM: Xid 299")
+    assert (len(lines), lines[0], lines[-1]) == (
+        200,
+        "[100.000000] NVRM: Xid 100",
+        "[299.000000] NVRM: Xid 299",
+    )
 
 
-def test_only_the_seconds_that_are_asked_for_are_told_where_a_line_has_its_time(node: Node, kernel_log: Path) -> None:
+def test_only_the_seconds_that_are_asked_for_are_told_where_a_line_has_its_time(
+    node: Node, kernel_log: Path
+) -> None:
     uptime = time.monotonic()
-    new, old = (f"[{at:.6f}] NVRM: Xid {name}" for at, name in ((uptime - 5, "new"), (uptime - 500, "old")))
+    new, old = (
+        f"[{at:.6f}] NVRM: Xid {name}" for at, name in ((uptime - 5, "new"), (uptime - 500, "old"))
+    )
     kernel_log.write_text(f"{old}\nnode kernel: {new}\nkernel: {old}\nNVRM: Xid timeless\n")
-    assert ask(node, kernel_since=60)["kernel"]["lines"] == [f"node kernel: {new}", "NVRM: Xid timeless"]
+    assert ask(node, kernel_since=60)["kernel"]["lines"] == [
+        f"node kernel: {new}",
+        "NVRM: Xid timeless",
+    ]
     assert len(ask(node)["kernel"]["lines"]) == 4
 
 
@@ -149,7 +178,9 @@ def test_lines_of_before_a_reboot_are_not_told_again(node: Node, kernel_log: Pat
     assert ask(node)["kernel"]["lines"] == ["[ 3.000000] NVRM: Xid (PCI:0000:05:00): 48"]
 
 
-def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_what_followed(node: Node, kernel_log: Path) -> None:
+def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_what_followed(
+    node: Node, kernel_log: Path
+) -> None:
     kernel_log.write_text("NVRM: Xid old\n")
     reboots.tend(node.state)
     with open(kernel_log, "a") as file:
@@ -166,10 +197,15 @@ def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_wha
     [
         ({"kernel_since": None}, "within is missing; expected a number of at least 0.1"),
         ({"within": 0, "kernel_since": None}, "within is 0; expected a number of at least 0.1"),
-        ({"within": 5, "kernel_since": "yesterday"}, 'kernel_since is "yesterday"; expected a number of at least 0'),
+        (
+            {"within": 5, "kernel_since": "yesterday"},
+            'kernel_since is "yesterday"; expected a number of at least 0',
+        ),
     ],
 )
-def test_an_order_to_probe_that_makes_no_sense_is_refused(node: Node, order: dict[str, Any], reason: str) -> None:
+def test_an_order_to_probe_that_makes_no_sense_is_refused(
+    node: Node, order: dict[str, Any], reason: str
+) -> None:
     answer = node.order("probe", **order)
     assert answer == {"outcome": "refused", "why": "bad_order", "reason": reason}
 

@@ -23,12 +23,31 @@ def generation(tmp_path: Path) -> Generation:
     return made
 
 
-@pytest.mark.parametrize(("text", "step"), [("12", 12), (" 12\n", 12), ("12.0", 12), ('{"step": 3, "on": true, "s": "x"}', 3), ("0", 0)])
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [("12", 12), (" 12\n", 12), ("12.0", 12), ('{"step": 3, "on": true, "s": "x"}', 3), ("0", 0)],
+)
 def test_steps(text: str, step: int) -> None:
     assert parse_file(text) == {"step": step, "values": {}, "phase": None, "checkpoint": None}
 
 
-@pytest.mark.parametrize("text", ["", "twelve", "{", "[]", "null", "true", "-1", "1.5", "NaN", "{}", '{"step": "1"}', "[" * 99999])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "twelve",
+        "{",
+        "[]",
+        "null",
+        "true",
+        "-1",
+        "1.5",
+        "NaN",
+        "{}",
+        '{"step": "1"}',
+        "[" * 99999,
+    ],
+)
 def test_what_is_not_a_step(text: str) -> None:
     with pytest.raises(Unreadable):
         parse_file(text)
@@ -43,18 +62,24 @@ def test_what_is_not_a_step(text: str) -> None:
         ('{"step": 3, "checkpoint": null}', None),
     ],
 )
-def test_the_newest_finished_checkpoint_is_told_beside_the_step_and_is_no_value(text: str, checkpoint: int | None) -> None:
+def test_the_newest_finished_checkpoint_is_told_beside_the_step_and_is_no_value(
+    text: str, checkpoint: int | None
+) -> None:
     read = parse_file(text)
     assert (read["checkpoint"], "checkpoint" in read["values"]) == (checkpoint, False)
 
 
 @pytest.mark.parametrize("written", ['"120"', "-1", "1.5", "true", "[]"])
 def test_what_is_no_checkpoint_is_unreadable_as_a_step_would_be(written: str) -> None:
-    with pytest.raises(Unreadable, match=r"^checkpoint is .*; expected a whole number of at least 0$"):
+    with pytest.raises(
+        Unreadable, match=r"^checkpoint is .*; expected a whole number of at least 0$"
+    ):
         parse_file(f'{{"step": 3, "checkpoint": {written}}}')
 
 
-def test_a_checkpoint_counts_until_another_one_is_told_and_news_of_it_are_news(generation: Generation) -> None:
+def test_a_checkpoint_counts_until_another_one_is_told_and_news_of_it_are_news(
+    generation: Generation,
+) -> None:
     progress = RankProgress(generation, 0, None)
     for text, checkpoint, news in (
         ("110", None, True),
@@ -95,7 +120,9 @@ def test_lines_of_a_log_may_tell_of_a_step_or_of_a_checkpoint(
     with open(generation.log(0), "a") as log:
         log.write("saved checkpoint soon\n")
     progress.read()
-    assert progress.report() == {"unreadable": "the pattern's checkpoint is 'soon'; expected a whole number"}
+    assert progress.report() == {
+        "unreadable": "the pattern's checkpoint is 'soon'; expected a whole number"
+    }
 
 
 def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generation) -> None:
@@ -107,7 +134,9 @@ def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generatio
     began = time.process_time()
     progress.read()
     assert time.process_time() - began < 10 * MATCH_CPU_S
-    assert progress.report() == {"unreadable": "log_pattern took more than 0.5 s of processor time, and is not used any more"}
+    assert progress.report() == {
+        "unreadable": "log_pattern took more than 0.5 s of processor time, and is not used any more"
+    }
     with open(generation.log(0), "a") as log:
         log.write("13\n")
     assert progress.read() is False
@@ -117,7 +146,11 @@ def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generatio
 
 
 def test_one_line_may_tell_of_both(generation: Generation) -> None:
-    progress = RankProgress(generation, 0, re.compile(r"step (?P<step>\d+) loss (?P<loss>\S+)( saved (?P<checkpoint>\d+))?"))
+    progress = RankProgress(
+        generation,
+        0,
+        re.compile(r"step (?P<step>\d+) loss (?P<loss>\S+)( saved (?P<checkpoint>\d+))?"),
+    )
     generation.log(0).write_text("step 7 loss 2.5 saved 7\nstep 8 loss 2.4\n")
     progress.read()
     report = progress.report()
@@ -125,7 +158,9 @@ def test_one_line_may_tell_of_both(generation: Generation) -> None:
     assert (report["step"], report["checkpoint"], report["values"]) == (8, 7, {"loss": 2.4})
 
 
-def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_believed(generation: Generation) -> None:
+def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_believed(
+    generation: Generation,
+) -> None:
     progress = RankProgress(generation, 0, None)
     assert progress.read() is False
     assert progress.report() is None
@@ -151,7 +186,13 @@ def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_bel
 @pytest.mark.parametrize(
     "error",
     [
-        {"message": {"message": "E", "errorCode": 1, "extraInfo": {"py_callstack": "", "timestamp": "1"}}},
+        {
+            "message": {
+                "message": "E",
+                "errorCode": 1,
+                "extraInfo": {"py_callstack": "", "timestamp": "1"},
+            }
+        },
         {"message": "Signal 9 (SIGKILL) received by PID 4242", "timestamp": 1785571200},
     ],
 )
@@ -188,10 +229,20 @@ def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation
     record = journal.Journal(generation.journal)
     record.append(("Fenced", {"why": "isolated", "reason": "c"}))
     record.close()
-    assert [(seen["seq"], seen["kind"]) for seen in journal.read(generation.journal)][2:] == [(3, "Fenced")]
+    assert [(seen["seq"], seen["kind"]) for seen in journal.read(generation.journal)][2:] == [
+        (3, "Fenced")
+    ]
 
 
-@pytest.mark.parametrize("written", ["9007199254740993", "1" + "0" * 40, '{"step": 1e300}', '{"step": 3, "checkpoint": 9007199254740993}'])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "9007199254740993",
+        "1" + "0" * 40,
+        '{"step": 1e300}',
+        '{"step": 3, "checkpoint": 9007199254740993}',
+    ],
+)
 def test_a_step_that_no_controller_accepts_is_unreadable(written: str) -> None:
     with pytest.raises(Unreadable, match=r"is a number of \d+ bits; expected at most 2\^53$"):
         parse_file(written)
@@ -199,6 +250,12 @@ def test_a_step_that_no_controller_accepts_is_unreadable(written: str) -> None:
 
 def test_what_is_reported_beside_a_step_is_bounded() -> None:
     many = {f"value {number:03}": number for number in range(100)}
-    read = parse_file(json.dumps({"step": 3, "phase": "p" * 1000, "loss": 10**400, "n" * 1000: 2, **many}))
-    assert (len(read["values"]), read["phase"], read["values"]["loss"]) == (64, "p" * 256, float("inf"))
+    read = parse_file(
+        json.dumps({"step": 3, "phase": "p" * 1000, "loss": 10**400, "n" * 1000: 2, **many})
+    )
+    assert (len(read["values"]), read["phase"], read["values"]["loss"]) == (
+        64,
+        "p" * 256,
+        float("inf"),
+    )
     assert read["values"]["n" * 256] == 2.0

@@ -30,7 +30,9 @@ def counted(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     return lambda: len(calls(programs, "power"))
 
 
-def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_machine(node: Node, programs: Path) -> None:
+def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_machine(
+    node: Node, programs: Path
+) -> None:
     before = boot_id(node.state)
     session = node.session().pid
     answer = done(node.order("reboot", **node.rebooting()))
@@ -43,7 +45,11 @@ def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_mac
     probed = done(node.order("probe", within=10.0, kernel_since=None))
     assert probed["boot_id"] == boot_id(node.state) != before
     [entry] = probed["reboots"]
-    assert (entry["id"], entry["reason"], entry["boot_id"]) == ("r1", "Xid 79 on GPU 0000:05:00", before)
+    assert (entry["id"], entry["reason"], entry["boot_id"]) == (
+        "r1",
+        "Xid 79 on GPU 0000:05:00",
+        before,
+    )
     assert abs(entry["at"] - time.time()) < 60
     assert done(node.prepare(1)), "the new boot takes launches"
     refused = node.order("reboot", **node.rebooting(boot_id=before))
@@ -51,7 +57,9 @@ def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_mac
     assert (refusal(refused), refused["boot_id"]) == ("boot_changed", boot_id(node.state))
 
 
-def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_the_same_order(node: Node, programs: Path) -> None:
+def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_the_same_order(
+    node: Node, programs: Path
+) -> None:
     before = boot_id(node.state)
     node.set_failpoint("reboot.recorded")
     assert node.order("reboot", **node.rebooting()) is None
@@ -62,12 +70,16 @@ def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_t
     assert (refused["why"], refused["id"]) == ("rebooting", "r1")
     done(node.order("reboot", **node.rebooting()))
     eventually(lambda: boot_id(node.state) != before)
-    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1"], "it is one reboot, and counts once"
+    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1"], (
+        "it is one reboot, and counts once"
+    )
     node.session_broke()
     done(node.prepare(1))
 
 
-def test_a_reboot_that_died_before_its_command_is_in_no_other_repairs_way(node: Node, programs: Path) -> None:
+def test_a_reboot_that_died_before_its_command_is_in_no_other_repairs_way(
+    node: Node, programs: Path
+) -> None:
     before = boot_id(node.state)
     node.set_failpoint("reboot.recorded")
     assert node.order("reboot", **node.rebooting()) is None
@@ -76,7 +88,9 @@ def test_a_reboot_that_died_before_its_command_is_in_no_other_repairs_way(node: 
     assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1", "r2"]
 
 
-def test_two_reboots_ordered_at_once_run_one_command(node: Node, counted: Callable[[], int]) -> None:
+def test_two_reboots_ordered_at_once_run_one_command(
+    node: Node, counted: Callable[[], int]
+) -> None:
     same = [node.begin("reboot", **node.rebooting()) for _ in range(2)]
     answers = [stream.next() for stream in same]
     assert [done(answer)["boot_id"] for answer in answers] == [boot_id(node.state)] * 2
@@ -89,7 +103,9 @@ def test_two_reboots_ordered_at_once_run_one_command(node: Node, counted: Callab
     assert refusal(node.prepare(1)) == "rebooting"
 
 
-def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_again(node: Node, counted: Callable[[], int]) -> None:
+def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_again(
+    node: Node, counted: Callable[[], int]
+) -> None:
     done(node.order("reboot", **node.rebooting()))
     record = json.loads((node.state / "rebooting.json").read_text())
     (node.state / "rebooting.json").write_text(json.dumps({**record, "ran": record["ran"] - 61}))
@@ -103,7 +119,10 @@ def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_ag
     [
         ('["false"]', "false ended with 1: "),
         ('["/no/such/program"]', "/no/such/program cannot be run: No such file or directory"),
-        ('["sh", "-c", "echo Interactive authentication required >&2; exit 4"]', "ended with 4: Interactive authentication required"),
+        (
+            '["sh", "-c", "echo Interactive authentication required >&2; exit 4"]',
+            "ended with 4: Interactive authentication required",
+        ),
     ],
 )
 def test_a_reboot_that_fails_leaves_a_node_that_takes_launches_and_does_not_count(
@@ -118,14 +137,21 @@ def test_a_reboot_that_fails_leaves_a_node_that_takes_launches_and_does_not_coun
     done(node.prepare(1))
 
 
-def test_a_reboot_command_that_is_none_is_said(node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reboot_command_that_is_none_is_said(
+    node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", "systemctl reboot")
     refused = node.order("reboot", **node.rebooting())
     assert refused is not None
-    assert refused["reason"] == "RELAUNCH_REBOOT_COMMAND is 'systemctl reboot'; expected a JSON list of words"
+    assert (
+        refused["reason"]
+        == "RELAUNCH_REBOOT_COMMAND is 'systemctl reboot'; expected a JSON list of words"
+    )
 
 
-def test_a_reboot_that_cannot_be_written_down_is_not_done(node: Node, counted: Callable[[], int]) -> None:
+def test_a_reboot_that_cannot_be_written_down_is_not_done(
+    node: Node, counted: Callable[[], int]
+) -> None:
     (node.state / "reboots.jsonl").mkdir()
     refused = node.order("reboot", **node.rebooting())
     assert refused is not None
@@ -141,13 +167,17 @@ def test_the_journal_goes_on_after_a_torn_line_and_tells_the_newest_twenty(node:
     with open(node.state / "reboots.jsonl", "a") as file:
         file.write('{"at": 1, "id": "to')
     reboots.record(node.state, "r25", "after a loss of power")
-    assert [entry["id"] for entry in reboots.newest(node.state)] == [f"r{number}" for number in range(6, 26)]
+    assert [entry["id"] for entry in reboots.newest(node.state)] == [
+        f"r{number}" for number in range(6, 26)
+    ]
 
 
 # --- through the backend --------------------------------------------------------------------------------------------------
 
 
-async def test_a_local_node_finds_its_own_tools_and_reboots_alone(tmp_path: Path, agent: Path, nvml_built: Path) -> None:
+async def test_a_local_node_finds_its_own_tools_and_reboots_alone(
+    tmp_path: Path, agent: Path, nvml_built: Path
+) -> None:
     nodes = tuple(FleetNode(name=f"n{number}", address=f"127.0.0.{number}") for number in (1, 2))
     backend = LocalBackend(FleetSpec(name="lab", backend="local", nodes=nodes), tmp_path, agent)
     folder = backend.folder("n1")
@@ -172,7 +202,9 @@ async def test_a_local_node_finds_its_own_tools_and_reboots_alone(tmp_path: Path
         await backend.close()
 
 
-def test_what_cuts_the_power_is_not_of_the_node_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cuts_the_power_is_not_of_the_node_and_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else two that are ordered at once stop each other, and the node is left half dead."""
     started: list[dict[str, Any]] = []
     monkeypatch.setenv("RELAUNCH_AGENT_STATE", str(tmp_path))

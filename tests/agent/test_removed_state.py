@@ -32,7 +32,9 @@ def swept(make_node: Callable[..., Node], tmp_path: Path) -> Callable[[Node], li
         before = found()
         rules = tmp_path / "rules.conf"
         rules.write_text(f"q {node.state.parent} 1777 root root 1us\n")
-        done = subprocess.run(["systemd-tmpfiles", "--clean", rules], capture_output=True, check=False)
+        done = subprocess.run(
+            ["systemd-tmpfiles", "--clean", rules], capture_output=True, check=False
+        )
         assert done.returncode == 0, done
         return sorted(before - found())
 
@@ -47,7 +49,9 @@ def remove_records(node: Node) -> None:
         shutil.rmtree(removed)
 
 
-def test_tmpfiles_passes_a_living_generation_by(make_node: Callable[..., Node], swept: Callable[[Node], list[str]], tmp_path: Path) -> None:
+def test_tmpfiles_passes_a_living_generation_by(
+    make_node: Callable[..., Node], swept: Callable[[Node], list[str]], tmp_path: Path
+) -> None:
     node = make_node("aged/n1")
     pids = node.run(1)
     time.sleep(0.05)
@@ -101,7 +105,9 @@ def test_the_next_generation_starts_alone_and_a_lower_one_never(node: Node) -> N
 def test_a_preparation_that_is_repeated_starts_no_second_keeper(node: Node) -> None:
     first = done(node.prepare(1))
     keeper = node.pid("keeper")
-    node.pid("supervisor")  # one that is still being born dies with its folder, and is prepared again
+    node.pid(
+        "supervisor"
+    )  # one that is still being born dies with its folder, and is prepared again
     remove_records(node)
     again = done(node.prepare(1))
     assert again == first
@@ -113,14 +119,20 @@ def test_a_preparation_that_is_repeated_starts_no_second_keeper(node: Node) -> N
 def end_helpers(node: Node) -> None:
     """Kill the keeper and what guards it, so that only the token tells of ranks."""
     node.pid("supervisor")
-    helpers = [json.loads(path.read_text())["pid"] for path in node.folder().glob("*.json") if path.stem in HELPERS]
+    helpers = [
+        json.loads(path.read_text())["pid"]
+        for path in node.folder().glob("*.json")
+        if path.stem in HELPERS
+    ]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # each ends what is left when another dies
         for pid in [*helpers, node.pid("keeper")]:
             os.kill(pid, number)
 
 
 def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -> None:
-    away = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
+    away = (
+        "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
+    )
     node.run(1, python(away), ranks=1)
     sleeping = eventually(lambda: [pid for pid in node.processes() if _is_sleep(pid)])
     end_helpers(node)
@@ -131,7 +143,9 @@ def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -
     assert not any(map(alive, sleeping))
 
 
-def test_what_is_on_its_way_out_is_waited_for_though_its_environment_is_gone(node: Node, tmp_path: Path) -> None:
+def test_what_is_on_its_way_out_is_waited_for_though_its_environment_is_gone(
+    node: Node, tmp_path: Path
+) -> None:
     """A process that gives much memory back has no environment any more, and still holds its files and devices."""
     told = tmp_path / "pid"
     # In small pages: as many as it takes to be busy with for tenths of a second.
@@ -145,7 +159,11 @@ open({str(told)!r}, "w").write(f"{{os.getpid()}}.")
 time.sleep(1000)"""
     away = f"import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', {large!r}]); time.sleep(1000)"
     node.run(1, python(away), ranks=1)
-    pid = int(eventually(lambda: told.exists() and told.read_text().endswith(".") and told.read_text()).rstrip("."))
+    pid = int(
+        eventually(
+            lambda: told.exists() and told.read_text().endswith(".") and told.read_text()
+        ).rstrip(".")
+    )
     end_helpers(node)
     remove_records(node)  # which also name the control group
     assert alive(pid)
@@ -162,7 +180,9 @@ def test_a_keeper_makes_its_files_again_and_training_goes_on(node: Node) -> None
     watch = node.watch()
     watch.until("heartbeat")
     remove_records(node)
-    eventually(lambda: (node.state / "jobs").iterdir() and list((node.state / "jobs").glob("*/1-1/sock")))
+    eventually(
+        lambda: (node.state / "jobs").iterdir() and list((node.state / "jobs").glob("*/1-1/sock"))
+    )
     eventually(lambda: list((node.state / "jobs").glob("*/highest.json")))
     assert all(map(alive, pids.values()))
     [row] = done(node.order("list"))["jobs"]

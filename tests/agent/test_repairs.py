@@ -39,16 +39,24 @@ def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
     answer = done(node.order("diagnose", **diagnosis()))
     assert calls(programs, "dcgmi") == [["diag", "-r", "2", "-j"]]
     assert answer["boot_id"] == boot_id(node.state)
-    assert (answer["exit_code"], answer["stdout"], answer["stderr"]) == (226, '{"DCGM": 1}', "a warning")
+    assert (answer["exit_code"], answer["stdout"], answer["stderr"]) == (
+        226,
+        '{"DCGM": 1}',
+        "a warning",
+    )
     assert 0 <= answer["took"] < 10
     assert "cut" not in answer
     assert held(node) is None
     assert not (node.state / "held.json").exists()
 
 
-def test_a_node_without_dcgmi_says_so(node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_dcgmi_says_so(
+    node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(programs))
-    assert done(node.order("diagnose", **diagnosis()))["missing"] == "dcgmi is not on this node's PATH"
+    assert (
+        done(node.order("diagnose", **diagnosis()))["missing"] == "dcgmi is not on this node's PATH"
+    )
 
 
 def test_a_dcgmi_that_cannot_be_run_is_refused(node: Node, programs: Path) -> None:
@@ -72,7 +80,9 @@ def test_bytes_that_are_no_text_are_told_as_text(node: Node, programs: Path) -> 
     assert done(node.order("diagnose", **diagnosis()))["stdout"] == "��garbage"
 
 
-def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over_and_all_that_it_forked_with_it(node: Node, programs: Path) -> None:
+def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over_and_all_that_it_forked_with_it(
+    node: Node, programs: Path
+) -> None:
     install_tool(programs, "dcgmi", stdout="never", seconds=1000, stubborn=True, children=2)
     began = time.monotonic()
     answer = done(node.order("diagnose", **diagnosis(within=2.0)))
@@ -97,21 +107,31 @@ def hanging(node: Node, programs: Path) -> list[int]:
     return list(eventually(lambda: len(found := pids(programs, "dcgmi")) == 2 and found))
 
 
-def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(node: Node, programs: Path) -> None:
+def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(
+    node: Node, programs: Path
+) -> None:
     hanging(node, programs)
     holder = held(node)
     assert (holder["by"], holder["id"]) == ("diagnose", "r1")
     refused = node.prepare(1)
     assert refused is not None
-    assert (refused["why"], refused["reason"]) == ("held", "this node is being examined (diagnose, r1)")
+    assert (refused["why"], refused["reason"]) == (
+        "held",
+        "this node is being examined (diagnose, r1)",
+    )
     assert not (node.folder() / "order.json").exists()
     assert refusal(node.order("reboot", **node.rebooting())) == "held"
-    assert refusal(node.order("reset-gpus", id="r2", boot_id=boot_id(node.state), gpus=[], within=5.0)) == "held"
+    assert (
+        refusal(node.order("reset-gpus", id="r2", boot_id=boot_id(node.state), gpus=[], within=5.0))
+        == "held"
+    )
     assert done(node.order("probe", within=10.0, kernel_since=None))["held"] == holder
     assert reboots.newest(node.state) == []
 
 
-def test_a_holder_that_was_killed_holds_nothing_and_its_tool_does_not_live_on_beside_ranks(node: Node, programs: Path) -> None:
+def test_a_holder_that_was_killed_holds_nothing_and_its_tool_does_not_live_on_beside_ranks(
+    node: Node, programs: Path
+) -> None:
     tool = hanging(node, programs)
     [holder] = node.commands()
     assert refusal(node.prepare(1)) == "held"
@@ -144,18 +164,31 @@ def test_a_diagnosis_ends_with_the_session_that_asked_for_it(node: Node, program
 def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, programs: Path) -> None:
     """The older generation's ranks take their time to stop, with the hold shared by the launch."""
     install_tool(programs, "dcgmi", stdout="{}")
-    node.run(1, ["sh", "-c", "trap '' TERM; sleep 1000 & wait; sleep 1000"], ranks=1, stop_grace=5.0)
-    launch = node.begin("prepare", token=token(2), address="127.0.0.1", ranks=[0], **{**TIMES, "stop_grace": 5.0})
-    eventually(lambda: "2" in str(json.loads((node.folder().parent / "highest.json").read_text())["prepared"]))
+    node.run(
+        1, ["sh", "-c", "trap '' TERM; sleep 1000 & wait; sleep 1000"], ranks=1, stop_grace=5.0
+    )
+    launch = node.begin(
+        "prepare", token=token(2), address="127.0.0.1", ranks=[0], **{**TIMES, "stop_grace": 5.0}
+    )
+    eventually(
+        lambda: (
+            "2" in str(json.loads((node.folder().parent / "highest.json").read_text())["prepared"])
+        )
+    )
     refused = node.order("diagnose", **diagnosis())
     assert refused is not None
-    assert (refused["why"], refused["reason"]) == ("held", "a launch is being prepared on this node")
+    assert (refused["why"], refused["reason"]) == (
+        "held",
+        "a launch is being prepared on this node",
+    )
     assert done(launch.next())["stopped"] == [[1, 1]]
 
 
 @pytest.mark.parametrize("command", ["diagnose", "reset-gpus", "reboot"])
 @pytest.mark.parametrize("launched", ["prepared", "running"])
-def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(node: Node, programs: Path, command: str, launched: str) -> None:
+def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(
+    node: Node, programs: Path, command: str, launched: str
+) -> None:
     for tool in ("dcgmi", "nvidia-smi"):
         install_tool(programs, tool)
     ranks: list[int] = []
@@ -164,7 +197,9 @@ def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(node: Node, 
     else:
         node.prepare(1)
     orders = {"diagnose": diagnosis(), "reboot": node.rebooting()}
-    order = orders.get(command, {"id": "r1", "boot_id": boot_id(node.state), "gpus": [], "within": 5.0})
+    order = orders.get(
+        command, {"id": "r1", "boot_id": boot_id(node.state), "gpus": [], "within": 5.0}
+    )
     answer = node.order(command, **order)
     assert answer is not None
     assert refusal(answer) == "busy"
@@ -177,16 +212,26 @@ def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(node: Node, 
     assert reboots.newest(node.state) == []
     done(node.stop())
     if command != "reboot":
-        assert eventually(lambda: (again := node.order(command, **order)) and again["outcome"] == "done" and again)
+        assert eventually(
+            lambda: (again := node.order(command, **order)) and again["outcome"] == "done" and again
+        )
 
 
-def test_a_process_of_somebody_else_on_a_gpu_is_in_the_way(node: Node, programs: Path, tmp_path: Path, nvml_built: Path) -> None:
+def test_a_process_of_somebody_else_on_a_gpu_is_in_the_way(
+    node: Node, programs: Path, tmp_path: Path, nvml_built: Path
+) -> None:
     for tool in ("dcgmi", "nvidia-smi"):
         install_tool(programs, tool)
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + f"process 1 {os.getpid()} 5\n")
     answers = [
         node.order("diagnose", **diagnosis()),
-        node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=["00000000:05:00.0"], within=20.0),
+        node.order(
+            "reset-gpus",
+            id="r1",
+            boot_id=boot_id(node.state),
+            gpus=["00000000:05:00.0"],
+            within=20.0,
+        ),
         node.order("reboot", **node.rebooting()),
     ]
     for answer in answers:
@@ -206,7 +251,9 @@ def test_a_pid_that_is_only_left_over_in_the_driver_is_in_the_way_of_no_reboot(
     eventually(lambda: boot_id(node.state) != before)
 
 
-def test_nvml_that_hangs_is_in_the_way_of_no_reboot(node: Node, programs: Path, tmp_path: Path, nvml_built: Path) -> None:
+def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
+    node: Node, programs: Path, tmp_path: Path, nvml_built: Path
+) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "hang nvmlInitWithFlags\n")
     before = boot_id(node.state)
     began = time.monotonic()
@@ -218,26 +265,43 @@ def test_nvml_that_hangs_is_in_the_way_of_no_reboot(node: Node, programs: Path, 
 # --- reset ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_reset_names_its_gpus_and_tells_how_it_went(node: Node, programs: Path, tmp_path: Path, nvml_built: Path) -> None:
+def test_a_reset_names_its_gpus_and_tells_how_it_went(
+    node: Node, programs: Path, tmp_path: Path, nvml_built: Path
+) -> None:
     libraries = tmp_path / "libraries"
     install_nvml(libraries, nvml_built, HEALTHY + "remapped 0 0 1 1 0\n")
-    install_tool(programs, "nvidia-smi", stdout="All done.\n", then={str(libraries / "nvml.txt"): HEALTHY})
-    order = {"id": "r1", "boot_id": boot_id(node.state), "gpus": ["00000000:06:00.0", "00000000:05:00.0"], "within": 20.0}
+    install_tool(
+        programs, "nvidia-smi", stdout="All done.\n", then={str(libraries / "nvml.txt"): HEALTHY}
+    )
+    order = {
+        "id": "r1",
+        "boot_id": boot_id(node.state),
+        "gpus": ["00000000:06:00.0", "00000000:05:00.0"],
+        "within": 20.0,
+    }
     answer = done(node.order("reset-gpus", **order))
     assert (answer["exit_code"], answer["output"]) == (0, "All done.")
-    assert calls(programs, "nvidia-smi") == [["--gpu-reset", "-i", "00000000:05:00.0,00000000:06:00.0"]]
+    assert calls(programs, "nvidia-smi") == [
+        ["--gpu-reset", "-i", "00000000:05:00.0,00000000:06:00.0"]
+    ]
     gpus = done(node.order("probe", within=20.0, kernel_since=None))["gpus"]["gpus"]
     assert [gpu["remapped"]["pending"] for gpu in gpus] == [False, False]
 
 
-def test_a_reset_of_all_names_none_and_a_failure_is_told_with_its_words(node: Node, programs: Path) -> None:
+def test_a_reset_of_all_names_none_and_a_failure_is_told_with_its_words(
+    node: Node, programs: Path
+) -> None:
     install_tool(programs, "nvidia-smi", stderr="GPU is in use by another client\n", exit_code=19)
-    answer = done(node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=5.0))
+    answer = done(
+        node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=5.0)
+    )
     assert (answer["exit_code"], answer["output"]) == (19, "GPU is in use by another client")
     assert calls(programs, "nvidia-smi") == [["--gpu-reset"]]
 
 
-def test_a_reset_that_was_decided_on_another_boot_is_refused_with_the_present_one(node: Node, programs: Path) -> None:
+def test_a_reset_that_was_decided_on_another_boot_is_refused_with_the_present_one(
+    node: Node, programs: Path
+) -> None:
     install_tool(programs, "nvidia-smi")
     answer = node.order("reset-gpus", id="r1", boot_id="of yesterday", gpus=[], within=5.0)
     assert answer is not None
@@ -245,7 +309,9 @@ def test_a_reset_that_was_decided_on_another_boot_is_refused_with_the_present_on
     assert calls(programs, "nvidia-smi") == []
 
 
-def test_a_reset_goes_on_when_the_session_that_ordered_it_ends(node: Node, programs: Path, tmp_path: Path) -> None:
+def test_a_reset_goes_on_when_the_session_that_ordered_it_ends(
+    node: Node, programs: Path, tmp_path: Path
+) -> None:
     install_tool(programs, "nvidia-smi", seconds=1.0, then={str(tmp_path / "finished"): "yes"})
     node.begin("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=20.0)
     eventually(lambda: pids(programs, "nvidia-smi"))
@@ -253,14 +319,20 @@ def test_a_reset_goes_on_when_the_session_that_ordered_it_ends(node: Node, progr
     eventually((tmp_path / "finished").exists)
 
 
-def test_a_node_without_nvidia_smi_says_so(node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_nvidia_smi_says_so(
+    node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(programs))
-    answer = done(node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=5.0))
+    answer = done(
+        node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=5.0)
+    )
     assert answer["missing"] == "nvidia-smi is not on this node's PATH"
 
 
 @pytest.mark.skipif(not OLD_PYTHON.exists(), reason="no Python 3.8 here")
-def test_a_repair_on_python_3_8(make_node: Any, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_on_python_3_8(
+    make_node: Any, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = make_node("old", interpreter=str(OLD_PYTHON))
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps(local_power.command(old.state)))
     install_tool(programs, "dcgmi", stdout="{}", seconds=1000)
@@ -269,7 +341,9 @@ def test_a_repair_on_python_3_8(make_node: Any, programs: Path, monkeypatch: pyt
     done(old.order("reboot", **old.rebooting()))
     eventually(lambda: boot_id(old.state) != before)
     old.session_broke()
-    assert [entry["id"] for entry in done(old.order("probe", within=20.0, kernel_since=60))["reboots"]] == ["r1"]
+    assert [
+        entry["id"] for entry in done(old.order("probe", within=20.0, kernel_since=60))["reboots"]
+    ] == ["r1"]
 
 
 # --- sudo -----------------------------------------------------------------------------------------------------------------
@@ -286,7 +360,11 @@ def test_a_repair_on_python_3_8(make_node: Any, programs: Path, monkeypatch: pyt
     ],
 )
 def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch, uid: int, allowed: str | None, reboots_by: list[str] | None, resets_by: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    uid: int,
+    allowed: str | None,
+    reboots_by: list[str] | None,
+    resets_by: list[str],
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     monkeypatch.delenv("RELAUNCH_REBOOT_COMMAND", raising=False)

@@ -24,7 +24,13 @@ def prints(size: int) -> list[str]:
     return python(f"import sys; sys.stdout.write('x' * {size})")
 
 
-def run_to_its_end(node: Node, job: str, generation: int, size: int = BLOCK, leaves: dict[str, list[int]] | None = None) -> None:
+def run_to_its_end(
+    node: Node,
+    job: str,
+    generation: int,
+    size: int = BLOCK,
+    leaves: dict[str, list[int]] | None = None,
+) -> None:
     """Launch, print, stop. `leaves`: the generations of each job that are left of those before it.
 
     A launch removes for `retention.PATIENCE` and leaves the rest to the next launch: how many
@@ -43,12 +49,20 @@ def run_to_its_end(node: Node, job: str, generation: int, size: int = BLOCK, lea
             return False
 
         eventually(is_left, f"{leaves} was never left, but {kept(node)}")
-    started = node.start(generation, prints(size), ranks=1, token=token(generation, job=job), prepared=prepared["stamp"])
+    started = node.start(
+        generation,
+        prints(size),
+        ranks=1,
+        token=token(generation, job=job),
+        prepared=prepared["stamp"],
+    )
     assert started is not None and started["outcome"] == "done", started
     log = folder(node, job, generation) / "logs" / "rank_0.log"
     eventually(lambda: log.exists() and log.stat().st_size == size)
     node.stop(generation, token=token(generation, job=job))
-    eventually(lambda: not JobState(node.state, "default", job).generation((1, generation)).keeper_lives())
+    eventually(
+        lambda: not JobState(node.state, "default", job).generation((1, generation)).keeper_lives()
+    )
 
 
 def folder(node: Node, job: str, generation: int) -> Path:
@@ -57,7 +71,9 @@ def folder(node: Node, job: str, generation: int) -> Path:
 
 def kept(node: Node) -> dict[str, list[int]]:
     jobs = {job: JobState(node.state, "default", job).generations() for job in ("a", "b")}
-    return {job: [generation.order[1] for generation in found] for job, found in jobs.items() if found}
+    return {
+        job: [generation.order[1] for generation in found] for job, found in jobs.items() if found
+    }
 
 
 @pytest.fixture
@@ -66,7 +82,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(retention.VARIABLE, str(7 * BLOCK // 2))
 
 
-def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(small: None, node: Node) -> None:
+def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(
+    small: None, node: Node
+) -> None:
     for generation in (1, 2):
         run_to_its_end(node, "a", generation)
     for generation in (1, 2, 3):
@@ -80,15 +98,24 @@ def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(small: No
 def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Node) -> None:
     prepared = node.prepare(1, [0], token=token(1, job="a"))
     assert prepared is not None
-    loud = [sys.executable, "-S", "-c", f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); time.sleep(1000)"]
+    loud = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); time.sleep(1000)",
+    ]
     node.start(1, loud, ranks=1, token=token(1, job="a"), prepared=prepared["stamp"])
     eventually(lambda: (folder(node, "a", 1) / "logs" / "rank_0.log").stat().st_size == 9 * BLOCK)
     for generation in (1, 2, 3, 4):
         run_to_its_end(node, "b", generation)
-    assert kept(node) == {"a": [1], "b": [1, 2, 3, 4]}, "what it takes is not of the ended ones' budget either"
+    assert kept(node) == {"a": [1], "b": [1, 2, 3, 4]}, (
+        "what it takes is not of the ended ones' budget either"
+    )
 
 
-def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(small: None, node: Node) -> None:
+def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(
+    small: None, node: Node
+) -> None:
     run_to_its_end(node, "a", 1, LONG)
     run_to_its_end(node, "a", 2)
     run_to_its_end(node, "b", 1, leaves={"a": [2], "b": [1]})
@@ -111,7 +138,9 @@ def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node)
     run_to_its_end(node, "b", 3, leaves={"a": [2], "b": [3]})
 
 
-def test_a_launch_removes_one_even_where_looking_takes_all_its_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_removes_one_even_where_looking_takes_all_its_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for generation in (1, 2, 3, 4):
         run_to_its_end(node, "a", generation)
     monkeypatch.setenv(retention.VARIABLE, "0")
@@ -121,7 +150,9 @@ def test_a_launch_removes_one_even_where_looking_takes_all_its_time(node: Node, 
         assert kept(node) == {"a": left}
 
 
-def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(retention.VARIABLE, raising=False)
 
     def disk(size: int) -> Any:
@@ -155,7 +186,9 @@ sys.stdout.flush()
 time.sleep(1000)"""
 
 
-def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(retention.VARIABLE, str(4 * BLOCK))
     node.run(1, python(NUMBERS), ranks=1)
     log = node.folder() / "logs" / "rank_0.log"
@@ -166,7 +199,10 @@ def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(node: Node, monk
     assert first is not None and then is not None
     [chunk] = first["chunks"]
     kept = chunk["next"]
-    assert chunk["data"] == f"[relaunch: {kept} bytes left out, this log outgrew its share of the disk]\n"
+    assert (
+        chunk["data"]
+        == f"[relaunch: {kept} bytes left out, this log outgrew its share of the disk]\n"
+    )
     assert 800000 - 2 * 2 * BLOCK < kept <= 800000 - retention.MIN_KEPT_BYTES
     assert then["chunks"][0]["next"] == kept, "a reader that was in the middle goes on there, too"
     rest = node.order("logs", token=token(1), offsets={"0": kept}, max_bytes=10**6)

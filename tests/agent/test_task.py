@@ -27,8 +27,17 @@ DIAGNOSE = {"protocol": 1, "id": "r1", "level": 2, "within": 20.0}
 
 def start(node: Node, kind: str, order: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(node.state)}
-    words = [sys.executable, "-S", str(node.agent), "task", kind, order if isinstance(order, str) else json.dumps(order)]
-    return subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = [
+        sys.executable,
+        "-S",
+        str(node.agent),
+        "task",
+        kind,
+        order if isinstance(order, str) else json.dumps(order),
+    ]
+    return subprocess.Popen(
+        words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def run(node: Node, kind: str, order: Any) -> tuple[int, str]:
@@ -52,27 +61,43 @@ def test_a_probe_answers_on_one_line_and_ends_with_0(node: Node) -> None:
     assert found["disks"][0]["path"] == str(node.state)
 
 
-def test_an_order_that_makes_no_sense_is_refused_and_nothing_is_said_of_the_node(node: Node) -> None:
-    for order in ("{", json.dumps({**PROBE, "within": "long"}), json.dumps({**PROBE, "protocol": 9})):
+def test_an_order_that_makes_no_sense_is_refused_and_nothing_is_said_of_the_node(
+    node: Node,
+) -> None:
+    for order in (
+        "{",
+        json.dumps({**PROBE, "within": "long"}),
+        json.dumps({**PROBE, "protocol": 9}),
+    ):
         code, said = run(node, "probe", order)
         assert (code, answer(said)["outcome"]) == (task.INCONCLUSIVE, "refused")
 
 
 @pytest.mark.parametrize("arguments", [[], ["reboot", "{}"], ["probe"], ["probe", "{}", "more"]])
-def test_a_task_does_nothing_but_look(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_does_nothing_but_look(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert task.main(arguments) == task.MISUSED
     assert "task probe|diagnose ORDER" in capsys.readouterr().err
 
 
-def test_a_diagnosis_says_by_its_exit_code_whether_the_node_is_healthy(node: Node, programs: Path) -> None:
+def test_a_diagnosis_says_by_its_exit_code_whether_the_node_is_healthy(
+    node: Node, programs: Path
+) -> None:
     for stdout, exit_code, expected in ((PASS, 0, task.HEALTHY), (FAULTY, 226, task.FAULTY)):
         install_tool(programs, "dcgmi", stdout=stdout, exit_code=exit_code)
         code, said = run(node, "diagnose", DIAGNOSE)
-        assert (code, answer(said)["exit_code"], answer(said)["stdout"]) == (expected, exit_code, stdout)
+        assert (code, answer(said)["exit_code"], answer(said)["stdout"]) == (
+            expected,
+            exit_code,
+            stdout,
+        )
     assert calls(programs, "dcgmi") == [["diag", "-r", "2", "-j"]] * 2
 
 
-def test_a_diagnosis_that_is_stopped_ends_its_tool_and_is_inconclusive(node: Node, programs: Path) -> None:
+def test_a_diagnosis_that_is_stopped_ends_its_tool_and_is_inconclusive(
+    node: Node, programs: Path
+) -> None:
     install_tool(programs, "dcgmi", seconds=1000, children=1)
     with start(node, "diagnose", {**DIAGNOSE, "within": 1000.0}) as process:
         tool = eventually(lambda: len(found := pids(programs, "dcgmi")) == 2 and found)
@@ -86,14 +111,30 @@ def test_a_diagnosis_that_is_stopped_ends_its_tool_and_is_inconclusive(node: Nod
 
 
 def done(stdout: str = PASS, exit_code: Any = 0, **more: Any) -> dict[str, Any]:
-    return {"outcome": "done", "boot_id": "b", "exit_code": exit_code, "stdout": stdout, "stderr": "", "took": 1.0, **more}
+    return {
+        "outcome": "done",
+        "boot_id": "b",
+        "exit_code": exit_code,
+        "stdout": stdout,
+        "stderr": "",
+        "took": 1.0,
+        **more,
+    }
 
 
 V3_FAIL = {
-    "DCGM GPU Diagnostic": {"test_categories": [{"category": "Hardware", "tests": [{"name": "M", "results": [{"status": "Fail"}]}]}]}
+    "DCGM GPU Diagnostic": {
+        "test_categories": [
+            {"category": "Hardware", "tests": [{"name": "M", "results": [{"status": "Fail"}]}]}
+        ]
+    }
 }
 V3_SKIP = {
-    "DCGM GPU Diagnostic": {"test_categories": [{"category": "Hardware", "tests": [{"name": "M", "results": [{"status": "Skip"}]}]}]}
+    "DCGM GPU Diagnostic": {
+        "test_categories": [
+            {"category": "Hardware", "tests": [{"name": "M", "results": [{"status": "Skip"}]}]}
+        ]
+    }
 }
 
 CONTRACT = {
@@ -109,8 +150,14 @@ CONTRACT = {
     "it printed something else": (done('{"status": "pass"}'), task.INCONCLUSIVE),
     "the output is cut": (done(cut=True), task.INCONCLUSIVE),
     "brackets without end": (done("{" + '"DCGM Diagnostic": {'), task.INCONCLUSIVE),
-    "dcgmi is missing": ({"outcome": "done", "boot_id": "b", "missing": "dcgmi is not on this node's PATH"}, task.INCONCLUSIVE),
-    "the node is in use": ({"outcome": "refused", "why": "busy", "reason": "pid 1 uses GPU 0"}, task.INCONCLUSIVE),
+    "dcgmi is missing": (
+        {"outcome": "done", "boot_id": "b", "missing": "dcgmi is not on this node's PATH"},
+        task.INCONCLUSIVE,
+    ),
+    "the node is in use": (
+        {"outcome": "refused", "why": "busy", "reason": "pid 1 uses GPU 0"},
+        task.INCONCLUSIVE,
+    ),
 }
 
 
@@ -123,7 +170,9 @@ def test_the_exit_code_of_a_diagnosis_when(case: str) -> None:
 def test_a_long_answer_comes_in_numbered_parts_that_make_it_whole() -> None:
     long = done("x" * 30_000)
     lines = list(task.told(long))
-    assert [line.partition(": ")[0] for line in lines] == [f"relaunch-answer {number}/3" for number in (1, 2, 3)]
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"relaunch-answer {number}/3" for number in (1, 2, 3)
+    ]
     assert max(map(len, lines)) < 16 * 1024
     assert answer("\n".join(lines)) == long
 

@@ -17,11 +17,21 @@ GPU = "00000000:05:00.0"
 
 
 def prepare(node: Node, fleet: str | None, job: str = "k", **more: Any) -> Any:
-    return node.prepare(token=token(1, job=job), **({} if fleet is None else {"fleet": fleet}), **more)
+    return node.prepare(
+        token=token(1, job=job), **({} if fleet is None else {"fleet": fleet}), **more
+    )
 
 
 def repair(node: Node, command: str, fleet: str) -> Any:
-    order = {"id": "r1", "boot_id": boot_id(node.state), "reason": "x", "gpus": [GPU], "within": 20.0, "level": 1, "fleet": fleet}
+    order = {
+        "id": "r1",
+        "boot_id": boot_id(node.state),
+        "reason": "x",
+        "gpus": [GPU],
+        "within": 20.0,
+        "level": 1,
+        "fleet": fleet,
+    }
     return node.order(command, **order)
 
 
@@ -31,14 +41,23 @@ def runs(node: Node, fleet: str = LAB) -> list[int]:
     return list(done(node.start())["pids"].values())
 
 
-def test_a_launch_is_refused_while_ranks_of_another_fleet_live_there_and_they_live_on(node: Node) -> None:
+def test_a_launch_is_refused_while_ranks_of_another_fleet_live_there_and_they_live_on(
+    node: Node,
+) -> None:
     pids = runs(node)
     answer = prepare(node, OTHER)
     assert refusal(answer) == "other_fleet"
-    assert (answer["reason"], answer["fleet"]) == ("ranks of job j of fleet lab live on this node", LAB)
-    assert "of fleet lab of namespace default live" in prepare(node, "prod/other")["reason"], "two namespaces may have one of a name"
+    assert (answer["reason"], answer["fleet"]) == (
+        "ranks of job j of fleet lab live on this node",
+        LAB,
+    )
+    assert "of fleet lab of namespace default live" in prepare(node, "prod/other")["reason"], (
+        "two namespaces may have one of a name"
+    )
     assert all(map(alive, pids))
-    assert done(prepare(node, LAB))["stopped"] == [], "another job of the same fleet shares the node"
+    assert done(prepare(node, LAB))["stopped"] == [], (
+        "another job of the same fleet shares the node"
+    )
 
 
 def test_what_was_only_prepared_counts_as_living(node: Node) -> None:
@@ -65,13 +84,17 @@ def test_no_owner_goes_stale(node: Node, way: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, OTHER), (LAB, None), (None, None)])
-def test_orders_that_name_no_fleet_are_in_nobodys_way(node: Node, first: str | None, second: str | None) -> None:
+def test_orders_that_name_no_fleet_are_in_nobodys_way(
+    node: Node, first: str | None, second: str | None
+) -> None:
     done(node.prepare(**({} if first is None else {"fleet": first})))
     done(node.start())
     assert prepare(node, second)["outcome"] == "done"
 
 
-def test_a_later_submission_of_a_job_takes_the_place_of_the_one_before_whichever_fleet_it_was_of(node: Node) -> None:
+def test_a_later_submission_of_a_job_takes_the_place_of_the_one_before_whichever_fleet_it_was_of(
+    node: Node,
+) -> None:
     pids = runs(node)
     answer = done(node.prepare(token=token(1, submission=2), fleet=OTHER))
     assert answer["stopped"] == [[1, 1]]
@@ -84,7 +107,9 @@ def test_a_repeated_launch_is_answered_as_before(node: Node) -> None:
 
 
 @pytest.mark.parametrize("command", ["diagnose", "reset-gpus", "reboot"])
-def test_no_other_fleet_examines_or_repairs_under_its_ranks(node: Node, programs: Path, command: str) -> None:
+def test_no_other_fleet_examines_or_repairs_under_its_ranks(
+    node: Node, programs: Path, command: str
+) -> None:
     install_tool(programs, "dcgmi")
     install_tool(programs, "nvidia-smi")
     pids = runs(node)
@@ -96,7 +121,9 @@ def test_no_other_fleet_examines_or_repairs_under_its_ranks(node: Node, programs
     assert all(map(alive, pids)) and not (node.state / "reboots.jsonl").exists()
 
 
-def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(node: Node, programs: Path) -> None:
+def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(
+    node: Node, programs: Path
+) -> None:
     install_tool(programs, "dcgmi", stdout="{}", seconds=30)
     diagnosing = node.begin("diagnose", id="r1", level=1, within=60.0, fleet=LAB)
     eventually(lambda: done(node.order("list"))["held"])
@@ -121,7 +148,14 @@ def test_of_two_fleets_that_come_at_once_one_is_refused(node: Node) -> None:
     node.session()
     for round_ in range(1, 6):
         streams = [
-            node.begin("prepare", token=token(round_, job=fleet[8:]), address="127.0.0.1", ranks=[0], fleet=fleet, **TIMES)
+            node.begin(
+                "prepare",
+                token=token(round_, job=fleet[8:]),
+                address="127.0.0.1",
+                ranks=[0],
+                fleet=fleet,
+                **TIMES,
+            )
             for fleet in (LAB, OTHER)
         ]
         answers = [stream.rest()[-1] for stream in streams]
@@ -129,7 +163,11 @@ def test_of_two_fleets_that_come_at_once_one_is_refused(node: Node) -> None:
         assert outcomes == ["done", "refused"], answers
         assert {answer.get("why") for answer in answers} <= {None, "other_fleet"}
         for fleet in (LAB, OTHER):
-            done(node.order("stop", token=token(round_, job=fleet[8:]), stop_grace=1.0, stuck_after=3.0))
+            done(
+                node.order(
+                    "stop", token=token(round_, job=fleet[8:]), stop_grace=1.0, stuck_after=3.0
+                )
+            )
 
 
 @pytest.mark.parametrize("fleet", [1, "a\0b", ["x"]])

@@ -30,14 +30,21 @@ def run(node: Node, server: str) -> list[int]:
 
 
 @pytest.mark.parametrize("first", [ONE, ""])
-def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and_they_live_on(node: Node, first: str) -> None:
+def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and_they_live_on(
+    node: Node, first: str
+) -> None:
     pids = run(node, first)
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
     said = first[:8] or "it did not say which"
-    assert answer["reason"] == f"ranks of job j of fleet gpus of another Temporal server ({said}, namespace default) live on this node"
+    assert (
+        answer["reason"]
+        == f"ranks of job j of fleet gpus of another Temporal server ({said}, namespace default) live on this node"
+    )
     assert all(map(alive, pids))
-    assert done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], "its own controller goes on as ever"
+    assert done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], (
+        "its own controller goes on as ever"
+    )
 
 
 def test_a_stop_of_a_namesake_stops_nothing_and_does_not_forbid_the_other(node: Node) -> None:
@@ -59,7 +66,9 @@ def test_what_the_node_lists_says_whose_it_is(node: Node) -> None:
     assert watch.until("hello")["token"] == named(ONE)
 
 
-def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(node: Node, tmp_path: Path) -> None:
+def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(
+    node: Node, tmp_path: Path
+) -> None:
     """A child with its own session outlives keeper and rank; only the token in its environment says whose it is."""
     done(prepare(node, ONE))
     left = tmp_path / "left"
@@ -67,7 +76,10 @@ def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(node: Node, t
     done(node.start(token=named(ONE), command=["sh", "-c", script]))
     pid = int(eventually(lambda: left.exists() and left.read_text().strip()))
     helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # first all stand still: each kills ranks when another is gone
+    for number in (
+        signal.SIGSTOP,
+        signal.SIGKILL,
+    ):  # first all stand still: each kills ranks when another is gone
         for helper in helpers:
             os.kill(helper, number)
     eventually(lambda: not any(map(alive, helpers)))
@@ -88,6 +100,8 @@ def test_the_text_of_a_token_is_read_back(made: Token) -> None:
     assert parse_token(made.text) == made
 
 
-@pytest.mark.parametrize("text", ["", "j", "ns/j/1", "ns/j/1/x", "ns/j/x/1", "s/ns/j/1/", "a/b/c/d/1/2", "//j/1/2"])
+@pytest.mark.parametrize(
+    "text", ["", "j", "ns/j/1", "ns/j/1/x", "ns/j/x/1", "s/ns/j/1/", "a/b/c/d/1/2", "//j/1/2"]
+)
 def test_what_is_no_token_is_none(text: str) -> None:
     assert parse_token(text) is None

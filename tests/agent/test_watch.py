@@ -35,13 +35,21 @@ def test_states_from_prepared_to_gone(node: Node) -> None:
     assert (hello["state"], hello["ranks"], hello["token"]) == ("prepared", [0, 1], token(1))
     assert watch.until("heartbeat")["lease_left"] is None
     node.start(1)
-    assert 25 < watch.until("heartbeat", lambda beat: beat["lease_left"] is not None)["lease_left"] <= 30
+    assert (
+        25
+        < watch.until("heartbeat", lambda beat: beat["lease_left"] is not None)["lease_left"]
+        <= 30
+    )
     assert node.watch().until("hello")["state"] == "running"
     node.stop()
     lines = watch.rest()
     kinds = [line["observation"]["kind"] for line in lines if "observation" in line]
     assert kinds == ["Stopped", "RankExited", "RankExited"]
-    assert all(line["observation"]["stopped"] for line in lines if line.get("observation", {}).get("kind") == "RankExited")
+    assert all(
+        line["observation"]["stopped"]
+        for line in lines
+        if line.get("observation", {}).get("kind") == "RankExited"
+    )
     assert "end" in lines[-1]
     assert node.watch().until("hello")["state"] == "gone"
 
@@ -61,7 +69,11 @@ def test_a_watcher_goes_on_after_what_it_acknowledged(node: Node) -> None:
         assert numbers(watch) == list(range(after + 1, 4))
         watch.close()
     node.stop()
-    assert [line["observation"]["seq"] for line in node.watch(after_seq=2).rest() if "observation" in line] == [3]
+    assert [
+        line["observation"]["seq"]
+        for line in node.watch(after_seq=2).rest()
+        if "observation" in line
+    ] == [3]
 
 
 def test_two_watchers_see_the_same(node: Node) -> None:
@@ -80,11 +92,16 @@ open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{"message":"' + 'y' * 20
 time.sleep(float(sys.argv[1]))
 sys.exit(1)"""
     frozen = subprocess.Popen(
-        [sys.executable, str(node.agent), "watch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=node.environment
+        [sys.executable, str(node.agent), "watch"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=node.environment,
     )
     assert frozen.stdin is not None
     assert frozen.stdout is not None
-    node.run(1, ["sh", "-c", 'exec "$@" $S', "sh", *python(tail)], ranks=4, rank_env=[{"S": "1"}] * 4)
+    node.run(
+        1, ["sh", "-c", 'exec "$@" $S', "sh", *python(tail)], ranks=4, rank_env=[{"S": "1"}] * 4
+    )
     order = {"protocol": 1, "token": token(1), "after_seq": 0, "heartbeat": 0.2}
     frozen.stdin.write(json.dumps(order).encode() + b"\n")
     frozen.stdin.flush()
@@ -122,7 +139,9 @@ time.sleep(1000)"""
 def test_progress_that_cannot_be_read_is_not_zero_and_silence_is_not_a_reading(node: Node) -> None:
     node.run(
         1,
-        python(REPORT + "report(os.environ['SAY']) if 'SAY' in os.environ else 0; time.sleep(1000)"),
+        python(
+            REPORT + "report(os.environ['SAY']) if 'SAY' in os.environ else 0; time.sleep(1000)"
+        ),
         rank_env=[{"SAY": "step ten"}, {}],
     )
     beat = node.watch().until("heartbeat", lambda beat: beat["progress"])
@@ -143,7 +162,12 @@ time.sleep(1000)"""
 
 
 def test_an_exit_carries_its_error_and_the_end_of_its_log(node: Node) -> None:
-    error = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "…", "timestamp": "1785571200"}}}
+    error = {
+        "message": {
+            "message": "ValueError: no",
+            "extraInfo": {"py_callstack": "…", "timestamp": "1785571200"},
+        }
+    }
     code = (
         "import os,sys\n"
         "for n in range(100): print('line', n)\n"
@@ -152,7 +176,11 @@ def test_an_exit_carries_its_error_and_the_end_of_its_log(node: Node) -> None:
     )
     node.run(1, python(code), rank_env=[{"E": json.dumps(error)}, {"E": "{torn"}])
     watch = node.watch()
-    seen = {found["rank"]: found for found in (watch.observation("RankExited") for _ in range(2)) if not found["stopped"]}
+    seen = {
+        found["rank"]: found
+        for found in (watch.observation("RankExited") for _ in range(2))
+        if not found["stopped"]
+    }
     if 0 in seen:
         assert seen[0]["error"] == error
         assert seen[0]["log_tail"] == [f"line {number}" for number in range(60, 100)]
@@ -162,7 +190,9 @@ def test_an_exit_carries_its_error_and_the_end_of_its_log(node: Node) -> None:
 
 
 def test_list_logs_and_stacks(node: Node) -> None:
-    pids = node.run(1, ["sh", "-c", 'printf "one\\ntwo\\nthree \\303\\244\\377\\n"; exec sleep 1000'], ranks=1)
+    pids = node.run(
+        1, ["sh", "-c", 'printf "one\\ntwo\\nthree \\303\\244\\377\\n"; exec sleep 1000'], ranks=1
+    )
     eventually(lambda: "three" in node.log())
     chunk = {"rank": 0, "offset": 0, "next": 18, "data": "one\ntwo\nthree ä\ufffd\n"}
     read = node.order("logs", token=token(1), offsets=None, max_bytes=65536, wait=0.0, tail=None)
@@ -177,7 +207,9 @@ def test_list_logs_and_stacks(node: Node) -> None:
     first = node.order("logs", token=token(1), offsets={"0": 0}, max_bytes=15, wait=0.0, tail=None)
     assert first is not None
     assert first["chunks"][0]["next"] == 14
-    waiting = node.begin("logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=10.0, tail=None)
+    waiting = node.begin(
+        "logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=10.0, tail=None
+    )
     stacks = node.order("stacks", token=token(1), rank=None)
     assert stacks is not None
     assert stacks["stacks"][0]["pid"] == pids["0"]
@@ -185,9 +217,16 @@ def test_list_logs_and_stacks(node: Node) -> None:
     listed = node.order("list")
     assert listed is not None
     job = listed["jobs"][0]
-    assert (job["namespace"], job["job"], job["prepared"], job["stopped"]) == ("default", "j", [1, 1], None)
+    assert (job["namespace"], job["job"], job["prepared"], job["stopped"]) == (
+        "default",
+        "j",
+        [1, 1],
+        None,
+    )
     ranks = [{"rank": 0, "pid": pids["0"], "alive": True}]
-    assert job["generations"] == [{"submission": 1, "generation": 1, "state": "running", "ranks": ranks}]
+    assert job["generations"] == [
+        {"submission": 1, "generation": 1, "state": "running", "ranks": ranks}
+    ]
     node.stop()
     ended = waiting.rest()[-1]
     assert ended["ended"] is True
@@ -201,9 +240,15 @@ def test_logs_are_followed_with_the_offsets_of_a_whole_job(node: Node) -> None:
     eventually(lambda: "three" in node.log(0) and "three" in node.log(1))
 
     def read(offsets: dict[str, Any], tail: int | None) -> Any:
-        answer = node.order("logs", token=token(1), offsets=offsets, max_bytes=65536, wait=0.0, tail=tail)
+        answer = node.order(
+            "logs", token=token(1), offsets=offsets, max_bytes=65536, wait=0.0, tail=tail
+        )
         assert answer is not None
-        return {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]} if answer["outcome"] == "done" else answer["why"]
+        return (
+            {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]}
+            if answer["outcome"] == "done"
+            else answer["why"]
+        )
 
     assert read({"7": 99, "0": 4}, None) == {0: "two\nthree\n", 1: "one\ntwo\nthree\n"}
     assert read({"7": 99, "0": 4}, 1) == {0: "two\nthree\n", 1: "three\n"}

@@ -30,5 +30,9 @@ OF_THE_CONNECTION = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         call = getattr(item, "callspec", None)
-        if call is not None and call.params.get("make") == "ssh" and getattr(item, "originalname", "") not in OF_THE_CONNECTION:
+        if (
+            call is not None
+            and call.params.get("make") == "ssh"
+            and getattr(item, "originalname", "") not in OF_THE_CONNECTION
+        ):
             item.add_marker(pytest.mark.long)

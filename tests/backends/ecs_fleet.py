@@ -26,7 +26,10 @@ KEY = "a key of the contract, long enough"
 
 @contextmanager
 def playing_aws(folder: Path, agent: Path) -> Iterator[AwsDouble]:
-    with AwsDouble(folder, agent=agent, delays=Delays(stop_timeout=8.0)) as double, pytest.MonkeyPatch.context() as patch:
+    with (
+        AwsDouble(folder, agent=agent, delays=Delays(stop_timeout=8.0)) as double,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for name, value in (*double.environment().items(), ("KEY_OF_CONTRACT", KEY)):
             patch.setenv(name, value)
         patch.setattr(aws_module, "RATES", {"read": (10_000.0, 100), "modify": (10_000.0, 100)})
@@ -42,7 +45,11 @@ class EcsFleet(RealRanks):
         self.visitors = []
         self._aws = aws
         port = str(free_port())
-        variables = {container.PORT: port, "RELAUNCH_AGENT_KEY": KEY, "RELAUNCH_AGENT_STATE": "state"}
+        variables = {
+            container.PORT: port,
+            "RELAUNCH_AGENT_KEY": KEY,
+            "RELAUNCH_AGENT_STATE": "state",
+        }
         trainer = {
             "name": "trainer",
             "image": "of the user's, with the agent",
@@ -52,8 +59,13 @@ class EcsFleet(RealRanks):
         self._family = f"contract-{folder.name[-40:].replace('.', '-')}"
         aws.register(self._family, [trainer], networkMode="host")
         self._ids = {f"n{number}": aws.add_instance(gpus=0) for number in range(1, nodes + 1)}
-        named = [{"name": name, "address": id, "network": f"127.0.0.{number}"} for number, (name, id) in enumerate(self._ids.items(), 1)]
-        self._spec = FleetSpec.model_validate({"name": "contract", "backend": "ecs", "nodes": named})
+        named = [
+            {"name": name, "address": id, "network": f"127.0.0.{number}"}
+            for number, (name, id) in enumerate(self._ids.items(), 1)
+        ]
+        self._spec = FleetSpec.model_validate(
+            {"name": "contract", "backend": "ecs", "nodes": named}
+        )
         self._opened: list[EcsBackend] = []
         self.backend: Backend = self.again()
 

@@ -34,7 +34,11 @@ from tests.doubles.install import install_tool
 
 LOGS = {
     "logDriver": "awslogs",
-    "options": {"awslogs-group": "/relaunch/node", "awslogs-stream-prefix": "node", "awslogs-region": "us-east-1"},
+    "options": {
+        "awslogs-group": "/relaunch/node",
+        "awslogs-stream-prefix": "node",
+        "awslogs-region": "us-east-1",
+    },
 }
 OPTIONS = EcsOptions(cluster="training", node_task="node")
 CHECKED = EcsOptions(cluster="training", health_check="check")
@@ -45,7 +49,10 @@ REPAIR = "repair/gpus/n1/7d4e"
 def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
     agent = build_agent(tmp_path_factory.mktemp("agent"))
     delays = Delays(reboot=0.1, boot=0.1, power_off=0.05, stop_timeout=0.3)
-    with AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double, pytest.MonkeyPatch.context() as patch:
+    with (
+        AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for name, value in double.environment().items():
             patch.setenv(name, value)
         patch.setattr(aws_module, "RATES", {"read": (10_000.0, 100), "modify": (10_000.0, 100)})
@@ -55,9 +62,21 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         patch.setattr(node_tasks_module, "LOG_LOOK", 0.1)
         patch.setattr(node_tasks_module, "FREE_LOOK", 0.1)
         entry = [sys.executable, "-S", str(agent), "task"]  # as the node image's entry point
-        double.register("node", [{"name": "node", "image": "relaunch-node", "entryPoint": entry, "logConfiguration": LOGS}])
+        double.register(
+            "node",
+            [
+                {
+                    "name": "node",
+                    "image": "relaunch-node",
+                    "entryPoint": entry,
+                    "logConfiguration": LOGS,
+                }
+            ],
+        )
         for family in ("check", "train"):
-            double.register(family, [{"name": family, "image": "of the user's", "command": ["true"]}])
+            double.register(
+                family, [{"name": family, "image": "of the user's", "command": ["true"]}]
+            )
         yield double
 
 
@@ -97,7 +116,9 @@ class Clock:
 class Site:
     """One instance, and a worker that looks after it."""
 
-    def __init__(self, double: AwsDouble, aws: Any, ec2_id: str, options: EcsOptions = OPTIONS) -> None:
+    def __init__(
+        self, double: AwsDouble, aws: Any, ec2_id: str, options: EcsOptions = OPTIONS
+    ) -> None:
         self.double, self.aws, self.ec2_id, self.options = double, aws, ec2_id, options
         self.clock = Clock()
         self.cluster = Cluster(aws, "training", 5.0)
@@ -116,8 +137,12 @@ class Site:
         """Stands for a probe where only its boot id matters."""
         return {"outcome": "done", "boot_id": self.instance.boot_id, "jobs": [], "held": None}
 
-    async def reboot(self, boot_id: str | None = None, id: str = REPAIR) -> Mapping[str, Any] | Refused:
-        return await self.repairs.reboot("n1", self.ec2_id, id, boot_id or self.instance.boot_id, "Xid 79", self.facts)
+    async def reboot(
+        self, boot_id: str | None = None, id: str = REPAIR
+    ) -> Mapping[str, Any] | Refused:
+        return await self.repairs.reboot(
+            "n1", self.ec2_id, id, boot_id or self.instance.boot_id, "Xid 79", self.facts
+        )
 
     async def settled(self, within: float = 10.0) -> Journal:
         return await self.repairs.settle("n1", self.ec2_id, within)
@@ -135,10 +160,17 @@ class Site:
 
     def asked(self, operation: str) -> int:
         """How often this was asked of the instance."""
-        return sum(one.operation == operation and self.ec2_id in one.request.values() for one in self.double.requests)
+        return sum(
+            one.operation == operation and self.ec2_id in one.request.values()
+            for one in self.double.requests
+        )
 
     async def run(self, by: str, family: str = "train", gpus: int = 0) -> str:
-        override = {"name": family, "resourceRequirements": [{"type": "GPU", "value": str(gpus)}]} if gpus else {"name": family}
+        override = (
+            {"name": family, "resourceRequirements": [{"type": "GPU", "value": str(gpus)}]}
+            if gpus
+            else {"name": family}
+        )
         answer = await self.aws.call(
             "ecs",
             "RunTask",
@@ -147,17 +179,24 @@ class Site:
             startedBy=by,
             clientToken=uuid.uuid4().hex,
             launchType="EC2",
-            placementConstraints=[{"type": "memberOf", "expression": f"ec2InstanceId == {self.ec2_id}"}],
+            placementConstraints=[
+                {"type": "memberOf", "expression": f"ec2InstanceId == {self.ec2_id}"}
+            ],
             overrides={"containerOverrides": [override]},
         )
-        return str(answer["tasks"][0]["taskArn"]) if answer["tasks"] else str(answer["failures"][0]["reason"])
+        return (
+            str(answer["tasks"][0]["taskArn"])
+            if answer["tasks"]
+            else str(answer["failures"][0]["reason"])
+        )
 
     def examinations(self) -> list[dict[str, Any]]:
         mine = self.instance.arn
         return [
             one
             for one in self.double.tasks()
-            if one["containerInstanceArn"] == mine and str(one.get("startedBy", "")).startswith("relaunch-node/diagnose")
+            if one["containerInstanceArn"] == mine
+            and str(one.get("startedBy", "")).startswith("relaunch-node/diagnose")
         ]
 
 
@@ -168,11 +207,19 @@ Make = Callable[..., Site]
 async def make(aws: AwsDouble, real: Aws, tmp_path: Path) -> AsyncIterator[Make]:
     sites: list[Site] = []
 
-    def make(options: EcsOptions = OPTIONS, gpus: int = 8, dcgmi: str | None = None, exit_code: int = 0, aws_: Any = None) -> Site:
+    def make(
+        options: EcsOptions = OPTIONS,
+        gpus: int = 8,
+        dcgmi: str | None = None,
+        exit_code: int = 0,
+        aws_: Any = None,
+    ) -> Site:
         programs = tmp_path / uuid.uuid4().hex[:6]
         if dcgmi is not None:
             install_tool(programs, "dcgmi", stdout=dcgmi, exit_code=exit_code)
-        ec2_id = aws.add_instance(gpus=gpus, environment={"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"})
+        ec2_id = aws.add_instance(
+            gpus=gpus, environment={"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+        )
         sites.append(Site(aws, aws_ or Calls(real), ec2_id, options))
         return sites[-1]
 

@@ -21,7 +21,19 @@ from relaunch.generation import Token
 from relaunch.spec.fleet import FleetSpec
 from tests.backends.sshd import Sshd, make_key
 from tests.doubles.install import build_nvml, install_nvml, tell_nvml
-from tests.fakes.nodes import DiagHangs, Exit, Prints, Progress, Refuse, ResetFails, Script, SimulatedBackend, Stranger, Takes, error_file
+from tests.fakes.nodes import (
+    DiagHangs,
+    Exit,
+    Prints,
+    Progress,
+    Refuse,
+    ResetFails,
+    Script,
+    SimulatedBackend,
+    Stranger,
+    Takes,
+    error_file,
+)
 from tests.fakes.nodes.health import diagnosed
 from tests.fakes.nodes.script import Happening
 
@@ -84,7 +96,10 @@ class Fleet(Protocol):
 
 
 def spec(kind: str, nodes: int, gpus: int = 0) -> FleetSpec:
-    named = [{"name": f"n{number}", "address": f"127.0.0.{number}", "gpus": gpus} for number in range(1, nodes + 1)]
+    named = [
+        {"name": f"n{number}", "address": f"127.0.0.{number}", "gpus": gpus}
+        for number in range(1, nodes + 1)
+    ]
     return FleetSpec.model_validate({"name": "contract", "backend": kind, "nodes": named})
 
 
@@ -92,7 +107,9 @@ class SimulatedFleet:
     def __init__(self, does: Mapping[int, Does], nodes: int, tools: Tools | None = None) -> None:
         self.stamps: dict[tuple[str, Token], float] = {}
         self.spec = spec("simulated", nodes, 0 if tools is None else 1)
-        script = Script((*self._happenings(does), *(() if tools is None else self._of_tools(tools))))
+        script = Script(
+            (*self._happenings(does), *(() if tools is None else self._of_tools(tools)))
+        )
         self.simulated = SimulatedBackend(self.spec, script)
         self.backend: Backend = self.simulated
 
@@ -118,7 +135,11 @@ class SimulatedFleet:
             for rank, code in (one.exits or {}).items():
                 error = None if one.error is None else error_file(one.error)
                 signal = -code if code < 0 else None
-                found.append(Exit(generation=generation, rank=rank, exit_code=code, signal=signal, error=error))
+                found.append(
+                    Exit(
+                        generation=generation, rank=rank, exit_code=code, signal=signal, error=error
+                    )
+                )
         return found
 
     def command(self, generation: int) -> tuple[str, ...]:
@@ -137,7 +158,9 @@ class SimulatedFleet:
         self.simulated.lose_power(node)
 
     def visit(self, node: str) -> int:
-        self.simulated.visit(node, Stranger(gpu=0, pid=4242, user=getpass.getuser(), program="sleep"))
+        self.simulated.visit(
+            node, Stranger(gpu=0, pid=4242, user=getpass.getuser(), program="sleep")
+        )
         return 4242
 
     def leave(self, node: str) -> None:
@@ -164,7 +187,11 @@ class RealRanks:
     def visit(self, node: str) -> int:
         self.visitors.append(subprocess.Popen(["sleep", "600"]))
         pid = self.visitors[-1].pid
-        install_nvml(self.libraries(node), build_nvml(self.state / "nvml"), f"driver 570\ngpus 1\nprocess 0 {pid} 1000\n")
+        install_nvml(
+            self.libraries(node),
+            build_nvml(self.state / "nvml"),
+            f"driver 570\ngpus 1\nprocess 0 {pid} 1000\n",
+        )
         return pid
 
     def leave(self, node: str) -> None:
@@ -194,12 +221,22 @@ class RealRanks:
         return ("/bin/sh", "-c", "\n".join([*lines, "exec sleep 600"]))
 
     def workdir(self, generation: int) -> str | None:
-        return str(self.state / "nowhere") if self.does[generation].refused == "workdir_missing" else None
+        return (
+            str(self.state / "nowhere")
+            if self.does[generation].refused == "workdir_missing"
+            else None
+        )
 
 
 class LocalFleet(RealRanks):
     def __init__(
-        self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float, tools: Tools | None = None
+        self,
+        does: Mapping[int, Does],
+        nodes: int,
+        folder: Path,
+        agent: Path,
+        answer_within: float,
+        tools: Tools | None = None,
     ) -> None:
         self.does = does
         self.stamps: dict[tuple[str, Token], float] = {}
@@ -249,7 +286,13 @@ class SshFleet(RealRanks):
     """Nodes that are OpenSSH servers on loopback. They share a kernel, so that a reboot ends their processes and changes their boot id."""
 
     def __init__(
-        self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float, tools: Tools | None = None
+        self,
+        does: Mapping[int, Does],
+        nodes: int,
+        folder: Path,
+        agent: Path,
+        answer_within: float,
+        tools: Tools | None = None,
     ) -> None:
         self.does = does
         self.stamps: dict[tuple[str, Token], float] = {}
@@ -259,24 +302,36 @@ class SshFleet(RealRanks):
         self.opened: list[SshBackend] = []
         self.visitors = []
         key = make_key(folder / "key")
-        self.hosts = {f"n{number}": Sshd(folder / f"n{number}", f"127.0.0.{number}", key) for number in range(1, nodes + 1)}
+        self.hosts = {
+            f"n{number}": Sshd(folder / f"n{number}", f"127.0.0.{number}", key)
+            for number in range(1, nodes + 1)
+        }
         for host in self.hosts.values():
             if tools is not None:
                 _install(tools, host.bin)
             order = local_power.command(host.state)
-            host.program_named("systemctl", f'#!/bin/sh\n[ "$*" = reboot ] && exec {shlex.join(order)}\nexit 1\n')
+            host.program_named(
+                "systemctl", f'#!/bin/sh\n[ "$*" = reboot ] && exec {shlex.join(order)}\nexit 1\n'
+            )
             host.start()
         known = folder / "known_hosts"
         known.write_text("".join(host.known_hosts for host in self.hosts.values()))
         named = [
-            {"name": name, "address": host.address, "port": host.port, "gpus": 0 if tools is None else 1}
+            {
+                "name": name,
+                "address": host.address,
+                "port": host.port,
+                "gpus": 0 if tools is None else 1,
+            }
             for name, host in self.hosts.items()
         ]
         # Not whatever keys and configuration whoever runs the tests has.
         config = folder / "ssh_config"
         config.touch()
         ssh = {"key": str(key), "known_hosts": str(known), "config": str(config)}
-        self.spec = FleetSpec.model_validate({"name": "contract", "backend": "ssh", "nodes": named, "ssh": ssh})
+        self.spec = FleetSpec.model_validate(
+            {"name": "contract", "backend": "ssh", "nodes": named, "ssh": ssh}
+        )
         self.backend: Backend = self.again()
 
     def again(self) -> SshBackend:
@@ -313,7 +368,10 @@ def _install(tools: Tools, folder: Path) -> None:
     (folder / "passed.json").write_text(diagnosed(1, 1, ())[1])
     wait = "exec sleep 600" if tools.diag == "hangs" else f"sleep {tools.diag_takes}"
     said = "All done." if tools.reset == 0 else "GPU Reset couldn't run because GPU is in use"
-    lines = {"dcgmi": f"{wait}\ncat {shlex.quote(str(folder / 'passed.json'))}", "nvidia-smi": f'echo "{said}"\nexit {tools.reset}'}
+    lines = {
+        "dcgmi": f"{wait}\ncat {shlex.quote(str(folder / 'passed.json'))}",
+        "nvidia-smi": f'echo "{said}"\nexit {tools.reset}',
+    }
     for name, text in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)

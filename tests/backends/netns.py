@@ -84,7 +84,21 @@ class Network:
             self._plug(name, "training", f"{TRAINING}.{10 + number}", f"t{number}")
 
     def _plug(self, name: str, bridge: str, address: str, port: str) -> None:
-        ip("-n", self.switch, "link", "add", "name", port, "type", "veth", "peer", "name", bridge, "netns", name)
+        ip(
+            "-n",
+            self.switch,
+            "link",
+            "add",
+            "name",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            bridge,
+            "netns",
+            name,
+        )
         ip("-n", self.switch, "link", "set", port, "master", bridge, "up")
         ip("-n", name, "addr", "add", f"{address}/24", "dev", bridge)
         ip("-n", name, "link", "set", bridge, "up")
@@ -103,7 +117,20 @@ class Network:
 
     def heal(self, number: int, network: str = "control") -> None:
         ip("-n", self.switch, "link", "set", f"{network[0]}{number}", "master", network, "up")
-        subprocess.run(["ip", "-n", self.nodes[number - 1], "neigh", "flush", "dev", network, "nud", "permanent"], capture_output=True)
+        subprocess.run(
+            [
+                "ip",
+                "-n",
+                self.nodes[number - 1],
+                "neigh",
+                "flush",
+                "dev",
+                network,
+                "nud",
+                "permanent",
+            ],
+            capture_output=True,
+        )
 
     def lose_answers(self, number: int) -> None:
         """What the node sends to the controller gets lost; what it is sent arrives."""

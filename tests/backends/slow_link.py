@@ -51,7 +51,9 @@ async def _serve(ways: Sequence[Way], delay: float, ready: object) -> None:
             except OSError:
                 writer.close()
                 return
-            await asyncio.gather(_hold_back(reader, far_writer, delay), _hold_back(far_reader, writer, delay))
+            await asyncio.gather(
+                _hold_back(reader, far_writer, delay), _hold_back(far_reader, writer, delay)
+            )
 
         return await asyncio.start_server(accepted, *way.near, backlog=64)
 
@@ -60,7 +62,9 @@ async def _serve(ways: Sequence[Way], delay: float, ready: object) -> None:
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
-async def _hold_back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
+async def _hold_back(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float
+) -> None:
     clock = asyncio.get_running_loop().time
     waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

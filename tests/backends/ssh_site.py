@@ -48,11 +48,29 @@ class Site:
 
     def spec(self, host: Sshd | None, ssh: dict[str, Any] | None = None, **node: Any) -> FleetSpec:
         place = {} if host is None else {"address": host.address, "port": host.port}
-        options = {"key": str(self.key), "known_hosts": str(self.known_hosts), "config": str(self.config), **(ssh or {})}
+        options = {
+            "key": str(self.key),
+            "known_hosts": str(self.known_hosts),
+            "config": str(self.config),
+            **(ssh or {}),
+        }
         options = {name: value for name, value in options.items() if value is not None}
-        return FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", **place, **node}], "ssh": options})
+        return FleetSpec.model_validate(
+            {
+                "name": "lab",
+                "backend": "ssh",
+                "nodes": [{"name": "n1", **place, **node}],
+                "ssh": options,
+            }
+        )
 
-    def backend(self, host: Sshd | None, ssh: dict[str, Any] | None = None, answer_within: float = 5.0, **node: Any) -> SshBackend:
+    def backend(
+        self,
+        host: Sshd | None,
+        ssh: dict[str, Any] | None = None,
+        answer_within: float = 5.0,
+        **node: Any,
+    ) -> SshBackend:
         """Of a fleet with the one node n1."""
         self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
         return self.backends[-1]
@@ -73,7 +91,9 @@ async def reason(backend: SshBackend) -> str:
 
 
 @contextmanager
-def listener(serve: Callable[[socket.socket], None], backlog: int = 16) -> Iterator[tuple[str, int]]:
+def listener(
+    serve: Callable[[socket.socket], None], backlog: int = 16
+) -> Iterator[tuple[str, int]]:
     """Something that listens and is no sshd. Each connection is served in turn, until the test ends."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -97,7 +117,9 @@ def python_double(host: Sshd, program: str) -> None:
     """A double of the node's python3: runs `program` instead of whatever it is told to, with the real one."""
     path = host.folder / "double.py"
     path.write_text(program)
-    host.program_named("python3", f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(path))}\n")
+    host.program_named(
+        "python3", f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(path))}\n"
+    )
 
 
 @pytest.fixture(scope="session")

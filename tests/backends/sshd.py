@@ -64,7 +64,14 @@ def children_of(pids: Iterable[int]) -> dict[int, list[int]]:
 class Sshd:
     """One server. What it lets in is `key`; what it lets them be is whoever runs the test."""
 
-    def __init__(self, folder: Path, address: str, key: Path, kinds: tuple[str, ...] = ("ed25519",), **options: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        key: Path,
+        kinds: tuple[str, ...] = ("ed25519",),
+        **options: str,
+    ) -> None:
         """`options`: lines of its configuration, such as MaxAuthTries="2"."""
         self.program = need_sshd()
         self.within: tuple[str, ...] = ()
@@ -87,7 +94,9 @@ class Sshd:
             # Not that of whoever runs the tests, whose shell may change PATH.
             "HOME": str(folder / "home"),
             # Whatever is on PATH, and whatever a test orders: the machine that it runs on is never rebooted.
-            "RELAUNCH_REBOOT_COMMAND": json.dumps([str(self.bin / "systemctl"), "reboot"], separators=(",", ":")),
+            "RELAUNCH_REBOOT_COMMAND": json.dumps(
+                [str(self.bin / "systemctl"), "reboot"], separators=(",", ":")
+            ),
         }
         (folder / "home").mkdir()
         (folder / "kernel.log").touch()
@@ -131,13 +140,25 @@ class Sshd:
         ]
         config = self.folder / "sshd_config"
         config.write_text("\n".join(lines) + "\n")
-        understood = subprocess.run([self.program, "-T", "-f", str(config)], capture_output=True, text=True, check=True).stdout
-        assert f"setenv RELAUNCH_REBOOT_COMMAND={self.environment['RELAUNCH_REBOOT_COMMAND']}" in understood, understood
+        understood = subprocess.run(
+            [self.program, "-T", "-f", str(config)], capture_output=True, text=True, check=True
+        ).stdout
+        assert (
+            f"setenv RELAUNCH_REBOOT_COMMAND={self.environment['RELAUNCH_REBOOT_COMMAND']}"
+            in understood
+        ), understood
         self.log.touch()
         self._said = self.log.stat().st_size
         with self.log.open("ab") as log:
             words = [*self.within, self.program, "-D", "-e", "-f", str(config)]
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True)
+            self.process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                start_new_session=True,
+            )
         eventually(self._listens, "sshd did not start")
         return self
 

@@ -27,15 +27,36 @@ TOKEN = Token("default", "llama", 1000, 3)
 NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 3}
 HELLO = {"token": NAMED, "boot_id": "b1", "state": "running", "ranks": [0, 1], "stamp": 12.5}
 BEAT = {"stamp": 12.5, "alive": [0], "lease_left": 3.0, "progress": {"0": {"step": 4, "age": 0.1}}}
-EXITED = {"seq": 1, "kind": "RankExited", "rank": 0, "local_rank": 0, "exit_code": 1, "signal": None}
-PREPARED = {"outcome": "done", "boot_id": "b1", "master_port": 1, "peer_port": 2, "stamp": 1, "nonce": "ab"}
-GENERATION = {"submission": 1, "generation": 1, "state": "running", "ranks": [{"rank": 0, "pid": 7, "alive": True}]}
+EXITED = {
+    "seq": 1,
+    "kind": "RankExited",
+    "rank": 0,
+    "local_rank": 0,
+    "exit_code": 1,
+    "signal": None,
+}
+PREPARED = {
+    "outcome": "done",
+    "boot_id": "b1",
+    "master_port": 1,
+    "peer_port": 2,
+    "stamp": 1,
+    "nonce": "ab",
+}
+GENERATION = {
+    "submission": 1,
+    "generation": 1,
+    "state": "running",
+    "ranks": [{"rank": 0, "pid": 7, "alive": True}],
+}
 
 
 def said_of(line: object, **options: bool) -> str:
     with pytest.raises(ProtocolError) as refused:
         parse_watch_line("n2", TOKEN, line, **options)
-    assert isinstance(refused.value, Unreachable), "else no caller takes it for a node that does not answer"
+    assert isinstance(refused.value, Unreachable), (
+        "else no caller takes it for a node that does not answer"
+    )
     assert refused.value.node == "n2"
     assert len(refused.value.reason) < 400
     return refused.value.reason
@@ -47,36 +68,62 @@ def said_of(line: object, **options: bool) -> str:
         ([1, 2], "[1, 2], expected an object"),
         ("hello", "'hello', expected an object"),
         ({"hello": 1}, "its hello"),
-        ({"hello": {**HELLO, "token": {**NAMED, "job": "other"}}}, "expected generation default/llama/1000/3"),
+        (
+            {"hello": {**HELLO, "token": {**NAMED, "job": "other"}}},
+            "expected generation default/llama/1000/3",
+        ),
         ({"hello": {**HELLO, "token": {**NAMED, "generation": 4}}}, "its hello is of"),
         ({"hello": {**HELLO, "token": None}}, "its hello is of None"),
         ({"hello": {**HELLO, "stamp": "soon"}}, "stamp is 'soon', expected a valid number"),
         ({"hello": {**HELLO, "ranks": list(range(5000))}}, "ranks"),
         ({"heartbeat": "x"}, "its heartbeat"),
         ({"heartbeat": {**BEAT, "stamp": None}}, "stamp is None"),
-        ({"heartbeat": {key: value for key, value in BEAT.items() if key != "stamp"}}, "stamp is missing"),
+        (
+            {"heartbeat": {key: value for key, value in BEAT.items() if key != "stamp"}},
+            "stamp is missing",
+        ),
         ({"heartbeat": {**BEAT, "stamp": 1e300}}, "stamp is 1e+300"),
         ({"heartbeat": {**BEAT, "stamp": float("nan")}}, "expected finite numbers"),
         ({"heartbeat": {**BEAT, "progress": {"zero": {"step": 3}}}}, "progress.zero"),
         ({"heartbeat": {**BEAT, "progress": {"0": {"step": 10**18}}}}, "progress.0.step"),
         ({"heartbeat": {**BEAT, "progress": {"0": {"step": 3, "age": 1e300}}}}, "progress.0.age"),
         ({"heartbeat": {**BEAT, "progress": {"0": {"step": 3, "age": -1e6}}}}, "progress.0.age"),
-        ({"heartbeat": {**BEAT, "progress": {"0": {"values": {f"v{n}": 1.0 for n in range(99)}}}}}, "values"),
+        (
+            {
+                "heartbeat": {
+                    **BEAT,
+                    "progress": {"0": {"values": {f"v{n}": 1.0 for n in range(99)}}},
+                }
+            },
+            "values",
+        ),
         ({"observation": 7}, "7, expected an object"),
-        ({"observation": {key: value for key, value in EXITED.items() if key != "seq"}}, "seq is missing"),
+        (
+            {"observation": {key: value for key, value in EXITED.items() if key != "seq"}},
+            "seq is missing",
+        ),
         ({"observation": {**EXITED, "seq": "abc"}}, "seq is 'abc'"),
-        ({"observation": {**EXITED, "seq": MAX_OBSERVATIONS + 1}}, "expected at most 10000 of one generation"),
+        (
+            {"observation": {**EXITED, "seq": MAX_OBSERVATIONS + 1}},
+            "expected at most 10000 of one generation",
+        ),
         ({"observation": {**EXITED, "rank": "r"}}, "rank is 'r'"),
         ({"observation": {**EXITED, "rank": 2**63}}, "rank is 9223372036854775808"),
         ({"observation": {**EXITED, "rank": 10**30}}, "whole number of 100 bits"),
-        ({"observation": {**EXITED, "exit_code": "boom"}}, "exit_code is 'boom', expected a valid integer"),
+        (
+            {"observation": {**EXITED, "exit_code": "boom"}},
+            "exit_code is 'boom', expected a valid integer",
+        ),
         ({"observation": {**EXITED, "exit_code": True}}, "exit_code is True"),
         ({"observation": {**EXITED, "exit_code": 256}}, "exit_code is 256"),
         ({"observation": {**EXITED, "signal": 9.5}}, "signal is 9.5"),
         ({"observation": {**EXITED, "log_tail": [1]}}, "log_tail.0"),
         ({"observation": {**EXITED, "launched": [{"rank": 0}]}}, "launched.0.pid is missing"),
         ({"observation": {"seq": 1, "kind": "Fenced", "why": ["x"]}}, "why is ['x']"),
-        ({"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}}, "what people did"),
+        (
+            {"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}},
+            "what people did",
+        ),
         ({"outcome": "refused", "why": "z" * 100_000, "reason": "y"}, "why"),
         ({"hello": json.loads("[" * 40 + "]" * 40)}, "nested deeper than 16"),
     ],
@@ -89,8 +136,23 @@ def test_a_line_that_does_not_fit_is_the_fault_of_its_node(line: object, named: 
     "line",
     [
         {"hello": HELLO},
-        {"heartbeat": {**BEAT, "progress": {"0": {"unreadable": "no step"}, "1": {"step": None, "values": {"loss": "NaN"}}}}},
-        {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "reason": "nobody answers"}},
+        {
+            "heartbeat": {
+                **BEAT,
+                "progress": {
+                    "0": {"unreadable": "no step"},
+                    "1": {"step": None, "values": {"loss": "NaN"}},
+                },
+            }
+        },
+        {
+            "observation": {
+                "seq": 1,
+                "kind": "Fenced",
+                "why": "isolated",
+                "reason": "nobody answers",
+            }
+        },
         {"observation": {**EXITED, "exit_code": None, "signal": 9}},
         {"observation": {"seq": 2, "kind": "SomethingOfTomorrow", "of": [1]}},
         {"observation": {"seq": 2, "kind": "KeeperDied", "reason": "killed", "launched": [1, [2]]}},
@@ -113,7 +175,14 @@ def test_fields_of_a_newer_agent_are_passed_on() -> None:
 
 
 def test_only_a_platform_may_tell_of_people_and_of_its_own_reasons() -> None:
-    stopped = {"observation": {"seq": 1_000_000, "kind": "StoppedByUser", "reason": "task stopped", "by": "ECS"}}
+    stopped = {
+        "observation": {
+            "seq": 1_000_000,
+            "kind": "StoppedByUser",
+            "reason": "task stopped",
+            "by": "ECS",
+        }
+    }
     assert parse_watch_line("n2", TOKEN, stopped, is_platform=True) == stopped
     exited = {"observation": {**EXITED, "ecs": {"stop_code": "SpotInterruption", "reason": "x"}}}
     assert "ecs" in parse_watch_line("n2", TOKEN, exited, is_platform=True)["observation"]
@@ -127,7 +196,10 @@ def test_only_a_platform_may_tell_of_people_and_of_its_own_reasons() -> None:
         (7, {"unreadable": "expected an object, found int"}),
         ({"unreadable": "it is torn"}, {"unreadable": "it is torn"}),
         ({"message": 7}, {"unreadable": "it has no message"}),
-        ({"message": "x", "timestamp": "soon", "of": float("nan")}, {"message": "x", "timestamp": None}),
+        (
+            {"message": "x", "timestamp": "soon", "of": float("nan")},
+            {"message": "x", "timestamp": None},
+        ),
         ({"message": "x", "timestamp": "17"}, {"message": "x", "timestamp": 17.0}),
         ({"message": {"message": "x", "extraInfo": "none"}}, ("x", None)),
         ({"message": {"message": "x", "extraInfo": {"timestamp": "17"}}}, ("x", 17.0)),
@@ -136,7 +208,9 @@ def test_only_a_platform_may_tell_of_people_and_of_its_own_reasons() -> None:
 )
 def test_what_a_rank_wrote_is_no_fault_of_its_node(written: object, read: object) -> None:
     if isinstance(read, tuple):
-        read = {"message": {"message": read[0], "extraInfo": {"timestamp": read[1], "py_callstack": ""}}}
+        read = {
+            "message": {"message": read[0], "extraInfo": {"timestamp": read[1], "py_callstack": ""}}
+        }
     below = {"rank": 0, "local_rank": 0, "pid": 7, "error": written, "log_tail": []}
     line = {"observation": {**EXITED, "launcher": True, "error": written, "launched": [below]}}
     parsed = parse_watch_line("n2", TOKEN, line)["observation"]
@@ -162,7 +236,12 @@ def test_an_answer_that_does_not_fit_names_the_field(change: dict[str, Any], nam
 
 def list_of(**generation: Any) -> dict[str, Any]:
     job = {"namespace": "default", "job": "llama", "prepared": [1, 1], "stopped": None}
-    return {"outcome": "done", "boot_id": "b1", "jobs": [{**job, "generations": [{**GENERATION, **generation}]}], "held": None}
+    return {
+        "outcome": "done",
+        "boot_id": "b1",
+        "jobs": [{**job, "generations": [{**GENERATION, **generation}]}],
+        "held": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -175,7 +254,10 @@ def list_of(**generation: Any) -> dict[str, Any]:
         (list_of(ranks=[{"rank": 0, "alive": "yes"}]), "ranks.0.alive"),
         ({**list_of(), "held": "yes"}, "held"),
         ({**list_of(), "boot_id": "b" * 6_000_000}, "boot_id"),
-        ({**list_of(), "jobs": list_of()["jobs"] * 300}, "ranks of 300 generations live there, expected at most 256"),
+        (
+            {**list_of(), "jobs": list_of()["jobs"] * 300},
+            "ranks of 300 generations live there, expected at most 256",
+        ),
     ],
 )
 def test_a_list_that_does_not_fit_is_the_fault_of_its_node(answer: object, named: str) -> None:

@@ -10,7 +10,19 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.base import Backend, Gone, Logs, Peer, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    Backend,
+    Gone,
+    Logs,
+    Peer,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from relaunch.generation import Token
 from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, SshFleet, build
 
@@ -32,7 +44,11 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every backend that has agents on its nodes; of ECS, where a container has one and AWS the rest, what it promises as well."""
     if "make" in metafunc.fixturenames:
-        ecs = [pytest.param("ecs", marks=pytest.mark.long)] if metafunc.definition.get_closest_marker("also_ecs") else []
+        ecs = (
+            [pytest.param("ecs", marks=pytest.mark.long)]
+            if metafunc.definition.get_closest_marker("also_ecs")
+            else []
+        )
         metafunc.parametrize("make", ["simulated", "local", "ssh", *ecs], indirect=True)
 
 
@@ -49,7 +65,9 @@ def aws(tmp_path_factory: pytest.TempPathFactory, agent: Path) -> Iterator[Any]:
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     fleets: list[Fleet] = []
 
-    def made(does: Mapping[int, Does] | None = None, nodes: int = 1, answer_within: float = 5.0) -> Fleet:
+    def made(
+        does: Mapping[int, Does] | None = None, nodes: int = 1, answer_within: float = 5.0
+    ) -> Fleet:
         fleet: Fleet
         if request.param == "simulated":
             fleet = SimulatedFleet(does or {1: RUNS}, nodes)
@@ -59,7 +77,9 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
             fleet = EcsFleet(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("aws"))
         else:
             real = LocalFleet if request.param == "local" else SshFleet
-            fleet = real(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("agent"), answer_within)
+            fleet = real(
+                does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("agent"), answer_within
+            )
         fleets.append(fleet)
         return fleet
 
@@ -84,7 +104,9 @@ def prepare_order(of: Token, ranks: tuple[int, ...] = (0, 1), **changes: Any) ->
     return PrepareOrder(token=of, ranks=ranks, **{**given, **changes})
 
 
-def start_order(fleet: Fleet, of: Token, node: str = "n1", ranks: tuple[int, ...] = (0, 1), **changes: Any) -> StartOrder:
+def start_order(
+    fleet: Fleet, of: Token, node: str = "n1", ranks: tuple[int, ...] = (0, 1), **changes: Any
+) -> StartOrder:
     given: dict[str, Any] = {
         "command": fleet.command(of.generation),
         "workdir": fleet.workdir(of.generation),
@@ -98,7 +120,9 @@ def start_order(fleet: Fleet, of: Token, node: str = "n1", ranks: tuple[int, ...
     return StartOrder(token=of, node=node, **{**given, **changes})
 
 
-async def prepare(fleet: Fleet, node: str, order: PrepareOrder, backend: Backend | None = None) -> Prepared | Refused:
+async def prepare(
+    fleet: Fleet, node: str, order: PrepareOrder, backend: Backend | None = None
+) -> Prepared | Refused:
     answer = await (backend or fleet.backend).prepare(node, order)
     if isinstance(answer, Prepared):
         fleet.stamps[node, order.token] = answer.stamp
@@ -211,7 +235,11 @@ async def test_the_error_file_of_a_rank_comes_with_its_exit(make: Make) -> None:
 async def test_ranks_that_succeed_do_not_take_the_others_with_them(make: Make) -> None:
     fleet = make({1: Does(exits={0: 0})})
     await launch(fleet)
-    lines = await read(fleet.backend, token(1), lambda lines: any(beat["alive"] == [1] for beat in heartbeats(lines)))
+    lines = await read(
+        fleet.backend,
+        token(1),
+        lambda lines: any(beat["alive"] == [1] for beat in heartbeats(lines)),
+    )
     assert list(exits(lines)) == [0] and exits(lines)[0]["exit_code"] == 0
 
 
@@ -269,7 +297,9 @@ async def test_a_token_below_the_highest_prepared_is_refused_with_the_highest(ma
     for lower in (token(1), token(3, submission=99)):
         refused = refusal(await prepare(fleet, "n1", prepare_order(lower)))
         assert (refused.node, refused.why, refused.highest) == ("n1", "not_above", (100, 2))
-        assert refusal(await fleet.backend.start("n1", start_order(fleet, lower))).why == "not_above"
+        assert (
+            refusal(await fleet.backend.start("n1", start_order(fleet, lower))).why == "not_above"
+        )
     done(await prepare(fleet, "n1", prepare_order(token(1, submission=101))))
 
 
@@ -282,16 +312,23 @@ async def test_a_stop_forbids_a_generation_and_all_below_for_ever(make: Make) ->
         for forbidden in (1, 2):
             refused = refusal(await prepare(fleet, "n1", prepare_order(token(forbidden)), backend))
             assert (refused.why, refused.highest) == ("stopped", (100, 2))
-            assert refusal(await backend.start("n1", start_order(fleet, token(forbidden)))).why == "stopped"
+            assert (
+                refusal(await backend.start("n1", start_order(fleet, token(forbidden)))).why
+                == "stopped"
+            )
     await launch(fleet, 3)
     assert await alive(fleet.backend, 3) == [0, 1]
 
 
 async def test_a_start_without_prepare_is_refused(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS})
-    assert refusal(await fleet.backend.start("n1", start_order(fleet, token(1)))).why == "not_prepared"
+    assert (
+        refusal(await fleet.backend.start("n1", start_order(fleet, token(1)))).why == "not_prepared"
+    )
     await launch(fleet, 1)
-    assert refusal(await fleet.backend.start("n1", start_order(fleet, token(2)))).why == "not_prepared"
+    assert (
+        refusal(await fleet.backend.start("n1", start_order(fleet, token(2)))).why == "not_prepared"
+    )
     assert await alive(fleet.backend, 1) == [0, 1]
 
 
@@ -302,7 +339,9 @@ async def test_a_start_that_comes_too_late_is_refused(make: Make) -> None:
     assert "end" in lines[-1] and observed(lines) == []
     try:
         refused = refusal(await fleet.backend.start("n1", start_order(fleet, token(1))))
-    except Unreachable:  # its keeper was on its way out, and took the order along: ambiguous, so it is asked again
+    except (
+        Unreachable
+    ):  # its keeper was on its way out, and took the order along: ambiguous, so it is asked again
         refused = refusal(await fleet.backend.start("n1", start_order(fleet, token(1))))
     assert refused.why == "expired"
     assert await alive(fleet.backend, 1) == []
@@ -335,9 +374,18 @@ async def test_what_cannot_be_started_is_refused_each_time(make: Make, why: str)
 async def test_a_watch_greets_then_tells_then_beats(make: Make) -> None:
     fleet = make({1: Does(step=12)})
     await launch(fleet)
-    lines = await read(fleet.backend, token(1), lambda lines: any(len(beat["progress"]) == 2 for beat in heartbeats(lines)))
+    lines = await read(
+        fleet.backend,
+        token(1),
+        lambda lines: any(len(beat["progress"]) == 2 for beat in heartbeats(lines)),
+    )
     hello = lines[0]["hello"]
-    assert hello["token"] == {"namespace": "default", "job": "contract", "submission": 100, "generation": 1}
+    assert hello["token"] == {
+        "namespace": "default",
+        "job": "contract",
+        "submission": 100,
+        "generation": 1,
+    }
     assert (hello["state"], hello["ranks"]) == ("running", [0, 1])
     beat = heartbeats(lines)[-1]
     assert sorted(beat["alive"]) == [0, 1] and beat["stamp"] >= hello["stamp"]
@@ -364,9 +412,13 @@ async def test_a_watch_resumes_after_what_was_acknowledged(make: Make) -> None:
     whole = observed(await read(fleet.backend, token(1), both_exited))
     assert [seen["seq"] for seen in whole] == list(range(1, len(whole) + 1))
     for after in range(len(whole)):
-        rest = observed(await read(fleet.backend, token(1), both_rest(len(whole) - after), after_seq=after))
+        rest = observed(
+            await read(fleet.backend, token(1), both_rest(len(whole) - after), after_seq=after)
+        )
         assert rest == whole[after:]
-    lines = await read(fleet.again(), token(1), lambda lines: len(heartbeats(lines)) == 2, after_seq=len(whole))
+    lines = await read(
+        fleet.again(), token(1), lambda lines: len(heartbeats(lines)) == 2, after_seq=len(whole)
+    )
     assert observed(lines) == []
 
 
@@ -399,7 +451,10 @@ async def test_a_watch_of_an_unknown_generation_is_refused(make: Make) -> None:
 async def test_two_watchers_see_the_same(make: Make) -> None:
     fleet = make({1: Does(exits={0: 3})})
     done(await prepare(fleet, "n1", prepare_order(token(1))))
-    watches = [asyncio.create_task(read(backend, token(1), both_exited)) for backend in (fleet.backend, fleet.again())]
+    watches = [
+        asyncio.create_task(read(backend, token(1), both_exited))
+        for backend in (fleet.backend, fleet.again())
+    ]
     done(await fleet.backend.start("n1", start_order(fleet, token(1))))
     first, second = await asyncio.gather(*watches)
     assert observed(first) == observed(second)
@@ -447,7 +502,12 @@ async def test_a_renewal_ahead_of_the_nodes_clock_extends_nothing(make: Make) ->
 async def test_renewed_leases_hold(make: Make) -> None:
     fleet = make()
     await launch(fleet, lease=0.6, fence_after=0.3)
-    lines = await read(fleet.backend, token(1), lambda lines: len(heartbeats(lines)) > 15, stamp=lambda stamp: stamp)
+    lines = await read(
+        fleet.backend,
+        token(1),
+        lambda lines: len(heartbeats(lines)) > 15,
+        stamp=lambda stamp: stamp,
+    )
     assert observed(lines) == []
     beats = heartbeats(lines)
     assert beats[-1]["stamp"] - beats[0]["stamp"] > 0.9
@@ -470,7 +530,9 @@ async def test_a_node_whose_peer_is_leased_runs_on(make: Make) -> None:
         first.append(stamp)
         return first[0]
 
-    held = asyncio.create_task(read(fleet.backend, token(1), lambda lines: False, node="n1", stamp=lambda stamp: stamp))
+    held = asyncio.create_task(
+        read(fleet.backend, token(1), lambda lines: False, node="n1", stamp=lambda stamp: stamp)
+    )
     lines = await read(
         fleet.backend,
         token(1),
@@ -529,7 +591,10 @@ async def test_a_reboot_is_told_and_spends_the_generation(make: Make) -> None:
     assert observed(await read(fleet.backend, token(1), lambda lines: False)) == observed(lines)
     refused = refusal(await prepare(fleet, "n1", prepare_order(token(1))))
     assert (refused.why, refused.highest) == ("not_above", (100, 1))
-    assert done(await prepare(fleet, "n1", prepare_order(token(2)))).boot_id == lines[0]["hello"]["boot_id"]
+    assert (
+        done(await prepare(fleet, "n1", prepare_order(token(2)))).boot_id
+        == lines[0]["hello"]["boot_id"]
+    )
 
 
 @pytest.mark.also_ecs
@@ -539,15 +604,23 @@ async def test_closing_leaves_the_ranks_running(make: Make) -> None:
     await fleet.backend.close()
     other = fleet.again()
     assert await alive(other, 1) == [0, 1]
-    assert done(await other.start("n1", start_order(fleet, token(1)))) == Started("n1", started.pids, already=True)
+    assert done(await other.start("n1", start_order(fleet, token(1)))) == Started(
+        "n1", started.pids, already=True
+    )
 
 
 async def test_calls_at_the_same_time_do_not_hinder_each_other(make: Make) -> None:
     fleet = make(nodes=2)
-    orders = [prepare(fleet, node, prepare_order(token(1))) for node in ("n1", "n2") for _ in range(3)]
+    orders = [
+        prepare(fleet, node, prepare_order(token(1))) for node in ("n1", "n2") for _ in range(3)
+    ]
     answers = [done(answer) for answer in await asyncio.gather(*orders)]
     assert answers[0] == answers[1] == answers[2] and answers[3] == answers[4] == answers[5]
-    starts = [fleet.backend.start(node, start_order(fleet, token(1), node)) for node in ("n1", "n2") for _ in range(3)]
+    starts = [
+        fleet.backend.start(node, start_order(fleet, token(1), node))
+        for node in ("n1", "n2")
+        for _ in range(3)
+    ]
     started = [done(answer) for answer in await asyncio.gather(*starts)]
     for node in ("n1", "n2"):
         mine = [one for one in started if one.node == node]
@@ -585,7 +658,11 @@ async def test_logs_are_read_on_from_an_offset_until_they_end(make: Make) -> Non
     everything = len("one\ntwo\nthrée\n".encode())
     async with asyncio.timeout(PATIENCE):
         while not ended:
-            logs = done(await fleet.backend.logs("n1", token(1), {0: everything, 1: offset, 99: 0}, 5, 0.0, None))
+            logs = done(
+                await fleet.backend.logs(
+                    "n1", token(1), {0: everything, 1: offset, 99: 0}, 5, 0.0, None
+                )
+            )
             assert isinstance(logs, Logs)
             for chunk in logs.chunks:
                 assert (chunk.rank, chunk.offset) == (1, offset) and len(chunk.data.encode()) <= 5
@@ -593,11 +670,16 @@ async def test_logs_are_read_on_from_an_offset_until_they_end(make: Make) -> Non
             ended = logs.ended
     assert text == "one\ntwo\nthrée\n"
     tail = done(await fleet.backend.logs("n1", token(1), None, 65536, 0.0, 2))
-    assert {chunk.rank: chunk.data for chunk in tail.chunks} == {0: "two\nthrée\n", 1: "two\nthrée\n"}
+    assert {chunk.rank: chunk.data for chunk in tail.chunks} == {
+        0: "two\nthrée\n",
+        1: "two\nthrée\n",
+    }
     assert tail.ended
 
 
-async def test_logs_of_running_ranks_have_not_ended_and_unknown_ones_are_refused(make: Make) -> None:
+async def test_logs_of_running_ranks_have_not_ended_and_unknown_ones_are_refused(
+    make: Make,
+) -> None:
     fleet = make({1: Does(prints="hello\n")})
     await launch(fleet)
     offsets: dict[int, int] = {}
@@ -606,7 +688,9 @@ async def test_logs_of_running_ranks_have_not_ended_and_unknown_ones_are_refused
             # A rank that is not in `offsets` is read from its beginning: it may print for the first time at any moment.
             logs = done(await fleet.backend.logs("n1", token(1), offsets, 65536, PATIENCE, None))
             assert isinstance(logs, Logs)
-            assert {(chunk.data, chunk.next) for chunk in logs.chunks} == {("hello\n", 6)} and not logs.ended
+            assert {(chunk.data, chunk.next) for chunk in logs.chunks} == {
+                ("hello\n", 6)
+            } and not logs.ended
             offsets |= {chunk.rank: chunk.next for chunk in logs.chunks}
     more = done(await fleet.backend.logs("n1", token(1), offsets, 65536, 0.0, None))
     assert more == Logs((), ended=False)

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.base import Gone, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    Gone,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from relaunch.backends.ecs import aws as aws_module
 from relaunch.backends.ecs import batch as batch_module
 from relaunch.backends.ecs import cluster as cluster_module
@@ -29,7 +37,10 @@ from tests.doubles.aws import LOST, SERVER_ERROR, THROTTLE, AwsDouble, Delays, e
 
 T = TypeVar("T")
 POLL = 0.1
-LOGS = {"logDriver": "awslogs", "options": {"awslogs-group": "/train", "awslogs-stream-prefix": "job"}}
+LOGS = {
+    "logDriver": "awslogs",
+    "options": {"awslogs-group": "/train", "awslogs-stream-prefix": "job"},
+}
 FOR_EVER = ("sleep", "600")
 JOB_NUMBERS = iter(range(1, 10_000))
 
@@ -37,7 +48,9 @@ JOB_NUMBERS = iter(range(1, 10_000))
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
     with (
-        AwsDouble(tmp_path_factory.mktemp("aws"), delays=Delays(stop_timeout=0.3, power_off=0.05)) as double,
+        AwsDouble(
+            tmp_path_factory.mktemp("aws"), delays=Delays(stop_timeout=0.3, power_off=0.05)
+        ) as double,
         pytest.MonkeyPatch.context() as patch,
     ):
         for name, value in double.environment().items():
@@ -48,9 +61,17 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
             patch.setattr(module, "GATHER", 0.002)
         patch.setattr(cluster_module, "FIRST_LOOK", 0.05)
         trainer = {"name": "trainer", "image": "any", "command": ["true"]}
-        double.register("train", [trainer, {"name": "side", "image": "any", "essential": False, "command": ["true"]}], networkMode="host")
+        double.register(
+            "train",
+            [trainer, {"name": "side", "image": "any", "essential": False, "command": ["true"]}],
+            networkMode="host",
+        )
         double.register("bridged", [trainer])
-        double.register("no-port", [{**trainer, "environment": [{"name": "RELAUNCH_AGENT_PORT", "value": "80"}]}], networkMode="host")
+        double.register(
+            "no-port",
+            [{**trainer, "environment": [{"name": "RELAUNCH_AGENT_PORT", "value": "80"}]}],
+            networkMode="host",
+        )
         double.register("own-address", [trainer], networkMode="awsvpc")
         double.register("two", [trainer, {**trainer, "name": "other"}], networkMode="host")
         double.register("logged", [{**trainer, "logConfiguration": LOGS}], networkMode="host")
@@ -86,14 +107,24 @@ class Site:
         self.aws = aws
         self.ids = [aws.add_instance(gpus=gpus) for _ in range(nodes)]
         self.job = f"job{next(JOB_NUMBERS)}"
-        listed = [{"name": f"n{number}", "address": ec2_id, "gpus": gpus} for number, ec2_id in enumerate(self.ids, 1)]
+        listed = [
+            {"name": f"n{number}", "address": ec2_id, "gpus": gpus}
+            for number, ec2_id in enumerate(self.ids, 1)
+        ]
         self.spec = FleetSpec.model_validate({"name": "ecs", "backend": "ecs", "nodes": listed})
         self._open: list[EcsBackend] = []
         self.backend = self.again()
 
     def again(self, poll: float = POLL, **options: Any) -> EcsBackend:
         """Another worker's."""
-        given = EcsOptions(**{"cluster": self.aws.cluster, "task_definition": "train", "poll": timedelta(seconds=poll), **options})
+        given = EcsOptions(
+            **{
+                "cluster": self.aws.cluster,
+                "task_definition": "train",
+                "poll": timedelta(seconds=poll),
+                **options,
+            }
+        )
         self._open.append(EcsBackend(self.spec, given, settles=0.2))
         return self._open[-1]
 
@@ -108,7 +139,9 @@ class Site:
         """Of this job, as AWS knows them."""
         found = [task for task in self.aws.tasks() if f"/{self.job}/" in task.get("startedBy", "")]
         if generation is not None:
-            found = [task for task in found if task["startedBy"] == started_by(self.token(generation))]
+            found = [
+                task for task in found if task["startedBy"] == started_by(self.token(generation))
+            ]
         return [task for task in found if not living or task["desiredStatus"] == "RUNNING"]
 
     async def close(self) -> None:
@@ -143,7 +176,9 @@ def prepare_order(token: Token, **changes: Any) -> PrepareOrder:
     return PrepareOrder(token=token, **{**given, **changes})
 
 
-def start_order(token: Token, node: str = "n1", command: Sequence[str] = FOR_EVER, rank: int = 0, **changes: Any) -> StartOrder:
+def start_order(
+    token: Token, node: str = "n1", command: Sequence[str] = FOR_EVER, rank: int = 0, **changes: Any
+) -> StartOrder:
     given: dict[str, Any] = {
         "command": tuple(command),
         "workdir": None,
@@ -161,7 +196,13 @@ def stop_order(token: Token, **changes: Any) -> StopOrder:
     return StopOrder(token, **{"stop_grace": 2.0, "stuck_after": 5.0, **changes})
 
 
-async def launch(site: Site, generation: int = 1, backend: EcsBackend | None = None, node: str = "n1", **changes: Any) -> Started:
+async def launch(
+    site: Site,
+    generation: int = 1,
+    backend: EcsBackend | None = None,
+    node: str = "n1",
+    **changes: Any,
+) -> Started:
     backend, token = backend or site.backend, site.token(generation)
     done(await backend.prepare(node, prepare_order(token)))
     return done(await backend.start(node, start_order(token, node, **changes)))
@@ -189,7 +230,11 @@ async def until(what: Callable[[], T | Awaitable[T]], within: float = 10.0) -> T
 
 
 async def read(
-    backend: EcsBackend, token: Token, enough: Callable[[list[Mapping[str, Any]]], bool], after_seq: int = 0, heartbeat: float = 0.1
+    backend: EcsBackend,
+    token: Token,
+    enough: Callable[[list[Mapping[str, Any]]], bool],
+    after_seq: int = 0,
+    heartbeat: float = 0.1,
 ) -> list[Mapping[str, Any]]:
     """Watch until there is enough, or the stream ends."""
     lines: list[Mapping[str, Any]] = []
@@ -211,11 +256,18 @@ async def end_of(backend: EcsBackend, token: Token) -> Mapping[str, Any]:
 # --- a launch
 
 
-async def test_a_rank_is_one_task_on_its_node_with_the_jobs_command_and_environment(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_rank_is_one_task_on_its_node_with_the_jobs_command_and_environment(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make(nodes=2, gpus=8)
     for node in ("n1", "n2"):
         await launch(
-            site, node=node, rank=int(node == "n2"), gpus=4, command=("sh", "-c", "env; sleep 600"), **_with("CUDA_VISIBLE_DEVICES", "0")
+            site,
+            node=node,
+            rank=int(node == "n2"),
+            gpus=4,
+            command=("sh", "-c", "env; sleep 600"),
+            **_with("CUDA_VISIBLE_DEVICES", "0"),
         )
     tasks = {task["containerInstanceArn"]: task for task in site.tasks()}
     assert set(tasks) == {aws.instance(ec2_id).arn for ec2_id in site.ids}
@@ -223,14 +275,20 @@ async def test_a_rank_is_one_task_on_its_node_with_the_jobs_command_and_environm
     assert task["startedBy"] == started_by(site.token())
     assert len(next(one for one in task["containers"] if one["name"] == "trainer")["gpuIds"]) == 4
     printed = await until(lambda: aws.output(task["taskArn"], "trainer"))
-    assert "RANK=0" in printed and f"RELAUNCH_TOKEN={site.token()}" in printed and "CUDA_VISIBLE_DEVICES" not in printed
+    assert (
+        "RANK=0" in printed
+        and f"RELAUNCH_TOKEN={site.token()}" in printed
+        and "CUDA_VISIBLE_DEVICES" not in printed
+    )
 
 
 def _with(name: str, value: str) -> dict[str, Any]:
     return {"env": {"GROUP_WORLD_SIZE": "2", name: value}}
 
 
-async def test_a_node_that_was_prepared_is_found_by_its_private_address(make: Callable[..., Site]) -> None:
+async def test_a_node_that_was_prepared_is_found_by_its_private_address(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     assert site.backend.node("n1").network is None
     prepared = done(await site.backend.prepare("n1", prepare_order(site.token())))
@@ -239,7 +297,9 @@ async def test_a_node_that_was_prepared_is_found_by_its_private_address(make: Ca
     assert 20000 <= prepared.master_port < 30000 and prepared.boot_id
 
 
-async def test_another_worker_prepares_to_the_same_and_starts_nothing_twice(make: Callable[..., Site]) -> None:
+async def test_another_worker_prepares_to_the_same_and_starts_nothing_twice(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     prepared = done(await site.backend.prepare("n1", prepare_order(site.token())))
     assert not done(await site.backend.start("n1", start_order(site.token()))).already
@@ -249,11 +309,16 @@ async def test_another_worker_prepares_to_the_same_and_starts_nothing_twice(make
     assert len(site.tasks(living=False)) == 1
 
 
-async def test_a_start_of_another_preparation_or_of_none_is_refused(make: Callable[..., Site]) -> None:
+async def test_a_start_of_another_preparation_or_of_none_is_refused(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     assert refusal(await site.backend.start("n1", start_order(site.token()))).why == "not_prepared"
     done(await site.backend.prepare("n1", prepare_order(site.token())))
-    assert refusal(await site.backend.start("n1", start_order(site.token(), prepared=1.0))).why == "expired"
+    assert (
+        refusal(await site.backend.start("n1", start_order(site.token(), prepared=1.0))).why
+        == "expired"
+    )
     assert site.tasks(living=False) == []
 
 
@@ -266,7 +331,9 @@ async def test_a_generation_is_launched_once(make: Callable[..., Site]) -> None:
     assert (again.why, again.highest) == ("not_above", (1763000000000, 1))
 
 
-async def test_a_higher_generation_stops_what_is_left_of_lower_ones_and_a_lower_one_comes_too_late(make: Callable[..., Site]) -> None:
+async def test_a_higher_generation_stops_what_is_left_of_lower_ones_and_a_lower_one_comes_too_late(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await launch(site, 1)
     await launch(site, 2)
@@ -277,7 +344,9 @@ async def test_a_higher_generation_stops_what_is_left_of_lower_ones_and_a_lower_
     assert [task["startedBy"] for task in site.tasks()] == [started_by(site.token(2))]
 
 
-async def test_a_controller_whose_word_comes_late_takes_it_back(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_controller_whose_word_comes_late_takes_it_back(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     slow, quick = site.again(), site.again()
     held, go_on = asyncio.Event(), asyncio.Event()
@@ -307,15 +376,27 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(make: Callable[.
             {},
             "nproc_per_node must be 1, unless the agent is in the image and RELAUNCH_AGENT_PORT",
         ),
-        ({"ecs": EcsTask(task_definition="no-port")}, {}, "RELAUNCH_AGENT_PORT of container trainer of arn:aws:ecs"),
+        (
+            {"ecs": EcsTask(task_definition="no-port")},
+            {},
+            "RELAUNCH_AGENT_PORT of container trainer of arn:aws:ecs",
+        ),
         ({"workdir": "/work"}, {}, "RunTask cannot set workdir '/work'"),
         ({"secrets": {"KEY": "x"}}, {}, "whoever may describe tasks could read the job's secrets"),
-        ({}, {"task_definition": None}, "neither the job file nor the fleet file says what a rank is run as"),
+        (
+            {},
+            {"task_definition": None},
+            "neither the job file nor the fleet file says what a rank is run as",
+        ),
         ({}, {"task_definition": "none"}, "task definition 'none'"),
         ({}, {"task_definition": "two"}, "has not one essential container (trainer, other)"),
         ({"ecs": EcsTask(container="x")}, {}, "has no container 'x'"),
         ({"ecs": EcsTask(task_definition="own-address")}, {}, "networkMode awsvpc"),
-        ({"ecs": EcsTask(task_definition="bridged"), "env": {"GROUP_WORLD_SIZE": "2"}}, {}, "networkMode bridge, expected host"),
+        (
+            {"ecs": EcsTask(task_definition="bridged"), "env": {"GROUP_WORLD_SIZE": "2"}},
+            {},
+            "networkMode bridge, expected host",
+        ),
         ({"env": {"LONG": "x" * 9000}}, {}, "of which ECS takes 8192"),
     ],
 )
@@ -329,17 +410,27 @@ async def test_what_a_task_cannot_be_is_refused_in_a_sentence(
     assert site.tasks(living=False) == []
 
 
-async def test_a_name_that_does_not_fit_is_refused_before_anything_is_asked(make: Callable[..., Site]) -> None:
+async def test_a_name_that_does_not_fit_is_refused_before_anything_is_asked(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     long = Token("n" * 63, "j" * 63, 1763000000000, 1)
     assert "shorter name" in refusal(await site.backend.prepare("n1", prepare_order(long))).reason
     assert not site.backend.aws.calls
 
 
-async def test_a_job_of_one_node_behind_a_bridge_finds_itself(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_job_of_one_node_behind_a_bridge_finds_itself(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
-    await launch(site, ecs=EcsTask(task_definition="bridged"), command=("sh", "-c", "echo at $MASTER_ADDR; sleep 600"))
-    assert await until(lambda: aws.output(site.tasks()[0]["taskArn"], "trainer")) == "at 127.0.0.1\n"
+    await launch(
+        site,
+        ecs=EcsTask(task_definition="bridged"),
+        command=("sh", "-c", "echo at $MASTER_ADDR; sleep 600"),
+    )
+    assert (
+        await until(lambda: aws.output(site.tasks()[0]["taskArn"], "trainer")) == "at 127.0.0.1\n"
+    )
 
 
 async def test_gpus_that_others_have_are_refused_as_held(make: Callable[..., Site]) -> None:
@@ -353,15 +444,22 @@ async def test_gpus_that_others_have_are_refused_as_held(make: Callable[..., Sit
     assert len(site.tasks()) == 1
 
 
-async def test_a_node_that_takes_no_tasks_says_why(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_node_that_takes_no_tasks_says_why(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     backend, arn = site.backend, site.instance.arn
     await backend.cluster.put_attributes(arn, {QUARANTINE: "true"})
-    assert "relaunch.quarantine" in refusal(await backend.prepare("n1", prepare_order(site.token()))).reason
+    assert (
+        "relaunch.quarantine"
+        in refusal(await backend.prepare("n1", prepare_order(site.token()))).reason
+    )
     await backend.cluster.put_attributes(arn, {QUARANTINE: None})
     state = {"cluster": aws.cluster, "containerInstances": [arn]}
     await backend.aws.call("ecs", "UpdateContainerInstancesState", status="DRAINING", **state)
-    assert refusal(await backend.prepare("n1", prepare_order(site.token()))).reason.endswith("is DRAINING in ECS and takes no tasks")
+    assert refusal(await backend.prepare("n1", prepare_order(site.token()))).reason.endswith(
+        "is DRAINING in ECS and takes no tasks"
+    )
     await backend.aws.call("ecs", "UpdateContainerInstancesState", status="ACTIVE", **state)
     site.instance.disconnect()
     with pytest.raises(Unreachable, match=r"the ECS agent of i-\w+ is not connected"):
@@ -374,13 +472,23 @@ async def test_a_node_that_takes_no_tasks_says_why(make: Callable[..., Site], aw
     assert site.tasks(living=False) == []
 
 
-async def test_a_machine_that_no_container_instance_is_cannot_be_reached(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_machine_that_no_container_instance_is_cannot_be_reached(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     bare = aws.add_instance(gpus=0, registered=False)
-    spec = FleetSpec.model_validate({"name": "bare", "backend": "ecs", "nodes": [{"name": "n1", "address": bare}]})
+    spec = FleetSpec.model_validate(
+        {"name": "bare", "backend": "ecs", "nodes": [{"name": "n1", "address": bare}]}
+    )
     backend = EcsBackend(spec, EcsOptions(cluster=aws.cluster, task_definition="train"))
-    for call in (backend.prepare("n1", prepare_order(site.token())), backend.list("n1"), backend.stop("n1", stop_order(site.token()))):
-        with pytest.raises(Unreachable, match="no container instance of ECS cluster training is i-"):
+    for call in (
+        backend.prepare("n1", prepare_order(site.token())),
+        backend.list("n1"),
+        backend.stop("n1", stop_order(site.token())),
+    ):
+        with pytest.raises(
+            Unreachable, match="no container instance of ECS cluster training is i-"
+        ):
             await call
     await backend.close()
 
@@ -390,7 +498,9 @@ async def test_a_fleet_that_names_no_cluster_has_no_backend(make: Callable[..., 
         EcsBackend(make().spec, EcsOptions())
 
 
-async def test_jobs_that_were_on_a_node_do_not_use_up_its_attributes(make: Callable[..., Site]) -> None:
+async def test_jobs_that_were_on_a_node_do_not_use_up_its_attributes(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await launch(site)
     kept = job_attribute("default", site.job)
@@ -405,7 +515,9 @@ async def test_jobs_that_were_on_a_node_do_not_use_up_its_attributes(make: Calla
 # --- what AWS may do to a call
 
 
-async def test_a_lost_answer_of_run_task_is_ambiguous_and_its_repetition_finds_the_task(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_lost_answer_of_run_task_is_ambiguous_and_its_repetition_finds_the_task(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     done(await site.backend.prepare("n1", prepare_order(site.token())))
     aws.faults.add("RunTask", LOST)
@@ -415,14 +527,18 @@ async def test_a_lost_answer_of_run_task_is_ambiguous_and_its_repetition_finds_t
     assert len(site.tasks(living=False)) == 1
 
 
-async def test_a_task_that_lists_do_not_show_yet_is_found_by_its_client_token(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_task_that_lists_do_not_show_yet_is_found_by_its_client_token(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     done(await site.backend.prepare("n1", prepare_order(site.token())))
     aws.ecs.lag = 60.0
     done(await site.backend.start("n1", start_order(site.token())))
     for command in (FOR_EVER, ("sleep", "601")):
         # Other words under the same name: for an attempt before this one, rank 0 had another address.
-        assert isinstance(await site.again().start("n1", start_order(site.token(), command=command)), Started)
+        assert isinstance(
+            await site.again().start("n1", start_order(site.token(), command=command)), Started
+        )
     assert len(site.tasks(living=False)) == 1
     assert aws.calls["RunTask"] >= 3
 
@@ -447,7 +563,9 @@ async def test_a_task_that_was_run_a_moment_ago_is_watched_and_stopped_although_
 
 
 @pytest.mark.parametrize("fault", [THROTTLE, SERVER_ERROR, LOST])
-async def test_s1_9_an_answer_that_aws_does_not_give_is_never_taken_for_one(make: Callable[..., Site], aws: AwsDouble, fault: Any) -> None:
+async def test_s1_9_an_answer_that_aws_does_not_give_is_never_taken_for_one(
+    make: Callable[..., Site], aws: AwsDouble, fault: Any
+) -> None:
     site = make()
     for operation in ("ListContainerInstances", "PutAttributes", "RunTask"):
         aws.faults.add(operation, fault)
@@ -466,9 +584,14 @@ async def test_s1_9_an_answer_that_aws_does_not_give_is_never_taken_for_one(make
     assert site.tasks() == [] and len(site.tasks(living=False)) == 1
 
 
-async def test_what_aws_refuses_to_relaunch_is_no_fault_of_the_node(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_what_aws_refuses_to_relaunch_is_no_fault_of_the_node(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
-    aws.faults.add("PutAttributes", error("AccessDeniedException", "not authorized to perform ecs:PutAttributes"))
+    aws.faults.add(
+        "PutAttributes",
+        error("AccessDeniedException", "not authorized to perform ecs:PutAttributes"),
+    )
     refused = refusal(await site.backend.prepare("n1", prepare_order(site.token())))
     assert refused.why == "refused_by_aws" and "ecs:PutAttributes" in refused.reason
     done(await site.backend.prepare("n1", prepare_order(site.token())))
@@ -481,7 +604,9 @@ async def test_what_aws_refuses_to_relaunch_is_no_fault_of_the_node(make: Callab
     assert refusal(await site.backend.start("n1", start_order(site.token()))).why == "held"
 
 
-async def test_a_run_task_that_was_on_its_way_when_its_generation_was_stopped_places_nothing(make: Callable[..., Site]) -> None:
+async def test_a_run_task_that_was_on_its_way_when_its_generation_was_stopped_places_nothing(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     slow = site.again()
     held, go_on = asyncio.Event(), asyncio.Event()
@@ -563,7 +688,9 @@ async def test_s1_11_a_worker_that_dies_at_any_of_its_effects_is_replaced_and_no
 
 
 @pytest.mark.long
-async def test_a_worker_that_dies_between_any_two_calls_is_replaced_and_no_task_is_doubled_or_left(make: Callable[..., Site]) -> None:
+async def test_a_worker_that_dies_between_any_two_calls_is_replaced_and_no_task_is_doubled_or_left(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await launch(site, 1)
     counted = dies_at(site.backend, -1, applied=False)
@@ -576,7 +703,9 @@ async def test_a_worker_that_dies_between_any_two_calls_is_replaced_and_no_task_
             await _dies_and_is_replaced(make(), call, applied)
 
 
-async def test_a_launch_that_died_before_anything_ran_is_stopped_for_ever(make: Callable[..., Site]) -> None:
+async def test_a_launch_that_died_before_anything_ran_is_stopped_for_ever(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     done(await site.backend.prepare("n1", prepare_order(site.token())))
     assert isinstance(await site.again().stop("n1", stop_order(site.token())), Gone)
@@ -590,7 +719,9 @@ async def test_a_launch_that_died_before_anything_ran_is_stopped_for_ever(make: 
 # --- stops
 
 
-async def test_s1_2_a_stop_ends_when_ecs_says_stopped_and_what_is_gone_is_done(make: Callable[..., Site]) -> None:
+async def test_s1_2_a_stop_ends_when_ecs_says_stopped_and_what_is_gone_is_done(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await launch(site)
     assert isinstance(await site.backend.stop("n1", stop_order(site.token())), Gone)
@@ -599,11 +730,15 @@ async def test_s1_2_a_stop_ends_when_ecs_says_stopped_and_what_is_gone_is_done(m
     assert isinstance(await site.again().stop("n1", stop_order(site.token())), Gone)
 
 
-async def test_a_task_that_sigkill_does_not_end_is_stuck(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_task_that_sigkill_does_not_end_is_stuck(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     aws.script(lambda task: f"/{site.job}/" in task["startedBy"], after=None, stuck=True)
     await launch(site)
-    refused = refusal(await site.backend.stop("n1", stop_order(site.token(), stop_grace=0.1, stuck_after=0.4)))
+    refused = refusal(
+        await site.backend.stop("n1", stop_order(site.token(), stop_grace=0.1, stuck_after=0.4))
+    )
     assert refused.why == "stuck" and "could not stop task" in refused.reason
 
 
@@ -614,7 +749,10 @@ async def test_a_stop_on_a_machine_that_is_silent_is_ambiguous_until_ec2_says_th
     await launch(site)
     site.instance.disconnect()
     order = stop_order(site.token(), stop_grace=0.1, stuck_after=0.2)
-    with pytest.raises(Unreachable, match="is running, its ECS agent is not connected, and 1 of its tasks may run yet"):
+    with pytest.raises(
+        Unreachable,
+        match="is running, its ECS agent is not connected, and 1 of its tasks may run yet",
+    ):
         await site.backend.stop("n1", order)
     await site.backend.aws.call("ec2", "TerminateInstances", InstanceIds=[site.ids[0]])
     await until(lambda: _is_gone(site, order))
@@ -631,21 +769,33 @@ async def _is_gone(site: Site, order: StopOrder) -> bool:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-async def test_s1_1_a_rank_that_exits_is_told_with_its_exit_code(make: Callable[..., Site], code: int) -> None:
+async def test_s1_1_a_rank_that_exits_is_told_with_its_exit_code(
+    make: Callable[..., Site], code: int
+) -> None:
     site = make()
     await launch(site, command=("sh", "-c", f"exit {code}"))
     told = await end_of(site.backend, site.token())
-    assert (told["kind"], told["rank"], told["exit_code"], told["stopped"]) == ("RankExited", 0, code, False)
+    assert (told["kind"], told["rank"], told["exit_code"], told["stopped"]) == (
+        "RankExited",
+        0,
+        code,
+        False,
+    )
     assert told["ecs"]["stop_code"] == "EssentialContainerExited"
     assert await end_of(site.again(), site.token()) == {
         **told,
         "at": pytest.approx(told["at"], abs=60),
         "stamp": pytest.approx(told["stamp"], abs=60),
     }
-    assert [list(line) for line in await read(site.backend, site.token(), lambda lines: False, after_seq=ECS_SEQ)] == [["hello"], ["end"]]
+    assert [
+        list(line)
+        for line in await read(site.backend, site.token(), lambda lines: False, after_seq=ECS_SEQ)
+    ] == [["hello"], ["end"]]
 
 
-async def test_s1_1_what_ended_a_task_is_told_also_where_there_is_no_exit_code(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_s1_1_what_ended_a_task_is_told_also_where_there_is_no_exit_code(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     table: list[tuple[dict[str, Any], int | None, str, str]] = [
         (
             {"exit_code": 137, "reason": "OutOfMemoryError: Container killed due to memory usage"},
@@ -656,32 +806,57 @@ async def test_s1_1_what_ended_a_task_is_told_also_where_there_is_no_exit_code(m
         ({"exit_code": 139}, 139, "EssentialContainerExited", ""),
         ({"exit_code": None}, None, "EssentialContainerExited", ""),
         ({"stop_code": "SpotInterruption", "exit_code": 143}, 143, "SpotInterruption", ""),
-        ({"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: not found"}, None, "TaskFailedToStart", "CannotPull"),
+        (
+            {"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: not found"},
+            None,
+            "TaskFailedToStart",
+            "CannotPull",
+        ),
     ]
     for script, code, stop_code, reason in table:
         site = make()
         aws.script(lambda task, job=site.job: f"/{job}/" in task["startedBy"], **script)
         await launch(site)
         told = await end_of(site.backend, site.token())
-        assert (told["kind"], told["exit_code"], told["ecs"]["stop_code"]) == ("RankExited", code, stop_code), script
+        assert (told["kind"], told["exit_code"], told["ecs"]["stop_code"]) == (
+            "RankExited",
+            code,
+            stop_code,
+        ), script
         assert reason in told["ecs"]["reason"]
 
 
-async def test_s1_1_a_user_who_stops_a_task_is_told_apart_from_us(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_s1_1_a_user_who_stops_a_task_is_told_apart_from_us(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make(nodes=1)
     await launch(site)
-    await site.backend.aws.call("ecs", "StopTask", cluster=aws.cluster, task=site.tasks()[0]["taskArn"], reason="I need the node")
+    await site.backend.aws.call(
+        "ecs",
+        "StopTask",
+        cluster=aws.cluster,
+        task=site.tasks()[0]["taskArn"],
+        reason="I need the node",
+    )
     told = await end_of(site.backend, site.token())
-    assert (told["kind"], told["by"]) == ("StoppedByUser", "ECS") and told["reason"].endswith("by a user: I need the node")
+    assert (told["kind"], told["by"]) == ("StoppedByUser", "ECS") and told["reason"].endswith(
+        "by a user: I need the node"
+    )
     await launch(site, 2)
     assert isinstance(await site.again().stop("n1", stop_order(site.token(2))), Gone)
     ours = await end_of(site.backend, site.token(2))
     assert (ours["kind"], ours["stopped"]) == ("RankExited", True)
 
 
-async def test_a_rank_that_fails_brings_the_last_lines_that_it_printed(make: Callable[..., Site]) -> None:
+async def test_a_rank_that_fails_brings_the_last_lines_that_it_printed(
+    make: Callable[..., Site],
+) -> None:
     site = make()
-    await launch(site, ecs=EcsTask(task_definition="logged"), command=("sh", "-c", "echo one; echo RuntimeError: two; exit 1"))
+    await launch(
+        site,
+        ecs=EcsTask(task_definition="logged"),
+        command=("sh", "-c", "echo one; echo RuntimeError: two; exit 1"),
+    )
     told = await end_of(site.backend, site.token())
     assert told["log_tail"] == ["one", "RuntimeError: two"]
     where = refusal(await site.backend.logs("n1", site.token(), None, 1000, 0.0, None))
@@ -691,13 +866,17 @@ async def test_a_rank_that_fails_brings_the_last_lines_that_it_printed(make: Cal
 async def test_a_watch_says_hello_and_beats_while_ecs_is_seen(make: Callable[..., Site]) -> None:
     site = make()
     await launch(site)
-    lines = await read(site.backend, site.token(), lambda lines: sum("heartbeat" in line for line in lines) == 3)
+    lines = await read(
+        site.backend, site.token(), lambda lines: sum("heartbeat" in line for line in lines) == 3
+    )
     assert [next(iter(line)) for line in lines] == ["hello", "heartbeat", "heartbeat", "heartbeat"]
     assert lines[0]["hello"]["token"]["generation"] == 1
     assert lines[-1]["heartbeat"]["alive"] == [0] and lines[-1]["heartbeat"]["lease_left"] is None
 
 
-async def test_s1_9_a_task_that_is_hinted_at_is_looked_at_at_once(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_s1_9_a_task_that_is_hinted_at_is_looked_at_at_once(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     backend = site.again(poll=60.0)
     await launch(site, backend=backend)
@@ -713,11 +892,20 @@ async def test_s1_9_a_task_that_is_hinted_at_is_looked_at_at_once(make: Callable
 
 
 async def aws_stops(site: Site, arn: str) -> None:
-    await site.backend.aws.call("ecs", "StopTask", cluster=site.aws.cluster, task=arn, reason="somebody")
-    await until(lambda: any(task["taskArn"] == arn and task["lastStatus"] == "STOPPED" for task in site.tasks(living=False)))
+    await site.backend.aws.call(
+        "ecs", "StopTask", cluster=site.aws.cluster, task=arn, reason="somebody"
+    )
+    await until(
+        lambda: any(
+            task["taskArn"] == arn and task["lastStatus"] == "STOPPED"
+            for task in site.tasks(living=False)
+        )
+    )
 
 
-async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     await launch(site)
     seen: list[Mapping[str, Any]] = []
@@ -729,7 +917,12 @@ async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(make: Calla
 
     async def throttled() -> None:
         async with asyncio.timeout(60):
-            await asyncio.gather(watched(), until(lambda: len(seen) == 3 and aws.faults.add("DescribeTasks", THROTTLE, times=None)))
+            await asyncio.gather(
+                watched(),
+                until(
+                    lambda: len(seen) == 3 and aws.faults.add("DescribeTasks", THROTTLE, times=None)
+                ),
+            )
 
     with pytest.raises(Unreachable, match="ThrottlingException"):
         await throttled()
@@ -778,7 +971,9 @@ async def _connected(site: Site) -> bool:
 
 
 @pytest.mark.parametrize("operation", ["TerminateInstances", "StopInstances"])
-async def test_a_machine_that_ec2_has_ended_took_its_rank_with_it(make: Callable[..., Site], operation: str) -> None:
+async def test_a_machine_that_ec2_has_ended_took_its_rank_with_it(
+    make: Callable[..., Site], operation: str
+) -> None:
     site = make()
     await launch(site)
     ended, told = False, None
@@ -798,23 +993,32 @@ async def test_a_machine_that_ec2_has_ended_took_its_rank_with_it(make: Callable
     assert told["kind"] == "RanksVanished" or told["exit_code"] != 0
 
 
-async def test_a_task_that_ecs_has_forgotten_is_unknown_and_no_success(make: Callable[..., Site], aws: AwsDouble) -> None:
+async def test_a_task_that_ecs_has_forgotten_is_unknown_and_no_success(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
     site = make()
     await launch(site, command=("true",))
     await until(lambda: all(task["lastStatus"] == "STOPPED" for task in site.tasks(living=False)))
     aws.expire(site.tasks(living=False)[0]["taskArn"])
-    for backend, words in ((site.backend, "does not know task"), (site.again(), "knows no task of")):
+    for backend, words in (
+        (site.backend, "does not know task"),
+        (site.again(), "knows no task of"),
+    ):
         told = await end_of(backend, site.token())
         assert told["kind"] == "RanksVanished" and words in told["reason"]
 
 
-async def test_a_machine_that_registers_anew_is_found_by_its_ec2_id_with_the_tasks_of_before(make: Callable[..., Site]) -> None:
+async def test_a_machine_that_registers_anew_is_found_by_its_ec2_id_with_the_tasks_of_before(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await launch(site)
     new = site.instance.reregister()
     instance = await until(lambda: _registered(site, new))
     assert instance.arn == new
-    assert [task.started_by for task in await site.backend.cluster.tasks_on(site.ids[0])] == [started_by(site.token())]
+    assert [task.started_by for task in await site.backend.cluster.tasks_on(site.ids[0])] == [
+        started_by(site.token())
+    ]
 
 
 async def _registered(site: Site, arn: str) -> Any:
@@ -825,14 +1029,22 @@ async def _registered(site: Site, arn: str) -> Any:
 # --- lists
 
 
-async def test_a_list_tells_of_ranks_of_every_controller_and_what_of_gpus_is_not_known(make: Callable[..., Site]) -> None:
+async def test_a_list_tells_of_ranks_of_every_controller_and_what_of_gpus_is_not_known(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await launch(site)
     listed = await site.again().list("n1", gpus=True)
     (job,) = listed["jobs"]
     assert (job["namespace"], job["job"]) == ("default", site.job)
     assert job["generations"] == [
-        {"submission": 1763000000000, "generation": 1, "state": "running", "ranks": [{"rank": 0, "pid": None, "alive": True}], "fleet": ""}
+        {
+            "submission": 1763000000000,
+            "generation": 1,
+            "state": "running",
+            "ranks": [{"rank": 0, "pid": None, "alive": True}],
+            "fleet": "",
+        }
     ]
     assert listed["held"] is None and "unreadable" in listed["gpus"]
     assert isinstance(await site.backend.stop("n1", stop_order(site.token())), Gone)
@@ -843,8 +1055,13 @@ async def test_a_list_tells_of_ranks_of_every_controller_and_what_of_gpus_is_not
 
 async def test_a_stack_is_refused_in_a_sentence(make: Callable[..., Site]) -> None:
     site = make()
-    assert "container of its own" in refusal(await site.backend.stacks("n1", site.token(), 0)).reason
-    assert "ECS knows no task of" in refusal(await site.backend.logs("n1", site.token(), None, 1000, 0.0, None)).reason
+    assert (
+        "container of its own" in refusal(await site.backend.stacks("n1", site.token(), 0)).reason
+    )
+    assert (
+        "ECS knows no task of"
+        in refusal(await site.backend.logs("n1", site.token(), None, 1000, 0.0, None)).reason
+    )
 
 
 def test_it_never_takes_silence_for_proof() -> None:

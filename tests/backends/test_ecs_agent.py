@@ -16,7 +16,16 @@ import pytest_asyncio
 
 from relaunch.backends import session as session_module
 from relaunch.backends.artifact import build_agent
-from relaunch.backends.base import Gone, Logs, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    Gone,
+    Logs,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from relaunch.backends.ecs import aws as aws_module
 from relaunch.backends.ecs import batch as batch_module
 from relaunch.backends.ecs import cluster as cluster_module
@@ -46,7 +55,13 @@ Line = Mapping[str, Any]
 SAID = {"ranks": [0], "port": 29400}
 WITH_AGENT = {
     "containerOverrides": [
-        {"name": "c", "environment": [{"name": "RANK", "value": "0"}, {"name": container.ORDER, "value": json.dumps(SAID)}]}
+        {
+            "name": "c",
+            "environment": [
+                {"name": "RANK", "value": "0"},
+                {"name": container.ORDER, "value": json.dumps(SAID)},
+            ],
+        }
     ]
 }
 
@@ -55,7 +70,10 @@ WITH_AGENT = {
 def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
     agent = build_agent(tmp_path_factory.mktemp("agent"))
     delays = Delays(stop_timeout=3.0, power_off=0.05)
-    with AwsDouble(tmp_path_factory.mktemp("aws"), agent=agent, delays=delays) as double, pytest.MonkeyPatch.context() as patch:
+    with (
+        AwsDouble(tmp_path_factory.mktemp("aws"), agent=agent, delays=delays) as double,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for name, value in double.environment().items():
             patch.setenv(name, value)
         patch.setattr(aws_module, "RATES", {"read": (10_000.0, 100), "modify": (10_000.0, 100)})
@@ -79,12 +97,18 @@ class Site:
         self.aws, number = aws, next(NUMBERS)
         self.port = str(free_port())
         # A folder of the container alone, as each has.
-        variables = {container.PORT: self.port, "RELAUNCH_AGENT_KEY": key, "RELAUNCH_AGENT_STATE": "state"}
+        variables = {
+            container.PORT: self.port,
+            "RELAUNCH_AGENT_KEY": key,
+            "RELAUNCH_AGENT_STATE": "state",
+        }
         trainer = {
             "name": "trainer",
             "image": "of the user's, with the agent",
             "entryPoint": [sys.executable, "-S", str(aws._agent_path()), "container"],
-            "environment": [{"name": name, "value": value} for name, value in variables.items() if value],
+            "environment": [
+                {"name": name, "value": value} for name, value in variables.items() if value
+            ],
         }
         self.family = f"train{number}"
         aws.register(self.family, [trainer], networkMode="host")
@@ -106,12 +130,31 @@ class Site:
         self._open.append(EcsBackend(self.spec, options, settles=0.2))
         return self._open[-1]
 
-    async def launch(self, command: Sequence[str], ranks: int = 1, **rank_env: str) -> Started | Refused:
-        order = PrepareOrder(self.token, "10.0.0.1", tuple(range(ranks)), 60.0, 60.0, 1.0, 60.0, 0.2, 5.0)
+    async def launch(
+        self, command: Sequence[str], ranks: int = 1, **rank_env: str
+    ) -> Started | Refused:
+        order = PrepareOrder(
+            self.token, "10.0.0.1", tuple(range(ranks)), 60.0, 60.0, 1.0, 60.0, 0.2, 5.0
+        )
         assert not isinstance(await self.backend.prepare("n1", order), Refused)
-        own = tuple({"RANK": str(rank), "LOCAL_RANK": str(rank), "RELAUNCH_NODE": "n1", **rank_env} for rank in range(ranks))
+        own = tuple(
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "RELAUNCH_NODE": "n1", **rank_env}
+            for rank in range(ranks)
+        )
         env = {"WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1"}
-        start = StartOrder(self.token, "n1", tuple(command), None, env, own, (), stamp(self.token, "n1"), "", False, r"step (?P<step>\d+)")
+        start = StartOrder(
+            self.token,
+            "n1",
+            tuple(command),
+            None,
+            env,
+            own,
+            (),
+            stamp(self.token, "n1"),
+            "",
+            False,
+            r"step (?P<step>\d+)",
+        )
         return await self.backend.start("n1", start)
 
     @property
@@ -119,10 +162,16 @@ class Site:
         return self.aws.tasks(self.family)[-1]
 
     async def watch(
-        self, enough: Callable[[Line], bool] = lambda line: False, after_seq: int = 0, backend: EcsBackend | None = None
+        self,
+        enough: Callable[[Line], bool] = lambda line: False,
+        after_seq: int = 0,
+        backend: EcsBackend | None = None,
     ) -> list[Line]:
         lines: list[Line] = []
-        async with asyncio.timeout(PATIENCE), (backend or self.backend).watch("n1", self.token, after_seq, BEAT) as stream:
+        async with (
+            asyncio.timeout(PATIENCE),
+            (backend or self.backend).watch("n1", self.token, after_seq, BEAT) as stream,
+        ):
             async for line in stream.lines():
                 lines.append(line)
                 if enough(line):
@@ -154,7 +203,10 @@ def seen(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def steps(line: Line) -> dict[str, Any]:
-    return {rank: one.get("step") for rank, one in (line.get("heartbeat") or {}).get("progress", {}).items()}
+    return {
+        rank: one.get("step")
+        for rank, one in (line.get("heartbeat") or {}).get("progress", {}).items()
+    }
 
 
 def python(text: str) -> list[str]:
@@ -164,7 +216,9 @@ def python(text: str) -> list[str]:
 # --- what is told
 
 
-async def test_progress_and_the_error_file_of_two_ranks_in_one_task_come_through(make: Callable[..., Site], tmp_path: Path) -> None:
+async def test_progress_and_the_error_file_of_two_ranks_in_one_task_come_through(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
     site, go = make(), tmp_path / "go"
     code = f"""
 if rank == '0':
@@ -183,7 +237,9 @@ os._exit(3)
         return False
 
     lines = await site.watch(enough)
-    assert [line["hello"]["ranks"] for line in lines if "hello" in line] == [[0, 1]] and "hello" in lines[0]
+    assert [line["hello"]["ranks"] for line in lines if "hello" in line] == [
+        [0, 1]
+    ] and "hello" in lines[0]
     first, second = seen(lines)
     assert (first["seq"], first["rank"], first["exit_code"], first["stopped"], first["error"]) == (
         1,
@@ -194,15 +250,21 @@ os._exit(3)
     )
     assert (second["seq"], second["rank"], second["stopped"]) == (2, 0, True)
     assert "end" in lines[-1]
-    await _stopped(site)  # what the ranks print comes through the log driver, after the agent's own lines
+    await _stopped(
+        site
+    )  # what the ranks print comes through the log driver, after the agent's own lines
     assert "[rank 0] step 12" in site.aws.output(site.task["taskArn"], "trainer")
 
 
-async def test_the_first_heartbeat_of_a_later_watch_says_what_was_reached_before_it(make: Callable[..., Site]) -> None:
+async def test_the_first_heartbeat_of_a_later_watch_says_what_was_reached_before_it(
+    make: Callable[..., Site],
+) -> None:
     site = make()
     await site.launch(python("print('step 7', flush=True); time.sleep(1000)"))
     await site.watch(lambda line: steps(line) == {"0": 7})
-    heartbeats = [line for line in await site.watch(lambda line: "heartbeat" in line) if "heartbeat" in line]
+    heartbeats = [
+        line for line in await site.watch(lambda line: "heartbeat" in line) if "heartbeat" in line
+    ]
     assert steps(heartbeats[0]) == {"0": 7}
     assert heartbeats[0]["heartbeat"]["lease_left"] is None
 
@@ -215,7 +277,10 @@ async def test_the_end_is_told_once_by_whoever_saw_it(make: Callable[..., Site])
     assert [one["seq"] for one in seen(lines)] == [1, 2]
     # Whoever comes when the container has gone hears it of ECS, unless that was heard, too.
     await _stopped(site)
-    assert [(one["seq"], one["rank"]) for one in seen(await site.watch(after_seq=1))] == [(ECS_SEQ, 0), (ECS_SEQ + 1, 1)]
+    assert [(one["seq"], one["rank"]) for one in seen(await site.watch(after_seq=1))] == [
+        (ECS_SEQ, 0),
+        (ECS_SEQ + 1, 1),
+    ]
     assert seen(await site.watch(after_seq=ECS_SEQ + 1)) == []
 
 
@@ -226,7 +291,10 @@ async def _stopped(site: Site) -> None:
 
 @pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.long), "ANOTHER_KEY"])
 async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
-    make: Callable[..., Site], key: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Site],
+    key: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(container, "COMPLAIN_AFTER", 0.0)
     caplog.set_level(logging.WARNING)
@@ -234,31 +302,54 @@ async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
     worker = site.again(key)
     await site.launch(FOR_EVER, ranks=2)
     beats = iter(range(3))
-    lines = await site.watch(lambda line: "heartbeat" in line and line["heartbeat"]["alive"] == [0, 1] and next(beats) == 2, 0, worker)
-    assert {json.dumps(line["heartbeat"]["progress"]) for line in lines if "heartbeat" in line} == {"{}"}
+    lines = await site.watch(
+        lambda line: (
+            "heartbeat" in line and line["heartbeat"]["alive"] == [0, 1] and next(beats) == 2
+        ),
+        0,
+        worker,
+    )
+    assert {json.dumps(line["heartbeat"]["progress"]) for line in lines if "heartbeat" in line} == {
+        "{}"
+    }
     await site.watch(lambda line: "heartbeat" in line, 0, worker)
-    (said,) = [record.getMessage() for record in caplog.records if "the agent in task" in record.getMessage()]
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "the agent in task" in record.getMessage()
+    ]
     assert "is not reached" in said and KEY not in said
 
 
 @pytest.mark.parametrize(
     ("variable", "reason"),
-    [("SHORT_KEY", "SHORT_KEY has 5 bytes, expected at least 16"), ("NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE cannot be read by the worker")],
+    [
+        ("SHORT_KEY", "SHORT_KEY has 5 bytes, expected at least 16"),
+        ("NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE cannot be read by the worker"),
+    ],
 )
-async def test_a_key_that_the_worker_does_not_have_is_named(variable: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_that_the_worker_does_not_have_is_named(
+    variable: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHORT_KEY", "short")
 
     async def address(node: str) -> str:
         return "127.0.0.1"
 
     agents = container.Agents(SecretReference(env=variable), address)
-    async with agents.session("n1", read_task({"taskArn": "a/1", "overrides": WITH_AGENT})) as session:
+    async with agents.session(
+        "n1", read_task({"taskArn": "a/1", "overrides": WITH_AGENT})
+    ) as session:
         with pytest.raises(Unreachable, match=f"ecs.agent_key: variable {reason}"):
             await session.list()
 
 
-@pytest.mark.parametrize(("code", "ranks"), [pytest.param(0, [0, 1], marks=pytest.mark.long), (3, [0])])
-async def test_of_a_port_that_is_not_there_ecs_tells_the_end(make: Callable[..., Site], code: int, ranks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("code", "ranks"), [pytest.param(0, [0, 1], marks=pytest.mark.long), (3, [0])]
+)
+async def test_of_a_port_that_is_not_there_ecs_tells_the_end(
+    make: Callable[..., Site], code: int, ranks: list[int]
+) -> None:
     site = make(key="")
     await site.launch(("sh", "-c", f"exit {code}"), ranks=2)
     lines = await site.watch()
@@ -272,7 +363,9 @@ async def test_who_stops_the_task_is_known_to_ecs_and_told(make: Callable[..., S
     await site.launch(("sh", "-c", 'trap "exit 0" TERM; echo step 1; while :; do sleep 0.05; done'))
 
     async def by_a_person() -> None:
-        await site.backend.aws.call("ecs", "StopTask", cluster=site.aws.cluster, task=site.task["taskArn"], reason="enough")
+        await site.backend.aws.call(
+            "ecs", "StopTask", cluster=site.aws.cluster, task=site.task["taskArn"], reason="enough"
+        )
 
     orders: list[asyncio.Task[None]] = []
 
@@ -302,10 +395,14 @@ async def test_ranks_that_relaunch_stops_are_told_as_stopped(make: Callable[...,
     assert [(one["kind"], one["stopped"]) for one in seen(await watching)] == [("RankExited", True)]
 
 
-async def test_a_rank_that_is_heard_lives_whatever_aws_does(make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_is_heard_lives_whatever_aws_does(
+    make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_module, "STALE_POLLS", 3)
     site = make()
-    await site.launch(python("for step in range(100000): print('step', step, flush=True); time.sleep(0.05)"))
+    await site.launch(
+        python("for step in range(100000): print('step', step, flush=True); time.sleep(0.05)")
+    )
     reached: list[int] = []
 
     def enough(line: Line) -> bool:
@@ -341,7 +438,9 @@ async def test_what_does_not_fit_is_refused_in_a_sentence(make: Callable[..., Si
 
 
 def test_an_order_says_what_the_environment_does_not() -> None:
-    own = tuple({"RANK": str(rank), "NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": str(rank)} for rank in (8, 9))
+    own = tuple(
+        {"RANK": str(rank), "NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": str(rank)} for rank in (8, 9)
+    )
     start = StartOrder(Token("d", "j", 1, 2), "n2", ("true",), None, {}, own, (), 0.0, "", False)
     text = container.order(start, 29400, 15.0, 10.0)
     assert json.loads(text) == {
@@ -354,18 +453,43 @@ def test_an_order_says_what_the_environment_does_not() -> None:
         "port": 29400,
     }
     environment = [{"name": "RANK", "value": "8"}, {"name": container.ORDER, "value": text}]
-    task = read_task({"taskArn": "a/1", "overrides": {"containerOverrides": [{"name": "trainer", "environment": environment}]}})
+    task = read_task(
+        {
+            "taskArn": "a/1",
+            "overrides": {"containerOverrides": [{"name": "trainer", "environment": environment}]},
+        }
+    )
     assert (task.rank, task.ranks, task.port, task.trainer) == (8, (8, 9), 29400, "trainer")
-    plain = read_task({"taskArn": "a/1", "overrides": {"containerOverrides": [{"name": "trainer", "environment": environment[:1]}]}})
+    plain = read_task(
+        {
+            "taskArn": "a/1",
+            "overrides": {
+                "containerOverrides": [{"name": "trainer", "environment": environment[:1]}]
+            },
+        }
+    )
     assert (plain.rank, plain.ranks, plain.port) == (8, (8,), None)
 
 
-@pytest.mark.parametrize(("written", "port"), [(None, None), ("29400", 29400), ("1023", ""), ("65536", ""), ("x", ""), ("", "")])
-def test_a_port_of_a_task_definition_is_one_that_anybody_may_open(written: str | None, port: int | str | None) -> None:
+@pytest.mark.parametrize(
+    ("written", "port"),
+    [(None, None), ("29400", 29400), ("1023", ""), ("65536", ""), ("x", ""), ("", "")],
+)
+def test_a_port_of_a_task_definition_is_one_that_anybody_may_open(
+    written: str | None, port: int | str | None
+) -> None:
     environment = [] if written is None else [{"name": container.PORT, "value": written}]
-    definition = read_definition({"taskDefinitionArn": "train:1", "containerDefinitions": [{"name": "c", "environment": environment}]})
+    definition = read_definition(
+        {
+            "taskDefinitionArn": "train:1",
+            "containerDefinitions": [{"name": "c", "environment": environment}],
+        }
+    )
     if port != "":
         assert container.port_of(definition, "c") == port
         return
-    with pytest.raises(ValueError, match=f"of container c of train:1 is '{written}', expected a port from 1024 to 65535"):
+    with pytest.raises(
+        ValueError,
+        match=f"of container c of train:1 is '{written}', expected a port from 1024 to 65535",
+    ):
         container.port_of(definition, "c")

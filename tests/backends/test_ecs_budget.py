@@ -39,20 +39,40 @@ class Table:
         self.asked.append(operation)
         match operation:
             case "ListContainerInstances":
-                return {"containerInstanceArns": [arn(number) for number, one in enumerate(self.ids) if f"'{one}'" in request["filter"]]}
+                return {
+                    "containerInstanceArns": [
+                        arn(number)
+                        for number, one in enumerate(self.ids)
+                        if f"'{one}'" in request["filter"]
+                    ]
+                }
             case "DescribeContainerInstances":
-                return {"containerInstances": [self._instance(number_of(one)) for one in request["containerInstances"]]}
+                return {
+                    "containerInstances": [
+                        self._instance(number_of(one)) for one in request["containerInstances"]
+                    ]
+                }
             case "ListTasks":
                 first = int(request.get("nextToken", 0))
-                running = range(len(self.ids)) if request["desiredStatus"] == "RUNNING" else range(0)
+                running = (
+                    range(len(self.ids)) if request["desiredStatus"] == "RUNNING" else range(0)
+                )
                 more = {"nextToken": str(first + 100)} if first + 100 < len(running) else {}
-                return {"taskArns": [f"task/{number}" for number in running[first : first + 100]], **more}
+                return {
+                    "taskArns": [f"task/{number}" for number in running[first : first + 100]],
+                    **more,
+                }
             case "DescribeTasks":
                 return {"tasks": [_task(number_of(one)) for one in request["tasks"]]}
         raise AssertionError(f"nobody has to ask for {operation} to watch ranks that run")
 
     def _instance(self, number: int) -> dict[str, Any]:
-        return {"containerInstanceArn": arn(number), "ec2InstanceId": self.ids[number], "status": "ACTIVE", "agentConnected": True}
+        return {
+            "containerInstanceArn": arn(number),
+            "ec2InstanceId": self.ids[number],
+            "status": "ACTIVE",
+            "agentConnected": True,
+        }
 
 
 def arn(number: int) -> str:
@@ -69,16 +89,31 @@ def token(number: int) -> Token:
 
 def _task(number: int) -> dict[str, Any]:
     override = {"name": "trainer", "environment": [{"name": "RANK", "value": str(number % NODES)}]}
-    running = {"lastStatus": "RUNNING", "desiredStatus": "RUNNING", "startedBy": started_by(token(number))}
-    return {"taskArn": f"task/{number}", "containerInstanceArn": arn(number), "overrides": {"containerOverrides": [override]}, **running}
+    running = {
+        "lastStatus": "RUNNING",
+        "desiredStatus": "RUNNING",
+        "startedBy": started_by(token(number)),
+    }
+    return {
+        "taskArn": f"task/{number}",
+        "containerInstanceArn": arn(number),
+        "overrides": {"containerOverrides": [override]},
+        **running,
+    }
 
 
-async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_account_may_read() -> None:
+async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_account_may_read() -> (
+    None
+):
     table = Table()
     cluster = Cluster(table, "training", POLL)  # type: ignore[arg-type]
-    found = await asyncio.gather(*(cluster.task_of(one, started_by(token(number))) for number, one in enumerate(table.ids)))
+    found = await asyncio.gather(
+        *(cluster.task_of(one, started_by(token(number))) for number, one in enumerate(table.ids))
+    )
     with ExitStack() as stack:
-        followed = [stack.enter_context(cluster.follow(task.arn)) for task in found if task is not None]
+        followed = [
+            stack.enter_context(cluster.follow(task.arn)) for task in found if task is not None
+        ]
         assert len(followed) == JOBS * NODES
         async with asyncio.timeout(60):
             for one in followed:
@@ -93,13 +128,17 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
     # As many looks as the poll allows in that time: a machine that is busy with other things makes fewer, and none makes more.
     a_look = asked.total() / (seconds / POLL + 1)
     a_minute = a_look * 60 / EcsOptions().poll.total_seconds()
-    assert a_minute <= MOST_A_MINUTE, f"{a_minute:.0f} reads a minute, and {MOST_A_MINUTE:g} are meant to be enough"
+    assert a_minute <= MOST_A_MINUTE, (
+        f"{a_minute:.0f} reads a minute, and {MOST_A_MINUTE:g} are meant to be enough"
+    )
 
 
 async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_others() -> None:
     """As an activity of the fleet looks: each node is listed twice, once for its GPUs, and so many at once as it has room for."""
     table = Table()
-    nodes = [{"name": f"n{number}", "address": one, "gpus": 8} for number, one in enumerate(table.ids)]
+    nodes = [
+        {"name": f"n{number}", "address": one, "gpus": 8} for number, one in enumerate(table.ids)
+    ]
     spec = FleetSpec.model_validate({"name": "training", "backend": "ecs", "nodes": nodes})
     backend = EcsBackend(spec, EcsOptions(cluster="training"))
     backend.cluster.aws = table  # type: ignore[assignment]
@@ -108,7 +147,9 @@ async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_other
     async def look(node: str) -> None:
         async with room:
             first, second = await asyncio.gather(backend.list(node, gpus=True), backend.list(node))
-            assert [one["state"] for job in first["jobs"] for one in job["generations"]] == ["running"]
+            assert [one["state"] for job in first["jobs"] for one in job["generations"]] == [
+                "running"
+            ]
             assert first["jobs"] == second["jobs"]
 
     async with asyncio.timeout(60):
@@ -119,7 +160,9 @@ async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_other
     assert reads <= 100, f"{dict(Counter(table.asked))}"
 
 
-async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_call_and_told_what_holds_then() -> None:
+async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_call_and_told_what_holds_then() -> (
+    None
+):
     asked: list[tuple[int, ...]] = []
     answer = asyncio.Event()
 
@@ -145,7 +188,9 @@ async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_
     await batch.close()
 
 
-async def test_the_nodes_of_a_job_are_asked_for_without_describing_the_tasks_of_all_others() -> None:
+async def test_the_nodes_of_a_job_are_asked_for_without_describing_the_tasks_of_all_others() -> (
+    None
+):
     table = Table()
     cluster = Cluster(table, "training", 60.0)  # type: ignore[arg-type]
     for _ in range(2):

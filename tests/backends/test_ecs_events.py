@@ -22,18 +22,43 @@ ARN = "arn:aws:ecs:us-east-1:123456789012:task/training/0a1b"
 
 
 def body(kind: str = "ECS Task State Change", source: str = "aws.ecs", **detail: Any) -> str:
-    given = {"taskArn": ARN, "version": 4, "lastStatus": "STOPPED", "desiredStatus": "STOPPED", "startedBy": started_by(TOKEN), **detail}
+    given = {
+        "taskArn": ARN,
+        "version": 4,
+        "lastStatus": "STOPPED",
+        "desiredStatus": "STOPPED",
+        "startedBy": started_by(TOKEN),
+        **detail,
+    }
     return json.dumps({"version": "0", "source": source, "detail-type": kind, "detail": given})
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param(body(stoppedReason="Essential container in task exited"), TaskEvent(ARN, 4, TOKEN, ended=True), id="it ended"),
-        pytest.param(body(stoppedReason="by hand", stopCode="UserInitiated"), TaskEvent(ARN, 4, TOKEN, ended=True), id="by a person"),
-        pytest.param(body(stoppedReason=stop_reason(TOKEN)), TaskEvent(ARN, 4, TOKEN, ended=False), id="by us"),
-        pytest.param(body(lastStatus="RUNNING"), TaskEvent(ARN, 4, TOKEN, ended=False), id="it has not stopped"),
-        pytest.param(body(startedBy="ecs-svc/1"), TaskEvent(ARN, 4, None, ended=True), id="somebody else's"),
+        pytest.param(
+            body(stoppedReason="Essential container in task exited"),
+            TaskEvent(ARN, 4, TOKEN, ended=True),
+            id="it ended",
+        ),
+        pytest.param(
+            body(stoppedReason="by hand", stopCode="UserInitiated"),
+            TaskEvent(ARN, 4, TOKEN, ended=True),
+            id="by a person",
+        ),
+        pytest.param(
+            body(stoppedReason=stop_reason(TOKEN)),
+            TaskEvent(ARN, 4, TOKEN, ended=False),
+            id="by us",
+        ),
+        pytest.param(
+            body(lastStatus="RUNNING"),
+            TaskEvent(ARN, 4, TOKEN, ended=False),
+            id="it has not stopped",
+        ),
+        pytest.param(
+            body(startedBy="ecs-svc/1"), TaskEvent(ARN, 4, None, ended=True), id="somebody else's"
+        ),
         pytest.param(body("ECS Container Instance State Change"), None, id="of an instance"),
         pytest.param(body(source="aws.ec2"), None, id="of another service"),
     ],
@@ -42,7 +67,16 @@ def test_S1_9_an_event_is_read_for_what_it_hints_at(text: str, expected: TaskEve
     assert read_event(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "no JSON", "[]", "{}", '{"source": "aws.ecs", "detail-type": "ECS Task State Change", "detail": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no JSON",
+        "[]",
+        "{}",
+        '{"source": "aws.ecs", "detail-type": "ECS Task State Change", "detail": {}}',
+    ],
+)
 def test_S1_9_what_is_no_event_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"Expecting value|it is no event"):
         read_event(text)

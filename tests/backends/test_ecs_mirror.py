@@ -28,7 +28,14 @@ from relaunch.backends.ecs.legacy_rows import (
 )
 from relaunch.backends.ecs.legacy_tables import FleetMirror, Mirror
 from relaunch.backends.ecs.sns import LONGEST_MESSAGE, LONGEST_SUBJECT, Topic, plain_subject
-from relaunch.backends.ecs.tasks import Container, Instance, Task, client_token, run_task, started_by
+from relaunch.backends.ecs.tasks import (
+    Container,
+    Instance,
+    Task,
+    client_token,
+    run_task,
+    started_by,
+)
 from relaunch.job.state import Phase, Slot
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
@@ -92,13 +99,35 @@ async def account(double: AwsDouble, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def a_job(seq: int, status: JobStatus = JobStatus.IN_PROGRESS) -> JobRow:
     return JobRow(
-        "llama", seq, status, NOW.isoformat(), "training", 2, ("n1", "n2"), (INSTANCE.format("c1"), INSTANCE.format("c2")), ("t1",), 1
+        "llama",
+        seq,
+        status,
+        NOW.isoformat(),
+        "training",
+        2,
+        ("n1", "n2"),
+        (INSTANCE.format("c1"), INSTANCE.format("c2")),
+        ("t1",),
+        1,
     )
 
 
 def a_task(seq: int, status: TaskStatus = TaskStatus.IN_PROGRESS) -> TaskRow:
     definition = "arn:aws:ecs:eu-west-1:123456789012:task-definition/train:11"
-    return TaskRow("t1", seq, status, "n1", 0, "llama", NOW.isoformat(), 2, "training", INSTANCE.format("c1"), definition, 0)
+    return TaskRow(
+        "t1",
+        seq,
+        status,
+        "n1",
+        0,
+        "llama",
+        NOW.isoformat(),
+        2,
+        "training",
+        INSTANCE.format("c1"),
+        definition,
+        0,
+    )
 
 
 # --- words
@@ -125,15 +154,25 @@ def a_task(seq: int, status: TaskStatus = TaskStatus.IN_PROGRESS) -> TaskRow:
         (Phase.CANCELLED, 1, 143, "USER_STOPPED"),
     ],
 )
-def test_s1_1_a_phase_is_the_documented_status(phase: Phase, generation: int, exit_code: int | None, expected: str) -> None:
-    assert job_status(replace(new_job(), phase=phase, generation=generation, exit_code=exit_code)) == expected
+def test_s1_1_a_phase_is_the_documented_status(
+    phase: Phase, generation: int, exit_code: int | None, expected: str
+) -> None:
+    assert (
+        job_status(replace(new_job(), phase=phase, generation=generation, exit_code=exit_code))
+        == expected
+    )
 
 
 def test_every_phase_has_a_status_and_a_job_that_was_terminated_was_stopped_by_a_user() -> None:
     for phase in Phase:
         assert job_status(replace(new_job(), phase=phase, generation=3)) in JobStatus
-    assert job_status(replace(new_job(), phase=Phase.RUNNING), terminated=True) is JobStatus.USER_STOPPED
-    assert job_status(replace(new_job(), phase=Phase.SUCCEEDED), terminated=True) is JobStatus.COMPLETE
+    assert (
+        job_status(replace(new_job(), phase=Phase.RUNNING), terminated=True)
+        is JobStatus.USER_STOPPED
+    )
+    assert (
+        job_status(replace(new_job(), phase=Phase.SUCCEEDED), terminated=True) is JobStatus.COMPLETE
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +188,9 @@ def test_every_phase_has_a_status_and_a_job_that_was_terminated_was_stopped_by_a
         ("STOPPED", None, True, "TERMINATED"),
     ],
 )
-def test_a_task_without_an_exit_code_is_no_success(last_status: str, exit_code: int | None, by_somebody: bool, expected: str) -> None:
+def test_a_task_without_an_exit_code_is_no_success(
+    last_status: str, exit_code: int | None, by_somebody: bool, expected: str
+) -> None:
     assert task_status(last_status, exit_code, by_somebody) == expected
 
 
@@ -161,13 +202,22 @@ def test_a_task_without_an_exit_code_is_no_success(last_status: str, exit_code: 
         ({"silent_since": NOW}, True, "UNKNOWN"),
         ({"standing": NodeStatus.SUSPECT}, True, "PENDING_HEALTHCHECK"),
         ({"standing": NodeStatus.REPAIRING}, False, "PENDING_HEALTHCHECK"),
-        ({"standing": NodeStatus.REPAIRING, "repair_acts": True, "silent_since": NOW}, False, "REBOOTING"),
+        (
+            {"standing": NodeStatus.REPAIRING, "repair_acts": True, "silent_since": NOW},
+            False,
+            "REBOOTING",
+        ),
         ({"standing": NodeStatus.QUARANTINED}, False, "FAILED"),
         ({"gone": True}, True, "FAILED"),
     ],
 )
-def test_a_node_that_does_not_answer_is_not_available(record: dict[str, Any], in_use: bool, expected: str) -> None:
-    assert node_status(NodeRecord(FleetNode(name="n1", address="i-0123abcd"), **record), in_use) == expected
+def test_a_node_that_does_not_answer_is_not_available(
+    record: dict[str, Any], in_use: bool, expected: str
+) -> None:
+    assert (
+        node_status(NodeRecord(FleetNode(name="n1", address="i-0123abcd"), **record), in_use)
+        == expected
+    )
 
 
 # --- rows
@@ -176,8 +226,15 @@ def test_a_node_that_does_not_answer_is_not_available(record: dict[str, Any], in
 async def test_s1_8_rows_have_the_documented_attributes_and_formats(account: Account) -> None:
     mirror = account.mirror()
     assert await mirror.job(a_job(7)) and await mirror.task(a_task(7))
-    assert await mirror.node(NodeRow("n1", 7, LegacyStatus.AVAILABLE, "training", INSTANCE.format("c1"), "10.0.0.1"))
-    common = {"relaunch_seq": 7, "created_at": NOW.isoformat(), "updated_at": NOW.isoformat(), "cluster_name": "training"}
+    assert await mirror.node(
+        NodeRow("n1", 7, LegacyStatus.AVAILABLE, "training", INSTANCE.format("c1"), "10.0.0.1")
+    )
+    common = {
+        "relaunch_seq": 7,
+        "created_at": NOW.isoformat(),
+        "updated_at": NOW.isoformat(),
+        "cluster_name": "training",
+    }
     assert (await account.rows("job"))["llama"] == {
         "job_id": "llama",
         "job_timestamp": NOW.isoformat(),
@@ -216,7 +273,13 @@ async def test_s1_8_rows_have_the_documented_attributes_and_formats(account: Acc
 
 
 async def test_s1_8_writes_that_come_late_or_again_leave_the_newest(account: Account) -> None:
-    statuses = [JobStatus.IN_PROGRESS, JobStatus.PENDING_HEALTHCHECK, JobStatus.PENDING_RESTART, JobStatus.RESTARTING, JobStatus.COMPLETE]
+    statuses = [
+        JobStatus.IN_PROGRESS,
+        JobStatus.PENDING_HEALTHCHECK,
+        JobStatus.PENDING_RESTART,
+        JobStatus.RESTARTING,
+        JobStatus.COMPLETE,
+    ]
     writes = [a_job(seq, status) for seq, status in enumerate(statuses, start=1)] * 2
     mirror = account.mirror()
     for seed in range(3):
@@ -224,10 +287,15 @@ async def test_s1_8_writes_that_come_late_or_again_leave_the_newest(account: Acc
         for write in writes:
             await mirror.job(replace(write, job_id=f"job-{seed}"))
     rows = await account.rows("job")
-    assert [(rows[f"job-{seed}"]["job_status"], rows[f"job-{seed}"]["relaunch_seq"]) for seed in range(3)] == [("COMPLETE", 5)] * 3
+    assert [
+        (rows[f"job-{seed}"]["job_status"], rows[f"job-{seed}"]["relaunch_seq"])
+        for seed in range(3)
+    ] == [("COMPLETE", 5)] * 3
 
 
-async def test_a_write_that_changes_nothing_says_so_and_keeps_when_the_row_was_made(account: Account) -> None:
+async def test_a_write_that_changes_nothing_says_so_and_keeps_when_the_row_was_made(
+    account: Account,
+) -> None:
     mirror = account.mirror()
     assert [await mirror.job(a_job(seq)) for seq in (5, 5, 4)] == [True, False, False]
     account.clock = NOW + timedelta(minutes=1)
@@ -246,10 +314,19 @@ async def test_of_one_age_the_end_of_a_task_wins_and_stays(account: Account) -> 
     assert (await account.rows("task"))["t1"]["task_status"] == "FAILED"
 
 
-async def test_a_row_that_somebody_else_made_is_taken_over_and_keeps_what_relaunch_does_not_know(account: Account) -> None:
-    item = {"node_name": {"S": "n1"}, "ibdev": {"S": "mlx5_0"}, "ip": {"S": "10.0.0.9"}, "node_status": {"S": "IN_PROGRESS"}}
+async def test_a_row_that_somebody_else_made_is_taken_over_and_keeps_what_relaunch_does_not_know(
+    account: Account,
+) -> None:
+    item = {
+        "node_name": {"S": "n1"},
+        "ibdev": {"S": "mlx5_0"},
+        "ip": {"S": "10.0.0.9"},
+        "node_status": {"S": "IN_PROGRESS"},
+    }
     await account.aws.call("dynamodb", "PutItem", TableName=account.tables.node, Item=item)
-    assert await account.mirror().node(NodeRow("n1", 7, LegacyStatus.FAILED, "training", None, None))
+    assert await account.mirror().node(
+        NodeRow("n1", 7, LegacyStatus.FAILED, "training", None, None)
+    )
     row = (await account.rows("node"))["n1"]
     assert (row["ibdev"], row["ip"], row["node_status"]) == ("mlx5_0", "10.0.0.9", "FAILED")
 
@@ -277,11 +354,32 @@ class Cluster:
     tasks: dict[tuple[str, str], Task] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
 
-    def has(self, ec2_id: str, by: str, last_status: str = "RUNNING", exit_code: int | None = None, reason: str = "") -> Task:
+    def has(
+        self,
+        ec2_id: str,
+        by: str,
+        last_status: str = "RUNNING",
+        exit_code: int | None = None,
+        reason: str = "",
+    ) -> Task:
         arn = f"arn:aws:ecs:eu-west-1:123456789012:task/training/{by.rpartition('/')[2]}-{ec2_id}"
         instance = INSTANCE.format(f"c-{ec2_id}")
         containers = (Container("trainer", exit_code, ""),)
-        task = Task(arn, instance, by, last_status, last_status, 1, None, reason, containers, None, None, None, "train:3")
+        task = Task(
+            arn,
+            instance,
+            by,
+            last_status,
+            last_status,
+            1,
+            None,
+            reason,
+            containers,
+            None,
+            None,
+            None,
+            "train:3",
+        )
         self.tasks[ec2_id, by] = task
         return task
 
@@ -297,19 +395,33 @@ class Cluster:
 
 
 NODES = {name: FleetNode(name=name, address=f"i-0000000{name[1]}") for name in ("n1", "n2")}
-JOB = replace(new_job(), phase=Phase.RUNNING, generation=1, submitted_at=NOW, slots=(Slot("n1", "10.0.0.1"), Slot("n2", "10.0.0.2")))
+JOB = replace(
+    new_job(),
+    phase=Phase.RUNNING,
+    generation=1,
+    submitted_at=NOW,
+    slots=(Slot("n1", "10.0.0.1"), Slot("n2", "10.0.0.2")),
+)
 FIRST, SECOND = started_by(JOB.token), started_by(replace(JOB.token, generation=2))
 
 
 def mirrored(account: Account, cluster: Cluster) -> FleetMirror:
-    return FleetMirror("gpus", "arn:aws:ecs:eu-west-1:123456789012:cluster/training", account.mirror(), cluster, NODES.__getitem__)
+    return FleetMirror(
+        "gpus",
+        "arn:aws:ecs:eu-west-1:123456789012:cluster/training",
+        account.mirror(),
+        cluster,
+        NODES.__getitem__,
+    )
 
 
 async def statuses(account: Account) -> dict[str, str]:
     return {name: row["task_status"] for name, row in (await account.rows("task")).items()}
 
 
-async def test_s1_8_a_job_is_one_row_and_one_of_each_task_through_a_restart_to_its_end(account: Account) -> None:
+async def test_s1_8_a_job_is_one_row_and_one_of_each_task_through_a_restart_to_its_end(
+    account: Account,
+) -> None:
     cluster = Cluster()
     mirror = mirrored(account, cluster)
     for node in ("i-00000001", "i-00000002"):
@@ -317,7 +429,11 @@ async def test_s1_8_a_job_is_one_row_and_one_of_each_task_through_a_restart_to_i
     assert await mirror.job(JOB, 1, False)
     row = (await account.rows("job"))["llama"]
     assert row["submitted_ecs_task_ids"] == ["1-i-00000001", "1-i-00000002"]
-    assert (row["job_status"], row["retry"], row["submitted_container_inst_ids"]) == ("IN_PROGRESS", "0", ["c-i-00000001", "c-i-00000002"])
+    assert (row["job_status"], row["retry"], row["submitted_container_inst_ids"]) == (
+        "IN_PROGRESS",
+        "0",
+        ["c-i-00000001", "c-i-00000002"],
+    )
     cluster.has("i-00000001", FIRST, "STOPPED", 1)
     cluster.has("i-00000002", FIRST, "STOPPED", 143, "relaunch: default/llama/1000/1")
     for node in ("i-00000001", "i-00000002"):
@@ -331,13 +447,22 @@ async def test_s1_8_a_job_is_one_row_and_one_of_each_task_through_a_restart_to_i
     }
     for node in ("i-00000001", "i-00000002"):
         cluster.has(node, SECOND, "STOPPED", 0)
-    assert await mirror.job(replace(JOB, generation=2, phase=Phase.SUCCEEDED, exit_code=0), 3, False)
-    assert sorted((await statuses(account)).values()) == ["COMPLETE", "COMPLETE", "FAILED", "TERMINATED"]
+    assert await mirror.job(
+        replace(JOB, generation=2, phase=Phase.SUCCEEDED, exit_code=0), 3, False
+    )
+    assert sorted((await statuses(account)).values()) == [
+        "COMPLETE",
+        "COMPLETE",
+        "FAILED",
+        "TERMINATED",
+    ]
     row = (await account.rows("job"))["llama"]
     assert (row["job_status"], row["retry"]) == ("COMPLETE", "1")
 
 
-async def test_a_worker_that_comes_later_tells_how_the_generation_before_ended(account: Account) -> None:
+async def test_a_worker_that_comes_later_tells_how_the_generation_before_ended(
+    account: Account,
+) -> None:
     cluster = Cluster()
     cluster.has("i-00000001", FIRST)
     assert await mirrored(account, cluster).job(JOB, 1, False)
@@ -347,7 +472,9 @@ async def test_a_worker_that_comes_later_tells_how_the_generation_before_ended(a
     assert await statuses(account) == {"1-i-00000001": "FAILED", "2-i-00000001": "IN_PROGRESS"}
 
 
-async def test_a_job_that_was_terminated_is_shown_again_until_its_tasks_have_ended(account: Account) -> None:
+async def test_a_job_that_was_terminated_is_shown_again_until_its_tasks_have_ended(
+    account: Account,
+) -> None:
     cluster = Cluster()
     mirror = mirrored(account, cluster)
     cluster.has("i-00000001", FIRST)
@@ -368,11 +495,15 @@ async def test_a_task_that_ecs_has_forgotten_does_not_stay_in_progress(account: 
     assert await statuses(account) == {"1-i-00000001": "TERMINATED"}
 
 
-async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_keeps_its_ids(account: Account) -> None:
+async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_keeps_its_ids(
+    account: Account,
+) -> None:
     cluster = Cluster()
     mirror = mirrored(account, cluster)
     claim = ClaimRecord(Claim("llama", 1000, 1, 1, holds=(Place("n1"),)))
-    state = FleetState("gpus", nodes=tuple(NodeRecord(node) for node in NODES.values()), claims=(claim,))
+    state = FleetState(
+        "gpus", nodes=tuple(NodeRecord(node) for node in NODES.values()), claims=(claim,)
+    )
     before = account.double.calls["UpdateItem"]
     await mirror.nodes(state, 1)
     await mirror.nodes(state, 2)
@@ -382,13 +513,17 @@ async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_kee
     await mirror.nodes(replace(state, nodes=(state.nodes[0], broken)), 3)
     assert account.double.calls["UpdateItem"] == before + 3
     rows = await account.rows("node")
-    assert {name: (row["node_status"], row["container_instance_id"]) for name, row in rows.items()} == {
+    assert {
+        name: (row["node_status"], row["container_instance_id"]) for name, row in rows.items()
+    } == {
         "n1": ("IN_PROGRESS", "c-i-00000001"),
         "n2": ("FAILED", "c-i-00000002"),
     }
 
 
-async def test_a_throttled_table_is_unreachable_and_the_same_again_completes_it(account: Account) -> None:
+async def test_a_throttled_table_is_unreachable_and_the_same_again_completes_it(
+    account: Account,
+) -> None:
     mirror = mirrored(account, Cluster())
     account.double.faults.add("UpdateItem", THROTTLE)
     with pytest.raises(Unreachable, match="the tables were not written"):
@@ -397,21 +532,37 @@ async def test_a_throttled_table_is_unreachable_and_the_same_again_completes_it(
     assert set(await account.rows("job")) == {"llama"}
 
 
-async def test_tasks_and_container_instances_are_found_in_the_cluster_itself(account: Account) -> None:
+async def test_tasks_and_container_instances_are_found_in_the_cluster_itself(
+    account: Account,
+) -> None:
     ec2_id = account.double.add_instance(gpus=0)
     account.double.register("train", [{"name": "trainer", "image": "any", "command": ["false"]}])
     real = RealCluster(account.aws, account.double.cluster, 10.0)
     node = FleetNode(name="n1", address=ec2_id)
-    mirror = FleetMirror("gpus", account.double.cluster, account.mirror(), real, {"n1": node}.__getitem__)
+    mirror = FleetMirror(
+        "gpus", account.double.cluster, account.mirror(), real, {"n1": node}.__getitem__
+    )
     request = run_task(
-        account.double.cluster, ec2_id, task_definition="train", container="trainer", started_by=FIRST, client_token=client_token("a")
+        account.double.cluster,
+        ec2_id,
+        task_definition="train",
+        container="trainer",
+        started_by=FIRST,
+        client_token=client_token("a"),
     )
     ran = await real.run(request)
     assert isinstance(ran, Task)
     assert (await real.wait_stopped((ran.arn,), 10.0))[ran.arn] is not None
-    assert await mirror.job(replace(JOB, slots=JOB.slots[:1], phase=Phase.FAILED, exit_code=1), 1, False)
+    assert await mirror.job(
+        replace(JOB, slots=JOB.slots[:1], phase=Phase.FAILED, exit_code=1), 1, False
+    )
     (row,) = (await account.rows("task")).values()
-    assert (row["ecs_task_id"], row["task_status"], row["task_def_name"], row["task_def_revision"]) == (ran.short, "FAILED", "train", "1")
+    assert (
+        row["ecs_task_id"],
+        row["task_status"],
+        row["task_def_name"],
+        row["task_def_revision"],
+    ) == (ran.short, "FAILED", "train", "1")
     assert row["container_instance_arn"] == account.double.instance(ec2_id).arn
     assert (await account.rows("job"))["llama"]["submitted_ecs_task_ids"] == [ran.short]
     await real.close()
@@ -425,21 +576,40 @@ async def heard(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> d
     name = f"people-{next(NUMBERS)}"
     topic = (await account.aws.call("sns", "CreateTopic", Name=name))["TopicArn"]
     queue = (await account.aws.call("sqs", "CreateQueue", QueueName=name))["QueueUrl"]
-    attributes = await account.aws.call("sqs", "GetQueueAttributes", QueueUrl=queue, AttributeNames=["QueueArn"])
-    await account.aws.call("sns", "Subscribe", TopicArn=topic, Protocol="sqs", Endpoint=attributes["Attributes"]["QueueArn"])
+    attributes = await account.aws.call(
+        "sqs", "GetQueueAttributes", QueueUrl=queue, AttributeNames=["QueueArn"]
+    )
+    await account.aws.call(
+        "sns",
+        "Subscribe",
+        TopicArn=topic,
+        Protocol="sqs",
+        Endpoint=attributes["Attributes"]["QueueArn"],
+    )
     await tell(Topic(account.aws, topic))
-    (message,) = (await account.aws.call("sqs", "ReceiveMessage", QueueUrl=queue, WaitTimeSeconds=5))["Messages"]
+    (message,) = (
+        await account.aws.call("sqs", "ReceiveMessage", QueueUrl=queue, WaitTimeSeconds=5)
+    )["Messages"]
     return dict(json.loads(message["Body"]))
 
 
 async def test_s1_7_people_are_told_by_sns(account: Account) -> None:
-    said = await heard(account, lambda topic: topic.tell("llama → FAILED", "Xid 79 on n2\nnext: nothing", {"job": "llama", "cause": ""}))
+    said = await heard(
+        account,
+        lambda topic: topic.tell(
+            "llama → FAILED", "Xid 79 on n2\nnext: nothing", {"job": "llama", "cause": ""}
+        ),
+    )
     assert (said["Subject"], said["Message"]) == ("llama -> FAILED", "Xid 79 on n2\nnext: nothing")
-    assert said["MessageAttributes"] == {"job": {"Type": "String", "Value": "llama"}}, "SNS refuses an empty one"
+    assert said["MessageAttributes"] == {"job": {"Type": "String", "Value": "llama"}}, (
+        "SNS refuses an empty one"
+    )
 
 
 async def test_a_message_that_is_too_long_is_cut_and_says_so(account: Account) -> None:
-    said = await heard(account, lambda topic: topic.tell("long", "ä" * LONGEST_MESSAGE, {"job": "llama"}))
+    said = await heard(
+        account, lambda topic: topic.tell("long", "ä" * LONGEST_MESSAGE, {"job": "llama"})
+    )
     length = len(said["Message"].encode())
     assert LONGEST_MESSAGE - 64 < length <= LONGEST_MESSAGE - len("long") - len("jobStringllama")
     assert said["Message"].endswith("ä\n[cut: a message of Amazon SNS has at most 256 KiB]")

@@ -54,13 +54,18 @@ def test_a_generation_is_named_in_started_by_and_read_back(token: Token, expecte
     assert token_of(expected) == token
 
 
-@pytest.mark.parametrize("other", ["", "ecs-svc/123", "relaunch-node/probe/1", "relaunch/a/b/1", "relaunch/a/b/1/x", "alice"])
+@pytest.mark.parametrize(
+    "other",
+    ["", "ecs-svc/123", "relaunch-node/probe/1", "relaunch/a/b/1", "relaunch/a/b/1/x", "alice"],
+)
 def test_what_others_started_is_no_rank(other: str) -> None:
     assert token_of(other) is None
 
 
 def test_a_name_that_does_not_fit_into_started_by_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match="startedBy, of which ECS takes 128: give the job a shorter name"):
+    with pytest.raises(
+        ValueError, match="startedBy, of which ECS takes 128: give the job a shorter name"
+    ):
         started_by(Token("n" * 63, "j" * 63, 1763000000000, 1))
     with pytest.raises(ValueError, match="'a b' cannot be part of a task's startedBy"):
         started_by(Token("a b", "j", 1, 1))
@@ -87,7 +92,10 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
         only_where=(fence.only_for(attribute, TOKEN),),
     )
     assert request["placementConstraints"] == [
-        {"type": "memberOf", "expression": f"ec2InstanceId == i-0abc and attribute:{attribute} == prepared.1763000000000.4"}
+        {
+            "type": "memberOf",
+            "expression": f"ec2InstanceId == i-0abc and attribute:{attribute} == prepared.1763000000000.4",
+        }
     ]
     assert request["overrides"] == {
         "containerOverrides": [
@@ -116,7 +124,10 @@ def test_the_word_of_a_fence_is_read_back_and_what_others_wrote_is_none() -> Non
 def test_attributes_are_forgotten_of_jobs_that_have_gone_and_what_was_stopped_goes_first() -> None:
     names = [job_attribute("default", f"job{number}") for number in range(8)]
     own, *others = names
-    attributes = {name: f"prepared.{number}.1" for number, name in enumerate(others, 1)} | {"ecs.os-type": "linux", "team": "ml"}
+    attributes = {name: f"prepared.{number}.1" for number, name in enumerate(others, 1)} | {
+        "ecs.os-type": "linux",
+        "team": "ml",
+    }
     assert to_forget({others[0]: "stopped.1.1"}, own, ()) == ()
     assert to_forget(attributes, own, ()) == (others[0],)
     assert to_forget(attributes, own, (others[0], others[1])) == (others[2],)
@@ -135,7 +146,10 @@ def definition(*essential: str, named: tuple[str, ...] = ()) -> Definition:
 def test_the_container_that_trains_is_the_named_one_or_the_only_essential_one() -> None:
     assert the_container(definition("trainer", named=("log",)), None) == "trainer"
     assert the_container(definition("trainer", "other"), "other") == "other"
-    with pytest.raises(ValueError, match="has not one essential container \\(trainer, other\\): name the one that trains"):
+    with pytest.raises(
+        ValueError,
+        match="has not one essential container \\(trainer, other\\): name the one that trains",
+    ):
         the_container(definition("trainer", "other"), None)
     with pytest.raises(ValueError, match="has no container 'x': it has trainer, log"):
         the_container(definition("trainer", named=("log",)), "x")
@@ -147,12 +161,23 @@ def test_a_definition_tells_where_its_output_is_and_what_is_essential() -> None:
         {
             "taskDefinitionArn": "arn:train:1",
             "containerDefinitions": [
-                {"name": "trainer", "logConfiguration": {"logDriver": "awslogs", "options": options}},
-                {"name": "side", "essential": False, "logConfiguration": {"logDriver": "json-file"}},
+                {
+                    "name": "trainer",
+                    "logConfiguration": {"logDriver": "awslogs", "options": options},
+                },
+                {
+                    "name": "side",
+                    "essential": False,
+                    "logConfiguration": {"logDriver": "json-file"},
+                },
             ],
         }
     )
-    assert (read.network_mode, read.containers, read.essential) == ("bridge", ("trainer", "side"), ("trainer",))
+    assert (read.network_mode, read.containers, read.essential) == (
+        "bridge",
+        ("trainer", "side"),
+        ("trainer",),
+    )
     assert read.logs["trainer"].stream("trainer", "abc") == "job/trainer/abc"
     assert "side" not in read.logs
 
@@ -182,37 +207,85 @@ def raw(**changes: Any) -> dict[str, Any]:
     ("changes", "code", "reason"),
     [
         ({}, 0, "Essential container in task exited"),
-        ({"containers": [{"name": "side", "exitCode": 0}, {"name": "trainer", "exitCode": 1}]}, 1, None),
-        ({"containers": [{"name": "trainer", "exitCode": 137, "reason": "OutOfMemoryError: killed"}]}, 137, "OutOfMemoryError: killed"),
+        (
+            {"containers": [{"name": "side", "exitCode": 0}, {"name": "trainer", "exitCode": 1}]},
+            1,
+            None,
+        ),
+        (
+            {
+                "containers": [
+                    {"name": "trainer", "exitCode": 137, "reason": "OutOfMemoryError: killed"}
+                ]
+            },
+            137,
+            "OutOfMemoryError: killed",
+        ),
         ({"containers": [{"name": "trainer", "exitCode": 139}]}, 139, None),
         ({"containers": [{"name": "trainer"}]}, None, None),
         ({"containers": []}, None, None),
         (
-            {"stopCode": "SpotInterruption", "stoppedReason": "Your Spot Task was interrupted.", "containers": [{"name": "trainer"}]},
+            {
+                "stopCode": "SpotInterruption",
+                "stoppedReason": "Your Spot Task was interrupted.",
+                "containers": [{"name": "trainer"}],
+            },
             None,
             "Spot",
         ),
         # A trainer that ends well when it is told to end has not finished.
-        ({"stopCode": "SpotInterruption", "stoppedReason": "Your Spot Task was interrupted."}, None, "Spot"),
         (
-            {"stopCode": "TaskFailedToStart", "containers": [{"name": "trainer", "reason": "CannotPullContainerError: x"}]},
+            {"stopCode": "SpotInterruption", "stoppedReason": "Your Spot Task was interrupted."},
+            None,
+            "Spot",
+        ),
+        (
+            {
+                "stopCode": "TaskFailedToStart",
+                "containers": [{"name": "trainer", "reason": "CannotPullContainerError: x"}],
+            },
             None,
             "CannotPull",
         ),
-        ({"stopCode": "UserInitiated", "stoppedReason": "Host EC2 (instance i-0abc) terminated."}, None, "Host EC2"),
+        (
+            {
+                "stopCode": "UserInitiated",
+                "stoppedReason": "Host EC2 (instance i-0abc) terminated.",
+            },
+            None,
+            "Host EC2",
+        ),
     ],
 )
-def test_s1_1_the_end_of_a_task_is_told_with_what_ecs_says_of_it(changes: dict[str, Any], code: int | None, reason: str | None) -> None:
+def test_s1_1_the_end_of_a_task_is_told_with_what_ecs_says_of_it(
+    changes: dict[str, Any], code: int | None, reason: str | None
+) -> None:
     told = ending(read_task(raw(**changes)))
-    assert (told["kind"], told["rank"], told["exit_code"], told["signal"], told["stopped"]) == ("RankExited", 3, code, None, False)
+    assert (told["kind"], told["rank"], told["exit_code"], told["signal"], told["stopped"]) == (
+        "RankExited",
+        3,
+        code,
+        None,
+        False,
+    )
     seen = observation_from("n1", told, NOW)
     assert isinstance(seen, RankExited) and seen.failed is (code != 0)
-    assert isinstance(seen.ecs, EcsStop) and seen.ecs.stop_code == changes.get("stopCode", "EssentialContainerExited")
+    assert isinstance(seen.ecs, EcsStop) and seen.ecs.stop_code == changes.get(
+        "stopCode", "EssentialContainerExited"
+    )
     assert reason is None or reason in seen.ecs.reason
 
 
 def test_s1_1_a_task_that_a_user_stopped_says_so_and_one_that_we_stopped_says_that() -> None:
-    by_user = ending(read_task(raw(stopCode="UserInitiated", stoppedReason="Task stopped by user", containers=[{"name": "trainer"}])))
+    by_user = ending(
+        read_task(
+            raw(
+                stopCode="UserInitiated",
+                stoppedReason="Task stopped by user",
+                containers=[{"name": "trainer"}],
+            )
+        )
+    )
     assert by_user == {
         "kind": "StoppedByUser",
         "reason": "task abc of rank 3 was stopped by a user: Task stopped by user",
@@ -224,7 +297,13 @@ def test_s1_1_a_task_that_a_user_stopped_says_so_and_one_that_we_stopped_says_th
 
 def test_what_a_repeated_run_task_leaves_out_is_not_needed_to_read_it() -> None:
     task = read_task({"taskArn": "a/b", "lastStatus": "STOPPED", "desiredStatus": "STOPPED"})
-    assert (task.short, task.stopped, task.rank, task.stopped_at, task.containers) == ("b", True, None, None, ())
+    assert (task.short, task.stopped, task.rank, task.stopped_at, task.containers) == (
+        "b",
+        True,
+        None,
+        None,
+        (),
+    )
 
 
 def test_an_instance_is_read_with_its_gpus_and_attributes() -> None:
@@ -234,8 +313,14 @@ def test_an_instance_is_read_with_its_gpus_and_attributes() -> None:
             "ec2InstanceId": "i-0abc",
             "status": "ACTIVE",
             "agentConnected": True,
-            "attributes": [{"name": "ecs.capability.x"}, {"name": "relaunch.quarantine", "value": "true"}],
-            "registeredResources": [{"name": "CPU", "integerValue": 4}, {"name": "GPU", "stringSetValue": ["GPU-1", "GPU-2"]}],
+            "attributes": [
+                {"name": "ecs.capability.x"},
+                {"name": "relaunch.quarantine", "value": "true"},
+            ],
+            "registeredResources": [
+                {"name": "CPU", "integerValue": 4},
+                {"name": "GPU", "stringSetValue": ["GPU-1", "GPU-2"]},
+            ],
             "healthStatus": {"overallStatus": "IMPAIRED"},
         }
     )
@@ -255,10 +340,16 @@ def test_tasks_are_listed_by_job_and_generation() -> None:
         read_task(raw(startedBy=started_by(other))),
         read_task(raw(startedBy="alice", **running)),
     )
-    bert, llama = jobs_of(tasks, {job_attribute("default", "llama"): str(Fence.of(TOKEN, "prepared")), "team": "ml"})
+    bert, llama = jobs_of(
+        tasks, {job_attribute("default", "llama"): str(Fence.of(TOKEN, "prepared")), "team": "ml"}
+    )
     assert (bert["job"], bert["prepared"], bert["stopped"]) == ("bert", None, None)
     assert [(one["generation"], one["state"]) for one in bert["generations"]] == [(1, "ended")]
-    assert (llama["job"], llama["prepared"], llama["stopped"]) == ("llama", [TOKEN.submission, 4], None)
+    assert (llama["job"], llama["prepared"], llama["stopped"]) == (
+        "llama",
+        [TOKEN.submission, 4],
+        None,
+    )
     assert [(one["generation"], one["ranks"]) for one in llama["generations"]] == [
         (3, [{"rank": 3, "pid": None, "alive": False}]),
         (4, [{"rank": 3, "pid": None, "alive": True}]),
@@ -283,13 +374,20 @@ def test_tasks_are_listed_by_job_and_generation() -> None:
         ("ClusterNotFoundException", 400, Kind.REFUSED),
     ],
 )
-def test_an_error_of_aws_says_whether_the_call_was_applied(code: str, status: int, kind: Kind) -> None:
-    error = _told("ECS RunTask", {"Error": {"Code": code, "Message": "why"}, "ResponseMetadata": {"HTTPStatusCode": status}})
+def test_an_error_of_aws_says_whether_the_call_was_applied(
+    code: str, status: int, kind: Kind
+) -> None:
+    error = _told(
+        "ECS RunTask",
+        {"Error": {"Code": code, "Message": "why"}, "ResponseMetadata": {"HTTPStatusCode": status}},
+    )
     assert (error.kind, error.code) == (kind, code)
     assert error.reason == ("ECS RunTask: " + (f"{code}: why" if code else "why"))
 
 
-async def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waited: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -323,26 +421,47 @@ class Table:
         match operation:
             case "ListContainerInstances":
                 asked = [one for one in self.ids if f"'{one}'" in request["filter"]]
-                return {"containerInstanceArns": [f"instance/{self.ids.index(one)}" for one in asked]}
+                return {
+                    "containerInstanceArns": [f"instance/{self.ids.index(one)}" for one in asked]
+                }
             case "DescribeContainerInstances":
                 self.sizes.append(len(request["containerInstances"]))
-                return {"containerInstances": [self._instance(arn) for arn in request["containerInstances"]]}
+                return {
+                    "containerInstances": [
+                        self._instance(arn) for arn in request["containerInstances"]
+                    ]
+                }
             case "ListTasks" if "containerInstance" in request:
                 number = request["containerInstance"].rpartition("/")[2]
-                return {"taskArns": [f"task/{number}"] if request["desiredStatus"] == "RUNNING" else []}
+                return {
+                    "taskArns": [f"task/{number}"] if request["desiredStatus"] == "RUNNING" else []
+                }
             case "ListTasks":
                 first = int(request.get("nextToken", 0))
                 more = {"nextToken": str(first + 100)} if first + 100 < len(self.ids) else {}
-                arns = [f"task/{number}" for number in range(first, min(first + 100, len(self.ids)))]
-                return {"taskArns": arns, **more} if request["desiredStatus"] == "RUNNING" else {"taskArns": []}
+                arns = [
+                    f"task/{number}" for number in range(first, min(first + 100, len(self.ids)))
+                ]
+                return (
+                    {"taskArns": arns, **more}
+                    if request["desiredStatus"] == "RUNNING"
+                    else {"taskArns": []}
+                )
             case "DescribeTasks":
                 self.sizes.append(len(request["tasks"]))
-                return {"tasks": [self.task(int(arn.rpartition("/")[2])) for arn in request["tasks"]]}
+                return {
+                    "tasks": [self.task(int(arn.rpartition("/")[2])) for arn in request["tasks"]]
+                }
         raise AssertionError(operation)
 
     def _instance(self, arn: str) -> dict[str, Any]:
         ec2_id = self.ids[int(arn.rpartition("/")[2])]
-        return {"containerInstanceArn": arn, "ec2InstanceId": ec2_id, "status": "ACTIVE", "agentConnected": True}
+        return {
+            "containerInstanceArn": arn,
+            "ec2InstanceId": ec2_id,
+            "status": "ACTIVE",
+            "agentConnected": True,
+        }
 
 
 async def test_a_gang_of_800_is_looked_at_with_a_hundred_tasks_a_call() -> None:
@@ -350,7 +469,12 @@ async def test_a_gang_of_800_is_looked_at_with_a_hundred_tasks_a_call() -> None:
     cluster = Cluster(table, "training", 60.0)  # type: ignore[arg-type]
     found = await asyncio.gather(*(cluster.tasks_on(one) for one in table.ids))
     assert [len(tasks) for tasks in found] == [1] * 800
-    assert table.calls == {"ListContainerInstances": 16, "DescribeContainerInstances": 8, "ListTasks": 9, "DescribeTasks": 8}
+    assert table.calls == {
+        "ListContainerInstances": 16,
+        "DescribeContainerInstances": 8,
+        "ListTasks": 9,
+        "DescribeTasks": 8,
+    }
     table.calls.clear()
     followers = [cluster.follow(f"task/{number}") for number in range(800)]
     async with asyncio.timeout(60):
@@ -369,5 +493,10 @@ async def test_one_node_is_asked_for_its_own_tasks_only() -> None:
     cluster = Cluster(table, "training", 60.0)  # type: ignore[arg-type]
     tasks = await cluster.tasks_on(table.ids[7])
     assert [task.arn for task in tasks] == ["task/7"]
-    assert table.calls == {"ListContainerInstances": 1, "DescribeContainerInstances": 1, "ListTasks": 2, "DescribeTasks": 1}
+    assert table.calls == {
+        "ListContainerInstances": 1,
+        "DescribeContainerInstances": 1,
+        "ListTasks": 2,
+        "DescribeTasks": 1,
+    }
     await cluster.close()

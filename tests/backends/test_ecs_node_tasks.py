@@ -15,7 +15,18 @@ from relaunch.backends.ecs.tasks import started_by
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions
-from tests.backends.ecs_site import CHECKED, REPAIR, Make, Site, aws, beside, eventually, make, nothing_told, real
+from tests.backends.ecs_site import (
+    CHECKED,
+    REPAIR,
+    Make,
+    Site,
+    aws,
+    beside,
+    eventually,
+    make,
+    nothing_told,
+    real,
+)
 from tests.recovery.nodes import FAULTY, PASS
 
 __all__ = ["aws", "make", "nothing_told", "real"]
@@ -33,27 +44,65 @@ async def test_a_task_on_the_node_tells_how_it_is(make: Make) -> None:
     await site.run("somebody", "train")
     facts = await site.probe()
     assert facts["boot_id"].endswith(f"+{site.instance.boot_id}")
-    assert facts["jobs"][0] == {"namespace": "default", "job": "ll_m.a", "submission": 17, "generation": 3}
-    assert len(facts["jobs"]) == 2 and facts["jobs"][1]["job"].endswith(" of somebody"), "services come and go with the machine"
-    assert (facts["held"], facts["reboots"], facts["ecs_gpus"], facts["ecs_health"]) == (None, [], 8, "")
+    assert facts["jobs"][0] == {
+        "namespace": "default",
+        "job": "ll_m.a",
+        "submission": 17,
+        "generation": 3,
+    }
+    assert len(facts["jobs"]) == 2 and facts["jobs"][1]["job"].endswith(" of somebody"), (
+        "services come and go with the machine"
+    )
+    assert (facts["held"], facts["reboots"], facts["ecs_gpus"], facts["ecs_health"]) == (
+        None,
+        [],
+        8,
+        "",
+    )
     health = site.health(facts, None)
-    assert health.boot_id == facts["boot_id"] and "disk" in health.examined and len(health.busy) == 2
+    assert (
+        health.boot_id == facts["boot_id"] and "disk" in health.examined and len(health.busy) == 2
+    )
 
 
-def scripted(site: Site, answer: Any, exit_code: int | None = 0, parts: int = 1, **more: Any) -> None:
+def scripted(
+    site: Site, answer: Any, exit_code: int | None = 0, parts: int = 1, **more: Any
+) -> None:
     text = answer if isinstance(answer, str) else json.dumps(answer)
     size = -(-len(text) // parts)
-    lines = [f"relaunch-answer {n + 1}/{parts}: {text[n * size : (n + 1) * size]}" for n in range(parts)]
-    site.double.script("node", exit_code=exit_code, stdout=["a warning", *lines] if text else [], **more)
+    lines = [
+        f"relaunch-answer {n + 1}/{parts}: {text[n * size : (n + 1) * size]}" for n in range(parts)
+    ]
+    site.double.script(
+        "node", exit_code=exit_code, stdout=["a warning", *lines] if text else [], **more
+    )
 
 
-async def test_an_answer_in_parts_is_put_together_and_what_the_agent_could_not_read_stays_unread(make: Make) -> None:
+async def test_an_answer_in_parts_is_put_together_and_what_the_agent_could_not_read_stays_unread(
+    make: Make,
+) -> None:
     site = make()
     site.instance.health("IMPAIRED")
-    scripted(site, {"outcome": "done", "boot_id": "b1", "reboots": {"unreadable": "broken"}, "jobs": [], "held": None}, parts=3)
+    scripted(
+        site,
+        {
+            "outcome": "done",
+            "boot_id": "b1",
+            "reboots": {"unreadable": "broken"},
+            "jobs": [],
+            "held": None,
+        },
+        parts=3,
+    )
     facts = await site.probe()
-    assert (facts["boot_id"], facts["jobs"], facts["reboots"]) == ("b1", [], {"unreadable": "broken"})
-    assert "ECS calls its container instance IMPAIRED" in [one.reason for one in site.health(facts, None).findings]
+    assert (facts["boot_id"], facts["jobs"], facts["reboots"]) == (
+        "b1",
+        [],
+        {"unreadable": "broken"},
+    )
+    assert "ECS calls its container instance IMPAIRED" in [
+        one.reason for one in site.health(facts, None).findings
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,12 +110,27 @@ async def test_an_answer_in_parts_is_put_together_and_what_the_agent_could_not_r
     [
         ("", 0, {}, "left no answer in log group /relaunch/node"),
         pytest.param('{"outcome": "do', 0, {}, "left no answer", marks=pytest.mark.long),
-        ({"outcome": "refused", "reason": "the state folder belongs to uid 7"}, 3, {}, "could not: the state folder belongs to uid 7"),
-        ("", None, {"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: no such image"}, "no such image"),
+        (
+            {"outcome": "refused", "reason": "the state folder belongs to uid 7"},
+            3,
+            {},
+            "could not: the state folder belongs to uid 7",
+        ),
+        (
+            "",
+            None,
+            {"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: no such image"},
+            "no such image",
+        ),
     ],
 )
 async def test_a_probe_without_an_answer_is_no_news_about_the_node(
-    make: Make, monkeypatch: pytest.MonkeyPatch, answer: Any, code: int | None, more: dict[str, Any], words: str
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    code: int | None,
+    more: dict[str, Any],
+    words: str,
 ) -> None:
     monkeypatch.setattr(node_tasks_module, "LOGGED_WITHIN", 0.3)
     site = make()
@@ -76,7 +140,9 @@ async def test_a_probe_without_an_answer_is_no_news_about_the_node(
 
 
 @pytest.mark.long
-async def test_who_asks_again_waits_for_the_task_whose_image_is_still_pulled(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_asks_again_waits_for_the_task_whose_image_is_still_pulled(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = make()
     monkeypatch.setattr(node_tasks_module, "PLACED_WITHIN", 0.3)
     scripted(site, {"outcome": "done", "boot_id": "b1", "jobs": [], "reboots": []}, after=0.7)
@@ -84,7 +150,10 @@ async def test_who_asks_again_waits_for_the_task_whose_image_is_still_pulled(mak
         await site.tasks.probe(site.ec2_id, "n1", 0.2, None)
     monkeypatch.setattr(node_tasks_module, "PLACED_WITHIN", 20.0)
     assert (await beside(site).probe())["boot_id"] == "b1"
-    assert sum(one["containerInstanceArn"] == site.instance.arn for one in site.double.tasks("node")) == 1
+    assert (
+        sum(one["containerInstanceArn"] == site.instance.arn for one in site.double.tasks("node"))
+        == 1
+    )
 
 
 async def test_a_node_that_cannot_be_asked_says_what_to_do(make: Make) -> None:
@@ -115,16 +184,22 @@ async def test_s1_3_the_node_that_is_asked_about_is_examined_and_no_other(make: 
     assert failing.health(facts, faulty).verdict is Verdict.UNHEALTHY
     assert [len(site.examinations()) for site in (first, failing)] == [1, 1]
     override = failing.examinations()[0]["overrides"]["containerOverrides"][0]
-    assert override["resourceRequirements"] == [{"type": "GPU", "value": "8"}], "nobody else computes meanwhile"
+    assert override["resourceRequirements"] == [{"type": "GPU", "value": "8"}], (
+        "nobody else computes meanwhile"
+    )
 
 
-async def test_s1_3_an_examination_waits_for_gpus_of_ranks_that_are_still_stopping(make: Make) -> None:
+async def test_s1_3_an_examination_waits_for_gpus_of_ranks_that_are_still_stopping(
+    make: Make,
+) -> None:
     """The reference started it right after StopTask, logged RESOURCE:GPU, and waited for ever."""
     site = make(CHECKED)
     site.double.script("train", after=None, stubborn=True)
     site.double.script("check", exit_code=0)
     rank = await site.run(started_by(Token("default", "j", 1, 1)), gpus=8)
-    await eventually(lambda: any(one["taskArn"] == rank for one in site.double.tasks(status="RUNNING")))
+    await eventually(
+        lambda: any(one["taskArn"] == rank for one in site.double.tasks(status="RUNNING"))
+    )
     await site.cluster.stop(rank, "relaunch: default/j/1/1")
     assert (await site.diagnose())["contract"] == "healthy"
     assert site.asked("StopTask") == 0 and len(site.examinations()) == 1
@@ -138,7 +213,9 @@ async def test_s1_3_gpus_that_are_never_free_are_said_to_be_busy_in_time(make: M
     assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
 
 
-async def test_s1_6_an_examination_whose_worker_died_is_waited_for_and_found_without_tags(make: Make) -> None:
+async def test_s1_6_an_examination_whose_worker_died_is_waited_for_and_found_without_tags(
+    make: Make,
+) -> None:
     """The reference lost what it had started, because it asked for its tags, and they go with StopTask."""
     site = make(CHECKED)
     site.double.script("check", after=0.7, exit_code=1)
@@ -149,7 +226,9 @@ async def test_s1_6_an_examination_whose_worker_died_is_waited_for_and_found_wit
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     other = beside(site)
-    same, another, facts = await asyncio.gather(other.diagnose(), other.diagnose(id="repair/other"), other.probe())
+    same, another, facts = await asyncio.gather(
+        other.diagnose(), other.diagnose(id="repair/other"), other.probe()
+    )
     assert (same["contract"], another.why, another.held_by) == ("faulty", "held", REPAIR)
     assert facts["held"] == {"by": "diagnose", "id": REPAIR}
     assert len(site.examinations()) == 1
@@ -170,7 +249,10 @@ async def test_an_examination_that_is_not_wanted_any_more_is_stopped(make: Make)
     await eventually(lambda: site.examinations()[0]["lastStatus"] == "STOPPED")
     late = make(CHECKED)
     answer = await late.diagnose(within=0.6)
-    assert (answer["contract"], answer["reason"]) == ("inconclusive", "it did not end within 0.6 s and was stopped")
+    assert (answer["contract"], answer["reason"]) == (
+        "inconclusive",
+        "it did not end within 0.6 s and was stopped",
+    )
     await eventually(lambda: late.examinations()[0]["lastStatus"] == "STOPPED")
 
 
@@ -187,7 +269,11 @@ async def test_s1_5_a_health_check_of_the_users_own_is_judged_by_its_exit_code(
     make: Make, code: int | None, verdict: Verdict, why: str
 ) -> None:
     site = make(CHECKED)
-    failed = {"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: no such image"} if code is None else {}
+    failed = (
+        {"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: no such image"}
+        if code is None
+        else {}
+    )
     site.double.script("check", exit_code=code, **failed)
     facts, diag = await asyncio.gather(site.probe(), site.diagnose())
     health = site.health(facts, diag, gpus=8)
@@ -196,7 +282,9 @@ async def test_s1_5_a_health_check_of_the_users_own_is_judged_by_its_exit_code(
 
 
 @pytest.mark.long
-async def test_s1_5_a_diagnosis_whose_log_cannot_be_read_is_judged_by_its_exit_code(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_s1_5_a_diagnosis_whose_log_cannot_be_read_is_judged_by_its_exit_code(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node_tasks_module, "LOGGED_WITHIN", 0.3)
     site = make(dcgmi=FAULTY, exit_code=226)
     site.double.log_delay = None
@@ -206,8 +294,11 @@ async def test_s1_5_a_diagnosis_whose_log_cannot_be_read_is_judged_by_its_exit_c
 
 
 def test_the_id_of_an_examination_is_in_its_startedby_as_far_as_that_goes() -> None:
-    assert node_task("diagnose", "repair/a_b/n.1/7d4e") == "relaunch-node/diagnose/repair/a__b/n_d1/7d4e"
+    assert (
+        node_task("diagnose", "repair/a_b/n.1/7d4e")
+        == "relaunch-node/diagnose/repair/a__b/n_d1/7d4e"
+    )
     for odd in ("r" * 200, "with a space"):
-        assert len(node_task("diagnose", odd)) <= 128 and node_task("diagnose", odd) == node_task("diagnose", odd) != node_task(
-            "diagnose", "r"
-        )
+        assert len(node_task("diagnose", odd)) <= 128 and node_task("diagnose", odd) == node_task(
+            "diagnose", odd
+        ) != node_task("diagnose", "r")

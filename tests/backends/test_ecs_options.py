@@ -21,7 +21,14 @@ EVERYTHING = {
 
 
 def fleet(address: str = "i-0123456789abcdef0", **ecs: Any) -> FleetSpec:
-    return FleetSpec.model_validate({"name": "gpus", "backend": "ecs", "nodes": [{"name": "n1", "address": address}], "ecs": ecs})
+    return FleetSpec.model_validate(
+        {
+            "name": "gpus",
+            "backend": "ecs",
+            "nodes": [{"name": "n1", "address": address}],
+            "ecs": ecs,
+        }
+    )
 
 
 def refused(spec: FleetSpec, **environ: str) -> str:
@@ -48,23 +55,43 @@ def test_the_fleet_file_comes_before_the_environment_and_each_table_by_itself() 
 
 def test_a_blank_variable_is_none() -> None:
     found = options(fleet(cluster="mine"), dict.fromkeys(EVERYTHING, ""))
-    assert (found.cluster, found.health_check, found.topic, found.tables) == ("mine", None, None, EcsTables())
+    assert (found.cluster, found.health_check, found.topic, found.tables) == (
+        "mine",
+        None,
+        None,
+        EcsTables(),
+    )
 
 
 def test_what_the_environment_has_no_name_for_stays_as_the_file_has_it() -> None:
     given = fleet(
-        cluster="mine", region="eu-west-1", queue="https://sqs.eu-west-1.amazonaws.com/123456789012/events", poll="5s", container="t"
+        cluster="mine",
+        region="eu-west-1",
+        queue="https://sqs.eu-west-1.amazonaws.com/123456789012/events",
+        poll="5s",
+        container="t",
     )
     assert options(given, {}) == given.ecs
 
 
 def test_without_a_cluster_the_sentence_says_both_places_where_it_may_be_named() -> None:
-    with pytest.raises(ValueError, match=r"^fleet gpus: ecs\.cluster is missing, expected .* or in ECS_CLUSTER_NAME$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^fleet gpus: ecs\.cluster is missing, expected .* or in ECS_CLUSTER_NAME$",
+    ):
         options(fleet(), {"ECS_CLUSTER_NAME": ""})
 
 
 @pytest.mark.parametrize(
-    "address", ["10.0.0.11", "gpu-01", "i-0123456789ABCDEF0", "i-0123456789abcdef", "i-012345", "mi-0123456789abcdef0"]
+    "address",
+    [
+        "10.0.0.11",
+        "gpu-01",
+        "i-0123456789ABCDEF0",
+        "i-0123456789abcdef",
+        "i-012345",
+        "mi-0123456789abcdef0",
+    ],
 )
 def test_a_node_whose_address_is_no_instance_id_is_named(address: str) -> None:
     said = f"the address of node n1 is '{address}', expected the id of its EC2 instance, such as i-0123456789abcdef0"
@@ -80,15 +107,33 @@ def test_old_and_new_instance_ids_are_taken(address: str) -> None:
     ("ecs", "said"),
     [
         ({"cluster": "a b"}, "ecs.cluster is 'a b', expected the name or ARN of an ECS cluster"),
-        ({"queue": "events"}, "ecs.queue is 'events', expected the URL of an SQS queue, which starts with https://"),
-        ({"queue": "https://sqs.eu-west-1.amazonaws.com"}, "ecs.queue is 'https://sqs.eu-west-1.amazonaws.com', expected the URL of"),
+        (
+            {"queue": "events"},
+            "ecs.queue is 'events', expected the URL of an SQS queue, which starts with https://",
+        ),
+        (
+            {"queue": "https://sqs.eu-west-1.amazonaws.com"},
+            "ecs.queue is 'https://sqs.eu-west-1.amazonaws.com', expected the URL of",
+        ),
         ({"queue": "https://[x/1/q"}, "ecs.queue is 'https://[x/1/q', expected the URL of"),
         ({"topic": "people"}, "ecs.topic is 'people', expected the ARN of a standard SNS topic"),
         # Publish to one of those needs a group, and it takes no e-mail.
-        ({"topic": f"{TOPIC}.fifo"}, f"ecs.topic is '{TOPIC}.fifo', expected the ARN of a standard SNS topic"),
-        ({"node_task": "a/b"}, "ecs.node_task is 'a/b', expected a task definition: family, family:revision, or ARN"),
-        ({"task_definition": "train:0"}, "ecs.task_definition is 'train:0', expected a task definition"),
-        ({"tables": {"job": "x"}}, "ecs.tables.job is 'x', expected the name or ARN of a DynamoDB table"),
+        (
+            {"topic": f"{TOPIC}.fifo"},
+            f"ecs.topic is '{TOPIC}.fifo', expected the ARN of a standard SNS topic",
+        ),
+        (
+            {"node_task": "a/b"},
+            "ecs.node_task is 'a/b', expected a task definition: family, family:revision, or ARN",
+        ),
+        (
+            {"task_definition": "train:0"},
+            "ecs.task_definition is 'train:0', expected a task definition",
+        ),
+        (
+            {"tables": {"job": "x"}},
+            "ecs.tables.job is 'x', expected the name or ARN of a DynamoDB table",
+        ),
         ({"poll": "0s"}, "ecs.poll is '0s', expected 1s or more"),
     ],
 )
@@ -98,7 +143,12 @@ def test_what_cannot_be_is_refused_in_one_sentence(ecs: dict[str, Any], said: st
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("SNS_TOPIC_ARN", "people"), ("DCGM_HEALTH_CHECK_TASK", "a b"), ("NODE_TABLE_NAME", "?"), ("ECS_CLUSTER_NAME", "?")],
+    [
+        ("SNS_TOPIC_ARN", "people"),
+        ("DCGM_HEALTH_CHECK_TASK", "a b"),
+        ("NODE_TABLE_NAME", "?"),
+        ("ECS_CLUSTER_NAME", "?"),
+    ],
 )
 def test_a_variable_that_cannot_be_is_named_as_what_it_is(variable: str, value: str) -> None:
     assert refused(fleet(), **{variable: value}).startswith(f"{variable} is '{value}', expected ")

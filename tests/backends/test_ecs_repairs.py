@@ -21,10 +21,32 @@ from relaunch.generation import Token
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.repair.machine import begin, learn, next_step
-from relaunch.repair.state import Diagnosed, Fact, Finish, NoAnswer, OrderDone, OrderRefused, Probed, RepairRules, Slept
+from relaunch.repair.state import (
+    Diagnosed,
+    Fact,
+    Finish,
+    NoAnswer,
+    OrderDone,
+    OrderRefused,
+    Probed,
+    RepairRules,
+    Slept,
+)
 from relaunch.spec.fleet import FleetNode
 from relaunch.spec.policy import Strategy
-from tests.backends.ecs_site import CHECKED, REPAIR, Calls, Make, Site, aws, beside, eventually, make, nothing_told, real
+from tests.backends.ecs_site import (
+    CHECKED,
+    REPAIR,
+    Calls,
+    Make,
+    Site,
+    aws,
+    beside,
+    eventually,
+    make,
+    nothing_told,
+    real,
+)
 from tests.doubles.aws import LOST, THROTTLE, error
 from tests.recovery.nodes import PASS
 
@@ -35,7 +57,14 @@ class Killed(Exception):
     """The worker is gone."""
 
 
-ACTS = ("CreateTags", "DeleteTags", "UpdateContainerInstancesState", "RebootInstances", "StopInstances", "StartInstances")
+ACTS = (
+    "CreateTags",
+    "DeleteTags",
+    "UpdateContainerInstancesState",
+    "RebootInstances",
+    "StopInstances",
+    "StartInstances",
+)
 
 
 class Dying(Calls):
@@ -56,26 +85,35 @@ class Dying(Calls):
 # --- reboots: S1.6
 
 
-async def test_s1_6_a_reboot_is_proven_by_another_boot_id_and_only_when_its_agent_is_back(make: Make) -> None:
+async def test_s1_6_a_reboot_is_proven_by_another_boot_id_and_only_when_its_agent_is_back(
+    make: Make,
+) -> None:
     """The reference took an instance event with status ACTIVE for the node's return, 0.6 s after the order, and launched there."""
     make()  # ECS says something else where it has no ACTIVE instance at all
     site = make(dcgmi=PASS)
     before = await site.probe()
     site.instance.machine.connects = False  # as long as the test wants
-    answer = await site.repairs.reboot("n1", site.ec2_id, REPAIR, before["boot_id"], "Xid 79", site.probe)
+    answer = await site.repairs.reboot(
+        "n1", site.ec2_id, REPAIR, before["boot_id"], "Xid 79", site.probe
+    )
     assert answer == {"outcome": "done", "boot_id": before["boot_id"]}
     with pytest.raises(Unreachable, match=r"has not gone down|has not come back"):
         await beside(site).settled(0.0)
     await _booted(site)
     placed = await site.run("somebody")
-    assert not placed.startswith("arn:") and site.status == "DRAINING", "its agent is back, and nobody has looked at the node yet"
+    assert not placed.startswith("arn:") and site.status == "DRAINING", (
+        "its agent is back, and nobody has looked at the node yet"
+    )
     after = await beside(site).probe()
     assert after["boot_id"] != before["boot_id"] and site.status == "ACTIVE"
     [entry] = after["reboots"]
     assert (entry["id"], entry["boot_id"]) == (REPAIR, before["boot_id"])
     assert site.health(after, None).reboots[0].id == REPAIR
     again = await site.reboot(before["boot_id"], id="repair/other")
-    assert isinstance(again, Refused) and (again.why, again.boot_id) == ("boot_changed", site.instance.boot_id)
+    assert isinstance(again, Refused) and (again.why, again.boot_id) == (
+        "boot_changed",
+        site.instance.boot_id,
+    )
     assert site.asked("RebootInstances") == 1
 
 
@@ -106,7 +144,9 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
     site.double.script("train", after=None)
 
     async def facts(**more: Any) -> Any:
-        return await site.repairs.reboot("n1", site.ec2_id, REPAIR, "b", "Xid", lambda: _told({"boot_id": "b", **more}))
+        return await site.repairs.reboot(
+            "n1", site.ec2_id, REPAIR, "b", "Xid", lambda: _told({"boot_id": "b", **more})
+        )
 
     for refused in (
         await facts(jobs=[{"job": "llama", "generation": 3}]),
@@ -132,7 +172,9 @@ async def test_an_instance_that_ec2_gives_up_is_not_rebooted_but_moved(make: Mak
     retired.instance.status(event="instance-retirement")
     for site in (impaired, retired, unproven):
         refused = await site.reboot()
-        assert isinstance(refused, Refused) and refused.why == "cannot_reboot", "recovery cycles its power then"
+        assert isinstance(refused, Refused) and refused.why == "cannot_reboot", (
+            "recovery cycles its power then"
+        )
         assert site.asked("RebootInstances") == 0
 
 
@@ -141,29 +183,41 @@ async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(ma
     site = denied
     site.double.faults.add("RebootInstances", error("UnauthorizedOperation", "no", 403))
     refused = await denied.reboot()
-    assert isinstance(refused, Refused) and (refused.why, denied.status) == ("cannot_reboot", "ACTIVE")
+    assert isinstance(refused, Refused) and (refused.why, denied.status) == (
+        "cannot_reboot",
+        "ACTIVE",
+    )
     site.double.faults.add("RebootInstances", THROTTLE)
     with pytest.raises(Unreachable, match="RequestLimitExceeded"):
         await throttled.reboot()
-    assert throttled.status == "ACTIVE" and (await Journal.of(throttled.aws, throttled.ec2_id)).entries == ()
+    assert (
+        throttled.status == "ACTIVE"
+        and (await Journal.of(throttled.aws, throttled.ec2_id)).entries == ()
+    )
     before = lost.instance.boot_id
     site.double.faults.add("RebootInstances", LOST)
     with pytest.raises(Unreachable, match="not answered"):
         await lost.reboot()
-    await eventually(lambda: lost.instance.boots == 2 and lost.instance.machine.registered.agent_connected)
+    await eventually(
+        lambda: lost.instance.boots == 2 and lost.instance.machine.registered.agent_connected
+    )
     lost.clock.ahead = 400
     journal = await lost.settled()
     assert [one["boot_id"] for one in journal.told(lost.instance.boot_id, None)] == [before]
     assert (lost.asked("RebootInstances"), lost.status) == (1, "ACTIVE")
 
 
-async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled(make: Make) -> None:
+async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled(
+    make: Make,
+) -> None:
     site = make()
     site.instance.never_returns()
     await site.reboot()
     await eventually(lambda: not site.instance.machine.registered.agent_connected)
     site.clock.ahead = 1500
-    with pytest.raises(Unreachable, match=r"told to reboot 150\d s ago, and its ECS agent has not come back"):
+    with pytest.raises(
+        Unreachable, match=r"told to reboot 150\d s ago, and its ECS agent has not come back"
+    ):
         await site.settled(0.2)
     site.instance.never_returns(True)
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
@@ -174,7 +228,9 @@ async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled
 
 
 @pytest.mark.parametrize("of", ["reboot", pytest.param("power", marks=pytest.mark.long)])
-async def test_s1_6_a_worker_killed_between_any_two_calls_leaves_one_reboot(make: Make, of: str) -> None:
+async def test_s1_6_a_worker_killed_between_any_two_calls_leaves_one_reboot(
+    make: Make, of: str
+) -> None:
     """Whatever of it was done, whoever looks next finishes it, or nothing of it is left and it is ordered again."""
     whole = make()
     alive = beside(whole, Dying(whole.aws.real))
@@ -187,14 +243,20 @@ async def test_s1_6_a_worker_killed_between_any_two_calls_leaves_one_reboot(make
         with pytest.raises(Killed):
             await _ordered(beside(site, Dying(site.aws.real, acts)), of)
         await _recovered(beside(site), before, of)
-        assert (site.instance.boots, site.status) == (2, "ACTIVE"), f"killed after {acts} of {alive.aws.acted}"
+        assert (site.instance.boots, site.status) == (2, "ACTIVE"), (
+            f"killed after {acts} of {alive.aws.acted}"
+        )
         assert site.asked("RebootInstances") == (1 if of == "reboot" else 0)
 
     await asyncio.gather(*(killed_after(acts) for acts in range(alive.aws.acted)))
 
 
 async def _ordered(site: Site, of: str) -> None:
-    await (site.reboot() if of == "reboot" else site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))
+    await (
+        site.reboot()
+        if of == "reboot"
+        else site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
+    )
 
 
 async def _recovered(site: Site, before: str, of: str) -> None:
@@ -218,7 +280,9 @@ async def _recovered(site: Site, before: str, of: str) -> None:
 
 
 @pytest.mark.long
-async def test_s1_6_without_a_node_task_a_stop_and_start_is_proven_by_its_launch_time(make: Make) -> None:
+async def test_s1_6_without_a_node_task_a_stop_and_start_is_proven_by_its_launch_time(
+    make: Make,
+) -> None:
     site = make(CHECKED)
     before = await site.probe()
     launched = float(before["boot_id"].rpartition(":")[2])
@@ -233,18 +297,36 @@ async def test_s1_6_without_a_node_task_a_stop_and_start_is_proven_by_its_launch
 
 
 @pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long)])
-async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_the_node_once(make: Make, after: int) -> None:
+async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_the_node_once(
+    make: Make, after: int
+) -> None:
     site = make(CHECKED)
     site.double.script("check", exit_code=after)
     rules = RepairRules("act", 1, 8, timedelta(minutes=3), timedelta(0), power=True)
     now = datetime.now(UTC)
-    state = begin(id=REPAIR, fleet="f", node="n1", strategy=Strategy.REBOOT_NODE, gpus=(), reason="its check", by="j", rules=rules, now=now)
+    state = begin(
+        id=REPAIR,
+        fleet="f",
+        node="n1",
+        strategy=Strategy.REBOOT_NODE,
+        gpus=(),
+        reason="its check",
+        by="j",
+        rules=rules,
+        now=now,
+    )
     while not isinstance(step := next_step(state, now), Finish):
         now += timedelta(seconds=5)
         state = learn(state, await _carried_out(site, step), catalog(), now)
-    assert (step.outcome, step.verdict) == (("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)), step.reason
+    assert (step.outcome, step.verdict) == (
+        ("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)
+    ), step.reason
     assert "power-cycled" in step.reason
-    assert (site.asked("StopInstances"), site.asked("RebootInstances"), site.instance.boots) == (1, 0, 2)
+    assert (site.asked("StopInstances"), site.asked("RebootInstances"), site.instance.boots) == (
+        1,
+        0,
+        2,
+    )
 
 
 async def _carried_out(site: Site, step: Any) -> Fact:
@@ -255,14 +337,26 @@ async def _carried_out(site: Site, step: Any) -> Fact:
                 return Probed(dict(await site.probe()))
             case "Diagnose":
                 found = await site.diagnose()
-                return OrderRefused(found.why, found.reason) if isinstance(found, Refused) else Diagnosed(dict(found))
+                return (
+                    OrderRefused(found.why, found.reason)
+                    if isinstance(found, Refused)
+                    else Diagnosed(dict(found))
+                )
             case "Reboot":
                 answer = await site.reboot(step.boot_id)
-                return OrderRefused(answer.why, answer.reason) if isinstance(answer, Refused) else OrderDone(dict(answer))
+                return (
+                    OrderRefused(answer.why, answer.reason)
+                    if isinstance(answer, Refused)
+                    else OrderDone(dict(answer))
+                )
             case "PowerCycle":
                 launched = float((await site.probe())["boot_id"].rpartition(":")[2])
-                await eventually(lambda: time.time() - launched > 1.05)  # launch times are told in seconds
-                return OrderDone(dict(await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)))
+                await eventually(
+                    lambda: time.time() - launched > 1.05
+                )  # launch times are told in seconds
+                return OrderDone(
+                    dict(await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))
+                )
             case _:
                 return Slept()
     except Unreachable as error:
@@ -271,9 +365,13 @@ async def _carried_out(site: Site, step: Any) -> Fact:
 
 async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) -> None:
     site = make()
-    fault = site.double.faults.add("StartInstances", error("InsufficientInstanceCapacity", "We have none."), times=None)
+    fault = site.double.faults.add(
+        "StartInstances", error("InsufficientInstanceCapacity", "We have none."), times=None
+    )
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.8)
-    assert answer["exit_code"] == 75 and answer["output"].startswith("it is stopped, and EC2 cannot start it: ")
+    assert answer["exit_code"] == 75 and answer["output"].startswith(
+        "it is stopped, and EC2 cannot start it: "
+    )
     with pytest.raises(Unreachable, match="InsufficientInstanceCapacity"):
         await beside(site).settled(0.1)
     site.double.faults.remove(fault)
@@ -281,7 +379,9 @@ async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) 
     assert (site.instance.machine.power, site.instance.boots) == ("running", 2)
 
 
-async def test_what_takes_longer_than_its_order_is_ambiguous_and_goes_on_with_the_next_look(make: Make) -> None:
+async def test_what_takes_longer_than_its_order_is_ambiguous_and_goes_on_with_the_next_look(
+    make: Make,
+) -> None:
     site = make()
     with pytest.raises(Unreachable, match="its power is being cycled"):
         await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.0)
@@ -291,9 +391,13 @@ async def test_what_takes_longer_than_its_order_is_ambiguous_and_goes_on_with_th
 
 async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
     site = make()
-    site.double.faults.add("StopInstances", error("OperationNotPermitted", "The instance is protected."))
+    site.double.faults.add(
+        "StopInstances", error("OperationNotPermitted", "The instance is protected.")
+    )
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 5.0)
-    assert answer["exit_code"] == 1 and answer["output"].endswith("OperationNotPermitted: The instance is protected.")
+    assert answer["exit_code"] == 1 and answer["output"].endswith(
+        "OperationNotPermitted: The instance is protected."
+    )
     assert (await site.settled(0.1)).told("", None) == [] or site.instance.boots == 1
     site.double.faults.add("CreateTags", error("UnauthorizedOperation", "no", 403))
     assert (await site.repairs.cycle_power("n1", site.ec2_id, "repair/2", 5.0))["exit_code"] == 1
@@ -325,10 +429,18 @@ class Group(Calls):
 async def test_an_auto_scaling_group_is_told_to_leave_it_alone_meanwhile(make: Make) -> None:
     site = make()
     aws = Group(site.aws.real)
-    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))["exit_code"] == 0
-    assert aws.orders == [("EnterStandby", "InService"), ("StopInstances", "Standby"), ("ExitStandby", "Standby")]
+    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))[
+        "exit_code"
+    ] == 0
+    assert aws.orders == [
+        ("EnterStandby", "InService"),
+        ("StopInstances", "Standby"),
+        ("ExitStandby", "Standby"),
+    ]
     aws.state, aws.orders = "Standby", []  # a person put it there, and it stays
-    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))["exit_code"] == 0
+    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))[
+        "exit_code"
+    ] == 0
     assert aws.orders == [("StopInstances", "Standby")]
 
 
@@ -344,7 +456,9 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
     with pytest.raises(Unreachable, match="told to stop it by force"):
         await site.settled(0.0)
     stops = [
-        one.request.get("Force") for one in site.double.requests if one.operation == "StopInstances" and site.ec2_id in one.request.values()
+        one.request.get("Force")
+        for one in site.double.requests
+        if one.operation == "StopInstances" and site.ec2_id in one.request.values()
     ]
     assert stops == [None, "true"]
 
@@ -352,13 +466,17 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
 # --- the rest
 
 
-async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_left(make: Make) -> None:
+async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_left(
+    make: Make,
+) -> None:
     site = make()
     node = FleetNode(name="n1", address=site.ec2_id)
     marks = Marks("lab", site.cluster, lambda name: node, None)
 
     async def marked(standing: NodeStatus, *claims: ClaimRecord) -> str | None:
-        await marks.nodes(FleetState("lab", nodes=(NodeRecord(node, standing=standing),), claims=claims), 1)
+        await marks.nodes(
+            FleetState("lab", nodes=(NodeRecord(node, standing=standing),), claims=claims), 1
+        )
         return (await site.cluster.instance(site.ec2_id)).attributes.get("relaunch.quarantine")
 
     stays = ClaimRecord(Claim("llama", 1000, 1, 1, holds=(Place("n1"),)))
@@ -368,7 +486,9 @@ async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_l
     instance = await site.cluster.instance(site.ec2_id)
     await site.cluster.put_attributes(instance.arn, {"relaunch.quarantine": "ada"})
     marks._written.clear()
-    assert await marked(NodeStatus.IN_SERVICE) == "ada", "what somebody else has written is somebody else's"
+    assert await marked(NodeStatus.IN_SERVICE) == "ada", (
+        "what somebody else has written is somebody else's"
+    )
     writes = site.double.calls["PutAttributes"]
     assert await marked(NodeStatus.QUARANTINED) == "ada"
     assert site.double.calls["PutAttributes"] == writes
@@ -379,12 +499,19 @@ def test_gpus_of_an_instance_are_not_reset(make: Make) -> None:
 
 
 def test_an_entry_is_what_was_written() -> None:
-    entry = Entry(Way.REBOOT, "repair/a b/n1", 1_800_000_000.0, "2f1c+x", Phase.DOWN, sent=True, forced=True)
+    entry = Entry(
+        Way.REBOOT, "repair/a b/n1", 1_800_000_000.0, "2f1c+x", Phase.DOWN, sent=True, forced=True
+    )
     assert read(entry.key, written(entry)) == entry
     long = Entry(Way.POWER, "r" * 300, 1.0, "", Phase.INTENT, standby=True)
     kept = read(long.key, written(long))
     assert kept is not None and len(written(long)) == LONGEST and written(kept) == written(long)
-    for key, value in (("Name", "x"), ("relaunch:reboot:1", "sent"), ("relaunch:reboot:1", "sent now b r"), ("relaunch:x:1", "sent 1 b r")):
+    for key, value in (
+        ("Name", "x"),
+        ("relaunch:reboot:1", "sent"),
+        ("relaunch:reboot:1", "sent now b r"),
+        ("relaunch:x:1", "sent 1 b r"),
+    ):
         assert read(key, value) is None
 
 
@@ -395,7 +522,9 @@ async def test_the_journal_keeps_the_newest_entries(make: Make) -> None:
     for number in range(KEPT + 2):
         await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE))
         await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b"))
-        await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True))
+        await journal.write(
+            Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True)
+        )
     kept = await Journal.of(site.aws, site.ec2_id)
     assert [one.id for one in kept.entries] == [f"r{number}" for number in range(2, KEPT + 2)]
     assert kept.entries == journal.entries
@@ -404,10 +533,18 @@ async def test_the_journal_keeps_the_newest_entries(make: Make) -> None:
 async def test_an_aws_that_fails_is_no_news_about_a_node(make: Make) -> None:
     class Failing(Calls):
         async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
-            raise AwsError(f"{service} {operation}: Rate exceeded", "ThrottlingException", Kind.THROTTLED)
+            raise AwsError(
+                f"{service} {operation}: Rate exceeded", "ThrottlingException", Kind.THROTTLED
+            )
 
     site = make(aws_=Failing(Aws("us-east-1")))
-    asked = (site.probe, site.diagnose, site.reboot, site.settled, lambda: site.repairs.cycle_power("n1", site.ec2_id, "r", 1.0))
+    asked = (
+        site.probe,
+        site.diagnose,
+        site.reboot,
+        site.settled,
+        lambda: site.repairs.cycle_power("n1", site.ec2_id, "r", 1.0),
+    )
     for ask in asked:
         with pytest.raises(Unreachable, match="Rate exceeded"):
             await ask()

@@ -14,8 +14,28 @@ import pytest_asyncio
 from relaunch.backends.base import Backend, Gone, Refused, Unreachable
 from relaunch.evidence.dcgm import read_diag
 from relaunch.evidence.findings import Verdict
-from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, SshFleet, Tools, build
-from tests.backends.test_contract import alive, done, launch, prepare, prepare_order, reached, refusal, start_order, stop_order, token
+from tests.backends.fleets import (
+    RUNS,
+    Does,
+    Fleet,
+    LocalFleet,
+    SimulatedFleet,
+    SshFleet,
+    Tools,
+    build,
+)
+from tests.backends.test_contract import (
+    alive,
+    done,
+    launch,
+    prepare,
+    prepare_order,
+    reached,
+    refusal,
+    start_order,
+    stop_order,
+    token,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -85,17 +105,28 @@ async def test_a_probe_tells_of_a_node_on_which_nothing_ever_ran(make: Make) -> 
 
 
 async def test_a_node_without_nvml_says_so(make: Make) -> None:
-    assert (await probe(make().backend))["gpus"] == {"unreadable": "libnvidia-ml.so.1 is not on this node"}
+    assert (await probe(make().backend))["gpus"] == {
+        "unreadable": "libnvidia-ml.so.1 is not on this node"
+    }
 
 
-async def test_s2_10_a_look_tells_of_gpus_and_of_strangers_there_where_it_is_asked_to(make: Make) -> None:
+async def test_s2_10_a_look_tells_of_gpus_and_of_strangers_there_where_it_is_asked_to(
+    make: Make,
+) -> None:
     fleet = make(Tools())
     pid = fleet.visit("n1")
     read = (await fleet.backend.list("n1", gpus=True))["gpus"]
     (gpu,) = read["gpus"]
-    assert read["driver"] and gpu["name"].startswith("NVIDIA ") and gpu["memory"]["total"] > gpu["memory"]["used"] > 0
+    assert (
+        read["driver"]
+        and gpu["name"].startswith("NVIDIA ")
+        and gpu["memory"]["total"] > gpu["memory"]["used"] > 0
+    )
     (process,) = gpu["processes"]
-    assert process.items() >= {"pid": pid, "ours": False, "user": getpass.getuser(), "program": "sleep"}.items()
+    assert (
+        process.items()
+        >= {"pid": pid, "ours": False, "user": getpass.getuser(), "program": "sleep"}.items()
+    )
     assert "gpus" not in await fleet.backend.list("n1")
     refused = refusal(await fleet.backend.diagnose("n1", "r1", 1, 30.0))
     assert (refused.why, str(pid) in refused.reason) == ("busy", True)
@@ -159,11 +190,19 @@ async def test_a_diagnosis_brings_what_dcgm_printed_and_how_it_ended(make: Make)
 async def test_a_node_without_dcgm_or_nvidia_smi_says_so(make: Make) -> None:
     backend = make().backend
     boot = await boot_id(backend)
-    assert done(await backend.diagnose("n1", "r1", 1, 30.0))["missing"] == "dcgmi is not on this node's PATH"
-    assert done(await backend.reset_gpus("n1", "r1", boot, (), 30.0))["missing"] == "nvidia-smi is not on this node's PATH"
+    assert (
+        done(await backend.diagnose("n1", "r1", 1, 30.0))["missing"]
+        == "dcgmi is not on this node's PATH"
+    )
+    assert (
+        done(await backend.reset_gpus("n1", "r1", boot, (), 30.0))["missing"]
+        == "nvidia-smi is not on this node's PATH"
+    )
 
 
-async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launched(make: Make) -> None:
+async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launched(
+    make: Make,
+) -> None:
     fleet = make(Tools(diag="hangs"))
     assert (await probe(fleet.backend))["held"] is None
     diagnosing = asyncio.create_task(fleet.backend.diagnose("n1", "r1", 2, 4.0))
@@ -179,11 +218,16 @@ async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launche
     assert refused.why == "held" and "r1" in refused.reason
     assert not diagnosing.done()
     answer = done(await diagnosing)
-    assert answer["exit_code"] is None and read_diag(answer["stdout"], None, level=2).verdict is Verdict.UNKNOWN
+    assert (
+        answer["exit_code"] is None
+        and read_diag(answer["stdout"], None, level=2).verdict is Verdict.UNKNOWN
+    )
     await launch(fleet)
 
 
-async def test_a_diagnosis_that_nobody_waits_for_any_more_ends_and_frees_the_node(make: Make) -> None:
+async def test_a_diagnosis_that_nobody_waits_for_any_more_ends_and_frees_the_node(
+    make: Make,
+) -> None:
     fleet = make(Tools(diag="hangs"))
     diagnosing = asyncio.create_task(fleet.backend.diagnose("n1", "r1", 2, 600.0))
 
@@ -201,13 +245,17 @@ async def test_a_diagnosis_that_nobody_waits_for_any_more_ends_and_frees_the_nod
 
 async def test_of_two_orders_for_one_node_the_second_waits_a_little(make: Make) -> None:
     fleet = make(Tools(diag_takes=0.5))
-    answers = await asyncio.gather(*(fleet.backend.diagnose("n1", f"r{number}", 1, 30.0) for number in range(2)))
+    answers = await asyncio.gather(
+        *(fleet.backend.diagnose("n1", f"r{number}", 1, 30.0) for number in range(2))
+    )
     assert [done(answer)["exit_code"] for answer in answers] == [0, 0]
 
 
 async def test_of_two_orders_for_one_node_the_second_does_not_wait_for_long(make: Make) -> None:
     fleet = make(Tools(diag="hangs"))
-    first, second = await asyncio.gather(*(fleet.backend.diagnose("n1", f"r{number}", 1, 3.5) for number in range(2)))
+    first, second = await asyncio.gather(
+        *(fleet.backend.diagnose("n1", f"r{number}", 1, 3.5) for number in range(2))
+    )
     refused, answered = (first, second) if isinstance(first, Refused) else (second, first)
     assert refusal(refused).why == "held" and done(answered)["exit_code"] is None
 
@@ -229,7 +277,9 @@ async def test_nothing_is_examined_reset_or_rebooted_while_ranks_live(make: Make
     assert done(await fleet.backend.diagnose("n1", "r1", 1, 30.0))["exit_code"] == 0
 
 
-async def test_a_generation_that_may_yet_start_keeps_the_node_as_one_that_runs_does(make: Make) -> None:
+async def test_a_generation_that_may_yet_start_keeps_the_node_as_one_that_runs_does(
+    make: Make,
+) -> None:
     fleet = make(Tools())
     done(await prepare(fleet, "n1", prepare_order(token(1))))
     assert refusal(await fleet.backend.diagnose("n1", "r1", 1, 30.0)).why == "busy"
@@ -251,7 +301,9 @@ async def test_gpus_are_reset_on_the_boot_that_was_read_and_on_no_other(make: Ma
 
 async def test_a_reset_that_fails_is_done_with_its_exit_code(make: Make) -> None:
     fleet = make(Tools(reset=255))
-    answer = done(await fleet.backend.reset_gpus("n1", "r1", await boot_id(fleet.backend), (), 30.0))
+    answer = done(
+        await fleet.backend.reset_gpus("n1", "r1", await boot_id(fleet.backend), (), 30.0)
+    )
     assert answer["exit_code"] == 255 and "GPU is in use" in answer["output"]
 
 
@@ -265,7 +317,9 @@ async def test_a_reboot_gives_the_node_another_boot_id_and_is_in_its_journal(mak
 
     await eventually(is_another)
     facts = await probe(fleet.backend)
-    assert [(one["id"], one["reason"], one["boot_id"]) for one in facts["reboots"]] == [("r1", "Xid 79", before)]
+    assert [(one["id"], one["reason"], one["boot_id"]) for one in facts["reboots"]] == [
+        ("r1", "Xid 79", before)
+    ]
     assert abs(facts["reboots"][0]["at"] - facts["wall"]) < 60
     refused = refusal(await fleet.backend.reboot("n1", "r1", before, "Xid 79"))
     assert (refused.why, refused.boot_id) == ("boot_changed", facts["boot_id"])

@@ -42,11 +42,17 @@ BOOT = {"outcome": "done", "boot_id": "b1"}
 async def opened() -> AsyncIterator[Open]:
     sessions: list[AgentSession] = []
 
-    def made(answers: dict[str, Any], program: str = AGENT, answer_within: float = 5.0) -> AgentSession:
+    def made(
+        answers: dict[str, Any], program: str = AGENT, answer_within: float = 5.0
+    ) -> AgentSession:
         async def connect() -> ProcessPipe:
             words = (sys.executable, "-S", "-c", program, json.dumps(answers))
             pipe = asyncio.subprocess.PIPE
-            return ProcessPipe(await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE_LIMIT))
+            return ProcessPipe(
+                await asyncio.create_subprocess_exec(
+                    *words, stdin=pipe, stdout=pipe, limit=LINE_LIMIT
+                )
+            )
 
         sessions.append(AgentSession("n1", connect, answer_within))
         return sessions[-1]
@@ -70,7 +76,17 @@ async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> 
     echo = '{"outcome": "refused", "why": "env", "reason": json.dumps(order["order"]["env"])}'
     session = opened({}, AGENT.replace('answers.get(order["command"])', echo))
     start = StartOrder(
-        Token("default", "llama", 1, 1), "n1", ("train",), None, {"A": "1"}, (), (), 0.0, "5ec7e7", fences=True, secrets={"B": "2"}
+        Token("default", "llama", 1, 1),
+        "n1",
+        ("train",),
+        None,
+        {"A": "1"},
+        (),
+        (),
+        0.0,
+        "5ec7e7",
+        fences=True,
+        secrets={"B": "2"},
     )
     answer = await session.start(start)
     assert isinstance(answer, Refused) and json.loads(answer.reason) == {"A": "1", "B": "2"}
@@ -85,10 +101,14 @@ async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> 
         ("reboot", {"id": "r1", "boot_id": "b1", "reason": "Xid 79"}),
     ],
 )
-async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: str, order: dict[str, Any]) -> None:
+async def test_an_order_is_sent_as_the_protocol_has_it(
+    opened: Open, command: str, order: dict[str, Any]
+) -> None:
     with pytest.raises(ProtocolError) as refused:
         await ask(opened({command: "echo"}), command)
-    assert str({"protocol": 1, **order}) in refused.value.reason  # the echo is no answer, and is named
+    assert (
+        str({"protocol": 1, **order}) in refused.value.reason
+    )  # the echo is no answer, and is named
 
 
 @pytest.mark.parametrize(
@@ -97,7 +117,11 @@ async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: st
         ("probe", [1], "expected an outcome"),
         ("probe", {"outcome": "done"}, "boot_id is missing"),
         ("probe", {"outcome": "done", "boot_id": 7}, "boot_id is 7"),
-        ("probe", {"outcome": "refused", "why": "busy", "reason": "no"}, "changes nothing and was refused: no"),
+        (
+            "probe",
+            {"outcome": "refused", "why": "busy", "reason": "no"},
+            "changes nothing and was refused: no",
+        ),
         ("diagnose", {**BOOT, "stdout": ""}, "exit_code"),
         ("diagnose", {**BOOT, "exit_code": "0", "stdout": ""}, "exit_code is '0'"),
         ("diagnose", {**BOOT, "exit_code": True, "stdout": ""}, "exit_code is True"),
@@ -107,12 +131,22 @@ async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: st
         ("probe", {**BOOT, "load": float("nan")}, "expected finite numbers"),
         ("probe", {**BOOT, "memory": {"total": 10**40}}, "a whole number of 133 bits"),
         ("reset-gpus", {**BOOT, "exit_code": 0, "output": 1}, "output is 1"),
-        ("reset-gpus", {"outcome": "refused", "why": "protocol", "reason": "version 2"}, "version 2"),
+        (
+            "reset-gpus",
+            {"outcome": "refused", "why": "protocol", "reason": "version 2"},
+            "version 2",
+        ),
         ("reboot", {"outcome": "done", "boot_id": ""}, "boot_id is ''"),
-        ("reboot", {"outcome": "refused", "why": "held", "reason": "x", "highest": 3}, "highest is 3"),
+        (
+            "reboot",
+            {"outcome": "refused", "why": "held", "reason": "x", "highest": 3},
+            "highest is 3",
+        ),
     ],
 )
-async def test_an_answer_that_makes_no_sense_is_said_to(opened: Open, command: str, answer: Any, named: str) -> None:
+async def test_an_answer_that_makes_no_sense_is_said_to(
+    opened: Open, command: str, answer: Any, named: str
+) -> None:
     with pytest.raises(ProtocolError) as refused:
         await ask(opened({command: answer}), command)
     assert named in refused.value.reason
@@ -128,16 +162,27 @@ async def test_an_answer_that_makes_no_sense_is_said_to(opened: Open, command: s
         ("reboot", {**BOOT, "already": True}),
     ],
 )
-async def test_an_answer_that_makes_sense_is_passed_on_whole(opened: Open, command: str, answer: dict[str, Any]) -> None:
+async def test_an_answer_that_makes_sense_is_passed_on_whole(
+    opened: Open, command: str, answer: dict[str, Any]
+) -> None:
     assert await ask(opened({command: answer}), command) == answer
 
 
 async def test_a_refusal_carries_the_present_boot_id(opened: Open) -> None:
-    answer = {"outcome": "refused", "why": "boot_changed", "reason": "this node runs boot b2", "boot_id": "b2"}
-    assert await ask(opened({"reboot": answer}), "reboot") == Refused("n1", "boot_changed", "this node runs boot b2", boot_id="b2")
+    answer = {
+        "outcome": "refused",
+        "why": "boot_changed",
+        "reason": "this node runs boot b2",
+        "boot_id": "b2",
+    }
+    assert await ask(opened({"reboot": answer}), "reboot") == Refused(
+        "n1", "boot_changed", "this node runs boot b2", boot_id="b2"
+    )
 
 
-async def test_a_long_diagnosis_is_broken_off_when_the_node_answers_nothing_at_all(opened: Open) -> None:
+async def test_a_long_diagnosis_is_broken_off_when_the_node_answers_nothing_at_all(
+    opened: Open,
+) -> None:
     session = opened({}, answer_within=0.5)
     began = time.monotonic()
     with pytest.raises(Unreachable):
@@ -153,7 +198,9 @@ async def test_a_long_diagnosis_is_waited_for_while_the_node_answers_anything(op
     assert time.monotonic() - began >= 1.5
 
 
-async def test_an_order_that_comes_as_the_session_dies_does_not_wait_for_an_answer(opened: Open) -> None:
+async def test_an_order_that_comes_as_the_session_dies_does_not_wait_for_an_answer(
+    opened: Open,
+) -> None:
     session = opened({"probe": BOOT, "list": "die"})
     await ask(session, "probe")
     for _ in range(20):
@@ -180,7 +227,9 @@ async def test_an_agent_that_dies_before_it_greets_is_unreachable(opened: Open) 
 
 
 async def test_bytes_that_are_no_text_reach_nobody_as_what_cannot_be_stored(opened: Open) -> None:
-    session = opened({"diagnose": {**BOOT, "exit_code": 0, "stdout": "half \ud800 and \U0001f600", "stderr": ""}})
+    session = opened(
+        {"diagnose": {**BOOT, "exit_code": 0, "stdout": "half \ud800 and \U0001f600", "stderr": ""}}
+    )
     answer = await session.diagnose("r1", 2, 1.0)
     assert isinstance(answer, dict)
     assert answer["stdout"] == "half ? and \U0001f600"

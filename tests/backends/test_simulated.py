@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from relaunch.backends.base import Peer, Prepared, PrepareOrder, Refused, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    Peer,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from relaunch.generation import Token
 from relaunch.spec.fleet import FleetSpec
 from tests.fakes.nodes import (
@@ -36,7 +44,10 @@ Line = Mapping[str, Any]
 
 
 def fleet(nodes: int) -> FleetSpec:
-    named = [{"name": f"n{one}", "address": f"10.0.{one // 250}.{one % 250}"} for one in range(1, nodes + 1)]
+    named = [
+        {"name": f"n{one}", "address": f"10.0.{one // 250}.{one % 250}"}
+        for one in range(1, nodes + 1)
+    ]
     return FleetSpec.model_validate({"name": "test", "backend": "simulated", "nodes": named})
 
 
@@ -44,26 +55,56 @@ def token(generation: int) -> Token:
     return Token("default", "job", 100, generation)
 
 
-def prepare_order(generation: int, *ranks: int, lease: float = 60.0, fence_after: float = 60.0) -> PrepareOrder:
+def prepare_order(
+    generation: int, *ranks: int, lease: float = 60.0, fence_after: float = 60.0
+) -> PrepareOrder:
     return PrepareOrder(token(generation), "10.0.0.1", ranks, lease, fence_after, 15.0, 60.0, 10.0)
 
 
-def start_order(generation: int, node: str, gang: tuple[str, ...], ranks: int, prepared: object) -> StartOrder:
+def start_order(
+    generation: int, node: str, gang: tuple[str, ...], ranks: int, prepared: object
+) -> StartOrder:
     assert isinstance(prepared, Prepared), prepared
     peers = tuple(Peer(other, "10.0.0.1", 1) for other in gang[:17] if other != node)[:16]
-    return StartOrder(token(generation), node, ("train",), None, {}, ({},) * ranks, peers, prepared.stamp, "5ec7e7", True)
+    return StartOrder(
+        token(generation),
+        node,
+        ("train",),
+        None,
+        {},
+        ({},) * ranks,
+        peers,
+        prepared.stamp,
+        "5ec7e7",
+        True,
+    )
 
 
-async def launch(backend: SimulatedBackend, generation: int, nodes: tuple[str, ...], ranks: int = 2, **durations: float) -> None:
+async def launch(
+    backend: SimulatedBackend,
+    generation: int,
+    nodes: tuple[str, ...],
+    ranks: int = 2,
+    **durations: float,
+) -> None:
     prepared: dict[str, object] = {}
     for index, node in enumerate(nodes):
         mine = range(index * ranks, index * ranks + ranks)
         prepared[node] = await backend.prepare(node, prepare_order(generation, *mine, **durations))
     for node in nodes:
-        assert not isinstance(await backend.start(node, start_order(generation, node, nodes, ranks, prepared[node])), Refused)
+        assert not isinstance(
+            await backend.start(node, start_order(generation, node, nodes, ranks, prepared[node])),
+            Refused,
+        )
 
 
-async def read(backend: SimulatedBackend, node: str, generation: int, enough: Callable[[Line], bool], after: int = 0) -> list[Line]:
+async def read(
+    backend: SimulatedBackend,
+    node: str,
+    generation: int,
+    enough: Callable[[Line], bool],
+    after: int = 0,
+) -> list[Line]:
     lines: list[Line] = []
     async with backend.watch(node, token(generation), after, 10.0) as stream:
         async for line in stream.lines():
@@ -86,11 +127,18 @@ def is_heartbeat(line: Line) -> bool:
 
 async def test_what_happens_at_once_needs_no_time_at_all() -> None:
     clock = ManualClock()
-    backend = SimulatedBackend(fleet(2), Script((Exit(generation=1, node="n2", rank=3, exit_code=7),), then="succeed"), clock)
+    backend = SimulatedBackend(
+        fleet(2),
+        Script((Exit(generation=1, node="n2", rank=3, exit_code=7),), then="succeed"),
+        clock,
+    )
     await launch(backend, 1, ("n1", "n2"))
     lines = await read(backend, "n2", 1, is_heartbeat)
     exits = [line["observation"] for line in lines if "observation" in line]
-    assert [(one["rank"], one["exit_code"], one["signal"]) for one in exits] == [(3, 7, None), (2, None, 15)]
+    assert [(one["rank"], one["exit_code"], one["signal"]) for one in exits] == [
+        (3, 7, None),
+        (2, None, 15),
+    ]
     assert kinds(await read(backend, "n1", 1, is_heartbeat)) == []
     await launch(backend, 2, ("n1", "n2"))
     lines = await read(backend, "n1", 2, is_heartbeat)
@@ -114,12 +162,18 @@ async def test_a_watch_waits_for_what_comes_later() -> None:
 
 async def test_progress_advances_by_the_clock_and_a_hang_stays_flat() -> None:
     clock = ManualClock()
-    script = Script((Progress(rank=0, rate=2.0), Progress(rank=1, steps=((0.0, 0), (5.0, 10)), hangs=True)))
+    script = Script(
+        (Progress(rank=0, rate=2.0), Progress(rank=1, steps=((0.0, 0), (5.0, 10)), hangs=True))
+    )
     backend = SimulatedBackend(fleet(1), script, clock)
     await launch(backend, 1, ("n1",))
     seen = []
     for _ in range(3):
-        (beat,) = [line["heartbeat"] for line in await read(backend, "n1", 1, is_heartbeat) if is_heartbeat(line)]
+        (beat,) = [
+            line["heartbeat"]
+            for line in await read(backend, "n1", 1, is_heartbeat)
+            if is_heartbeat(line)
+        ]
         seen.append([(report["step"], report["age"]) for report in beat["progress"].values()])
         await clock.advance(10.0)
     assert seen == [[(0, 0.0), (0, 0.0)], [(20, 0.0), (10, 5.0)], [(40, 0.0), (10, 15.0)]]
@@ -145,7 +199,9 @@ async def test_heartbeats_come_with_steps_but_at_most_once_a_second() -> None:
 
 
 async def test_a_scripted_refusal_ends_when_its_times_are_over() -> None:
-    backend = SimulatedBackend(fleet(1), Script((Refuse(node="n1", command="prepare", why="stuck", times=1),)))
+    backend = SimulatedBackend(
+        fleet(1), Script((Refuse(node="n1", command="prepare", why="stuck", times=1),))
+    )
     first = await backend.prepare("n1", prepare_order(1, 0))
     assert isinstance(first, Refused) and first.why == "stuck"
     assert isinstance(await backend.prepare("n1", prepare_order(1, 0)), Prepared)
@@ -175,9 +231,14 @@ async def test_a_node_that_is_lost_while_it_is_prepared_never_got_the_order() ->
 
 @pytest.mark.parametrize(
     ("happening", "kind", "boots"),
-    [(Reboot(after=1.0, down_for=30.0), "RanksVanished", 2), (KeeperDies(after=1.0), "KeeperDied", 1)],
+    [
+        (Reboot(after=1.0, down_for=30.0), "RanksVanished", 2),
+        (KeeperDies(after=1.0), "KeeperDied", 1),
+    ],
 )
-async def test_ranks_that_nobody_saw_end_are_told_of(happening: Reboot | KeeperDies, kind: str, boots: int) -> None:
+async def test_ranks_that_nobody_saw_end_are_told_of(
+    happening: Reboot | KeeperDies, kind: str, boots: int
+) -> None:
     clock = ManualClock()
     backend = SimulatedBackend(fleet(1), Script((happening,)), clock)
     await launch(backend, 1, ("n1",))
@@ -190,7 +251,12 @@ async def test_ranks_that_nobody_saw_end_are_told_of(happening: Reboot | KeeperD
 
 async def test_ranks_that_linger_keep_the_next_prepare_waiting_and_stuck_ones_refuse_it() -> None:
     clock = ManualClock()
-    script = Script((Lingers(generation=1, rank=0, seconds=7.0), Lingers(generation=2, rank=1, seconds=math.inf)))
+    script = Script(
+        (
+            Lingers(generation=1, rank=0, seconds=7.0),
+            Lingers(generation=2, rank=1, seconds=math.inf),
+        )
+    )
     backend = SimulatedBackend(fleet(1), script, clock)
     await launch(backend, 1, ("n1",))
     preparing = asyncio.create_task(backend.prepare("n1", prepare_order(2, 0, 1)))
@@ -219,7 +285,9 @@ async def renew_once(backend: SimulatedBackend, *nodes: str) -> None:
 
 def ended(backend: SimulatedBackend) -> list[tuple[str, float]]:
     begin = backend.lives[0].at
-    return [(life.node, round(life.at - begin, 3)) for life in backend.lives if life.kind == "ended"]
+    return [
+        (life.node, round(life.at - begin, 3)) for life in backend.lives if life.kind == "ended"
+    ]
 
 
 async def test_a_whole_gang_outlives_its_controller_and_a_split_one_does_not() -> None:
@@ -267,7 +335,9 @@ async def test_one_leased_peer_keeps_a_node_alive_although_another_is_lost() -> 
 
 async def test_a_renewal_that_is_late_extends_only_from_its_own_stamp() -> None:
     clock = ManualClock()
-    backend = SimulatedBackend(fleet(1), Script(faults=(Fault(kind="delay", command="renew", seconds=50.0),)), clock)
+    backend = SimulatedBackend(
+        fleet(1), Script(faults=(Fault(kind="delay", command="renew", seconds=50.0),)), clock
+    )
     await launch(backend, 1, ("n1",), ranks=1)
     await renew_once(backend, "n1")
     await clock.advance(500.0)
@@ -286,7 +356,9 @@ async def test_a_lost_order_was_not_carried_out_and_a_lost_answer_was() -> None:
     for node, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
         with pytest.raises(Unreachable):
             await backend.prepare(node, prepare_order(1, *ranks))
-    assert [(order.node, order.command, order.outcome) for order in backend.orders] == [("n2", "prepare", "done")]
+    assert [(order.node, order.command, order.outcome) for order in backend.orders] == [
+        ("n2", "prepare", "done")
+    ]
     await launch(backend, 1, ("n1", "n2"))
     assert_invariants(backend)
 
@@ -298,7 +370,10 @@ async def test_a_late_copy_of_a_stop_does_not_touch_what_is_above_it() -> None:
     await backend.stop("n1", StopOrder(token(1), 15.0))
     await launch(backend, 2, ("n1",))
     await backend.settled()
-    assert [(one.command, one.copy) for one in backend.orders][-2:] == [("start", False), ("stop", True)]
+    assert [(one.command, one.copy) for one in backend.orders][-2:] == [
+        ("start", False),
+        ("stop", True),
+    ]
     assert {one[0].generation for one in alive(backend.lives)} == {2}
     assert_invariants(backend)
 
@@ -323,7 +398,9 @@ async def test_a_late_start_does_not_start_a_keeper_that_a_late_prepare_made() -
 
 
 async def test_a_watch_that_breaks_resumes_where_it_was() -> None:
-    backend = SimulatedBackend(fleet(1), Script((Exit(rank=0),), (Fault(kind="break", command="watch", lines=2),)))
+    backend = SimulatedBackend(
+        fleet(1), Script((Exit(rank=0),), (Fault(kind="break", command="watch", lines=2),))
+    )
     await launch(backend, 1, ("n1",))
     seen: list[Line] = []
     async with backend.watch("n1", token(1), 0, 10.0) as stream:
@@ -344,20 +421,36 @@ async def persistent(call: Callable[..., Any], *given: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_careful_controller_keeps_every_invariant_under_chaos(seed: int) -> None:
-    chaos = Chaos(seed=seed, lose_order=0.2, lose_answer=0.2, double=0.4, delay=0.3, seconds=0.001, after_orders=6)
+    chaos = Chaos(
+        seed=seed,
+        lose_order=0.2,
+        lose_answer=0.2,
+        double=0.4,
+        delay=0.3,
+        seconds=0.001,
+        after_orders=6,
+    )
     backend = SimulatedBackend(fleet(4), Script(chaos=chaos, timeout=0.0005))
     nodes = ("n1", "n2", "n3", "n4")
 
     async def obey(generation: int) -> None:
-        prepares = [persistent(backend.prepare, node, prepare_order(generation, rank)) for rank, node in enumerate(nodes)]
+        prepares = [
+            persistent(backend.prepare, node, prepare_order(generation, rank))
+            for rank, node in enumerate(nodes)
+        ]
         answers = await asyncio.gather(*prepares)
-        orders = [start_order(generation, node, nodes, 1, one) for node, one in zip(nodes, answers, strict=True)]
+        orders = [
+            start_order(generation, node, nodes, 1, one)
+            for node, one in zip(nodes, answers, strict=True)
+        ]
         starts = [persistent(backend.start, order.node, order) for order in orders]
         await asyncio.gather(*starts)
 
     for generation in range(1, 6):
         await obey(generation)
-        assert sum(life.kind == "started" and life.token == token(generation) for life in backend.lives) == len(nodes)
+        assert sum(
+            life.kind == "started" and life.token == token(generation) for life in backend.lives
+        ) == len(nodes)
     for node in nodes:
         await persistent(backend.stop, node, StopOrder(token(5), 15.0))
     await backend.settled()
@@ -368,7 +461,9 @@ async def test_a_careful_controller_keeps_every_invariant_under_chaos(seed: int)
 
 async def test_the_same_seed_gives_the_same_faults() -> None:
     async def outcomes(seed: int) -> list[str]:
-        backend = SimulatedBackend(fleet(1), Script(chaos=Chaos(seed=seed, lose_order=0.3, lose_answer=0.3)))
+        backend = SimulatedBackend(
+            fleet(1), Script(chaos=Chaos(seed=seed, lose_order=0.3, lose_answer=0.3))
+        )
         for generation in range(1, 40):
             try:
                 await backend.prepare("n1", prepare_order(generation, 0))
@@ -402,8 +497,12 @@ async def test_the_invariants_see_a_careless_controller() -> None:
     await launch(backend, 1, ("n1",))
     await launch(backend, 2, ("n2",))
     found = violations(backend.calls, backend.orders, backend.lives)
-    assert found == ("default/job/100/2 started on n2 while rank 0 of default/job/100/1 lived on n1",)
-    with pytest.raises(AssertionError, match="rank 1 of default/job/100/2 on n2 is alive at the end"):
+    assert found == (
+        "default/job/100/2 started on n2 while rank 0 of default/job/100/1 lived on n1",
+    )
+    with pytest.raises(
+        AssertionError, match="rank 1 of default/job/100/2 on n2 is alive at the end"
+    ):
         assert_invariants(backend, all_ended=True)
     with pytest.raises(AssertionError, match="while rank 0"):
         assert_invariants(backend)
@@ -414,7 +513,9 @@ async def test_the_invariants_see_a_controller_that_goes_back() -> None:
     await backend.prepare("n1", prepare_order(2, 0))
     await backend.prepare("n2", prepare_order(1, 1))
     found = violations(backend.calls, backend.orders, backend.lives)
-    assert found == ("prepare of default/job/100/1 was sent to n2 after default/job/100/2 had been",)
+    assert found == (
+        "prepare of default/job/100/1 was sent to n2 after default/job/100/2 had been",
+    )
 
 
 async def test_the_invariants_see_a_launch_without_a_barrier() -> None:
@@ -436,7 +537,12 @@ async def test_the_invariants_see_nodes_that_break_their_word() -> None:
         "default/job/100/1 started on n1, which was never prepared for it",
         "default/job/100/1 started on n1 after default/job/100/2 was stopped there for ever",
     )
-    assert started_before_all_prepared((Obeyed(1, 0.0, "n1", "prepare", token(1), "done", False),), lives) == ()
+    assert (
+        started_before_all_prepared(
+            (Obeyed(1, 0.0, "n1", "prepare", token(1), "done", False),), lives
+        )
+        == ()
+    )
 
 
 # --- size ----------------------------------------------------------------------------------------------------------------
@@ -447,10 +553,17 @@ async def test_of_two_thousand_nodes_the_one_that_fails_is_the_one_that_is_heard
     script = Script((Exit(node="n77", exit_code=1, rank=610), Progress(steps=((0.0, 5),))))
     backend = SimulatedBackend(fleet(2048), script)
     ranks = {node: range(index * 8, index * 8 + 8) for index, node in enumerate(nodes)}
-    answers = await asyncio.gather(*(backend.prepare(node, prepare_order(1, *ranks[node])) for node in nodes))
+    answers = await asyncio.gather(
+        *(backend.prepare(node, prepare_order(1, *ranks[node])) for node in nodes)
+    )
     prepared = dict(zip(nodes, answers, strict=True))
-    await asyncio.gather(*(backend.start(one, start_order(1, one, nodes, 8, prepared[one])) for one in nodes))
-    watches = [asyncio.create_task(read(backend, node, 1, lambda line: "observation" in line)) for node in nodes]
+    await asyncio.gather(
+        *(backend.start(one, start_order(1, one, nodes, 8, prepared[one])) for one in nodes)
+    )
+    watches = [
+        asyncio.create_task(read(backend, node, 1, lambda line: "observation" in line))
+        for node in nodes
+    ]
     done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.gather(*(backend.stop(node, StopOrder(token(1), 15.0)) for node in nodes))
     await asyncio.gather(*watches)

@@ -45,15 +45,24 @@ WITHIN = 600.0
 
 
 def fleet(nodes: int = 1, gpus: int = 8) -> FleetSpec:
-    named = [{"name": f"n{one}", "address": f"10.0.0.{one}", "gpus": gpus} for one in range(1, nodes + 1)]
+    named = [
+        {"name": f"n{one}", "address": f"10.0.0.{one}", "gpus": gpus} for one in range(1, nodes + 1)
+    ]
     return FleetSpec.model_validate({"name": "test", "backend": "simulated", "nodes": named})
 
 
-def simulated(*happenings: Happening, clock: ManualClock | None = None, faults: tuple[Fault, ...] = (), nodes: int = 1) -> SimulatedBackend:
+def simulated(
+    *happenings: Happening,
+    clock: ManualClock | None = None,
+    faults: tuple[Fault, ...] = (),
+    nodes: int = 1,
+) -> SimulatedBackend:
     return SimulatedBackend(fleet(nodes), Script(happenings, faults), clock)
 
 
-async def probe(backend: SimulatedBackend, node: str = "n1", kernel_since: float | None = None) -> Mapping[str, Any]:
+async def probe(
+    backend: SimulatedBackend, node: str = "n1", kernel_since: float | None = None
+) -> Mapping[str, Any]:
     return await backend.probe(node, 20.0, kernel_since)
 
 
@@ -86,7 +95,12 @@ async def test_a_node_of_which_the_script_says_nothing_is_healthy() -> None:
     assert [one["index"] for one in facts["gpus"]["gpus"]] == list(range(8))
     assert len({one["bus_id"] for one in facts["gpus"]["gpus"]}) == 8
     for one in facts["gpus"]["gpus"]:
-        assert one["remapped"] == {"correctable": 0, "uncorrectable": 0, "pending": False, "failed": False}
+        assert one["remapped"] == {
+            "correctable": 0,
+            "uncorrectable": 0,
+            "pending": False,
+            "failed": False,
+        }
         assert (one["recovery_action"], one["processes"], one["nvlink_inactive"]) == (0, [], [])
     assert json.loads(json.dumps(facts)) == facts
     assert facts["kernel"] == {"lines": []} and all(disk["writable"] for disk in facts["disks"])
@@ -109,9 +123,13 @@ async def test_dcgm_finds_a_sick_gpu_at_every_level(sick: Sick, level: int) -> N
 
 async def test_nvml_tells_of_each_sickness_in_its_own_way() -> None:
     pending = Sick(remap_pending=1)
-    backend = simulated(Sick(gpu_lost=0), pending, Sick(remap_failed=2), Sick(recovery_action=(3, 2)))
+    backend = simulated(
+        Sick(gpu_lost=0), pending, Sick(remap_failed=2), Sick(recovery_action=(3, 2))
+    )
     assert await gpu(backend, 0) == {"index": 0, "lost": "GPU_IS_LOST", "bus_id": bus_id(0)}
-    assert (await gpu(backend, 1))["remapped"]["pending"] is True and (await gpu(backend, 1))["ecc"]["volatile_uncorrected"] == 1
+    assert (await gpu(backend, 1))["remapped"]["pending"] is True and (await gpu(backend, 1))[
+        "ecc"
+    ]["volatile_uncorrected"] == 1
     assert (await gpu(backend, 2))["remapped"]["failed"] is True
     assert (await gpu(backend, 3))["recovery_action"] == 2
     assert (await gpu(backend, 4))["recovery_action"] == 0
@@ -123,7 +141,9 @@ async def test_nvml_tells_of_each_sickness_in_its_own_way() -> None:
 
 async def test_a_node_falls_ill_at_the_moment_that_the_script_names() -> None:
     clock = ManualClock()
-    backend = simulated(Sick(gpu_lost=0, when="running", after=5.0, kernel=("NVRM: Xid 79",)), clock=clock)
+    backend = simulated(
+        Sick(gpu_lost=0, when="running", after=5.0, kernel=("NVRM: Xid 79",)), clock=clock
+    )
     assert "lost" not in await gpu(backend, 0)
     await launch(backend, 1, ("n1",))
     await clock.advance(4.0)
@@ -135,8 +155,13 @@ async def test_a_node_falls_ill_at_the_moment_that_the_script_names() -> None:
     assert (await probe(backend, kernel_since=10.0))["kernel"]["lines"] == []
 
 
-async def test_what_the_kernel_said_of_a_rank_is_in_its_log_once_and_until_the_node_reboots() -> None:
-    backend = simulated(Exit(generation=1, kernel=("NVRM: Xid 79",)), KeeperDies(generation=2, kernel=("oom-kill:",)))
+async def test_what_the_kernel_said_of_a_rank_is_in_its_log_once_and_until_the_node_reboots() -> (
+    None
+):
+    backend = simulated(
+        Exit(generation=1, kernel=("NVRM: Xid 79",)),
+        KeeperDies(generation=2, kernel=("oom-kill:",)),
+    )
     await launch(backend, 1, ("n1",))
     await launch(backend, 2, ("n1",))
     assert (await probe(backend))["kernel"]["lines"] == ["NVRM: Xid 79", "oom-kill:"]
@@ -156,7 +181,9 @@ async def test_ranks_use_the_gpus_of_their_node() -> None:
 
 async def reset(backend: SimulatedBackend, *gpus: int, id: str = "r1") -> Mapping[str, Any]:
     boot = (await probe(backend))["boot_id"]
-    answer = await backend.reset_gpus("n1", id, boot, tuple(bus_id(index) for index in gpus), WITHIN)
+    answer = await backend.reset_gpus(
+        "n1", id, boot, tuple(bus_id(index) for index in gpus), WITHIN
+    )
     assert not isinstance(answer, Refused), answer
     return answer
 
@@ -188,7 +215,10 @@ async def test_a_gpu_that_is_not_there_cannot_be_reset() -> None:
 
 
 async def test_resets_and_reboots_fail_as_often_as_scripted() -> None:
-    backend = simulated(ResetFails(exit_code=255, times=1), RebootFails(reason="sudo: a password is required", times=1))
+    backend = simulated(
+        ResetFails(exit_code=255, times=1),
+        RebootFails(reason="sudo: a password is required", times=1),
+    )
     assert [(await reset(backend))["exit_code"] for _ in range(2)] == [255, 0]
     refused = await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
     assert why(refused) == "cannot_reboot"
@@ -203,7 +233,10 @@ async def test_resets_and_reboots_fail_as_often_as_scripted() -> None:
 async def test_a_reboot_takes_its_time_after_the_answer_has_left() -> None:
     clock = ManualClock()
     backend = simulated(Takes(command="reboot", seconds=300.0), clock=clock)
-    assert await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79") == {"outcome": "done", "boot_id": "n1-boot-1"}
+    assert await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79") == {
+        "outcome": "done",
+        "boot_id": "n1-boot-1",
+    }
     assert why(await backend.prepare("n1", prepare_order(1, 0))) == "rebooting"
     await clock.advance(1.0)
     with pytest.raises(Unreachable):
@@ -228,12 +261,18 @@ async def test_a_reboot_that_hangs_never_comes_back_by_itself() -> None:
     assert (await probe(backend))["boot_id"] == "n1-boot-3"
 
 
-async def test_a_reboot_that_hangs_on_its_way_down_answers_with_the_old_boot_and_takes_no_generation() -> None:
+async def test_a_reboot_that_hangs_on_its_way_down_answers_with_the_old_boot_and_takes_no_generation() -> (
+    None
+):
     clock = ManualClock()
     backend = simulated(RebootHangs(answers=True, times=1), clock=clock)
     await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
     await clock.advance(30.0)
-    assert (await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")) == {"outcome": "done", "boot_id": "n1-boot-1", "already": True}
+    assert (await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")) == {
+        "outcome": "done",
+        "boot_id": "n1-boot-1",
+        "already": True,
+    }
     assert why(await backend.reboot("n1", "r2", "n1-boot-1", "another wants it too")) == "held"
     assert why(await backend.prepare("n1", prepare_order(1, 0))) == "rebooting"
     facts = await probe(backend)
@@ -258,7 +297,10 @@ async def test_a_launch_waits_two_seconds_for_a_diagnosis_and_is_then_refused() 
     assert not early.done()
     await clock.advance(0.1)
     answer = await early
-    assert isinstance(answer, Refused) and (answer.why, answer.reason) == ("held", "this node is being examined (diagnose, r1)")
+    assert isinstance(answer, Refused) and (answer.why, answer.reason) == (
+        "held",
+        "this node is being examined (diagnose, r1)",
+    )
     await clock.advance(2.0)
     late = asyncio.create_task(backend.prepare("n1", prepare_order(1, 0)))
     await clock.advance(1.0)
@@ -276,7 +318,10 @@ async def test_a_diagnosis_waits_for_a_launch_that_is_being_prepared_and_is_then
     diagnosing = asyncio.create_task(backend.diagnose("n1", "r1", 1, WITHIN))
     await clock.advance(2.0)
     answer = await diagnosing
-    assert isinstance(answer, Refused) and (answer.why, answer.reason) == ("held", "a launch is being prepared on this node")
+    assert isinstance(answer, Refused) and (answer.why, answer.reason) == (
+        "held",
+        "a launch is being prepared on this node",
+    )
     await clock.advance(5.0)
     assert isinstance(await preparing, Prepared)
 
@@ -298,13 +343,23 @@ async def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over() -> None:
     assert not diagnosing.done() and (await probe(backend))["held"]["by"] == "diagnose"
     await clock.advance(1.0)
     answer = await diagnosing
-    assert not isinstance(answer, Refused) and (answer["exit_code"], answer["stdout"], answer["took"]) == (None, "", 900.0)
+    assert not isinstance(answer, Refused) and (
+        answer["exit_code"],
+        answer["stdout"],
+        answer["took"],
+    ) == (None, "", 900.0)
     assert await diagnosed(backend) is Verdict.HEALTHY
 
 
-async def test_a_node_that_goes_down_under_a_diagnosis_answers_nothing_and_is_free_afterwards() -> None:
+async def test_a_node_that_goes_down_under_a_diagnosis_answers_nothing_and_is_free_afterwards() -> (
+    None
+):
     clock = ManualClock()
-    backend = simulated(Takes(command="diagnose", seconds=60.0), Reboot(when="first_call", after=10.0, down_for=30.0), clock=clock)
+    backend = simulated(
+        Takes(command="diagnose", seconds=60.0),
+        Reboot(when="first_call", after=10.0, down_for=30.0),
+        clock=clock,
+    )
     diagnosing = asyncio.create_task(backend.diagnose("n1", "r1", 2, WITHIN))
     await clock.advance(10.0)
     with pytest.raises(Unreachable):
@@ -320,7 +375,11 @@ async def test_a_node_that_goes_down_under_a_diagnosis_answers_nothing_and_is_fr
 
 
 async def test_an_order_of_a_repair_is_refused_as_scripted() -> None:
-    backend = simulated(Refuse(command="reset-gpus", why="busy", reason="pid 4242 uses GPU 00000000:1B:00.0", times=1))
+    backend = simulated(
+        Refuse(
+            command="reset-gpus", why="busy", reason="pid 4242 uses GPU 00000000:1B:00.0", times=1
+        )
+    )
     answer = await backend.reset_gpus("n1", "r1", "n1-boot-1", (), WITHIN)
     assert isinstance(answer, Refused) and (answer.why, "4242" in answer.reason) == ("busy", True)
     assert (await reset(backend))["exit_code"] == 0
@@ -337,8 +396,14 @@ async def test_of_a_reboot_whose_answer_was_lost_the_boot_id_and_the_journal_tel
     facts = await probe(backend)
     assert (facts["boot_id"], [one["id"] for one in facts["reboots"]]) == ("n1-boot-2", ["r1"])
     refused = await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
-    assert isinstance(refused, Refused) and (refused.why, refused.boot_id) == ("boot_changed", "n1-boot-2")
-    assert [call.outcome for call in backend.calls if call.command == "reboot"] == ["unreachable", "refused:boot_changed"]
+    assert isinstance(refused, Refused) and (refused.why, refused.boot_id) == (
+        "boot_changed",
+        "n1-boot-2",
+    )
+    assert [call.outcome for call in backend.calls if call.command == "reboot"] == [
+        "unreachable",
+        "refused:boot_changed",
+    ]
 
 
 async def test_a_reboot_that_was_lost_on_its_way_has_left_no_trace() -> None:
@@ -370,7 +435,15 @@ async def answered(call: Callable[..., Awaitable[Any]], *given: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int) -> None:
-    chaos = Chaos(seed=seed, lose_order=0.2, lose_answer=0.2, double=0.4, delay=0.3, seconds=0.004, after_orders=4)
+    chaos = Chaos(
+        seed=seed,
+        lose_order=0.2,
+        lose_answer=0.2,
+        double=0.4,
+        delay=0.3,
+        seconds=0.004,
+        after_orders=4,
+    )
     takes = (Takes(command="diagnose", seconds=0.002), Takes(command="reset-gpus", seconds=0.002))
     backend = SimulatedBackend(fleet(), Script(takes, chaos=chaos, timeout=0.002))
 
@@ -379,7 +452,9 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
             prepared: object = None
             while not isinstance(prepared, Prepared):
                 prepared = await answered(backend.prepare, "n1", prepare_order(generation, 0))
-            started = await answered(backend.start, "n1", start_order(generation, "n1", ("n1",), 1, prepared))
+            started = await answered(
+                backend.start, "n1", start_order(generation, "n1", ("n1",), 1, prepared)
+            )
             assert not isinstance(started, Refused), started
             await answered(backend.stop, "n1", StopOrder(token(generation), 15.0))
 
@@ -402,7 +477,9 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
 # --- the judge -----------------------------------------------------------------------------------------------------------
 
 
-def moment(number: int, kind: Any, command: Any, id: str, reason: str = "", boot: int = 1) -> Upkeep:
+def moment(
+    number: int, kind: Any, command: Any, id: str, reason: str = "", boot: int = 1
+) -> Upkeep:
     return Upkeep(number, float(number), kind, "n1", command, id, f"n1-boot-{boot}", reason)
 
 
@@ -410,9 +487,13 @@ async def test_the_invariants_see_a_repair_that_touches_a_living_rank() -> None:
     started = Life(2, 0.0, "started", token(1), "n1", 0)
     ended = Life(5, 0.0, "ended", token(1), "n1", 0)
     began, over = moment(1, "began", "diagnose", "r1"), moment(3, "ended", "diagnose", "r1", "done")
-    assert upkeep_violations((began, over), (started, ended)) == ("rank 0 of default/job/100/1 started on n1 during diagnose r1",)
+    assert upkeep_violations((began, over), (started, ended)) == (
+        "rank 0 of default/job/100/1 started on n1 during diagnose r1",
+    )
     after = moment(4, "began", "reset-gpus", "r2")
-    assert upkeep_violations((after,), (started, ended)) == ("reset-gpus r2 began on n1 while rank 0 of default/job/100/1 lived there",)
+    assert upkeep_violations((after,), (started, ended)) == (
+        "reset-gpus r2 began on n1 while rank 0 of default/job/100/1 lived there",
+    )
     assert upkeep_violations((replace(after, number=6),), (started, ended)) == ()
 
 
@@ -420,8 +501,15 @@ async def test_the_invariants_see_two_holders_and_two_reboots_of_one_boot() -> N
     two = (moment(1, "began", "diagnose", "r1"), moment(2, "began", "reboot", "r2"))
     assert upkeep_violations(two, ()) == ("reboot r2 began on n1 during diagnose r1",)
     told = (moment(1, "ended", "reboot", "r1", "done"), moment(9, "ended", "reboot", "r2", "done"))
-    assert upkeep_violations(told, ()) == ("n1-boot-1 was told to end for r1, and 8 s later for r2",)
+    assert upkeep_violations(told, ()) == (
+        "n1-boot-1 was told to end for r1, and 8 s later for r2",
+    )
     again = moment(100, "ended", "reboot", "r1", "done")
     assert upkeep_violations((told[0], again), ()) == ()
-    rebooted = (told[0], *(moment(number, "rebooted", "reboot", "r1", boot=number) for number in (2, 3)))
-    assert upkeep_violations(rebooted, ()) == ("n1 rebooted into n1-boot-3 for r1, which had not ordered it",)
+    rebooted = (
+        told[0],
+        *(moment(number, "rebooted", "reboot", "r1", boot=number) for number in (2, 3)),
+    )
+    assert upkeep_violations(rebooted, ()) == (
+        "n1 rebooted into n1-boot-3 for r1, which had not ordered it",
+    )

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.asyncio
 
 def own_fingerprint(public: str) -> str:
     """As OpenSSH's own tool prints it."""
-    return subprocess.run(["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=True).stdout.split()[1]
+    return subprocess.run(
+        ["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=True
+    ).stdout.split()[1]
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> None:
@@ -41,13 +43,23 @@ def run(*words: str, env: dict[str, str] | None = None) -> None:
 # --- reaching -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_s2_1_ranks_are_started_on_a_node_that_has_nothing_but_sshd_and_python(site: Site) -> None:
+async def test_s2_1_ranks_are_started_on_a_node_that_has_nothing_but_sshd_and_python(
+    site: Site,
+) -> None:
     host = site.host()
     backend = site.backend(host)
     prepared = await backend.prepare("n1", prepare_order(token(1), (0,), address=host.address))
     assert isinstance(prepared, Prepared)
-    what: dict[str, Any] = {"command": ("sleep", "600"), "workdir": None, "env": {}, "rank_env": ({"RANK": "0"},), "peers": ()}
-    order = StartOrder(token=token(1), node="n1", prepared=prepared.stamp, secret="5ec7e7", fences=True, **what)
+    what: dict[str, Any] = {
+        "command": ("sleep", "600"),
+        "workdir": None,
+        "env": {},
+        "rank_env": ({"RANK": "0"},),
+        "peers": (),
+    }
+    order = StartOrder(
+        token=token(1), node="n1", prepared=prepared.stamp, secret="5ec7e7", fences=True, **what
+    )
     started = await backend.start("n1", order)
     assert isinstance(started, Started)
     environment = Path(f"/proc/{started.pids[0]}/environ").read_bytes().split(b"\0")
@@ -75,7 +87,9 @@ async def test_an_agent_that_was_damaged_on_the_node_is_replaced(site: Site) -> 
     [file] = (host.state / "agents").iterdir()
     file.write_bytes(file.read_bytes()[:-7] + b"garbage")
     await site.backend(host).list("n1")
-    assert [one.read_bytes() for one in (host.state / "agents").iterdir()] == [site.agent.read_bytes()]
+    assert [one.read_bytes() for one in (host.state / "agents").iterdir()] == [
+        site.agent.read_bytes()
+    ]
 
 
 async def test_two_controllers_that_ship_at_once_leave_one_agent(site: Site) -> None:
@@ -101,7 +115,11 @@ async def test_agents_of_long_ago_that_nothing_runs_are_swept(site: Site) -> Non
     finally:
         process.kill()
         process.wait()
-    assert {path.name for path in (host.state / "agents").iterdir()} == {"new.pyz", "run.pyz", site.agent.name}
+    assert {path.name for path in (host.state / "agents").iterdir()} == {
+        "new.pyz",
+        "run.pyz",
+        site.agent.name,
+    }
 
 
 async def test_calls_at_once_share_one_login(site: Site) -> None:
@@ -113,7 +131,9 @@ async def test_calls_at_once_share_one_login(site: Site) -> None:
 
 async def test_what_a_login_shell_prints_first_is_passed_over(site: Site) -> None:
     host = site.host(start=False)
-    (host.folder / "home" / ".bashrc").write_text('echo "Welcome to the lab. {"; printf "no end of line"; echo oops >&2\n')
+    (host.folder / "home" / ".bashrc").write_text(
+        'echo "Welcome to the lab. {"; printf "no end of line"; echo oops >&2\n'
+    )
     host.options["ForceCommand"] = '/bin/bash -c "$SSH_ORIGINAL_COMMAND"'
     host.start()
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
@@ -127,7 +147,9 @@ async def test_any_login_shell_starts_the_agent(site: Site, shell: str) -> None:
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_address_is_its_own(site: Site) -> None:
+async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_address_is_its_own(
+    site: Site,
+) -> None:
     host = site.host()
     extra = site.folder / "extra.conf"
     extra.write_text(f"Host gpu-*\n  Port {host.port}\n")
@@ -136,17 +158,24 @@ async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_addres
     backend = site.backend(None, {"key": None, "known_hosts": None}, address="gpu-01")
     assert (await backend.list("n1"))["outcome"] == "done"
     assert backend.node("n1").network == host.address
-    assert site.backend(None, address="gpu-01", network="192.168.7.12").node("n1").network == "192.168.7.12"
+    assert (
+        site.backend(None, address="gpu-01", network="192.168.7.12").node("n1").network
+        == "192.168.7.12"
+    )
 
 
-async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("ssh-agent") is None:
         pytest.skip("no ssh-agent here")
     host = site.host()
     locked = make_key(site.folder / "locked", passphrase="open sesame")
     host.authorized.write_text(locked.with_suffix(".pub").read_text())
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    assert "is locked by a passphrase and its key is not in the SSH agent" in await reason(site.backend(host, {"key": str(locked)}))
+    assert "is locked by a passphrase and its key is not in the SSH agent" in await reason(
+        site.backend(host, {"key": str(locked)})
+    )
     socket_path = site.folder / "a.sock"
     words = ["ssh-agent", "-D", "-a", str(socket_path)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220  (it returns at once)
@@ -167,7 +196,9 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(site: S
 # --- who it is ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be_trusted(site: Site) -> None:
+async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be_trusted(
+    site: Site,
+) -> None:
     host = site.host(known=False)
     backend = site.backend(host)
     said = await reason(backend)
@@ -178,14 +209,21 @@ async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be
     assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
     spec = site.spec(host)
     key = await host_key(spec, spec.nodes[0])
-    assert (key.algorithm, key.fingerprint, key.standing, key.reason) == ("ED25519", wanted, KeyStatus.UNKNOWN, said)
+    assert (key.algorithm, key.fingerprint, key.standing, key.reason) == (
+        "ED25519",
+        wanted,
+        KeyStatus.UNKNOWN,
+        said,
+    )
     remember(key)
     assert site.known_hosts.read_text() == host.known_hosts
     assert (await host_key(spec, spec.nodes[0])).standing is KeyStatus.KNOWN
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted(site: Site) -> None:
+async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted(
+    site: Site,
+) -> None:
     host = site.host(start=False)
     site.known_hosts.write_text("# mine\n" + host.known_hosts)
     before = own_fingerprint(host.public_keys[0])
@@ -246,7 +284,9 @@ async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
 
 
 async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
-    assert "the name 'no-such-node.invalid' does not resolve: " in await reason(site.backend(None, address="no-such-node.invalid"))
+    assert "the name 'no-such-node.invalid' does not resolve: " in await reason(
+        site.backend(None, address="no-such-node.invalid")
+    )
 
 
 async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_for_a_moment(
@@ -277,7 +317,9 @@ async def test_a_node_that_refused_many_connections_is_tried_again_as_soon_as_a_
     assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
 
 
-async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "TCP", 0.5)
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
@@ -294,7 +336,9 @@ async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(site: Site, mon
     assert said == f"127.0.0.1:{port} gave no answer to TCP within 0.5 s"
 
 
-async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "BANNER", 0.5)
     host = site.host()
     host.signal(signal.SIGSTOP)
@@ -307,12 +351,20 @@ async def test_a_server_that_turns_logins_away_is_said_to_close_the_connection(s
     with socket.create_connection((host.address, host.port)) as first:
         assert first.recv(4) == b"SSH-"
         said = await reason(site.backend(host))
-    assert said.startswith(f"{host.address}:{host.port} closed the connection before it said who it is: too many logins at once")
+    assert said.startswith(
+        f"{host.address}:{host.port} closed the connection before it said who it is: too many logins at once"
+    )
 
 
 async def test_what_listens_and_is_no_ssh_server_is_said_to_be_none(site: Site) -> None:
-    with listener(lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 101)) as (address, port):
-        assert await reason(site.backend(None, address=address, port=port)) == f"what listens at {address}:{port} is no SSH server"
+    with listener(lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 101)) as (
+        address,
+        port,
+    ):
+        assert (
+            await reason(site.backend(None, address=address, port=port))
+            == f"what listens at {address}:{port} is no SSH server"
+        )
 
 
 async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
@@ -323,7 +375,10 @@ async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
 async def test_an_account_without_a_shell_is_told_with_its_words(site: Site) -> None:
     host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
     said = await reason(site.backend(host))
-    assert said == "the agent could not be started: `python3` ended with 1: This account is currently not available."
+    assert (
+        said
+        == "the agent could not be started: `python3` ended with 1: This account is currently not available."
+    )
 
 
 async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
@@ -346,7 +401,9 @@ async def test_the_oldest_python_that_is_supported_starts_the_agent(site: Site) 
     python = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
     if not python.exists():
         pytest.skip("no Python 3.8 here")
-    assert (await site.backend(site.host(), {"python": str(python)}).list("n1"))["outcome"] == "done"
+    assert (await site.backend(site.host(), {"python": str(python)}).list("n1"))[
+        "outcome"
+    ] == "done"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
@@ -359,7 +416,9 @@ async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Si
         pytest.skip("no tmpfs can be mounted here")
     try:
         said = await reason(site.backend(host))
-        assert said.startswith(f"the agent could not be started: {host.state}/agents/") and said.endswith("No space left on device")
+        assert said.startswith(
+            f"the agent could not be started: {host.state}/agents/"
+        ) and said.endswith("No space left on device")
         assert list((host.state / "agents").iterdir()) == []
     finally:
         run("umount", str(host.state))
@@ -371,7 +430,10 @@ async def test_a_folder_of_somebody_else_is_refused(site: Site) -> None:
     host.state.mkdir()
     os.chown(host.state, 65534, 65534)
     said = await reason(site.backend(host))
-    assert said == f"the agent could not be started: the folder {host.state} belongs to uid 65534; expected uid 0"
+    assert (
+        said
+        == f"the agent could not be started: the folder {host.state} belongs to uid 65534; expected uid 0"
+    )
     os.chown(host.state, 0, 0)
 
 
@@ -384,22 +446,32 @@ async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> 
     backend = site.backend(host, {"proxy_jump": way})
     assert (await backend.list("n1"))["outcome"] == "done"
     assert [one.logins() for one in (first, second, host)] == [1, 1, 1]
-    assert f"Connection from {second.address}" in host.log.read_text() or "Connection from 127.0.0.1" in host.log.read_text()
+    assert (
+        f"Connection from {second.address}" in host.log.read_text()
+        or "Connection from 127.0.0.1" in host.log.read_text()
+    )
     key = await host_key(spec := site.spec(host, {"proxy_jump": way}), spec.nodes[0])
     assert key.standing is KeyStatus.KNOWN
 
 
-async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_reach(site: Site) -> None:
+async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_reach(
+    site: Site,
+) -> None:
     jump, host = site.host(known=False), site.host(start=False)
     way = f"{jump.address}:{jump.port}"
     said = await reason(site.backend(host, {"proxy_jump": way}))
     assert said.startswith(f"the jump host {jump.address} failed: its host key (ED25519 ")
     assert said.endswith(f"then `ssh {jump.address}`")
     site.know(jump.known_hosts)
-    assert (await reason(site.backend(host, {"proxy_jump": way}))).startswith(f"the jump host cannot reach {host.address}:{host.port}: ")
+    assert (await reason(site.backend(host, {"proxy_jump": way}))).startswith(
+        f"the jump host cannot reach {host.address}:{host.port}: "
+    )
     jump.kill()
     said = await reason(site.backend(host, {"proxy_jump": way}))
-    assert said == f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the connection: nothing listens there"
+    assert (
+        said
+        == f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the connection: nothing listens there"
+    )
 
 
 # --- what is wrong before anything is tried -----------------------------------------------------------------------------------
@@ -408,15 +480,37 @@ async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_r
 @pytest.mark.parametrize(
     ("options", "config", "named"),
     [
-        ({"known_hosts": "/no/such/file"}, "", "ssh: known_hosts: /no/such/file is not there: expected a file"),
+        (
+            {"known_hosts": "/no/such/file"},
+            "",
+            "ssh: known_hosts: /no/such/file is not there: expected a file",
+        ),
         ({"key": "/no/such/key"}, "", "ssh: key: /no/such/key is not there: expected a file"),
-        ({"config": "/no/such/config"}, "", "ssh: config: /no/such/config is not there: expected a file"),
-        ({}, "Host *\n  ProxyCommand nc %h %p\n", "has a ProxyCommand for 127.0.0.1, which is not supported: expected ProxyJump"),
-        ({}, "Host *\n  Port many\n", "has port 'many' for 127.0.0.1: expected a number up to 65535"),
-        ({}, "Host *\n  ProxyJump a\nHost a\n  ProxyJump 127.0.0.1\n", "leads over more than 8 hosts"),
+        (
+            {"config": "/no/such/config"},
+            "",
+            "ssh: config: /no/such/config is not there: expected a file",
+        ),
+        (
+            {},
+            "Host *\n  ProxyCommand nc %h %p\n",
+            "has a ProxyCommand for 127.0.0.1, which is not supported: expected ProxyJump",
+        ),
+        (
+            {},
+            "Host *\n  Port many\n",
+            "has port 'many' for 127.0.0.1: expected a number up to 65535",
+        ),
+        (
+            {},
+            "Host *\n  ProxyJump a\nHost a\n  ProxyJump 127.0.0.1\n",
+            "leads over more than 8 hosts",
+        ),
     ],
 )
-async def test_what_the_fleet_file_names_is_looked_at_when_it_is_read(site: Site, options: dict[str, str], config: str, named: str) -> None:
+async def test_what_the_fleet_file_names_is_looked_at_when_it_is_read(
+    site: Site, options: dict[str, str], config: str, named: str
+) -> None:
     site.config.write_text(config)
     with pytest.raises(SshConfigError) as refused:
         SshBackend(site.spec(None, options, address="127.0.0.1"), site.agent)

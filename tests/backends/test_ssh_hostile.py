@@ -54,17 +54,27 @@ async def while_others_go_on(asking: SshBackend) -> str:
     ("program", "said"),
     [
         pytest.param(
-            'import os, sys\nsay = lambda text: os.write(1, text)\ndata = b"garbage\\n" * 1000\n' + FOR_EVER,
+            'import os, sys\nsay = lambda text: os.write(1, text)\ndata = b"garbage\\n" * 1000\n'
+            + FOR_EVER,
             "the agent could not be started: the login shell printed more than 65536 bytes first: ",
             id="garbage without end",
         ),
         pytest.param(
-            'import os, sys\nsay = lambda text: os.write(1, text)\ndata = b"x" * 65536\n' + FOR_EVER,
+            'import os, sys\nsay = lambda text: os.write(1, text)\ndata = b"x" * 65536\n'
+            + FOR_EVER,
             "the agent could not be started: ",
             id="a line without end instead of an agent",
         ),
-        pytest.param(HAVE + 'say(b"hello?\\n")\n', "the agent could not be started: b'hello?\\n'", id="no greeting"),
-        pytest.param(HAVE + 'say(b"[" * 100000 + b"\\n")\n', "the agent could not be started: ", id="a greeting that is deep"),
+        pytest.param(
+            HAVE + 'say(b"hello?\\n")\n',
+            "the agent could not be started: b'hello?\\n'",
+            id="no greeting",
+        ),
+        pytest.param(
+            HAVE + 'say(b"[" * 100000 + b"\\n")\n',
+            "the agent could not be started: ",
+            id="a greeting that is deep",
+        ),
         pytest.param(
             HAVE + 'say(b\'{"outcome": "refused", "reason": "its state is broken"}\\n\')\n',
             "the agent could not be started: its state is broken",
@@ -91,13 +101,17 @@ async def while_others_go_on(asking: SshBackend) -> str:
             id="a line without end",
         ),
         pytest.param(
-            HELLO + 'sys.stdin.readline()\ndata = b\'{"id": 1, "line": {"a": 1}}\\n\' * 2000\n' + FOR_EVER,
+            HELLO
+            + 'sys.stdin.readline()\ndata = b\'{"id": 1, "line": {"a": 1}}\\n\' * 2000\n'
+            + FOR_EVER,
             "no answer to list within",
             id="an answer without end",
         ),
     ],
 )
-async def test_what_a_node_says_instead_of_answering_is_one_sentence(site: Site, program: str, said: str) -> None:
+async def test_what_a_node_says_instead_of_answering_is_one_sentence(
+    site: Site, program: str, said: str
+) -> None:
     host = site.host(start=False)
     python_double(host, program)
     host.start()
@@ -105,18 +119,24 @@ async def test_what_a_node_says_instead_of_answering_is_one_sentence(site: Site,
     assert (await while_others_go_on(backend)).startswith(said)
 
 
-async def test_a_node_that_takes_no_orders_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_takes_no_orders_is_given_up(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ssh_channel, "TAKEN_WITHIN", 0.5)
     host = site.host(start=False)
     python_double(host, HELLO + "time.sleep(600)\n")
     host.start()
     backend = site.backend(host, answer_within=20.0)
-    with pytest.raises(Unreachable, match=r"the node (has taken nothing for 0\.5 s|takes no orders)"):
+    with pytest.raises(
+        Unreachable, match=r"the node (has taken nothing for 0\.5 s|takes no orders)"
+    ):
         # More than the window of its channel: what does not fit waits here, and not for ever.
         await backend.reboot("n1", "r1", "b1", "x" * 6 * 1024 * 1024)
 
 
-async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ssh_backend, "BACKOFF", (60.0, 60.0))
     monkeypatch.setattr(ssh_backend, "SHORT_LIFE", 60.0)
     host = site.host(start=False)
@@ -129,15 +149,21 @@ async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(site:
     assert host.logins() == 1
 
 
-async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_end(site: Site) -> None:
+async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_end(
+    site: Site,
+) -> None:
     host = site.host(start=False)
     answer = 'say(b\'{"id": 1, "line": {"outcome": "done"}}\\n{"id": 1, "exit": 0}\\n\')\n'
     flood = 'data = b\'{"id": 1, "line": {"a": 1}}\\n\' * 2000\n' + FOR_EVER
-    python_double(host, HELLO + "sys.stdin.readline()\n" + answer + "sys.stdin.readline()\n" + flood)
+    python_double(
+        host, HELLO + "sys.stdin.readline()\n" + answer + "sys.stdin.readline()\n" + flood
+    )
     host.start()
     backend = site.backend(host)
     assert (await backend.list("n1"))["outcome"] == "done"
-    assert (await while_others_go_on(backend)).startswith("the agent said 10000 lines that nobody waits for")
+    assert (await while_others_go_on(backend)).startswith(
+        "the agent said 10000 lines that nobody waits for"
+    )
 
 
 async def test_a_hostile_node_is_in_nobody_elses_way(site: Site) -> None:

@@ -25,10 +25,25 @@ PATIENCE = 60.0
 
 async def train(backend: Backend, address: str, command: str = "exec sleep 600") -> int:
     """Launch one rank, and return its pid. To start an agent takes a loaded machine longer than some tests wait for an answer."""
-    prepared = await reached(lambda: backend.prepare("n1", prepare_order(token(1), (0,), address=address)))
+    prepared = await reached(
+        lambda: backend.prepare("n1", prepare_order(token(1), (0,), address=address))
+    )
     assert isinstance(prepared, Prepared)
-    what: dict[str, Any] = {"workdir": None, "env": {}, "rank_env": ({"RANK": "0"},), "peers": (), "secret": "5ec7e7", "fences": True}
-    order = StartOrder(token=token(1), node="n1", command=("/bin/sh", "-c", command), prepared=prepared.stamp, **what)
+    what: dict[str, Any] = {
+        "workdir": None,
+        "env": {},
+        "rank_env": ({"RANK": "0"},),
+        "peers": (),
+        "secret": "5ec7e7",
+        "fences": True,
+    }
+    order = StartOrder(
+        token=token(1),
+        node="n1",
+        command=("/bin/sh", "-c", command),
+        prepared=prepared.stamp,
+        **what,
+    )
     started = await reached(lambda: backend.start("n1", order))
     assert isinstance(started, Started)
     return started.pids[0]
@@ -41,7 +56,9 @@ def lives(pid: int) -> bool:
         return False
 
 
-async def watched(backend: Backend, host: Sshd, breaks: Callable[[], object], heartbeat: float = 0.2) -> str:
+async def watched(
+    backend: Backend, host: Sshd, breaks: Callable[[], object], heartbeat: float = 0.2
+) -> str:
     """Watch until a heartbeat has come, have the connection break, and return why the watch ended."""
 
     async def watch() -> None:
@@ -55,7 +72,9 @@ async def watched(backend: Backend, host: Sshd, breaks: Callable[[], object], he
     return broken.value.reason
 
 
-async def test_s2_4_an_sshd_that_is_killed_ends_no_rank_and_the_watch_resumes_by_number(site: Site) -> None:
+async def test_s2_4_an_sshd_that_is_killed_ends_no_rank_and_the_watch_resumes_by_number(
+    site: Site,
+) -> None:
     host = site.host()
     backend = site.backend(host)
     flag = site.folder / "go"
@@ -69,8 +88,15 @@ async def test_s2_4_an_sshd_that_is_killed_ends_no_rank_and_the_watch_resumes_by
     flag.touch()  # what happens meanwhile is told afterwards
     host.start()
     lines = await reached(lambda: read(backend, token(1), lambda lines: len(observed(lines)) == 1))
-    assert [(one["seq"], one["kind"], one["exit_code"]) for one in observed(lines)] == [(1, "RankExited", 3)]
-    again = await read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1 or "end" in lines[-1], after_seq=1)
+    assert [(one["seq"], one["kind"], one["exit_code"]) for one in observed(lines)] == [
+        (1, "RankExited", 3)
+    ]
+    again = await read(
+        backend,
+        token(1),
+        lambda lines: len(heartbeats(lines)) == 1 or "end" in lines[-1],
+        after_seq=1,
+    )
     assert observed(again) == []
 
 
@@ -86,11 +112,15 @@ async def test_s2_4_connections_that_are_cut_at_the_node_end_no_rank(site: Site)
                 os.kill(server, signal.SIGKILL)
 
     await watched(backend, host, cut)
-    lines = await reached(lambda: read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1))
+    lines = await reached(
+        lambda: read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1)
+    )
     assert heartbeats(lines)[0]["alive"] == [0] and lives(pid)
 
 
-async def test_s2_6_a_frozen_sshd_is_noticed_by_the_heartbeats_that_fail_to_come(site: Site) -> None:
+async def test_s2_6_a_frozen_sshd_is_noticed_by_the_heartbeats_that_fail_to_come(
+    site: Site,
+) -> None:
     host = site.host()
     backend = site.backend(host, answer_within=1.0)
     pid = await train(backend, host.address)
@@ -98,7 +128,9 @@ async def test_s2_6_a_frozen_sshd_is_noticed_by_the_heartbeats_that_fail_to_come
     assert said == "no answer to watch within 0.8 s"
     assert lives(pid)
     host.signal(signal.SIGCONT)
-    lines = await reached(lambda: read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1))
+    lines = await reached(
+        lambda: read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1)
+    )
     assert heartbeats(lines)[0]["alive"] == [0]
 
 

@@ -31,17 +31,29 @@ class Lab:
         self.hosts = []
         for number in range(1, len(network.nodes) + 1):
             host = site.host(start=False, known=False)
-            host.address, host.port, host.within = f"{CONTROL}.{10 + number}", 22, network.inside(number)
+            host.address, host.port, host.within = (
+                f"{CONTROL}.{10 + number}",
+                22,
+                network.inside(number),
+            )
             site.know(f"{host.address} {' '.join(host.public_keys[0].split()[:2])}\n")
             self.hosts.append(host.start())
         nodes = [
             {"name": f"n{number}", "address": host.address, "network": f"{TRAINING}.{10 + number}"}
             for number, host in enumerate(self.hosts, 1)
         ]
-        ssh = {"key": str(site.key), "known_hosts": str(site.known_hosts), "config": str(site.config)}
-        self.spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh})
+        ssh = {
+            "key": str(site.key),
+            "known_hosts": str(site.known_hosts),
+            "config": str(site.config),
+        }
+        self.spec = FleetSpec.model_validate(
+            {"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh}
+        )
 
-    def run(self, work: Callable[[SshBackend], Awaitable[None]], answer_within: float = 1.0) -> None:
+    def run(
+        self, work: Callable[[SshBackend], Awaitable[None]], answer_within: float = 1.0
+    ) -> None:
         async def inside() -> None:
             backend = SshBackend(self.spec, self.site.agent, answer_within)
             try:
@@ -53,7 +65,9 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, agent: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(
+    tmp_path: Path, agent: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Lab]:
     # A test waits for the next try, and not for what a person would think polite.
     monkeypatch.setattr(ssh_backend, "BACKOFF", (0.2, 0.5))
     network = Network(getattr(request, "param", 1))
@@ -104,7 +118,10 @@ def test_s2_4_a_network_that_loses_everything_for_a_while_is_read_as_that(
 
     async def story(backend: SshBackend) -> None:
         pid = await train(backend, f"{TRAINING}.11")
-        assert await until_broken(backend, lambda: lab.network.lose(1)) == "no answer to watch within 0.8 s"
+        assert (
+            await until_broken(backend, lambda: lab.network.lose(1))
+            == "no answer to watch within 0.8 s"
+        )
         until = time.monotonic() + seconds
         said = set()
         while time.monotonic() < until:
@@ -121,7 +138,9 @@ def test_s2_4_a_network_that_loses_everything_for_a_while_is_read_as_that(
     lab.run(story)
 
 
-def test_s2_4_a_node_whose_answers_get_lost_is_only_unreachable(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s2_4_a_node_whose_answers_get_lost_is_only_unreachable(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "TCP", 1.0)
 
     async def story(backend: SshBackend) -> None:
@@ -182,7 +201,13 @@ def test_s2_4_peers_meet_on_the_training_network_when_the_control_network_is_gon
             )
             started = await backend.start(node, order_)
             pids[node] = started.pids[rank]  # type: ignore[union-attr]
-        first = await read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1, node="n2", stamp=lambda stamp: stamp)
+        first = await read(
+            backend,
+            token(1),
+            lambda lines: len(heartbeats(lines)) == 1,
+            node="n2",
+            stamp=lambda stamp: stamp,
+        )
         lab.network.lose(2)
         began = heartbeats(first)[0]["stamp"]
         # Three times as long as n2 would live if n1, which is watched, did not tell it that all is well.

@@ -18,7 +18,12 @@ def assert_upkeep(backend: SimulatedBackend) -> None:
 
 
 def upkeep_violations(upkeep: Sequence[Upkeep], lives: Sequence[Life]) -> tuple[str, ...]:
-    return (*held_where_ranks_lived(upkeep, lives), *held_twice(upkeep), *told_to_end_twice(upkeep), *rebooted_unordered(upkeep))
+    return (
+        *held_where_ranks_lived(upkeep, lives),
+        *held_twice(upkeep),
+        *told_to_end_twice(upkeep),
+        *rebooted_unordered(upkeep),
+    )
 
 
 def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> tuple[str, ...]:
@@ -35,14 +40,18 @@ def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> t
                 continue
             here[entry.token, entry.rank] = None
             if (holder := held.get(entry.node)) is not None:
-                found.append(f"rank {entry.rank} of {entry.token} started on {entry.node} during {holder.command} {holder.id}")
+                found.append(
+                    f"rank {entry.rank} of {entry.token} started on {entry.node} during {holder.command} {holder.id}"
+                )
         elif entry.kind == "began":
             held[entry.node] = entry
         elif entry.kind == "ended":
             held.pop(entry.node, None)
         if isinstance(entry, Upkeep) and entry.id and entry.kind in ("began", "rebooted") and here:
             token, rank = next(iter(here))
-            found.append(f"{entry.command} {entry.id} {entry.kind} on {entry.node} while rank {rank} of {token} lived there")
+            found.append(
+                f"{entry.command} {entry.id} {entry.kind} on {entry.node} while rank {rank} of {token} lived there"
+            )
     return tuple(found)
 
 
@@ -53,7 +62,9 @@ def held_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
     for entry in upkeep:
         if entry.kind == "began":
             if (holder := held.get(entry.node)) is not None:
-                found.append(f"{entry.command} {entry.id} began on {entry.node} during {holder.command} {holder.id}")
+                found.append(
+                    f"{entry.command} {entry.id} began on {entry.node} during {holder.command} {holder.id}"
+                )
             held[entry.node] = entry
         elif entry.kind == "ended":
             held.pop(entry.node, None)
@@ -69,7 +80,9 @@ def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
             continue
         before = told.get((entry.node, entry.boot_id))
         if before is not None and entry.at - before.at < ORDERED_LATELY:
-            found.append(f"{entry.boot_id} was told to end for {before.id}, and {entry.at - before.at:g} s later for {entry.id}")
+            found.append(
+                f"{entry.boot_id} was told to end for {before.id}, and {entry.at - before.at:g} s later for {entry.id}"
+            )
         told[entry.node, entry.boot_id] = entry
     return tuple(found)
 
@@ -83,6 +96,8 @@ def rebooted_unordered(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
             ordered[entry.node, entry.id] = None
         elif entry.kind == "rebooted" and entry.id:
             if (entry.node, entry.id) not in ordered:
-                found.append(f"{entry.node} rebooted into {entry.boot_id} for {entry.id}, which had not ordered it")
+                found.append(
+                    f"{entry.node} rebooted into {entry.boot_id} for {entry.id}, which had not ordered it"
+                )
             ordered.pop((entry.node, entry.id), None)
     return tuple(found)

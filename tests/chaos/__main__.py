@@ -33,25 +33,52 @@ def table(rows: tuple[str, ...], columns: tuple[str, ...], cell: str, tally: Tal
 
     wide = max(len(cell), *(len(row) for row in rows))
     head = f"{cell:<{wide}}  " + "  ".join(f"{column:>{max(6, len(column))}}" for column in columns)
-    return [head, *(f"{row:<{wide}}  " + "  ".join(f"{text(row, c):>{max(6, len(c))}}" for c in columns) for row in rows)]
+    return [
+        head,
+        *(
+            f"{row:<{wide}}  " + "  ".join(f"{text(row, c):>{max(6, len(c))}}" for c in columns)
+            for row in rows
+        ),
+    ]
 
 
 async def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--rounds", type=int, default=10, help="of each cell")
-    parser.add_argument("--backend", choices=("local", "ssh"), default="local", help="of the nodes; ssh needs an OpenSSH server installed")
-    parser.add_argument("--apart", action="store_true", help="nodes of ssh in network namespaces: cuts are packets that get lost (root)")
+    parser.add_argument(
+        "--backend",
+        choices=("local", "ssh"),
+        default="local",
+        help="of the nodes; ssh needs an OpenSSH server installed",
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="nodes of ssh in network namespaces: cuts are packets that get lost (root)",
+    )
     parser.add_argument("--victims", help="comma-separated; default: all that such nodes have")
     parser.add_argument("--phases", default=",".join((*PHASES, *NAMED)), help="comma-separated")
-    parser.add_argument("--minutes", type=float, default=24 * 60, help="start no round after so many")
-    parser.add_argument("--work", type=Path, help="folder of a run that can be interrupted: with the same seed and cells it goes on there")
     parser.add_argument(
-        "--answer-within", type=float, help="seconds that a node has for an answer; more than the default on a busy machine"
+        "--minutes", type=float, default=24 * 60, help="start no round after so many"
     )
-    parser.add_argument("--worlds", type=int, default=2, help="servers, workers and fleets side by side")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder of a run that can be interrupted: with the same seed and cells it goes on there",
+    )
+    parser.add_argument(
+        "--answer-within",
+        type=float,
+        help="seconds that a node has for an answer; more than the default on a busy machine",
+    )
+    parser.add_argument(
+        "--worlds", type=int, default=2, help="servers, workers and fleets side by side"
+    )
     arguments = parser.parse_args()
-    there = tuple(victim for victim in VICTIMS if ONLY.get(victim, arguments.backend) == arguments.backend)
+    there = tuple(
+        victim for victim in VICTIMS if ONLY.get(victim, arguments.backend) == arguments.backend
+    )
     if arguments.apart:
         # Agents ask their peers over the network that ranks train over: to cut it off is to stop training, which no round expects.
         there = tuple(victim for victim in there if victim != "cut peers")
@@ -59,7 +86,10 @@ async def main() -> int:
         if (reason := find_obstacle(victim)) is not None:
             print(f"left out: {victim}: {reason}", flush=True)
     there = tuple(victim for victim in there if find_obstacle(victim) is None)
-    victims, phases = tuple(arguments.victims.split(",")) if arguments.victims else there, tuple(arguments.phases.split(","))
+    victims, phases = (
+        tuple(arguments.victims.split(",")) if arguments.victims else there,
+        tuple(arguments.phases.split(",")),
+    )
     for given, known in ((victims, there), (phases, (*PHASES, *NAMED))):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
@@ -70,7 +100,13 @@ async def main() -> int:
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4))
     print(f"seed {seed}", flush=True)
     order = random.Random(seed)
-    cells = [(phase, victim) for phase in phases if phase in PHASES for victim in victims if (phase, victim) not in ABSENT]
+    cells = [
+        (phase, victim)
+        for phase in phases
+        if phase in PHASES
+        for victim in victims
+        if (phase, victim) not in ABSENT
+    ]
     cells += [(phase, name) for phase, names in NAMED.items() if phase in phases for name in names]
     queue = []
     for _ in range(arguments.rounds):
@@ -84,12 +120,26 @@ async def main() -> int:
         print(f"{len(played)} rounds were played before", flush=True)
         queue = [one for one in queue if one not in played]
     until = time.monotonic() + 60 * arguments.minutes
-    how = {"backend": arguments.backend, "apart": arguments.apart, "answer_within": arguments.answer_within}
-    await asyncio.gather(*(work(number, folder, queue, tally, until, **how) for number in range(arguments.worlds)))
+    how = {
+        "backend": arguments.backend,
+        "apart": arguments.apart,
+        "answer_within": arguments.answer_within,
+    }
+    await asyncio.gather(
+        *(work(number, folder, queue, tally, until, **how) for number in range(arguments.worlds))
+    )
     print(f"\nseed {seed}: rounds passed / played\n")
     if shown := tuple(phase for phase in PHASES if phase in phases):
-        print("\n".join(table(tuple(victim for victim in VICTIMS if victim in victims), shown, "victim", tally)))
-        print(f"\n–: no such victim in that phase. {' and '.join(NOT_YET)}: see tests.chaos.repairs.")
+        print(
+            "\n".join(
+                table(
+                    tuple(victim for victim in VICTIMS if victim in victims), shown, "victim", tally
+                )
+            )
+        )
+        print(
+            f"\n–: no such victim in that phase. {' and '.join(NOT_YET)}: see tests.chaos.repairs."
+        )
     for phase, names in NAMED.items():
         if phase in phases:
             print("\n" + "\n".join(table(names, (phase,), "killed at", tally)))

@@ -20,16 +20,24 @@ async def violations(job: Job, expected: Expected) -> list[str]:
         found.append(f"{ended}; expected {expected.phase} with {expected.exit_code}")
     tries = tuple((str(t.cause), str(t.strategy), t.spent) for t in state.tries)
     if expected.tries is not None and tries not in expected.tries:
-        found.append(f"it tried {tries}, expected {' or '.join(str(allowed) for allowed in expected.tries)}")
+        found.append(
+            f"it tried {tries}, expected {' or '.join(str(allowed) for allowed in expected.tries)}"
+        )
     wanted = expected.generation or 1 + len(tries)
     if expected.tries is not None and state.generation != wanted:
         found.append(f"it is in generation {state.generation}, expected {wanted}")
     found += launched_once(job, state.spec.world_size, state.generation)
-    overlaps = [line for line in job.lines("violations") if int(line["alive"].rpartition(".")[2]) not in expected.paused]
+    overlaps = [
+        line
+        for line in job.lines("violations")
+        if int(line["alive"].rpartition(".")[2]) not in expected.paused
+    ]
     found += [f"two generations were alive at once: {line}" for line in overlaps]
     found += await agreement(job)
     try:
-        await eventually(lambda: _none_left(job), f"ranks of {job.name} are left: {job.rank_pids()}", 20.0)
+        await eventually(
+            lambda: _none_left(job), f"ranks of {job.name} are left: {job.rank_pids()}", 20.0
+        )
     except Unmet as unmet:
         found.append(str(unmet))
     return found
@@ -43,13 +51,21 @@ def launched_once(job: Job, world_size: int, generation: int) -> list[str]:
     """Every rank of every generation was started at most once, those of the last one exactly once."""
     found = []
     counted = Counter((line["token"], line["rank"]) for line in job.starts())
-    found += [f"rank {rank} of {token} was started {times} times" for (token, rank), times in counted.items() if times > 1]
+    found += [
+        f"rank {rank} of {token} was started {times} times"
+        for (token, rank), times in counted.items()
+        if times > 1
+    ]
     tokens = {token for token, _ in counted}
     above = [token for token in tokens if int(token.rpartition("/")[2]) > generation]
-    found += [f"{token} was started, and the job knows only {generation} generations" for token in above]
+    found += [
+        f"{token} was started, and the job knows only {generation} generations" for token in above
+    ]
     last = {rank for token, rank in counted if int(token.rpartition("/")[2]) == generation}
     if last != set(range(world_size)):
-        found.append(f"generation {generation} started ranks {sorted(last)}, expected all {world_size}")
+        found.append(
+            f"generation {generation} started ranks {sorted(last)}, expected all {world_size}"
+        )
     return found
 
 
@@ -57,17 +73,27 @@ async def agreement(job: Job) -> list[str]:
     """`show` and `history` tell the same story."""
     state, incidents = await job.state(), await job.incidents()
     moment = datetime.now(UTC)
-    show, history = job_views.show(state, None, moment), [job_views.history_entry(incident) for incident in incidents]
+    show, history = (
+        job_views.show(state, None, moment),
+        [job_views.history_entry(incident) for incident in incidents],
+    )
     found = []
     if show["incidents"] != len(history):
         found.append(f"show counts {show['incidents']} incidents, history has {len(history)}")
     decisions = [decision for entry in history for decision in entry["decisions"]]
     strategies = Counter(decision["strategy"] for decision in decisions if decision["strategy"])
     if strategies != Counter(str(t.strategy) for t in state.tries):
-        found.append(f"history has the strategies {dict(strategies)}, show the tries {[str(t.strategy) for t in state.tries]}")
+        found.append(
+            f"history has the strategies {dict(strategies)}, show the tries {[str(t.strategy) for t in state.tries]}"
+        )
     spent = sum(decision["spent"] for decision in decisions)
-    if spent != sum(t.spent for t in state.tries) or show["budgets"]["max_restarts"]["spent"] > spent:
-        found.append(f"history says that {spent} restarts were spent, show {show['budgets']['max_restarts']['spent']}")
+    if (
+        spent != sum(t.spent for t in state.tries)
+        or show["budgets"]["max_restarts"]["spent"] > spent
+    ):
+        found.append(
+            f"history says that {spent} restarts were spent, show {show['budgets']['max_restarts']['spent']}"
+        )
     if open_ones := [entry["reason"] for entry in history if entry["closed"] is None]:
         found.append(f"the job has ended and an incident is open: {open_ones}")
     if show["incident"] is not None and show["incident"] != history[-1]:

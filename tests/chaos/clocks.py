@@ -26,7 +26,9 @@ class Clocks:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         library, self._file = folder / "clocks.so", folder / "steps"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)], check=True)
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)], check=True
+        )
         self._wall = self._boot = 0.0
         self._file.write_bytes(bytes(16))
         self.variables = {"LD_PRELOAD": str(library), "STEPPED_CLOCKS": str(self._file)}
@@ -46,4 +48,6 @@ class Clocks:
 
     def _write(self) -> None:
         with self._file.open("r+b") as file:  # in place: it is mapped
-            file.write(struct.pack("qq", int(self._wall * NANOSECONDS), int(self._boot * NANOSECONDS)))
+            file.write(
+                struct.pack("qq", int(self._wall * NANOSECONDS), int(self._boot * NANOSECONDS))
+            )

@@ -120,7 +120,9 @@ def _find(round: Round, kind: str, node: str) -> list[int]:
         case _:
             places, state = round.world.places, round.world.node(node)
             servers = places.hosts[node].servers() if isinstance(places, SshPlaces) else []
-            ours = processes_of(state, b"RELAUNCH_NODE_STATE") | processes_of(state, b"RELAUNCH_AGENT_STATE")
+            ours = processes_of(state, b"RELAUNCH_NODE_STATE") | processes_of(
+                state, b"RELAUNCH_AGENT_STATE"
+            )
             return [*ours, *servers]
 
 
@@ -165,13 +167,19 @@ async def _change_policy(round: Round, node: str) -> Undo:
     change = {"policy": {"timeouts": times}, "reason": "chaos", "by": "chaos"}
 
     async def send() -> None:
-        with contextlib.suppress(RPCError, WorkflowUpdateFailedError):  # the job has ended, or its server is away
-            await jobs.handle_of(round.world.client, round.job.name).execute_update("change_policy", change)
+        with contextlib.suppress(
+            RPCError, WorkflowUpdateFailedError
+        ):  # the job has ended, or its server is away
+            await jobs.handle_of(round.world.client, round.job.name).execute_update(
+                "change_policy", change
+            )
 
     # While no worker runs nothing answers: it is done as soon as one does.
     sent = asyncio.create_task(send())
     await asyncio.wait([sent], timeout=1.0)
-    round.note(f"the policy is changed to {times}: {'answered' if sent.done() else 'no answer yet'}")
+    round.note(
+        f"the policy is changed to {times}: {'answered' if sent.done() else 'no answer yet'}"
+    )
     if round.random.random() < 0.5:
         round.cut_off_node(node)
 
@@ -212,7 +220,10 @@ async def _compete(round: Round) -> Undo:
 async def _swap_addresses(round: Round) -> Undo:
     world = round.world
     named, _ = world.places.described()
-    lines = {str(line["name"]): {key: line[key] for key in ("address", "port", "network")} for line in named}
+    lines = {
+        str(line["name"]): {key: line[key] for key in ("address", "port", "network")}
+        for line in named
+    }
     world.write_fleet({"n1": lines["n2"], "n2": lines["n1"]})
     _, said = await world.run_starter("nodes", "apply", "--reason", "chaos", "--fleet", FLEET)
     round.note(f"addresses of n1 and n2 swapped: {' '.join(said.split())[:160]}")
@@ -222,7 +233,9 @@ async def _swap_addresses(round: Round) -> Undo:
 
         async def applied() -> bool:
             # A worker that is busy may not answer in time; the command says so, and that it has to be given again.
-            code, said = await world.run_starter("nodes", "apply", "--reason", "chaos is over", "--fleet", FLEET)
+            code, said = await world.run_starter(
+                "nodes", "apply", "--reason", "chaos is over", "--fleet", FLEET
+            )
             round.note(f"addresses as before: {' '.join(said.split())[:160]}")
             return code == 0
 

@@ -34,11 +34,29 @@ class EcsPlaces:
         self._options = options
         logs = {
             "logDriver": "awslogs",
-            "options": {"awslogs-group": LOG_GROUP, "awslogs-stream-prefix": "node", "awslogs-region": REGION},
+            "options": {
+                "awslogs-group": LOG_GROUP,
+                "awslogs-stream-prefix": "node",
+                "awslogs-region": REGION,
+            },
         }
-        self.aws.register(TRAINER, [{"name": "trainer", "image": "any", "essential": True}], networkMode="host")
-        self.aws.register(NODE, [{"name": "node", "image": "relaunch-node", "essential": True, "logConfiguration": logs}])
-        self.instances: dict[str, Instance] = {name: self.aws.instance(self.aws.add_instance(gpus=gpus, name=name)) for name in names}
+        self.aws.register(
+            TRAINER, [{"name": "trainer", "image": "any", "essential": True}], networkMode="host"
+        )
+        self.aws.register(
+            NODE,
+            [
+                {
+                    "name": "node",
+                    "image": "relaunch-node",
+                    "essential": True,
+                    "logConfiguration": logs,
+                }
+            ],
+        )
+        self.instances: dict[str, Instance] = {
+            name: self.aws.instance(self.aws.add_instance(gpus=gpus, name=name)) for name in names
+        }
         self.environment = self.aws.environment()
         calls = Caller(self.aws)
         self.topic = calls.sns.create_topic(Name="relaunch")["TopicArn"]
@@ -59,9 +77,22 @@ class EcsPlaces:
         return self.instances[name].state
 
     def described(self) -> tuple[Lines, dict[str, object]]:
-        nodes: Lines = [{"name": name, "address": instance.ec2_id} for name, instance in self.instances.items()]
-        made = {"cluster": self.aws.cluster, "task_definition": TRAINER, "node_task": NODE, "queue": self.queue, "topic": self.topic}
-        ecs = {**made, "tables": {kind.removeprefix("ecs_"): kind for kind in TABLES}, "poll": "5s", **self._options}
+        nodes: Lines = [
+            {"name": name, "address": instance.ec2_id} for name, instance in self.instances.items()
+        ]
+        made = {
+            "cluster": self.aws.cluster,
+            "task_definition": TRAINER,
+            "node_task": NODE,
+            "queue": self.queue,
+            "topic": self.topic,
+        }
+        ecs = {
+            **made,
+            "tables": {kind.removeprefix("ecs_"): kind for kind in TABLES},
+            "poll": "5s",
+            **self._options,
+        }
         return nodes, {"ecs": ecs}
 
     def _arn(self, queue: str) -> str:
@@ -69,22 +100,31 @@ class EcsPlaces:
 
     def notices(self) -> list[dict[str, str]]:
         """What people were told, in the order of its arrival."""
-        while messages := self._calls.sqs.receive_message(QueueUrl=self._inbox, MaxNumberOfMessages=10).get("Messages"):
+        while messages := self._calls.sqs.receive_message(
+            QueueUrl=self._inbox, MaxNumberOfMessages=10
+        ).get("Messages"):
             for message in messages:
                 self._notices.append(json.loads(message["Body"]))
-                self._calls.sqs.delete_message(QueueUrl=self._inbox, ReceiptHandle=message["ReceiptHandle"])
+                self._calls.sqs.delete_message(
+                    QueueUrl=self._inbox, ReceiptHandle=message["ReceiptHandle"]
+                )
         return self._notices
 
     def repair_tags(self, name: str) -> list[str]:
         """Return what relaunch wrote on an instance about its reboots and power cycles."""
         ec2_id = self.instances[name].ec2_id
-        tags = self._calls.ec2.describe_tags(Filters=[{"Name": "resource-id", "Values": [ec2_id]}])["Tags"]
+        tags = self._calls.ec2.describe_tags(Filters=[{"Name": "resource-id", "Values": [ec2_id]}])[
+            "Tags"
+        ]
         return [tag["Value"] for tag in tags if tag["Key"].startswith(reboots.PREFIX)]
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """What is in a table, by its key."""
         plain = TypeDeserializer().deserialize
-        found = [{name: plain(value) for name, value in item.items()} for item in self._calls.dynamodb.scan(TableName=table)["Items"]]
+        found = [
+            {name: plain(value) for name, value in item.items()}
+            for item in self._calls.dynamodb.scan(TableName=table)["Items"]
+        ]
         return {str(row[TABLES[table]]): row for row in found}
 
     async def serve(self, port: int) -> None:
@@ -93,7 +133,9 @@ class EcsPlaces:
     def sessions(self, name: str, worker: int) -> list[int]:
         return []
 
-    def cut(self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False) -> None:
+    def cut(
+        self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False
+    ) -> None:
         self.instances[name].disconnect()
 
     def heal(self, name: str) -> None:

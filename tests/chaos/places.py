@@ -48,7 +48,9 @@ class Places(Protocol):
 
     def sessions(self, name: str, worker: int) -> list[int]: ...
 
-    def cut(self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False) -> None: ...
+    def cut(
+        self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False
+    ) -> None: ...
 
     def heal(self, name: str) -> None: ...
 
@@ -68,7 +70,9 @@ class LocalPlaces:
     environment: Mapping[str, str] = MappingProxyType({})
     within = elsewhere = ()
 
-    def __init__(self, folder: Path, addresses: dict[str, str], prepare: Prepare | None = None) -> None:
+    def __init__(
+        self, folder: Path, addresses: dict[str, str], prepare: Prepare | None = None
+    ) -> None:
         self._folder, self._addresses = folder, addresses
         for name in addresses:
             self.state(name).mkdir(parents=True, mode=0o700)
@@ -86,9 +90,15 @@ class LocalPlaces:
 
     def sessions(self, name: str, worker: int) -> list[int]:
         wanted = b"RELAUNCH_AGENT_STATE=" + os.fsencode(self.state(name).resolve())
-        return [pid for pid, variables in environments() if wanted in variables and parent(pid) == worker]
+        return [
+            pid
+            for pid, variables in environments()
+            if wanted in variables and parent(pid) == worker
+        ]
 
-    def cut(self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False) -> None:
+    def cut(
+        self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False
+    ) -> None:
         local.cut(self.state(name), what, freeze_ranks=freeze_ranks)
 
     def heal(self, name: str) -> None:
@@ -133,8 +143,12 @@ class SshPlaces:
         self._links = contextlib.ExitStack()
         self.key = make_key(folder / "key")
         self.network = self._make_network(folder, addresses) if apart else None
-        self.within: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[0])
-        self.elsewhere: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[1])
+        self.within: tuple[str, ...] = (
+            () if self.network is None else self.network.at(self.network.controllers[0])
+        )
+        self.elsewhere: tuple[str, ...] = (
+            () if self.network is None else self.network.at(self.network.controllers[1])
+        )
         self.hosts: dict[str, Sshd] = {}
         self._numbers = {name: number for number, name in enumerate(addresses, 1)}
         self._training: dict[str, str] = {}
@@ -147,7 +161,12 @@ class SshPlaces:
             self._end()
             raise
         self.known_hosts, self.config = folder / "known_hosts", folder / "ssh_config"
-        self.known_hosts.write_text("".join(host.known_hosts.replace(host.address, self._near(host)) for host in self.hosts.values()))
+        self.known_hosts.write_text(
+            "".join(
+                host.known_hosts.replace(host.address, self._near(host))
+                for host in self.hosts.values()
+            )
+        )
         self.config.touch()  # not whatever configuration whoever runs this has
 
     def _make_network(self, folder: Path, addresses: dict[str, str]) -> Network:
@@ -157,7 +176,11 @@ class SshPlaces:
         host = Sshd(folder, address, self.key)
         if self.network is not None:
             number = self._numbers[name]
-            host.address, host.port, host.within = f"{CONTROL}.{10 + number}", 22, self.network.inside(number)
+            host.address, host.port, host.within = (
+                f"{CONTROL}.{10 + number}",
+                22,
+                self.network.inside(number),
+            )
             self._training[name] = f"{TRAINING}.{10 + number}"
         host.state.mkdir(mode=0o700)
         if self._prepare is not None:
@@ -178,12 +201,29 @@ class SshPlaces:
         nodes: Lines = []
         for name, host in self.hosts.items():
             training = {"network": self._training[name]} if self._training else {}
-            nodes.append({"name": name, "address": self._near(host), "port": host.port, "network": host.address, **training})
-        return nodes, {"ssh": {"key": str(self.key), "known_hosts": str(self.known_hosts), "config": str(self.config)}}
+            nodes.append(
+                {
+                    "name": name,
+                    "address": self._near(host),
+                    "port": host.port,
+                    "network": host.address,
+                    **training,
+                }
+            )
+        return nodes, {
+            "ssh": {
+                "key": str(self.key),
+                "known_hosts": str(self.known_hosts),
+                "config": str(self.config),
+            }
+        }
 
     async def serve(self, port: int) -> None:
         if self._delay:
-            ways = [Way((self._near(host), host.port), (host.address, host.port)) for host in self.hosts.values()]
+            ways = [
+                Way((self._near(host), host.port), (host.address, host.port))
+                for host in self.hosts.values()
+            ]
             self._links.enter_context(slow_links(ways, self._delay))
         if self.network is None:
             return
@@ -194,9 +234,13 @@ class SshPlaces:
             task.add_done_callback(self._relayed.discard)
 
         for controller in (1, 2):
-            self._relays.append(await asyncio.start_server(accept, sock=self.network.listener(port, controller)))
+            self._relays.append(
+                await asyncio.start_server(accept, sock=self.network.listener(port, controller))
+            )
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int
+    ) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(HOST, port)
         except OSError:  # the server is away: so it is for the worker
@@ -217,9 +261,15 @@ class SshPlaces:
     def sessions(self, name: str, worker: int) -> list[int]:
         servers = set(self.hosts[name].servers())
         # What they have forked has the same words, up to the keepers.
-        return [pid for pid, _ in environments() if b"session" in words_of(pid) and parent(pid) in servers]
+        return [
+            pid
+            for pid, _ in environments()
+            if b"session" in words_of(pid) and parent(pid) in servers
+        ]
 
-    def cut(self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False) -> None:
+    def cut(
+        self, name: str, what: Iterable[str] = local.CUTS, *, freeze_ranks: bool = False
+    ) -> None:
         ways, number = set(what), self._numbers[name]
         if self.network is not None:
             if "controller-in" in ways:
@@ -271,7 +321,13 @@ class SshPlaces:
 
 
 def copy_state(state: Path, folder: Path) -> None:
-    shutil.copytree(state, folder, ignore=lambda where, names: [name for name in names if name in ("sock", "orders", "agents")])
+    shutil.copytree(
+        state,
+        folder,
+        ignore=lambda where, names: [
+            name for name in names if name in ("sock", "orders", "agents")
+        ],
+    )
 
 
 def environments() -> list[tuple[int, list[bytes]]]:

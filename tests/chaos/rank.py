@@ -197,7 +197,9 @@ def main() -> int:
     parser.add_argument("--target", type=int, default=10**9)
     parser.add_argument("--step-time", type=float, default=0.05)
     parser.add_argument("--stubborn", action="store_true", help="only SIGKILL ends it")
-    parser.add_argument("--stand-still", action="store_true", help="wait without end for a lost peer")
+    parser.add_argument(
+        "--stand-still", action="store_true", help="wait without end for a lost peer"
+    )
     parser.add_argument("--write-on", type=float, metavar="SECONDS", help="interval of `writes`")
     arguments = parser.parse_args()
     folder = arguments.folder
@@ -205,11 +207,22 @@ def main() -> int:
     if arguments.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     held = refuse_second_generation(folder)
-    note(folder / "starts", token=TOKEN, rank=RANK, node=os.environ["RELAUNCH_NODE"], pid=os.getpid(), at=time.monotonic(), raw=stamp())
+    note(
+        folder / "starts",
+        token=TOKEN,
+        rank=RANK,
+        node=os.environ["RELAUNCH_NODE"],
+        pid=os.getpid(),
+        at=time.monotonic(),
+        raw=stamp(),
+    )
     if arguments.write_on:
         write_on(folder / "writes", arguments.write_on)
     if (folder / "env").is_dir():
-        replace(folder / "env" / f"{os.environ['RELAUNCH_GENERATION']}.{RANK}.json", json.dumps(dict(os.environ)))
+        replace(
+            folder / "env" / f"{os.environ['RELAUNCH_GENERATION']}.{RANK}.json",
+            json.dumps(dict(os.environ)),
+        )
     print(f"rank {RANK} of generation {os.environ['RELAUNCH_GENERATION']} starts", flush=True)
     try:
         train(folder, arguments.target, arguments.step_time, arguments.stand_still)

@@ -20,7 +20,9 @@ from tests.chaos.world import World
 MINUTES = 10.0
 
 
-async def endure(world: World, what: tuple[str, ...], freeze: bool, minutes: float, expected: Tries) -> list[str]:
+async def endure(
+    world: World, what: tuple[str, ...], freeze: bool, minutes: float, expected: Tries
+) -> list[str]:
     async with world:
         job = await world.submit(policy=preset("default"))
         await job.until_phase("RUNNING")
@@ -31,27 +33,44 @@ async def endure(world: World, what: tuple[str, ...], freeze: bool, minutes: flo
         while time.monotonic() < began + 60 * minutes:
             phase, generation = await job.phase()
             if (now := f"{phase}, generation {generation}") != seen:
-                print(f"{time.monotonic() - began:6.1f} s  {job.name}: {now}, step {job.step()}", flush=True)
+                print(
+                    f"{time.monotonic() - began:6.1f} s  {job.name}: {now}, step {job.step()}",
+                    flush=True,
+                )
                 seen = now
             await asyncio.sleep(1.0)
         heal(world.node("n2"))
-        print(f"{time.monotonic() - began:6.1f} s  {job.name}: healed at step {job.step()}", flush=True)
+        print(
+            f"{time.monotonic() - began:6.1f} s  {job.name}: healed at step {job.step()}",
+            flush=True,
+        )
         await job.until_phase("RUNNING")
         await job.until_steps()
         job.let_end()
         await job.until_phase("SUCCEEDED")
         for incident in await job.incidents():
-            print(f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; {incident.outcome}")
+            print(
+                f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; {incident.outcome}"
+            )
         return await violations(job, Expected((expected,)))
 
 
 async def main() -> int:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else MINUTES
     folder = Path(tempfile.mkdtemp(prefix="relaunch-cut-"))
-    away = endure(World(folder / "controller", 10), ("controller-in", "controller-out"), False, minutes, NOTHING)
+    away = endure(
+        World(folder / "controller", 10),
+        ("controller-in", "controller-out"),
+        False,
+        minutes,
+        NOTHING,
+    )
     dead = endure(World(folder / "everybody", 11), CUTS, True, minutes, LOST)
     found = [*await asyncio.gather(away, dead)]
-    print("\n".join(line for lines in found for line in lines) or "nothing was lost, doubled or spent in vain")
+    print(
+        "\n".join(line for lines in found for line in lines)
+        or "nothing was lost, doubled or spent in vain"
+    )
     return 1 if any(found) else 0
 
 

@@ -102,12 +102,18 @@ async def play(world: World, victim: str, dice: random.Random) -> str:
         phase, generation = await settled(job)
         ordered = [one for one in journal(world, node) if one.get("id")]
         boots = {one["boot_id"] for one in ordered}
-        assert len(ordered) == len(boots) <= 1, f"{victim} after {delay:.2f} s: ordered to reboot more than once: {ordered}"
+        assert len(ordered) == len(boots) <= 1, (
+            f"{victim} after {delay:.2f} s: ordered to reboot more than once: {ordered}"
+        )
         if (phase, generation) == ("RUNNING", 2):
             await job.until_steps()
         else:
-            assert phase == "FAILED", f"{victim} after {delay:.2f} s: {phase} in generation {generation}"
-            assert victim in ("dcgmi", "power"), f"{victim} after {delay:.2f} s: failed: {(await job.state()).reason}"
+            assert phase == "FAILED", (
+                f"{victim} after {delay:.2f} s: {phase} in generation {generation}"
+            )
+            assert victim in ("dcgmi", "power"), (
+                f"{victim} after {delay:.2f} s: failed: {(await job.state()).reason}"
+            )
         return f"{phase} in generation {generation}"
     finally:
         healing.cancel()
@@ -119,7 +125,11 @@ async def settled(job: Job) -> tuple[str, int]:
 
     async def there() -> tuple[str, int] | None:
         phase, generation = await job.phase()
-        return (phase, generation) if phase == "FAILED" or (phase == "RUNNING" and generation > 1) else None
+        return (
+            (phase, generation)
+            if phase == "FAILED" or (phase == "RUNNING" and generation > 1)
+            else None
+        )
 
     return await eventually(there, "neither trains again nor ends", patience=150.0)
 
@@ -137,7 +147,9 @@ async def run(rounds: int, seed: int, victims: tuple[str, ...], say: Callable[[s
                 begun = time.monotonic()
                 for number in range(rounds):
                     try:
-                        ends[await play(world, victim, random.Random(f"{seed}/{victim}/{number}"))] += 1
+                        ends[
+                            await play(world, victim, random.Random(f"{seed}/{victim}/{number}"))
+                        ] += 1
                     except AssertionError as error:
                         failed += 1
                         ends["broken"] += 1
@@ -152,7 +164,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
     arguments = parser.parse_args()
-    failed = asyncio.run(run(arguments.rounds, arguments.seed, tuple(arguments.victims), lambda text: print(text, flush=True)))
+    failed = asyncio.run(
+        run(
+            arguments.rounds,
+            arguments.seed,
+            tuple(arguments.victims),
+            lambda text: print(text, flush=True),
+        )
+    )
     print(f"{failed} of {arguments.rounds * len(arguments.victims)} rounds broke a promise")
     return 1 if failed else 0
 

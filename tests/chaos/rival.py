@@ -45,7 +45,9 @@ class Rival:
             return
         world, state, port = self._world, self._folder / "state", free_port()
         state.mkdir(parents=True, mode=0o700)
-        if (world.folder / "state" / "nodes").exists():  # local nodes: the same machine, so the same folders
+        if (
+            world.folder / "state" / "nodes"
+        ).exists():  # local nodes: the same machine, so the same folders
             (state / "nodes").symlink_to(world.folder / "state" / "nodes")
         environment = {
             **world.environment,
@@ -119,7 +121,9 @@ class Rival:
             async def ended(name: str = name) -> bool:
                 described = await jobs.describe(client, name)
                 if described.close_time is None:
-                    await jobs.handle_of(client, name).signal("cancel", {"reason": "the round is over"})
+                    await jobs.handle_of(client, name).signal(
+                        "cancel", {"reason": "the round is over"}
+                    )
                 return described.close_time is not None
 
             try:

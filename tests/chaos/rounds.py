@@ -31,10 +31,30 @@ CUTS = {
     "cut peers": ("peers",),
     "cut both": ("controller-in", "controller-out", "peers"),
 }
-VICTIMS = ("rank", "keeper", "supervisor", "session", "sshd", "worker", "server", *CUTS, "reboot", *DISTURBANCES)
+VICTIMS = (
+    "rank",
+    "keeper",
+    "supervisor",
+    "session",
+    "sshd",
+    "worker",
+    "server",
+    *CUTS,
+    "reboot",
+    *DISTURBANCES,
+)
 ONLY = {"sshd": "ssh", **dict.fromkeys(ONLY_SSH, "ssh")}
 """Victims that nodes of one backend only have."""
-PHASES = ("QUEUED", "LAUNCHING", "RUNNING", "NODE_LOST", "STOPPING", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
+PHASES = (
+    "QUEUED",
+    "LAUNCHING",
+    "RUNNING",
+    "NODE_LOST",
+    "STOPPING",
+    "WAITING_FOR_NODES",
+    "WAITING_FOR_PERSON",
+    "ended",
+)
 NOT_YET = ("EXAMINING", "REPAIRING")
 """Phases whose blows are another program's, tests.chaos.repairs."""
 ON_NODES = ("rank", "keeper", "supervisor", "stop keeper", "stop supervisor")
@@ -44,7 +64,10 @@ ABSENT = {
         for phase in ("QUEUED", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
         for victim in ON_NODES
     },
-    **{("QUEUED", victim): "sessions begin with the first look at a node" for victim in ("session", "sshd", "stop session", "stop node")},
+    **{
+        ("QUEUED", victim): "sessions begin with the first look at a node"
+        for victim in ("session", "sshd", "stop session", "stop node")
+    },
 }
 FAILPOINTS = (
     "prepare.reserved",
@@ -60,7 +83,11 @@ FAILPOINTS = (
     "stop.killed",
 )
 
-POINTS = tuple(f"{who} at {point}" for who in ("worker", "server") for point in ("reserved", "prepared", "started", "stopped"))
+POINTS = tuple(
+    f"{who} at {point}"
+    for who in ("worker", "server")
+    for point in ("reserved", "prepared", "started", "stopped")
+)
 """The controller dies as soon as generation 2 is reserved in its state, prepared on a node, started on a node; or generation 1 stopped."""
 
 PATIENT = {"lease": "15s"}
@@ -197,7 +224,9 @@ class Round:
             case "keeper" | "supervisor":
                 await self._kill(self.victim, node, lambda: self.job.agent_pid(node, self.victim))
             case "session":
-                await self._kill("session", node, lambda: next(iter(self.world.sessions(node)), None))
+                await self._kill(
+                    "session", node, lambda: next(iter(self.world.sessions(node)), None)
+                )
             case "worker" | "server":
                 await self._restart(self.victim)
                 return ""
@@ -301,7 +330,9 @@ class Round:
     async def _finish_queued(self) -> Expected:
         if self.victim == "worker":
             await self.world.worker.start()
-            await asyncio.sleep(self.moment(6.0))  # while it starts, or just after it has begun to work
+            await asyncio.sleep(
+                self.moment(6.0)
+            )  # while it starts, or just after it has begun to work
             await self._restart("worker")
         else:
             node = await self._hit()
@@ -418,7 +449,11 @@ class Round:
         """While ranks are being stopped a victim may be gone already; then there is nothing to hit."""
         if self.victim in ON_NODES:
             node = self.random.choice(self._nodes())
-            pid = next(iter(self.job.rank_pids(node)), None) if self.victim == "rank" else self.job.agent_pid(node, self.victim)
+            pid = (
+                next(iter(self.job.rank_pids(node)), None)
+                if self.victim == "rank"
+                else self.job.agent_pid(node, self.victim)
+            )
             if pid is None:
                 self.note(f"the {self.victim} on {node} was gone already")
                 return node
@@ -476,12 +511,20 @@ class Round:
         await self.job.until_steps()
         if first in ("keeper", "supervisor") or relaunch:
             file.touch()
-            pid = next(iter(self.job.rank_pids(node if first in ("keeper", "supervisor") else None)))
+            pid = next(
+                iter(self.job.rank_pids(node if first in ("keeper", "supervisor") else None))
+            )
             os.kill(pid, signal.SIGKILL)
             self.note(f"killed rank {pid}")
             await self.job.until_phase("RUNNING", generation=2)
             # What its keeper had not written down, nobody knows.
-            allowed = (FAULTY,) if name == "keeper.reaped" else (KILLED, FAULTY) if name == "keeper.journaled" else (KILLED,)
+            allowed = (
+                (FAULTY,)
+                if name == "keeper.reaped"
+                else (KILLED, FAULTY)
+                if name == "keeper.journaled"
+                else (KILLED,)
+            )
         if first == "stop":
             file.touch()
             await self.job.signal("cancel")
@@ -509,7 +552,9 @@ class Round:
                     return (await self.job.phase())[1] == 2
                 case "prepared" | "stopped":
                     highest = [self.job.highest(node, point) for node in self._nodes()]
-                    return any(generation == (2 if point == "prepared" else 1) for generation in highest)
+                    return any(
+                        generation == (2 if point == "prepared" else 1) for generation in highest
+                    )
                 case _:
                     return any(line["token"].endswith("/2") for line in self.job.starts())
 

@@ -94,7 +94,11 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
     else:
         kept = await keep(world, round, found, seed)
         name = round.job.name if hasattr(round, "job") else "-"
-        tally.add(cell, seed, f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}")
+        tally.add(
+            cell,
+            seed,
+            f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}",
+        )
         print(f"FAILED {tally.reports[-1]}", flush=True)
     if hasattr(round, "job"):
         await world.tidy(round.job)
@@ -103,7 +107,9 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
 
 async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
     """Copy what explains a failure, before the world is tidied."""
-    folder = world.folder.parent / "failures" / f"{round.phase}-{round.victim.replace(' ', '-')}-{seed}"
+    folder = (
+        world.folder.parent / "failures" / f"{round.phase}-{round.victim.replace(' ', '-')}-{seed}"
+    )
     shutil.rmtree(folder, ignore_errors=True)  # of the same round in a run that was interrupted
     folder.mkdir(parents=True)
     (folder / "round.txt").write_text("\n".join((*round.log, "", *found)) + "\n")
@@ -117,7 +123,9 @@ async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
         world.places.keep(name, folder / name)
     try:
         async with asyncio.timeout(10):
-            history = await world.client.get_workflow_handle(f"job/{round.job.name}").fetch_history()
+            history = await world.client.get_workflow_handle(
+                f"job/{round.job.name}"
+            ).fetch_history()
             (folder / "history.json").write_text(history.to_json())
     except (TimeoutError, RPCError, ConfigError) as error:
         (folder / "history.txt").write_text(f"it cannot be read: {error!r}")
@@ -139,9 +147,14 @@ async def work(
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
     needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
     within = answer_within or ANSWER_WITHIN[backend]
-    async with World(place, number, backend=backend, apart=apart, answer_within=within, **needs) as world:
+    async with World(
+        place, number, backend=backend, apart=apart, answer_within=within, **needs
+    ) as world:
         while queue and time.monotonic() < until:
             cell, seed = queue.pop(0)
             begun = time.monotonic()
             ok = await play(world, cell, seed, tally)
-            print(f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  {time.monotonic() - begun:.1f} s, {len(queue)} left", flush=True)
+            print(
+                f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  {time.monotonic() - begun:.1f} s, {len(queue)} left",
+                flush=True,
+            )

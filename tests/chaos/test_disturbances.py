@@ -46,7 +46,9 @@ def test_a_full_disk_takes_no_byte_until_it_is_freed(disk: Disk, tmp_path: Path)
 
 def test_a_frozen_disk_keeps_a_write_waiting_until_it_is_thawed(disk: Disk, tmp_path: Path) -> None:
     disk.freeze()
-    write = threading.Thread(target=(tmp_path / "place" / "more").write_text, args=("x",), daemon=True)
+    write = threading.Thread(
+        target=(tmp_path / "place" / "more").write_text, args=("x",), daemon=True
+    )
     write.start()
     write.join(0.3)
     waited = write.is_alive()
@@ -82,7 +84,9 @@ def test_clocks_are_stepped_while_a_process_runs_and_others_are_not(tmp_path: Pa
 
     # A process may be late, by a minute at most: what it read is then behind.
     for steps, ahead in (((0.0, 0.0), (0, 0, 0)), ((7200.0, -3600.0), (7200, -3600, 0))):
-        assert [-60 < found - wanted <= 0.001 for found, wanted in zip(read(*steps), ahead, strict=True)] == [True] * 3
+        assert [
+            -60 < found - wanted <= 0.001 for found, wanted in zip(read(*steps), ahead, strict=True)
+        ] == [True] * 3
     stepped.reset_wall()
     wall, boot, _ = read()
     assert -60 < wall <= 0.001 and boot < -3500

@@ -32,7 +32,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "RELAUNCH_PROGRESS_FILE": str(tmp_path / "progress"),
             "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"),
         }
-        started.append(subprocess.Popen([sys.executable, "-S", str(RANK_PROGRAM), str(tmp_path)], env={**os.environ, **ours}))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-S", str(RANK_PROGRAM), str(tmp_path)], env={**os.environ, **ours}
+            )
+        )
         return started[-1]
 
     yield starting
@@ -43,13 +47,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def until_started(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 60
-    while not (folder / "starts").exists() or len((folder / "starts").read_text().splitlines()) < count:
+    while (
+        not (folder / "starts").exists()
+        or len((folder / "starts").read_text().splitlines()) < count
+    ):
         assert time.monotonic() < deadline, "it does not start"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_rank_of_another_generation_that_lives_is_told(start: Start, tmp_path: Path, frozen: bool) -> None:
+def test_a_rank_of_another_generation_that_lives_is_told(
+    start: Start, tmp_path: Path, frozen: bool
+) -> None:
     old = start(1)
     until_started(tmp_path, 1)
     if frozen:

@@ -14,7 +14,10 @@ from tests.chaos.run import Tally, work
 SEED = 20261121
 CELLS = (
     # The longest first, so that two worlds end together.
-    *(("RUNNING", victim) for victim in ("cut both", "reboot", "worker", "server", "rank", "keeper", "supervisor")),
+    *(
+        ("RUNNING", victim)
+        for victim in ("cut both", "reboot", "worker", "server", "rank", "keeper", "supervisor")
+    ),
     # The one that found a gang of two halves.
     ("failpoint", "start.received"),
 )
@@ -22,9 +25,13 @@ WORLDS = 2
 
 
 @pytest.mark.timeout(900)
-async def test_kill_9_and_cuts_of_a_running_job_lose_nothing_double_nothing_and_spend_what_they_should(tmp_path: Path) -> None:
+async def test_kill_9_and_cuts_of_a_running_job_lose_nothing_double_nothing_and_spend_what_they_should(
+    tmp_path: Path,
+) -> None:
     order, tally = random.Random(SEED), Tally()
     queue = [(cell, order.getrandbits(32)) for cell in CELLS]
-    await asyncio.gather(*(work(number, tmp_path, queue, tally, time.monotonic() + 800) for number in range(WORLDS)))
+    await asyncio.gather(
+        *(work(number, tmp_path, queue, tally, time.monotonic() + 800) for number in range(WORLDS))
+    )
     assert tally.reports == []
     assert sum(tally.passed.values()) == len(CELLS), f"only {dict(tally.passed)} in time"

@@ -70,7 +70,12 @@ class Unmet(AssertionError):
     """Something did not happen in time, or should not have happened."""
 
 
-async def eventually(what: Callable[[], Awaitable[Found | None]], why: str, patience: float = PATIENCE, pause: float = POLL) -> Found:
+async def eventually(
+    what: Callable[[], Awaitable[Found | None]],
+    why: str,
+    patience: float = PATIENCE,
+    pause: float = POLL,
+) -> Found:
     """Poll until there is something that is neither None nor False. A server or a worker that is away at the moment is asked again."""
     deadline = time.monotonic() + patience
     seen: object = None
@@ -91,7 +96,9 @@ async def eventually(what: Callable[[], Awaitable[Found | None]], why: str, pati
 class Process:
     """A child that the world kills and starts as it likes; its output goes to a file."""
 
-    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: list[str], environment: Mapping[str, str], log: Path
+    ) -> None:
         self.name, self._command, self._environment, self.log = name, command, environment, log
         self.running: asyncio.subprocess.Process | None = None
 
@@ -103,7 +110,13 @@ class Process:
     async def start(self) -> None:
         with self.log.open("ab") as log:
             self.running = await asyncio.create_subprocess_exec(
-                *self._command, env=self._environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                *self._command,
+                env=self._environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     async def end(self, number: signal.Signals = signal.SIGKILL) -> int | None:
@@ -147,14 +160,26 @@ class Job:
         attributes = described.typed_search_attributes
         return str(attributes.get(PHASE)), int(attributes.get(GENERATION) or 0)
 
-    async def until_phase(self, *phases: str, generation: int | None = None, patience: float = PATIENCE) -> tuple[str, int]:
+    async def until_phase(
+        self, *phases: str, generation: int | None = None, patience: float = PATIENCE
+    ) -> tuple[str, int]:
         async def reached() -> tuple[str, int] | None:
             phase, now = await self.phase()
-            return (phase, now) if phase in phases and (generation is None or now >= generation) else None
+            return (
+                (phase, now)
+                if phase in phases and (generation is None or now >= generation)
+                else None
+            )
 
-        return await self.until(reached, f"{self.name} is not {' or '.join(phases)} in generation {generation}", patience)
+        return await self.until(
+            reached,
+            f"{self.name} is not {' or '.join(phases)} in generation {generation}",
+            patience,
+        )
 
-    async def until(self, what: Callable[[], Awaitable[Found | None]], why: str, patience: float = PATIENCE) -> Found:
+    async def until(
+        self, what: Callable[[], Awaitable[Found | None]], why: str, patience: float = PATIENCE
+    ) -> Found:
         """Do as `eventually`, and say what the job does where it does not come about."""
         try:
             return await eventually(what, why, patience)
@@ -164,7 +189,9 @@ class Job:
     async def _described(self) -> str:
         with contextlib.suppress(RPCError, ConfigError):
             now = await self.look()
-            return f"{now.phase} because {now.state.reason if now.state else now.memo.get('reason')!r}"
+            return (
+                f"{now.phase} because {now.state.reason if now.state else now.memo.get('reason')!r}"
+            )
         return "nobody can be asked"
 
     async def until_steps(self, more: int = 3, patience: float = PATIENCE) -> None:
@@ -213,9 +240,15 @@ class Job:
     def rank_pids(self, node: str | None = None) -> list[int]:
         """Living ranks, of whatever generation."""
         carrying = f"RELAUNCH_TOKEN={self.world.job_path(self.name)}/".encode()
-        at = None if node is None else b"RELAUNCH_NODE_STATE=" + os.fsencode(self.world.node(node).resolve())
+        at = (
+            None
+            if node is None
+            else b"RELAUNCH_NODE_STATE=" + os.fsencode(self.world.node(node).resolve())
+        )
         return [
-            pid for pid, variables in environments() if any(v.startswith(carrying) for v in variables) and (at is None or at in variables)
+            pid
+            for pid, variables in environments()
+            if any(v.startswith(carrying) for v in variables) and (at is None or at in variables)
         ]
 
     def on(self, node: str) -> Path:
@@ -234,7 +267,11 @@ class Job:
     def generation_folder(self, node: str) -> Path | None:
         """The newest generation that a node knows of this job."""
         folders = [path for path in self.on(node).glob("*-*") if path.is_dir()]
-        return max(folders, key=lambda path: tuple(int(part) for part in path.name.split("-")), default=None)
+        return max(
+            folders,
+            key=lambda path: tuple(int(part) for part in path.name.split("-")),
+            default=None,
+        )
 
     def agent_pid(self, node: str, who: str) -> int | None:
         """The living `keeper` or `supervisor` of the newest generation on a node."""
@@ -299,12 +336,18 @@ class World:
         state.mkdir(mode=0o700)
         addresses = {name: self.address(name) for name in self.names}
         if self.clocks:
-            self.clocks_of = {whose: Clocks(self.folder / "clocks" / whose) for whose in ("worker", *self.names)}
+            self.clocks_of = {
+                whose: Clocks(self.folder / "clocks" / whose) for whose in ("worker", *self.names)
+            }
         self.places = self._places(addresses)
         self.write_fleet()
         port, ui = free_port(), free_port()
         self.environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
+            **{
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith(("RELAUNCH_", "TEMPORAL_"))
+            },
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),
             "RELAUNCH_FLEETS": str(self.fleet_file),
@@ -327,7 +370,9 @@ class World:
         self.server = Process("server", command, self.environment, self.folder / "server.log")
         command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
         clock = self.clocks_of["worker"].variables if self.clocks else {}
-        self.worker = Process("worker", command, {**self.environment, **clock}, self.folder / "worker.log")
+        self.worker = Process(
+            "worker", command, {**self.environment, **clock}, self.folder / "worker.log"
+        )
         try:
             await self.places.serve(port)
             await self.server.start()
@@ -345,14 +390,30 @@ class World:
             raise
         return self
 
-    def write_fleet(self, nodes: Mapping[str, Mapping[str, object] | None] | None = None, **changes: Mapping[str, object]) -> None:
+    def write_fleet(
+        self,
+        nodes: Mapping[str, Mapping[str, object] | None] | None = None,
+        **changes: Mapping[str, object],
+    ) -> None:
         """Write the fleet file, with changes to lines of nodes by name (None: left out), and to objects such as `ssh`."""
         given = nodes or {}
         named, more = self.places.described()
-        told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
-        told = [{**one, **(given.get(str(one["name"])) or {})} for one in told if given.get(str(one["name"]), {}) is not None]
-        lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
-        more = {key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value for key, value in more.items()}
+        told = [
+            {**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus}
+            for i, one in enumerate(named)
+        ]
+        told = [
+            {**one, **(given.get(str(one["name"])) or {})}
+            for one in told
+            if given.get(str(one["name"]), {}) is not None
+        ]
+        lines = [
+            f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told
+        ]
+        more = {
+            key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value
+            for key, value in more.items()
+        }
         # JSON, which is YAML too.
         head = [
             f"name: {FLEET}",
@@ -397,7 +458,12 @@ class World:
         state = self.folder / "elsewhere"
         state.mkdir(mode=0o700)
         command = [*self.places.elsewhere, sys.executable, str(ROOT / "worker.py")]
-        worker = Process("worker elsewhere", command, {**self.environment, "RELAUNCH_STATE": str(state)}, self.folder / "elsewhere.log")
+        worker = Process(
+            "worker elsewhere",
+            command,
+            {**self.environment, "RELAUNCH_STATE": str(state)},
+            self.folder / "elsewhere.log",
+        )
         self.others.append(worker)
         await worker.start()
         return worker
@@ -454,7 +520,9 @@ class World:
             "fleet": FLEET,
             **spec,
         }  # `spec` may have another command
-        handle = await submit(self.client, QUEUE, JobSpec.model_validate(given), policy or chaos_policy())
+        handle = await submit(
+            self.client, QUEUE, JobSpec.model_validate(given), policy or chaos_policy()
+        )
         job = Job(self, name, folder, handle.first_execution_run_id or "")
         self.made.append(job)
         return job
@@ -499,4 +567,10 @@ class World:
 
 
 def chaos_policy(times: Mapping[str, str] | None = None, **changes: Any) -> Policy:
-    return resolve({"hang": {"after": HANG_AFTER, "first_step": "30s"}, **changes, "timeouts": {**TIMES, **(times or {})}})
+    return resolve(
+        {
+            "hang": {"after": HANG_AFTER, "first_step": "30s"},
+            **changes,
+            "timeouts": {**TIMES, **(times or {})},
+        }
+    )

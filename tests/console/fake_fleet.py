@@ -15,7 +15,16 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.jobs import AnswerMessage
     from relaunch.pool.facts import Applied
     from relaunch.pool.messages import Claim, Place, Withdraw
-    from relaunch.pool.state import Breaker, ClaimRecord, FleetState, LiveGeneration, Mark, NodeProbe, NodeRecord, NodeStatus
+    from relaunch.pool.state import (
+        Breaker,
+        ClaimRecord,
+        FleetState,
+        LiveGeneration,
+        Mark,
+        NodeProbe,
+        NodeRecord,
+        NodeStatus,
+    )
     from relaunch.spec.fleet import FleetLimits, FleetNode
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -25,8 +34,17 @@ DEAF = "deaf"
 
 def node(number: int, **changes: Any) -> NodeRecord:
     name = f"gpu-{number:02}"
-    spec = FleetNode.model_validate({"name": name, "address": f"10.0.0.{number}", "gpus": 8, **changes.pop("spec", {})})
-    return NodeRecord(**{"spec": spec, "look": NodeProbe(name, boot_id=f"boot {number}"), "looked_at": T0, **changes})
+    spec = FleetNode.model_validate(
+        {"name": name, "address": f"10.0.0.{number}", "gpus": 8, **changes.pop("spec", {})}
+    )
+    return NodeRecord(
+        **{
+            "spec": spec,
+            "look": NodeProbe(name, boot_id=f"boot {number}"),
+            "looked_at": T0,
+            **changes,
+        }
+    )
 
 
 def silent(number: int, **changes: Any) -> NodeRecord:
@@ -35,7 +53,11 @@ def silent(number: int, **changes: Any) -> NodeRecord:
 
 
 def living(number: int, *jobs: str, **changes: Any) -> NodeRecord:
-    look = NodeProbe(f"gpu-{number:02}", boot_id=f"boot {number}", living=tuple(LiveGeneration(job, 7, 2) for job in jobs))
+    look = NodeProbe(
+        f"gpu-{number:02}",
+        boot_id=f"boot {number}",
+        living=tuple(LiveGeneration(job, 7, 2) for job in jobs),
+    )
     return node(number, **{"look": look, **changes})
 
 
@@ -54,14 +76,25 @@ def mark(ago: timedelta, **changes: Any) -> Mark:
 def claim(job: str, *places: Place, nodes: int | None = None, **changes: Any) -> ClaimRecord:
     """One that has these places, or waits where it has none."""
     wanted = Claim(job, 7, 1, len(places) if nodes is None else nodes, running=bool(places))
-    return ClaimRecord(**{"claim": wanted, "granted": places or None, "waiting_since": None if places else T0, **changes})
+    return ClaimRecord(
+        **{
+            "claim": wanted,
+            "granted": places or None,
+            "waiting_since": None if places else T0,
+            **changes,
+        }
+    )
 
 
 def fleet(*nodes: NodeRecord, **changes: Any) -> FleetState:
-    return FleetState(**{"name": "default", "nodes": nodes, "awaited": (), "looks": 1, "applied": True, **changes})
+    return FleetState(
+        **{"name": "default", "nodes": nodes, "awaited": (), "looks": 1, "applied": True, **changes}
+    )
 
 
-FILE = Applied("act", tuple(node(number).spec for number in (1, 2, 4)), FleetLimits(repairs_at_once=3))
+FILE = Applied(
+    "act", tuple(node(number).spec for number in (1, 2, 4)), FleetLimits(repairs_at_once=3)
+)
 
 
 @activity.defn
@@ -80,7 +113,9 @@ class FakeRepair:
 
     @workflow.run
     async def run(self) -> str:
-        await workflow.wait_condition(lambda: self._told is not None and workflow.all_handlers_finished())
+        await workflow.wait_condition(
+            lambda: self._told is not None and workflow.all_handlers_finished()
+        )
         assert self._told is not None
         return f"{self._told.decision}: {self._told.reason}"
 
@@ -91,7 +126,9 @@ class FakeRepair:
     @answer.validator
     def _check_answer(self, message: AnswerMessage) -> None:
         if message.reason == DEAF:
-            raise ApplicationError("nothing is asked: the node is looked at", type="BadInput", non_retryable=True)
+            raise ApplicationError(
+                "nothing is asked: the node is looked at", type="BadInput", non_retryable=True
+            )
 
 
 @workflow.defn(name="Fleet", sandboxed=False)
@@ -100,7 +137,14 @@ class FakeFleet:
 
     @workflow.init
     def __init__(self, start: FleetInput) -> None:
-        self._state = fleet(node(1), node(2), node(3), name=start.name, repairs="act", claims=(claim("llama", Place("gpu-02")),))
+        self._state = fleet(
+            node(1),
+            node(2),
+            node(3),
+            name=start.name,
+            repairs="act",
+            claims=(claim("llama", Place("gpu-02")),),
+        )
 
     @workflow.run
     async def run(self, start: FleetInput) -> None:
@@ -111,7 +155,9 @@ class FakeFleet:
         return self._state
 
     def _change(self, name: str, **changes: Any) -> None:
-        nodes = tuple(replace(one, **changes) if one.name == name else one for one in self._state.nodes)
+        nodes = tuple(
+            replace(one, **changes) if one.name == name else one for one in self._state.nodes
+        )
         self._state = replace(self._state, nodes=nodes)
 
     def _note(self, what: str) -> None:
@@ -123,16 +169,36 @@ class FakeFleet:
         if message["reason"] == DEAF:
             return
         asked = {"reason": message["reason"], "by": message["by"]}
-        drain = Withdraw(message["node"], **asked, until=T0 + timedelta(minutes=30)) if message["drain"] else None
-        self._change(message["node"], standing=NodeStatus.QUARANTINED, since=workflow.now(), drain=drain, **asked)
+        drain = (
+            Withdraw(message["node"], **asked, until=T0 + timedelta(minutes=30))
+            if message["drain"]
+            else None
+        )
+        self._change(
+            message["node"],
+            standing=NodeStatus.QUARANTINED,
+            since=workflow.now(),
+            drain=drain,
+            **asked,
+        )
 
     @workflow.signal
     def release(self, message: Any = None) -> None:
-        self._change(message["node"], standing=NodeStatus.IN_SERVICE, reason="", by="", since=workflow.now(), drain=None)
+        self._change(
+            message["node"],
+            standing=NodeStatus.IN_SERVICE,
+            reason="",
+            by="",
+            since=workflow.now(),
+            drain=None,
+        )
 
     @workflow.signal
     def pause(self, message: Any = None) -> None:
-        self._state = replace(self._state, breaker=Breaker(paused=f"{message['by']}: {message['reason']}", paused_since=T0))
+        self._state = replace(
+            self._state,
+            breaker=Breaker(paused=f"{message['by']}: {message['reason']}", paused_since=T0),
+        )
 
     @workflow.signal
     def resume(self, message: Any = None) -> None:

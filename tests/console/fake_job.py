@@ -13,7 +13,13 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.causes import Cause
     from relaunch.job.state import DecisionRecord, Incident, JobState, Phase, Slot
     from relaunch.messages.jobs import AnswerMessage, JobResult, TrainingJobInput
-    from relaunch.messages.logs import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
+    from relaunch.messages.logs import (
+        LogPiece,
+        ReadIncidentsInput,
+        ReadIncidentsOutput,
+        ReadLogsInput,
+        ReadLogsOutput,
+    )
     from relaunch.pool.state import LiveGeneration, NodeProbe
     from relaunch.spec.job import JobSpec
     from relaunch.spec.policy import preset
@@ -25,15 +31,41 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7\nValu
 def job_state(**changes: Any) -> JobState:
     spec = JobSpec(name="llama", command=("python", "train.py"), nodes=2, nproc_per_node=2)
     slots = (Slot("local-1", "127.77.0.1"), Slot("local-2", "127.77.0.2"))
-    known = {"namespace": "default", "name": "llama", "submission": 1, "spec": spec, "policy": preset("default"), "submitted_by": "ann"}
-    return JobState(**{**known, "submitted_at": T0, "slots": slots, "generation": 1, "phase": Phase.RUNNING, "launched_at": T0, **changes})
+    known = {
+        "namespace": "default",
+        "name": "llama",
+        "submission": 1,
+        "spec": spec,
+        "policy": preset("default"),
+        "submitted_by": "ann",
+    }
+    return JobState(
+        **{
+            **known,
+            "submitted_at": T0,
+            "slots": slots,
+            "generation": 1,
+            "phase": Phase.RUNNING,
+            "launched_at": T0,
+            **changes,
+        }
+    )
 
 
 def incident(opened: datetime = T0, **changes: Any) -> Incident:
-    decision = DecisionRecord(opened + timedelta(seconds=1), "Relaunch", "RESTART_IN_PLACE", "first try of 3", True)
-    known = {"cause": Cause.APPLICATION, "reason": "rank 3 exited with code 1", "nodes": ("local-2",), "traceback": TRACEBACK}
+    decision = DecisionRecord(
+        opened + timedelta(seconds=1), "Relaunch", "RESTART_IN_PLACE", "first try of 3", True
+    )
+    known = {
+        "cause": Cause.APPLICATION,
+        "reason": "rank 3 exited with code 1",
+        "nodes": ("local-2",),
+        "traceback": TRACEBACK,
+    }
     times = {"detected": opened + timedelta(seconds=0.25), "decided": opened + timedelta(seconds=1)}
-    return Incident(**{"opened": opened, "generation": 1, **known, **times, "decisions": (decision,), **changes})
+    return Incident(
+        **{"opened": opened, "generation": 1, **known, **times, "decisions": (decision,), **changes}
+    )
 
 
 @workflow.defn(name="TrainingJob", sandboxed=False)
@@ -45,10 +77,14 @@ class FakeTrainingJob:
         before = start.previous
         old = before.incidents if before else ()
         base = job_state(name=start.spec.name, spec=start.spec, policy=start.policy, incidents=old)
-        slots = tuple(Slot(f"local-{n}", f"127.77.0.{n}") for n in range(1, start.spec.node_count + 1))
+        slots = tuple(
+            Slot(f"local-{n}", f"127.77.0.{n}") for n in range(1, start.spec.node_count + 1)
+        )
         self._state = replace(base, slots=slots, submission=before.submission + 1 if before else 1)
         if start.spec.command[0] == "exit" and start.spec.command[1] != "0":
-            self._state = replace(self._state, incidents=(*old, incident(closed=T0 + timedelta(seconds=9))))
+            self._state = replace(
+                self._state, incidents=(*old, incident(closed=T0 + timedelta(seconds=9)))
+            )
 
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:
@@ -60,7 +96,9 @@ class FakeTrainingJob:
             await workflow.wait_condition(lambda: self._state.reason.startswith("cancelled"))
         self._state = replace(self._state, phase=phase, exit_code=code, ended_at=T0)
         state = self._state
-        return JobResult(state.name, phase, code, state.reason, state.generation, state.incidents, 0, state)
+        return JobResult(
+            state.name, phase, code, state.reason, state.generation, state.incidents, 0, state
+        )
 
     @workflow.signal
     def cancel(self, message: Any = None) -> None:
@@ -68,11 +106,21 @@ class FakeTrainingJob:
 
     @workflow.signal
     def force_retry(self, message: Any = None) -> None:
-        self._state = replace(self._state, generation=self._state.generation + 1, notices=(str(message["avoid_nodes"]),))
+        self._state = replace(
+            self._state,
+            generation=self._state.generation + 1,
+            notices=(str(message["avoid_nodes"]),),
+        )
 
     @workflow.signal
     def report(self, message: Any = None) -> None:
-        self._state = replace(self._state, notices=(*self._state.notices, f"{message['node']} {message['declared']}: {message['reason']}"))
+        self._state = replace(
+            self._state,
+            notices=(
+                *self._state.notices,
+                f"{message['node']} {message['declared']}: {message['reason']}",
+            ),
+        )
 
     @workflow.update
     def answer(self, message: AnswerMessage) -> str:
@@ -83,7 +131,9 @@ class FakeTrainingJob:
     @answer.validator
     def _check_answer(self, message: AnswerMessage) -> None:
         if message.decision == "deny" and not message.node:
-            raise ApplicationError("it is RUNNING and asks nothing", type="BadInput", non_retryable=True)
+            raise ApplicationError(
+                "it is RUNNING and asks nothing", type="BadInput", non_retryable=True
+            )
 
     @workflow.query
     def state(self) -> JobState:
@@ -94,13 +144,19 @@ class FakeTrainingJob:
 async def probe_nodes(input: dict[str, Any]) -> tuple[NodeProbe, ...]:
     """Only local-2 answers."""
     living = (LiveGeneration("llama", 1, 1),)
-    return tuple(NodeProbe(node, living=living) if node == "local-2" else NodeProbe(node, "no route to host") for node in input["nodes"])
+    return tuple(
+        NodeProbe(node, living=living) if node == "local-2" else NodeProbe(node, "no route to host")
+        for node in input["nodes"]
+    )
 
 
 @activity.defn
 async def read_logs(input: ReadLogsInput) -> ReadLogsOutput:
     """Each rank prints two lines, the second without an end; one call gives one of them."""
-    lines = {rank: f"g{input.generation} rank {rank} begins\ng{input.generation} rank {rank} ends" for rank in range(2)}
+    lines = {
+        rank: f"g{input.generation} rank {rank} begins\ng{input.generation} rank {rank} ends"
+        for rank in range(2)
+    }
     chunks = []
     for rank, text in lines.items():
         at = (input.offsets or {}).get(rank, 0)
@@ -111,4 +167,12 @@ async def read_logs(input: ReadLogsInput) -> ReadLogsOutput:
 
 @activity.defn
 async def read_incidents(input: ReadIncidentsInput) -> ReadIncidentsOutput:
-    return ReadIncidentsOutput((incident(T0 - timedelta(days=1), reason=f"an old one of {input.job}", closed=T0 - timedelta(hours=23)),))
+    return ReadIncidentsOutput(
+        (
+            incident(
+                T0 - timedelta(days=1),
+                reason=f"an old one of {input.job}",
+                closed=T0 - timedelta(hours=23),
+            ),
+        )
+    )

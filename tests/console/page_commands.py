@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import textwrap
 from typing import Any
 
 from typer.main import get_command
 
 from relaunch.cli import app
+
+
+def code_lines(page: str) -> list[str]:
+    """Return the lines of a page's code blocks that name no language, without remarks; a line that goes on is one."""
+    fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page, re.DOTALL | re.MULTILINE)
+    blocks = [text for language, text in fences if not language]
+    lines = re.sub(r"\\\n +", "", "\n".join(map(textwrap.dedent, blocks))).splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
 def take(line: str) -> None:

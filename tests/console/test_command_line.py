@@ -41,13 +41,23 @@ class Done:
 
 
 def bare_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TEMPORAL_", "RELAUNCH_"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TEMPORAL_", "RELAUNCH_"))
+    }
     return {**ours, **changes}
 
 
 async def starter(folder: Path, *words: str, **changes: str) -> Done:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, STARTER, *words, cwd=folder, env=bare_environment(changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        sys.executable,
+        STARTER,
+        *words,
+        cwd=folder,
+        env=bare_environment(changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     out, err = await process.communicate()
     return Done(process.returncode or 0, out.decode(), err.decode())
@@ -65,20 +75,26 @@ class Place:
         return await starter(self.folder, *words, TEMPORAL_ADDRESS=self.address)
 
     def write_job(self, name: str, *command: str) -> str:
-        (self.folder / f"{name}.yaml").write_text(f"name: {name}\ncommand: {json.dumps(list(command) or ['wait'])}\nnodes: 2\n")
+        (self.folder / f"{name}.yaml").write_text(
+            f"name: {name}\ncommand: {json.dumps(list(command) or ['wait'])}\nnodes: 2\n"
+        )
         return f"{name}.yaml"
 
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
     environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()), dev_server_log_level="error", data_converter=data_converter()
+        dev_server_existing_path=str(find_server()),
+        dev_server_log_level="error",
+        data_converter=data_converter(),
     )
     async with environment:
         client = environment.client
         await ensure_namespace(client)
         activities: list[Callable[..., Any]] = [read_logs, read_incidents, probe_nodes]
-        async with Worker(client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities):
+        async with Worker(
+            client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities
+        ):
             yield Place(client, client.service_client.config.target_host, tmp_path)
 
 
@@ -106,7 +122,9 @@ def one_sentence(done: Done, *words: str) -> None:
         (("policy", "check", "job.yaml"), ("job.yaml:1: ", "unknown key")),
     ],
 )
-async def test_bad_input_is_one_sentence_and_nothing_starts(tmp_path: Path, words: tuple[str, ...], expected: tuple[str, ...]) -> None:
+async def test_bad_input_is_one_sentence_and_nothing_starts(
+    tmp_path: Path, words: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ncomand: [b]\n")
     if words == ("run", "--", "true"):
         (tmp_path / ".relaunch").write_text("a file where the state folder should be")
@@ -121,13 +139,22 @@ async def test_bad_input_is_one_sentence_and_nothing_starts(tmp_path: Path, word
 async def test_a_server_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    one_sentence(await starter(tmp_path, "jobs", TEMPORAL_ADDRESS=address), f"server at {address} cannot be reached")
+    one_sentence(
+        await starter(tmp_path, "jobs", TEMPORAL_ADDRESS=address),
+        f"server at {address} cannot be reached",
+    )
 
 
 def test_any_python_starts_it(tmp_path: Path) -> None:
     outside = Path(os.path.realpath(sys.executable))
     for command in ([str(outside), STARTER], [STARTER]):
-        process = subprocess.run([*command, "policy", "presets"], cwd=tmp_path, capture_output=True, text=True, env=bare_environment({}))
+        process = subprocess.run(
+            [*command, "policy", "presets"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=bare_environment({}),
+        )
         assert (process.returncode, process.stderr) == (0, "")
         assert "default" in process.stdout.split()
 
@@ -136,27 +163,55 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     job = place.write_job("llama")
     first = await place.starter("submit", job)
     assert (first.code, first.out) == (0, "job llama submitted: 2 ranks on 2 nodes\n"), first
-    one_sentence(await place.starter("submit", job), "job llama runs already (RUNNING, generation 1)")
+    one_sentence(
+        await place.starter("submit", job), "job llama runs already (RUNNING, generation 1)"
+    )
 
     view = json.loads((await place.starter("show", "llama", "--json")).out)
-    assert (view["name"], view["phase"], view["nodes"]) == ("llama", "RUNNING", ["local-1", "local-2"])
-    assert json.loads((await place.starter("next", "llama", "--json")).out) == {"what": "nodes are acquired", "at": None}
+    assert (view["name"], view["phase"], view["nodes"]) == (
+        "llama",
+        "RUNNING",
+        ["local-1", "local-2"],
+    )
+    assert json.loads((await place.starter("next", "llama", "--json")).out) == {
+        "what": "nodes are acquired",
+        "at": None,
+    }
 
-    assert (await place.starter("retry", "llama", "--avoid", "local-2", "--reason", "slow")).code == 0
+    assert (
+        await place.starter("retry", "llama", "--avoid", "local-2", "--reason", "slow")
+    ).code == 0
     alive = await place.starter("nodes", "declare-dead", "local-2", "--reason", "unplugged")
-    one_sentence(alive, "node local-2 answered just now", "ranks of job llama live there", "--force declares it dead all the same")
+    one_sentence(
+        alive,
+        "node local-2 answered just now",
+        "ranks of job llama live there",
+        "--force declares it dead all the same",
+    )
     for reason in ("", "  "):
-        one_sentence(await place.starter("nodes", "declare-dead", "local-2", "--reason", reason, "--force"), "--reason is empty")
-    told = await place.starter("nodes", "declare-dead", "local-2", "--reason", "unplugged", "--force")
+        one_sentence(
+            await place.starter("nodes", "declare-dead", "local-2", "--reason", reason, "--force"),
+            "--reason is empty",
+        )
+    told = await place.starter(
+        "nodes", "declare-dead", "local-2", "--reason", "unplugged", "--force"
+    )
     assert (told.code, told.out) == (0, "node local-2 is dead: told llama\n"), told
-    one_sentence(await place.starter("nodes", "declare-dead", "n9", "--reason", "x"), "n9", "no running job")
+    one_sentence(
+        await place.starter("nodes", "declare-dead", "n9", "--reason", "x"), "n9", "no running job"
+    )
     now = await jobs.look(place.client, "llama")
     assert now.state is not None
-    assert (now.state.generation, now.state.notices) == (2, ("['local-2']", "local-2 dead: unplugged"))
+    assert (now.state.generation, now.state.notices) == (
+        2,
+        ("['local-2']", "local-2 dead: unplugged"),
+    )
 
     assert (await place.starter("cancel", "llama", "--reason", "enough")).code == 0
     followed = await place.starter("follow", "llama")
-    assert (followed.code, "llama CANCELLED: cancelled: enough" in followed.out) == (143, True), followed
+    assert (followed.code, "llama CANCELLED: cancelled: enough" in followed.out) == (143, True), (
+        followed
+    )
     one_sentence(await place.starter("cancel", "llama"), "llama has ended (CANCELLED)")
     assert "had ended (CANCELLED): started again" in (await place.starter("retry", "llama")).out
     await place.client.get_workflow_handle("job/llama").terminate()
@@ -165,29 +220,46 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
 async def test_names_of_nothing_and_odd_names_are_one_sentence(place: Place) -> None:
     one_sentence(await place.starter("show", "nobody"), "no job 'nobody' in namespace default")
     one_sentence(await place.starter("cancel", "../x y"), "'../x y' is not a name")
-    one_sentence(await place.starter("retry", "nobody", "--avoid", "a b"), "node 'a b' is not a name")
+    one_sentence(
+        await place.starter("retry", "nobody", "--avoid", "a b"), "node 'a b' is not a name"
+    )
 
 
 async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> None:
     (place.folder / "exit").write_text("#!/bin/sh\n")
     (place.folder / "exit").chmod(0o755)
-    environment = {"TEMPORAL_ADDRESS": place.address, "PATH": f"{place.folder}:{os.environ['PATH']}"}
-    done = await starter(place.folder, "run", "--name", "seven", "--nproc", "2", "--", "exit", "7", **environment)
+    environment = {
+        "TEMPORAL_ADDRESS": place.address,
+        "PATH": f"{place.folder}:{os.environ['PATH']}",
+    }
+    done = await starter(
+        place.folder, "run", "--name", "seven", "--nproc", "2", "--", "exit", "7", **environment
+    )
     assert done.code == 7, done
-    assert sorted(done.out.splitlines()) == [f"[rank {r}] g1 rank {r} {word}" for r in (0, 1) for word in ("begins", "ends")]
+    assert sorted(done.out.splitlines()) == [
+        f"[rank {r}] g1 rank {r} {word}" for r in (0, 1) for word in ("begins", "ends")
+    ]
     assert "relaunch: job seven FAILED" in done.err
     assert "root cause: APPLICATION: rank 3 exited with code 1" in done.err
     assert "| ValueError: loss is nan" in done.err
-    assert (await starter(place.folder, "run", "--name", "zero", "--", "exit", "0", **environment)).code == 0
+    assert (
+        await starter(place.folder, "run", "--name", "zero", "--", "exit", "0", **environment)
+    ).code == 0
 
     listed = json.loads((await place.starter("jobs", "--json")).out)
-    assert {(row["name"], row["ended"] is not None) for row in listed} == {("seven", True), ("zero", True)}
+    assert {(row["name"], row["ended"] is not None) for row in listed} == {
+        ("seven", True),
+        ("zero", True),
+    }
     entries = json.loads((await place.starter("history", "seven", "--json")).out)
     assert [entry["cause"] for entry in entries] == ["APPLICATION"]
     assert "ValueError: loss is nan" in (await place.starter("show", "seven")).out
     printed = await place.starter("logs", "seven", "--rank", "1")
     assert printed.out == "[rank 1] g1 rank 1 begins\n[rank 1] g1 rank 1 ends\n", printed
-    one_sentence(await place.starter("logs", "seven", "--generation", "2"), "no generation 2: expected 1 to 1")
+    one_sentence(
+        await place.starter("logs", "seven", "--generation", "2"),
+        "no generation 2: expected 1 to 1",
+    )
 
 
 async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None:
@@ -211,7 +283,9 @@ async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None
     assert "job long CANCELLED: cancelled: ctrl-C" in err
 
 
-async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_memo_when_no_worker_lives(place: Place) -> None:
+async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_memo_when_no_worker_lives(
+    place: Place,
+) -> None:
     await place.starter("submit", place.write_job("done", "exit", "0"), "--follow")
     now = await jobs.look(place.client, "done")
     assert (now.source, now.open, now.phase) == ("result", False, "SUCCEEDED")
@@ -228,25 +302,48 @@ async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_me
 @pytest.mark.long
 async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Place) -> None:
     await place.starter("submit", place.write_job("asks"))
-    told = await place.starter("answer", "asks", "snooze", "--within", "2h", "--reason", "breakfast")
+    told = await place.starter(
+        "answer", "asks", "snooze", "--within", "2h", "--reason", "breakfast"
+    )
     assert (told.code, told.out) == (0, "job asks: snooze is taken\n"), told
     now = await jobs.look(place.client, "asks")
     assert now.state is not None
     assert now.state.notices == ("snooze 2:00:00: breakfast",)
-    one_sentence(await place.starter("answer", "asks", "deny", "--reason", "x"), "it is RUNNING and asks nothing")
+    one_sentence(
+        await place.starter("answer", "asks", "deny", "--reason", "x"),
+        "it is RUNNING and asks nothing",
+    )
     one_sentence(
         await place.starter("answer", "asks", "maybe", "--reason", "x"),
         "'maybe' is no answer, expected approve, deny, snooze or take-over",
     )
-    one_sentence(await place.starter("answer", "asks", "deny", "--within", "2h", "--reason", "x"), "--within 2h", "expected snooze")
-    one_sentence(await place.starter("answer", "asks", "snooze", "--within", "soon", "--reason", "x"), "within", "'soon'")
+    one_sentence(
+        await place.starter("answer", "asks", "deny", "--within", "2h", "--reason", "x"),
+        "--within 2h",
+        "expected snooze",
+    )
+    one_sentence(
+        await place.starter("answer", "asks", "snooze", "--within", "soon", "--reason", "x"),
+        "within",
+        "'soon'",
+    )
     one_sentence(await place.starter("answer", "nobody", "deny", "--reason", "x"), "nobody")
-    told = await place.starter("answer", "asks", "deny", "--node", "n2", "--reason", "evaluation ends at noon")
+    told = await place.starter(
+        "answer", "asks", "deny", "--node", "n2", "--reason", "evaluation ends at noon"
+    )
     assert (told.code, told.out) == (0, "job asks: deny is taken\n"), told
     now = await jobs.look(place.client, "asks")
     assert now.state is not None and now.state.notices[-1] == "deny n2: evaluation ends at noon"
-    one_sentence(await place.starter("answer", "asks", "snooze", "--node", "n2", "--reason", "x"), "--node n2", "expected approve")
-    one_sentence(await place.starter("answer", "asks", "deny", "--node", "n 2", "--reason", "x"), "node", "'n 2'")
+    one_sentence(
+        await place.starter("answer", "asks", "snooze", "--node", "n2", "--reason", "x"),
+        "--node n2",
+        "expected approve",
+    )
+    one_sentence(
+        await place.starter("answer", "asks", "deny", "--node", "n 2", "--reason", "x"),
+        "node",
+        "'n 2'",
+    )
 
 
 async def test_archived_incidents_come_before_those_still_held(place: Place) -> None:
@@ -258,22 +355,43 @@ async def test_archived_incidents_come_before_those_still_held(place: Place) -> 
 
     archived = replace(now, state=replace(held, incidents_archived=1))
     entries, missing = await jobs.incidents(place.client, TASK_QUEUE, archived)
-    assert ([entry.reason for entry in entries], missing) == (["an old one of done", incident().reason], None)
+    assert ([entry.reason for entry in entries], missing) == (
+        ["an old one of done", incident().reason],
+        None,
+    )
 
 
-def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_killed(tmp_path: Path) -> None:
+def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_killed(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, STARTER, "up", "--no-worker", "--port", "0", "--ui-port", "0"]
-    up = subprocess.Popen(command, cwd=tmp_path, env=bare_environment({}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    up = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=bare_environment({}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     state = tmp_path / ".relaunch"
     try:
         deadline = time.monotonic() + DEADLINE
         while running_up(state) is None:
             assert up.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        listed = subprocess.run([sys.executable, STARTER, "jobs"], cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True)
+        listed = subprocess.run(
+            [sys.executable, STARTER, "jobs"],
+            cwd=tmp_path,
+            env=bare_environment({}),
+            capture_output=True,
+            text=True,
+        )
         assert (listed.returncode, listed.stdout, listed.stderr) == (0, "no jobs\n", "")
-        second = subprocess.run(command, cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True)
-        assert second.returncode == 2 and "another `relaunch up` runs on state folder" in second.stderr
+        second = subprocess.run(
+            command, cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True
+        )
+        assert (
+            second.returncode == 2 and "another `relaunch up` runs on state folder" in second.stderr
+        )
         servers = children_of(up.pid)
         assert servers
         os.kill(servers[0], signal.SIGKILL)
@@ -306,9 +424,21 @@ async def test_the_namespace_is_ensured_twice_without_harm(place: Place) -> None
 
 
 def test_import_of_the_command_line_needs_neither_backends_nor_activities() -> None:
-    imported = ", ".join(f"relaunch.cli.{name}" for name in ("app", "run", "follow", "tables", "service"))
+    imported = ", ".join(
+        f"relaunch.cli.{name}" for name in ("app", "run", "follow", "tables", "service")
+    )
     code = f"import sys, {imported}; print(*sys.modules)"
-    modules: Any = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    modules: Any = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     rooms = {".".join(name.split(".")[:2]) for name in modules}
     assert "relaunch.cli" in rooms
-    assert not rooms & {"relaunch.backends", "relaunch.activities", "relaunch.agent", "relaunch.worker", "numpy", "boto3", "paramiko"}
+    assert not rooms & {
+        "relaunch.backends",
+        "relaunch.activities",
+        "relaunch.agent",
+        "relaunch.worker",
+        "numpy",
+        "boto3",
+        "paramiko",
+    }

@@ -28,8 +28,13 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
 def machines(aws: AwsDouble) -> tuple[str, ...]:
     """Two whose tags are names, two that share one, and one that was terminated while it was stopped."""
     calls, ids = Caller(aws), tuple(aws.add_instance(gpus=gpus) for gpus in (8, 8, 0, 8, 8))
-    for ec2_id, tag in zip(ids, ("trainer-a", "ECS Instance - training", "worker", "worker", ""), strict=True):
-        calls.ec2.create_tags(Resources=[ec2_id], Tags=[{"Key": "Name", "Value": tag}, {"Key": "relaunch", "Value": "node"}])
+    for ec2_id, tag in zip(
+        ids, ("trainer-a", "ECS Instance - training", "worker", "worker", ""), strict=True
+    ):
+        calls.ec2.create_tags(
+            Resources=[ec2_id],
+            Tags=[{"Key": "Name", "Value": tag}, {"Key": "relaunch", "Value": "node"}],
+        )
     aws.instance(ids[3]).disconnect()
     gone = aws.instance(ids[4])
     calls.ec2.terminate_instances(InstanceIds=[gone.ec2_id])
@@ -48,7 +53,9 @@ def in_its_account(aws: AwsDouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setenv(name, value)
 
 
-def discover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def discover(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
     """Its exit code, and what it printed."""
     monkeypatch.setattr("sys.argv", ["relaunch", "nodes", "discover", *words])
     code = app.main()
@@ -57,9 +64,22 @@ def discover(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def test_each_instance_is_a_node_by_its_tag_or_a_number_and_the_file_can_be_used(
-    machines: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machines: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, err = discover(monkeypatch, capsys, "training", "--region", "us-east-1", "--name", "lab", "--task-definition", "trainer:3")
+    code, out, err = discover(
+        monkeypatch,
+        capsys,
+        "training",
+        "--region",
+        "us-east-1",
+        "--name",
+        "lab",
+        "--task-definition",
+        "trainer:3",
+    )
     assert (code, err) == (0, "")
     (tmp_path / "fleet.yaml").write_text(out)
     spec = read_fleet(tmp_path / "fleet.yaml")
@@ -69,22 +89,39 @@ def test_each_instance_is_a_node_by_its_tag_or_a_number_and_the_file_can_be_used
         ("gpu-02", machines[2], 0),
         ("gpu-03", machines[3], 8),
     ]
-    assert (spec.name, spec.backend, spec.ecs.cluster, spec.ecs.region) == ("lab", "ecs", "training", "us-east-1")
+    assert (spec.name, spec.backend, spec.ecs.cluster, spec.ecs.region) == (
+        "lab",
+        "ecs",
+        "training",
+        "us-east-1",
+    )
     assert (spec.ecs.task_definition, spec.ecs.node_task) == ("trainer:3", "relaunch-node-training")
     remarks = [line.partition("  # ")[2] for line in out.splitlines() if "address:" in line]
-    assert remarks == ["", "", "no GPU of it is registered with ECS", "its ECS agent is not connected"]
+    assert remarks == [
+        "",
+        "",
+        "no GPU of it is registered with ECS",
+        "its ECS agent is not connected",
+    ]
     assert f"# left out: {machines[4]} is terminated\n" in out
 
 
 def test_an_arn_says_its_region_and_what_nobody_gave_is_a_comment(
-    aws: AwsDouble, machines: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    aws: AwsDouble,
+    machines: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
     arn = aws.ecs.clusters["training"].arn
     code, out, err = discover(monkeypatch, capsys, arn)
     assert (code, err) == (0, "")
-    assert yaml.safe_load(out)["ecs"] == {"cluster": arn, "region": "us-east-1", "node_task": "relaunch-node-training"}
+    assert yaml.safe_load(out)["ecs"] == {
+        "cluster": arn,
+        "region": "us-east-1",
+        "node_task": "relaunch-node-training",
+    }
     assert "\n  # task_definition: FAMILY" in out
 
 
@@ -92,11 +129,23 @@ def test_an_arn_says_its_region_and_what_nobody_gave_is_a_comment(
     ("words", "says"),
     [
         pytest.param(
-            ["trainings", "--region", "us-east-1"], "expected the name or ARN of a cluster of this account in us-east-1", id="cluster"
+            ["trainings", "--region", "us-east-1"],
+            "expected the name or ARN of a cluster of this account in us-east-1",
+            id="cluster",
         ),
-        pytest.param(["empty"], "has no ACTIVE container instance that is an EC2 instance: expected at least one", id="empty"),
-        pytest.param(["training", "--name", "my fleet"], "fleet 'my fleet' is not a name", id="name"),
-        pytest.param(["training", "--task-definition", "a b"], "ecs.task_definition is 'a b', expected a task definition", id="definition"),
+        pytest.param(
+            ["empty"],
+            "has no ACTIVE container instance that is an EC2 instance: expected at least one",
+            id="empty",
+        ),
+        pytest.param(
+            ["training", "--name", "my fleet"], "fleet 'my fleet' is not a name", id="name"
+        ),
+        pytest.param(
+            ["training", "--task-definition", "a b"],
+            "ecs.task_definition is 'a b', expected a task definition",
+            id="definition",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(
@@ -113,7 +162,9 @@ def test_what_cannot_be_used_is_one_sentence_and_exit_code_2(
     assert says in err
 
 
-def test_without_credentials_it_says_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_credentials_it_says_where_they_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     code, out, err = discover(monkeypatch, capsys, "training")
@@ -121,7 +172,9 @@ def test_without_credentials_it_says_where_they_are_looked_for(monkeypatch: pyte
     assert "Unable to locate credentials: expected credentials where boto3 looks for them" in err
 
 
-def test_without_a_region_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_region_it_says_how_to_give_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
     code, _, err = discover(monkeypatch, capsys, "training")
@@ -132,12 +185,22 @@ def test_without_a_region_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
-        ("AccessDeniedException", Kind.DENIED, "expected credentials that may ecs:ListContainerInstances, ecs:Describe"),
-        ("ThrottlingException", Kind.THROTTLED, "ECS ListContainerInstances: ThrottlingException: expected AWS to answer"),
+        (
+            "AccessDeniedException",
+            Kind.DENIED,
+            "expected credentials that may ecs:ListContainerInstances, ecs:Describe",
+        ),
+        (
+            "ThrottlingException",
+            Kind.THROTTLED,
+            "ECS ListContainerInstances: ThrottlingException: expected AWS to answer",
+        ),
     ],
 )
 def test_what_aws_refuses_is_told_with_what_would_do(code: str, kind: Kind, says: str) -> None:
-    assert says in _cannot("training", "us-east-1", AwsError(f"ECS ListContainerInstances: {code}", code, kind))
+    assert says in _cannot(
+        "training", "us-east-1", AwsError(f"ECS ListContainerInstances: {code}", code, kind)
+    )
 
 
 def found(ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running") -> Found:
@@ -145,7 +208,10 @@ def found(ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = 
 
 
 def test_a_machine_that_registered_twice_is_one_node() -> None:
-    old, new = found("i-0123456789abcdef0", "arn:1", connected=False), found("i-0123456789abcdef0", "arn:2")
+    old, new = (
+        found("i-0123456789abcdef0", "arn:1", connected=False),
+        found("i-0123456789abcdef0", "arn:2"),
+    )
     assert sort_out([old, new]) == ([new], []) == sort_out([new, old])
 
 
@@ -162,11 +228,18 @@ def test_numbers_leave_out_what_a_tag_has_taken_already() -> None:
 
 
 def test_a_tag_that_yaml_would_take_for_something_else_stays_a_name() -> None:
-    assert yaml.safe_load(_flow({"name": "on"})) == {"name": "on"} and yaml.safe_load(_flow({"name": "007"})) == {"name": "007"}
+    assert yaml.safe_load(_flow({"name": "on"})) == {"name": "on"} and yaml.safe_load(
+        _flow({"name": "007"})
+    ) == {"name": "007"}
 
 
 def test_nodes_check_file_says_who_looks_at_container_instances() -> None:
     nodes = [{"name": "gpu-01", "address": "i-0123456789abcdef0"}]
-    spec = FleetSpec.model_validate({"name": "lab", "backend": "ecs", "nodes": nodes, "ecs": {"cluster": "training"}})
-    with pytest.raises(ConfigError, match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker"):
+    spec = FleetSpec.model_validate(
+        {"name": "lab", "backend": "ecs", "nodes": nodes, "ecs": {"cluster": "training"}}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker",
+    ):
         direct.nodes_of(spec, Path("lab.yaml"), ())

@@ -33,8 +33,12 @@ step 10
 """
 
 
-def view(kind: str, what: str, policy: Policy | None = None, exit_code: int | None = None) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(json.dumps(view_of(explain(kind, what, exit_code, policy), policy)))
+def view(
+    kind: str, what: str, policy: Policy | None = None, exit_code: int | None = None
+) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(
+        json.dumps(view_of(explain(kind, what, exit_code, policy), policy))
+    )
     return made
 
 
@@ -85,7 +89,12 @@ def test_every_xid_of_the_catalog_can_be_explained_in_a_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("word", "cause", "code"),
-    [("137", "UNKNOWN", "exit 137"), ("sigsegv", "APPLICATION", "SIGSEGV"), ("KILL", "UNKNOWN", "SIGKILL"), ("0", None, "exit 0")],
+    [
+        ("137", "UNKNOWN", "exit 137"),
+        ("sigsegv", "APPLICATION", "SIGSEGV"),
+        ("KILL", "UNKNOWN", "SIGKILL"),
+        ("0", None, "exit 0"),
+    ],
 )
 def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None, code: str) -> None:
     made = view("exit", word)
@@ -93,10 +102,14 @@ def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None,
 
 
 def test_a_kill_is_not_called_out_of_memory_without_the_kernels_word() -> None:
-    assert text("exit", "137").endswith("With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.")
+    assert text("exit", "137").endswith(
+        "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead."
+    )
 
 
-def test_the_gravest_line_of_a_kernel_log_is_the_root_and_cascades_are_named(tmp_path: Path) -> None:
+def test_the_gravest_line_of_a_kernel_log_is_the_root_and_cascades_are_named(
+    tmp_path: Path,
+) -> None:
     made = view("kernel", write(tmp_path, KERNEL))
     assert [(one["line"], one["code"], one["role"]) for one in made["findings"]] == [
         (2, "Xid 48", "root"),
@@ -104,21 +117,38 @@ def test_the_gravest_line_of_a_kernel_log_is_the_root_and_cascades_are_named(tmp
         (4, "Xid 63", "information"),
         (5, "Xid 79", "root"),
     ]
-    assert (made["cause"], made["findings"][0]["gpu"], made["findings"][0]["pid"]) == ("GPU_FATAL", "0000:05:00", 1234)
+    assert (made["cause"], made["findings"][0]["gpu"], made["findings"][0]["pid"]) == (
+        "GPU_FATAL",
+        "0000:05:00",
+        1234,
+    )
     drawn = text("kernel", write(tmp_path, KERNEL))
-    assert re.search(r"^→ line 5  root +GPU_FATAL: Xid 79 on GPU 0000:0a:00", drawn, re.MULTILINE), drawn
+    assert re.search(
+        r"^→ line 5  root +GPU_FATAL: Xid 79 on GPU 0000:0a:00", drawn, re.MULTILINE
+    ), drawn
     assert drawn.count("→") == 1
 
 
 def test_the_root_of_a_log_is_not_its_first_line_when_that_is_a_cascade(tmp_path: Path) -> None:
     made = view("log", write(tmp_path, LOG))
-    assert (made["cause"], [(one["line"], one["role"]) for one in made["findings"]]) == ("OUT_OF_MEMORY", [(2, "cascade"), (3, "root")])
-    assert re.search(r"^→ line 3  root +OUT_OF_MEMORY: log cuda_oom", text("log", write(tmp_path, LOG)), re.MULTILINE)
+    assert (made["cause"], [(one["line"], one["role"]) for one in made["findings"]]) == (
+        "OUT_OF_MEMORY",
+        [(2, "cascade"), (3, "root")],
+    )
+    assert re.search(
+        r"^→ line 3  root +OUT_OF_MEMORY: log cuda_oom",
+        text("log", write(tmp_path, LOG)),
+        re.MULTILINE,
+    )
 
 
 def test_a_file_without_evidence_names_no_cause(tmp_path: Path) -> None:
     made = view("log", write(tmp_path, "step 1\nstep 2\n"))
-    assert (made["cause"], made["findings"], made["reason"]) == (None, [], "nothing in it names a cause")
+    assert (made["cause"], made["findings"], made["reason"]) == (
+        None,
+        [],
+        "nothing in it names a cause",
+    )
     assert text("kernel", write(tmp_path, "")) == "0 lines read\n\nnothing in it names a cause"
 
 
@@ -143,9 +173,14 @@ def test_a_dcgm_report_is_a_verdict(file: str, exit_code: int | None, verdict: s
 
 
 def test_a_policy_adds_what_it_would_do_first_for_that_code() -> None:
-    assert "\nmine.yaml first: REPLACE_NODE: 6 tries within 1d, counted by cause; isolates" in text("xid", "79", preset("default"))
+    assert "\nmine.yaml first: REPLACE_NODE: 6 tries within 1d, counted by cause; isolates" in text(
+        "xid", "79", preset("default")
+    )
     reboot_once = preset("ecs-reboot-once")
-    assert (view("xid", "79", reboot_once)["first"], view("exit", "1", reboot_once)["first"]) == ("FAIL", "REBOOT_NODE")
+    assert (view("xid", "79", reboot_once)["first"], view("exit", "1", reboot_once)["first"]) == (
+        "FAIL",
+        "REBOOT_NODE",
+    )
     assert view("exit", "0", preset("default"))["first"] is None
 
 
@@ -153,10 +188,20 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
     rows = {
         "xid": {63: {"cause": "GPU_RESET", "reason": "our fleet resets at once"}},
         "exit": {"exit 42": {"cause": "PREEMPTED", "meaning": "our scheduler took the node"}},
-        "log": [{"id": "ours", "pattern": "lost quorum", "cause": "STORAGE", "meaning": "our store is gone"}],
+        "log": [
+            {
+                "id": "ours",
+                "pattern": "lost quorum",
+                "cause": "STORAGE",
+                "meaning": "our store is gone",
+            }
+        ],
     }
     ours = resolve({"catalog": rows})
-    assert (view("xid", "63", ours)["cause"], view("xid", "63", ours)["first"]) == ("GPU_RESET", "RESET_GPU")
+    assert (view("xid", "63", ours)["cause"], view("xid", "63", ours)["first"]) == (
+        "GPU_RESET",
+        "RESET_GPU",
+    )
     assert view("exit", "42", ours)["cause"] == "PREEMPTED"
     assert view("log", write(tmp_path, "error: lost quorum\n"), ours)["cause"] == "STORAGE"
 
@@ -175,7 +220,9 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
         ("xids", "79", f"'xids' is no kind of evidence: one of {', '.join(KINDS)}"),
     ],
 )
-def test_what_cannot_be_explained_is_refused_in_one_sentence(kind: str, what: str, expected: str) -> None:
+def test_what_cannot_be_explained_is_refused_in_one_sentence(
+    kind: str, what: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         explain(kind, what, None, None)
     assert expected in str(refused.value) and "\n" not in str(refused.value)
@@ -192,8 +239,17 @@ def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_as_people_type_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("catalog: {xid: {79: {cause: GPU_RESET, reason: ours come back}}}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "catalog: {xid: {79: {cause: GPU_RESET, reason: ours come back}}}\n"
+    )
     done = await starter(tmp_path, "explain", "xid", "79", "--policy", "mine.yaml")
-    assert done.code == 0 and "GPU_RESET, a root" in done.out and "mine.yaml first: RESET_GPU" in done.out, done
-    assert json.loads((await starter(tmp_path, "explain", "exit", "137", "--json")).out)["cause"] == "UNKNOWN"
+    assert (
+        done.code == 0
+        and "GPU_RESET, a root" in done.out
+        and "mine.yaml first: RESET_GPU" in done.out
+    ), done
+    assert (
+        json.loads((await starter(tmp_path, "explain", "exit", "137", "--json")).out)["cause"]
+        == "UNKNOWN"
+    )
     one_sentence(await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345 is in no table")

@@ -27,14 +27,26 @@ __all__ = ["agent", "site"]
 
 
 def fleet_of(site: Site, *hosts: Sshd, **ssh: Any) -> FleetSpec:
-    nodes = [{"name": f"n{number}", "address": host.address, "port": host.port} for number, host in enumerate(hosts, 1)]
-    options = {"key": str(site.key), "known_hosts": str(site.known_hosts), "config": str(site.config), **ssh}
-    return FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": options})
+    nodes = [
+        {"name": f"n{number}", "address": host.address, "port": host.port}
+        for number, host in enumerate(hosts, 1)
+    ]
+    options = {
+        "key": str(site.key),
+        "known_hosts": str(site.known_hosts),
+        "config": str(site.config),
+        **ssh,
+    }
+    return FleetSpec.model_validate(
+        {"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": options}
+    )
 
 
 def written(site: Site, spec: FleetSpec) -> Path:
     path = site.folder / "lab.yaml"
-    path.write_text(json.dumps(spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))  # JSON is YAML
+    path.write_text(
+        json.dumps(spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True))
+    )  # JSON is YAML
     return path
 
 
@@ -46,7 +58,12 @@ async def checked(site: Site, spec: FleetSpec, *names: str) -> list[dict[str, Ro
 def starter(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     environment = bare_environment({"RELAUNCH_STATE": str(site.folder / "here"), "COLUMNS": "200"})
     return subprocess.run(
-        [sys.executable, STARTER, *words], cwd=site.folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [sys.executable, STARTER, *words],
+        cwd=site.folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -60,7 +77,11 @@ def left_behind(host: Sshd) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "comm").read_text() == "relaunch-stay\n" and mark in (entry / "environ").read_bytes():
+            if (
+                entry.name.isdigit()
+                and (entry / "comm").read_text() == "relaunch-stay\n"
+                and mark in (entry / "environ").read_bytes()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -72,16 +93,27 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
     hosts = [site.host(), site.host()]
     spec = fleet_of(site, *hosts)
     first = await checked(site, spec)
-    assert [[row for row in found.values() if row.found is Found.FAIL] for found in first] == [[], []]
+    assert [[row for row in found.values() if row.found is Found.FAIL] for found in first] == [
+        [],
+        [],
+    ]
     assert first[0]["agent"].what.startswith("shipped, ")
     assert first[0]["logout"].what == "what was started stays"
-    assert "reaches n2 in" in first[0]["training network"].what and "reaches n1 in" in first[1]["training network"].what
+    assert (
+        "reaches n2 in" in first[0]["training network"].what
+        and "reaches n1 in" in first[1]["training network"].what
+    )
     assert f"{hosts[0].state}, " in first[0]["state folder"].what
     for host in hosts:
-        eventually(lambda host=host: not left_behind(host), "what listened is ended when all is seen")
+        eventually(
+            lambda host=host: not left_behind(host), "what listened is ended when all is seen"
+        )
     again = await checked(site, spec, "n2")
     assert again[0]["agent"].what.startswith("was there, ")
-    assert again[0]["training network"].what == f"listens at {hosts[1].address}; nobody to connect to: name two nodes"
+    assert (
+        again[0]["training network"].what
+        == f"listens at {hosts[1].address}; nobody to connect to: name two nodes"
+    )
 
 
 KILLS = """#!/bin/sh
@@ -104,13 +136,18 @@ async def test_a_host_that_kills_at_logout_is_found_out_though_all_else_works(si
     assert first["training network"].fix == "mend its logout first"
 
 
-async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_third(site: Site) -> None:
+async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_third(
+    site: Site,
+) -> None:
     fine, down, closed = site.host(), site.host(), site.host()
     down.kill()
     closed.authorized.write_text(make_key(site.folder / "other").with_suffix(".pub").read_text())
     found = await checked(site, fleet_of(site, fine, down, closed))
     assert [runs(tuple(each.values())) for each in found] == [True, False, False]
-    assert found[1]["reached"].what == f"{down.address}:{down.port} refused the connection: nothing listens there"
+    assert (
+        found[1]["reached"].what
+        == f"{down.address}:{down.port} refused the connection: nothing listens there"
+    )
     assert f"-p {down.port}" in found[1]["reached"].fix
     assert "was refused: offered" in found[2]["reached"].what
     assert "ssh-copy-id" in found[2]["reached"].fix
@@ -119,7 +156,9 @@ async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_thir
 
 async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> None:
     host = site.host()
-    line = "\\nrelaunch-agent " + json.dumps({"cannot": "its Python is 3.6.8; expected 3.8 or newer"})
+    line = "\\nrelaunch-agent " + json.dumps(
+        {"cannot": "its Python is 3.6.8; expected 3.8 or newer"}
+    )
     # As the true one does, it listens before it speaks.
     python_double(host, f"input(); print({line!r}.replace('\\\\n', chr(10)), flush=True)")
     (found,) = await checked(site, fleet_of(site, host))
@@ -131,7 +170,9 @@ async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> 
 async def test_a_wrong_training_network_is_found_on_the_node_itself(site: Site) -> None:
     host = site.host()
     spec = fleet_of(site, host)
-    wrong = spec.model_copy(update={"nodes": (spec.nodes[0].model_copy(update={"network": "192.0.2.1"}),)})
+    wrong = spec.model_copy(
+        update={"nodes": (spec.nodes[0].model_copy(update={"network": "192.0.2.1"}),)}
+    )
     (found,) = await checked(site, wrong)
     assert found["training network"].what == "no port is free on 192.0.2.1"
     assert "`network:` of n1" in found["training network"].fix
@@ -145,7 +186,9 @@ async def test_a_node_that_the_file_does_not_have_is_named(site: Site) -> None:
 # --- trust
 
 
-async def ask_about(site: Site, spec: FleetSpec, answer: str | None, yes: bool = False) -> tuple[bool, list[str]]:
+async def ask_about(
+    site: Site, spec: FleetSpec, answer: str | None, yes: bool = False
+) -> tuple[bool, list[str]]:
     asked: list[str] = []
     ask: Callable[[str], str] | None = None
     if answer is not None:
@@ -158,7 +201,9 @@ async def ask_about(site: Site, spec: FleetSpec, answer: str | None, yes: bool =
     return trust(spec, await direct.keys_of(spec, Path("lab.yaml"), ()), yes, ask), asked
 
 
-async def test_a_key_is_written_down_only_by_a_yes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_key_is_written_down_only_by_a_yes(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     host = site.host(known=False)
     site.known_hosts.unlink()
     spec = fleet_of(site, host)
@@ -184,7 +229,9 @@ async def test_a_name_is_hashed_where_the_configuration_says_so(site: Site) -> N
     assert (await ask_about(site, fleet_of(site, host), "no")) == (True, [])
 
 
-async def test_a_changed_key_is_never_replaced_by_any_answer(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_changed_key_is_never_replaced_by_any_answer(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     host = site.host()
     host.kill()
     host.host_keys[0].unlink()
@@ -196,7 +243,9 @@ async def test_a_changed_key_is_never_replaced_by_any_answer(site: Site, capsys:
     assert site.known_hosts.read_text() == before
     out = capsys.readouterr().out
     assert "its host key has CHANGED" in out and "Nothing written" in out
-    (words,) = [line.strip() for line in out.splitlines() if line.strip().startswith("ssh-keygen -R")]
+    (words,) = [
+        line.strip() for line in out.splitlines() if line.strip().startswith("ssh-keygen -R")
+    ]
     typed(*shlex.split(words))
     assert (await ask_about(site, spec, "yes"))[0], "what it says to type is what helps"
 
@@ -213,13 +262,20 @@ async def test_without_a_terminal_nobody_is_asked_and_nothing_is_written(site: S
 
 
 async def test_a_jump_host_is_not_stormed_by_many_nodes_behind_it(site: Site) -> None:
-    jump = site.host(MaxStartups="12:100:12")  # beyond eight: it forgets them a moment after they have logged in
-    nodes = [{"name": f"n{number:02}", "address": "127.0.0.99", "port": number} for number in range(1, 21)]
+    jump = site.host(
+        MaxStartups="12:100:12"
+    )  # beyond eight: it forgets them a moment after they have logged in
+    nodes = [
+        {"name": f"n{number:02}", "address": "127.0.0.99", "port": number}
+        for number in range(1, 21)
+    ]
     ssh = {"key": str(site.key), "known_hosts": str(site.known_hosts), "config": str(site.config)}
     ssh["proxy_jump"] = f"{jump.user}@{jump.address}:{jump.port}"
     spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh})
     found = await direct.keys_of(spec, Path("lab.yaml"), ())
-    assert {str(getattr(one, "reason", "")).partition(" 127.0.0.99:")[0] for one in found} == {"the jump host cannot reach"}
+    assert {str(getattr(one, "reason", "")).partition(" 127.0.0.99:")[0] for one in found} == {
+        "the jump host cannot reach"
+    }
     assert jump.logins() == 20
 
 
@@ -270,41 +326,72 @@ async def test_the_command_says_by_its_exit_code_whether_ranks_can_run(site: Sit
     unknown = starter(site, "nodes", "check", "--file", str(file), "--json")
     assert unknown.returncode == 1, unknown.stderr
     (told,) = json.loads(unknown.stdout)["nodes"]
-    assert (told["name"], told["runs"], [row["check"] for row in told["rows"]]) == ("n1", False, ["host key"])
+    assert (told["name"], told["runs"], [row["check"] for row in told["rows"]]) == (
+        "n1",
+        False,
+        ["host key"],
+    )
     site.know(host.known_hosts)
     fine = starter(site, "nodes", "check", "--file", str(file))
     assert fine.returncode == 0, fine.stdout + fine.stderr
     assert f"n1 can run ranks. Next: relaunch up --fleet {file}" in fine.stdout
     missing = starter(site, "nodes", "check", "--file", str(file), "n9")
-    assert (missing.returncode, missing.stderr) == (2, f"relaunch: {file} has no node 'n9': it has n1\n")
+    assert (missing.returncode, missing.stderr) == (
+        2,
+        f"relaunch: {file} has no node 'n9': it has n1\n",
+    )
 
 
 @pytest.mark.long
 def test_local_nodes_are_looked_at_as_well_and_have_no_host_keys(tmp_path: Path) -> None:
     file = tmp_path / "laptop.yaml"
-    file.write_text("name: laptop\nbackend: local\nnodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n")
+    file.write_text(
+        "name: laptop\nbackend: local\nnodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n"
+    )
     environment = bare_environment({"RELAUNCH_STATE": str(tmp_path / "here")})
     words = [sys.executable, STARTER, "nodes"]
-    done = subprocess.run([*words, "check", "--file", str(file), "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*words, "check", "--file", str(file), "--json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [node["runs"] for node in json.loads(done.stdout)["nodes"]] == [True, True]
-    refused = subprocess.run([*words, "trust", "--file", str(file)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    refused = subprocess.run(
+        [*words, "trust", "--file", str(file)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert (refused.returncode, "have no host keys" in refused.stderr) == (2, True)
 
 
 def test_a_check_without_a_node_and_without_a_file_says_what_it_wants(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, STARTER, "nodes", "check"], cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True
+        [sys.executable, STARTER, "nodes", "check"],
+        cwd=tmp_path,
+        env=bare_environment({}),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "expected a NODE of a running fleet, or --file FLEET.yaml" in done.stderr
 
 
 def test_the_commands_that_are_typed_often_do_not_wait_for_ssh(tmp_path: Path) -> None:
-    imported = ", ".join(f"relaunch.cli.{name}" for name in ("app", "direct", "node_check", "trust"))
+    imported = ", ".join(
+        f"relaunch.cli.{name}" for name in ("app", "direct", "node_check", "trust")
+    )
     program = f"import sys, {imported}; print('paramiko' in sys.modules)"
     root = Path(STARTER).parent
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "False\n", done.stderr

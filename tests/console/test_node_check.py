@@ -15,13 +15,28 @@ from relaunch.pool.state import FleetState, NodeRecord, NodeStatus
 from relaunch.spec.fleet import FleetNode
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
-HEALTHY = NodeHealth("n1", 8, Health(Verdict.HEALTHY, "8 GPUs by NVML: nothing found", boot_id="b1"))
-KEPT = NodeRecord(FleetNode(name="n1", address="10.0.0.1", gpus=8), NodeStatus.QUARANTINED, "flaky NVLink", "grace", NOW)
+HEALTHY = NodeHealth(
+    "n1", 8, Health(Verdict.HEALTHY, "8 GPUs by NVML: nothing found", boot_id="b1")
+)
+KEPT = NodeRecord(
+    FleetNode(name="n1", address="10.0.0.1", gpus=8),
+    NodeStatus.QUARANTINED,
+    "flaky NVLink",
+    "grace",
+    NOW,
+)
 
 
-def test_a_healthy_node_that_a_person_has_quarantined_is_not_called_free(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_node_that_a_person_has_quarantined_is_not_called_free(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     kept = row(HEALTHY, KEPT)
-    assert (kept["state"], kept["standing"], kept["by"], kept["standing_reason"]) == ("quarantined", "quarantined", "grace", "flaky NVLink")
+    assert (kept["state"], kept["standing"], kept["by"], kept["standing_reason"]) == (
+        "quarantined",
+        "quarantined",
+        "grace",
+        "flaky NVLink",
+    )
     assert kept["health"] == "HEALTHY"
     print_nodes([kept], NOW)
     words = " ".join(capsys.readouterr().out.split())
@@ -30,10 +45,17 @@ def test_a_healthy_node_that_a_person_has_quarantined_is_not_called_free(capsys:
 
 def test_a_node_that_jobs_are_given_is_free() -> None:
     free = row(HEALTHY)
-    assert (free["state"], free["standing"], free["by"], free["standing_reason"]) == ("free", "in service", None, "")
+    assert (free["state"], free["standing"], free["by"], free["standing_reason"]) == (
+        "free",
+        "in service",
+        None,
+        "",
+    )
 
 
-async def test_a_fleet_tells_which_nodes_it_keeps_from_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fleet_tells_which_nodes_it_keeps_from_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     in_service = NodeRecord(FleetNode(name="n2", address="10.0.0.2", gpus=8))
 
     async def runs(client: object, fleet: str) -> bool:

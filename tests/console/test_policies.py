@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from temporalio.client import Client, WorkflowHistory
 
-from relaunch.cli.policies import change, read, read_changes, trial_lines, trial_view, try_on_events, try_on_history
+from relaunch.cli.policies import (
+    change,
+    read,
+    read_changes,
+    trial_lines,
+    trial_view,
+    try_on_events,
+    try_on_history,
+)
 from relaunch.cli.policy_views import PRESETS, WIDTH, policy_lines, policy_view
 from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
@@ -33,7 +41,9 @@ LATE_CANCEL = pytest.mark.filterwarnings("ignore:Cannot find activity to cancel"
 @pytest.fixture
 async def server() -> AsyncIterator[Client]:
     """A real server that suggests to continue as new after 15 events, so that a history has several runs."""
-    async with _dev([word for value in SOON for word in ("--dynamic-config-value", value)]) as client:
+    async with _dev(
+        [word for value in SOON for word in ("--dynamic-config-value", value)]
+    ) as client:
         yield client
 
 
@@ -50,20 +60,36 @@ async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> N
     [
         ("max_restart: 3\n", ("bad.yaml:1: max_restart: unknown key, did you mean max_restarts?",)),
         ("max_restarts: -1\n", ("bad.yaml:1: ", "max_restarts", "-1")),
-        ("causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n", ("bad.yaml:4: ", "has no unit")),
-        ("causes:\n  HANG:\n    - {strategy: FAIL, tries: 2}\n", ("bad.yaml:3: ", "FAIL ends a ladder: it takes no tries")),
-        ("causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: ASK}\n", ("bad.yaml:2: ", "causes.HANG", "rung 2 is never reached")),
-        ("max_restarts: 3\ntimeouts:\n  heartbeat: 30s\n  lease: 40s\n", ("bad.yaml:4: ", "set lease to at least 1m30s")),
+        (
+            "causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n",
+            ("bad.yaml:4: ", "has no unit"),
+        ),
+        (
+            "causes:\n  HANG:\n    - {strategy: FAIL, tries: 2}\n",
+            ("bad.yaml:3: ", "FAIL ends a ladder: it takes no tries"),
+        ),
+        (
+            "causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: ASK}\n",
+            ("bad.yaml:2: ", "causes.HANG", "rung 2 is never reached"),
+        ),
+        (
+            "max_restarts: 3\ntimeouts:\n  heartbeat: 30s\n  lease: 40s\n",
+            ("bad.yaml:4: ", "set lease to at least 1m30s"),
+        ),
         ("timeouts: {lease: 20s}\n", ("bad.yaml:1: ", "set lease to at least 30s")),
         ("extends: harsh\n", ("bad.yaml:1: ", "'harsh' is no preset")),
         ("", ("bad.yaml:1: the file is empty",)),
     ],
 )
-def test_a_mistake_in_a_policy_is_one_sentence_with_file_and_line(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:
+def test_a_mistake_in_a_policy_is_one_sentence_with_file_and_line(
+    tmp_path: Path, text: str, expected: tuple[str, ...]
+) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         read(str(tmp_path / "bad.yaml"))
-    assert all(word in str(caught.value) for word in expected) and "\n" not in str(caught.value), caught.value
+    assert all(word in str(caught.value) for word in expected) and "\n" not in str(caught.value), (
+        caught.value
+    )
 
 
 async def test_a_policy_that_can_be_used_is_said_to_be(tmp_path: Path) -> None:
@@ -77,7 +103,9 @@ def test_every_ladder_of_every_preset_is_drawn_within_a_terminal() -> None:
         lines = policy_lines(name, preset(name), None)
         assert max(map(len, lines)) <= WIDTH
         titles = [line for line in lines if re.match(r"[A-Z_]+(,|$)", line)]
-        assert sorted(word for line in titles for word in re.findall(r"[A-Z_]+", line)) == sorted(Cause), "each cause once"
+        assert sorted(word for line in titles for word in re.findall(r"[A-Z_]+", line)) == sorted(
+            Cause
+        ), "each cause once"
 
 
 def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_follows() -> None:
@@ -93,7 +121,13 @@ def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_f
                         "window": "6h",
                         "key": ["node", "gpu", "code"],
                     },
-                    {"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "tries": 1, "isolate": True, "spends": False},
+                    {
+                        "strategy": "REPLACE_NODE",
+                        "when": "UNHEALTHY",
+                        "tries": 1,
+                        "isolate": True,
+                        "spends": False,
+                    },
                     {"strategy": "RESCHEDULE_JOB", "tries": 2, "delay": "20m", "backoff": 3},
                 ]
             }
@@ -112,8 +146,12 @@ def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_f
     assert [rung["delays"] for rung in rungs] == [[5.0, 10.0, 20.0, 40.0], [], [1200.0, 3600.0]]
 
 
-async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp_path: Path) -> None:
-    view = json.loads((await starter(tmp_path, "policy", "explain", "ecs-reboot-once", "--json")).out)
+async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(
+    tmp_path: Path,
+) -> None:
+    view = json.loads(
+        (await starter(tmp_path, "policy", "explain", "ecs-reboot-once", "--json")).out
+    )
     assert [ladder["causes"] for ladder in view["ladders"]] == [list(Cause)]
     assert view["budgets"] == {
         "max_restarts": 1,
@@ -127,7 +165,11 @@ async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp
     assert of_default["budgets"]["no_progress_ask"] == 30
     alone = (await starter(tmp_path, "policy", "explain", "default", "--cause", "hang")).out
     assert "\nHANG\n  1  RESTART_IN_PLACE  2 tries" in alone and "STORAGE" not in alone
-    one_sentence(await starter(tmp_path, "policy", "explain", "default", "--cause", "HUNG"), "'HUNG' is no cause", "HANG")
+    one_sentence(
+        await starter(tmp_path, "policy", "explain", "default", "--cause", "HUNG"),
+        "'HUNG' is no cause",
+        "HANG",
+    )
     with pytest.raises(ConfigError, match=r"'harsh' is neither a preset .* nor a file"):
         read("harsh")
 
@@ -136,7 +178,13 @@ async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp
 
 
 def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
-    words = ("max_restarts=12", "timeouts.lost_after=5m", "no_progress_stop=off", "causes.HANG=[{strategy: ASK}]", "timeouts.reboot=9m")
+    words = (
+        "max_restarts=12",
+        "timeouts.lost_after=5m",
+        "no_progress_stop=off",
+        "causes.HANG=[{strategy: ASK}]",
+        "timeouts.reboot=9m",
+    )
     assert read_changes(None, words).keys == {
         "max_restarts": 12,
         "timeouts": {"lost_after": "5m", "reboot": "9m"},
@@ -157,14 +205,18 @@ def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
         (None, ("hang=off", "hang.after=off"), "hang is set as a whole and in part"),
     ],
 )
-def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(source: str | None, words: tuple[str, ...], expected: str) -> None:
+def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(
+    source: str | None, words: tuple[str, ...], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         read_changes(source, words)
 
 
 @LATE_CANCEL
 @pytest.mark.long
-async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(server: Client, tmp_path: Path) -> None:
+async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(
+    server: Client, tmp_path: Path
+) -> None:
     async def refused(job: str, *words: str, file: str | None = None) -> str:
         with pytest.raises(ConfigError) as caught:
             await change(server, job, read_changes(file, words), "a long night")
@@ -177,7 +229,9 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(s
         job = await one.submit(name="llama")
         await job.until_phase(Phase.RUNNING, 1)
         sets = ("max_restarts=12", "timeouts.lost_after=5m", "causes.HANG=[{strategy: ASK}]")
-        done = await starter(tmp_path, *words, *(word for value in sets for word in ("--set", value)), **address)
+        done = await starter(
+            tmp_path, *words, *(word for value in sets for word in ("--set", value)), **address
+        )
         assert (done.code, done.out.splitlines()) == (
             0,
             [
@@ -188,15 +242,22 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(s
             ],
         ), done
         state = await job.until(lambda s: s.policy.max_restarts == 12, "changed")
-        assert state.policy_changes[-1].reason == "a long night" and "@" in state.policy_changes[-1].by
+        assert (
+            state.policy_changes[-1].reason == "a long night" and "@" in state.policy_changes[-1].by
+        )
         nothing = await change(server, "llama", read_changes(None, ["max_restarts=12"]), "again")
         assert nothing == ["job llama: nothing to change, its policy says so already"]
         (tmp_path / "short.yaml").write_text("max_restarts: 3\ntimeouts:\n  leese: 1s\n")
-        one_sentence(await starter(tmp_path, *words, "short.yaml", **address), "short.yaml:3: timeouts.leese: unknown key")
+        one_sentence(
+            await starter(tmp_path, *words, "short.yaml", **address),
+            "short.yaml:3: timeouts.leese: unknown key",
+        )
         assert (await refused("llama", "max_restarts=many")).startswith("--set: max_restarts: ")
         assert "set lease to at least 0.6s" in await refused("llama", "timeouts.lease=0.3s")
         assert (await job.state()).policy.max_restarts == 12, "a refusal changes nothing"
-        over_a_preset = await change(server, "llama", read_changes("torchelastic", []), "as at home")
+        over_a_preset = await change(
+            server, "llama", read_changes("torchelastic", []), "as at home"
+        )
         assert "  max_restarts: 12 → 3" in over_a_preset
         await job.handle.signal("cancel")
         await job.result()
@@ -207,32 +268,49 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(s
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--history", "a", "--events", "b"), ("--events", "b", "--run", "c")], ids=["nothing", "both", "run of a file"]
+    "words",
+    [(), ("--history", "a", "--events", "b"), ("--events", "b", "--run", "c")],
+    ids=["nothing", "both", "run of a file"],
 )
 async def test_replay_is_of_a_history_or_of_a_file(tmp_path: Path, words: tuple[str, ...]) -> None:
-    one_sentence(await starter(tmp_path, "policy", "replay", "default", *words), "expected --history JOB [--run RUN_ID], or --events")
+    one_sentence(
+        await starter(tmp_path, "policy", "replay", "default", *words),
+        "expected --history JOB [--run RUN_ID], or --events",
+    )
 
 
 @LATE_CANCEL
 @pytest.mark.long
-async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(server: Client, tmp_path: Path) -> None:
+async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(
+    server: Client, tmp_path: Path
+) -> None:
     boom = error_file("ValueError: boom", "Traceback")
     faults = tuple(Exit(generation=g, rank=3, exit_code=1, error=boom) for g in (1, 2, 3))
     always = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
-    (tmp_path / "twice.yaml").write_text("causes: {APPLICATION: [{strategy: RESTART_IN_PLACE, tries: 2}, {strategy: FAIL}]}\n")
+    (tmp_path / "twice.yaml").write_text(
+        "causes: {APPLICATION: [{strategy: RESTART_IN_PLACE, tries: 2}, {strategy: FAIL}]}\n"
+    )
     async with rig(server, tmp_path, Script(faults, then="succeed")) as one:
         job = await one.submit(policy(max_restarts=100, causes=always), name="llama")
         await job.result()
         runs = await job.runs()
         assert len(runs) >= 2, "it has continued as new"
-        same = trial_view(await try_on_history(server, "llama", resolve({"max_restarts": 100, "causes": always}), None))
+        same = trial_view(
+            await try_on_history(
+                server, "llama", resolve({"max_restarts": 100, "causes": always}), None
+            )
+        )
         assert same["differ"] == 0
-        strategies = [each["strategy"] for each in same["decisions"] if each["decision"] == "Relaunch"]
+        strategies = [
+            each["strategy"] for each in same["decisions"] if each["decision"] == "Relaunch"
+        ]
         assert strategies == [None, "RESTART_IN_PLACE", "RESTART_IN_PLACE", "RESTART_IN_PLACE"]
         assert all(each["then"] is not None and not each["differs"] for each in same["decisions"])
 
         words = ("policy", "replay", "twice.yaml", "--history", "llama", "--run", runs[0].run_id)
-        done = await starter(tmp_path, *words, TEMPORAL_ADDRESS=server.service_client.config.target_host)
+        done = await starter(
+            tmp_path, *words, TEMPORAL_ADDRESS=server.service_client.config.target_host
+        )
         lines = done.out.splitlines()
         assert (done.code, done.err) == (0, ""), done
         assert [line[:2] for line in lines if "Stop FAILED" in line] == ["! "]
@@ -240,13 +318,19 @@ async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(server: Client, 
         assert lines[-2] == f"{len(same['decisions'])} decisions, 1 differ"
         assert lines[-1].startswith("this policy would have ended the job at 20")
         with pytest.raises(ConfigError, match="job llama has no run '0d7e2ae9"):
-            await try_on_history(server, "llama", preset("default"), "0d7e2ae9-5a4f-4d29-8c8e-3e0f6ff0a9be")
+            await try_on_history(
+                server, "llama", preset("default"), "0d7e2ae9-5a4f-4d29-8c8e-3e0f6ff0a9be"
+            )
 
 
 HISTORIES = ROOT / "tests" / "histories"
 
 
-@pytest.mark.parametrize("path", sorted(set(HISTORIES.glob("*.json")) - set(HISTORIES.glob("repair_*"))), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(set(HISTORIES.glob("*.json")) - set(HISTORIES.glob("repair_*"))),
+    ids=lambda path: path.stem,
+)
 async def test_a_job_replayed_under_its_own_policy_decides_the_same(path: Path) -> None:
     history = WorkflowHistory.from_json(f"job/{path.stem}", path.read_text())
     made = await recording([history], "default", data_converter())
@@ -273,17 +357,44 @@ async def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     found = EXAMPLE.search((ROOT / "docs" / "reference" / "events.md").read_text())
     assert found is not None
     (tmp_path / "week.jsonl").write_text(found[1])
-    done = await starter(tmp_path, "policy", "replay", "default", "--events", "week.jsonl", "--json")
+    done = await starter(
+        tmp_path, "policy", "replay", "default", "--events", "week.jsonl", "--json"
+    )
     assert (done.code, done.err) == (0, ""), done
     view = json.loads(done.out)
     assert view["differ"] == 0 and all(each["then"] is None for each in view["decisions"])
-    faults = [(each["at"], each["strategy"]) for each in view["decisions"] if each["event"] in ("FaultObserved", "RanksHung")]
-    assert faults == [("+12m", "RESTART_IN_PLACE"), ("+1h", "REPLACE_NODE"), ("+3h", "RESTART_IN_PLACE")]
-    keys = {"at", "event", "decision", "strategy", "phase", "reason", "spent", "left", "then", "differs", "difference"}
+    faults = [
+        (each["at"], each["strategy"])
+        for each in view["decisions"]
+        if each["event"] in ("FaultObserved", "RanksHung")
+    ]
+    assert faults == [
+        ("+12m", "RESTART_IN_PLACE"),
+        ("+1h", "REPLACE_NODE"),
+        ("+3h", "RESTART_IN_PLACE"),
+    ]
+    keys = {
+        "at",
+        "event",
+        "decision",
+        "strategy",
+        "phase",
+        "reason",
+        "spent",
+        "left",
+        "then",
+        "differs",
+        "difference",
+    }
     assert all(each.keys() == keys for each in view["decisions"])
 
-    plain = (await starter(tmp_path, "policy", "replay", "gputasker", "--events", "week.jsonl")).out.splitlines()
-    assert plain[-2:] == ["3 decisions", "the job has ended at +12m: 5 events after that change nothing"], plain
+    plain = (
+        await starter(tmp_path, "policy", "replay", "gputasker", "--events", "week.jsonl")
+    ).out.splitlines()
+    assert plain[-2:] == [
+        "3 decisions",
+        "the job has ended at +12m: 5 events after that change nothing",
+    ], plain
 
 
 def events(folder: Path, *lines: str, rules: str = "default") -> list[str]:
@@ -300,29 +411,67 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
         (("",), ":1: the file is empty"),
         (("{}",), ":1: at: missing, expected a duration"),
         (('{"at": "5m"}',), ":1: kind: missing, expected one of"),
-        (('{"at": "5m", "kind": "RankExit"}',), ":1: kind: 'RankExit' is unknown, did you mean RankExited?"),
+        (
+            ('{"at": "5m", "kind": "RankExit"}',),
+            ":1: kind: 'RankExit' is unknown, did you mean RankExited?",
+        ),
         (("[1]",), ":1: '[1]' is no JSON object"),
         (('{"at": 5m}',), ":1: not JSON"),
         (('{"at": 5, "kind": "RanksHung"}',), ":1: at: 5 has no unit"),
         (('{"at": "soon", "kind": "RanksHung"}',), ":1: at: 'soon' is not a duration"),
         (('{"at": "2026-13-01", "kind": "RanksHung"}',), ":1: at: '2026-13-01' is no time"),
-        (("", '{"at": "5m", "kind": "RanksHung"}', '{"at": "3m", "kind": "RanksHung"}'), ":3: at: 3m is before 5m"),
-        (('{"at": "5m", "kind": "RanksHung", "rank": [1]}',), ":1: rank: unknown key, did you mean ranks?"),
-        (('{"at": "5m", "kind": "RankExited", "node": "n2", "rank": 1}',), ":1: exit_code: missing, expected it or signal"),
-        (('{"at": "5m", "kind": "RankExited", "rank": 1, "exit_code": 1}',), ":1: node: missing in RankExited"),
-        (('{"at": "5m", "kind": "RankExited", "node": "n1", "rank": "x", "exit_code": 1}',), ":1: rank: Input should be a valid integer"),
+        (
+            ("", '{"at": "5m", "kind": "RanksHung"}', '{"at": "3m", "kind": "RanksHung"}'),
+            ":3: at: 3m is before 5m",
+        ),
+        (
+            ('{"at": "5m", "kind": "RanksHung", "rank": [1]}',),
+            ":1: rank: unknown key, did you mean ranks?",
+        ),
+        (
+            ('{"at": "5m", "kind": "RankExited", "node": "n2", "rank": 1}',),
+            ":1: exit_code: missing, expected it or signal",
+        ),
+        (
+            ('{"at": "5m", "kind": "RankExited", "rank": 1, "exit_code": 1}',),
+            ":1: node: missing in RankExited",
+        ),
+        (
+            ('{"at": "5m", "kind": "RankExited", "node": "n1", "rank": "x", "exit_code": 1}',),
+            ":1: rank: Input should be a valid integer",
+        ),
         (('{"at": "5m", "kind": "ProgressSeen"}',), ":1: step: missing in ProgressSeen"),
-        (('{"at": "5m", "kind": "ProgressSeen", "step": "ten"}',), ":1: step: Input should be a valid integer"),
-        (('{"at": "5m", "kind": "NodeUnreachable", "node": "n1", "unheard_for": "90"}',), ":1: unheard_for: '90' is not a duration"),
-        (('{"at": "5m", "kind": "NodesExamined", "examined": {"n1": "SICK"}}',), ":1: examined.0.verdict: "),
-        (('{"at": "5m", "kind": "FaultObserved", "observations": [{"kind": "x"}]}',), ":1: observations: each is an object whose kind"),
+        (
+            ('{"at": "5m", "kind": "ProgressSeen", "step": "ten"}',),
+            ":1: step: Input should be a valid integer",
+        ),
+        (
+            ('{"at": "5m", "kind": "NodeUnreachable", "node": "n1", "unheard_for": "90"}',),
+            ":1: unheard_for: '90' is not a duration",
+        ),
+        (
+            ('{"at": "5m", "kind": "NodesExamined", "examined": {"n1": "SICK"}}',),
+            ":1: examined.0.verdict: ",
+        ),
+        (
+            ('{"at": "5m", "kind": "FaultObserved", "observations": [{"kind": "x"}]}',),
+            ":1: observations: each is an object whose kind",
+        ),
         (('{"at": "5m", "kind": "PolicyChanged"}',), ":1: kind: 'PolicyChanged' is unknown"),
         (('{"job": {"nodes": 0}}',), ":1: job.nodes: 0 is not a number of nodes"),
-        (('{"job": {}, "at": "5m"}',), ":1: job: expected an object with keys of a job file, and nothing beside it"),
-        (('{"at": "5m", "kind": "RanksHung"}', '{"job": {}}'), ":2: job: only the first line describes the job"),
+        (
+            ('{"job": {}, "at": "5m"}',),
+            ":1: job: expected an object with keys of a job file, and nothing beside it",
+        ),
+        (
+            ('{"at": "5m", "kind": "RanksHung"}', '{"job": {}}'),
+            ":2: job: only the first line describes the job",
+        ),
     ],
 )
-def test_a_line_that_cannot_be_used_is_one_sentence_with_file_and_line(tmp_path: Path, lines: tuple[str, ...], expected: str) -> None:
+def test_a_line_that_cannot_be_used_is_one_sentence_with_file_and_line(
+    tmp_path: Path, lines: tuple[str, ...], expected: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         events(tmp_path, *lines)
     said = str(refused.value).removeprefix(str(tmp_path / "events.jsonl"))
@@ -335,8 +484,13 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_times_of_day_are_shown_as_such_and_durations_count_from_the_first(tmp_path: Path) -> None:
-    lines = events(tmp_path, f'{{"at": "2026-03-01T12:00:00+01:00", {FAULT}}}', f'{{"at": "10m", {FAULT}}}')
-    assert [line.split()[0] for line in lines[:-1] if "FaultObserved" in line] == ["2026-03-01T11:00:00Z", "2026-03-01T11:10:00Z"]
+    lines = events(
+        tmp_path, f'{{"at": "2026-03-01T12:00:00+01:00", {FAULT}}}', f'{{"at": "10m", {FAULT}}}'
+    )
+    assert [line.split()[0] for line in lines[:-1] if "FaultObserved" in line] == [
+        "2026-03-01T11:00:00Z",
+        "2026-03-01T11:10:00Z",
+    ]
 
 
 def test_answers_may_be_written_in_short_and_nodes_may_have_names(tmp_path: Path) -> None:
@@ -344,11 +498,19 @@ def test_answers_may_be_written_in_short_and_nodes_may_have_names(tmp_path: Path
         tmp_path,
         '{"job": {"nodes": 2, "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',
         '{"at": "0s", "kind": "NodesAcquired", "nodes": ["gpu-07", "gpu-08"]}',
-        *(f'{{"at": "{n}m", {FAULT.replace("n2", "gpu-08")}, "error": "ValueError: boom"}}' for n in (1, 2, 3)),
+        *(
+            f'{{"at": "{n}m", {FAULT.replace("n2", "gpu-08")}, "error": "ValueError: boom"}}'
+            for n in (1, 2, 3)
+        ),
         '{"at": "9m", "kind": "NodesExamined", "examined": {"gpu-08": "UNHEALTHY"}}',
         '{"at": "20m", "kind": "FaultObserved", "observations": [{"kind": "RanksVanished", "node": "gpu-07"}], "silent": {"n1": "30s"}}',
     )
     text = "\n".join(lines)
-    assert "[left: 1 RESTART_IN_PLACE for APPLICATION, 4 of 5 restarts]" in text, "annotations count"
+    assert "[left: 1 RESTART_IN_PLACE for APPLICATION, 4 of 5 restarts]" in text, (
+        "annotations count"
+    )
     assert "gpu-08 examined: UNHEALTHY" in text and "generation 4 runs on gpu-07, n1" in text, text
-    assert "gpu-07: the ranks are gone and nobody saw how; RESTART_IN_PLACE 1 of 2 for NODE_FAULT" in text
+    assert (
+        "gpu-07: the ranks are gone and nobody saw how; RESTART_IN_PLACE 1 of 2 for NODE_FAULT"
+        in text
+    )

@@ -36,7 +36,15 @@ PROBE: dict[str, Any] = {
     "exchange": {"sent": 1000.0, "received": 1000.0},
     "load": 0.1,
     "memory": {"total": 1 << 39, "available": 1 << 38},
-    "disks": [{"path": "/var/tmp/relaunch-1000/m1", "total": 1 << 40, "free": 412 << 30, "inodes_free": 1000, "writable": True}],
+    "disks": [
+        {
+            "path": "/var/tmp/relaunch-1000/m1",
+            "total": 1 << 40,
+            "free": 412 << 30,
+            "inodes_free": 1000,
+            "writable": True,
+        }
+    ],
     "gpus": {"driver": "570.86", "nvml": "12.570", "gpus": [GPU]},
     "kernel": {"lines": []},
     "jobs": [],
@@ -47,10 +55,18 @@ PROBE: dict[str, Any] = {
 
 def spec(sudo: bool = True, gpus: int = 1, backend: str = "ssh", **ssh: Any) -> FleetSpec:
     nodes = [
-        {"name": "gpu-01", "address": "10.0.0.11", "user": "train", "network": "192.168.7.11", "gpus": gpus},
+        {
+            "name": "gpu-01",
+            "address": "10.0.0.11",
+            "user": "train",
+            "network": "192.168.7.11",
+            "gpus": gpus,
+        },
         {"name": "gpu-02", "address": "10.0.0.12", "gpus": gpus},
     ]
-    return FleetSpec.model_validate({"name": "lab", "backend": backend, "nodes": nodes, "ssh": {"sudo": sudo, **ssh}})
+    return FleetSpec.model_validate(
+        {"name": "lab", "backend": backend, "nodes": nodes, "ssh": {"sudo": sudo, **ssh}}
+    )
 
 
 class Key:
@@ -67,9 +83,24 @@ def look(of: FleetSpec | None = None, **changes: Any) -> tuple[Row, ...]:
     fleet = of or spec()
     facts, probe = {**FACTS, **changes.pop("facts", {})}, {**PROBE, **changes.pop("probe", {})}
     again = {"outcome": "done", "lives": True, "met": {"took": 0.0004}}
-    given = {"step": Step.DONE, "key": key(), "facts": facts, "probe": probe, "again": again, "neighbour": "gpu-02", **changes}
+    given = {
+        "step": Step.DONE,
+        "key": key(),
+        "facts": facts,
+        "probe": probe,
+        "again": again,
+        "neighbour": "gpu-02",
+        **changes,
+    }
     seen = Seen(fleet.nodes[0], connected=0.61, round_trip=0.02, shipped=626688, **given)
-    other = Seen(fleet.nodes[1], step=Step.DONE, key=key(), facts=facts, probe=probe, again={"lives": changes.get("other_lives", True)})
+    other = Seen(
+        fleet.nodes[1],
+        step=Step.DONE,
+        key=key(),
+        facts=facts,
+        probe=probe,
+        again={"lives": changes.get("other_lives", True)},
+    )
     return rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (seen, other)), seen)
 
 
@@ -79,9 +110,9 @@ def row(found: tuple[Row, ...], check: str) -> Row:
 
 def test_a_node_that_has_all_is_fine_in_every_row() -> None:
     found = look()
-    assert [(one.check, one.found) for one in found if one.found is not Found.OK] == [("health", Found.WARN)], (
-        "this GPU told nothing of itself"
-    )
+    assert [(one.check, one.found) for one in found if one.found is not Found.OK] == [
+        ("health", Found.WARN)
+    ], "this GPU told nothing of itself"
     assert [one.check for one in found] == [
         "reached",
         "host key",
@@ -102,36 +133,117 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
     assert row(found, "agent").what == "shipped, 612 KiB, version 3f9a"
     assert row(found, "state folder").what == "/var/tmp/relaunch-1000/m1, ext4, 412 GiB free"
     assert row(found, "GPUs").what == "1 of 1 (driver 570.86)"
-    assert row(found, "training network").what == "listens at 192.168.7.11, reaches gpu-02 in 0.4 ms"
+    assert (
+        row(found, "training network").what == "listens at 192.168.7.11, reaches gpu-02 in 0.4 ms"
+    )
 
 
 @pytest.mark.parametrize(
     ("check", "level", "changes", "what", "fix"),
     [
-        ("state folder", Found.FAIL, {"facts": {"state": {"path": "/var/tmp/x", "type": "nfs4"}}}, "several machines see it", "/var/tmp"),
-        ("state folder", Found.FAIL, {"facts": {"state": {"path": "/x", "type": "fuse.sshfs"}}}, "several machines see it", "/var/tmp"),
-        ("state folder", Found.WARN, {"facts": {"state": {"path": "/x", "type": "tmpfs"}}}, "forgets at a reboot", "mount a disk"),
         (
             "state folder",
             Found.FAIL,
-            {"probe": {"disks": [{"path": "/x", "total": 9, "free": 1 << 20, "inodes_free": 1, "writable": True}]}},
+            {"facts": {"state": {"path": "/var/tmp/x", "type": "nfs4"}}},
+            "several machines see it",
+            "/var/tmp",
+        ),
+        (
+            "state folder",
+            Found.FAIL,
+            {"facts": {"state": {"path": "/x", "type": "fuse.sshfs"}}},
+            "several machines see it",
+            "/var/tmp",
+        ),
+        (
+            "state folder",
+            Found.WARN,
+            {"facts": {"state": {"path": "/x", "type": "tmpfs"}}},
+            "forgets at a reboot",
+            "mount a disk",
+        ),
+        (
+            "state folder",
+            Found.FAIL,
+            {
+                "probe": {
+                    "disks": [
+                        {
+                            "path": "/x",
+                            "total": 9,
+                            "free": 1 << 20,
+                            "inodes_free": 1,
+                            "writable": True,
+                        }
+                    ]
+                }
+            },
             "0 GiB free",
             "free 1 GiB at least",
         ),
         (
             "state folder",
             Found.FAIL,
-            {"probe": {"disks": [{"path": "/x", "total": 9, "free": 99 << 30, "inodes_free": 1, "writable": False, "reason": "ro"}]}},
+            {
+                "probe": {
+                    "disks": [
+                        {
+                            "path": "/x",
+                            "total": 9,
+                            "free": 99 << 30,
+                            "inodes_free": 1,
+                            "writable": False,
+                            "reason": "ro",
+                        }
+                    ]
+                }
+            },
             ": ro",
             "make it writable",
         ),
-        ("clock", Found.WARN, {"probe": {"wall": 1009.0, "answered": 1009.0}}, "+9.00 s (±0.00 s): the logs", "timedatectl"),
-        ("clock", Found.WARN, {"probe": {"wall": 600.0, "answered": 600.0}}, "-400.00 s (±0.00 s): certificates", "timedatectl"),
-        ("GPUs", Found.FAIL, {"probe": {"gpus": {"unreadable": "no library"}}}, "none can be read", "install NVIDIA's driver"),
+        (
+            "clock",
+            Found.WARN,
+            {"probe": {"wall": 1009.0, "answered": 1009.0}},
+            "+9.00 s (±0.00 s): the logs",
+            "timedatectl",
+        ),
+        (
+            "clock",
+            Found.WARN,
+            {"probe": {"wall": 600.0, "answered": 600.0}},
+            "-400.00 s (±0.00 s): certificates",
+            "timedatectl",
+        ),
+        (
+            "GPUs",
+            Found.FAIL,
+            {"probe": {"gpus": {"unreadable": "no library"}}},
+            "none can be read",
+            "install NVIDIA's driver",
+        ),
         ("GPUs", Found.FAIL, {"probe": {"gpus": {"driver": "1", "gpus": []}}}, "0 of 1", "gpus: 0"),
-        ("GPUs", Found.WARN, {"probe": {"gpus": {"driver": "1", "gpus": [GPU, GPU]}}}, "given to nobody", "gpus: 2"),
-        ("kernel log", Found.WARN, {"probe": {"kernel": {"unreadable": "permission denied", "lines": []}}}, "denied", "dmesg_restrict=0"),
-        ("nvidia-smi", Found.WARN, {"facts": {"nvidia_smi": {"missing": "nvidia-smi is not there"}}}, "no GPU is reset", "install"),
+        (
+            "GPUs",
+            Found.WARN,
+            {"probe": {"gpus": {"driver": "1", "gpus": [GPU, GPU]}}},
+            "given to nobody",
+            "gpus: 2",
+        ),
+        (
+            "kernel log",
+            Found.WARN,
+            {"probe": {"kernel": {"unreadable": "permission denied", "lines": []}}},
+            "denied",
+            "dmesg_restrict=0",
+        ),
+        (
+            "nvidia-smi",
+            Found.WARN,
+            {"facts": {"nvidia_smi": {"missing": "nvidia-smi is not there"}}},
+            "no GPU is reset",
+            "install",
+        ),
         (
             "dcgmi",
             Found.WARN,
@@ -142,14 +254,30 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         (
             "reboot",
             Found.WARN,
-            {"facts": {"reboot": {"command": "systemctl reboot", "sudo": True, "cannot": "a password is required"}}},
+            {
+                "facts": {
+                    "reboot": {
+                        "command": "systemctl reboot",
+                        "sudo": True,
+                        "cannot": "a password is required",
+                    }
+                }
+            },
             "a password is required",
             "train ALL=(root) NOPASSWD: /usr/bin/systemctl reboot",
         ),
         (
             "GPU reset",
             Found.WARN,
-            {"facts": {"gpu_reset": {"command": "/opt/nvidia-smi --gpu-reset -i 0", "sudo": True, "cannot": "no"}}},
+            {
+                "facts": {
+                    "gpu_reset": {
+                        "command": "/opt/nvidia-smi --gpu-reset -i 0",
+                        "sudo": True,
+                        "cannot": "no",
+                    }
+                }
+            },
             "no",
             "NOPASSWD: /opt/nvidia-smi --gpu-reset, /opt/nvidia-smi --gpu-reset -i *",
         ),
@@ -160,9 +288,27 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
             "sudo is not",
             "root",
         ),
-        ("logout", Found.FAIL, {"again": {"lives": False, "met": None}}, "logind, session-12.scope", "KillExcludeUsers=root train"),
-        ("logout", Found.FAIL, {"again": {"lives": False, "met": None}, "facts": {"session": None}}, "ends with the login", "PAM"),
-        ("logout", Found.WARN, {"again": None, "reason": "refused"}, "no second login: refused", "check again"),
+        (
+            "logout",
+            Found.FAIL,
+            {"again": {"lives": False, "met": None}},
+            "logind, session-12.scope",
+            "KillExcludeUsers=root train",
+        ),
+        (
+            "logout",
+            Found.FAIL,
+            {"again": {"lives": False, "met": None}, "facts": {"session": None}},
+            "ends with the login",
+            "PAM",
+        ),
+        (
+            "logout",
+            Found.WARN,
+            {"again": None, "reason": "refused"},
+            "no second login: refused",
+            "check again",
+        ),
         (
             "training network",
             Found.FAIL,
@@ -173,13 +319,20 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         (
             "training network",
             Found.FAIL,
-            {"again": {"lives": True, "met": {"cannot": "no answer from 192.168.7.12 port 23133 within 2 s"}}},
+            {
+                "again": {
+                    "lives": True,
+                    "met": {"cannot": "no answer from 192.168.7.12 port 23133 within 2 s"},
+                }
+            },
             "does not reach gpu-02: no answer",
             "through between the nodes",
         ),
     ],
 )
-def test_what_is_not_fine_is_said_with_what_to_do(check: str, level: Found, changes: dict[str, Any], what: str, fix: str) -> None:
+def test_what_is_not_fine_is_said_with_what_to_do(
+    check: str, level: Found, changes: dict[str, Any], what: str, fix: str
+) -> None:
     found = row(look(**changes), check)
     assert found.found is level
     assert what in found.what
@@ -188,41 +341,72 @@ def test_what_is_not_fine_is_said_with_what_to_do(check: str, level: Found, chan
 
 
 def test_a_missing_tool_keeps_no_rank_from_running() -> None:
-    found = look(facts={"dcgmi": {"missing": "dcgmi is not on this node's PATH"}, "nvidia_smi": {"missing": "nvidia-smi is not there"}})
+    found = look(
+        facts={
+            "dcgmi": {"missing": "dcgmi is not on this node's PATH"},
+            "nvidia_smi": {"missing": "nvidia-smi is not there"},
+        }
+    )
     assert runs(found)
 
 
 def test_without_sudo_in_the_fleet_file_no_sudoers_line_is_asked_for() -> None:
-    facts = {name: {"command": "systemctl reboot", "cannot": "uid 1000 may not"} for name in ("reboot", "gpu_reset")}
+    facts = {
+        name: {"command": "systemctl reboot", "cannot": "uid 1000 may not"}
+        for name in ("reboot", "gpu_reset")
+    }
     found = look(spec(sudo=False), facts=facts)
     assert row(found, "reboot").found is Found.OK
     assert "never rebooted" in row(found, "reboot").what
 
 
 def test_a_node_without_gpus_is_not_asked_for_their_tools() -> None:
-    found = look(spec(gpus=0), facts={"nvidia_smi": None, "dcgmi": None, "gpu_reset": None}, probe={"gpus": {"unreadable": "no library"}})
+    found = look(
+        spec(gpus=0),
+        facts={"nvidia_smi": None, "dcgmi": None, "gpu_reset": None},
+        probe={"gpus": {"unreadable": "no library"}},
+    )
     assert {"GPUs", "nvidia-smi", "dcgmi", "GPU reset"}.isdisjoint(one.check for one in found)
     assert runs(found)
 
 
 def test_a_local_node_has_no_rows_that_make_no_sense_there() -> None:
     found = look(spec(backend="local"), key=None)
-    assert {"reached", "host key", "agent", "clock", "reboot", "GPU reset", "logout"}.isdisjoint(one.check for one in found)
+    assert {"reached", "host key", "agent", "clock", "reboot", "GPU reset", "logout"}.isdisjoint(
+        one.check for one in found
+    )
 
 
 def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
     fleet = spec()
     first = Seen(fleet.nodes[0], Step.DONE, key=key(), facts=FACTS, probe=PROBE, neighbour="gpu-02")
     first.again = {"lives": True, "met": {"cannot": "192.168.7.12 port 23133: Connection refused"}}
-    second = Seen(fleet.nodes[1], Step.DONE, key=key(), facts=FACTS, probe=PROBE, again={"lives": False, "met": None})
-    found = row(rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (first, second)), first), "training network")
+    second = Seen(
+        fleet.nodes[1],
+        Step.DONE,
+        key=key(),
+        facts=FACTS,
+        probe=PROBE,
+        again={"lives": False, "met": None},
+    )
+    found = row(
+        rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (first, second)), first), "training network"
+    )
     assert (found.found, found.fix) == (Found.WARN, "mend its logout first")
 
 
 def test_a_node_that_cannot_be_reached_has_the_command_that_has_to_work() -> None:
-    found = look(spec(proxy_jump="me@jump:22", port=2222), step=Step.KEY, key=None, reason="nothing listens there")
+    found = look(
+        spec(proxy_jump="me@jump:22", port=2222),
+        step=Step.KEY,
+        key=None,
+        reason="nothing listens there",
+    )
     assert [(one.check, one.found) for one in found] == [("reached", Found.FAIL)]
-    assert found[0].fix == "make `ssh -J me@jump:22 -p 2222 -l train 10.0.0.11` work from here, then check again"
+    assert (
+        found[0].fix
+        == "make `ssh -J me@jump:22 -p 2222 -l train 10.0.0.11` work from here, then check again"
+    )
 
 
 def test_what_a_person_types_is_safe_to_paste() -> None:
@@ -241,7 +425,10 @@ def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> Non
 
 
 def test_an_agent_that_cannot_be_started_says_how_to_name_another_python() -> None:
-    found = look(step=Step.AGENT, reason="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer")
+    found = look(
+        step=Step.AGENT,
+        reason="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer",
+    )
     assert "3.6.8" in row(found, "agent").what
     assert "python: /usr/bin/python3.11" in row(found, "agent").fix
     assert row(found, "reached").found is Found.OK
@@ -249,12 +436,25 @@ def test_an_agent_that_cannot_be_started_says_how_to_name_another_python() -> No
 
 
 def fleet_of(*fine: bool) -> Fleet:
-    nodes = [{"name": f"gpu-{number:02}", "address": f"10.0.0.{number}"} for number in range(1, len(fine) + 1)]
+    nodes = [
+        {"name": f"gpu-{number:02}", "address": f"10.0.0.{number}"}
+        for number in range(1, len(fine) + 1)
+    ]
     of = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
     seen = []
     for node, good in zip(of.nodes, fine, strict=True):
         facts = {**FACTS, "state": FACTS["state"] if good else {"path": "/x", "type": "nfs"}}
-        seen.append(Seen(node, Step.DONE, key=key(), facts=facts, probe=PROBE, again={"lives": True, "met": {"took": 0.0}}, neighbour="x"))
+        seen.append(
+            Seen(
+                node,
+                Step.DONE,
+                key=key(),
+                facts=facts,
+                probe=PROBE,
+                again={"lives": True, "met": {"took": 0.0}},
+                neighbour="x",
+            )
+        )
     return Fleet(of, Path("lab.yaml"), "3f9a", tuple(seen))
 
 
@@ -269,10 +469,17 @@ def test_of_many_nodes_those_that_are_fine_take_a_line(capsys: pytest.CaptureFix
 
 
 def test_the_end_says_what_comes_next() -> None:
-    assert verdict(fleet_of(True, True)) == "all 2 nodes can run ranks. Next: relaunch up --fleet lab.yaml"
+    assert (
+        verdict(fleet_of(True, True))
+        == "all 2 nodes can run ranks. Next: relaunch up --fleet lab.yaml"
+    )
 
 
 def test_the_view_for_scripts_has_a_row_for_each_check() -> None:
     told = view(fleet_of(True, False))
-    assert (told["fleet"], told["agent"], [node["runs"] for node in told["nodes"]]) == ("lab", "3f9a", [True, False])
+    assert (told["fleet"], told["agent"], [node["runs"] for node in told["nodes"]]) == (
+        "lab",
+        "3f9a",
+        [True, False],
+    )
     assert set(told["nodes"][0]["rows"][0]) == {"check", "found", "what", "fix"}

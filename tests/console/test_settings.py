@@ -17,7 +17,9 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "relaunch.toml").write_text('jobs = 7\nlog_level = "debug"\nstate = "/from/file"\n')
     monkeypatch.setenv("RELAUNCH_JOBS", "9")
     monkeypatch.setenv("RELAUNCH_TASK_QUEUE", "")
@@ -26,7 +28,12 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(monke
     assert (settings.jobs, settings.log_level, settings.task_queue) == (9, "DEBUG", "relaunch")
     assert (settings.state, settings.fleets) == (Path("/typed"), (Path("a.yaml"), Path("b.yaml")))
     sources = {name: source for name, _, source in describe_settings(settings, ("state",))}
-    expected = {"state": "command line", "jobs": "RELAUNCH_JOBS", "log_level": "relaunch.toml", "task_queue": "default"}
+    expected = {
+        "state": "command line",
+        "jobs": "RELAUNCH_JOBS",
+        "log_level": "relaunch.toml",
+        "task_queue": "default",
+    }
     assert {name: sources[name] for name in expected} == expected
 
 
@@ -41,7 +48,9 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(monke
         ("RELAUNCH_SETTINGS", "/none.toml", ("settings file /none.toml cannot be read",)),
     ],
 )
-def test_a_bad_value_is_one_sentence(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: tuple[str, ...]) -> None:
+def test_a_bad_value_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: tuple[str, ...]
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError) as caught:
         read_settings()

@@ -21,28 +21,41 @@ from tests.console.test_command_line import Place, one_sentence
 
 @activity.defn
 async def read_stacks(input: ReadStacksInput) -> ReadStacksOutput:
-    return ReadStacksOutput(tuple(Stack(rank, node, 40 + rank, f"Thread {rank}\n  forward") for node, rank in input.places))
+    return ReadStacksOutput(
+        tuple(
+            Stack(rank, node, 40 + rank, f"Thread {rank}\n  forward") for node, rank in input.places
+        )
+    )
 
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
     environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()), dev_server_log_level="error", data_converter=data_converter()
+        dev_server_existing_path=str(find_server()),
+        dev_server_log_level="error",
+        data_converter=data_converter(),
     )
     async with environment:
         client = environment.client
         await ensure_namespace(client)
-        async with Worker(client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=[read_stacks]):
+        async with Worker(
+            client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=[read_stacks]
+        ):
             yield Place(client, client.service_client.config.target_host, tmp_path)
 
 
 async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(place: Place) -> None:
     assert (await place.starter("submit", place.write_job("llama"))).code == 0
     done = await place.starter("stacks", "llama")
-    assert done.out == ("[rank 0] local-1, pid 40\n    Thread 0\n      forward\n[rank 1] local-2, pid 41\n    Thread 1\n      forward\n"), (
-        done.err
-    )
+    assert done.out == (
+        "[rank 0] local-1, pid 40\n    Thread 0\n      forward\n[rank 1] local-2, pid 41\n    Thread 1\n      forward\n"
+    ), done.err
     one = await place.starter("stacks", "llama", "--rank", "1", "--json")
-    assert json.loads(one.out) == [{"rank": 1, "node": "local-2", "pid": 41, "text": "Thread 1\n  forward"}]
-    one_sentence(await place.starter("stacks", "llama", "--rank", "2"), "job llama has no rank 2: expected 0 to 1")
+    assert json.loads(one.out) == [
+        {"rank": 1, "node": "local-2", "pid": 41, "text": "Thread 1\n  forward"}
+    ]
+    one_sentence(
+        await place.starter("stacks", "llama", "--rank", "2"),
+        "job llama has no rank 2: expected 0 to 1",
+    )
     one_sentence(await place.starter("stacks", "nobody"), "nobody")

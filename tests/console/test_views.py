@@ -8,7 +8,14 @@ from datetime import timedelta
 
 import pytest
 
-from relaunch.cli.job_views import budgets, history_entry, history_lines, merge_watches, show, show_lines
+from relaunch.cli.job_views import (
+    budgets,
+    history_entry,
+    history_lines,
+    merge_watches,
+    show,
+    show_lines,
+)
 from relaunch.cli.logs import Printer
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import Leaving, Progress, Try
@@ -16,23 +23,56 @@ from relaunch.spec.job import NodeRange
 from relaunch.spec.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
 
-SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "reason", "next"}
+SHOW_KEYS = {
+    "name",
+    "phase",
+    "generation",
+    "nodes",
+    "ranks",
+    "progress",
+    "budgets",
+    "incidents",
+    "reason",
+    "next",
+}
 HISTORY_KEYS = {"opened", "closed", "generation", "cause", "nodes", "reason", "decisions", "times"}
 
 
 def test_show_has_the_promised_keys() -> None:
-    view = json.loads(json.dumps(show(job_state(incident=incident(), incidents=(incident(closed=T0),), incidents_archived=3), None, T0)))
+    view = json.loads(
+        json.dumps(
+            show(
+                job_state(
+                    incident=incident(), incidents=(incident(closed=T0),), incidents_archived=3
+                ),
+                None,
+                T0,
+            )
+        )
+    )
     assert view.keys() >= SHOW_KEYS
-    assert (view["nodes"], view["ranks"], view["incidents"], view["progress"]) == (["local-1", "local-2"], 4, 5, None)
+    assert (view["nodes"], view["ranks"], view["incidents"], view["progress"]) == (
+        ["local-1", "local-2"],
+        4,
+        5,
+        None,
+    )
     assert view["next"] == {"what": "nodes are acquired", "at": None}
     assert any("ValueError: loss is nan" in line for line in show_lines(view, T0))
 
 
 def test_a_job_that_has_fewer_nodes_than_it_would_take_says_so() -> None:
     spec = job_state().spec.model_copy(update={"nodes": NodeRange(min=1, max=4)})
-    view = json.loads(json.dumps(show(job_state(spec=spec, fewer="2 of 4 nodes: n9 is quarantined"), None, T0)))
+    view = json.loads(
+        json.dumps(show(job_state(spec=spec, fewer="2 of 4 nodes: n9 is quarantined"), None, T0))
+    )
     assert view["ranks"] == 4, "of this generation"
-    assert view["size"] == {"nodes": 2, "min": 1, "max": 4, "reason": "2 of 4 nodes: n9 is quarantined"}
+    assert view["size"] == {
+        "nodes": 2,
+        "min": 1,
+        "max": 4,
+        "reason": "2 of 4 nodes: n9 is quarantined",
+    }
     assert "fewer       2 of 4 nodes: n9 is quarantined" in show_lines(view, T0)
     all_of_them = show(job_state(), None, T0)
     assert all_of_them["size"] == {"nodes": 2, "min": 2, "max": 2, "reason": None}
@@ -43,16 +83,27 @@ def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states()
     state = job_state(progress=Progress(7, T0))
     assert show(state, None, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
     fresh = merge_watches(
-        [{"generation": 1, "step": 9, "at": "x", "rate": 2, "values": {"loss": 3.5}}, {"generation": 1, "step": 12, "at": "y"}]
+        [
+            {"generation": 1, "step": 9, "at": "x", "rate": 2, "values": {"loss": 3.5}},
+            {"generation": 1, "step": 12, "at": "y"},
+        ]
     )
-    assert show(state, fresh, T0)["progress"] == {"step": 9, "at": "x", "rate": 2.0, "values": {"loss": 3.5}, "checkpoint": None}
+    assert show(state, fresh, T0)["progress"] == {
+        "step": 9,
+        "at": "x",
+        "rate": 2.0,
+        "values": {"loss": 3.5},
+        "checkpoint": None,
+    }
     stale = merge_watches([{"generation": 0, "step": 99, "at": "x"}])
     assert show(state, stale, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
 
 
 def test_a_checkpoint_is_shown_as_far_as_all_watches_have_seen_it() -> None:
     told = {"generation": 1, "step": 130}
-    seen = merge_watches([{**told, "checkpoint": 120}, {**told, "checkpoint": 100}, {**told, "checkpoint": "x"}])
+    seen = merge_watches(
+        [{**told, "checkpoint": 120}, {**told, "checkpoint": 100}, {**told, "checkpoint": "x"}]
+    )
     view = show(job_state(), seen, T0)
     assert view["progress"]["checkpoint"] == 100
     assert "progress    step 130, checkpoint 100" in show_lines(view, T0)
@@ -62,32 +113,74 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
     wanted = Leaving("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
     view = json.loads(json.dumps(show(job_state(leaving=(wanted,)), None, T0)))
     assert view["leaving"] == [
-        {"node": "local-2", "by": "carol", "reason": "swap its PSU", "until": "2026-03-01T14:00:00Z", "denied": None}
+        {
+            "node": "local-2",
+            "by": "carol",
+            "reason": "swap its PSU",
+            "until": "2026-03-01T14:00:00Z",
+            "denied": None,
+        }
     ]
     line = next(line for line in show_lines(view, T0) if line.startswith("next"))
-    assert "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer" in line
-    denied = show(job_state(leaving=(replace(wanted, denied="alice said no: evaluation ends at noon"),)), None, T0)
-    assert denied["leaving"][0]["denied"] == "alice said no: evaluation ends at noon" and "alice said no" in denied["next"]["what"]
+    assert (
+        "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer"
+        in line
+    )
+    denied = show(
+        job_state(leaving=(replace(wanted, denied="alice said no: evaluation ends at noon"),)),
+        None,
+        T0,
+    )
+    assert (
+        denied["leaving"][0]["denied"] == "alice said no: evaluation ends at noon"
+        and "alice said no" in denied["next"]["what"]
+    )
 
 
 def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
     view = show(job_state(), merge_watches([{"step": 3, "stalled": ["n2"]}, {"step": 3}]), T0)
     assert view["stalled"] == ["n2"]
     (line,) = [line for line in show_lines(view, T0) if line.startswith("stalled")]
-    assert line == "stalled     n2: its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
+    assert (
+        line
+        == "stalled     n2: its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
+    )
 
 
 def test_heartbeats_of_another_version_are_read_as_far_as_they_go() -> None:
     assert merge_watches([]) is None
-    odd = merge_watches([{"step": None, "rate": "fast", "values": [1], "reachable": 3}, {"unreachable": ["n9"], "reachable": 4}])
+    odd = merge_watches(
+        [
+            {"step": None, "rate": "fast", "values": [1], "reachable": 3},
+            {"unreachable": ["n9"], "reachable": 4},
+        ]
+    )
     assert odd is not None
-    assert (odd.step, odd.rate, odd.values, odd.reachable, odd.unreachable) == (None, None, {}, 7, ("n9",))
+    assert (odd.step, odd.rate, odd.values, odd.reachable, odd.unreachable) == (
+        None,
+        None,
+        {},
+        7,
+        ("n9",),
+    )
 
 
 def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
-    entry = json.loads(json.dumps(history_entry(incident(stopped=T0 + timedelta(seconds=2.5), closed=T0 + timedelta(seconds=9)))))
+    entry = json.loads(
+        json.dumps(
+            history_entry(
+                incident(stopped=T0 + timedelta(seconds=2.5), closed=T0 + timedelta(seconds=9))
+            )
+        )
+    )
     assert entry.keys() >= HISTORY_KEYS
-    assert entry["times"] == {"detected": 0.25, "decided": 1.0, "stopped": 2.5, "launched": None, "recovered": None}
+    assert entry["times"] == {
+        "detected": 0.25,
+        "decided": 1.0,
+        "stopped": 2.5,
+        "launched": None,
+        "recovered": None,
+    }
     assert entry["decisions"] == [
         {
             "at": "2026-03-01T12:00:01Z",
@@ -106,15 +199,22 @@ def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
 
 
 def test_budgets_count_only_tries_that_still_count() -> None:
-    old = Try(T0 - timedelta(hours=30), Cause.NODE_LOST, Strategy.REPLACE_NODE, "REPLACE_NODE", False)
+    old = Try(
+        T0 - timedelta(hours=30), Cause.NODE_LOST, Strategy.REPLACE_NODE, "REPLACE_NODE", False
+    )
     tries = (
         old,
         *(
             Try(T0, cause, s, s.value, True)
-            for cause, s in [(Cause.NODE_LOST, Strategy.REPLACE_NODE), (Cause.HANG, Strategy.RESTART_IN_PLACE)]
+            for cause, s in [
+                (Cause.NODE_LOST, Strategy.REPLACE_NODE),
+                (Cause.HANG, Strategy.RESTART_IN_PLACE),
+            ]
         ),
     )
-    view = budgets(job_state(tries=tries, restarts_spent=2, flat_generations=1), T0 + timedelta(minutes=1))
+    view = budgets(
+        job_state(tries=tries, restarts_spent=2, flat_generations=1), T0 + timedelta(minutes=1)
+    )
     assert view["max_restarts"] == {"spent": 2, "limit": 8}
     assert view["no_progress"] == {"spent": 1, "limit": 3}
     assert view["causes"].keys() == {"NODE_LOST", "HANG"}
@@ -136,11 +236,18 @@ def test_log_lines_are_printed_whole_and_aligned(capsys: object) -> None:
     printer.feed(11, "eleven\n")
     printer.feed(3, "o\nend")
     printer.flush()
-    assert capsys.readouterr().out == "[rank 3]  one\n[rank 11] eleven\n[rank 3]  two\n[rank 3]  end\n"  # type: ignore[attr-defined]
+    assert (
+        capsys.readouterr().out == "[rank 3]  one\n[rank 11] eleven\n[rank 3]  two\n[rank 3]  end\n"
+    )  # type: ignore[attr-defined]
 
 
-def test_what_a_launcher_prints_is_told_from_what_its_ranks_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_launcher_prints_is_told_from_what_its_ranks_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     printer = Printer(world_size=16, colour=False)
     printer.feed(15, "a step\n")
     printer.feed(17, "failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n")
-    assert capsys.readouterr().out == "[rank 15] a step\n[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"
+    assert (
+        capsys.readouterr().out
+        == "[rank 15] a step\n[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"
+    )

@@ -24,7 +24,11 @@ CANCELLED = 130
 
 
 def environment(**more: str) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
+    }
     return {**ours, **more}
 
 
@@ -64,7 +68,12 @@ class Place:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*words), cwd=self.folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self.command(*words),
+            cwd=self.folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def is_warm(self) -> bool:
@@ -87,7 +96,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     base = tmp_path_factory.mktemp("warm")
     root, folder = base / "checkout", base / "here"
     folder.mkdir()
-    shutil.copytree(ROOT, root, ignore=lambda at, names: [n for n in names if n.startswith(".") or n in ("tests", "docs", "__pycache__")])
+    shutil.copytree(
+        ROOT,
+        root,
+        ignore=lambda at, names: [
+            n for n in names if n.startswith(".") or n in ("tests", "docs", "__pycache__")
+        ],
+    )
     command = [sys.executable, str(root / "starter.py"), "up", "--port", "0", "--ui-port", "0"]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
@@ -123,14 +138,18 @@ def children_of(pid: int) -> list[int]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_is_printed_and_the_exit_code_are_those_of_a_cold_start(place: Place, words: tuple[str, ...], code: int) -> None:
+def test_what_is_printed_and_the_exit_code_are_those_of_a_cold_start(
+    place: Place, words: tuple[str, ...], code: int
+) -> None:
     assert place.is_warm()
     warm, cold = place.call(*words), place.call(*words, **COLD)
     assert (warm.returncode, warm.stdout, warm.stderr) == (code, cold.stdout, cold.stderr)
     assert cold.returncode == code
 
 
-def test_run_exits_as_the_job_does_with_the_environment_and_folder_of_whoever_typed(place: Place) -> None:
+def test_run_exits_as_the_job_does_with_the_environment_and_folder_of_whoever_typed(
+    place: Place,
+) -> None:
     line = 'test "$MARK" = "a b" && pwd && exit 3'
     done = place.call("run", "--env", "MARK", "--", "sh", "-c", line, MARK="a b")
     assert done.returncode == 3, done
@@ -153,7 +172,9 @@ def test_ctrl_c_cancels_and_a_second_one_leaves_at_once(place: Place) -> None:
     assert (process.returncode, "CANCELLED: cancelled by" in err) == (CANCELLED, True), err
 
     # It ends late enough for a second one.
-    process = place.start("run", "--", "sh", "-c", "trap '' TERM; echo here; while :; do sleep 1; done")
+    process = place.start(
+        "run", "--", "sh", "-c", "trap '' TERM; echo here; while :; do sleep 1; done"
+    )
     assert process.stdout is not None and process.stderr is not None
     assert "here" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -205,21 +226,38 @@ def test_a_kill_of_the_warm_process_ends_no_command_and_up_starts_it_again(place
 
 def test_changed_code_is_what_runs_next(place: Place) -> None:
     text = (place.root / "relaunch" / "cli" / "tables.py").read_text()
-    (place.root / "relaunch" / "cli" / "tables.py").write_text(text.replace('"generation": item.generation', '"generation": "changed"'))
+    (place.root / "relaunch" / "cli" / "tables.py").write_text(
+        text.replace('"generation": item.generation', '"generation": "changed"')
+    )
     assert '"generation": "changed"' in place.call("jobs", "--json").stdout
     place.wait_until_warm()
     assert '"generation": "changed"' in place.call("jobs", "--json").stdout
 
 
-def test_a_terminal_is_a_terminal_and_a_settings_file_is_left_to_a_cold_start(place: Place, tmp_path: Path) -> None:
+def test_a_terminal_is_a_terminal_and_a_settings_file_is_left_to_a_cold_start(
+    place: Place, tmp_path: Path
+) -> None:
     ours, theirs = os.openpty()
     try:
-        subprocess.run(place.command("follow", "stays"), cwd=place.folder, env=environment(TERM="xterm"), stdout=theirs, timeout=WITHIN)
+        subprocess.run(
+            place.command("follow", "stays"),
+            cwd=place.folder,
+            env=environment(TERM="xterm"),
+            stdout=theirs,
+            timeout=WITHIN,
+        )
         assert b"\x1b[" in os.read(ours, 65536)
     finally:
         os.close(theirs)
         os.close(ours)
     (tmp_path / "relaunch.toml").write_text("jobs = 'many'\n")
     (tmp_path / ".relaunch").symlink_to(place.folder / ".relaunch")
-    done = subprocess.run(place.command("jobs"), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=WITHIN)
+    done = subprocess.run(
+        place.command("jobs"),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=WITHIN,
+    )
     assert done.returncode == 2 and "settings file relaunch.toml: jobs is 'many'" in done.stderr

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from tests.console import page_commands
+
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
 FILE: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
@@ -19,7 +21,7 @@ ONE_SHOT = ("schema", "namespace")
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PAGE = (ROOT / "docs" / "compose.md").read_text()
 FILES_ON_THE_PAGE = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS_ON_THE_PAGE = [line.split("  #")[0].strip() for line in re.findall(r"^ {4}\S.*$", PAGE, re.MULTILINE)]
+COMMANDS_ON_THE_PAGE = page_commands.code_lines(PAGE)
 UNITS = {"s": 1, "m": 60}
 
 SPECIFICATION = json.loads(Path(__file__).with_name("compose-spec.json").read_text())

@@ -14,16 +14,27 @@ from tests.doubles.aws import DENIED, AwsDouble, Delays
 
 LOGS = {
     "logDriver": "awslogs",
-    "options": {"awslogs-group": "/relaunch/node", "awslogs-stream-prefix": "node", "awslogs-region": "us-east-1"},
+    "options": {
+        "awslogs-group": "/relaunch/node",
+        "awslogs-stream-prefix": "node",
+        "awslogs-region": "us-east-1",
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
-    delays = Delays(stop_timeout=0.3, reboot=0.1, boot=5.0)  # boot: whoever looks every two seconds has to find it away
-    with AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double, pytest.MonkeyPatch.context() as patch:
+    delays = Delays(
+        stop_timeout=0.3, reboot=0.1, boot=5.0
+    )  # boot: whoever looks every two seconds has to find it away
+    with (
+        AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         double.register("train", [{"name": "trainer", "image": "any"}], networkMode="host")
-        double.register("node", [{"name": "node", "image": "relaunch-node", "logConfiguration": LOGS}])
+        double.register(
+            "node", [{"name": "node", "image": "relaunch-node", "logConfiguration": LOGS}]
+        )
         patch.setattr(aws_module, "RATES", {"read": (10_000.0, 100), "modify": (10_000.0, 100)})
         patch.setattr(cluster_module, "FIRST_LOOK", 0.1)
         patch.setattr(aws_smoke, "POLL", timedelta(seconds=1))
@@ -32,7 +43,11 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         patch.setattr(aws_smoke, "REBOOT_LOOK", 0.1)
         for name, value in double.environment().items():
             patch.setenv(name, value)
-        for name, value in {"CLUSTER": double.cluster, "TASK_DEFINITION": "train", "NODE_TASK": "node"}.items():
+        for name, value in {
+            "CLUSTER": double.cluster,
+            "TASK_DEFINITION": "train",
+            "NODE_TASK": "node",
+        }.items():
             patch.setenv(name, value)
         yield double
 
@@ -45,18 +60,26 @@ def ec2_id(aws: AwsDouble, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.long
-def test_the_double_is_as_expected_of_aws_in_every_row(aws: AwsDouble, ec2_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_double_is_as_expected_of_aws_in_every_row(
+    aws: AwsDouble, ec2_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = aws.instance(ec2_id).boots
     ended = aws_smoke.main(["--reboot"])
     printed = capsys.readouterr().out
     assert ended == 0 and "DIFFERS" not in printed, printed
     assert "another boot id" in printed and aws.instance(ec2_id).boots == before + 1
-    left = [one["name"] for one in aws.instance(ec2_id).machine.registered.told()["attributes"] if one["name"].startswith("relaunch.")]
+    left = [
+        one["name"]
+        for one in aws.instance(ec2_id).machine.registered.told()["attributes"]
+        if one["name"].startswith("relaunch.")
+    ]
     assert left == [] and not aws.tasks(status="RUNNING"), "it leaves something behind"
 
 
 @pytest.mark.long
-def test_what_aws_does_otherwise_is_a_row_that_differs(aws: AwsDouble, ec2_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_aws_does_otherwise_is_a_row_that_differs(
+    aws: AwsDouble, ec2_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     aws.script("train", exit_code=5, times=1)
     assert aws_smoke.main([]) == 1
     rows = [line for line in capsys.readouterr().out.splitlines() if "DIFFERS" in line]
@@ -64,13 +87,18 @@ def test_what_aws_does_otherwise_is_a_row_that_differs(aws: AwsDouble, ec2_id: s
 
 
 @pytest.mark.parametrize("missing", ["CLUSTER", "TASK_DEFINITION", "NODE_TASK", "INSTANCE"])
-def test_it_refuses_without_what_it_needs(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_refuses_without_what_it_needs(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in aws_smoke.NEEDED:
         monkeypatch.setenv(name, "something")
     monkeypatch.setenv(missing, "")
     assert aws_smoke.main([]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"aws-smoke: {missing} not set in the environment, expected ") and said.count("\n") == 1
+    assert (
+        said.startswith(f"aws-smoke: {missing} not set in the environment, expected ")
+        and said.count("\n") == 1
+    )
 
 
 def test_it_refuses_an_instance_that_is_none_and_credentials_that_may_not(

@@ -15,7 +15,18 @@ from temporalio.envconfig import ClientConfigProfile
 from relaunch.cli.service import SERVER_OPTIONS, STOP_WITHIN, find_server
 from relaunch.config import PREFIX, Settings
 from relaunch.temporal import SEARCH_ATTRIBUTES
-from tests.deploy.compose import COMPOSE, DOCKERFILE, FILE, ONE_SHOT, PAGE, ROOT, SERVICES, SPECIFICATION, WORKERS, seconds
+from tests.deploy.compose import (
+    COMPOSE,
+    DOCKERFILE,
+    FILE,
+    ONE_SHOT,
+    PAGE,
+    ROOT,
+    SERVICES,
+    SPECIFICATION,
+    WORKERS,
+    seconds,
+)
 
 READ_BY_THE_SERVER = {
     "DB",
@@ -28,20 +39,38 @@ READ_BY_THE_SERVER = {
     "DYNAMIC_CONFIG_FILE_PATH",
 }
 """Out of what temporalio/temporal reads: common/config/config_template_embedded.yaml, docker/scripts/sh/entrypoint.sh."""
-READ_BY_THE_SQL_TOOL = {"SQL_HOST", "SQL_PORT", "SQL_USER", "SQL_PASSWORD", "SQL_PLUGIN", "SQL_DATABASE"}
+READ_BY_THE_SQL_TOOL = {
+    "SQL_HOST",
+    "SQL_PORT",
+    "SQL_USER",
+    "SQL_PASSWORD",
+    "SQL_PLUGIN",
+    "SQL_DATABASE",
+}
 """Out of temporalio/temporal tools/sql/main.go."""
 
 
 def dockerfile_environment() -> dict[str, str]:
-    return dict(pair.split("=", 1) for line in re.findall(r"^ENV (.*)$", DOCKERFILE, re.MULTILINE) for pair in shlex.split(line))
+    return dict(
+        pair.split("=", 1)
+        for line in re.findall(r"^ENV (.*)$", DOCKERFILE, re.MULTILINE)
+        for pair in shlex.split(line)
+    )
 
 
 def test_it_is_a_compose_file() -> None:
     jsonschema.Draft202012Validator.check_schema(SPECIFICATION)
-    assert [error.message for error in jsonschema.Draft202012Validator(SPECIFICATION).iter_errors(FILE)] == []
-    assert list(jsonschema.Draft202012Validator(SPECIFICATION).iter_errors({**FILE, "services": {"x": {"imag": "a:1"}}})) != [], (
-        "it finds mistakes"
-    )
+    assert [
+        error.message for error in jsonschema.Draft202012Validator(SPECIFICATION).iter_errors(FILE)
+    ] == []
+    assert (
+        list(
+            jsonschema.Draft202012Validator(SPECIFICATION).iter_errors(
+                {**FILE, "services": {"x": {"imag": "a:1"}}}
+            )
+        )
+        != []
+    ), "it finds mistakes"
 
 
 def test_the_workers_are_alike_but_for_their_names() -> None:
@@ -51,7 +80,9 @@ def test_the_workers_are_alike_but_for_their_names() -> None:
 
 
 def test_every_image_is_pinned() -> None:
-    images = [service["image"] for service in SERVICES.values()] + re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    images = [service["image"] for service in SERVICES.values()] + re.findall(
+        r"^FROM (\S+)", DOCKERFILE, re.MULTILINE
+    )
     assert len(images) == len(SERVICES) + 1
     for image in images:
         tag = image.rpartition(":")[2]
@@ -60,7 +91,9 @@ def test_every_image_is_pinned() -> None:
 
 
 def test_the_server_is_the_one_that_up_embeds_and_its_schema_is_of_the_same_version() -> None:
-    said = subprocess.run([find_server(), "--version"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [find_server(), "--version"], capture_output=True, text=True, check=True
+    ).stdout
     server, ui = re.findall(r"(?:Server|UI) ([\d.]+)", said)
     assert SERVICES["temporal"]["image"] == f"temporalio/server:{server}"
     assert SERVICES["schema"]["image"] == f"temporalio/admin-tools:{server}"
@@ -79,36 +112,57 @@ def test_our_image_has_the_version_and_a_python_of_the_project() -> None:
 
 
 def test_what_stays_has_a_health_check_and_what_ends_is_waited_for() -> None:
-    waited = {(on, how["condition"]) for service in SERVICES.values() for on, how in service.get("depends_on", {}).items()}
+    waited = {
+        (on, how["condition"])
+        for service in SERVICES.values()
+        for on, how in service.get("depends_on", {}).items()
+    }
     assert {on for on, how in waited if how == "service_completed_successfully"} == set(ONE_SHOT)
     assert {on for on, how in waited if how == "service_healthy"} == {"postgres", "temporal"}
     for name, service in SERVICES.items():
         checked = service.get("healthcheck", {}).get("test")
         assert bool(checked) is (name not in ONE_SHOT), name
-        assert service["restart"] == ("on-failure:5" if name in ONE_SHOT else "unless-stopped"), name
+        assert service["restart"] == ("on-failure:5" if name in ONE_SHOT else "unless-stopped"), (
+            name
+        )
 
 
 def test_it_starts_from_the_database_to_the_workers() -> None:
     order = ["postgres", "schema", "temporal", "namespace", "worker-a"]
-    assert [list(SERVICES[name]["depends_on"]) for name in order[1:]] == [[name] for name in order[:-1]]
+    assert [list(SERVICES[name]["depends_on"]) for name in order[1:]] == [
+        [name] for name in order[:-1]
+    ]
 
 
 def test_a_container_has_longer_to_stop_than_a_worker_needs() -> None:
     for name in WORKERS:
         grace = seconds(SERVICES[name]["stop_grace_period"])
-        assert grace > Settings().graceful_shutdown + 10, "activities that run, then the connections to the nodes"
+        assert grace > Settings().graceful_shutdown + 10, (
+            "activities that run, then the connections to the nodes"
+        )
         assert grace > STOP_WITHIN, "what `up` gives a worker"
         assert "RELAUNCH_GRACEFUL_SHUTDOWN" not in SERVICES[name]["environment"]
 
 
 def test_only_the_web_ui_and_on_loopback_the_frontend_are_published() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"temporal": ["127.0.0.1:7233:7233"], "ui": ["${UI_ADDRESS:-127.0.0.1:8080}:8080"]}
+    assert published == {
+        "temporal": ["127.0.0.1:7233:7233"],
+        "ui": ["${UI_ADDRESS:-127.0.0.1:8080}:8080"],
+    }
 
 
 def test_nothing_is_privileged() -> None:
     for name, service in SERVICES.items():
-        assert not {"privileged", "network_mode", "pid", "ipc", "devices", "cap_add", "userns_mode"} & set(service), name
+        assert not {
+            "privileged",
+            "network_mode",
+            "pid",
+            "ipc",
+            "devices",
+            "cap_add",
+            "userns_mode",
+        } & set(service), name
         assert "docker.sock" not in json.dumps(service), name
     for name in (*WORKERS, "namespace"):
         assert SERVICES[name]["cap_drop"] == ["ALL"]
@@ -117,8 +171,14 @@ def test_nothing_is_privileged() -> None:
 
 
 def test_the_password_is_a_file_and_workers_do_not_have_it() -> None:
-    assert FILE["secrets"] == {"postgres_password": {"file": "./deploy/compose/secrets/postgres_password"}}
-    assert {name for name, service in SERVICES.items() if "secrets" in service} == {"postgres", "schema", "temporal"}
+    assert FILE["secrets"] == {
+        "postgres_password": {"file": "./deploy/compose/secrets/postgres_password"}
+    }
+    assert {name for name, service in SERVICES.items() if "secrets" in service} == {
+        "postgres",
+        "schema",
+        "temporal",
+    }
     for name, service in SERVICES.items():
         for variable in service.get("environment", {}):
             secret = re.search("PASSWORD|PWD|SECRET|TOKEN|KEY", variable)
@@ -126,7 +186,11 @@ def test_the_password_is_a_file_and_workers_do_not_have_it() -> None:
 
 
 def test_what_is_mounted_is_here_or_is_said_to_be_filled_in() -> None:
-    ignored = {line.strip("/") for line in (ROOT / "deploy/compose/.gitignore").read_text().splitlines() if line.startswith("/")}
+    ignored = {
+        line.strip("/")
+        for line in (ROOT / "deploy/compose/.gitignore").read_text().splitlines()
+        if line.startswith("/")
+    }
     assert ignored == {"fleets", "secrets", "ssh"}
     for name, service in SERVICES.items():
         for volume in service.get("volumes", []):
@@ -134,7 +198,9 @@ def test_what_is_mounted_is_here_or_is_said_to_be_filled_in() -> None:
                 assert volume.partition(":")[0] in FILE["volumes"], name
                 continue
             assert volume["read_only"] is True, name
-            assert volume["bind"] == {"create_host_path": False}, "else a folder of root appears where one was forgotten"
+            assert volume["bind"] == {"create_host_path": False}, (
+                "else a folder of root appears where one was forgotten"
+            )
             source = ROOT / volume["source"]
             assert source.is_file() or source.name in ignored, volume["source"]
     for folder in ignored:
@@ -148,7 +214,9 @@ def test_no_variable_is_dead() -> None:
     for name in (*WORKERS, "namespace"):
         environment = SERVICES[name]["environment"]
         assert {variable for variable in environment if variable.startswith(PREFIX)} <= settings
-        connection = {variable: value for variable, value in environment.items() if variable not in settings}
+        connection = {
+            variable: value for variable, value in environment.items() if variable not in settings
+        }
         profile = ClientConfigProfile.load(disable_file=True, override_env_vars=connection)
         assert profile.to_client_connect_config() == {"target_host": "temporal:7233"}
     assert set(SERVICES["temporal"]["environment"]) <= READ_BY_THE_SERVER
@@ -160,14 +228,22 @@ def test_what_a_person_can_set_is_on_the_page_and_is_nothing_that_the_command_li
     assert asked == {"WORKER_UID", "UI_ADDRESS"}
     for variable in asked:
         assert f"`{variable}" in PAGE
-        assert not variable.startswith((PREFIX, "TEMPORAL_")), "whoever exports it for relaunch would change the containers"
+        assert not variable.startswith((PREFIX, "TEMPORAL_")), (
+            "whoever exports it for relaunch would change the containers"
+        )
 
 
 def test_the_server_is_configured_as_the_embedded_one() -> None:
     written = yaml.safe_load((ROOT / "deploy/compose/dynamicconfig.yaml").read_text())
     assert all(len(values) == 1 and set(values[0]) == {"value"} for values in written.values())
-    pairs = [value.split("=", 1) for option, value in SERVER_OPTIONS if option == "--dynamic-config-value"]
-    assert {key: values[0]["value"] for key, values in written.items()} == {key: json.loads(value) for key, value in pairs}
+    pairs = [
+        value.split("=", 1)
+        for option, value in SERVER_OPTIONS
+        if option == "--dynamic-config-value"
+    ]
+    assert {key: values[0]["value"] for key, values in written.items()} == {
+        key: json.loads(value) for key, value in pairs
+    }
     mount = SERVICES["temporal"]["volumes"][0]["target"]
     assert SERVICES["temporal"]["environment"]["DYNAMIC_CONFIG_FILE_PATH"] == mount
 
@@ -182,4 +258,4 @@ def test_the_health_check_is_the_one_of_the_image() -> None:
 
 def test_the_page_names_the_search_attributes_for_who_has_to_make_them_by_hand() -> None:
     for name, kind in SEARCH_ATTRIBUTES.items():
-        assert f"`{name}` {kind}" in PAGE
+        assert f"`{name}` {kind}" in " ".join(PAGE.split())

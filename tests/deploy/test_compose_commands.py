@@ -16,34 +16,62 @@ from temporalio.envconfig import ClientConfigProfile
 
 from relaunch.spec.fleet import FleetSpec
 from tests.console import page_commands
-from tests.deploy.compose import COMMANDS_ON_THE_PAGE, DOCKERFILE, FILES_ON_THE_PAGE, ROOT, SERVICES, SPECIFICATION, double, typed
+from tests.deploy.compose import (
+    COMMANDS_ON_THE_PAGE,
+    DOCKERFILE,
+    FILES_ON_THE_PAGE,
+    ROOT,
+    SERVICES,
+    SPECIFICATION,
+    double,
+    typed,
+)
 
 
-def test_the_schema_is_set_up_in_both_databases_and_the_password_is_on_no_command_line(tmp_path: Path) -> None:
+def test_the_schema_is_set_up_in_both_databases_and_the_password_is_on_no_command_line(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "password").write_text("s3cret\n")
     environment = double(tmp_path / "bin", "temporal-sql-tool", 'echo "$SQL_PASSWORD@$SQL_HOST $*"')
-    environment |= {**SERVICES["schema"]["environment"], "PASSWORD_FILE": str(tmp_path / "password")}
+    environment |= {
+        **SERVICES["schema"]["environment"],
+        "PASSWORD_FILE": str(tmp_path / "password"),
+    }
     script = ROOT / "deploy/compose/schema.sh"
     done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     expected = [
         f"s3cret@postgres --db {database} {what}"
         for database, part in (("temporal", "temporal"), ("temporal_visibility", "visibility"))
-        for what in ("create", "setup-schema -v 0.0", f"update-schema -d /etc/temporal/schema/postgresql/v12/{part}/versioned")
+        for what in (
+            "create",
+            "setup-schema -v 0.0",
+            f"update-schema -d /etc/temporal/schema/postgresql/v12/{part}/versioned",
+        )
     ]
     assert done.stdout.splitlines() == expected
-    environment |= double(tmp_path / "bin", "temporal-sql-tool", 'echo "$*"; test "$3" != setup-schema')
+    environment |= double(
+        tmp_path / "bin", "temporal-sql-tool", 'echo "$*"; test "$3" != setup-schema'
+    )
     failed = subprocess.run(["sh", script], env=environment, capture_output=True, text=True)
-    assert (failed.returncode, len(failed.stdout.splitlines())) == (1, 2), "the server does not start on half a schema"
+    assert (failed.returncode, len(failed.stdout.splitlines())) == (1, 2), (
+        "the server does not start on half a schema"
+    )
 
 
 def test_the_server_gets_its_password_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("s3cret\n")
     double(tmp_path, "entrypoint.sh", 'echo "$POSTGRES_PWD"')
     command = [typed(word) for word in SERVICES["temporal"]["command"]]
-    assert command[-1].count("/run/secrets/postgres_password") == command[-1].count("/etc/temporal/entrypoint.sh") == 1
+    assert (
+        command[-1].count("/run/secrets/postgres_password")
+        == command[-1].count("/etc/temporal/entrypoint.sh")
+        == 1
+    )
     command[-1] = command[-1].replace("/run/secrets/postgres_password", str(tmp_path / "password"))
-    command[-1] = command[-1].replace("/etc/temporal/entrypoint.sh", str(tmp_path / "entrypoint.sh"))
+    command[-1] = command[-1].replace(
+        "/etc/temporal/entrypoint.sh", str(tmp_path / "entrypoint.sh")
+    )
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "s3cret\n")
 
@@ -55,13 +83,26 @@ def test_a_worker_serves_every_fleet_file_of_the_folder(tmp_path: Path) -> None:
     command[2] = command[2].replace("/etc/relaunch/fleets", shlex.quote(str(tmp_path)))
     environment = double(tmp_path / "bin", "python", 'for word in "$@"; do echo "$word"; done')
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["worker.py", "--fleet", f"{tmp_path}/a b.yaml", "--fleet", f"{tmp_path}/b.yaml"]
+    assert done.stdout.splitlines() == [
+        "worker.py",
+        "--fleet",
+        f"{tmp_path}/a b.yaml",
+        "--fleet",
+        f"{tmp_path}/b.yaml",
+    ]
 
 
 def image(folder: Path) -> None:
     """What the Dockerfile copies, so far as .dockerignore lets it."""
-    let = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    copied = [(words[:-1], words[-1]) for words in (line.split() for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE))]
+    let = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    copied = [
+        (words[:-1], words[-1])
+        for words in (line.split() for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE))
+    ]
     assert sorted(let) == sorted(source for sources, _ in copied for source in sources)
     for sources, to in copied:
         for source in sources:
@@ -102,9 +143,16 @@ def test_the_image_has_all_that_worker_and_command_line_need(tmp_path: Path) -> 
 def test_files_on_the_page_can_be_used(text: str) -> None:
     read = yaml.safe_load(text)
     if "services" in read:
-        assert [error.message for error in jsonschema.Draft202012Validator(SPECIFICATION).iter_errors(read)] == []
+        assert [
+            error.message
+            for error in jsonschema.Draft202012Validator(SPECIFICATION).iter_errors(read)
+        ] == []
         for service in read["services"].values():
-            given = {name: value for name, value in service.get("environment", {}).items() if name.startswith("TEMPORAL_")}
+            given = {
+                name: value
+                for name, value in service.get("environment", {}).items()
+                if name.startswith("TEMPORAL_")
+            }
             profile = ClientConfigProfile.load(disable_file=True, override_env_vars=given)
             assert profile.address == given["TEMPORAL_ADDRESS"]
             assert profile.namespace == given["TEMPORAL_NAMESPACE"]
@@ -114,7 +162,9 @@ def test_files_on_the_page_can_be_used(text: str) -> None:
         assert FleetSpec.model_validate(read).backend == "ssh"
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS_ON_THE_PAGE if line.startswith("relaunch ")])
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS_ON_THE_PAGE if line.startswith("relaunch ")]
+)
 def test_commands_on_the_page_are_commands(line: str) -> None:
     page_commands.take(line)
 

@@ -36,11 +36,15 @@ AT = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[Client]:
     environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()), dev_server_log_level="error", data_converter=data_converter()
+        dev_server_existing_path=str(find_server()),
+        dev_server_log_level="error",
+        data_converter=data_converter(),
     )
     try:
         config = environment.client.service_client.config
-        yield await Client.connect(config.target_host, namespace=NAMESPACE, data_converter=data_converter())
+        yield await Client.connect(
+            config.target_host, namespace=NAMESPACE, data_converter=data_converter()
+        )
     finally:
         await environment.shutdown()
 
@@ -50,7 +54,10 @@ async def server() -> AsyncIterator[Client]:
     [
         (AT, None),
         (AT - FRESH, None),
-        (AT - FRESH - timedelta(seconds=1), "the worker of this host last polled for workflow tasks 91 s ago, expected 90 or less"),
+        (
+            AT - FRESH - timedelta(seconds=1),
+            "the worker of this host last polled for workflow tasks 91 s ago, expected 90 or less",
+        ),
         (None, "no worker of this host polls for workflow tasks"),
     ],
 )
@@ -64,16 +71,26 @@ async def test_a_namespace_is_made_ready_once_and_a_worker_in_it_is_seen_to_poll
 ) -> None:
     with pytest.raises(RPCError) as unknown:
         await ensure_namespace(server)
-    assert unknown.value.status == RPCStatusCode.NOT_FOUND, "what a server says that does not know it yet: `prepare` asks again"
+    assert unknown.value.status == RPCStatusCode.NOT_FOUND, (
+        "what a server says that does not know it yet: `prepare` asks again"
+    )
     assert await prepare(server) == "registered"
     assert await prepare(server) == "there already"
-    described = await server.workflow_service.describe_namespace(DescribeNamespaceRequest(namespace=NAMESPACE))
+    described = await server.workflow_service.describe_namespace(
+        DescribeNamespaceRequest(namespace=NAMESPACE)
+    )
     assert described.config.workflow_execution_retention_ttl.ToTimedelta() == RETENTION
-    listed = await server.operator_service.list_search_attributes(ListSearchAttributesRequest(namespace=NAMESPACE))
+    listed = await server.operator_service.list_search_attributes(
+        ListSearchAttributesRequest(namespace=NAMESPACE)
+    )
     assert set(SEARCH_ATTRIBUTES) <= set(listed.custom_attributes)
 
     environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
+        **{
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("RELAUNCH_", "TEMPORAL_"))
+        },
         **double(tmp_path / "bin", "python", f'exec {shlex.quote(sys.executable)} "$@"'),
         "TEMPORAL_ADDRESS": server.service_client.config.target_host,
         "TEMPORAL_NAMESPACE": NAMESPACE,
@@ -103,13 +120,23 @@ async def test_a_namespace_is_made_ready_once_and_a_worker_in_it_is_seen_to_poll
         begun = time.monotonic()
         await worker.end(signal.SIGTERM)
     assert time.monotonic() - begun < seconds(SERVICES["worker-a"]["stop_grace_period"]) / 2
-    assert said.read_text().splitlines() == ["polling.py: no worker of this host polls for workflow tasks", "polling"]
+    assert said.read_text().splitlines() == [
+        "polling.py: no worker of this host polls for workflow tasks",
+        "polling",
+    ]
 
 
 @pytest.mark.long
-async def test_of_two_workers_one_may_be_killed_and_a_fault_after_that_is_recovered_by_the_other(tmp_path: Path) -> None:
+async def test_of_two_workers_one_may_be_killed_and_a_fault_after_that_is_recovered_by_the_other(
+    tmp_path: Path,
+) -> None:
     async with World(tmp_path / "world", 7, answer_within=5.0) as world:
-        other = Process("other worker", [sys.executable, str(ROOT / "worker.py")], world.environment, tmp_path / "other.log")
+        other = Process(
+            "other worker",
+            [sys.executable, str(ROOT / "worker.py")],
+            world.environment,
+            tmp_path / "other.log",
+        )
         await other.start()
         try:
             for killed in (world.worker, other):

@@ -81,13 +81,26 @@ def called(path: Path, operations: dict[str, frozenset[str]]) -> set[str]:
 
 def operations_called() -> set[str]:
     loader = Loader()
-    operations = {service: frozenset(loader.load_service_model(service, "service-2")["operations"]) for service in SERVICES}
-    return {one for path in sorted((ROOT / "relaunch/backends/ecs").glob("*.py")) for one in called(path, operations)}
+    operations = {
+        service: frozenset(loader.load_service_model(service, "service-2")["operations"])
+        for service in SERVICES
+    }
+    return {
+        one
+        for path in sorted((ROOT / "relaunch/backends/ecs").glob("*.py"))
+        for one in called(path, operations)
+    }
 
 
 @pytest.mark.long  # some seconds, for a file that hardly ever changes
 def test_cloudformation_would_take_the_template() -> None:
-    command = [str(Path(sys.executable).with_name("cfn-lint")), "--include-checks", "I", "--", str(TEMPLATE)]
+    command = [
+        str(Path(sys.executable).with_name("cfn-lint")),
+        "--include-checks",
+        "I",
+        "--",
+        str(TEMPLATE),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -107,8 +120,16 @@ def test_every_call_names_its_operation_where_this_test_sees_it() -> None:
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("aws.call")]
-            if not all(isinstance(argument, ast.Constant | ast.IfExp) for node in calls for argument in node.args):
+            calls = [
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("aws.call")
+            ]
+            if not all(
+                isinstance(argument, ast.Constant | ast.IfExp)
+                for node in calls
+                for argument in node.args
+            ):
                 hidden.add(f"{path.name} {function.name}")
     assert hidden == {"cluster.py _ecs", "cluster.py _pages"}
 
@@ -122,10 +143,18 @@ def test_nothing_but_plain_reads_is_allowed_everywhere_in_the_account() -> None:
 
 def test_only_tagged_machines_are_restarted_and_their_mark_is_not_the_workers_to_change() -> None:
     by_action = {action: statement for statement in statements() for action in actions(statement)}
-    for action in ("ec2:RebootInstances", "ec2:StopInstances", "ec2:StartInstances", "ec2:CreateTags", "autoscaling:EnterStandby"):
+    for action in (
+        "ec2:RebootInstances",
+        "ec2:StopInstances",
+        "ec2:StartInstances",
+        "ec2:CreateTags",
+        "autoscaling:EnterStandby",
+    ):
         assert "aws:ResourceTag/relaunch" in by_action[action]["Condition"]["StringEquals"], action
     keys = by_action["ec2:CreateTags"]["Condition"]["ForAllValues:StringLike"]["aws:TagKeys"]
-    assert by_action["ec2:DeleteTags"]["Condition"]["Null"] == {"aws:TagKeys": "false"}, "no names are all names"
+    assert by_action["ec2:DeleteTags"]["Condition"]["Null"] == {"aws:TagKeys": "false"}, (
+        "no names are all names"
+    )
     from relaunch.backends.ecs.reboots import PREFIX
 
     assert keys == f"{PREFIX}*" and not "relaunch".startswith(PREFIX)
@@ -135,15 +164,21 @@ def test_events_of_this_cluster_alone_come_into_a_queue_that_only_the_rule_may_f
     pattern = RESOURCES["ClusterEvents"]["Properties"]["EventPattern"]
     assert pattern["source"] == ["aws.ecs"]
     (arn,) = pattern["detail"]["clusterArn"]
-    assert arn["Fn::Sub"].endswith(":cluster/${ClusterName}"), "a prefix would take a neighbour's events, too"
+    assert arn["Fn::Sub"].endswith(":cluster/${ClusterName}"), (
+        "a prefix would take a neighbour's events, too"
+    )
     (statement,) = RESOURCES["EventsPolicy"]["Properties"]["PolicyDocument"]["Statement"]
     assert statement["Principal"] == {"Service": "events.amazonaws.com"}
-    assert statement["Condition"] == {"ArnEquals": {"aws:SourceArn": {"Fn::GetAtt": "ClusterEvents.Arn"}}}
+    assert statement["Condition"] == {
+        "ArnEquals": {"aws:SourceArn": {"Fn::GetAtt": "ClusterEvents.Arn"}}
+    }
 
 
 def test_s1_8_tables_have_the_documented_keys_and_outlive_the_stack() -> None:
     tables = {name: one for name, one in RESOURCES.items() if one["Type"] == "AWS::DynamoDB::Table"}
-    keys = {name: one["Properties"]["KeySchema"][0]["AttributeName"] for name, one in tables.items()}
+    keys = {
+        name: one["Properties"]["KeySchema"][0]["AttributeName"] for name, one in tables.items()
+    }
     assert keys == {"TaskTable": "ecs_task_id", "JobTable": "job_id", "NodeTable": "node_name"}
     assert {one["DeletionPolicy"] for one in tables.values()} == {"Retain"}
 
@@ -155,8 +190,14 @@ def test_the_node_task_keeps_its_state_on_the_host_where_the_agent_looks_for_it(
     (container,) = properties["ContainerDefinitions"]
     (mount,) = container["MountPoints"]
     assert mount["ContainerPath"] == HOST_STATE
-    assert [one["Host"] for one in properties["Volumes"] if one["Name"] == mount["SourceVolume"]] == [{"SourcePath": HOST_STATE}]
-    assert (properties["NetworkMode"], properties["PidMode"], container["Privileged"]) == ("host", "host", True)
+    assert [
+        one["Host"] for one in properties["Volumes"] if one["Name"] == mount["SourceVolume"]
+    ] == [{"SourcePath": HOST_STATE}]
+    assert (properties["NetworkMode"], properties["PidMode"], container["Privileged"]) == (
+        "host",
+        "host",
+        True,
+    )
     assert "TaskRoleArn" not in properties, "what examines a node speaks to no AWS"
     assert container["LogConfiguration"]["Options"]["awslogs-stream-prefix"]
 
@@ -166,12 +207,26 @@ def test_the_node_task_keeps_its_state_on_the_host_where_the_agent_looks_for_it(
 
 def instructions(word: str) -> list[str]:
     joined = NODE.replace("\\\n", " ")
-    return [line.removeprefix(word).strip() for line in joined.splitlines() if line.startswith(f"{word} ")]
+    return [
+        line.removeprefix(word).strip()
+        for line in joined.splitlines()
+        if line.startswith(f"{word} ")
+    ]
 
 
 def test_the_build_context_is_what_the_image_copies() -> None:
-    let = [line[1:] for line in (ROOT / "Dockerfile.node.dockerignore").read_text().splitlines() if line.startswith("!")]
-    copied = [word for line in instructions("COPY") if "--from=" not in line for word in line.split()[:-1] if not word.startswith("--")]
+    let = [
+        line[1:]
+        for line in (ROOT / "Dockerfile.node.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    copied = [
+        word
+        for line in instructions("COPY")
+        if "--from=" not in line
+        for word in line.split()[:-1]
+        if not word.startswith("--")
+    ]
     assert sorted(let) == sorted(copied)
     assert [word for word in copied if not (ROOT / word).exists()] == []
 
@@ -183,7 +238,9 @@ def test_the_image_builds_an_agent_that_runs_as_a_task(tmp_path: Path) -> None:
         if folder.startswith("relaunch/"):
             for name in names:
                 if (ROOT / name).is_dir():
-                    shutil.copytree(ROOT / name, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(
+                        ROOT / name, source / folder, ignore=shutil.ignore_patterns("__pycache__")
+                    )
                 else:
                     (source / folder).mkdir(parents=True, exist_ok=True)
                     shutil.copy2(ROOT / name, source / folder)
@@ -191,11 +248,16 @@ def test_the_image_builds_an_agent_that_runs_as_a_task(tmp_path: Path) -> None:
     program = re.fullmatch(r'python -c "(.*)"', command)
     assert program is not None
     built = subprocess.run(
-        [sys.executable, "-c", program[1].replace("/out", str(tmp_path / "out"))], cwd=source, capture_output=True, text=True
+        [sys.executable, "-c", program[1].replace("/out", str(tmp_path / "out"))],
+        cwd=source,
+        capture_output=True,
+        text=True,
     )
     assert (built.returncode, built.stderr) == (0, "")
     agent = tmp_path / "out/agent.pyz"
-    assert {"__main__.py", "relaunch/agent/container/task.py", "pynvml.py"} <= set(zipfile.ZipFile(agent).namelist())
+    assert {"__main__.py", "relaunch/agent/container/task.py", "pynvml.py"} <= set(
+        zipfile.ZipFile(agent).namelist()
+    )
     (entry,) = instructions("ENTRYPOINT")
     words = [sys.executable, str(agent), *ast.literal_eval(entry)[2:]]
     misused = subprocess.run(words, capture_output=True, text=True)
@@ -204,8 +266,13 @@ def test_the_image_builds_an_agent_that_runs_as_a_task(tmp_path: Path) -> None:
 
 
 def test_everything_that_the_image_installs_is_pinned() -> None:
-    assert all(re.fullmatch(r"\S+:[\w.-]+\d[\w.-]*( AS \w+)?", line) for line in instructions("FROM")), "a tag with a version"
-    assert re.search(r"--constraint requirements\.lock nvidia-ml-py$", next(line for line in instructions("RUN") if "pip" in line))
+    assert all(
+        re.fullmatch(r"\S+:[\w.-]+\d[\w.-]*( AS \w+)?", line) for line in instructions("FROM")
+    ), "a tag with a version"
+    assert re.search(
+        r"--constraint requirements\.lock nvidia-ml-py$",
+        next(line for line in instructions("RUN") if "pip" in line),
+    )
     assert re.search(r"^nvidia-ml-py==", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     (install,) = [line for line in instructions("RUN") if "apt-get install" in line]
     packages = re.findall(r"datacenter-gpu-manager\S*", install)
@@ -215,11 +282,23 @@ def test_everything_that_the_image_installs_is_pinned() -> None:
 def dcgmi(tmp_path: Path, *words: str) -> tuple[int, list[str], list[str]]:
     """Run the image's dcgmi over doubles of DCGM's programs: its exit code, what was run, and what was printed."""
     log, running = tmp_path / "log", tmp_path / "engine"
-    environment = double(tmp_path / "bin", "nv-hostengine", f'echo "nv-hostengine $*" >> {log}; touch {running}; echo started')
+    environment = double(
+        tmp_path / "bin",
+        "nv-hostengine",
+        f'echo "nv-hostengine $*" >> {log}; touch {running}; echo started',
+    )
     real = f'echo "dcgmi $*" >> {log}; test "$1" = discovery && {{ test -e {running}; exit; }}; echo "{{}}"; exit 226'
     double(tmp_path / "bin", "real-dcgmi", real)
-    environment |= {"RELAUNCH_DCGMI": str(tmp_path / "bin/real-dcgmi"), "RELAUNCH_DCGM_SOCKET": "/run/s"}
-    done = subprocess.run(["sh", ROOT / "deploy/ecs/dcgmi.sh", *words], env=environment, capture_output=True, text=True)
+    environment |= {
+        "RELAUNCH_DCGMI": str(tmp_path / "bin/real-dcgmi"),
+        "RELAUNCH_DCGM_SOCKET": "/run/s",
+    }
+    done = subprocess.run(
+        ["sh", ROOT / "deploy/ecs/dcgmi.sh", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     return done.returncode, log.read_text().splitlines(), done.stdout.splitlines()
 
 
@@ -227,7 +306,9 @@ def test_dcgmi_of_the_image_has_a_host_engine_of_its_own_and_starts_it_once(tmp_
     asks = "dcgmi discovery -l --host unix:///run/s"
     starts = "nv-hostengine --domain-socket /run/s --pid /run/s.pid --log-filename /run/s.log"
     runs = "dcgmi diag --host unix:///run/s -r 2 -j"
-    assert dcgmi(tmp_path, "diag", "-r", "2", "-j") == (226, [asks, starts, asks, runs], ["{}"]), "and its exit code and output alone"
+    assert dcgmi(tmp_path, "diag", "-r", "2", "-j") == (226, [asks, starts, asks, runs], ["{}"]), (
+        "and its exit code and output alone"
+    )
     (tmp_path / "log").unlink()
     assert dcgmi(tmp_path, "diag", "-r", "2", "-j") == (226, [asks, runs], ["{}"])
 

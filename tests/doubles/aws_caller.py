@@ -24,17 +24,27 @@ class Caller:
     def __init__(self, aws: AwsDouble) -> None:
         environment = aws.environment()
         session = boto3.Session(
-            environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"], region_name=environment["AWS_REGION"]
+            environment["AWS_ACCESS_KEY_ID"],
+            environment["AWS_SECRET_ACCESS_KEY"],
+            region_name=environment["AWS_REGION"],
         )
         self._made: dict[str, Any] = {}
-        self._make = lambda name: session.client(name, endpoint_url=aws.url, config=Config(retries={"total_max_attempts": 1}))
+        self._make = lambda name: session.client(
+            name, endpoint_url=aws.url, config=Config(retries={"total_max_attempts": 1})
+        )
 
     def __getattr__(self, name: str) -> Any:
         return self._made.get(name) or self._made.setdefault(name, self._make(name))
 
     def run(self, node: str, family: str = "train", **more: Any) -> dict[str, Any]:
-        pinned = [{"type": "memberOf", "expression": f"ec2InstanceId == {node}{more.pop('also', '')}"}]
-        return dict(self.ecs.run_task(cluster="training", taskDefinition=family, placementConstraints=pinned, **more))
+        pinned = [
+            {"type": "memberOf", "expression": f"ec2InstanceId == {node}{more.pop('also', '')}"}
+        ]
+        return dict(
+            self.ecs.run_task(
+                cluster="training", taskDefinition=family, placementConstraints=pinned, **more
+            )
+        )
 
     def task(self, arn: str) -> dict[str, Any]:
         return dict(self.ecs.describe_tasks(cluster="training", tasks=[arn])["tasks"][0])
@@ -43,10 +53,16 @@ class Caller:
         return until(lambda: (task := self.task(arn))["lastStatus"] == status and task)
 
     def node(self, arn: str) -> dict[str, Any]:
-        return dict(self.ecs.describe_container_instances(cluster="training", containerInstances=[arn])["containerInstances"][0])
+        return dict(
+            self.ecs.describe_container_instances(cluster="training", containerInstances=[arn])[
+                "containerInstances"
+            ][0]
+        )
 
     def mark(self, arn: str, name: str, value: str) -> None:
-        self.ecs.put_attributes(cluster="training", attributes=[{"name": name, "value": value, "targetId": arn}])
+        self.ecs.put_attributes(
+            cluster="training", attributes=[{"name": name, "value": value, "targetId": arn}]
+        )
 
 
 def until(look: Callable[[], Any]) -> Any:
@@ -63,7 +79,9 @@ def new_family() -> str:
 
 def register(aws: AwsDouble, *command: str, **container: Any) -> str:
     family = new_family()
-    aws.register(family, [{"name": "trainer", "image": "any", "command": list(command), **container}])
+    aws.register(
+        family, [{"name": "trainer", "image": "any", "command": list(command), **container}]
+    )
     return family
 
 

@@ -47,7 +47,17 @@ def build_nvml(folder: Path, old: bool = False) -> Path:
         pytest.skip("no C compiler (cc) on PATH to build the double of libnvidia-ml.so.1 with")
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "libnvidia-ml.so.1"
-    words = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", *(["-DOLD"] if old else []), "-o", str(library)]
+    words = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        *(["-DOLD"] if old else []),
+        "-o",
+        str(library),
+    ]
     subprocess.run([*words, str(HERE / "fake_nvml.c"), "-ldl"], check=True, timeout=100)
     return library
 

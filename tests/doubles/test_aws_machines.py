@@ -19,7 +19,10 @@ def test_exit_codes_are_those_of_the_processes(aws: AwsDouble, caller: Caller, n
     for script, expected in (("exit 0", 0), ("exit 3", 3), ("kill -ABRT $$", 134)):
         family = register(aws, "sh", "-c", script)
         ended = caller.until(caller.run(node, family)["tasks"][0]["taskArn"], "STOPPED")
-        assert (ended["stopCode"], ended["containers"][0]["exitCode"]) == ("EssentialContainerExited", expected)
+        assert (ended["stopCode"], ended["containers"][0]["exitCode"]) == (
+            "EssentialContainerExited",
+            expected,
+        )
     family = register(aws, "/nonexistent/program")
     ended = caller.until(caller.run(node, family)["tasks"][0]["taskArn"], "STOPPED")
     assert (ended["stopCode"], "exitCode" in ended["containers"][0]) == ("TaskFailedToStart", False)
@@ -30,28 +33,50 @@ def test_a_container_has_its_own_environment_and_command(
     aws: AwsDouble, caller: Caller, node: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_MACHINE", "1")
-    family = register(aws, "false", environment=[{"name": "A", "value": "1"}, {"name": "B", "value": "1"}])
+    family = register(
+        aws, "false", environment=[{"name": "A", "value": "1"}, {"name": "B", "value": "1"}]
+    )
     override = {
         "name": "trainer",
         "command": [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"],
         "environment": [{"name": "B", "value": "2"}],
         "resourceRequirements": [{"type": "GPU", "value": "1"}],
     }
-    arn = caller.run(node, family, overrides={"containerOverrides": [override]})["tasks"][0]["taskArn"]
+    arn = caller.run(node, family, overrides={"containerOverrides": [override]})["tasks"][0][
+        "taskArn"
+    ]
     gpus = caller.until(arn, "STOPPED")["containers"][0]["gpuIds"]
     had = json.loads(aws.output(arn, "trainer"))
-    assert (had["A"], had["B"], had["NVIDIA_VISIBLE_DEVICES"], "OF_THE_MACHINE" in had) == ("1", "2", gpus[0], False)
+    assert (had["A"], had["B"], had["NVIDIA_VISIBLE_DEVICES"], "OF_THE_MACHINE" in had) == (
+        "1",
+        "2",
+        gpus[0],
+        False,
+    )
 
 
-def test_a_stop_is_asynchronous_and_says_who_and_why(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_a_stop_is_asynchronous_and_says_who_and_why(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     aws.delays.stop_timeout = 0.3
     family = register(aws, "sh", "-c", "trap '' TERM; while :; do sleep 0.05; done")
     task = caller.run(node, family, tags=[{"key": "job", "value": "x"}])["tasks"][0]
     assert task["tags"] == [{"key": "job", "value": "x"}]
     caller.until(task["taskArn"], "RUNNING")
-    asked = caller.ecs.stop_task(cluster="training", task=task["taskArn"], reason="relaunch: a/b/1/2")["task"]
-    assert (asked["lastStatus"], asked["desiredStatus"], asked["tags"]) == ("RUNNING", "STOPPED", [])
-    assert task["taskArn"] in caller.ecs.list_tasks(cluster="training", desiredStatus="STOPPED", family=family)["taskArns"]
+    asked = caller.ecs.stop_task(
+        cluster="training", task=task["taskArn"], reason="relaunch: a/b/1/2"
+    )["task"]
+    assert (asked["lastStatus"], asked["desiredStatus"], asked["tags"]) == (
+        "RUNNING",
+        "STOPPED",
+        [],
+    )
+    assert (
+        task["taskArn"]
+        in caller.ecs.list_tasks(cluster="training", desiredStatus="STOPPED", family=family)[
+            "taskArns"
+        ]
+    )
     ended = caller.until(task["taskArn"], "STOPPED")
     assert (ended["stopCode"], ended["stoppedReason"]) == ("UserInitiated", "relaunch: a/b/1/2")
     assert ended["containers"][0]["exitCode"] == 137, "it did not heed the SIGTERM"
@@ -74,9 +99,21 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def test_the_node_image_runs_the_agent_and_its_lines_are_in_the_log(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_the_node_image_runs_the_agent_and_its_lines_are_in_the_log(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     family = new_family()
-    aws.register(family, [{"name": "node", "image": "relaunch-node", "command": ["no-such-command"], "logConfiguration": logs_in("nodes")}])
+    aws.register(
+        family,
+        [
+            {
+                "name": "node",
+                "image": "relaunch-node",
+                "command": ["no-such-command"],
+                "logConfiguration": logs_in("nodes"),
+            }
+        ],
+    )
     arn = caller.run(node, family)["tasks"][0]["taskArn"]
     ended = caller.until(arn, "STOPPED")
     stream = f"p/node/{arn.rsplit('/', 1)[-1]}"
@@ -85,15 +122,30 @@ def test_the_node_image_runs_the_agent_and_its_lines_are_in_the_log(aws: AwsDoub
     assert [one["message"] for one in events] == aws.output(arn, "node").splitlines() != []
 
 
-def test_a_container_does_not_start_without_its_log_group(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_a_container_does_not_start_without_its_log_group(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     family = new_family()
-    rows = [{"name": "trainer", "image": "any", "memory": 64, "command": ["true"], "logConfiguration": logs_in("nobody-made-it")}]
+    rows = [
+        {
+            "name": "trainer",
+            "image": "any",
+            "memory": 64,
+            "command": ["true"],
+            "logConfiguration": logs_in("nobody-made-it"),
+        }
+    ]
     caller.ecs.register_task_definition(family=family, containerDefinitions=rows)
     ended = caller.until(caller.run(node, family)["tasks"][0]["taskArn"], "STOPPED")
-    assert (ended["stopCode"], "log group does not exist" in ended["containers"][0]["reason"]) == ("TaskFailedToStart", True)
+    assert (ended["stopCode"], "log group does not exist" in ended["containers"][0]["reason"]) == (
+        "TaskFailedToStart",
+        True,
+    )
 
 
-def test_a_reboot_ends_what_runs_and_gives_a_new_boot_id(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_a_reboot_ends_what_runs_and_gives_a_new_boot_id(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     instance = aws.instance(node)
     family = register(aws, "sleep", "1000")
     arn = caller.run(node, family)["tasks"][0]["taskArn"]
@@ -105,18 +157,31 @@ def test_a_reboot_ends_what_runs_and_gives_a_new_boot_id(aws: AwsDouble, caller:
     assert caller.task(arn)["lastStatus"] == "RUNNING", "nobody is there to tell of its end"
     assert not lives(aws, arn)
     ended = caller.until(arn, "STOPPED")
-    assert (ended["containers"][0]["exitCode"], caller.node(instance.arn)["agentConnected"]) == (137, True)
-    assert (instance.boot_id != before, instance.boots, caller.node(instance.arn)["runningTasksCount"]) == (True, 2, 0)
+    assert (ended["containers"][0]["exitCode"], caller.node(instance.arn)["agentConnected"]) == (
+        137,
+        True,
+    )
+    assert (
+        instance.boot_id != before,
+        instance.boots,
+        caller.node(instance.arn)["runningTasksCount"],
+    ) == (True, 2, 0)
 
 
-def test_a_node_without_power_or_connection_keeps_its_tasks_running_for_ecs(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_a_node_without_power_or_connection_keeps_its_tasks_running_for_ecs(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     instance = aws.instance(node)
     family = register(aws, "sleep", "1000")
     arn = caller.run(node, family)["tasks"][0]["taskArn"]
     caller.until(arn, "RUNNING")
     instance.disconnect()
     caller.ecs.stop_task(cluster="training", task=arn)
-    assert (caller.task(arn)["lastStatus"], caller.task(arn)["desiredStatus"], lives(aws, arn)) == ("RUNNING", "STOPPED", True)
+    assert (caller.task(arn)["lastStatus"], caller.task(arn)["desiredStatus"], lives(aws, arn)) == (
+        "RUNNING",
+        "STOPPED",
+        True,
+    )
     instance.connect()
     caller.until(arn, "STOPPED")
 
@@ -128,13 +193,19 @@ def test_a_node_without_power_or_connection_keeps_its_tasks_running_for_ecs(aws:
     ghost = instance.arn
     instance.never_returns(False)
     assert instance.reregister() != ghost
-    found = caller.ecs.list_container_instances(cluster="training", filter=f"ec2InstanceId == {node}")["containerInstanceArns"]
+    found = caller.ecs.list_container_instances(
+        cluster="training", filter=f"ec2InstanceId == {node}"
+    )["containerInstanceArns"]
     assert [caller.node(one)["agentConnected"] for one in found] == [False, True]
 
 
-def test_a_stop_and_start_takes_its_time_and_is_a_new_boot(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_a_stop_and_start_takes_its_time_and_is_a_new_boot(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     def seen() -> dict[str, Any]:
-        return dict(caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0])
+        return dict(
+            caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0]
+        )
 
     launched = seen()["LaunchTime"]
     caller.ec2.stop_instances(InstanceIds=[node])
@@ -149,23 +220,38 @@ def test_a_stop_and_start_takes_its_time_and_is_a_new_boot(aws: AwsDouble, calle
     assert (seen()["LaunchTime"] > launched, aws.instance(node).boots) == (True, 2)
 
 
-def test_a_terminated_instance_stops_its_tasks_and_stays_terminated(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_a_terminated_instance_stops_its_tasks_and_stays_terminated(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     family = register(aws, "sleep", "1000")
     arn = caller.run(node, family)["tasks"][0]["taskArn"]
     caller.until(arn, "RUNNING")
     caller.ec2.terminate_instances(InstanceIds=[node])
-    assert caller.until(arn, "STOPPED")["stoppedReason"] == f"Host EC2 (instance {node}) terminated."
+    assert (
+        caller.until(arn, "STOPPED")["stoppedReason"] == f"Host EC2 (instance {node}) terminated."
+    )
     caller.ec2.reboot_instances(InstanceIds=[node])
-    state = caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0]["State"]["Name"]
+    state = caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0][
+        "State"
+    ]["Name"]
     assert (state, caller.node(aws.instance(node).arn)["status"]) == ("terminated", "INACTIVE")
 
 
-def test_ec2_says_which_instance_is_impaired_or_about_to_retire(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_ec2_says_which_instance_is_impaired_or_about_to_retire(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
     aws.instance(node).status(system="impaired", event="instance-retirement")
     other = aws.add_instance(gpus=0)
-    found = caller.ec2.describe_instance_status(InstanceIds=[node, other], IncludeAllInstances=True)["InstanceStatuses"]
+    found = caller.ec2.describe_instance_status(
+        InstanceIds=[node, other], IncludeAllInstances=True
+    )["InstanceStatuses"]
     told = {
-        one["InstanceId"]: (one["SystemStatus"]["Status"], one["InstanceStatus"]["Status"], len(one.get("Events", []))) for one in found
+        one["InstanceId"]: (
+            one["SystemStatus"]["Status"],
+            one["InstanceStatus"]["Status"],
+            len(one.get("Events", [])),
+        )
+        for one in found
     }
     assert told == {node: ("impaired", "ok", 1), other: ("ok", "ok", 0)}
 
@@ -174,7 +260,9 @@ def test_nothing_runs_on_when_it_ends(tmp_path: Path) -> None:
     with AwsDouble(tmp_path) as own:
         node = own.add_instance(gpus=0)
         caller = Caller(own)
-        arn = caller.run(node, register(own, "sh", "-c", "sleep 1000 & setsid sleep 1000 & wait"))["tasks"][0]["taskArn"]
+        arn = caller.run(node, register(own, "sh", "-c", "sleep 1000 & setsid sleep 1000 & wait"))[
+            "tasks"
+        ][0]["taskArn"]
         caller.until(arn, "RUNNING")
         pid = own.pids(arn)["trainer"]
         task = arn.rsplit("/", 1)[-1]

@@ -60,7 +60,9 @@ def meet(given: argparse.Namespace) -> tuple[str, str, list[socket.socket]]:
             time.sleep(0.05)
 
 
-def environment(given: argparse.Namespace, host: str, port: str, local_rank: int, error_file: Path) -> dict[str, str]:
+def environment(
+    given: argparse.Namespace, host: str, port: str, local_rank: int, error_file: Path
+) -> dict[str, str]:
     each, rank = given.nproc_per_node, given.node_rank * given.nproc_per_node + local_rank
     world = str(each * given.nnodes)
     return {
@@ -98,46 +100,91 @@ def close(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def block(given: argparse.Namespace, failures: dict[int, tuple[int, int]], errors: dict[int, Path], root: int) -> str:
+def block(
+    given: argparse.Namespace,
+    failures: dict[int, tuple[int, int]],
+    errors: dict[int, Path],
+    root: int,
+) -> str:
     """What ChildFailedError.format_msg makes of it."""
 
     def one(index: int, local_rank: int) -> str:
         code, pid = failures[local_rank]
         said = json.loads(errors[local_rank].read_text()) if errors[local_rank].is_file() else None
-        signalled = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {pid}" if code < 0 else None
-        told = said["message"]["extraInfo"]["py_callstack"].replace("\n", "\n  ") if said else signalled
+        signalled = (
+            f"Signal {-code} ({signal.Signals(-code).name}) received by PID {pid}"
+            if code < 0
+            else None
+        )
+        told = (
+            said["message"]["extraInfo"]["py_callstack"].replace("\n", "\n  ")
+            if said
+            else signalled
+        )
         return "\n".join(
             (
                 f"[{index}]:",
                 "  time      : 2026-11-21_12:00:00",
                 "  host      : double",
                 f"  rank      : {given.node_rank * given.nproc_per_node + local_rank} (local_rank: {local_rank})",
-                f"  exitcode  : {code} (pid: {pid})" + (f"  ({signal.Signals(-code).name})" if code < 0 else " "),
+                f"  exitcode  : {code} (pid: {pid})"
+                + (f"  ({signal.Signals(-code).name})" if code < 0 else " "),
                 f"  error_file: {errors[local_rank] if said else '<N/A>'}",
                 f"  traceback : {told or 'To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html'}",
             )
         )
 
-    others = "\n".join(one(index, local) for index, local in enumerate(failures) if local != root) or "  <NO_OTHER_FAILURES>"
+    others = (
+        "\n".join(one(index, local) for index, local in enumerate(failures) if local != root)
+        or "  <NO_OTHER_FAILURES>"
+    )
     title, line, section = f"{given.training_script} FAILED", "=" * 60, "-" * 60
     head = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
     last = one(list(failures).index(root), root)
-    return "\n".join((head, line, title, section, "Failures:", others, section, "Root Cause (first observed failure):", last, line))
+    return "\n".join(
+        (
+            head,
+            line,
+            title,
+            section,
+            "Failures:",
+            others,
+            section,
+            "Root Cause (first observed failure):",
+            last,
+            line,
+        )
+    )
 
 
-def watch(given: argparse.Namespace, ranks: dict[int, subprocess.Popen[bytes]]) -> dict[int, tuple[int, int]]:
+def watch(
+    given: argparse.Namespace, ranks: dict[int, subprocess.Popen[bytes]]
+) -> dict[int, tuple[int, int]]:
     """Exit code and pid of each that failed, the first one first; those that are ended because of it are failures too."""
     while True:
-        ended = {local: (rank.returncode, rank.pid) for local, rank in ranks.items() if rank.poll() is not None}
+        ended = {
+            local: (rank.returncode, rank.pid)
+            for local, rank in ranks.items()
+            if rank.poll() is not None
+        }
         failures = {local: (code, pid) for local, (code, pid) in ended.items() if code}
         if failures:
             close(ranks)
             code, pid = next(iter(failures.values()))
             print(
-                f"failed (exitcode: {code}) local_rank: {next(iter(failures))} (pid: {pid}) of binary: double", file=sys.stderr, flush=True
+                f"failed (exitcode: {code}) local_rank: {next(iter(failures))} (pid: {pid}) of binary: double",
+                file=sys.stderr,
+                flush=True,
             )
             time.sleep(float(os.environ.get("DOUBLE_LINGERS", "0")))
-            return {**failures, **{local: (rank.returncode, rank.pid) for local, rank in ranks.items() if rank.returncode}}
+            return {
+                **failures,
+                **{
+                    local: (rank.returncode, rank.pid)
+                    for local, rank in ranks.items()
+                    if rank.returncode
+                },
+            }
         if len(ended) == len(ranks):
             return {}
         time.sleep(given.monitor_interval)
@@ -152,13 +199,21 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, end)
     host, port, _open = meet(given)
     folder = Path(tempfile.mkdtemp(prefix="torchelastic_double_"))
-    errors, ranks = {local: folder / str(local) / "error.json" for local in range(given.nproc_per_node)}, {}
+    errors, ranks = (
+        {local: folder / str(local) / "error.json" for local in range(given.nproc_per_node)},
+        {},
+    )
     try:
         for local, error_file in errors.items():
             error_file.parent.mkdir()
-            words = [string.Template(word).safe_substitute(local_rank=local) for word in given.training_script_args]
+            words = [
+                string.Template(word).safe_substitute(local_rank=local)
+                for word in given.training_script_args
+            ]
             env = environment(given, host, port, local, error_file)
-            ranks[local] = subprocess.Popen([given.training_script, *words], env=env, start_new_session=True)
+            ranks[local] = subprocess.Popen(
+                [given.training_script, *words], env=env, start_new_session=True
+            )
         failures = watch(given, ranks)
         if not failures:
             return 0

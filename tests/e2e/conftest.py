@@ -11,7 +11,9 @@ from tests.chaos.world import World
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[World]:
+async def world(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> AsyncIterator[World]:
     # Addresses of their own, because files of tests run side by side.
     number = 20 + sum(request.module.__name__.encode()) % 100
     # Three of these run side by side on two cores: an agent may take some seconds to start there.

@@ -37,7 +37,9 @@ async def trained(job: Job) -> None:
     await job.until_watched()
 
 
-async def test_a_worker_that_is_asked_to_end_hands_over_and_nothing_is_relaunched(world: World) -> None:
+async def test_a_worker_that_is_asked_to_end_hands_over_and_nothing_is_relaunched(
+    world: World,
+) -> None:
     job = await world.submit()
     await trained(job)
     began = time.monotonic()
@@ -51,7 +53,9 @@ async def test_a_worker_that_is_asked_to_end_hands_over_and_nothing_is_relaunche
     await finish(job)
 
 
-async def test_S2_4_ranks_outlive_a_controller_that_is_away_for_longer_than_lease_and_hang_limit(world: World) -> None:
+async def test_S2_4_ranks_outlive_a_controller_that_is_away_for_longer_than_lease_and_hang_limit(
+    world: World,
+) -> None:
     gang = await world.submit(nodes=2, policy=IMPATIENT)
     single = await world.submit(nodes=1, policy=IMPATIENT)
     await trained(gang)
@@ -60,7 +64,9 @@ async def test_S2_4_ranks_outlive_a_controller_that_is_away_for_longer_than_leas
     steps = gang.step(), single.step()
     await asyncio.sleep(LONG)
     for job, before in zip((gang, single), steps, strict=True):
-        assert (job.step() or 0) > (before or 0) + 25, f"{job.name} did not train while the controller was away"
+        assert (job.step() or 0) > (before or 0) + 25, (
+            f"{job.name} did not train while the controller was away"
+        )
     await world.worker.start()
     await gang.until_watched()
     await single.until_watched()
@@ -70,7 +76,9 @@ async def test_S2_4_ranks_outlive_a_controller_that_is_away_for_longer_than_leas
     await finish(gang)
 
 
-async def test_S2_4_a_server_that_is_away_for_longer_than_lease_and_hang_limit_costs_nothing(world: World) -> None:
+async def test_S2_4_a_server_that_is_away_for_longer_than_lease_and_hang_limit_costs_nothing(
+    world: World,
+) -> None:
     job = await world.submit(policy=IMPATIENT)
     await trained(job)
     await world.server.end()
@@ -80,14 +88,18 @@ async def test_S2_4_a_server_that_is_away_for_longer_than_lease_and_hang_limit_c
     await finish(job)
 
 
-async def test_S2_7_S2_8_a_lost_node_is_not_failed_and_goes_on_when_it_is_heard_again(world: World) -> None:
+async def test_S2_7_S2_8_a_lost_node_is_not_failed_and_goes_on_when_it_is_heard_again(
+    world: World,
+) -> None:
     job = await world.submit(nodes=1)
     await trained(job)
     pids = job.rank_pids()
     cut(world.node("n1"))
     await job.until_phase("NODE_LOST")
     before = job.step() or 0
-    await asyncio.sleep(3.0)  # beyond lease and fence, with the time it took to notice: a job on one node never fences
+    await asyncio.sleep(
+        3.0
+    )  # beyond lease and fence, with the time it took to notice: a job on one node never fences
     assert (job.step() or 0) > before + 20
     heal(world.node("n1"))
     await job.until_phase("RUNNING")
@@ -99,7 +111,9 @@ async def test_S2_7_S2_8_a_lost_node_is_not_failed_and_goes_on_when_it_is_heard_
 
 
 @pytest.mark.long
-async def test_S2_7_a_job_on_one_node_asks_a_person_in_the_end_and_needs_none_when_the_node_returns(world: World) -> None:
+async def test_S2_7_a_job_on_one_node_asks_a_person_in_the_end_and_needs_none_when_the_node_returns(
+    world: World,
+) -> None:
     job = await world.submit(nodes=1, policy=chaos_policy({"ask_after": "2s"}))
     await trained(job)
     cut(world.node("n1"))
@@ -109,7 +123,9 @@ async def test_S2_7_a_job_on_one_node_asks_a_person_in_the_end_and_needs_none_wh
     await finish(job)
 
 
-async def test_S2_5_what_a_node_knows_of_its_ranks_is_written_before_they_start_and_is_true(world: World) -> None:
+async def test_S2_5_what_a_node_knows_of_its_ranks_is_written_before_they_start_and_is_true(
+    world: World,
+) -> None:
     job = await world.submit()
     await trained(job)
     for node in ("n1", "n2"):
@@ -117,13 +133,18 @@ async def test_S2_5_what_a_node_knows_of_its_ranks_is_written_before_they_start_
         assert folder is not None
         keeper = job.agent_pid(node, "keeper")
         assert keeper is not None
-        assert f'"pid": {keeper}' in (folder / "keeper.json").read_text() or f'"pid":{keeper}' in (folder / "keeper.json").read_text()
+        assert (
+            f'"pid": {keeper}' in (folder / "keeper.json").read_text()
+            or f'"pid":{keeper}' in (folder / "keeper.json").read_text()
+        )
         assert "boot_id" in (folder / "keeper.json").read_text()
         assert str(job.rank_pids(node)[0]) in (folder / "started.json").read_text()
     await finish(job)
 
 
-async def test_a_new_worker_with_another_agent_watches_old_supervisors_and_launches_by_the_new_one(world: World, tmp_path: Path) -> None:
+async def test_a_new_worker_with_another_agent_watches_old_supervisors_and_launches_by_the_new_one(
+    world: World, tmp_path: Path
+) -> None:
     job = await world.submit()
     await trained(job)
     pids = job.rank_pids()
@@ -132,13 +153,23 @@ async def test_a_new_worker_with_another_agent_watches_old_supervisors_and_launc
     for path in ROOT.glob("*.py"):
         shutil.copy(path, checkout)
     for name in ("activities", "relaunch", "workflows"):
-        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name,
+            checkout / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     with (checkout / "relaunch" / "agent" / "__init__.py").open("a") as file:
         file.write('\nUPGRADED = "another agent"\n')
     (agent,) = agents(world)
     old, world.worker = (
         world.worker,
-        Process("worker", [sys.executable, str(checkout / "worker.py")], world.environment, world.folder / "upgraded.log"),
+        Process(
+            "worker",
+            [sys.executable, str(checkout / "worker.py")],
+            world.environment,
+            world.folder / "upgraded.log",
+        ),
     )
     assert await old.end(signal.SIGTERM) == 0
     await world.worker.start()
@@ -165,5 +196,14 @@ def agents(world: World) -> list[str]:
 def programs(job: Job, node: str) -> set[str]:
     """Which agent the keeper and the supervisor of a node's newest generation run."""
     pids = {job.agent_pid(node, "keeper"), job.agent_pid(node, "supervisor")} - {None}
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid, _ in environments() if pid in pids}
-    return {Path(os.fsdecode(word)).name for words in lines.values() for word in words if word.endswith(b".pyz")}
+    lines = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        for pid, _ in environments()
+        if pid in pids
+    }
+    return {
+        Path(os.fsdecode(word)).name
+        for words in lines.values()
+        for word in words
+        if word.endswith(b".pyz")
+    }

@@ -25,7 +25,9 @@ SAMPLES = Path(__file__).parents[1] / "recovery" / "samples" / "dcgm" / "synthet
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    async with World(tmp_path_factory.mktemp("ecs") / "world", 119, nodes=2, spares=1, gpus=1, backend="ecs") as made:
+    async with World(
+        tmp_path_factory.mktemp("ecs") / "world", 119, nodes=2, spares=1, gpus=1, backend="ecs"
+    ) as made:
         yield made
 
 
@@ -51,16 +53,24 @@ async def ended(job: Job, phase: str) -> None:
 async def vouch(world: World) -> None:
     """For the nodes: of one on which the ranks of several jobs failed, the fleet would think the worst."""
     for name in world.names:
-        await world.client.get_workflow_handle(f"fleet/{FLEET}").signal("release", {"node": name, "by": "the test"})
+        await world.client.get_workflow_handle(f"fleet/{FLEET}").signal(
+            "release", {"node": name, "by": "the test"}
+        )
 
 
 def ran(aws: EcsPlaces, job: Job) -> list[str]:
     """Of every task of a job, its last status."""
-    return [task["lastStatus"] for task in aws.aws.tasks(TRAINER) if f"/{job.name}/" in task["startedBy"]]
+    return [
+        task["lastStatus"]
+        for task in aws.aws.tasks(TRAINER)
+        if f"/{job.name}/" in task["startedBy"]
+    ]
 
 
 @pytest.mark.long
-async def test_S1_2_a_rank_that_fails_has_the_others_stopped_and_all_of_them_launched_again(world: World, aws: EcsPlaces) -> None:
+async def test_S1_2_a_rank_that_fails_has_the_others_stopped_and_all_of_them_launched_again(
+    world: World, aws: EcsPlaces
+) -> None:
     job = await world.submit()
     await job.until_steps()
     (job.folder / "fail.1").write_text("CUDA error: an illegal memory access was encountered")
@@ -77,16 +87,24 @@ async def test_S1_2_a_rank_that_fails_has_the_others_stopped_and_all_of_them_lau
 def examined_by(aws: EcsPlaces, name: str, nvml: Path, sample: str, exit_code: int = 0) -> None:
     """Have dcgmi on a node say so, from now on."""
     install_nvml(aws.state(name) / "lib", nvml, "driver 570\ngpus 1\n")
-    install_tool(aws.state(name) / "bin", "dcgmi", stdout=(SAMPLES / sample).read_text(), exit_code=exit_code)
+    install_tool(
+        aws.state(name) / "bin", "dcgmi", stdout=(SAMPLES / sample).read_text(), exit_code=exit_code
+    )
 
 
-async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_the_end(world: World, aws: EcsPlaces, nvml: Path) -> None:
+async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_the_end(
+    world: World, aws: EcsPlaces, nvml: Path
+) -> None:
     for name in world.names:
         examined_by(aws, name, nvml, "v4_r1_pass_8gpu.json")
     examined_by(aws, "n2", nvml, "v4_r2_gpu6_faulty_memory_isolate.json", 226)
     boots = {name: aws.instances[name].boots for name in world.names}
-    aws.instances["n2"].machine.connects = False  # after its reboot, until relaunch has seen it away
-    job = await world.submit(gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1))
+    aws.instances[
+        "n2"
+    ].machine.connects = False  # after its reboot, until relaunch has seen it away
+    job = await world.submit(
+        gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1)
+    )
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
     (job.folder / "fail.1").write_text("CUDA error: uncorrectable ECC error")
@@ -104,7 +122,11 @@ async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_th
     aws.instances["n2"].connect()
     await job.until_phase("RUNNING", generation=2, patience=300)
     await job.until_steps()
-    assert {name: aws.instances[name].boots - boots[name] for name in world.names} == {"n1": 0, "n2": 1, "n3": 0}
+    assert {name: aws.instances[name].boots - boots[name] for name in world.names} == {
+        "n1": 0,
+        "n2": 1,
+        "n3": 0,
+    }
     started: dict[str, list[str]] = {}
     for start in job.starts():
         started.setdefault(start["token"], []).append(start["node"])
@@ -123,10 +145,14 @@ async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_th
     await vouch(world)
 
 
-async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_told(world: World, aws: EcsPlaces, nvml: Path) -> None:
+async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_told(
+    world: World, aws: EcsPlaces, nvml: Path
+) -> None:
     for name in world.names:
         examined_by(aws, name, nvml, "v4_r1_pass_8gpu.json")
-    job = await world.submit(gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1))
+    job = await world.submit(
+        gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1)
+    )
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
     (job.folder / "fail.1").write_text("KeyError: 'lr'")
@@ -141,7 +167,9 @@ async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_
 
 
 @pytest.mark.long
-async def test_S1_9_lost_doubled_and_reordered_events_change_nothing(world: World, aws: EcsPlaces) -> None:
+async def test_S1_9_lost_doubled_and_reordered_events_change_nothing(
+    world: World, aws: EcsPlaces
+) -> None:
     job = await world.submit()
     await job.until_steps()
     for generation, word in ((2, "drop"), (3, "double"), (4, "reorder")):
@@ -158,7 +186,9 @@ async def test_S1_9_lost_doubled_and_reordered_events_change_nothing(world: Worl
     await vouch(world)
 
 
-async def test_S1_1_a_task_that_a_person_stops_cancels_the_job(world: World, aws: EcsPlaces) -> None:
+async def test_S1_1_a_task_that_a_person_stops_cancels_the_job(
+    world: World, aws: EcsPlaces
+) -> None:
     job = await world.submit()
     await job.until_steps()
     aws.reboot("n2")  # stops what runs there, as a person does
@@ -207,9 +237,15 @@ async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> boo
     await job.until_phase("RUNNING", generation=2)
     await job.until_steps()
     # Whatever was launched has been told by now: a task that nobody knows of would have been there for as long.
-    running = [task for task in aws.aws.tasks(TRAINER) if f"/{job.name}/" in task["startedBy"] and task["lastStatus"] != "STOPPED"]
+    running = [
+        task
+        for task in aws.aws.tasks(TRAINER)
+        if f"/{job.name}/" in task["startedBy"] and task["lastStatus"] != "STOPPED"
+    ]
     state = await job.state()
-    assert len({task["containerInstanceArn"] for task in running}) == len(running) == 2, f"killed at call {at} ({kind.name})"
+    assert len({task["containerInstanceArn"] for task in running}) == len(running) == 2, (
+        f"killed at call {at} ({kind.name})"
+    )
     assert {task["startedBy"].rpartition("/")[2] for task in running} == {str(state.generation)}
     assert job.lines("violations") == [] and state.restarts_spent <= 1
     job.let_end()
@@ -219,7 +255,9 @@ async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> boo
     return bool(kills.killed_at)
 
 
-@pytest.mark.parametrize(("at", "kind"), [(3, LOST), pytest.param(6, RESET, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("at", "kind"), [(3, LOST), pytest.param(6, RESET, marks=pytest.mark.long)]
+)
 async def test_S1_2_a_worker_that_is_killed_between_two_calls_leaves_no_task_double_and_none_behind(
     world: World, aws: EcsPlaces, at: int, kind: Kind
 ) -> None:
@@ -229,7 +267,9 @@ async def test_S1_2_a_worker_that_is_killed_between_two_calls_leaves_no_task_dou
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", [LOST, RESET], ids=["applied", "not applied"])
-async def test_S1_2_a_worker_may_be_killed_at_any_call_of_a_recovery(world: World, aws: EcsPlaces, kind: Kind) -> None:
+async def test_S1_2_a_worker_may_be_killed_at_any_call_of_a_recovery(
+    world: World, aws: EcsPlaces, kind: Kind
+) -> None:
     calls = 1
     while await recover_from(world, aws, calls, kind):
         calls += 1

@@ -36,15 +36,26 @@ async def nodes(world: World, *words: str) -> str:
 
 async def rows(world: World) -> dict[str, dict[str, Any]]:
     """As `nodes list --json` prints them; it is a process each time."""
-    return {one["name"]: one for one in node_views.rows(await fleets.read(world.client, QUEUE, FLEET))}
+    return {
+        one["name"]: one for one in node_views.rows(await fleets.read(world.client, QUEUE, FLEET))
+    }
 
 
-async def until(world: World, patience: float = 60.0, **expected: tuple[str, str | None]) -> dict[str, dict[str, Any]]:
+async def until(
+    world: World, patience: float = 60.0, **expected: tuple[str, str | None]
+) -> dict[str, dict[str, Any]]:
     """Wait until nodes are in these states, with these jobs."""
 
     async def seen() -> dict[str, dict[str, Any]] | None:
         found = await rows(world)
-        return found if all((found[name]["state"], found[name]["job"]) == what for name, what in expected.items()) else None
+        return (
+            found
+            if all(
+                (found[name]["state"], found[name]["job"]) == what
+                for name, what in expected.items()
+            )
+            else None
+        )
 
     return await eventually(seen, f"the nodes are not {expected}", patience, pause=0.5)
 
@@ -58,12 +69,18 @@ async def end(world: World, job: Job) -> None:
 
 
 @pytest.mark.long
-async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(world: World) -> None:
+async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(
+    world: World,
+) -> None:
     async def begun() -> bool:
         return (await starter(world, "nodes", "list", "--fleet", FLEET))[0] == 0
 
-    await eventually(begun, "whoever lists a fleet first does not begin it, or its worker does not start")
-    assert {one["name"] for one in json.loads(await nodes(world, "list", "--json"))} == set(world.names)
+    await eventually(
+        begun, "whoever lists a fleet first does not begin it, or its worker does not start"
+    )
+    assert {one["name"] for one in json.loads(await nodes(world, "list", "--json"))} == set(
+        world.names
+    )
     told = await nodes(world, "quarantine", "n1", "--reason", "flaky NVLink")
     assert told.startswith("node n1 is quarantined: flaky NVLink; nobody has it")
     job = await world.submit()
@@ -74,14 +91,23 @@ async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(w
 
     await eventually(waits, "the job does not say what it waits for")
     status, shown = await starter(world, "show", job.name, "--json")
-    assert (status, "flaky NVLink" in json.loads(shown)["reason"] or "n1" in json.loads(shown)["reason"]) == (0, True)
+    assert (
+        status,
+        "flaky NVLink" in json.loads(shown)["reason"] or "n1" in json.loads(shown)["reason"],
+    ) == (0, True)
     listed = await nodes(world, "list")
     assert f"{job.name} waits for 2 nodes" in listed
     assert job.starts() == [] and job.rank_pids() == []
-    assert (await rows(world))["n1"].items() >= {"state": "quarantined", "reason": "flaky NVLink", "job": None}.items()
+    assert (await rows(world))["n1"].items() >= {
+        "state": "quarantined",
+        "reason": "flaky NVLink",
+        "job": None,
+    }.items()
     assert "n1 is in service" in await nodes(world, "release", "n1", "--reason", "reseated")
     await job.until_phase("RUNNING", generation=1)
-    assert sorted(slot.node for slot in (await job.state()).slots) == ["n1", "n2"], "spares are for jobs that have run"
+    assert sorted(slot.node for slot in (await job.state()).slots) == ["n1", "n2"], (
+        "spares are for jobs that have run"
+    )
     await until(world, n1=("busy", job.name), n2=("busy", job.name), n3=("free", None))
     await end(world, job)
 
@@ -90,7 +116,9 @@ async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: 
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
-    told = await nodes(world, "quarantine", "n2", "--reason", "new riser", "--drain", "--within", "2s")
+    told = await nodes(
+        world, "quarantine", "n2", "--reason", "new riser", "--drain", "--within", "2s"
+    )
     assert f"{job.name} has to leave it by " in told or "nobody has it" in told
     await job.until_phase("RUNNING", generation=2)
     assert "n2" not in {slot.node for slot in (await job.state()).slots}
@@ -102,10 +130,14 @@ async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: 
 
 
 @pytest.mark.long
-async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goes_on_from_it(world: World) -> None:
+async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goes_on_from_it(
+    world: World,
+) -> None:
     every = 40
     flags = ("--steps", "100000", "--step-time", "0.05", "--checkpoint-every", str(every))
-    job = await world.submit(command=[sys.executable, str(TRAIN), *flags, "--checkpoint", str(world.folder / "moved")])
+    job = await world.submit(
+        command=[sys.executable, str(TRAIN), *flags, "--checkpoint", str(world.folder / "moved")]
+    )
     await job.until_phase("RUNNING", generation=1)
 
     async def saves() -> bool:
@@ -114,26 +146,41 @@ async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goe
 
     await eventually(saves, "nobody tells people of a checkpoint")
     assert ", checkpoint " in (await starter(world, "show", job.name))[1]
-    told = await nodes(world, "quarantine", "n2", "--reason", "swap its PSU", "--drain", "--within", "2h")
+    told = await nodes(
+        world, "quarantine", "n2", "--reason", "swap its PSU", "--drain", "--within", "2h"
+    )
     assert f"{job.name} has to leave it by " in told
     await job.until_phase("RUNNING", generation=2)
     state = await job.state()
-    assert "n2" not in {slot.node for slot in state.slots} and (state.restarts_spent, state.incidents) == (0, ())
-    saved = next(found for notice in state.notices if (found := re.search(r"swap its PSU; checkpoint of step (\d+) is saved", notice)))
+    assert "n2" not in {slot.node for slot in state.slots} and (
+        state.restarts_spent,
+        state.incidents,
+    ) == (0, ())
+    saved = next(
+        found
+        for notice in state.notices
+        if (found := re.search(r"swap its PSU; checkpoint of step (\d+) is saved", notice))
+    )
 
     async def goes_on() -> re.Match[str] | None:
         _, text = await starter(world, "logs", job.name, "--generation", "2", "--rank", "0")
         return re.search(r"going on after step (\d+)", text)
 
     step = int((await eventually(goes_on, "the second generation says nothing"))[1])
-    assert step % every == 0 and 0 <= step - int(saved[1]) <= every, "from that one, or from the next"
-    status, text = await starter(world, "answer", job.name, "deny", "--node", "n2", "--reason", "too late")
+    assert step % every == 0 and 0 <= step - int(saved[1]) <= every, (
+        "from that one, or from the next"
+    )
+    status, text = await starter(
+        world, "answer", job.name, "deny", "--node", "n2", "--reason", "too late"
+    )
     assert (status, f"nobody wants n2 of {job.name}" in text) == (2, True), text
     await nodes(world, "release", "n2", "--reason", "it has one")
     await end(world, job)
 
 
-async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_it_gives_anything(world: World) -> None:
+async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_it_gives_anything(
+    world: World,
+) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
     await world.client.get_workflow_handle(f"fleet/{FLEET}").terminate("by mistake")
@@ -155,12 +202,19 @@ async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_i
 
 
 @pytest.mark.long
-async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanwhile(world: World) -> None:
-    assert "repairs of fleet chaos are paused by " in await nodes(world, "pause", "--reason", "maintenance")
+async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanwhile(
+    world: World,
+) -> None:
+    assert "repairs of fleet chaos are paused by " in await nodes(
+        world, "pause", "--reason", "maintenance"
+    )
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
     assert "repairs are paused since " in await nodes(world, "list")
-    assert await nodes(world, "resume", "--reason", "done") == "fleet chaos gives nodes and has them repaired\n"
+    assert (
+        await nodes(world, "resume", "--reason", "done")
+        == "fleet chaos gives nodes and has them repaired\n"
+    )
     assert "paused" not in await nodes(world, "list")
     await end(world, job)
 
@@ -180,10 +234,17 @@ async def test_a_node_that_is_new_in_the_file_is_there_once_it_was_applied(world
 
 
 async def test_what_is_unknown_changes_nothing(world: World) -> None:
-    status, text = await starter(world, "nodes", "quarantine", "n9", "--reason", "x", "--fleet", FLEET)
-    assert (status, "node 'n9' is not in fleet chaos: expected one of n1" in text) == (2, True), text
+    status, text = await starter(
+        world, "nodes", "quarantine", "n9", "--reason", "x", "--fleet", FLEET
+    )
+    assert (status, "node 'n9' is not in fleet chaos: expected one of n1" in text) == (2, True), (
+        text
+    )
     status, text = await starter(world, "nodes", "list", "--fleet", "chaso")
-    assert (status, "fleet 'chaso' is not known to this worker, it serves chaos" in text) == (2, True), text
+    assert (status, "fleet 'chaso' is not known to this worker, it serves chaos" in text) == (
+        2,
+        True,
+    ), text
 
 
 async def test_what_a_terminated_job_leaves_is_stopped_and_given_back(world: World) -> None:

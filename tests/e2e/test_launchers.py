@@ -28,12 +28,16 @@ REAL = [
         marks=[
             pytest.mark.long,
             pytest.mark.skipif(
-                subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode != 0,
+                subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode
+                != 0,
                 reason=f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has",
             ),
         ],
     )
-    for launcher, module in (("torchrun", "torch.distributed"), ("ft_launcher", "nvidia_resiliency_ext.fault_tolerance"))
+    for launcher, module in (
+        ("torchrun", "torch.distributed"),
+        ("ft_launcher", "nvidia_resiliency_ext.fault_tolerance"),
+    )
 ]
 
 
@@ -42,14 +46,22 @@ def double(world: World) -> str:
     folder = world.folder / "launchers"
     folder.mkdir(exist_ok=True)
     program = folder / "torchrun"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {ROOT / "tests/doubles/torchrun.py"} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {ROOT / "tests/doubles/torchrun.py"} "$@"\n'
+    )
     program.chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 async def submitted(world: World, name: str) -> Job:
     rank = [sys.executable, "-S", str(RANK_PROGRAM), str(world.folder / "jobs" / name)]
-    return await world.submit(name=name, nproc=2, launcher="torchrun", env={"PATH": double(world)}, command=["sh", "-c", NEXT_PORT, *rank])
+    return await world.submit(
+        name=name,
+        nproc=2,
+        launcher="torchrun",
+        env={"PATH": double(world)},
+        command=["sh", "-c", NEXT_PORT, *rank],
+    )
 
 
 async def reported(job: Job, node: str, ranks: tuple[int, ...]) -> None:
@@ -76,7 +88,10 @@ async def is_named_and_all_go_on(world: World) -> None:
     await reported(job, "n1", (0, 1))
     assert (job.step() or 0) > before
     assert {start["rank"] for start in job.starts()} == {0, 1, 2, 3}
-    assert [len([start for start in job.starts() if start["token"].endswith(f"/{number}")]) for number in (1, 2)] == [4, 4]
+    assert [
+        len([start for start in job.starts() if start["token"].endswith(f"/{number}")])
+        for number in (1, 2)
+    ] == [4, 4]
     incident = (await job.incidents())[0]
     assert "rank 3 on n2 was killed by SIGKILL" in incident.reason
     assert (incident.nodes, incident.ranks) == (("n2",), (3,))
@@ -86,23 +101,32 @@ async def is_named_and_all_go_on(world: World) -> None:
     await world.tidy(job)
 
 
-async def test_a_rank_that_is_killed_below_its_launcher_is_named_and_all_go_on_from_their_checkpoint(world: World) -> None:
+async def test_a_rank_that_is_killed_below_its_launcher_is_named_and_all_go_on_from_their_checkpoint(
+    world: World,
+) -> None:
     await is_named_and_all_go_on(world)
 
 
 @pytest.mark.long
-async def test_a_rank_that_is_killed_below_its_launcher_on_a_host_of_ssh_is_named_too(tmp_path: Path) -> None:
+async def test_a_rank_that_is_killed_below_its_launcher_on_a_host_of_ssh_is_named_too(
+    tmp_path: Path,
+) -> None:
     async with World(tmp_path / "world", 127, spares=0, backend="ssh", answer_within=5.0) as hosts:
         await is_named_and_all_go_on(hosts)
 
 
 @pytest.mark.long
-async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_is_named_itself(world: World) -> None:
+async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_is_named_itself(
+    world: World,
+) -> None:
     job = await submitted(world, "headless")
     await job.until_phase("RUNNING", generation=1)
     await job.until_watched()
     victim = next(start for start in job.starts() if start["rank"] == 1)
-    os.kill(int(Path(f"/proc/{victim['pid']}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+    os.kill(
+        int(Path(f"/proc/{victim['pid']}/stat").read_text().rsplit(")", 1)[1].split()[1]),
+        signal.SIGKILL,
+    )
     await job.until_phase("RUNNING", generation=2)
     await job.until_steps()
     incident = (await job.incidents())[0]
@@ -116,7 +140,9 @@ async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_is_named_itse
 
 async def test_exit_code_93_of_a_rank_is_honoured_through_its_launcher(world: World) -> None:
     command = ["sh", "-c", 'test "$RANK" = 2 && exit 93; exec sleep 1000']
-    job = await world.submit(name="no-more", nproc=2, launcher="torchrun", env={"PATH": double(world)}, command=command)
+    job = await world.submit(
+        name="no-more", nproc=2, launcher="torchrun", env={"PATH": double(world)}, command=command
+    )
     await job.until_phase("FAILED")
     state = await job.state()
     assert (state.generation, state.exit_code) == (1, 93)
@@ -128,10 +154,25 @@ async def test_a_ddp_training_below_a_real_launcher_goes_on_from_its_checkpoint_
     world: World, launcher: str
 ) -> None:
     checkpoint = world.folder / f"{launcher}.pt"
-    command = [PYTHON, str(ROOT / "examples/train_ddp.py"), "--checkpoint", str(checkpoint), "--steps", "30", "--pause", "0.2"]
+    command = [
+        PYTHON,
+        str(ROOT / "examples/train_ddp.py"),
+        "--checkpoint",
+        str(checkpoint),
+        "--steps",
+        "30",
+        "--pause",
+        "0.2",
+    ]
     # A rank imports torch for seconds before its first step, and an idle machine is not promised.
     policy = chaos_policy(hang={}, times={"stop_grace": "2s"})
-    job = await world.submit(name=f"ddp-{launcher}".replace("_", "-"), nproc=2, launcher=launcher, command=command, policy=policy)
+    job = await world.submit(
+        name=f"ddp-{launcher}".replace("_", "-"),
+        nproc=2,
+        launcher=launcher,
+        command=command,
+        policy=policy,
+    )
     await job.until_phase("RUNNING", generation=1)
 
     async def advanced() -> bool:
@@ -141,7 +182,8 @@ async def test_a_ddp_training_below_a_real_launcher_goes_on_from_its_checkpoint_
     folder = job.generation_folder("n1")
     assert folder is not None
     rank, pid = next(
-        (int(path.stem[5:]), int(path.read_text().partition('"pid": ')[2].partition(",")[0])) for path in (folder / "launched").iterdir()
+        (int(path.stem[5:]), int(path.read_text().partition('"pid": ')[2].partition(",")[0]))
+        for path in (folder / "launched").iterdir()
     )
     os.kill(pid, signal.SIGKILL)
     await job.until_phase("SUCCEEDED", patience=200.0)

@@ -39,12 +39,16 @@ def healthy(world: World, nvml: Path) -> None:
     for name in world.names:
         install_nvml(world.node(name) / "lib", nvml, ONE_GPU)
         (world.node(name) / "bin" / "dcgmi.calls").unlink(missing_ok=True)
-        (world.node(name) / "reboots.jsonl").unlink(missing_ok=True)  # two in three days are all that a node gets
+        (world.node(name) / "reboots.jsonl").unlink(
+            missing_ok=True
+        )  # two in three days are all that a node gets
         tell_dcgm(world, name, HEALTHY)
         install_tool(world.node(name) / "bin", "nvidia-smi", stdout="All done.\n")
 
 
-def tell_dcgm(world: World, node: str, says: tuple[int, str], *, once: bool = False, **more: Any) -> None:
+def tell_dcgm(
+    world: World, node: str, says: tuple[int, str], *, once: bool = False, **more: Any
+) -> None:
     """Have `dcgmi diag` say this, or say it once and be healthy from then on."""
     bin_ = world.node(node) / "bin"
     after = {"stdout": HEALTHY[1], "exit_code": HEALTHY[0]}
@@ -90,33 +94,52 @@ def fail(job: Job) -> None:
 
 
 async def decisions(job: Job) -> list[tuple[str, str | None]]:
-    return [(d.decision, d.strategy) for incident in await job.incidents() for d in incident.decisions]
+    return [
+        (d.decision, d.strategy) for incident in await job.incidents() for d in incident.decisions
+    ]
 
 
-async def test_S1_3_S1_5_S1_6_a_sick_node_is_rebooted_once_and_proven_healthy_before_ranks_run_there_again(world: World) -> None:
+async def test_S1_3_S1_5_S1_6_a_sick_node_is_rebooted_once_and_proven_healthy_before_ranks_run_there_again(
+    world: World,
+) -> None:
     job, node = await broken(world)
     before = boot_id(world, node)
     tell_dcgm(world, node, PENDING, once=True)
     fail(job)
     await job.until_phase("RUNNING", generation=2)
-    assert await decisions(job) == [("Examine", None), ("Repair", "REBOOT_NODE"), ("Relaunch", None)]
+    assert await decisions(job) == [
+        ("Examine", None),
+        ("Repair", "REBOOT_NODE"),
+        ("Relaunch", None),
+    ]
     assert boot_id(world, node) != before
     assert len(reboots(world, node)) == 1
-    assert [words[:3] for words in calls(world.node(node) / "bin", "dcgmi")] == [["diag", "-r", "2"]] * 2, "before and after"
+    assert [words[:3] for words in calls(world.node(node) / "bin", "dcgmi")] == [
+        ["diag", "-r", "2"]
+    ] * 2, "before and after"
     await world.tidy(job)
 
 
-async def test_S1_5_on_a_node_that_is_healthy_the_job_fails_and_nothing_is_rebooted(world: World) -> None:
+async def test_S1_5_on_a_node_that_is_healthy_the_job_fails_and_nothing_is_rebooted(
+    world: World,
+) -> None:
     job, node = await broken(world)
     before = boot_id(world, node)
     fail(job)
     await job.until_phase("FAILED")
-    assert (await decisions(job), boot_id(world, node)) == ([("Examine", None), ("Stop", None)], before)
+    assert (await decisions(job), boot_id(world, node)) == (
+        [("Examine", None), ("Stop", None)],
+        before,
+    )
     await world.tidy(job)
 
 
-@pytest.mark.parametrize("moment", [pytest.param("while it is examined", marks=pytest.mark.long), "while it reboots"])
-async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(world: World, moment: str) -> None:
+@pytest.mark.parametrize(
+    "moment", [pytest.param("while it is examined", marks=pytest.mark.long), "while it reboots"]
+)
+async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(
+    world: World, moment: str
+) -> None:
     job, node = await broken(world)
     known = len(reboots(world, node))
     tell_dcgm(world, node, PENDING, once=True, seconds=2 if moment == "while it is examined" else 0)
@@ -131,12 +154,17 @@ async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(
     await world.worker.end()
     await world.worker.start()
     await job.until_phase("RUNNING", generation=2)
-    assert len(reboots(world, node)) == known + 1, (await job.incidents(), calls(world.node(node) / "bin", "dcgmi"))
+    assert len(reboots(world, node)) == known + 1, (
+        await job.incidents(),
+        calls(world.node(node) / "bin", "dcgmi"),
+    )
     await world.tidy(job)
 
 
 @pytest.mark.long
-async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_place(world: World, nvml: Path) -> None:
+async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_place(
+    world: World, nvml: Path
+) -> None:
     job = await world.submit(policy=chaos_policy(extends="default", hang={}))
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
@@ -144,14 +172,48 @@ async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_pl
     folder = world.node(node)
     (folder / "kernel.log").write_text("")
     (folder / "lib" / "nvml.txt").write_text(ONE_GPU + "remapped 0 0 1 1 0\n")
-    install_tool(folder / "bin", "nvidia-smi", stdout="reset\n", then={str(folder / "lib" / "nvml.txt"): ONE_GPU})
-    status, text = await starter(world, "nodes", "check", node, "--fleet", FLEET, "--level", "0", "--json")
+    install_tool(
+        folder / "bin",
+        "nvidia-smi",
+        stdout="reset\n",
+        then={str(folder / "lib" / "nvml.txt"): ONE_GPU},
+    )
+    status, text = await starter(
+        world, "nodes", "check", node, "--fleet", FLEET, "--level", "0", "--json"
+    )
     found = json.loads(text)[0]
-    assert (status, found["health"], found["state"], found["job"]) == (1, "UNHEALTHY", "busy", job.name)
-    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--reason", "remap pending")
-    assert (status, "refused" in text, job.name in text) == (1, True, True), "never while ranks run there"
+    assert (status, found["health"], found["state"], found["job"]) == (
+        1,
+        "UNHEALTHY",
+        "busy",
+        job.name,
+    )
+    status, text = await starter(
+        world,
+        "nodes",
+        "repair",
+        node,
+        "--fleet",
+        FLEET,
+        "--reset-gpus",
+        "--reason",
+        "remap pending",
+    )
+    assert (status, "refused" in text, job.name in text) == (1, True, True), (
+        "never while ranks run there"
+    )
     await world.tidy(job)
-    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--reason", "remap pending")
+    status, text = await starter(
+        world,
+        "nodes",
+        "repair",
+        node,
+        "--fleet",
+        FLEET,
+        "--reset-gpus",
+        "--reason",
+        "remap pending",
+    )
     assert (status, "done" in text) == (0, True), text
     assert [words[0] for words in calls(folder / "bin", "nvidia-smi")] == ["--gpu-reset"]
     status, text = await starter(world, "nodes", "list", "--fleet", FLEET)

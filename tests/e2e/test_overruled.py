@@ -16,7 +16,9 @@ from tests.chaos.world import World, eventually
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
-async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_old_ranks_first(world: World) -> None:
+async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_old_ranks_first(
+    world: World,
+) -> None:
     job = await world.submit(name="terminated")
     await job.until_phase("RUNNING")
     await job.until_steps()
@@ -29,7 +31,12 @@ async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_o
     assert again.lines("violations") == []
     assert not set(again.rank_pids()) & set(old)
     assert len(again.rank_pids()) == 2
-    assert [line["rank"] for line in again.starts()] in ([0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1], [1, 0, 1, 0])
+    assert [line["rank"] for line in again.starts()] in (
+        [0, 1, 0, 1],
+        [0, 1, 1, 0],
+        [1, 0, 0, 1],
+        [1, 0, 1, 0],
+    )
     state = await again.state()
     assert (state.generation, state.tries, await again.incidents()) == (1, (), [])
     again.let_end()
@@ -37,7 +44,9 @@ async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_o
     await world.tidy(again)
 
 
-async def test_after_a_reset_the_workflow_goes_on_above_the_highest_token_that_its_nodes_have_seen(world: World) -> None:
+async def test_after_a_reset_the_workflow_goes_on_above_the_highest_token_that_its_nodes_have_seen(
+    world: World,
+) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING")
     await job.until_steps()
@@ -46,7 +55,11 @@ async def test_after_a_reset_the_workflow_goes_on_above_the_highest_token_that_i
     await job.until_steps()
     handle = jobs.handle_of(world.client, job.name)
     events = (await handle.fetch_history()).events
-    first = next(event.event_id for event in events if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED)
+    first = next(
+        event.event_id
+        for event in events
+        if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
+    )
     await world.client.workflow_service.reset_workflow_execution(
         ResetWorkflowExecutionRequest(
             namespace=world.client.namespace,

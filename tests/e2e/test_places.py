@@ -24,7 +24,9 @@ SAID = "its agent does not have the state that generation 1 was started from"
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    async with World(tmp_path_factory.mktemp("e2e") / "world", 125, nodes=2, spares=1, answer_within=5.0) as made:
+    async with World(
+        tmp_path_factory.mktemp("e2e") / "world", 125, nodes=2, spares=1, answer_within=5.0
+    ) as made:
         yield made
 
 
@@ -55,7 +57,9 @@ async def finish(world: World, job: Job) -> None:
 
 
 @pytest.mark.long
-async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(world: World) -> None:
+async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(
+    world: World,
+) -> None:
     job = await running(world, {})
     left = job.rank_pids("n2")
     assert left
@@ -67,7 +71,9 @@ async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(w
     state = await job.state()
     assert [slot.node for slot in state.slots] == ["n1", "n3"]
     (found,) = [one for one in await job.incidents() if SAID in one.reason] or await job.incidents()
-    assert any(SAID in text for text in (found.reason, *(decision.reason for decision in found.decisions)))
+    assert any(
+        SAID in text for text in (found.reason, *(decision.reason for decision in found.decisions))
+    )
     await finish(world, job)
 
 

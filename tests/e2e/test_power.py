@@ -28,12 +28,19 @@ def switch(world: World, *before: str) -> None:
     *words, _ = local_power.command(world.node("n1"))
     script = world.folder / "cycle.sh"
     quoted = " ".join(f'"{word}"' for word in words)
-    script.write_text("\n".join((f"echo $$ >> {ran(world)}", *before, f'exec {quoted} "{world.folder}/state/nodes/$1"')) + "\n")
+    script.write_text(
+        "\n".join(
+            (f"echo $$ >> {ran(world)}", *before, f'exec {quoted} "{world.folder}/state/nodes/$1"')
+        )
+        + "\n"
+    )
     file = world.folder / "chaos.yaml"
     if "power:" not in (text := file.read_text()):
         for name in ("n1", "n3"):
             line = next(one for one in text.splitlines() if f"name: {name}," in one)
-            text = text.replace(line, f"{line.removesuffix('}')}, power: {{cycle: [/bin/sh, {script}, {name}]}}}}")
+            text = text.replace(
+                line, f"{line.removesuffix('}')}, power: {{cycle: [/bin/sh, {script}, {name}]}}}}"
+            )
         file.write_text(text)
     ran(world).unlink(missing_ok=True)
 
@@ -47,11 +54,25 @@ def cycles(world: World) -> int:
 
 
 async def cycled(world: World) -> tuple[int, str]:
-    return await starter(world, "nodes", "repair", "n1", "--power-cycle", "--reason", "it hangs", "--fleet", FLEET, "--level", "0")
+    return await starter(
+        world,
+        "nodes",
+        "repair",
+        "n1",
+        "--power-cycle",
+        "--reason",
+        "it hangs",
+        "--fleet",
+        FLEET,
+        "--level",
+        "0",
+    )
 
 
 @pytest.mark.long
-async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(world: World) -> None:
+async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(
+    world: World,
+) -> None:
     async def applied() -> bool:
         return (await starter(world, "nodes", "apply", "--fleet", FLEET))[0] == 0
 
@@ -61,12 +82,16 @@ async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(
     assert status == 0, text
     assert "n1: done, HEALTHY: n1 was power-cycled and is healthy" in text
     assert (cycles(world), boot_id(world, "n1") != before) == (1, True)
-    status, text = await starter(world, "nodes", "repair", "n2", "--power-cycle", "--reason", "x", "--fleet", FLEET)
+    status, text = await starter(
+        world, "nodes", "repair", "n2", "--power-cycle", "--reason", "x", "--fleet", FLEET
+    )
     assert (status, "the file of fleet chaos gives it no power" in text) == (1, True), text
 
 
 @pytest.mark.long
-async def test_a_command_whose_worker_dies_while_it_runs_is_looked_at_and_not_run_again(world: World) -> None:
+async def test_a_command_whose_worker_dies_while_it_runs_is_looked_at_and_not_run_again(
+    world: World,
+) -> None:
     switch(world, "sleep 2")
     before = boot_id(world, "n1")
 
@@ -92,12 +117,16 @@ async def test_a_node_that_a_job_has_keeps_its_power(world: World) -> None:
     status, text = await cycled(world)
     assert (status, cycles(world)) == (1, 0), text
     assert f"n1 is in use: job {job.name} generation 1" in text
-    await job.signal("cancel")  # it gives its nodes back, which the fleet of one that is terminated learns later
+    await job.signal(
+        "cancel"
+    )  # it gives its nodes back, which the fleet of one that is terminated learns later
     await job.until_phase("CANCELLED")
     await world.tidy(job)
 
 
-async def test_a_job_has_the_power_of_its_suspect_cycled_where_that_cannot_reboot_and_goes_on_there(world: World) -> None:
+async def test_a_job_has_the_power_of_its_suspect_cycled_where_that_cannot_reboot_and_goes_on_there(
+    world: World,
+) -> None:
     switch(world)
     (world.node("n3") / "reboots.jsonl").mkdir()  # what cannot be written down is not done
     ladder = [{"strategy": "REBOOT_NODE", "tries": 1}, {"strategy": "FAIL"}]

@@ -29,7 +29,9 @@ async def ended(job: Job, phase: str) -> list[tuple[str, str | None, bool]]:
     """Wait for the end; return (decision, strategy, spent) of all incidents."""
     await job.until_phase(phase)
     incidents: list[Incident] = await job.incidents()
-    decisions = [(d.decision, d.strategy, d.spent) for incident in incidents for d in incident.decisions]
+    decisions = [
+        (d.decision, d.strategy, d.spent) for incident in incidents for d in incident.decisions
+    ]
     await job.world.tidy(job)
     return decisions
 
@@ -39,7 +41,9 @@ def fail(job: Job, rank: int, words: str = "ValueError: bad batch") -> None:
 
 
 @pytest.mark.long
-async def test_S1_5_ecs_reboot_once_examines_after_exit_1_and_fails_the_job_when_nothing_is_found(world: World) -> None:
+async def test_S1_5_ecs_reboot_once_examines_after_exit_1_and_fails_the_job_when_nothing_is_found(
+    world: World,
+) -> None:
     job = await world.submit(policy=preset("ecs-reboot-once"))
     await trained(job, 1)
     fail(job, 1)
@@ -64,7 +68,9 @@ async def test_S2_3_gputasker_starts_nothing_twice(world: World) -> None:
 
 
 @pytest.mark.long
-async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it_answers(world: World) -> None:
+async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it_answers(
+    world: World,
+) -> None:
     job = await world.submit(policy=preset("gputasker"))
     await trained(job, 1)
     await job.until_watched()
@@ -78,18 +84,24 @@ async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it
     assert {("Wait", None, False)} == set(await ended(job, "SUCCEEDED"))
 
 
-async def test_S3_2_torchelastic_restarts_everybody_up_to_max_restarts_and_progress_gives_nothing_back(world: World) -> None:
+async def test_S3_2_torchelastic_restarts_everybody_up_to_max_restarts_and_progress_gives_nothing_back(
+    world: World,
+) -> None:
     job = await world.submit(policy=preset("torchelastic", max_restarts=2))
     for generation in (1, 2):
         await trained(job, generation)
         os.kill(job.rank_pids()[0], signal.SIGKILL)
     await trained(job, 3)
     fail(job, 0)
-    assert await ended(job, "FAILED") == [("Relaunch", "RESTART_IN_PLACE", True)] * 2 + [("Stop", None, False)]
+    assert await ended(job, "FAILED") == [("Relaunch", "RESTART_IN_PLACE", True)] * 2 + [
+        ("Stop", None, False)
+    ]
 
 
 @pytest.mark.long
-async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(world: World) -> None:
+async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(
+    world: World,
+) -> None:
     job = await world.submit(policy=preset("modelarts", max_restarts=8))
     for generation in (1, 2, 3):
         await trained(job, generation)
@@ -97,12 +109,18 @@ async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(
         await job.until_phase("RUNNING", generation=generation + 1)
     await trained(job, 4)
     fail(job, 0)
-    assert await ended(job, "FAILED") == [("Relaunch", "RESCHEDULE_JOB", True)] * 3 + [("Stop", None, False)]
+    assert await ended(job, "FAILED") == [("Relaunch", "RESCHEDULE_JOB", True)] * 3 + [
+        ("Stop", None, False)
+    ]
 
 
 @pytest.mark.long
 async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) -> None:
-    job = await world.submit(policy=preset("modelarts", hang={"after": HANG_AFTER, "first_step": "30s", "checkpoint": "30s"}))
+    job = await world.submit(
+        policy=preset(
+            "modelarts", hang={"after": HANG_AFTER, "first_step": "30s", "checkpoint": "30s"}
+        )
+    )
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGSTOP)
     await trained(job, 2)
@@ -115,7 +133,9 @@ XID = "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unk
 
 
 @pytest.mark.long
-async def test_default_goes_on_without_the_node_whose_kernel_reports_a_lost_gpu(world: World) -> None:
+async def test_default_goes_on_without_the_node_whose_kernel_reports_a_lost_gpu(
+    world: World,
+) -> None:
     log = world.node("n2") / KERNEL_LOG
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()
@@ -132,7 +152,9 @@ async def test_default_goes_on_without_the_node_whose_kernel_reports_a_lost_gpu(
     assert [(one.cause, one.code, one.nodes, one.gpus, one.spent) for one in state.tries] == [
         ("GPU_FATAL", "Xid 79", ("n2",), ("0000:05:00",), False)
     ]
-    assert [slot.node for slot in state.slots] == ["n1", "n3"] and [one.node for one in state.avoided] == ["n2"]
+    assert [slot.node for slot in state.slots] == ["n1", "n3"] and [
+        one.node for one in state.avoided
+    ] == ["n2"]
     job.let_end()
     assert await ended(job, "SUCCEEDED") == [("Relaunch", "REPLACE_NODE", False)]
     log.unlink()
@@ -147,7 +169,9 @@ time.sleep(600)
 
 
 @pytest.mark.long
-async def test_default_restarts_then_examines_then_takes_another_node_then_blames_the_code(world: World) -> None:
+async def test_default_restarts_then_examines_then_takes_another_node_then_blames_the_code(
+    world: World,
+) -> None:
     job = await world.submit(command=[world.python, "-S", "-c", RAISES_ON_RANK_1])
     decisions = await ended(job, "FAILED")
     assert decisions == [

@@ -32,10 +32,14 @@ def environment(job: Job, generation: int, rank: int) -> dict[str, str]:
     return dict(json.loads((job.folder / "env" / f"{generation}.{rank}.json").read_text()))
 
 
-async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_environment(world: World) -> None:
+async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_environment(
+    world: World,
+) -> None:
     folder = world.folder / "jobs" / "variables" / "env"
     folder.mkdir(parents=True)
-    job = await world.submit(name="variables", nproc=2, env={"MINE": "1"}, policy=chaos_policy(max_restarts=5))
+    job = await world.submit(
+        name="variables", nproc=2, env={"MINE": "1"}, policy=chaos_policy(max_restarts=5)
+    )
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGKILL)
     await trained(job, 2)
@@ -81,12 +85,22 @@ async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_
                 "OMP_NUM_THREADS": "1",
                 "MINE": "1",
             }
-            assert {name: found.get(name) for name in expected} == expected, f"rank {rank} of generation {generation}"
-            assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"{generation_folder}/errors/rank_{rank}.json")
-            assert found["RELAUNCH_PROGRESS_FILE"].endswith(f"{generation_folder}/progress/rank_{rank}")
-            foreign_processes = {name for name in found if name.startswith(("RELAUNCH_", "TORCHELASTIC_"))} - set(expected)
+            assert {name: found.get(name) for name in expected} == expected, (
+                f"rank {rank} of generation {generation}"
+            )
+            assert found["TORCHELASTIC_ERROR_FILE"].endswith(
+                f"{generation_folder}/errors/rank_{rank}.json"
+            )
+            assert found["RELAUNCH_PROGRESS_FILE"].endswith(
+                f"{generation_folder}/progress/rank_{rank}"
+            )
+            foreign_processes = {
+                name for name in found if name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
+            } - set(expected)
             assert foreign_processes == {"TORCHELASTIC_ERROR_FILE", "RELAUNCH_PROGRESS_FILE"}
-            assert not any(name.startswith("TEMPORAL_") for name in found), "a rank has no business with the server"
+            assert not any(name.startswith("TEMPORAL_") for name in found), (
+                "a rank has no business with the server"
+            )
         assert len(ports) == 1
     assert job.lines("violations") == []
     await finish(job)
@@ -99,21 +113,30 @@ async def test_S3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: Wo
     await trained(job, 2)
     for generation in (1, 2):
         for rank in (0, 1):
-            assert await printed(world, job, generation, rank) == [f"[rank {rank}] rank {rank} of generation {generation} starts"]
+            assert await printed(world, job, generation, rank) == [
+                f"[rank {rank}] rank {rank} of generation {generation} starts"
+            ]
     await finish(job)
 
 
 async def printed(world: World, job: Job, generation: int, rank: int) -> list[str]:
     words = ("logs", job.name, "--generation", str(generation), "--rank", str(rank))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "starter.py"), *words, env=world.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        sys.executable,
+        str(ROOT / "starter.py"),
+        *words,
+        env=world.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     return [line for line in out.decode().splitlines() if "of generation" in line]
 
 
-async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_and_its_echo_does_not(world: World) -> None:
+async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_and_its_echo_does_not(
+    world: World,
+) -> None:
     job = await world.submit(nproc=2)
     await trained(job, 1)
     (job.folder / "fail.3").write_text("the loss is not a number")
@@ -121,7 +144,9 @@ async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_a
     (incident,) = await job.incidents()
     assert str(incident.cause) == "APPLICATION"
     assert (incident.nodes, incident.ranks) == (("n2",), (3,))
-    assert "rank 3 on n2 exited with code 1: RuntimeError: the loss is not a number" in incident.reason
+    assert (
+        "rank 3 on n2 exited with code 1: RuntimeError: the loss is not a number" in incident.reason
+    )
     assert "RuntimeError: the loss is not a number" in incident.traceback
     assert "Traceback (most recent call last)" in incident.traceback
     assert str(incident.certainty) == "certain"
@@ -132,16 +157,22 @@ async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_a
 
 async def test_S3_5_ranks_that_end_within_the_exit_barrier_have_succeeded(world: World) -> None:
     job = await world.submit(
-        policy=chaos_policy({"exit_barrier": "20s"}), command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then sleep 3; fi; exit 0']
+        policy=chaos_policy({"exit_barrier": "20s"}),
+        command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then sleep 3; fi; exit 0'],
     )
     await job.until_phase("SUCCEEDED")
     assert await job.incidents() == []
     await world.tidy(job)
 
 
-async def test_S3_5_a_rank_that_neither_ends_nor_advances_past_the_exit_barrier_counts_as_hung(world: World) -> None:
+async def test_S3_5_a_rank_that_neither_ends_nor_advances_past_the_exit_barrier_counts_as_hung(
+    world: World,
+) -> None:
     policy = chaos_policy({"exit_barrier": "2s"}, causes={"HANG": [{"strategy": "FAIL"}]})
-    job = await world.submit(policy=policy, command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then exec sleep 600; fi; exit 0'])
+    job = await world.submit(
+        policy=policy,
+        command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then exec sleep 600; fi; exit 0'],
+    )
     await job.until_phase("FAILED")
     (incident,) = await job.incidents()
     assert str(incident.cause) == "HANG"

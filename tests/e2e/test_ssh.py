@@ -17,7 +17,17 @@ import pytest_asyncio
 from tests.chaos.checks import violations
 from tests.chaos.places import SshPlaces
 from tests.chaos.rounds import CUTS, KILLED, LOST, NOTHING, Expected
-from tests.chaos.world import FLEET, HANG_AFTER, RANK_PROGRAM, ROOT, TIMES, Job, World, chaos_policy, eventually
+from tests.chaos.world import (
+    FLEET,
+    HANG_AFTER,
+    RANK_PROGRAM,
+    ROOT,
+    TIMES,
+    Job,
+    World,
+    chaos_policy,
+    eventually,
+)
 from tests.e2e.test_nodes import starter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -34,14 +44,23 @@ CONTROL, BOTH = CUTS["cut controller"], CUTS["cut both"]
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     """Nodes on loopback addresses."""
-    async with World(tmp_path_factory.mktemp("e2e") / "world", 123, spares=1, backend="ssh", answer_within=5.0) as made:
+    async with World(
+        tmp_path_factory.mktemp("e2e") / "world", 123, spares=1, backend="ssh", answer_within=5.0
+    ) as made:
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def apart(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     """Nodes with a control network and another for training, of which the worker has the first only."""
-    async with World(tmp_path_factory.mktemp("e2e") / "apart", 124, spares=1, backend="ssh", apart=True, answer_within=3.0) as made:
+    async with World(
+        tmp_path_factory.mktemp("e2e") / "apart",
+        124,
+        spares=1,
+        backend="ssh",
+        apart=True,
+        answer_within=3.0,
+    ) as made:
         yield made
 
 
@@ -81,13 +100,19 @@ async def started(world: World, *words: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
-async def test_s2_1_a_job_over_two_nodes_is_launched_by_ssh_loses_a_rank_and_ends_well(world: World) -> None:
+async def test_s2_1_a_job_over_two_nodes_is_launched_by_ssh_loses_a_rank_and_ends_well(
+    world: World,
+) -> None:
     folder = world.folder / "jobs" / "cli"
     folder.mkdir(parents=True)
     file = world.folder / "job.yaml"
     command = [sys.executable, "-S", str(RANK_PROGRAM), str(folder)]
     policy = {"hang": {"after": HANG_AFTER, "first_step": "30s"}, "timeouts": TIMES}
-    file.write_text(json.dumps({"name": "cli", "command": command, "nodes": 2, "fleet": FLEET, "policy": policy}))
+    file.write_text(
+        json.dumps(
+            {"name": "cli", "command": command, "nodes": 2, "fleet": FLEET, "policy": policy}
+        )
+    )
     status, text = await starter(world, "submit", str(file))
     assert status == 0, text
     job = Job(world, "cli", folder, "")
@@ -104,11 +129,18 @@ async def test_s2_1_a_job_over_two_nodes_is_launched_by_ssh_loses_a_rank_and_end
     assert "SUCCEEDED" in said.decode()
     status, text = await starter(world, "show", "cli", "--json")
     shown = json.loads(text)
-    assert (status, shown["phase"], shown["generation"], shown["incidents"]) == (0, "SUCCEEDED", 2, 1)
+    assert (status, shown["phase"], shown["generation"], shown["incidents"]) == (
+        0,
+        "SUCCEEDED",
+        2,
+        1,
+    )
     assert logins(world) == [1, 1]
 
 
-async def test_s2_4_an_sshd_that_dies_under_a_running_job_stops_nothing_and_is_watched_again_when_it_is_back(world: World) -> None:
+async def test_s2_4_an_sshd_that_dies_under_a_running_job_stops_nothing_and_is_watched_again_when_it_is_back(
+    world: World,
+) -> None:
     job = await world.submit(policy=UNHURRIED)
     ranks = await trained(job)
     host = hosts(world).hosts["n2"]
@@ -127,13 +159,17 @@ async def connected(world: World, *nodes: str) -> bool:
     return all(len(world.sessions(node)) == 1 for node in nodes)
 
 
-async def test_s2_4_a_worker_that_is_killed_leaves_the_ranks_to_the_next_which_logs_in_anew(world: World) -> None:
+async def test_s2_4_a_worker_that_is_killed_leaves_the_ranks_to_the_next_which_logs_in_anew(
+    world: World,
+) -> None:
     job = await world.submit()
     ranks = await trained(job)
     before = logins(world)
     await world.worker.end(signal.SIGKILL)
     step = job.step() or 0
-    await eventually(lambda: advanced(job, step + 20), "ranks do not outlive the worker that launched them")
+    await eventually(
+        lambda: advanced(job, step + 20), "ranks do not outlive the worker that launched them"
+    )
     await world.worker.start()
     await eventually(lambda: connected(world, "n1", "n2"), "nobody logs in again")
     assert (await job.phase(), sorted(job.rank_pids())) == (("RUNNING", 1), ranks)
@@ -144,12 +180,21 @@ async def test_s2_4_a_worker_that_is_killed_leaves_the_ranks_to_the_next_which_l
 @pytest_asyncio.fixture(loop_scope="module")
 async def moving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     """As `apart`, for one test: a second machine takes the controller's place in it."""
-    async with World(tmp_path_factory.mktemp("e2e") / "moving", 125, spares=1, backend="ssh", apart=True, answer_within=3.0) as made:
+    async with World(
+        tmp_path_factory.mktemp("e2e") / "moving",
+        125,
+        spares=1,
+        backend="ssh",
+        apart=True,
+        answer_within=3.0,
+    ) as made:
         yield made
 
 
 @pytest.mark.long
-async def test_s2_4_the_controllers_machine_dies_and_another_one_goes_on_with_its_jobs(moving: World) -> None:
+async def test_s2_4_the_controllers_machine_dies_and_another_one_goes_on_with_its_jobs(
+    moving: World,
+) -> None:
     job = await moving.submit(policy=UNHURRIED)
     ranks = await trained(job)
     network = hosts(moving).network
@@ -165,7 +210,9 @@ async def test_s2_4_the_controllers_machine_dies_and_another_one_goes_on_with_it
 
 
 @pytest.mark.long
-async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_changes_nothing(moving: World) -> None:
+async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_changes_nothing(
+    moving: World,
+) -> None:
     job = await moving.submit(policy=UNHURRIED)
     ranks = await trained(job)
     os.kill(moving.worker.pid, signal.SIGSTOP)
@@ -183,8 +230,12 @@ async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_
 
 
 @pytest.mark.long
-async def test_s2_1_nodes_that_are_far_away_are_launched_watched_and_launched_again(tmp_path: Path) -> None:
-    async with World(tmp_path / "far", 126, spares=1, backend="ssh", answer_within=5.0, delay=0.15) as far:
+async def test_s2_1_nodes_that_are_far_away_are_launched_watched_and_launched_again(
+    tmp_path: Path,
+) -> None:
+    async with World(
+        tmp_path / "far", 126, spares=1, backend="ssh", answer_within=5.0, delay=0.15
+    ) as far:
         job = await far.submit(policy=UNHURRIED)
         ranks = await trained(job)
         os.kill(ranks[0], signal.SIGKILL)
@@ -201,7 +252,9 @@ async def advanced(job: Job, step: int) -> bool:
     return (job.step() or 0) > step
 
 
-async def test_what_ranks_print_is_read_from_their_nodes_and_followed_to_its_end(world: World) -> None:
+async def test_what_ranks_print_is_read_from_their_nodes_and_followed_to_its_end(
+    world: World,
+) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING")
     following = await started(world, "logs", job.name, "--follow")
@@ -216,7 +269,9 @@ async def test_what_ranks_print_is_read_from_their_nodes_and_followed_to_its_end
     assert (status, text) == (0, "[rank 1] rank 1 of generation 1 starts\n")
 
 
-async def test_s2_7_s2_8_a_node_that_only_the_controller_has_lost_trains_on_and_is_simply_there_again(lab: World) -> None:
+async def test_s2_7_s2_8_a_node_that_only_the_controller_has_lost_trains_on_and_is_simply_there_again(
+    lab: World,
+) -> None:
     job = await lab.submit(policy=chaos_policy(**UNHASTY))
     ranks = await trained(job)
     began = time.monotonic()
@@ -230,12 +285,18 @@ async def test_s2_7_s2_8_a_node_that_only_the_controller_has_lost_trains_on_and_
     await job.until_phase("RUNNING")
     assert ((await job.phase())[1], sorted(job.rank_pids())) == (1, ranks)
     (incident,) = await job.incidents()
-    assert str(incident.cause) == "NODE_LOST" and incident.outcome is not None and "came back by itself" in incident.outcome
+    assert (
+        str(incident.cause) == "NODE_LOST"
+        and incident.outcome is not None
+        and "came back by itself" in incident.outcome
+    )
     await finish(job)
 
 
 @pytest.mark.long
-async def test_s2_8_a_node_that_everybody_has_lost_is_replaced_only_when_its_ranks_are_gone(lab: World) -> None:
+async def test_s2_8_a_node_that_everybody_has_lost_is_replaced_only_when_its_ranks_are_gone(
+    lab: World,
+) -> None:
     job = await lab.submit(policy=chaos_policy(**UNHASTY))
     await trained(job)
     (old,) = job.rank_pids("n2")
@@ -246,7 +307,9 @@ async def test_s2_8_a_node_that_everybody_has_lost_is_replaced_only_when_its_ran
     assert died.done(), "the old rank lives beside the new ones"
     newer = [line for line in job.starts() if line["token"].endswith("/2")]
     assert {line["node"] for line in newer} == {"n1", "n3"}
-    assert died.result() < min(line["at"] for line in newer), "ranks of both generations were alive at once"
+    assert died.result() < min(line["at"] for line in newer), (
+        "ranks of both generations were alive at once"
+    )
     lab.places.heal("n2")
     await finish(job, Expected((LOST,)))
 

@@ -14,17 +14,24 @@ PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 
 
 def has_torch() -> bool:
-    return subprocess.run([PYTHON, "-c", "import torch.distributed"], capture_output=True).returncode == 0
+    return (
+        subprocess.run([PYTHON, "-c", "import torch.distributed"], capture_output=True).returncode
+        == 0
+    )
 
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not has_torch(), reason=f"{PYTHON} has no torch: RELAUNCH_TORCH_PYTHON names one that has"),
+    pytest.mark.skipif(
+        not has_torch(), reason=f"{PYTHON} has no torch: RELAUNCH_TORCH_PYTHON names one that has"
+    ),
 ]
 
 
-async def test_S3_2_a_ddp_training_goes_on_from_its_checkpoint_after_a_rank_was_killed(world: World) -> None:
+async def test_S3_2_a_ddp_training_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+    world: World,
+) -> None:
     checkpoint = world.folder / "ddp.pt"
     example = str(ROOT / "examples/train_ddp.py")
     command = [PYTHON, example, "--checkpoint", str(checkpoint), "--steps", "60", "--pause", "0.2"]

@@ -26,7 +26,9 @@ OTHER = "other"
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     async with World(tmp_path_factory.mktemp("e2e") / "world", 122, nodes=2, spares=0) as made:
         file = made.folder / "chaos.yaml"
-        (made.folder / "other.yaml").write_text(file.read_text().replace(f"name: {FLEET}\n", f"name: {OTHER}\n", 1))
+        (made.folder / "other.yaml").write_text(
+            file.read_text().replace(f"name: {FLEET}\n", f"name: {OTHER}\n", 1)
+        )
         made.environment["RELAUNCH_FLEETS"] = f"{file}:{made.folder / 'other.yaml'}"
         await made.worker.end()
         await made.worker.start()
@@ -48,11 +50,15 @@ def does(world: World, here: WorkerFleets) -> FleetActivities:
 
 
 async def looked(world: World, here: WorkerFleets, fleet: str) -> tuple[NodeProbe, ...]:
-    return await ActivityEnvironment().run(does(world, here).probe_nodes, LookInput(fleet, ("n1", "n2")))
+    return await ActivityEnvironment().run(
+        does(world, here).probe_nodes, LookInput(fleet, ("n1", "n2"))
+    )
 
 
 async def rows(world: World, fleet: str) -> dict[str, dict[str, Any]]:
-    return {one["name"]: one for one in node_views.rows(await fleets.read(world.client, QUEUE, fleet))}
+    return {
+        one["name"]: one for one in node_views.rows(await fleets.read(world.client, QUEUE, fleet))
+    }
 
 
 async def running(world: World, fleet: str = FLEET) -> Job:
@@ -67,7 +73,9 @@ def lives_on(job: Job, fleet: str) -> str:
 
 
 @pytest.mark.long
-async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop(world: World, here: WorkerFleets) -> None:
+async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop(
+    world: World, here: WorkerFleets
+) -> None:
     job = await running(world)
     pids = job.rank_pids()
     assert len(pids) == 2
@@ -80,7 +88,9 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
 
     async def said() -> bool:
         found = await rows(world, OTHER)
-        return {(one["state"], one["reason"]) for one in found.values()} == {("held", lives_on(job, FLEET))}
+        return {(one["state"], one["reason"]) for one in found.values()} == {
+            ("held", lives_on(job, FLEET))
+        }
 
     await eventually(said, "the other fleet does not say who is in its way")
     # While somebody waits, the fleet looks every two seconds, and orders what it wants stopped.
@@ -88,7 +98,9 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
     until = time.monotonic() + 60
 
     async def has_looked() -> bool:
-        return (await fleets.read(world.client, QUEUE, OTHER)).looks >= state.looks + 5 or time.monotonic() > until
+        return (
+            await fleets.read(world.client, QUEUE, OTHER)
+        ).looks >= state.looks + 5 or time.monotonic() > until
 
     await eventually(has_looked, "it does not look again", patience=70)
     assert (await fleets.read(world.client, QUEUE, OTHER)).reclaims == ()
@@ -98,12 +110,17 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
     job.let_end()
     await job.until_phase("SUCCEEDED")
     await waits.until_phase("RUNNING", generation=1)
-    assert {one["reason"] for one in (await rows(world, FLEET)).values()} <= {"", lives_on(waits, OTHER)}
+    assert {one["reason"] for one in (await rows(world, FLEET)).values()} <= {
+        "",
+        lives_on(waits, OTHER),
+    }
     await world.tidy(waits)
 
 
 @pytest.mark.long
-async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_only(world: World, here: WorkerFleets) -> None:
+async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_only(
+    world: World, here: WorkerFleets
+) -> None:
     job = await running(world)
     pids = job.rank_pids()
     submission = (await job.state()).submission
@@ -112,11 +129,15 @@ async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_onl
     await chaos.terminate("its nodes have no fleet for a moment")
     await world.client.get_workflow_handle(f"job/{job.name}").terminate("nobody stops its ranks")
     # What the other fleet would do, were it ever to take them for its own.
-    clean = await ActivityEnvironment().run(does(world, here).reclaim, ReclaimInput(OTHER, job.name, submission, ("n1", "n2")))
+    clean = await ActivityEnvironment().run(
+        does(world, here).reclaim, ReclaimInput(OTHER, job.name, submission, ("n1", "n2"))
+    )
     assert clean == ("n1", "n2"), "nothing of it lives there"
     assert job.rank_pids() == pids
     assert [look.held for look in await looked(world, here, OTHER)] == [lives_on(job, FLEET)] * 2
-    clean = await ActivityEnvironment().run(does(world, here).reclaim, ReclaimInput(FLEET, job.name, submission, ("n1", "n2")))
+    clean = await ActivityEnvironment().run(
+        does(world, here).reclaim, ReclaimInput(FLEET, job.name, submission, ("n1", "n2"))
+    )
     assert (set(clean), job.rank_pids()) == ({"n1", "n2"}, [])
     assert [(look.living, look.held) for look in await looked(world, here, OTHER)] == [((), "")] * 2
     await world.tidy(job)

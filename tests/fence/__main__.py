@@ -30,9 +30,13 @@ async def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--attack", help="comma-separated; default: all")
-    parser.add_argument("--rounds", type=int, help=f"of each attack; default: 1, of {RANDOM.name} {RANDOM_ROUNDS}")
+    parser.add_argument(
+        "--rounds", type=int, help=f"of each attack; default: 1, of {RANDOM.name} {RANDOM_ROUNDS}"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--work", type=Path, help="folder of worlds and results; default: a new one")
+    parser.add_argument(
+        "--work", type=Path, help="folder of worlds and results; default: a new one"
+    )
     parser.add_argument("--worlds", type=int, default=1, help="side by side")
     arguments = parser.parse_args()
     if obstacle := find_obstacle():
@@ -53,7 +57,12 @@ async def main() -> int:
             continue
         rounds = arguments.rounds or (RANDOM_ROUNDS if attack is RANDOM else 1)
         queue += [(attack, number) for number in range(rounds) if not record.has(name, number)]
-    await asyncio.gather(*(work(folder / f"stage-{number}", queue, arguments.seed, record) for number in range(arguments.worlds)))
+    await asyncio.gather(
+        *(
+            work(folder / f"stage-{number}", queue, arguments.seed, record)
+            for number in range(arguments.worlds)
+        )
+    )
     print("\n" + "\n".join(record.table()))
     return int(any(one.overlaps for one in record.results))
 

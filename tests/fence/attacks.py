@@ -64,7 +64,9 @@ class Attempt:
     async def sleep(self, least: float, most: float = 0.0) -> None:
         await asyncio.sleep(self.random.uniform(least, max(least, most)))
 
-    async def await_newer(self, victim: Host | None = None, patience: float = 60.0, after: float = 2.0) -> None:
+    async def await_newer(
+        self, victim: Host | None = None, patience: float = 60.0, after: float = 2.0
+    ) -> None:
         """Wait until a newer generation has started, and a little longer, or the ranks on the victim have ended."""
         assert self.job is not None
         deadline = time.monotonic() + patience
@@ -74,7 +76,9 @@ class Attempt:
                 return
             if victim is not None and not self.job.ranks_on(victim):
                 self.has_ended_first = True
-                self.note(f"ranks on {victim.name} have ended, and no newer generation was launched")
+                self.note(
+                    f"ranks on {victim.name} have ended, and no newer generation was launched"
+                )
                 return
             await asyncio.sleep(0.1)
         self.has_launched = True
@@ -85,12 +89,17 @@ class Attempt:
         """Wait until the ranks of the job on a host have ended, to measure how long they lived on."""
         assert self.job is not None
         ended = await self.job.until_ended_on(host, patience)
-        self.note(f"older ranks on {host.name} " + ("have ended" if ended else f"live on after {patience:g} s"))
+        self.note(
+            f"older ranks on {host.name} "
+            + ("have ended" if ended else f"live on after {patience:g} s")
+        )
 
     async def explain(self) -> str:
         assert self.job is not None
         state = (await self.job.look()).state
-        return "its state cannot be read" if state is None else f"{state.phase}: {state.reason}"[:240]
+        return (
+            "its state cannot be read" if state is None else f"{state.phase}: {state.reason}"[:240]
+        )
 
 
 Play = Callable[[Attempt], Awaitable[None]]
@@ -172,7 +181,9 @@ async def witness(attempt: Attempt) -> None:
     """A peer that still holds its lease vouches for a cut-off node, until it is stopped itself, last of all."""
     lease = 20.0
     times = {"lease": f"{lease:g}s", "fence_after": "8s", "lost_after": "300s"}
-    job = await attempt.run(nodes=3, policy=chaos_policy(times, hang={"after": f"{lease + 2:g}s", "first_step": "60s"}))
+    job = await attempt.run(
+        nodes=3, policy=chaos_policy(times, hang={"after": f"{lease + 2:g}s", "first_step": "60s"})
+    )
     await attempt.sleep(lease / 3)  # each lease was renewed at least once: every sixth of it
     first, middle, last = job.hosts()
     network = attempt.world.network
@@ -183,7 +194,9 @@ async def witness(attempt: Attempt) -> None:
         network.set_links(last.name, controller, loss=1.0)
     attempt.note(f"{middle.name} hears {last.name} only; {last.name} has just lost the controller")
     stopped = await job.until_ended_on(first, 60.0)
-    attempt.note(f"{first.name} is stopped: {stopped}; ranks: {[len(job.ranks_on(h)) for h in (middle, last)]}")
+    attempt.note(
+        f"{first.name} is stopped: {stopped}; ranks: {[len(job.ranks_on(h)) for h in (middle, last)]}"
+    )
     await attempt.sleep(14.5)  # fence, grace and margin after the first stop, and a little
     for controller in ("c1", "c2"):
         network.set_links(last.name, controller)
@@ -245,8 +258,12 @@ async def address(attempt: Attempt) -> None:
     victim, network = job.hosts()[-1], attempt.world.network
     spare = next(host for name, host in network.hosts.items() if name not in job.nodes())
     # The other host is no node itself: no two nodes may have one address.
-    attempt.world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
-    _, said = await attempt.world.run_starter("nodes", "apply", "--reason", "renumbered", "--fleet", FLEET)
+    attempt.world.write_fleet(
+        {victim.name: {"address": spare.address, "network": spare.address}, spare.name: None}
+    )
+    _, said = await attempt.world.run_starter(
+        "nodes", "apply", "--reason", "renumbered", "--fleet", FLEET
+    )
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)
     job.fail(0)
@@ -260,7 +277,9 @@ async def user(attempt: Attempt) -> None:
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     attempt.world.write_fleet(ssh={"user": "train"})
-    _, said = await attempt.world.run_starter("nodes", "apply", "--reason", "new user", "--fleet", FLEET)
+    _, said = await attempt.world.run_starter(
+        "nodes", "apply", "--reason", "new user", "--fleet", FLEET
+    )
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)
     job.fail(0)
@@ -356,7 +375,9 @@ async def disk_frozen(attempt: Attempt) -> None:
     """The disk of a node takes no writes any more, and the node is cut off."""
     job = await attempt.run(times={"fence_after": "6s"})
     victim = job.hosts()[-1]
-    (job.folder / "quiet").touch()  # else the ranks wait for the disk, too, and nothing can end them
+    (
+        job.folder / "quiet"
+    ).touch()  # else the ranks wait for the disk, too, and nothing can end them
     await attempt.sleep(0.5)
     assert victim.disk is not None
     victim.disk.freeze()
@@ -377,7 +398,9 @@ async def policy_changed(attempt: Attempt) -> None:
     """`policy change` shortens the fence of ranks that already run, then a node is cut off."""
     job = await attempt.run(times={"fence_after": "20s"})
     change = {"policy": {"timeouts": {"fence_after": "0.5s"}}, "reason": "faster", "by": "a"}
-    answer = await jobs.handle_of(attempt.world.client, job.name).execute_update("change_policy", change)
+    answer = await jobs.handle_of(attempt.world.client, job.name).execute_update(
+        "change_policy", change
+    )
     attempt.note(f"policy change: {answer}"[:200])
     victim = job.hosts()[-1]
     attempt.world.network.isolate(victim.name)
@@ -409,7 +432,9 @@ async def resubmitted_elsewhere(attempt: Attempt) -> None:
     spare = next(host for name, host in world.network.hosts.items() if name not in job.nodes())
     await jobs.handle_of(world.client, job.name).terminate("an operator")
     world.network.isolate(victim.name)
-    world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
+    world.write_fleet(
+        {victim.name: {"address": spare.address, "network": spare.address}, spare.name: None}
+    )
     _, said = await world.run_starter("nodes", "apply", "--reason", "renumbered", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
     for process in (world.worker, world.server):

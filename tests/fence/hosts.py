@@ -98,7 +98,9 @@ class Host(Sshd):
     Its agents keep their state where agents do by default.
     """
 
-    def __init__(self, folder: Path, name: str, number: int, key: Path, has_disk: bool = False) -> None:
+    def __init__(
+        self, folder: Path, name: str, number: int, key: Path, has_disk: bool = False
+    ) -> None:
         """`has_disk`: its folders are on a separate disk."""
         super().__init__(folder, "127.0.0.1", key)
         self.disk: Disk | None = None
@@ -112,7 +114,9 @@ class Host(Sshd):
         self.address, self.port = f"{NETWORK}.{number}", 22
         for variable in ("RELAUNCH_AGENT_STATE", "HOME"):
             del self.environment[variable]
-        order = f"exec {sys.executable} -c pass"  # a reboot is ours to make: `SwitchedPlaces.reboot`
+        order = (
+            f"exec {sys.executable} -c pass"  # a reboot is ours to make: `SwitchedPlaces.reboot`
+        )
         self.program_named("systemctl", f"#!/bin/sh\n{order}\n")
         self._boot()
 
@@ -163,7 +167,9 @@ class Host(Sshd):
 
     @staticmethod
     def _accounts() -> dict[str, str]:
-        passwd = "".join(f"{user}:x:{uid}:{uid}::{home}:/bin/sh\n" for user, (uid, home) in USERS.items())
+        passwd = "".join(
+            f"{user}:x:{uid}:{uid}::{home}:/bin/sh\n" for user, (uid, home) in USERS.items()
+        )
         group = "".join(f"{user}:x:{uid}:\n" for user, (uid, _) in USERS.items())
         shadow = "".join(f"{user}:*:20000:0:99999:7:::\n" for user in USERS)
         return {"passwd": passwd, "group": group, "shadow": shadow}
@@ -200,7 +206,9 @@ class Host(Sshd):
 
     def freeze(self) -> None:
         """Stop everything on the host, as a paused virtual machine is: by the kernel where that is possible."""
-        self._freezer = Freezer(f"relaunch-{uuid.uuid4().hex[:12]}") if Freezer.is_available() else None
+        self._freezer = (
+            Freezer(f"relaunch-{uuid.uuid4().hex[:12]}") if Freezer.is_available() else None
+        )
         if self._freezer is not None:
             self._freezer.freeze(self._everything)
             return
@@ -266,7 +274,11 @@ def kind_of(pid: int) -> str | None:
             return "rank"
         if comm.startswith("sshd"):
             return "sshd"
-        return "session" if b"session" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") else None
+        return (
+            "session"
+            if b"session" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            else None
+        )
     except OSError:
         return None
 
@@ -328,7 +340,9 @@ class SwitchedNetwork(Network):
     controllers, and those between a host and the others.
     """
 
-    def __init__(self, folder: Path, names: Iterable[str], key: Path, seed: int = 0, has_disks: bool = False) -> None:
+    def __init__(
+        self, folder: Path, names: Iterable[str], key: Path, seed: int = 0, has_disks: bool = False
+    ) -> None:
         self.machines: list[Controller] = []
         self.hosts: dict[str, Host] = {}
         self._switch: subprocess.Popen[bytes] | None = None
@@ -346,14 +360,20 @@ class SwitchedNetwork(Network):
 
     def _plug_all(self, seed: int) -> None:
         everything: list[Controller | Host] = [*self.machines, *self.hosts.values()]
-        handles = {one.name: self._run_at(one.name, lambda: switch.open_tap("net0")) for one in everything}
+        handles = {
+            one.name: self._run_at(one.name, lambda: switch.open_tap("net0")) for one in everything
+        }
         for one in everything:
             lines = [
                 f"link set net0 address {_mac(one)} up",
                 f"addr add {_address(one)}/24 dev net0",
             ]
             # Known in advance: a host that is cut off loses packets, and hears of no missing neighbour.
-            lines += [f"neigh replace {_address(o)} lladdr {_mac(o)} nud permanent dev net0" for o in everything if o != one]
+            lines += [
+                f"neigh replace {_address(o)} lladdr {_mac(o)} nud permanent dev net0"
+                for o in everything
+                if o != one
+            ]
             words = ["nsenter", "-t", str(one.pid), "-n", "ip", "-batch", "-"]
             subprocess.run(words, input="\n".join(lines) + "\n", text=True, check=True)
         ours, theirs = socket.socketpair()
@@ -380,11 +400,15 @@ class SwitchedNetwork(Network):
         return self._run_at(f"c{controller}", call)
 
     def at(self, name: str) -> tuple[str, ...]:  # type: ignore[override]
-        return next(one.within for one in (*self.machines, *self.hosts.values()) if one.name == name)
+        return next(
+            one.within for one in (*self.machines, *self.hosts.values()) if one.name == name
+        )
 
     # --- rules
 
-    def set_link(self, source: str, target: str, loss: float = 0.0, delay: float = 0.0, largest: int = 0) -> None:
+    def set_link(
+        self, source: str, target: str, loss: float = 0.0, delay: float = 0.0, largest: int = 0
+    ) -> None:
         """Set what becomes of frames from one to another ("*": all) from now on. Without more: they pass."""
         assert self._control is not None
         rule = {"from": source, "to": target, "loss": loss, "delay": delay, "largest": largest}

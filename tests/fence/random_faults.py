@@ -23,7 +23,9 @@ LAUNCH_S = 30.0
 def draw_times(order: random.Random) -> dict[str, str]:
     """Return time-outs with `lost_after` below the lease in one half of the rounds, above it in the other."""
     lease = order.uniform(2.0, 8.0)
-    lost_after = order.uniform(1.0, lease) if order.random() < 0.5 else order.uniform(lease, 2 * lease)
+    lost_after = (
+        order.uniform(1.0, lease) if order.random() < 0.5 else order.uniform(lease, 2 * lease)
+    )
     return {
         "lease": f"{lease:.1f}s",
         "lost_after": f"{lost_after:.1f}s",
@@ -39,7 +41,9 @@ async def play(attempt: Attempt) -> None:
     attempt.note(", ".join(f"{name} {value}" for name, value in times.items()))
     hang = {"after": f"{order.uniform(2.0, 8.0):.1f}s", "first_step": "30s"}
     rank = ["--stubborn"] if order.random() < 0.3 else []
-    job = await attempt.run(nodes=order.choice((2, 3)), rank=rank, policy=chaos_policy(times, hang=hang))
+    job = await attempt.run(
+        nodes=order.choice((2, 3)), rank=rank, policy=chaos_policy(times, hang=hang)
+    )
     undo: list[Callable[[], None]] = []
     loop = asyncio.get_running_loop()
     until = loop.time() + HARM_S

@@ -74,7 +74,10 @@ class Record:
         wide = max((len(one.attack) for one in self.results), default=6)
         rows = [f"{'attack':<{wide}}  " + "  ".join(f"{outcome:>10}" for outcome in outcomes)]
         for name in dict.fromkeys(one.attack for one in self.results):
-            counts = [sum((one.attack, one.outcome) == (name, outcome) for one in self.results) for outcome in outcomes]
+            counts = [
+                sum((one.attack, one.outcome) == (name, outcome) for one in self.results)
+                for outcome in outcomes
+            ]
             rows.append(f"{name:<{wide}}  " + "  ".join(f"{count:>10}" for count in counts))
         return rows
 
@@ -97,9 +100,15 @@ async def play(world: FenceWorld, attack: Attack, number: int, seed: int) -> tup
         attempt.note(f"stopped: {error!r}\n{traceback.format_exc()}")
         outcome = "" if attempt.has_launched or attempt.has_ended_first else "not staged"
     overlaps = (*(attempt.job.overlaps() if attempt.job is not None else ()), *attempt.faults)
-    outcome = "overlap" if overlaps else outcome or ("held" if attempt.has_launched or attempt.has_ended_first else "no launch")
+    outcome = (
+        "overlap"
+        if overlaps
+        else outcome or ("held" if attempt.has_launched or attempt.has_ended_first else "no launch")
+    )
     seconds = time.monotonic() - attempt.began
-    return Result(attack.name, number, seed, outcome, overlaps, round(seconds, 1), tuple(attempt.log)), attempt
+    return Result(
+        attack.name, number, seed, outcome, overlaps, round(seconds, 1), tuple(attempt.log)
+    ), attempt
 
 
 def keep(world: FenceWorld, attempt: Attempt, result: Result, folder: Path) -> Path:

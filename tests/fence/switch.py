@@ -54,7 +54,9 @@ def mac(number: int) -> bytes:
 
 
 class Switch:
-    def __init__(self, ports: dict[str, tuple[int, int]], control: socket.socket, seed: int) -> None:
+    def __init__(
+        self, ports: dict[str, tuple[int, int]], control: socket.socket, seed: int
+    ) -> None:
         self._handles = {name: handle for name, (_, handle) in ports.items()}
         self._names = {handle: name for name, handle in self._handles.items()}
         self._by_mac = {mac(number): name for name, (number, _) in ports.items()}

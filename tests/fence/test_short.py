@@ -45,7 +45,9 @@ def write_job(folder: Path, starts: dict[int, float], writes: list[tuple[int, fl
         for generation, at in starts.items()
     ]
     (folder / "starts").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "writes").write_text("".join(f"default/j/7/{g} 0 n{g} {int(at * NANOSECONDS)}\n" for g, at in writes))
+    (folder / "writes").write_text(
+        "".join(f"default/j/7/{g} 0 n{g} {int(at * NANOSECONDS)}\n" for g, at in writes)
+    )
     return FenceJob(FenceWorld(folder), "j", folder, "")
 
 
@@ -58,7 +60,9 @@ def test_a_write_after_a_newer_start_is_an_overlap_and_one_before_is_not(tmp_pat
 
 
 def test_generations_one_after_another_do_not_overlap(tmp_path: Path) -> None:
-    job = write_job(tmp_path, {1: 10.0, 2: 20.0, 3: 30.0}, [(1, 19.9), (2, 20.1), (2, 29.9), (3, 30.1)])
+    job = write_job(
+        tmp_path, {1: 10.0, 2: 20.0, 3: 30.0}, [(1, 19.9), (2, 20.1), (2, 29.9), (3, 30.1)]
+    )
     assert job.overlaps() == []
 
 

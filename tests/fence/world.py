@@ -89,7 +89,9 @@ class SwitchedPlaces(SshPlaces):
         ignore = shutil.ignore_patterns("sock", "orders", "agents", "pynvml")
         for number, state in enumerate(host.states()):
             with contextlib.suppress(shutil.Error):  # what is replaced while it is copied
-                shutil.copytree(state, folder / f"state-{number}", ignore=ignore, dirs_exist_ok=True)
+                shutil.copytree(
+                    state, folder / f"state-{number}", ignore=ignore, dirs_exist_ok=True
+                )
 
     def _end(self) -> None:
         self._links.close()
@@ -159,7 +161,10 @@ class FenceJob(Job):
         What a paused host wrote in the moment after it woke is left out: no node can prevent that.
         """
         starts = self.first_starts()
-        newer = {token: min((at for t, at in starts.items() if t > token), default=None) for token in starts}
+        newer = {
+            token: min((at for t, at in starts.items() if t > token), default=None)
+            for token in starts
+        }
         found: dict[tuple[Generation, str], list[float]] = defaultdict(list)
         try:
             lines = (self.folder / "writes").read_text().splitlines()
@@ -168,20 +173,34 @@ class FenceJob(Job):
         for line in lines:
             token, _, host, raw = line.split()
             begun = newer[parse_token(token)]
-            if begun is not None and int(raw) > begun and not self.world.has_just_woken(host, int(raw)):
+            if (
+                begun is not None
+                and int(raw) > begun
+                and not self.world.has_just_woken(host, int(raw))
+            ):
                 found[parse_token(token), host].append((int(raw) - begun) / NANOSECONDS)
-        return [LateWrites(token, host, len(at), min(at), max(at)) for (token, host), at in found.items()]
+        return [
+            LateWrites(token, host, len(at), min(at), max(at))
+            for (token, host), at in found.items()
+        ]
 
     def started_twice(self) -> list[str]:
         counted = Counter((line["token"], line["rank"]) for line in self.starts())
-        return [f"rank {rank} of {token} was started {n} times" for (token, rank), n in counted.items() if n > 1]
+        return [
+            f"rank {rank} of {token} was started {n} times"
+            for (token, rank), n in counted.items()
+            if n > 1
+        ]
 
     def locked(self) -> list[str]:
         """Return what ranks said that found the lock of another generation held.
 
         Those of hosts that were paused are left out: a paused rank holds its lock and does nothing.
         """
-        where = {(line["token"].replace("/", "_"), str(line["rank"])): line["node"] for line in self.starts()}
+        where = {
+            (line["token"].replace("/", "_"), str(line["rank"])): line["node"]
+            for line in self.starts()
+        }
         found = []
         for line in self.lines("violations"):
             token, rank, _ = line["alive"].rsplit(".", 2)
@@ -260,7 +279,9 @@ class FenceWorld(World):
         host.thaw()
 
     def has_just_woken(self, host: str, at: int) -> bool:
-        return any(at - woken < WAKING_S * NANOSECONDS for woken in self.woken.get(host, ()) if at > woken)
+        return any(
+            at - woken < WAKING_S * NANOSECONDS for woken in self.woken.get(host, ()) if at > woken
+        )
 
     async def tidy(self, job: Job) -> None:
         """Make the nodes as good as new, whatever became of the job."""

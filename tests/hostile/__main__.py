@@ -17,12 +17,22 @@ from tests.workflows.conftest import dev_server
 async def main() -> None:
     options = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     options.add_argument("--messages", type=int, default=10_000, help="how many lies are told")
-    options.add_argument("--seed", type=int, default=random.randrange(10**6), help="draws the same lies again")
+    options.add_argument(
+        "--seed", type=int, default=random.randrange(10**6), help="draws the same lies again"
+    )
     given = options.parse_args()
     relaunch.job.fencing.FENCE_MARGIN = timedelta(seconds=0.5)
     with tempfile.TemporaryDirectory(prefix="relaunch-hostile-") as folder:
         async with dev_server() as client:
-            print(await attack(client, Path(folder), messages=given.messages, seed=given.seed, say=lambda text: print(text, flush=True)))
+            print(
+                await attack(
+                    client,
+                    Path(folder),
+                    messages=given.messages,
+                    seed=given.seed,
+                    say=lambda text: print(text, flush=True),
+                )
+            )
 
 
 asyncio.run(main())

@@ -19,10 +19,65 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NUMBERS: tuple[Any, ...] = (0, -1, 1, 7, 255, 256, 2**31, 2**53, 2**53 + 1, 2**63, -(2**63), 10**12, 10**30, 0.5, 9.5, -1e6, 1e18, 1e300)
-WORDS = ("", "boom", "abc", "NaN", "StoppedByUser", "RankExited", "done", "refused", "\x00", "\ud800", "é" * 40, "x" * 3000, "n1", "../..")
-OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [1, 2], [2**60, 1], {"x": 1}, float("nan"), float("inf"), "\x1b[2J")
-KINDS = ("RankExited", "Fenced", "Stopped", "KeeperDied", "RanksVanished", "StoppedByUser", "OfTomorrow")
+NUMBERS: tuple[Any, ...] = (
+    0,
+    -1,
+    1,
+    7,
+    255,
+    256,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63,
+    -(2**63),
+    10**12,
+    10**30,
+    0.5,
+    9.5,
+    -1e6,
+    1e18,
+    1e300,
+)
+WORDS = (
+    "",
+    "boom",
+    "abc",
+    "NaN",
+    "StoppedByUser",
+    "RankExited",
+    "done",
+    "refused",
+    "\x00",
+    "\ud800",
+    "é" * 40,
+    "x" * 3000,
+    "n1",
+    "../..",
+)
+OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [1, 2],
+    [2**60, 1],
+    {"x": 1},
+    float("nan"),
+    float("inf"),
+    "\x1b[2J",
+)
+KINDS = (
+    "RankExited",
+    "Fenced",
+    "Stopped",
+    "KeeperDied",
+    "RanksVanished",
+    "StoppedByUser",
+    "OfTomorrow",
+)
 FLOOD = 3000
 LONGEST = 9 * 1024 * 1024
 """Above the limit of a line."""
@@ -45,7 +100,10 @@ class Grammar:
             return json.loads("[" * 60 + "]" * 60)
         if draw < 0.95:
             return [self.value(depth + 1) for _ in range(self.random.randrange(4))]
-        return {str(self.random.choice(WORDS)): self.value(depth + 1) for _ in range(self.random.randrange(4))}
+        return {
+            str(self.random.choice(WORDS)): self.value(depth + 1)
+            for _ in range(self.random.randrange(4))
+        }
 
     def mutate(self, honest: Any) -> Any:
         """Change one to three places of an honest line."""
@@ -83,17 +141,32 @@ class Grammar:
                     "reason": self.random.choice(("evil", self.value())),
                     "why": self.random.choice(("isolated", "superseded", self.value())),
                     "error": self.random.choice((None, {"message": self.value()}, self.value())),
-                    "log_tail": self.random.choice(([], ["Xid 79"], ["x" * 9000] * 9, self.value())),
-                    "kernel": self.random.choice(
-                        ([], ["NVRM: Xid (PCI:0000:05:00): 79, pid=1, GPU has fallen off the bus."], self.value())
+                    "log_tail": self.random.choice(
+                        ([], ["Xid 79"], ["x" * 9000] * 9, self.value())
                     ),
-                    "launched": self.random.choice((None, [{"rank": number, "pid": 4}], self.value())),
-                    "ecs": self.random.choice((None, {"stop_code": "UserInitiated", "reason": "a person"})),
+                    "kernel": self.random.choice(
+                        (
+                            [],
+                            ["NVRM: Xid (PCI:0000:05:00): 79, pid=1, GPU has fallen off the bus."],
+                            self.value(),
+                        )
+                    ),
+                    "launched": self.random.choice(
+                        (None, [{"rank": number, "pid": 4}], self.value())
+                    ),
+                    "ecs": self.random.choice(
+                        (None, {"stop_code": "UserInitiated", "reason": "a person"})
+                    ),
                 }
             }
         if draw < 0.8:
-            progress = {"step": self.random.choice((3, 10**15, self.value())), "age": self.random.choice((0.1, 1e9, self.value()))}
-            progress["values"] = self.random.choice(({}, {f"v{n}": 1.0 for n in range(200)}, {"loss": self.value()}))
+            progress = {
+                "step": self.random.choice((3, 10**15, self.value())),
+                "age": self.random.choice((0.1, 1e9, self.value())),
+            }
+            progress["values"] = self.random.choice(
+                ({}, {f"v{n}": 1.0 for n in range(200)}, {"loss": self.value()})
+            )
             beat = {
                 "stamp": self.random.choice((1.0, 1e9, self.value())),
                 "alive": [],
@@ -103,9 +176,24 @@ class Grammar:
             return {"heartbeat": beat}
         if draw < 0.9:
             token = {"namespace": "default", "job": "another", "submission": 1, "generation": 1}
-            return {"hello": {"token": token, "boot_id": "b", "state": "running", "ranks": [number], "stamp": 1.0}}
-        highest = self.random.choice(([1, 1], [2**62, 1], [10**12, 10**12], [2**63, 2**63], self.value()))
-        return {"outcome": "refused", "why": "not_above", "reason": "seen higher", "highest": highest}
+            return {
+                "hello": {
+                    "token": token,
+                    "boot_id": "b",
+                    "state": "running",
+                    "ranks": [number],
+                    "stamp": 1.0,
+                }
+            }
+        highest = self.random.choice(
+            ([1, 1], [2**62, 1], [10**12, 10**12], [2**63, 2**63], self.value())
+        )
+        return {
+            "outcome": "refused",
+            "why": "not_above",
+            "reason": "seen higher",
+            "highest": highest,
+        }
 
     def tell(self, message: dict[str, Any]) -> bytes:
         """Return what is said instead of a message of a session."""
@@ -124,7 +212,10 @@ class Grammar:
         elif draw < 0.97:
             return self.random.randbytes(200).replace(b"\n", b"") + b"\n"
         elif draw < 0.98:
-            exits = (f'{{"id":{message["id"]},"line":{{"observation":{{"seq":{n},"kind":"Fenced","why":"x"}}}}}}' for n in range(1, FLOOD))
+            exits = (
+                f'{{"id":{message["id"]},"line":{{"observation":{{"seq":{n},"kind":"Fenced","why":"x"}}}}}}'
+                for n in range(1, FLOOD)
+            )
             return "\n".join(exits).encode() + b"\n"
         elif draw < 0.99:
             return f'{{"id":{message["id"]},"line":[{"{}," * 600_000}1]}}\n'.encode()
@@ -136,7 +227,13 @@ class Grammar:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    keys: Any = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys: Any = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         yield value, key
         yield from _places(value[key])

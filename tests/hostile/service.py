@@ -46,7 +46,13 @@ while True:
         file.write(str(step))
     time.sleep(0.05)
 """
-TIMEOUTS = {"heartbeat": "200ms", "lease": "2s", "lost_after": "1s", "fence_after": "500ms", "stop_grace": "200ms"}
+TIMEOUTS = {
+    "heartbeat": "200ms",
+    "lease": "2s",
+    "lost_after": "1s",
+    "fence_after": "500ms",
+    "stop_grace": "200ms",
+}
 PATIENT = {**TIMEOUTS, "lease": "30s", "lost_after": "30s"}
 """Of the job on the honest node, which a busy machine must not lose."""
 
@@ -107,8 +113,14 @@ class Service:
     """Why the fleet has taken the liar out of service."""
 
     async def submit(self, nodes: int, timeouts: dict[str, str] = TIMEOUTS) -> Job:
-        terms = policy(timeouts, hang={"after": "2s"}) if timeouts is TIMEOUTS else policy(timeouts, hang={"after": "off"})
-        return await self.rig.submit(terms, nodes=nodes, ranks=1, command=[sys.executable, "-S", "-c", TRAIN], workdir="/tmp")
+        terms = (
+            policy(timeouts, hang={"after": "2s"})
+            if timeouts is TIMEOUTS
+            else policy(timeouts, hang={"after": "off"})
+        )
+        return await self.rig.submit(
+            terms, nodes=nodes, ranks=1, command=[sys.executable, "-S", "-c", TRAIN], workdir="/tmp"
+        )
 
     async def until(self, job: Job, *phases: Phase) -> JobState:
         deadline = asyncio.get_running_loop().time() + PATIENCE
@@ -132,8 +144,15 @@ class Service:
         for job in self.rig.jobs[-2:]:
             known = await job.state()
             said += [known.reason, *(f"{lost.node}: {lost.reason}" for lost in known.lost)]
-            said += [str(incident) for incident in (*known.incidents, *([known.incident] if known.incident else []))]
-        self.sentences.update(text for text in said if "makes no sense" in text or "speaks of rank" in text or "agent said" in text)
+            said += [
+                str(incident)
+                for incident in (*known.incidents, *([known.incident] if known.incident else []))
+            ]
+        self.sentences.update(
+            text
+            for text in said
+            if "makes no sense" in text or "speaks of rank" in text or "agent said" in text
+        )
 
     async def until_given(self, job: Job, node: str) -> None:
         """Wait until a job runs; where the fleet has taken a node out of service, a person releases it, if that can be."""
@@ -145,8 +164,12 @@ class Service:
                 self.out_of_service = record.reason or record.repair
                 if asyncio.get_running_loop().time() > deadline - PATIENCE + RELEASED_WITHIN:
                     return
-                await self.rig.fleet.signal("release", {"node": node, "reason": "it is to lie again", "by": "ada"})
-            assert asyncio.get_running_loop().time() < deadline, f"never given {node}: {state.phase} because {state.reason}"
+                await self.rig.fleet.signal(
+                    "release", {"node": node, "reason": "it is to lie again", "by": "ada"}
+                )
+            assert asyncio.get_running_loop().time() < deadline, (
+                f"never given {node}: {state.phase} because {state.reason}"
+            )
             await asyncio.sleep(0.1)
 
     async def cancel(self, job: Job) -> Phase:
@@ -162,7 +185,9 @@ async def serve(client: Client, folder: Path, seed: int) -> AsyncIterator[Servic
     address = 130 + seed % 100
     nodes = [{"name": name, "address": f"127.{address}.7.{name[1:]}", "gpus": 1} for name in NODES]
     name = f"hostile-{uuid.uuid4().hex[:6]}"
-    spec = FleetSpec.model_validate({"name": name, "backend": "local", "repairs": "observe", "nodes": nodes})
+    spec = FleetSpec.model_validate(
+        {"name": name, "backend": "local", "repairs": "observe", "nodes": nodes}
+    )
     agent = await asyncio.to_thread(build_agent, folder / "agent")
     backend = HostileBackend(spec, folder / "state", agent, seed)
     fleets = SimulatedFleets(spec, cast(Any, backend))
@@ -190,7 +215,9 @@ def _ignore(text: str) -> None:
     """Say nothing."""
 
 
-async def attack(client: Client, folder: Path, *, messages: int, seed: int, say: Callable[[str], None] = _ignore) -> str:
+async def attack(
+    client: Client, folder: Path, *, messages: int, seed: int, say: Callable[[str], None] = _ignore
+) -> str:
     """Have one node tell so many lies while jobs run beside it and on it; return what came of it, in a line.
 
     Raises:
@@ -216,7 +243,9 @@ async def attack(client: Client, folder: Path, *, messages: int, seed: int, say:
             was, asked = (await beside.state()).phase, time.monotonic()
             ended = await service.cancel(beside)
             took = time.monotonic() - asked
-            say(f"round {rounds}: {backend.told(liar)} lies; it was {was} and {ended} {took:.1f} s after the cancel")
+            say(
+                f"round {rounds}: {backend.told(liar)} lies; it was {was} and {ended} {took:.1f} s after the cancel"
+            )
             if backend.told(liar) >= messages:
                 break
             if is_given := order.random() < 0.6:
@@ -230,7 +259,9 @@ async def attack(client: Client, folder: Path, *, messages: int, seed: int, say:
         await service.read_pages()
         backend.be_honest(liar)
         now = await service.until(honest, Phase.RUNNING)
-        assert (now.generation, now.incidents, now.incident) == (1, (), None), f"the job on {host} was harmed: {now.reason}"
+        assert (now.generation, now.incidents, now.incident) == (1, (), None), (
+            f"the job on {host} was harmed: {now.reason}"
+        )
         assert await service.cancel(honest) is Phase.CANCELLED
         # The liar may be out of service by now: the fleet goes on with the other two.
         await service.until(await service.submit(2), Phase.RUNNING)
@@ -267,4 +298,6 @@ async def _failed_tasks(service: Service, job: Job) -> int:
 
 async def _failures(rig: Rig, id_: str) -> int:
     history = await rig.client.get_workflow_handle(id_).fetch_history()
-    return sum(event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED for event in history.events)
+    return sum(
+        event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED for event in history.events
+    )

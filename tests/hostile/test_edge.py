@@ -13,7 +13,15 @@ from relaunch.activities.gang import Gang
 from relaunch.activities.launch import _check_highest
 from relaunch.activities.readings import Seen
 from relaunch.activities.reports import WatchRanksInput, WatchReport
-from relaunch.backends.answers import PrepareAnswer, RefusalAnswer, check_output, has_too_many_values, parse, parse_list, parse_watch_line
+from relaunch.backends.answers import (
+    PrepareAnswer,
+    RefusalAnswer,
+    check_output,
+    has_too_many_values,
+    parse,
+    parse_list,
+    parse_watch_line,
+)
 from relaunch.backends.base import ProtocolError, Refused
 from relaunch.backends.link import _writable
 from relaunch.converter import SharedPayloadConverter
@@ -30,13 +38,38 @@ TOKEN = Token("default", "llama", 1000, 1)
 NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 1}
 MAX_REPORT_BYTES = 256 * 1024 + 64 * 1024
 PROGRESS = {"2": {"step": 5, "age": 0.1, "values": {"loss": 2.0}, "phase": None, "checkpoint": 3}}
-EXITED = {"seq": 1, "kind": "RankExited", "rank": 2, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "stopped": False}
+EXITED = {
+    "seq": 1,
+    "kind": "RankExited",
+    "rank": 2,
+    "local_rank": 0,
+    "pid": 9,
+    "exit_code": 1,
+    "signal": None,
+    "stopped": False,
+}
 WATCHED: tuple[dict[str, Any], ...] = (
     {"hello": {"token": NAMED, "boot_id": "b", "state": "running", "ranks": [2, 3], "stamp": 1.0}},
     {"heartbeat": {"stamp": 1.0, "alive": [2, 3], "lease_left": 9.0, "progress": PROGRESS}},
-    {"observation": {**EXITED, "error": {"message": "x", "timestamp": "1"}, "log_tail": ["a"], "kernel": [], "kernel_unreadable": None}},
+    {
+        "observation": {
+            **EXITED,
+            "error": {"message": "x", "timestamp": "1"},
+            "log_tail": ["a"],
+            "kernel": [],
+            "kernel_unreadable": None,
+        }
+    },
     {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "reason": "alone"}},
-    {"observation": {"seq": 1, "kind": "RanksVanished", "reason": "the node rebooted", "rebooted": True, "kernel": ["Xid 79"]}},
+    {
+        "observation": {
+            "seq": 1,
+            "kind": "RanksVanished",
+            "reason": "the node rebooted",
+            "rebooted": True,
+            "kernel": ["Xid 79"],
+        }
+    },
 )
 LISTED = {
     "outcome": "done",
@@ -60,11 +93,37 @@ LISTED = {
             ],
         }
     ],
-    "gpus": {"driver": "570", "nvml": "12", "gpus": [{"index": 0, "name": "H100", "memory": {"total": 80, "used": 1}, "processes": []}]},
+    "gpus": {
+        "driver": "570",
+        "nvml": "12",
+        "gpus": [{"index": 0, "name": "H100", "memory": {"total": 80, "used": 1}, "processes": []}],
+    },
 }
-PREPARED = {"outcome": "done", "boot_id": "b", "master_port": 1, "peer_port": 2, "nonce": "ab", "stopped": [], "stamp": 1.0}
-REFUSED = {"outcome": "refused", "why": "not_above", "reason": "seen higher", "highest": [1000, 4], "boot_id": "b", "held": None}
-DIAGNOSED = {"outcome": "done", "boot_id": "b", "exit_code": 0, "stdout": "{}", "stderr": "", "took": 1.0}
+PREPARED = {
+    "outcome": "done",
+    "boot_id": "b",
+    "master_port": 1,
+    "peer_port": 2,
+    "nonce": "ab",
+    "stopped": [],
+    "stamp": 1.0,
+}
+REFUSED = {
+    "outcome": "refused",
+    "why": "not_above",
+    "reason": "seen higher",
+    "highest": [1000, 4],
+    "boot_id": "b",
+    "held": None,
+}
+DIAGNOSED = {
+    "outcome": "done",
+    "boot_id": "b",
+    "exit_code": 0,
+    "stdout": "{}",
+    "stderr": "",
+    "took": 1.0,
+}
 CONVERTER = SharedPayloadConverter()
 
 
@@ -77,7 +136,17 @@ def cross(value: object, kind: Any) -> None:
 
 def gang() -> Gang:
     nodes = ("n1", "n2")
-    given = WatchRanksInput(TOKEN, "default", nodes, 2, datetime.now(UTC), Timeouts(), HangLimits(), first_rank=0, world_size=4)
+    given = WatchRanksInput(
+        TOKEN,
+        "default",
+        nodes,
+        2,
+        datetime.now(UTC),
+        Timeouts(),
+        HangLimits(),
+        first_rank=0,
+        world_size=4,
+    )
     return Gang(given, Pace(datetime.now(UTC), False))
 
 
@@ -99,13 +168,21 @@ def watch(lines: list[object]) -> None:
 def refuse(answer: object) -> None:
     refusal = parse("n2", "prepare", RefusalAnswer, answer)
     highest = refusal.highest
-    refused = _check_highest(Refused("n2", refusal.why, refusal.reason, (highest[0], highest[1]) if highest else None), TOKEN)
-    cross(LaunchRefused(1, (NodeRefusal("n2", refused.why, refused.reason, refused.highest),)), LaunchRefused)
+    refused = _check_highest(
+        Refused("n2", refusal.why, refusal.reason, (highest[0], highest[1]) if highest else None),
+        TOKEN,
+    )
+    cross(
+        LaunchRefused(1, (NodeRefusal("n2", refused.why, refused.reason, refused.highest),)),
+        LaunchRefused,
+    )
 
 
 def look(answer: object) -> None:
     listed = parse_list("n2", answer)
-    cross(_look("n2", Seen(listed, listed.get("gpus"), was_read=True), "default/default"), NodeProbe)
+    cross(
+        _look("n2", Seen(listed, listed.get("gpus"), was_read=True), "default/default"), NodeProbe
+    )
 
 
 def fuzz(seed: int, messages: int) -> dict[str, int]:
@@ -115,7 +192,13 @@ def fuzz(seed: int, messages: int) -> dict[str, int]:
     for number in range(messages):
         draw = grammar.random.random()
         honest = grammar.random.choice((*WATCHED, LISTED, PREPARED, REFUSED, DIAGNOSED))
-        said = grammar.invent() if draw < 0.3 else grammar.value() if draw < 0.4 else grammar.mutate(honest)
+        said = (
+            grammar.invent()
+            if draw < 0.3
+            else grammar.value()
+            if draw < 0.4
+            else grammar.mutate(honest)
+        )
         line = json.dumps(said).encode()
         if has_too_many_values(line):  # the session ends there, with a sentence
             counts["refused"] += 1

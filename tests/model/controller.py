@@ -30,7 +30,14 @@ from relaunch.job.events import (
     RanksHung,
     RanksStopped,
 )
-from relaunch.job.fencing import fences, living_generations, peers_of, plan_generation, safe_launch_at, will_fence
+from relaunch.job.fencing import (
+    fences,
+    living_generations,
+    peers_of,
+    plan_generation,
+    safe_launch_at,
+    will_fence,
+)
 from relaunch.job.places import Place, StartedPlaces, find_doubt, limit_places, record_places
 from relaunch.job.state import JobState, Phase, Slot
 from relaunch.pool.messages import Place as FleetPlace
@@ -40,7 +47,9 @@ from relaunch.spec.policy import Policy, preset
 from tests.model.protocol import TICK, Broken, Times, duration, seconds
 
 EPOCH = datetime(2026, 11, 21, tzinfo=UTC)
-SPEC = JobSpec.model_validate({"name": "job", "command": ["train"], "nodes": 4, "gang": "independent"})
+SPEC = JobSpec.model_validate(
+    {"name": "job", "command": ["train"], "nodes": 4, "gang": "independent"}
+)
 SPARSE = 2
 """Peers that a node asks where a gang of four is to be too large for all to ask all."""
 
@@ -48,8 +57,13 @@ SPARSE = 2
 @cache
 def policy_of(times: Times, is_fencing: bool) -> Policy:
     usual = preset("default")
-    given = {name: duration(getattr(times, name)) for name in ("lease", "fence_after", "stop_grace", "lost_after")}
-    return usual.model_copy(update={"timeouts": usual.timeouts.model_copy(update=given), "strict_lease": is_fencing})
+    given = {
+        name: duration(getattr(times, name))
+        for name in ("lease", "fence_after", "stop_grace", "lost_after")
+    }
+    return usual.model_copy(
+        update={"timeouts": usual.timeouts.model_copy(update=given), "strict_lease": is_fencing}
+    )
 
 
 @contextmanager
@@ -74,7 +88,9 @@ def names(nodes: Iterable[int]) -> tuple[str, ...]:
 
 
 class Controller:
-    def __init__(self, times: Times, *, sparse: bool, is_fencing: bool, broken: Broken | None) -> None:
+    def __init__(
+        self, times: Times, *, sparse: bool, is_fencing: bool, broken: Broken | None
+    ) -> None:
         self.broken = broken
         self.most_peers = SPARSE if sparse else None
         self.times, self.is_fencing = times, is_fencing
@@ -93,7 +109,9 @@ class Controller:
 
     def _submitted(self, submission: int) -> JobState:
         policy = policy_of(self.times, self.is_fencing)
-        return JobState("model", SPEC.name, submission, SPEC, policy, "h", EPOCH, phase=Phase.RUNNING)
+        return JobState(
+            "model", SPEC.name, submission, SPEC, policy, "h", EPOCH, phase=Phase.RUNNING
+        )
 
     def _take(self, event: Event, now: float) -> None:
         job = apply_event(self.job, event, EPOCH + TICK * (now + self.wall))
@@ -135,19 +153,33 @@ class Controller:
         self._take(Launched(self.job.generation, at, at), now)
         self._record_places((), places)
 
-    def launch_failed(self, launch: LaunchedGeneration, unreachable: Iterable[int], places: Mapping[int, Place], now: float) -> None:
+    def launch_failed(
+        self,
+        launch: LaunchedGeneration,
+        unreachable: Iterable[int],
+        places: Mapping[int, Place],
+        now: float,
+    ) -> None:
         started = bool(places)
-        within = launch.valid_for if started and self.broken is not Broken.NO_VALID_FOR else timedelta(0)
-        self._take(LaunchFailed(launch.generation, names(unreachable), started, within, "no answer"), now)
+        within = (
+            launch.valid_for if started and self.broken is not Broken.NO_VALID_FOR else timedelta(0)
+        )
+        self._take(
+            LaunchFailed(launch.generation, names(unreachable), started, within, "no answer"), now
+        )
         self._record_places(self.places, places)
 
-    def launch_refused(self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float) -> None:
+    def launch_refused(
+        self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float
+    ) -> None:
         started = bool(places) and self.broken is not Broken.REFUSED_UNKNOWN
         refusal = NodeRefusal(launch.nodes[0], "cannot_start", "no")
         self._take(LaunchRefused(launch.generation, (refusal,), started=started), now)
         self._record_places(self.places, places)
 
-    def launch_cancelled(self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float) -> None:
+    def launch_cancelled(
+        self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float
+    ) -> None:
         self._take(RanksFound(launch.nodes), now)
         self._record_places(self.places, places)
 
@@ -159,7 +191,9 @@ class Controller:
 
     def lost(self, n: int, unheard: float, now: float) -> None:
         self.heard_at[str(n)] = now + self.wall - unheard
-        self._take(NodeUnreachable(self.job.generation, str(n), duration(unheard), "no answer"), now)
+        self._take(
+            NodeUnreachable(self.job.generation, str(n), duration(unheard), "no answer"), now
+        )
 
     def returned(self, n: int, now: float) -> None:
         self._take(NodeReturned(self.job.generation, str(n)), now)
@@ -168,8 +202,12 @@ class Controller:
         """Take a report of a hang, with silent nodes and those that were lost before."""
         for n, age in silent.items():
             self.heard_at[str(n)] = now + self.wall - age
-        ages, lost = (tuple((str(n), duration(age)) for n, age in one.items()) for one in (silent, unheard))
-        self._take(RanksHung(self.job.generation, (), "it hangs", EPOCH, silent=ages, unheard=lost), now)
+        ages, lost = (
+            tuple((str(n), duration(age)) for n, age in one.items()) for one in (silent, unheard)
+        )
+        self._take(
+            RanksHung(self.job.generation, (), "it hangs", EPOCH, silent=ages, unheard=lost), now
+        )
 
     def declare_dead(self, n: int, now: float) -> None:
         self._take(NodeDeclaredDead(str(n), "a person", "it burns"), now)
@@ -179,11 +217,18 @@ class Controller:
         known = self.claimed
         holding, launched = tuple(place.node for place in known.places), known.launched
         self.job = replace(self._submitted(self.job.submission + 1), generation=self.job.generation)
-        self.claimed = ClaimRecord(give_back(self.job, 0), inherited=known.places, inherited_launched=launched)
+        self.claimed = ClaimRecord(
+            give_back(self.job, 0), inherited=known.places, inherited_launched=launched
+        )
         self.heard_at.clear()
         self.places = ()
         if self.broken is Broken.TIMES_OF_OTHERS:
-            launched = tuple(plan_generation(replace(self.job, submission=one.submission), one.generation, one.nodes) for one in launched)
+            launched = tuple(
+                plan_generation(
+                    replace(self.job, submission=one.submission), one.generation, one.nodes
+                )
+                for one in launched
+            )
         if new_fleet and self.broken is Broken.NEW_FLEET:
             holding, launched = tuple(node for node in holding if int(node) in set(reachable)), ()
         if holding:
@@ -241,7 +286,10 @@ class Controller:
         stopped_at = dict(self.stopped_at)
         match self.broken:
             case Broken.WALL_CLOCK:
-                last_heard = {node: seconds(self.heard_at.get(node, self.since) - self.wall_then) for node in last_heard}
+                last_heard = {
+                    node: seconds(self.heard_at.get(node, self.since) - self.wall_then)
+                    for node in last_heard
+                }
             case Broken.FIRST_STOP if stopped_at:
                 stopped_at = dict.fromkeys(stopped_at, min(stopped_at.values()))
             case Broken.ALL_LOST:
@@ -263,12 +311,16 @@ class Controller:
         ahead = self.wall - self.wall_then if self.broken is Broken.WALL_CLOCK else 0.0
         return seconds(now + ahead) >= at
 
-    def _leave_alone(self, generations: tuple[LaunchedGeneration, ...], last_heard: dict[str, float], now: float) -> None:
+    def _leave_alone(
+        self, generations: tuple[LaunchedGeneration, ...], last_heard: dict[str, float], now: float
+    ) -> None:
         """Count each silent node as fenced by its own lease."""
         for node in set(names(self.waits_for)):
             others = {other: 0.0 for one in generations for other in one.nodes if other != node}
             with asking(self.most_peers):
-                at = safe_launch_at(generations, seconds(self.since), others | self.stopped_at, last_heard)
+                at = safe_launch_at(
+                    generations, seconds(self.since), others | self.stopped_at, last_heard
+                )
             if at is not None and self.stopped_at and seconds(now) >= at:
                 self.stopped_at[node] = seconds(self.since)
 
@@ -277,7 +329,12 @@ class Controller:
         zero, times = timedelta(0), self.job.policy.timeouts
         match self.broken:
             case Broken.POLICY_OF_NOW:
-                return replace(launch, lease=times.lease, fence_after=times.fence_after, stop_grace=times.stop_grace)
+                return replace(
+                    launch,
+                    lease=times.lease,
+                    fence_after=times.fence_after,
+                    stop_grace=times.stop_grace,
+                )
             case Broken.FENCES_OF_NOW:
                 return replace(launch, fences=self.is_fencing)
             case Broken.FENCES_FALSE_ELSEWHERE:

@@ -144,7 +144,9 @@ class Fencing(RuleBasedStateMachine):
         """Cut some nodes off from the controller and from the other nodes; they still see each other."""
         self.world.cut_in |= nodes
         self.world.cut_out |= nodes
-        self.world.cut_peers |= {(a, b) for a in EVERYONE for b in EVERYONE if (a in nodes) != (b in nodes)}
+        self.world.cut_peers |= {
+            (a, b) for a in EVERYONE for b in EVERYONE if (a in nodes) != (b in nodes)
+        }
 
     @rule(node=NODE, peer=NODE, before=st.integers(4, 30), after=st.integers(4, 16))
     def lean_on_one_peer(self, node: int, peer: int, before: int, after: int) -> None:
@@ -315,7 +317,12 @@ def walk(broken: Broken | None, seed: int, steps: int) -> World:
     chance = random.Random(seed)
     machine = Fencing()
     machine.broken = broken
-    machine.begin(tuple(chance.choice(RATES) for _ in range(NODES)), chance.random() < 0.5, chance.random() < 0.75, chance.choice(POLICIES))
+    machine.begin(
+        tuple(chance.choice(RATES) for _ in range(NODES)),
+        chance.random() < 0.5,
+        chance.random() < 0.75,
+        chance.choice(POLICIES),
+    )
 
     def node() -> int:
         return chance.randrange(NODES)
@@ -341,17 +348,39 @@ def walk(broken: Broken | None, seed: int, steps: int) -> World:
         (2, lambda: True, lambda: machine.launch(some(), end())),
         (1, lambda: world.phase is not Phase.STOPPING, lambda: machine.launch_in_place(some())),
         (4, lambda: True, lambda: machine.lose_and_launch(some(), chance.randint(0, 8), end())),
-        (2, lambda: True, lambda: machine.lose_asleep_and_launch(some(), chance.randint(0, 8), chance.random() < 0.2)),
-        (3, lambda: True, lambda: machine.begin_again_and_delay(some(), chance.choice(["prepare", "start", "renew", "stop"]))),
+        (
+            2,
+            lambda: True,
+            lambda: machine.lose_asleep_and_launch(
+                some(), chance.randint(0, 8), chance.random() < 0.2
+            ),
+        ),
+        (
+            3,
+            lambda: True,
+            lambda: machine.begin_again_and_delay(
+                some(), chance.choice(["prepare", "start", "renew", "stop"])
+            ),
+        ),
         (2, lambda: world.held, lambda: machine.all_arrive_late(flip())),
         (1, lambda: world.phase is not Phase.STOPPING, lambda: machine.give_up(end())),
         (1, world.may_launch, lambda: machine.launch_begins(some())),
         (1, lambda: world.phase is Phase.STOPPING, machine.stop_again),
         (1, lambda: True, lambda: machine.resubmit(flip(), chance.choice(POLICIES))),
-        (2, lambda: True, lambda: machine.change_policy(chance.choice(POLICIES), chance.random() < 0.75)),
+        (
+            2,
+            lambda: True,
+            lambda: machine.change_policy(chance.choice(POLICIES), chance.random() < 0.75),
+        ),
         (1, lambda: True, lambda: machine.set_wall_clock(chance.choice((-60.0, 60.0)))),
         (3, lambda: True, lambda: machine.part(some())),
-        (2, lambda: True, lambda: machine.lean_on_one_peer(node(), node(), chance.randint(4, 30), chance.randint(4, 16))),
+        (
+            2,
+            lambda: True,
+            lambda: machine.lean_on_one_peer(
+                node(), node(), chance.randint(4, 30), chance.randint(4, 16)
+            ),
+        ),
         (2, lambda: True, lambda: machine.cut(host(), chance.choice(["in", "out", "both"]))),
         (1, lambda: True, lambda: machine.cut_peers(host(), host())),
         (4, lambda: True, lambda: machine.mend(some(), flip())),
@@ -370,7 +399,11 @@ def walk(broken: Broken | None, seed: int, steps: int) -> World:
         (1, lambda: True, lambda: machine.sweep(node(), flip())),
         (1, lambda: True, lambda: machine.other_server(host())),
         (2, lambda: world.flight, lambda: machine.delay(chance.randint(0, 7), flip())),
-        (3, lambda: world.held, lambda: machine.arrive_late(chance.randint(0, 7), flip(), chance.random() < 0.2)),
+        (
+            3,
+            lambda: world.held,
+            lambda: machine.arrive_late(chance.randint(0, 7), flip(), chance.random() < 0.2),
+        ),
         (2, lambda: world.workers, lambda: machine.worker_freezes(sub_steps())),
         (2, lambda: world.workers and world.workers[-1].current, machine.supersede),
         (2, lambda: world.workers, lambda: machine.zombie_works(chance.randint(1, 4), sub_steps())),

@@ -209,9 +209,13 @@ class Node:
 
     # Orders of a controller.
 
-    def prepare(self, g: int, times: Times, now: float, *, server: int = 0, dies: bool = False) -> float | None:
+    def prepare(
+        self, g: int, times: Times, now: float, *, server: int = 0, dies: bool = False
+    ) -> float | None:
         book = self.book(server)
-        if self.broken is not Broken.NO_SERVER and any(k.server != server and k.state is not State.GONE for k in self.keepers):
+        if self.broken is not Broken.NO_SERVER and any(
+            k.server != server and k.state is not State.GONE for k in self.keepers
+        ):
             return None  # other_fleet
         ordered = self.broken is not Broken.PREPARE_OF_ANY_AGE
         if ordered and (g <= book.stopped or g < self._highest(server)):
@@ -232,13 +236,24 @@ class Node:
         self.keepers.append(keeper)
         return keeper.stamp
 
-    def start(self, g: int, stamp: float, fences: bool, peers: Iterable[int], now: float, *, server: int = 0) -> bool:
+    def start(
+        self,
+        g: int,
+        stamp: float,
+        fences: bool,
+        peers: Iterable[int],
+        now: float,
+        *,
+        server: int = 0,
+    ) -> bool:
         keeper = self.keeper(g, server)
         if not keeper or keeper.state in ALIVE:
             return keeper is not None
         if keeper.stamp != stamp and self.broken is not Broken.START_OF_ANY_PREPARE:
             return False
-        if keeper.state is State.GONE or (self.clock(now) >= keeper.stamp + keeper.times.valid_for and not self._never_expires()):
+        if keeper.state is State.GONE or (
+            self.clock(now) >= keeper.stamp + keeper.times.valid_for and not self._never_expires()
+        ):
             return False
         self.book(server).started.add(g)
         self.forks[self._server(server), g] += 1
@@ -274,16 +289,25 @@ class Node:
         alive = keeper.state is State.RUNNING and clock < keeper.ends
         alive = alive or lies
         superseded = book.prepared > g or book.stopped >= g
-        return Answer(superseded, alive, alive and lease.renewed and clock < lease.leased_until, clock)
+        return Answer(
+            superseded, alive, alive and lease.renewed and clock < lease.leased_until, clock
+        )
 
     def lacks(self, g: int) -> bool:
         """Return whether nothing of a generation lives here: a peer that asks is refused."""
-        return not any(k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.keepers)
+        return not any(
+            k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.keepers
+        )
 
     def asks(self, keeper: Keeper, now: float) -> bool:
         """Whether it asks its peers if it may go on."""
         lease = keeper.lease
-        return keeper.state is State.RUNNING and lease is not None and lease.renewed and lease.leased_until <= self.clock(now)
+        return (
+            keeper.state is State.RUNNING
+            and lease is not None
+            and lease.renewed
+            and lease.leased_until <= self.clock(now)
+        )
 
     def hear(self, keeper: Keeper, peer: int, sent: float, answer: Answer, now: float) -> None:
         clock = self.clock(now)
@@ -299,13 +323,17 @@ class Node:
             self._fence(keeper, clock)
             return
         any_peer = self.broken is Broken.ANY_PEER and not answer.superseded
-        vouched = keeper.vouchers.answered(str(peer), self._since(keeper, sent), answer.alive, answer.leased or any_peer)
+        vouched = keeper.vouchers.answered(
+            str(peer), self._since(keeper, sent), answer.alive, answer.leased or any_peer
+        )
         if any_peer:
             vouched = sent
         if vouched is not None:
             keeper.lease.vouched(vouched)
 
-    def compare_clock(self, keeper: Keeper, peer: int, asked: float, answer: Answer, now: float) -> None:
+    def compare_clock(
+        self, keeper: Keeper, peer: int, asked: float, answer: Answer, now: float
+    ) -> None:
         """Compare clocks with a peer, whose clock was read while the question was open."""
         at = (seconds(asked), seconds(self.clock(now)), seconds(answer.clock))
         stood = keeper.clocks.compare(str(peer), *at) / seconds(1)
@@ -330,7 +358,12 @@ class Node:
 
     def see_alone(self, keeper: Keeper, now: float) -> None:
         """Fence a generation that no peer knows any more and that has no watcher."""
-        if keeper.state is not State.RUNNING or keeper.lease is None or not keeper.lease.renewed or not keeper.lease.fences:
+        if (
+            keeper.state is not State.RUNNING
+            or keeper.lease is None
+            or not keeper.lease.renewed
+            or not keeper.lease.fences
+        ):
             return
         keeper.alone_since = min(keeper.alone_since, now)
         if self.broken is not Broken.GOES_ON_ALONE:
@@ -359,7 +392,11 @@ class Node:
                 keeper.state = State.GONE
 
     def _act(self, keeper: Keeper, clock: float) -> None:
-        if keeper.state is State.PREPARED and clock >= keeper.stamp + keeper.times.valid_for and not self._never_expires():
+        if (
+            keeper.state is State.PREPARED
+            and clock >= keeper.stamp + keeper.times.valid_for
+            and not self._never_expires()
+        ):
             keeper.state = State.GONE
         if keeper.state is State.RUNNING:
             assert keeper.lease is not None
@@ -371,7 +408,11 @@ class Node:
     def _fence(self, keeper: Keeper, clock: float) -> None:
         grace = keeper.times.stop_grace
         keeper.state, keeper.fenced = State.STOPPING, True
-        keeper.dead_by = clock + grace if self.broken is Broken.GRACE_FROM_WAKING else min(clock, keeper.ends) + grace
+        keeper.dead_by = (
+            clock + grace
+            if self.broken is Broken.GRACE_FROM_WAKING
+            else min(clock, keeper.ends) + grace
+        )
 
     # What goes wrong.
 
@@ -415,7 +456,9 @@ class Node:
         self.keepers.clear()
         self.late.clear()
         self.booted, self.awake, self.boot, self.stood = now, True, self.boot + 1, 0.0
-        self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = self.disk_frozen = self.clock_stands = False
+        self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = self.disk_frozen = (
+            self.clock_stands
+        ) = False
 
     def sweep(self, *, whole: bool) -> None:
         """Remove the files of every job, or the whole state folder, under the ranks."""
@@ -438,7 +481,9 @@ class Node:
 
     def _highest(self, server: int) -> int:
         """Return the highest generation prepared, by the files or by a keeper that lives."""
-        living = [k.generation for k in self._of(server) if not k.hidden and k.state is not State.GONE]
+        living = [
+            k.generation for k in self._of(server) if not k.hidden and k.state is not State.GONE
+        ]
         return max(self.book(server).prepared, *living, 0)
 
     def _kill(self, g: int, server: int) -> None:

@@ -76,7 +76,9 @@ def test_every_broken_rule_has_a_story() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "story"), [*STORIES.items(), *MORE], ids=lambda value: value.name.lower() if isinstance(value, Broken) else value.__name__
+    ("broken", "story"),
+    [*STORIES.items(), *MORE],
+    ids=lambda value: value.name.lower() if isinstance(value, Broken) else value.__name__,
 )
 def test_each_rule_is_needed(broken: Broken, story: Story) -> None:
     story(world_for(story, None))
@@ -85,7 +87,9 @@ def test_each_rule_is_needed(broken: Broken, story: Story) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "seed"), FOUND.items(), ids=lambda value: value.name.lower() if isinstance(value, Broken) else str(value)
+    ("broken", "seed"),
+    FOUND.items(),
+    ids=lambda value: value.name.lower() if isinstance(value, Broken) else str(value),
 )
 def test_a_random_walk_finds_the_broken_rule(broken: Broken, seed: int) -> None:
     with pytest.raises(AssertionError, match=VIOLATION):
@@ -107,8 +111,14 @@ def test_every_limit_has_a_story() -> None:
     assert {limit for limit, _, _ in LIMITS} == set(Limit)
 
 
-@pytest.mark.parametrize(("limit", "story", "longest"), LIMITS, ids=lambda value: value.name.lower() if isinstance(value, Limit) else "")
-def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(limit: Limit, story: Story, longest: int | None) -> None:
+@pytest.mark.parametrize(
+    ("limit", "story", "longest"),
+    LIMITS,
+    ids=lambda value: value.name.lower() if isinstance(value, Limit) else "",
+)
+def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(
+    limit: Limit, story: Story, longest: int | None
+) -> None:
     """Two tokens are alive where the check does not leave it out, for no longer than it says."""
     world = world_for(story, None)
     world.limits.discard(limit)

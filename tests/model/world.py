@@ -31,11 +31,17 @@ class Phase(Enum):
 class Limit(StrEnum):
     """When two tokens are alive in spite of the protocol. Each has a story that shows it."""
 
-    OVERSLEPT = "a node that slept as a whole writes until its keeper is scheduled for the first time"
+    OVERSLEPT = (
+        "a node that slept as a whole writes until its keeper is scheduled for the first time"
+    )
     CLOCK_STOOD = "a machine paused with its clock that finds no peer does not know how late it is"
     ALL_STOPPED = "keeper, guard and supervisor are all stopped, and the ranks are not"
-    PLACE_UNKNOWN = "a name leads elsewhere, and where ranks were started has been lost with a worker or a job"
-    DECLARED_DEAD = "a person has declared a node dead that lives, and vouches for others of its gang"
+    PLACE_UNKNOWN = (
+        "a name leads elsewhere, and where ranks were started has been lost with a worker or a job"
+    )
+    DECLARED_DEAD = (
+        "a person has declared a node dead that lives, and vouches for others of its gang"
+    )
 
 
 class End(Enum):
@@ -154,7 +160,11 @@ class World:
         answered = []
         for peer in map(int, keeper.peers):
             node = self.nodes[peer]
-            reached = node.awake and not node.supervisor_stopped and not {(host, peer), (peer, host)} & self.cut_peers
+            reached = (
+                node.awake
+                and not node.supervisor_stopped
+                and not {(host, peer), (peer, host)} & self.cut_peers
+            )
             if reached and (answer := node.answer(keeper.generation, self.now)):
                 answered.append((peer, answer))
         return answered
@@ -175,7 +185,9 @@ class World:
 
     # Messages.
 
-    def send(self, kind: str, n: int, g: int, stamp: float = NEVER, launcher: Launcher | None = None) -> None:
+    def send(
+        self, kind: str, n: int, g: int, stamp: float = NEVER, launcher: Launcher | None = None
+    ) -> None:
         self.flight.append(Message(kind, n, self.at[n], g, stamp, launcher))
 
     def deliver(self, message: Message, *, dies: bool = False) -> None:
@@ -215,7 +227,11 @@ class World:
     def misjudge(self, n: int, h: int, g: int) -> None:
         """Note the machines for which an answer of `h` is taken as their place is not known."""
         for generation, launch in self.launches.items():
-            if generation <= g and n in launch.members and not self.controller.knows_place(n, generation):
+            if (
+                generation <= g
+                and n in launch.members
+                and not self.controller.knows_place(n, generation)
+            ):
                 started = launch.hosts[launch.members.index(n)]
                 if started != h and launch.is_unplaced:
                     launch.misjudged.add(started)
@@ -269,11 +285,17 @@ class World:
             places = {}
         if end is End.CANCEL:
             launch.is_unplaced = worker.frozen
-            self.controller.launch_cancelled(launch.record, {} if worker.frozen else places, self.now)
+            self.controller.launch_cancelled(
+                launch.record, {} if worker.frozen else places, self.now
+            )
         elif end is End.REFUSED and worker.refused:
             self.controller.launch_refused(launch.record, places, self.now)
         else:
-            unreachable = [n for n in launch.members if n not in (worker.started if worker.acknowledged else worker.stamps)]
+            unreachable = [
+                n
+                for n in launch.members
+                if n not in (worker.started if worker.acknowledged else worker.stamps)
+            ]
             self.controller.launch_failed(launch.record, unreachable, places, self.now)
 
     def _unheard(self, watcher: Watcher, n: int) -> float:
@@ -306,7 +328,9 @@ class World:
         if self.workers:
             self.workers[-1].current = False
         cut = self.cut_in | self.cut_out
-        reachable = [n for n in range(NODES) if self.nodes[self.at[n]].awake and self.at[n] not in cut]
+        reachable = [
+            n for n in range(NODES) if self.nodes[self.at[n]].awake and self.at[n] not in cut
+        ]
         self.controller.resubmit(reachable, new_fleet=new_fleet, now=self.now)
         for launch in self.launches.values():
             launch.is_unplaced = True
@@ -381,11 +405,21 @@ class World:
                 h = self.at[n]
                 node = self.nodes[h]
                 keeper = node.keeper(g)
-                if node.awake and not node.supervisor_stopped and h not in self.cut_out and keeper and keeper.state is State.RUNNING:
+                if (
+                    node.awake
+                    and not node.supervisor_stopped
+                    and h not in self.cut_out
+                    and keeper
+                    and keeper.state is State.RUNNING
+                ):
                     worker.heard[n] = (node.clock(self.now), self.now)
         elif step == 1 and (worker.current or self.broken is Broken.RENEWS_UNACKNOWLEDGED):
             renews_lost = self.broken is Broken.RENEWS_LOST
-            worker.acknowledged = {n: stamp for n, (stamp, _) in worker.heard.items() if renews_lost or n not in worker.lost}
+            worker.acknowledged = {
+                n: stamp
+                for n, (stamp, _) in worker.heard.items()
+                if renews_lost or n not in worker.lost
+            }
         elif step == 2:
             for n, stamp in worker.acknowledged.items():
                 self.send("renew", n, g, stamp)
@@ -436,21 +470,32 @@ class World:
             if asks:
                 node.hear(keeper, peer, clock, answer, self.now)
             node.compare_clock(keeper, peer, clock, answer, self.now)
-        if not answers and self._is_refused(h, keeper) and not self._is_watched(h, keeper.generation):
+        if (
+            not answers
+            and self._is_refused(h, keeper)
+            and not self._is_watched(h, keeper.generation)
+        ):
             node.see_alone(keeper, self.now)
 
     def _is_refused(self, h: int, keeper: Keeper) -> bool:
         """Return whether some peer's machine is reached, and lacks this generation."""
         for peer in map(int, keeper.peers):
             node = self.nodes[peer]
-            if node.awake and not {(h, peer), (peer, h)} & self.cut_peers and node.lacks(keeper.generation):
+            if (
+                node.awake
+                and not {(h, peer), (peer, h)} & self.cut_peers
+                and node.lacks(keeper.generation)
+            ):
                 return True
         return False
 
     def _is_watched(self, h: int, g: int) -> bool:
         if h in self.cut_in | self.cut_out:
             return False
-        return any(isinstance(one, Watcher) and one.generation == g and (one.current or one.frozen) for one in self.workers)
+        return any(
+            isinstance(one, Watcher) and one.generation == g and (one.current or one.frozen)
+            for one in self.workers
+        )
 
     def _stop(self) -> None:
         if self.broken is Broken.OWN_LEASE_ONLY:
@@ -473,7 +518,11 @@ class World:
         return found
 
     def limits_met(self) -> set[Limit]:
-        found = {self._limit(h, node, keeper) for h, node in enumerate(self.nodes) for keeper in node.alive()}
+        found = {
+            self._limit(h, node, keeper)
+            for h, node in enumerate(self.nodes)
+            for keeper in node.alive()
+        }
         return {limit for limit in found if limit is not None}
 
     def _limit(self, h: int, node: Node, keeper: Keeper) -> Limit | None:
@@ -490,7 +539,9 @@ class World:
 
     def check(self) -> None:
         alive = self.alive()
-        assert len(alive) <= 1, f"two tokens are alive at {self.now:g}: {alive} (generation: machines)"
+        assert len(alive) <= 1, (
+            f"two tokens are alive at {self.now:g}: {alive} (generation: machines)"
+        )
         for h, node in enumerate(self.nodes):
             for key, count in node.forks.items():
                 assert count <= 1, f"machine {h} launched generation {key[1]} twice"

@@ -54,7 +54,15 @@ def at(seconds: float) -> datetime:
 
 
 def spec(**changes: Any) -> JobSpec:
-    return JobSpec.model_validate({"name": "llama", "command": ["python", "train.py"], "nodes": 2, "nproc_per_node": 2, **changes})
+    return JobSpec.model_validate(
+        {
+            "name": "llama",
+            "command": ["python", "train.py"],
+            "nodes": 2,
+            "nproc_per_node": 2,
+            **changes,
+        }
+    )
 
 
 def policy(**changes: Any) -> Policy:
@@ -62,7 +70,9 @@ def policy(**changes: Any) -> Policy:
 
 
 def new_job(*, policy: Policy | None = None, **spec_changes: Any) -> JobState:
-    return JobState("default", "llama", 1000, spec(**spec_changes), policy or preset("default"), "ada", T0)
+    return JobState(
+        "default", "llama", 1000, spec(**spec_changes), policy or preset("default"), "ada", T0
+    )
 
 
 def step(job: JobState, event: Event, now: datetime = T0) -> tuple[JobState, Decision]:
@@ -97,7 +107,13 @@ def relaunched(job: JobState, now: datetime = T0) -> JobState:
 
 
 def exited(
-    rank: int = 3, node: str = "n2", *, code: int | None = None, signal: int | None = None, seconds: float = 0.0, **more: Any
+    rank: int = 3,
+    node: str = "n2",
+    *,
+    code: int | None = None,
+    signal: int | None = None,
+    seconds: float = 0.0,
+    **more: Any,
 ) -> RankExited:
     return RankExited(node, rank, rank % 2, code, signal, at(seconds), **more)
 
@@ -141,19 +157,25 @@ def walk(job: JobState, *turns: Turn, now: datetime = T0) -> JobState:
     """Play the turns and compare each decision; a launch that was decided upon goes well, unless the next turn is about it."""
     for number, (make, expected) in enumerate(turns, start=1):
         event = make(job)
-        if job.phase is Phase.LAUNCHING and not isinstance(event, LaunchFailed | LaunchRefused | NodesMissing | NodesAcquired | Launched):
+        if job.phase is Phase.LAUNCHING and not isinstance(
+            event, LaunchFailed | LaunchRefused | NodesMissing | NodesAcquired | Launched
+        ):
             job = relaunched(job, now)
         job, decision = step(job, event, now)
         assert told(decision) == expected, f"turn {number}: {decision}"
     return job
 
 
-def died(code: int = 1, node: str = "n2", rank: int = 3, **more: Any) -> Callable[[JobState], Event]:
+def died(
+    code: int = 1, node: str = "n2", rank: int = 3, **more: Any
+) -> Callable[[JobState], Event]:
     """A rank has exited with a code that no table knows more about, and said nothing."""
     return lambda job: fault(job, exited(rank, node, code=code, **more))
 
 
-def raised(message: str = "ValueError: bad batch", node: str = "n2", code: int = 1) -> Callable[[JobState], Event]:
+def raised(
+    message: str = "ValueError: bad batch", node: str = "n2", code: int = 1
+) -> Callable[[JobState], Event]:
     return lambda job: fault(job, exited(3, node, code=code, error=error(message)))
 
 
@@ -162,17 +184,23 @@ def xid(number: int, text: str = "", *, gpu: str = "0000:05:00", uptime: float =
     return f"[ {uptime:.6f}] NVRM: Xid (PCI:{gpu}): {number}, {text or 'pid=4711, name=python'}"
 
 
-def sick(*lines: str, node: str = "n2", code: int = 1, rank: int = 3) -> Callable[[JobState], Event]:
+def sick(
+    *lines: str, node: str = "n2", code: int = 1, rank: int = 3
+) -> Callable[[JobState], Event]:
     """A rank has exited, and its node's kernel had something to say."""
     return lambda job: fault(job, exited(rank, node, code=code, kernel=lines))
 
 
 def hung(*ranks: int) -> Callable[[JobState], Event]:
-    return lambda job: RanksHung(job.generation, ranks or (0,), "step 7 has not changed for 1800 s", T0)
+    return lambda job: RanksHung(
+        job.generation, ranks or (0,), "step 7 has not changed for 1800 s", T0
+    )
 
 
 def gone(node: str = "n2", seconds: float = 0.0) -> Callable[[JobState], Event]:
-    return lambda job: NodeUnreachable(job.generation, node, timedelta(seconds=seconds), "no answer within 5 s")
+    return lambda job: NodeUnreachable(
+        job.generation, node, timedelta(seconds=seconds), "no answer within 5 s"
+    )
 
 
 def back(node: str = "n2") -> Callable[[JobState], Event]:
@@ -181,16 +209,23 @@ def back(node: str = "n2") -> Callable[[JobState], Event]:
 
 def found(**verdicts: str) -> Callable[[JobState], Event]:
     """`found(n1="HEALTHY", n2="UNHEALTHY")`: the answer to an examination."""
-    nodes = tuple(ExaminedNode(node, Verdict(verdict), f"dcgmi said so of {node}") for node, verdict in verdicts.items())
+    nodes = tuple(
+        ExaminedNode(node, Verdict(verdict), f"dcgmi said so of {node}")
+        for node, verdict in verdicts.items()
+    )
     return lambda job: NodesExamined(job.generation, nodes)
 
 
-def mended(outcome: Literal["done", "refused", "ambiguous"] = "done", reason: str = "boot id b1 is b2") -> Callable[[JobState], Event]:
+def mended(
+    outcome: Literal["done", "refused", "ambiguous"] = "done", reason: str = "boot id b1 is b2"
+) -> Callable[[JobState], Event]:
     """The repair that was ordered last has ended."""
 
     def make(job: JobState) -> Event:
         assert job.recovering is not None
-        return RepairEnded(job.generation, job.tries[-1].strategy, job.recovering.fault.nodes, outcome, reason)
+        return RepairEnded(
+            job.generation, job.tries[-1].strategy, job.recovering.fault.nodes, outcome, reason
+        )
 
     return make
 
@@ -205,16 +240,24 @@ def this(event: Event) -> Callable[[JobState], Event]:
 
 def rungs(*ladder: dict[str, Any], cause: str = "APPLICATION", **changes: Any) -> Policy:
     """The default policy with this one ladder, and room in all other budgets."""
-    return resolve({"no_progress_stop": "off", "max_restarts": 100, "causes": {cause: list(ladder)}, **changes})
+    return resolve(
+        {"no_progress_stop": "off", "max_restarts": 100, "causes": {cause: list(ladder)}, **changes}
+    )
 
 
 def suspected(
-    cause: Cause = Cause.APPLICATION, *nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", exit_code: int | None = 1
+    cause: Cause = Cause.APPLICATION,
+    *nodes: str,
+    gpus: tuple[str, ...] = (),
+    code: str = "exit 1",
+    exit_code: int | None = 1,
 ) -> Diagnosis:
     return Diagnosis(cause, "boom", nodes=nodes, gpus=gpus, code=code, exit_code=exit_code)
 
 
-def climbed(job: JobState, fault: Diagnosis, now: datetime = T0, without: tuple[str, ...] = ()) -> tuple[JobState, Decision]:
+def climbed(
+    job: JobState, fault: Diagnosis, now: datetime = T0, without: tuple[str, ...] = ()
+) -> tuple[JobState, Decision]:
     """Take the first rung for a fault as if it had just been diagnosed, and write the decision down."""
     decision = climb(job, Recovering(fault), now, without)
     return apply_decision(replace(job, recovering=None), decision, now), decision

@@ -9,7 +9,17 @@ from typing import Any, TypeVar
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import Applied, Claimed, Fact, JobsFound, Looked, PermitWanted, Remembered, RepairBegan, RepairEnded
+from relaunch.pool.facts import (
+    Applied,
+    Claimed,
+    Fact,
+    JobsFound,
+    Looked,
+    PermitWanted,
+    Remembered,
+    RepairBegan,
+    RepairEnded,
+)
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Grant, PermitRequest, Place, Suspect
 from relaunch.pool.orders import Look, Order, TellJob
@@ -22,11 +32,24 @@ OneOrder = TypeVar("OneOrder", bound=Order)
 
 
 def nodes(*names: str, gpus: int = 8, spare: bool = False) -> tuple[FleetNode, ...]:
-    return tuple(FleetNode(name=name, address=f"10.0.0.{name[1:]}", gpus=gpus, spare=spare) for name in names)
+    return tuple(
+        FleetNode(name=name, address=f"10.0.0.{name[1:]}", gpus=gpus, spare=spare) for name in names
+    )
 
 
-def gpus(count: int = 8, *used: tuple[int, str], lost: tuple[str, ...] = (), **more: Any) -> Inventory:
-    return Inventory("H100", count, 80 << 30, (1,) * count, "570", used=tuple(GpuUse((gpu,), who) for gpu, who in used), lost=lost, **more)
+def gpus(
+    count: int = 8, *used: tuple[int, str], lost: tuple[str, ...] = (), **more: Any
+) -> Inventory:
+    return Inventory(
+        "H100",
+        count,
+        80 << 30,
+        (1,) * count,
+        "570",
+        used=tuple(GpuUse((gpu,), who) for gpu, who in used),
+        lost=lost,
+        **more,
+    )
 
 
 def look(*names: str) -> Look:
@@ -41,7 +64,9 @@ def suspect(node: str, generation: int = 1, cause: Cause = Cause.GPU_FATAL, **mo
 class Desk:
     """A fleet whose nodes answer what `living`, `silent` and `held` say."""
 
-    def __init__(self, *specs: FleetNode, jobs: tuple[str, ...] = (), begun: bool = True, **limits: Any) -> None:
+    def __init__(
+        self, *specs: FleetNode, jobs: tuple[str, ...] = (), begun: bool = True, **limits: Any
+    ) -> None:
         self.now = T0
         self.busy: set[str] = set()
         self.orders: list[Order] = []
@@ -79,7 +104,13 @@ class Desk:
         self.learn(Looked(tuple(self.seen(name, name in to_read) for name in asked)))
 
     def seen(self, name: str, read: bool) -> NodeProbe:
-        look = NodeProbe(name, self.silent.get(name, ""), "boot", self.held.get(name, ""), self.living.get(name, ()))
+        look = NodeProbe(
+            name,
+            self.silent.get(name, ""),
+            "boot",
+            self.held.get(name, ""),
+            self.living.get(name, ()),
+        )
         count = next((node.spec.gpus for node in self.state.nodes if node.name == name), 0)
         if not (read and count) or look.silent or look.held:
             return look
@@ -103,8 +134,13 @@ class Desk:
         self.now += timedelta(**by)
         return self.go()
 
-    def claim(self, job: str, count: int, seq: int = 1, submission: int = 1, **more: Any) -> list[Order]:
-        more["holds"] = tuple(one if isinstance(one, Place) else Place(one) for one in more.get("holds", more.get("keep", ())))
+    def claim(
+        self, job: str, count: int, seq: int = 1, submission: int = 1, **more: Any
+    ) -> list[Order]:
+        more["holds"] = tuple(
+            one if isinstance(one, Place) else Place(one)
+            for one in more.get("holds", more.get("keep", ()))
+        )
         return self.go(Claimed(Claim(job, submission, seq, count, **{"since": T0, **more})))
 
     def of(self, kind: type[OneOrder]) -> list[OneOrder]:
@@ -130,10 +166,14 @@ def began(node: str, run: str = "r1", by: str = "fleet gpus") -> RepairBegan:
     return RepairBegan(node, f"repair/gpus/{node}", run, by, "Xid 79")
 
 
-def ended(node: str, outcome: Any = "done", run: str = "r1", job: str = "", **more: Any) -> RepairEnded:
+def ended(
+    node: str, outcome: Any = "done", run: str = "r1", job: str = "", **more: Any
+) -> RepairEnded:
     verdict = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
     told = {"by": "fleet gpus", "reason": "is healthy", "verdict": verdict, **more}
-    return RepairEnded(node, f"repair/gpus/{node}", run, told["by"], job, outcome, told["verdict"], told["reason"])
+    return RepairEnded(
+        node, f"repair/gpus/{node}", run, told["by"], job, outcome, told["verdict"], told["reason"]
+    )
 
 
 def permit(node: str, step: Any = "reset", seq: int = 1, run: str = "r1") -> PermitWanted:

@@ -37,9 +37,18 @@ def searched(examples: int) -> settings:
 def written(number: int) -> Policy:
     """A policy that somebody may have written: one number, one policy."""
     choice = Choice(number)
-    rows: tuple[dict[str, Any], ...] = ({}, {"window": "1h"}, {"window": "1d"}, {"consecutive": True})
+    rows: tuple[dict[str, Any], ...] = (
+        {},
+        {"window": "1h"},
+        {"window": "1d"},
+        {"consecutive": True},
+    )
     # A row that is begun anew by the very faults it counts never ends: NODE_LOST has a ladder of its own.
-    ladders = {Cause.UNKNOWN: _ladder(choice, (*rows, {"consecutive": True, "reset_by": ["NODE_LOST", "PROGRESS"]}))}
+    ladders = {
+        Cause.UNKNOWN: _ladder(
+            choice, (*rows, {"consecutive": True, "reset_by": ["NODE_LOST", "PROGRESS"]})
+        )
+    }
     ladders[Cause.NODE_LOST] = _ladder(choice, rows)
     for cause in (Cause.GPU_RESET, Cause.APPLICATION, Cause.HANG):
         if choice.once_in(2):
@@ -57,14 +66,19 @@ def written(number: int) -> Policy:
 def _ladder(choice: Choice, rows: tuple[dict[str, Any], ...]) -> tuple[Rung, ...]:
     rungs: dict[str, Rung] = {}
     for _ in range(choice.among((1, 2, 3))):
-        strategy = choice.among([one for one in Strategy if not one.ends and one is not Strategy.GROW])
+        strategy = choice.among(
+            [one for one in Strategy if not one.ends and one is not Strategy.GROW]
+        )
         rung = Rung(
             strategy=strategy,
             tries=choice.among((1, 2, 3)),
-            key=choice.among((("cause",), ("job",), ("node",), ("cause", "node"), ("node", "gpu", "code"))),
+            key=choice.among(
+                (("cause",), ("job",), ("node",), ("cause", "node"), ("node", "gpu", "code"))
+            ),
             when=choice.among(((), (), (Verdict.UNHEALTHY,), (Verdict.HEALTHY, Verdict.UNKNOWN))),
             codes=choice.among(((), (), ("exit 1",))),
-            isolate=strategy in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK) and choice.once_in(2),
+            isolate=strategy in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK)
+            and choice.once_in(2),
             spends=choice.once_in(2) and strategy is not Strategy.SHRINK,
             **choice.among(rows),
         )
@@ -78,7 +92,11 @@ policies = st.sampled_from(PRESETS) | NUMBER.map(written)
 
 
 def moves(*kinds: Any, pauses: tuple[timedelta, ...] = PAUSES) -> st.SearchStrategy[list[Move]]:
-    return st.lists(st.builds(Move, st.sampled_from(kinds), NUMBER, st.sampled_from(pauses)), min_size=STEPS // 2, max_size=STEPS)
+    return st.lists(
+        st.builds(Move, st.sampled_from(kinds), NUMBER, st.sampled_from(pauses)),
+        min_size=STEPS // 2,
+        max_size=STEPS,
+    )
 
 
 likely = moves(*OFTEN, *OFTEN, "people", "again")

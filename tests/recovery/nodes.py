@@ -47,11 +47,22 @@ def gpu(index: int = 0, **changes: Any) -> dict[str, Any]:
 
 def nvml(*rows: Any, count: int = 8) -> dict[str, Any]:
     """Eight healthy GPUs, the first of them as given."""
-    return {"driver": "570.148.08", "nvml": "13.570", "gpus": [*rows, *(gpu(index) for index in range(len(rows), count))]}
+    return {
+        "driver": "570.148.08",
+        "nvml": "13.570",
+        "gpus": [*rows, *(gpu(index) for index in range(len(rows), count))],
+    }
 
 
 def disk(path: str = "/var/tmp/relaunch", **changes: Any) -> dict[str, Any]:
-    return {"path": path, "total": 10**12, "free": 6 * 10**11, "inodes_free": 58_000_000, "writable": True, **changes}
+    return {
+        "path": path,
+        "total": 10**12,
+        "free": 6 * 10**11,
+        "inodes_free": 58_000_000,
+        "writable": True,
+        **changes,
+    }
 
 
 def probe(**changes: Any) -> dict[str, Any]:
@@ -75,10 +86,21 @@ def probe(**changes: Any) -> dict[str, Any]:
 
 
 def diag(stdout: Any = PASS, exit_code: Any = 0, **changes: Any) -> dict[str, Any]:
-    answer = {"outcome": "done", "boot_id": "boot-1", "exit_code": exit_code, "stdout": stdout, "stderr": "", "took": 3.0, **changes}
+    answer = {
+        "outcome": "done",
+        "boot_id": "boot-1",
+        "exit_code": exit_code,
+        "stdout": stdout,
+        "stderr": "",
+        "took": 3.0,
+        **changes,
+    }
     return {key: value for key, value in answer.items() if value is not ...}
 
 
 def journal(*entries: tuple[float, str], boot_id: str = "boot-0") -> list[dict[str, Any]]:
     """Reboots so many seconds ago, by id."""
-    return [{"at": WALL - ago, "id": id_, "reason": "Xid 79", "boot_id": boot_id} for ago, id_ in entries]
+    return [
+        {"at": WALL - ago, "id": id_, "reason": "Xid 79", "boot_id": boot_id}
+        for ago, id_ in entries
+    ]

@@ -41,7 +41,19 @@ from relaunch.job.events import (
 )
 from relaunch.job.ladder import left_with
 from relaunch.job.ranks import seat
-from relaunch.job.state import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+from relaunch.job.state import (
+    Ask,
+    Decision,
+    Examine,
+    ExaminedNode,
+    Ignore,
+    JobState,
+    Phase,
+    Relaunch,
+    Repair,
+    Stop,
+    Wait,
+)
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, error, new_job
@@ -52,7 +64,18 @@ INVENTORY = tuple(f"n{number}" for number in range(1, 8))
 """More nodes than any gang here has, and few enough that isolating one after the other leaves too few."""
 PAUSES = tuple(timedelta(seconds=s) for s in (0, 0, 0, 1, 20, 90, 600, 2400, 5 * 3600, 25 * 3600))
 """Nothing, as two reports in one task; up to beyond every window of the presets."""
-WATCHED: tuple[str, ...] = ("fault", "fault", "fault", "hung", "unreachable", "returned", "progress", "progress", "step", "succeeded")
+WATCHED: tuple[str, ...] = (
+    "fault",
+    "fault",
+    "fault",
+    "hung",
+    "unreachable",
+    "returned",
+    "progress",
+    "progress",
+    "step",
+    "succeeded",
+)
 PEOPLE: tuple[str, ...] = ("cancel", "retry", "declare", "change", "reject", "archive")
 
 
@@ -60,7 +83,9 @@ class Choice:
     """Takes one number apart, so that a move means something in whatever state it comes."""
 
     def __init__(self, number: int) -> None:
-        self._left = number * 0x9E3779B97F4A7C15 % 2**64 >> 8  # Fibonacci hashing: neighbours choose differently, 0 chooses the first
+        self._left = (
+            number * 0x9E3779B97F4A7C15 % 2**64 >> 8
+        )  # Fibonacci hashing: neighbours choose differently, 0 chooses the first
 
     def among(self, options: Sequence[T]) -> T:
         self._left, index = divmod(self._left, len(options))
@@ -86,7 +111,14 @@ class Turn:
 class Run:
     """The workflow's loop without the workflow: one act at a time, a watch, a deadline."""
 
-    def __init__(self, policy: Policy, *, nodes: int | dict[str, int] = 2, others: tuple[Policy, ...] = (), **always: object) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        nodes: int | dict[str, int] = 2,
+        others: tuple[Policy, ...] = (),
+        **always: object,
+    ) -> None:
         self.job = new_job(policy=policy, nodes=nodes)
         self.now = T0
         self.others = others
@@ -118,7 +150,11 @@ class Run:
             case Stop():
                 self.watching, self.deadline, self.act = False, None, self._stop()
             case Examine() | Repair():
-                self.watching, self.deadline, self.act = False, decision.until, self._look_after(decision)
+                self.watching, self.deadline, self.act = (
+                    False,
+                    decision.until,
+                    self._look_after(decision),
+                )
             case Ask():
                 self.deadline = self.job.next.at
                 self.watching = bool(self.job.lost)
@@ -167,7 +203,12 @@ class Run:
     @property
     def moves_on(self) -> bool:
         """Whether anything is left that can wake the workflow without a person."""
-        return self.job.phase.is_final or self.act is not None or self.watching or self.deadline is not None
+        return (
+            self.job.phase.is_final
+            or self.act is not None
+            or self.watching
+            or self.deadline is not None
+        )
 
     # --- what the activities would answer
 
@@ -180,14 +221,18 @@ class Run:
         elif decision.strategy is Strategy.SHRINK:
             places = tuple(slot.node for slot in left_with(self.job, tuple(excluded)))
         elif not decision.keep_nodes or not places or excluded & set(places):
-            kept = [node if decision.keep_nodes and node not in excluded else None for node in places] or [None] * spec.node_count
+            kept = [
+                node if decision.keep_nodes and node not in excluded else None for node in places
+            ] or [None] * spec.node_count
             free = [node for node in INVENTORY if node not in excluded and node not in kept]
             if spec.is_elastic:
                 left = [node for node in kept if node is not None]
                 fewest = max(0, spec.fewest_nodes - len(left))
                 most = max(fewest, min(len(free), spec.node_count - len(left)))
                 kept = [*left, *([None] * self.choice.among(range(fewest, most + 1)))]
-            if len(free) < kept.count(None) or self._answer("missing", (False, False, False, False, False, True)):
+            if len(free) < kept.count(None) or self._answer(
+                "missing", (False, False, False, False, False, True)
+            ):
                 hopeless = self.choice.once_in(8)
                 yield NodesMissing("too few nodes answer", hopeless)
                 if hopeless:
@@ -202,7 +247,9 @@ class Run:
             places = tuple(node if node is not None else next(taken) for node in kept)
         if set(self.job.maybe_alive) - set(places):
             yield RanksStopped(decision.generation - 1, self.job.maybe_alive, self.now)
-        yield NodesAcquired(seat(self.job.slots, tuple(Place(node, f"10.0.0.{node[1:]}") for node in places)))
+        yield NodesAcquired(
+            seat(self.job.slots, tuple(Place(node, f"10.0.0.{node[1:]}") for node in places))
+        )
         generation, node = decision.generation, self.choice.among(places)
         match self._answer("launch", ("well", "well", "well", "well", "failed", "refused")):
             case "failed":
@@ -210,9 +257,17 @@ class Run:
                 within = self.job.policy.timeouts.valid_for if started else timedelta(0)
                 yield LaunchFailed(generation, (node,), started, within, f"{node} does not answer")
             case "refused":
-                why = self._answer("refusal", ("expired", "stuck", "command_not_found", "secret_missing", "not_above"))
+                why = self._answer(
+                    "refusal",
+                    ("expired", "stuck", "command_not_found", "secret_missing", "not_above"),
+                )
                 seen = (
-                    (self.job.submission + self.choice.once_in(9), generation + self.choice.among((0, 3))) if why == "not_above" else None
+                    (
+                        self.job.submission + self.choice.once_in(9),
+                        generation + self.choice.among((0, 3)),
+                    )
+                    if why == "not_above"
+                    else None
                 )
                 yield LaunchRefused(generation, (NodeRefusal(node, why, f"refused: {why}", seen),))
             case _:
@@ -224,31 +279,53 @@ class Run:
             yield RanksStopped(generation, self.job.maybe_alive, self.now)
         if isinstance(decision, Examine):
             yield NodesExamined(
-                generation, tuple(ExaminedNode(node, self._answer("verdict", tuple(Verdict)), "examined") for node in decision.nodes)
+                generation,
+                tuple(
+                    ExaminedNode(node, self._answer("verdict", tuple(Verdict)), "examined")
+                    for node in decision.nodes
+                ),
             )
         else:
             outcome = self._answer("outcome", OUTCOMES)
-            yield RepairEnded(generation, decision.strategy, decision.nodes, outcome, f"it is {outcome}")
+            yield RepairEnded(
+                generation, decision.strategy, decision.nodes, outcome, f"it is {outcome}"
+            )
 
     def _stop(self) -> Iterator[Event]:
-        nodes = tuple(dict.fromkeys((*self.job.maybe_alive, *(slot.node for slot in self.job.slots))))
+        nodes = tuple(
+            dict.fromkeys((*self.job.maybe_alive, *(slot.node for slot in self.job.slots)))
+        )
         if nodes:
             yield RanksStopped(self.job.generation, nodes, self.now)
 
     def _clean_up(self) -> Iterator[Event]:
-        yield RanksStopped(self.job.generation, tuple(slot.node for slot in self.job.slots), self.now)
+        yield RanksStopped(
+            self.job.generation, tuple(slot.node for slot in self.job.slots), self.now
+        )
 
     # --- what may happen at any time
 
     def make(self, kind: str, choice: Choice) -> tuple[Event, ...]:
         """What a watch reports together, or a person sends; nothing where it cannot happen."""
-        generation, nodes = self.job.generation, tuple(slot.node for slot in self.job.slots) or INVENTORY[:1]
+        generation, nodes = (
+            self.job.generation,
+            tuple(slot.node for slot in self.job.slots) or INVENTORY[:1],
+        )
         node, silence = choice.among(nodes), timedelta(minutes=4)
         match kind:
             case "fault":
                 with_progress = self._progress(choice) if choice.once_in(3) else ()
                 silent = ((choice.among(nodes), silence),) if choice.once_in(6) else ()
-                return (*with_progress, FaultObserved(generation, self._observations(choice), choice.among((0, 5)), self.now, silent))
+                return (
+                    *with_progress,
+                    FaultObserved(
+                        generation,
+                        self._observations(choice),
+                        choice.among((0, 5)),
+                        self.now,
+                        silent,
+                    ),
+                )
             case "hung":
                 silent = ((node, silence),) if choice.once_in(4) else ()
                 return (RanksHung(generation, (1, 3), "no step for 30 minutes", self.now, silent),)
@@ -260,13 +337,23 @@ class Run:
                 return self._progress(choice)
             case "step":
                 at = self.job.report_at_step
-                return () if at is None else (StepReached(generation, at + choice.among((0, 2)), self.now),)
+                return (
+                    ()
+                    if at is None
+                    else (StepReached(generation, at + choice.among((0, 2)), self.now),)
+                )
             case "succeeded":
                 return (RanksSucceeded(generation),) if choice.once_in(6) else ()
             case "cancel":
-                return (CancelRequested("", choice.among(("", "ada"))),) if choice.once_in(8) else ()
+                return (
+                    (CancelRequested("", choice.among(("", "ada"))),) if choice.once_in(8) else ()
+                )
             case "retry":
-                return (RetryRequested("", "ada", (node,) if choice.once_in(3) else (), choice.once_in(3)),)
+                return (
+                    RetryRequested(
+                        "", "ada", (node,) if choice.once_in(3) else (), choice.once_in(3)
+                    ),
+                )
             case "declare":
                 return (NodeDeclaredDead(choice.among(INVENTORY), "smoke", "ada"),)
             case "change":
@@ -277,14 +364,20 @@ class Run:
                 return (IncidentsArchived(len(self.job.incidents) // 2),)
 
     def _progress(self, choice: Choice) -> tuple[Event, ...]:
-        self.step = max(0, self.step + choice.among((5, 0, -5)))  # a checkpoint may lie before what was seen
+        self.step = max(
+            0, self.step + choice.among((5, 0, -5))
+        )  # a checkpoint may lie before what was seen
         return (ProgressSeen(self.job.generation, self.step, self.now),)
 
     def _observations(self, choice: Choice) -> tuple[Observation, ...]:
         places = tuple(slot.node for slot in self.job.slots) or INVENTORY[:1]
         place = choice.among(range(len(places)))
         root = self.of(choice, "ending", ENDINGS)(places[place], 2 * place, self.now)
-        echoes = tuple(echo(node, 2 * index + 1, self.now) for index, node in enumerate(places)) if choice.once_in(3) else ()
+        echoes = (
+            tuple(echo(node, 2 * index + 1, self.now) for index, node in enumerate(places))
+            if choice.once_in(3)
+            else ()
+        )
         return choice.among(((root, *echoes), (*echoes, root), echoes or (root,)))
 
     def wild(self, choice: Choice) -> Event:
@@ -293,23 +386,48 @@ class Run:
         node, other = choice.among(INVENTORY[:4]), choice.among(INVENTORY)
         made: tuple[Event, ...] = (
             Submitted("", "ada"),
-            NodesAcquired(seat(self.job.slots, tuple(Place(name, name) for name in INVENTORY[: self.job.spec.node_count]))),
+            NodesAcquired(
+                seat(
+                    self.job.slots,
+                    tuple(Place(name, name) for name in INVENTORY[: self.job.spec.node_count]),
+                )
+            ),
             RanksFound((node, other)),
             NodesMissing("too few nodes answer", choice.once_in(20)),
             Launched(generation, self.now, self.now),
-            LaunchRefused(generation, (NodeRefusal(node, choice.among(("stuck", "expired")), "no", (1000, generation)),)),
+            LaunchRefused(
+                generation,
+                (NodeRefusal(node, choice.among(("stuck", "expired")), "no", (1000, generation)),),
+            ),
             LaunchFailed(generation, (node,), choice.once_in(2), timedelta(minutes=1), "no answer"),
             FaultObserved(generation, self._observations(choice), 0, self.now),
             FaultObserved(generation, (), 3, self.now),
-            RanksHung(generation, (), "no step", self.now, ((node, timedelta(0)),) if choice.once_in(2) else ()),
+            RanksHung(
+                generation,
+                (),
+                "no step",
+                self.now,
+                ((node, timedelta(0)),) if choice.once_in(2) else (),
+            ),
             NodeUnreachable(generation, node, timedelta(minutes=3), "no route"),
             NodeReturned(generation, node),
             ProgressSeen(generation, choice.among((0, 5, 500)), self.now),
             StepReached(generation, choice.among((0, 5, 500)), self.now),
             RanksStopped(generation, (node, other), self.now, (node,)),
-            NodesExamined(generation, tuple(ExaminedNode(n, choice.among(tuple(Verdict)), "") for n in {node: 0, other: 0})),
+            NodesExamined(
+                generation,
+                tuple(
+                    ExaminedNode(n, choice.among(tuple(Verdict)), "") for n in {node: 0, other: 0}
+                ),
+            ),
             NodesExamined(generation, ()),
-            RepairEnded(generation, choice.among((Strategy.RESET_GPU, Strategy.REBOOT_NODE)), (node,), choice.among(OUTCOMES), "so"),
+            RepairEnded(
+                generation,
+                choice.among((Strategy.RESET_GPU, Strategy.REBOOT_NODE)),
+                (node,),
+                choice.among(OUTCOMES),
+                "so",
+            ),
             DeadlinePassed(),
             NodeDeclaredDead(node, "", ""),
             RetryRequested("", "", (node, other), choice.once_in(2)),
@@ -348,13 +466,26 @@ class Move:
                 run.take(run.wild(choice))
 
 
-OUTCOMES: tuple[Literal["done", "refused", "ambiguous"], ...] = ("done", "done", "refused", "ambiguous")
+OUTCOMES: tuple[Literal["done", "refused", "ambiguous"], ...] = (
+    "done",
+    "done",
+    "refused",
+    "ambiguous",
+)
 
 # --- what a rank may end with, a row for each cause that has evidence of its own
 
 
 def echo(node: str, rank: int, at: datetime) -> RankExited:
-    return RankExited(node, rank, rank % 2, 1, None, at, error=error("ConnectionResetError: [Errno 104] Connection reset by peer", None))
+    return RankExited(
+        node,
+        rank,
+        rank % 2,
+        1,
+        None,
+        at,
+        error=error("ConnectionResetError: [Errno 104] Connection reset by peer", None),
+    )
 
 
 def fenced(node: str, rank: int, at: datetime) -> RanksFenced:
@@ -377,7 +508,17 @@ class Root:
 
     def __call__(self, node: str, rank: int, at: datetime) -> RankExited:
         said = None if self.message is None else error(self.message, at.timestamp() - 1)
-        return RankExited(node, rank, rank % 2, self.code, self.signal, at, error=said, log_tail=self.tail, kernel=self.kernel)
+        return RankExited(
+            node,
+            rank,
+            rank % 2,
+            self.code,
+            self.signal,
+            at,
+            error=said,
+            log_tail=self.tail,
+            kernel=self.kernel,
+        )
 
 
 def xid(code: int, gpu: str = "0000:05:00") -> tuple[str, ...]:
@@ -389,7 +530,10 @@ ROOTS = (
     Root(code=1),
     Root(code=7, tail=("training begins", "something is wrong")),
     Root(code=1, message="ValueError: bad batch"),
-    Root(code=1, message="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"),
+    Root(
+        code=1,
+        message="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
+    ),
     Root(code=1, message="FloatingPointError: loss is nan"),
     Root(code=1, message="OSError: [Errno 116] Stale file handle: '/mnt/nfs/data'"),
     Root(code=127),

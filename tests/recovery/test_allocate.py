@@ -29,7 +29,9 @@ def test_a_job_gets_all_its_nodes_in_file_order() -> None:
     desk = Desk()
     desk.claim("a", 2)
     grant = desk.grants()["a"]
-    assert grant == Grant(1, 1, "granted", (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")), "n1, n2 joined")
+    assert grant == Grant(
+        1, 1, "granted", (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")), "n1, n2 joined"
+    )
     assert desk.record("a").granted == grant.places
 
 
@@ -38,7 +40,9 @@ def test_a_job_that_cannot_have_all_gets_none_and_hears_who_has_them() -> None:
     desk.claim("a", 3)
     desk.claim("b", 2)
     assert desk.granted() == {}
-    assert desk.grants("waiting")["b"] == Grant(1, 1, "waiting", reason="1 of 2 nodes: job a holds 3")
+    assert desk.grants("waiting")["b"] == Grant(
+        1, 1, "waiting", reason="1 of 2 nodes: job a holds 3"
+    )
 
 
 def test_replacements_come_first_then_priority_then_who_came_first_then_the_name() -> None:
@@ -77,7 +81,10 @@ def test_a_large_claim_is_not_passed_by_for_ever() -> None:
     desk.claim("large", 4, **ages(1))
     desk.claim("late", 1, **ages(2))
     assert desk.granted() == {}
-    assert desk.grants("waiting")["late"].reason == "0 of 1 nodes: job large comes first; job small holds 1"
+    assert (
+        desk.grants("waiting")["late"].reason
+        == "0 of 1 nodes: job large comes first; job small holds 1"
+    )
     desk.claim("small", 0, seq=2)
     assert desk.granted() == {"large": ["n1", "n2", "n3", "n4"]}
 
@@ -122,7 +129,10 @@ def test_who_avoids_a_node_leaves_it_to_those_who_come_later() -> None:
     assert desk.granted() == {"late": ["n4"]}
     desk.claim("later", 1, **ages(3))
     reason = "2 of 3 nodes: job a holds 1, job late holds 1; it avoids n4"
-    assert desk.grants("waiting")["later"].reason == "0 of 1 nodes: job large comes first; job a holds 1, job late holds 1"
+    assert (
+        desk.grants("waiting")["later"].reason
+        == "0 of 1 nodes: job large comes first; job a holds 1, job late holds 1"
+    )
     desk.wait(seconds=6)
     assert desk.record("large").said == reason
 
@@ -145,7 +155,10 @@ def test_jobs_share_a_node_by_its_lowest_free_gpus_and_pack_it() -> None:
     desk.claim("whole", 1, gpus=8)
     assert desk.grants()["whole"].places == (Place("n2", "10.0.0.2", ()),)
     desk.claim("b", 2, gpus=4)
-    assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (2, 3, 4, 5)), Place("n3", "10.0.0.3", (0, 1, 2, 3)))
+    assert desk.grants()["b"].places == (
+        Place("n1", "10.0.0.1", (2, 3, 4, 5)),
+        Place("n3", "10.0.0.3", (0, 1, 2, 3)),
+    )
     desk.claim("a", 0, seq=2)
     desk.claim("c", 1, gpus=3)
     assert desk.grants()["c"].places == (Place("n1", "10.0.0.1", (0, 1, 6)),)
@@ -190,11 +203,15 @@ def test_a_job_goes_on_with_what_it_keeps_and_with_its_share_of_it() -> None:
     keeps: dict[str, Any] = {"gpus": 4, "running": True, "keep": ("n2", "n1"), "holds": places}
     assert desk.claim("a", 2, seq=2, **keeps) == [], "it knows that"
     assert desk.record("a").granted == places[::-1]
-    assert desk.claim("a", 2, seq=2, **keeps) == [TellJob("a", Grant(1, 2, "granted", places[::-1], "it goes on with what it has"))]
+    assert desk.claim("a", 2, seq=2, **keeps) == [
+        TellJob("a", Grant(1, 2, "granted", places[::-1], "it goes on with what it has"))
+    ]
     assert desk.go() == []
 
 
-def test_a_job_that_keeps_what_it_has_is_told_where_ranks_of_an_earlier_submission_may_live() -> None:
+def test_a_job_that_keeps_what_it_has_is_told_where_ranks_of_an_earlier_submission_may_live() -> (
+    None
+):
     desk = Desk()
     desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.look()
@@ -215,14 +232,20 @@ def test_a_replacement_comes_after_what_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("standing", "drain", "stays"),
-    [(NodeStatus.QUARANTINED, None, True), (NodeStatus.QUARANTINED, timedelta(minutes=5), False), (NodeStatus.SUSPECT, None, False)],
+    [
+        (NodeStatus.QUARANTINED, None, True),
+        (NodeStatus.QUARANTINED, timedelta(minutes=5), False),
+        (NodeStatus.SUSPECT, None, False),
+    ],
 )
 def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_left(
     standing: NodeStatus, drain: timedelta | None, stays: bool
 ) -> None:
     desk = Desk()
     desk.claim("a", 1)
-    more: dict[str, Any] = {"suspects": (suspect("n1", isolate=True),)} if standing is NodeStatus.SUSPECT else {}
+    more: dict[str, Any] = (
+        {"suspects": (suspect("n1", isolate=True),)} if standing is NodeStatus.SUSPECT else {}
+    )
     if standing is NodeStatus.QUARANTINED:
         desk.go(QuarantineAsked("n1", "a fan", "grace", drain))
     desk.claim("a", 1, seq=2, running=True, keep=("n1",), **more)
@@ -233,7 +256,9 @@ def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_le
 def test_what_is_kept_but_not_held_or_avoided_or_unknown_is_not_kept() -> None:
     desk = Desk()
     desk.claim("b", 1)
-    desk.claim("a", 3, running=True, keep=("n1", "n3", "n9", "n4", "n4"), holds=("n3", "n4"), avoid=("n3",))
+    desk.claim(
+        "a", 3, running=True, keep=("n1", "n3", "n9", "n4", "n4"), holds=("n3", "n4"), avoid=("n3",)
+    )
     assert desk.granted() == {}
     desk.claim("b", 0, seq=2)
     assert desk.granted() == {"a": ["n4", "n1", "n2"]}
@@ -277,8 +302,18 @@ def test_a_job_does_not_keep_what_was_given_away_before_it_said_that_it_has_it()
     desk.claim("a", 1)
     desk.claim("b", 1, gpus=4)
     desk.wait(seconds=30)
-    assert (desk.record("a").granted, desk.record("b").granted) == ((Place("n1", "10.0.0.1"),), (Place("n2", "10.0.0.2", (0, 1, 2, 3)),))
-    desk.claim("late", 2, gpus=4, running=True, keep=("n1", "n2"), holds=(Place("n1", gpus=(0, 1, 2, 3)), Place("n2", gpus=(4, 5, 6, 7))))
+    assert (desk.record("a").granted, desk.record("b").granted) == (
+        (Place("n1", "10.0.0.1"),),
+        (Place("n2", "10.0.0.2", (0, 1, 2, 3)),),
+    )
+    desk.claim(
+        "late",
+        2,
+        gpus=4,
+        running=True,
+        keep=("n1", "n2"),
+        holds=(Place("n1", gpus=(0, 1, 2, 3)), Place("n2", gpus=(4, 5, 6, 7))),
+    )
     assert desk.granted() == {"late": ["n2", "n3"]}
     assert desk.claim("a", 1, seq=2, running=True, keep=("n1",)) == []
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
@@ -291,7 +326,10 @@ def test_spares_are_for_jobs_that_have_run() -> None:
     desk = Desk(*SPARE)
     desk.claim("a", 2)
     desk.claim("b", 1)
-    assert desk.grants("waiting")["b"].reason == "0 of 1 nodes: job a holds 2; 2 spares are for jobs that have run"
+    assert (
+        desk.grants("waiting")["b"].reason
+        == "0 of 1 nodes: job a holds 2; 2 spares are for jobs that have run"
+    )
     desk.claim("a", 2, seq=2, running=True, keep=("n1",), holds=("n1",), avoid=("n2",))
     assert desk.granted()["a"] == ["n1", "n8"]
     assert desk.granted()["b"] == ["n2"]
@@ -311,7 +349,9 @@ def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() ->
     desk.now += timedelta(seconds=20)
     desk.look(("n8", "n9"))
     desk.silent["n2"] = "it is off"
-    desk.learn(Claimed(Claim("a", 1, 2, 2, running=True, keep=("n1",), holds=(Place("n1"),), since=T0)))
+    desk.learn(
+        Claimed(Claim("a", 1, 2, 2, running=True, keep=("n1",), holds=(Place("n1"),), since=T0))
+    )
     assert desk.settle() == [look("n2")]
     desk.look(("n2",))
     desk.settle()
@@ -346,15 +386,22 @@ def test_a_job_that_would_have_its_nodes_in_a_moment_is_told_nothing_but_not_for
     assert desk.wakes_in() == 3
     desk.now += timedelta(seconds=3)
     desk.settle()
-    assert desk.grants("waiting")["a"].reason == "0 of 2 nodes: it is looked whether the others answer"
+    assert (
+        desk.grants("waiting")["a"].reason == "0 of 2 nodes: it is looked whether the others answer"
+    )
 
 
-def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_often_with_time() -> None:
+def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_often_with_time() -> (
+    None
+):
     desk = Desk(*nodes("n1", "n2"))
     desk.silent["n2"] = "connection refused"
     desk.wait(minutes=1)
     desk.claim("a", 2)
-    assert desk.grants("waiting")["a"].reason == "1 of 2 nodes: n2 does not answer (connection refused)"
+    assert (
+        desk.grants("waiting")["a"].reason
+        == "1 of 2 nodes: n2 does not answer (connection refused)"
+    )
     looks = []
     end = desk.now + timedelta(seconds=55)
     while desk.now < end:
@@ -434,7 +481,10 @@ def test_more_than_the_fleet_has_is_hopeless_and_waits_no_more() -> None:
     assert desk.grants("hopeless")["a"].reason == "fleet gpus has 2 nodes, and 3 are wanted"
     assert not desk.record("a").waits
     desk.claim("b", 2, gpus=8)
-    assert desk.grants("hopeless")["b"].reason == "fleet gpus has 1 node with 8 GPUs or more, and 2 are wanted"
+    assert (
+        desk.grants("hopeless")["b"].reason
+        == "fleet gpus has 1 node with 8 GPUs or more, and 2 are wanted"
+    )
     desk.claim("c", 2, avoid=("n1", "n2"))
     assert desk.grants("waiting")["c"].reason == "0 of 2 nodes: it avoids n1, n2"
 
@@ -443,7 +493,10 @@ def test_a_fleet_whose_file_names_nothing_is_hopeless() -> None:
     desk = Desk(begun=False)
     desk.learn(Applied("ask", (), desk.limits))
     desk.claim("a", 1)
-    assert desk.grants("hopeless")["a"].reason == "the file of fleet gpus names no node, and 1 are wanted"
+    assert (
+        desk.grants("hopeless")["a"].reason
+        == "the file of fleet gpus names no node, and 1 are wanted"
+    )
 
 
 def test_a_node_that_left_the_file_still_counts_for_the_job_that_keeps_it() -> None:
@@ -490,7 +543,9 @@ def test_names_and_reasons_that_are_many_are_counted() -> None:
     desk.claim("a", 2, seq=2, running=True, keep=("n1",), avoid=("n2", "n3", "n4", "n5"))
     assert desk.granted()["a"] == ["n1", "n9"]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n9"), avoid=("n2", "n3", "n4", "n5"))
-    assert desk.grants("waiting")["a"].reason.startswith("2 of 3 nodes: job b holds 1, job c holds 1, job d holds 1, 1 more job holds the")
+    assert desk.grants("waiting")["a"].reason.startswith(
+        "2 of 3 nodes: job b holds 1, job c holds 1, job d holds 1, 1 more job holds the"
+    )
     assert desk.grants("waiting")["a"].reason.endswith("it avoids n2, n3, n4 and 1 more")
 
 
@@ -507,7 +562,20 @@ def stuck(**more: Any) -> Desk:
     """Two jobs of four nodes, each with two, that both lost others."""
     desk = Desk(**more)
     for job, kept in {"a": ("n1", "n2"), "b": ("n3", "n4")}.items():
-        desk.learn(Claimed(Claim(job, 1, 1, 4, running=True, keep=kept, holds=tuple(Place(one) for one in kept), since=T0)))
+        desk.learn(
+            Claimed(
+                Claim(
+                    job,
+                    1,
+                    1,
+                    4,
+                    running=True,
+                    keep=kept,
+                    holds=tuple(Place(one) for one in kept),
+                    since=T0,
+                )
+            )
+        )
     desk.go()
     return desk
 
@@ -539,8 +607,35 @@ def test_who_was_asked_to_give_way_and_does_not_is_not_asked_again() -> None:
 
 def test_nobody_gives_way_where_it_helps_nobody() -> None:
     desk = Desk()
-    desk.learn(Claimed(Claim("a", 1, 1, 4, running=True, keep=("n1",), holds=(Place("n1"),), avoid=("n3",), since=T0)))
-    desk.learn(Claimed(Claim("b", 1, 1, 4, running=True, keep=("n3", "n4"), holds=(Place("n3"), Place("n4"), Place("n7")), since=T0)))
+    desk.learn(
+        Claimed(
+            Claim(
+                "a",
+                1,
+                1,
+                4,
+                running=True,
+                keep=("n1",),
+                holds=(Place("n1"),),
+                avoid=("n3",),
+                since=T0,
+            )
+        )
+    )
+    desk.learn(
+        Claimed(
+            Claim(
+                "b",
+                1,
+                1,
+                4,
+                running=True,
+                keep=("n3", "n4"),
+                holds=(Place("n3"), Place("n4"), Place("n7")),
+                since=T0,
+            )
+        )
+    )
     desk.go()
     desk.wait(minutes=11)
     assert desk.grants("yield") == {}
@@ -550,7 +645,9 @@ def test_nobody_gives_way_where_it_helps_nobody() -> None:
 def test_a_grant_to_a_running_job_begins_the_wait_anew() -> None:
     desk = stuck()
     desk.now += timedelta(minutes=9)
-    desk.learn(Claimed(Claim("c", 1, 1, 1, priority=1, running=True, holds=(Place("n5"),), since=T0)))
+    desk.learn(
+        Claimed(Claim("c", 1, 1, 1, priority=1, running=True, holds=(Place("n5"),), since=T0))
+    )
     desk.go(Applied("act", (*desk.specs, FleetNode(name="n5", address="5", gpus=8)), desk.limits))
     assert desk.granted() == {"c": ["n5"]}
     desk.wait(minutes=9, seconds=30)

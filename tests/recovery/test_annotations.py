@@ -8,13 +8,24 @@ from itertools import product
 import pytest
 
 from relaunch.evidence.causes import Cause
-from relaunch.spec.annotations import FAIL, HANG_RETRY, JOB_RETRIES, POD_RETRIES, UNCONDITIONAL, annotated
+from relaunch.spec.annotations import (
+    FAIL,
+    HANG_RETRY,
+    JOB_RETRIES,
+    POD_RETRIES,
+    UNCONDITIONAL,
+    annotated,
+)
 from relaunch.spec.policy import Policy, impossible_ladder, preset, preset_names, resolve
 from tests.recovery.builders import Turn, died, gone, hung, mended, running, sick, walk, xid
 
 MODELARTS = preset("modelarts")
 RESET = "RESET_GPU n2 0000:05:00"
-POD, WHOLE, WHOLE_ISOLATED = "REPLACE_NODE without n2 avoiding n2", "RESCHEDULE_JOB", "RESCHEDULE_JOB without n2 avoiding n2"
+POD, WHOLE, WHOLE_ISOLATED = (
+    "REPLACE_NODE without n2 avoiding n2",
+    "RESCHEDULE_JOB",
+    "RESCHEDULE_JOB without n2 avoiding n2",
+)
 HEALS, FATAL, USERS = xid(95), xid(79), xid(31)
 
 
@@ -23,7 +34,10 @@ HEALS, FATAL, USERS = xid(95), xid(79), xid(31)
     "others",
     [
         pytest.param({}, id="none"),
-        pytest.param({"jupyter-lab/enable": "true", "job_template": "Template", "fault-tolerance": "yes"}, id="those of others"),
+        pytest.param(
+            {"jupyter-lab/enable": "true", "job_template": "Template", "fault-tolerance": "yes"},
+            id="those of others",
+        ),
     ],
 )
 def test_without_our_annotations_a_policy_stays_as_it_is(name: str, others: dict[str, str]) -> None:
@@ -50,7 +64,21 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
                 f"{JOB_RETRIES} is {value!r}: a whole number from 1 to 128, in quotes",
                 id=f"retries {value[:9]!r}",
             )
-            for value in ("0", "129", "-1", "+3", "3.0", "", " 3", "three", "٣", "²", "true", "1e2", "9" * 5000)
+            for value in (
+                "0",
+                "129",
+                "-1",
+                "+3",
+                "3.0",
+                "",
+                " 3",
+                "three",
+                "٣",
+                "²",
+                "true",
+                "1e2",
+                "9" * 5000,
+            )
         ),
         *(
             pytest.param(
@@ -62,7 +90,12 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
             for value in ("0", "129", "many")
         ),
         *(
-            pytest.param("modelarts", {JOB_RETRIES: "3", key: value}, f'{key} is {value!r}: "true" or "false"', id=f"{key} {value!r}")
+            pytest.param(
+                "modelarts",
+                {JOB_RETRIES: "3", key: value},
+                f'{key} is {value!r}: "true" or "false"',
+                id=f"{key} {value!r}",
+            )
             for key in (UNCONDITIONAL, HANG_RETRY)
             for value in ("True", "yes", "1", "")
         ),
@@ -74,7 +107,9 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
             id="an annotation nobody knows",
         ),
         *(
-            pytest.param("modelarts", {key: value}, f"{key} needs {JOB_RETRIES} beside it", id=f"{key} alone")
+            pytest.param(
+                "modelarts", {key: value}, f"{key} needs {JOB_RETRIES} beside it", id=f"{key} alone"
+            )
             for key, value in ((UNCONDITIONAL, "true"), (HANG_RETRY, "true"), (POD_RETRIES, "3"))
         ),
         *(
@@ -90,7 +125,9 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         ),
     ],
 )
-def test_what_cannot_be_read_or_means_nothing_is_refused_with_a_sentence(name: str, annotations: dict[str, str], expected: str) -> None:
+def test_what_cannot_be_read_or_means_nothing_is_refused_with_a_sentence(
+    name: str, annotations: dict[str, str], expected: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'metadata.annotations: {expected}')}$"):
         annotated(preset(name), annotations)
 
@@ -107,34 +144,56 @@ def switched(unconditional: bool | None, hangs: bool | None, pods: int | None) -
 
 
 COMBINATIONS = [
-    pytest.param(unconditional, hangs, pods, id=f"unconditional {unconditional}, hang {hangs}, pods {pods}")
-    for unconditional, hangs, pods in product((None, False, True), (None, False, True), (None, 1, 3))
+    pytest.param(
+        unconditional, hangs, pods, id=f"unconditional {unconditional}, hang {hangs}, pods {pods}"
+    )
+    for unconditional, hangs, pods in product(
+        (None, False, True), (None, False, True), (None, 1, 3)
+    )
 ]
 
 
 @pytest.mark.parametrize(("unconditional", "hangs", "pods"), COMBINATIONS)
-def test_s4_8_what_every_combination_decides(unconditional: bool | None, hangs: bool | None, pods: int | None) -> None:
+def test_s4_8_what_every_combination_decides(
+    unconditional: bool | None, hangs: bool | None, pods: int | None
+) -> None:
     job = running(policy=switched(unconditional, hangs, pods))
     walk(job, (died(1), WHOLE if unconditional else "FAILED 1"))
     walk(job, (hung(), "RESTART_IN_PLACE" if hangs else "FAILED 1"))
     walk(job, (sick(FATAL), POD if pods else WHOLE_ISOLATED))
     # In place recovery is part of the automatic restart; what follows a reset that fails is not always the same.
     walk(job, (sick(HEALS), RESET), (mended("refused"), POD if pods else WHOLE_ISOLATED))
-    walk(job, (sick(USERS), RESET), (mended(), "LAUNCH"), (sick(USERS), RESET), (mended(), "LAUNCH"), (sick(USERS), WHOLE))
+    walk(
+        job,
+        (sick(USERS), RESET),
+        (mended(), "LAUNCH"),
+        (sick(USERS), RESET),
+        (mended(), "LAUNCH"),
+        (sick(USERS), WHOLE),
+    )
     walk(job, (gone(), "WAIT NODE_LOST"), (hung(), POD if pods else WHOLE_ISOLATED))
 
 
 @pytest.mark.parametrize(("unconditional", "hangs", "pods"), COMBINATIONS)
-def test_s4_8_every_combination_is_a_policy_that_holds_together(unconditional: bool | None, hangs: bool | None, pods: int | None) -> None:
+def test_s4_8_every_combination_is_a_policy_that_holds_together(
+    unconditional: bool | None, hangs: bool | None, pods: int | None
+) -> None:
     policy = switched(unconditional, hangs, pods)
     assert Policy.model_validate(policy.model_dump(mode="json")) == policy
-    assert [sentence for ladder in policy.causes.values() for sentence in impossible_ladder(ladder)] == []
+    assert [
+        sentence for ladder in policy.causes.values() for sentence in impossible_ladder(ladder)
+    ] == []
     assert set(policy.causes) == set(MODELARTS.causes)
     assert (policy.max_restarts, policy.extends) == (8, "modelarts")
 
 
-@pytest.mark.parametrize(("pods", "turns"), [(1, [(sick(FATAL), POD)]), (2, [(sick(FATAL), POD)] * 2), (3, [(sick(FATAL), POD)] * 3)])
-def test_s4_8_pod_retry_num_is_the_number_of_pods_scheduled_elsewhere_for_all_causes_together(pods: int, turns: list[Turn]) -> None:
+@pytest.mark.parametrize(
+    ("pods", "turns"),
+    [(1, [(sick(FATAL), POD)]), (2, [(sick(FATAL), POD)] * 2), (3, [(sick(FATAL), POD)] * 3)],
+)
+def test_s4_8_pod_retry_num_is_the_number_of_pods_scheduled_elsewhere_for_all_causes_together(
+    pods: int, turns: list[Turn]
+) -> None:
     after = walk(running(policy=switched(None, None, pods)), *turns)
     assert after.restarts_spent == 0
     walk(after, (sick(FATAL), WHOLE_ISOLATED))
@@ -144,7 +203,11 @@ def test_s4_8_pod_retry_num_is_the_number_of_pods_scheduled_elsewhere_for_all_ca
 
 def test_s4_8_what_is_said_to_be_off_is_as_what_is_not_said() -> None:
     assert switched(False, False, None) == switched(None, None, None)
-    assert switched(None, None, None).causes[Cause.UNKNOWN] == switched(None, None, None).causes[Cause.HANG] == FAIL
+    assert (
+        switched(None, None, None).causes[Cause.UNKNOWN]
+        == switched(None, None, None).causes[Cause.HANG]
+        == FAIL
+    )
 
 
 def test_s4_8_everything_on_is_the_preset() -> None:
@@ -159,11 +222,19 @@ def test_s4_8_the_preset_itself_is_not_changed() -> None:
 
 def test_s4_8_a_policy_that_extends_modelarts_is_switched_as_well() -> None:
     mine = resolve({"extends": "modelarts", "timeouts": {"stop_grace": "10s"}})
-    assert annotated(mine, {JOB_RETRIES: "2"}).causes == annotated(MODELARTS, {JOB_RETRIES: "2"}).causes
+    assert (
+        annotated(mine, {JOB_RETRIES: "2"}).causes
+        == annotated(MODELARTS, {JOB_RETRIES: "2"}).causes
+    )
 
 
 def test_s4_8_a_ladder_of_the_users_own_never_becomes_that_of_another_cause() -> None:
     """Pods are not switched on, and a node is all that this ladder replaces: what is left is to fail, not what UNKNOWN does."""
-    mine = resolve({"extends": "modelarts", "causes": {"GPU_FATAL": [{"strategy": "REPLACE_NODE", "tries": 2}]}})
+    mine = resolve(
+        {
+            "extends": "modelarts",
+            "causes": {"GPU_FATAL": [{"strategy": "REPLACE_NODE", "tries": 2}]},
+        }
+    )
     policy = annotated(mine, {JOB_RETRIES: "3", UNCONDITIONAL: "true"})
     walk(running(policy=policy), (sick(FATAL), "FAILED 1"))

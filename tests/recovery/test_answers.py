@@ -8,7 +8,14 @@ from datetime import timedelta
 import pytest
 
 from relaunch.job.decide import may_answer
-from relaunch.job.events import Answered, DeadlinePassed, NodesMissing, NodeUnreachable, RetryRequested, Submitted
+from relaunch.job.events import (
+    Answered,
+    DeadlinePassed,
+    NodesMissing,
+    NodeUnreachable,
+    RetryRequested,
+    Submitted,
+)
 from relaunch.job.state import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
 from tests.recovery.builders import at, error, exited, fault, new_job, play, policy, running, step
 
@@ -32,24 +39,35 @@ def test_approve_launches_a_new_generation_and_names_who_said_so() -> None:
 
 def test_approve_while_a_node_is_lost_launches_without_it() -> None:
     job = running()
-    job, _ = step(job, NodeUnreachable(job.generation, "n2", timedelta(seconds=180), "no answer"), at(1))
+    job, _ = step(
+        job, NodeUnreachable(job.generation, "n2", timedelta(seconds=180), "no answer"), at(1)
+    )
     job, asked = step(job, DeadlinePassed(), at(4000))
     assert isinstance(asked, Ask)
     _, decision = step(job, Answered("approve", "", ""), at(4001))
-    assert decision == Relaunch(job.generation + 1, "a person approved a new launch", without=("n2",))
+    assert decision == Relaunch(
+        job.generation + 1, "a person approved a new launch", without=("n2",)
+    )
 
 
 def test_deny_ends_the_job_with_the_reason_for_which_it_asked() -> None:
     before = asking()
     job, decision = step(before, Answered("deny", "it is hopeless", "ada"), at(20))
-    assert decision == Stop(Phase.FAILED, f"ada denied a new launch: it is hopeless; {before.reason}", exit_code=1)
+    assert decision == Stop(
+        Phase.FAILED, f"ada denied a new launch: it is hopeless; {before.reason}", exit_code=1
+    )
     assert job.phase is Phase.STOPPING
 
 
 def test_a_snoozed_question_is_asked_again_and_does_not_end_the_job() -> None:
     before = asking()
     job, decision = step(before, Answered("snooze", "after breakfast", "ada", at(3620)), at(20))
-    assert decision == Wait(Phase.WAITING_FOR_PERSON, f"ada snoozed it: after breakfast; {before.reason}", "it is asked again", at(3620))
+    assert decision == Wait(
+        Phase.WAITING_FOR_PERSON,
+        f"ada snoozed it: after breakfast; {before.reason}",
+        "it is asked again",
+        at(3620),
+    )
     again, _ = step(job, Answered("snooze", "", "ada", at(7000)), at(30))
     assert again.reason == f"ada snoozed it; {before.reason}"  # not longer each time
     job, decision = step(again, DeadlinePassed(at(7000)), at(7000))
@@ -78,7 +96,10 @@ def test_a_snooze_of_what_was_taken_over_ends_with_it_taken_over_again() -> None
     assert job.next.at is None
 
 
-@pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES, Phase.QUEUED])
+@pytest.mark.parametrize(
+    "phase",
+    [Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES, Phase.QUEUED],
+)
 def test_what_relaunch_works_at_can_be_taken_over_and_else_asks_nothing(phase: Phase) -> None:
     job = replace(running(), phase=phase, reason="generation 2 is launched")
     after, decision = step(job, Answered("take-over", "", "ada"), at(20))
@@ -97,8 +118,12 @@ def test_a_job_whose_ranks_run_is_not_stopped_by_an_answer(decision: str) -> Non
     assert "RUNNING" in may_answer(job, decision, at(20))
 
 
-def test_s1_6_a_job_that_never_ran_queues_without_a_deadline_and_one_that_lost_its_nodes_asks() -> None:
-    queued, decision = play(new_job(), Submitted("", "ada"), NodesMissing("0 of 2 nodes: job llama holds 2"))
+def test_s1_6_a_job_that_never_ran_queues_without_a_deadline_and_one_that_lost_its_nodes_asks() -> (
+    None
+):
+    queued, decision = play(
+        new_job(), Submitted("", "ada"), NodesMissing("0 of 2 nodes: job llama holds 2")
+    )
     assert isinstance(decision, Wait)
     assert (queued.phase, queued.next.at) == (Phase.QUEUED, None)
     job = replace(running(), phase=Phase.LAUNCHING)

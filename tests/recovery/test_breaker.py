@@ -18,7 +18,13 @@ RESUME = ResumeAsked("looked at it", "grace")
 
 
 def fail(desk: Desk, *names: str, seq: int = 1) -> None:
-    desk.claim("a", 1, seq=seq, holds=("n1",), suspects=tuple(suspect(name, seq, isolate=True) for name in names))
+    desk.claim(
+        "a",
+        1,
+        seq=seq,
+        holds=("n1",),
+        suspects=tuple(suspect(name, seq, isolate=True) for name in names),
+    )
 
 
 def allowed(desk: Desk) -> dict[str, bool]:
@@ -34,7 +40,9 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
     assert not desk.state.breaker.is_open
     desk.now += timedelta(minutes=3)
     fail(desk, "n4", seq=2)
-    assert desk.state.breaker.reason == "3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2"
+    assert (
+        desk.state.breaker.reason == "3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2"
+    )
     assert desk.state.breaker.since == desk.now
     desk.claim("b", 1)
     assert desk.grants("waiting")["b"].reason == (
@@ -50,13 +58,18 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
 def test_a_breaker_that_was_closed_opens_again_only_for_one_more_node() -> None:
     desk = Desk(*EIGHT, nodes_out=1, repairs_at_once=1)
     fail(desk, "n2", "n3", "n4", "n5", "n6")
-    assert desk.state.breaker.reason == "5 of 8 nodes are out (n2, n3, n4, n5 and 1 more); limits.nodes_out allows 1"
+    assert (
+        desk.state.breaker.reason
+        == "5 of 8 nodes are out (n2, n3, n4, n5 and 1 more); limits.nodes_out allows 1"
+    )
     desk.claim("b", 1)
     assert desk.go(RESUME) != []
     assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
     assert desk.granted()["b"] == ["n7"]
     fail(desk, "n8", seq=2)
-    assert desk.state.breaker.reason.endswith("limits.nodes_out allows 1, and 5 were when it was resumed")
+    assert desk.state.breaker.reason.endswith(
+        "limits.nodes_out allows 1, and 5 were when it was resumed"
+    )
 
 
 def test_what_a_person_knew_of_is_forgotten_once_it_is_over() -> None:
@@ -93,7 +106,10 @@ def test_what_a_repair_could_not_mend_counts() -> None:
 def test_a_pause_stops_repairs_and_permits_and_nothing_else() -> None:
     desk = Desk()
     desk.go(PauseAsked("new firmware", "grace"))
-    assert (desk.state.breaker.paused, desk.state.breaker.paused_since) == ("grace: new firmware", T0)
+    assert (desk.state.breaker.paused, desk.state.breaker.paused_since) == (
+        "grace: new firmware",
+        T0,
+    )
     fail(desk, "n4")
     desk.claim("b", 1)
     assert desk.granted() == {"b": ["n2"]}
@@ -119,7 +135,9 @@ def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
     desk.now += timedelta(minutes=5)
     desk.go(RESUME)
     reason = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
-    assert desk.of(TellRepair) == [TellRepair("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))]
+    assert desk.of(TellRepair) == [
+        TellRepair("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))
+    ]
     assert allowed(desk) == {"n2": False}
     desk.go(permit("n2", seq=2))
     assert allowed(desk) == {"n2": True}
@@ -138,7 +156,9 @@ def test_what_a_repair_came_to_that_had_to_ask_again_is_examined_anew(verdict: V
     desk = Desk()
     asked_while_paused(desk)
     desk.now += timedelta(seconds=1)
-    assert desk.go(ended("n4", "refused", verdict=verdict)) == [StartRepair("n4", "it failed on n4")]
+    assert desk.go(ended("n4", "refused", verdict=verdict)) == [
+        StartRepair("n4", "it failed on n4")
+    ]
     assert (desk.node("n4").standing, desk.node("n4").by) == (NodeStatus.REPAIRING, "job a")
 
 
@@ -172,7 +192,9 @@ def test_a_repair_may_act_and_is_told_so_again_when_it_asks_again() -> None:
     desk = Desk()
     desk.go(began("n2"))
     told = desk.go(permit("n2"))
-    assert told == [TellRepair("repair/gpus/n2", Permit("r1", 1, True, "repair 1 of 2 that may act at a time"))]
+    assert told == [
+        TellRepair("repair/gpus/n2", Permit("r1", 1, True, "repair 1 of 2 that may act at a time"))
+    ]
     assert desk.node("n2").repair_acts
     assert desk.go() == []
     assert desk.go(permit("n2")) == told
@@ -202,14 +224,22 @@ def test_a_request_by_a_repair_that_nobody_has_told_of_begins_it() -> None:
 def test_a_request_replaces_an_older_one_of_the_same_repair_and_not_a_newer_one() -> None:
     desk = Desk()
     desk.go(PauseAsked("", ""))
-    desk.go(permit("n2", seq=1), permit("n2", seq=2), permit("n2", seq=2), permit("n2", seq=1), permit("n3", seq=1))
+    desk.go(
+        permit("n2", seq=1),
+        permit("n2", seq=2),
+        permit("n2", seq=2),
+        permit("n2", seq=1),
+        permit("n3", seq=1),
+    )
     assert [(one.node, one.seq) for one in desk.state.requests] == [("n2", 2), ("n3", 1)]
 
 
 def test_a_repair_of_a_node_that_is_not_in_the_fleet_may_not_act() -> None:
     desk = Desk()
     desk.go(permit("n9"))
-    assert desk.of(TellRepair) == [TellRepair("repair/gpus/n9", Permit("r1", 1, False, "n9 is not in fleet gpus"))]
+    assert desk.of(TellRepair) == [
+        TellRepair("repair/gpus/n9", Permit("r1", 1, False, "n9 is not in fleet gpus"))
+    ]
 
 
 def test_one_reboot_too_many_within_an_hour_opens_the_breaker() -> None:
@@ -222,7 +252,10 @@ def test_one_reboot_too_many_within_an_hour_opens_the_breaker() -> None:
     assert allowed(desk) == {"n4": True}
     desk.go(permit("n4", "reboot", seq=2), permit("n5", "reset"))
     assert allowed(desk) == {}
-    assert desk.state.breaker.reason == "the reboot of n4 (Xid 79) would be number 3 within 1h; limits.reboots_per_hour allows 2"
+    assert (
+        desk.state.breaker.reason
+        == "the reboot of n4 (Xid 79) would be number 3 within 1h; limits.reboots_per_hour allows 2"
+    )
     desk.go(RESUME)
     assert allowed(desk) == {"n4": False, "n5": False}
     assert desk.state.reboots == ()

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from relaunch.evidence.catalog import NO_OVERRIDES, CatalogOverrides, catalog, exit_meaning, is_cascade
+from relaunch.evidence.catalog import (
+    NO_OVERRIDES,
+    CatalogOverrides,
+    catalog,
+    exit_meaning,
+    is_cascade,
+)
 from relaunch.evidence.catalog.dcgm_tables import Advice
 from relaunch.evidence.catalog.nvlink import XIDS, decode, reading
 from relaunch.evidence.catalog.overrides import LogOverride
@@ -34,7 +40,9 @@ def test_every_table_says_what_it_is_whence_and_of_when(name: str) -> None:
     assert table["about"] and table["source"] and table["version"]
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", table["date"])
     text = (FOLDER / f"{name}.json").read_text()
-    assert all(text.count(json.dumps(row, ensure_ascii=False)) >= 1 for row in table["rows"]), "one row is one line"
+    assert all(text.count(json.dumps(row, ensure_ascii=False)) >= 1 for row in table["rows"]), (
+        "one row is one line"
+    )
 
 
 def test_all_172_xids_of_nvidias_catalog_are_there() -> None:
@@ -42,17 +50,25 @@ def test_all_172_xids_of_nvidias_catalog_are_there() -> None:
     assert len(catalog().nvlink) == 94
 
 
-@pytest.mark.parametrize("table", ["xids", "log_lines", "kernel_lines", "ecs_stops", "exits", "recovery_actions"])
+@pytest.mark.parametrize(
+    "table", ["xids", "log_lines", "kernel_lines", "ecs_stops", "exits", "recovery_actions"]
+)
 def test_every_root_names_a_cause_and_every_row_has_a_meaning(table: str) -> None:
     value = getattr(catalog(), table)
     rows = value.values() if isinstance(value, dict) else value
     assert [row for row in rows if row.role is Role.ROOT and row.cause is None] == []
     assert [row for row in rows if not row.meaning] == []
-    assert [row for row in rows if row.role in (Role.CASCADE, Role.INFORMATION) and row.cause is not None] == []
+    assert [
+        row
+        for row in rows
+        if row.role in (Role.CASCADE, Role.INFORMATION) and row.cause is not None
+    ] == []
 
 
 def test_a_pattern_never_matches_an_empty_line() -> None:
-    patterns = [row.pattern for row in catalog().log_lines] + [row.pattern for row in catalog().kernel_lines]
+    patterns = [row.pattern for row in catalog().log_lines] + [
+        row.pattern for row in catalog().kernel_lines
+    ]
     assert [pattern for pattern in patterns if pattern.search("")] == []
 
 
@@ -108,11 +124,21 @@ def test_an_xid_is_read_as_nvidia_says(code: int, role: Role, cause: Cause | Non
 
 def test_nvidias_buckets_are_followed_but_for_the_codes_with_a_reason() -> None:
     rows = catalog().xids.values()
-    assert {"GPU_TRANSIENT", "GPU_USER_INDUCED"} == {row.cause for row in rows if row.action == "RESTART_APP"}
+    assert {"GPU_TRANSIENT", "GPU_USER_INDUCED"} == {
+        row.cause for row in rows if row.action == "RESTART_APP"
+    }
     assert {Cause.GPU_RESET} == {row.cause for row in rows if row.action == "RESET_GPU"}
-    assert {Cause.GPU_FATAL} == {row.cause for row in rows if row.action in ("RESTART_BM", "RESTART_VM")}
-    assert [row.code for row in rows if row.action == "IGNORE" and row.role is not Role.INFORMATION] == [43, 137]
-    assert [row.code for row in rows if row.action == "CONTACT_SUPPORT" and (row.role, row.cause) != (Role.SYMPTOM, None)] == []
+    assert {Cause.GPU_FATAL} == {
+        row.cause for row in rows if row.action in ("RESTART_BM", "RESTART_VM")
+    }
+    assert [
+        row.code for row in rows if row.action == "IGNORE" and row.role is not Role.INFORMATION
+    ] == [43, 137]
+    assert [
+        row.code
+        for row in rows
+        if row.action == "CONTACT_SUPPORT" and (row.role, row.cause) != (Role.SYMPTOM, None)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -129,23 +155,47 @@ def test_nvidias_buckets_are_followed_but_for_the_codes_with_a_reason() -> None:
                 "We follow NVIDIA",
             ),
         ),
-        (64, ("NVIDIA: RESET_GPU", "gpud: reboot", "Azure NHC: fails the node", "DCGM health: fail", "AWS", "We follow NVIDIA")),
+        (
+            64,
+            (
+                "NVIDIA: RESET_GPU",
+                "gpud: reboot",
+                "Azure NHC: fails the node",
+                "DCGM health: fail",
+                "AWS",
+                "We follow NVIDIA",
+            ),
+        ),
         (74, ("NVIDIA: WORKFLOW_NVLINK_ERR", "gpud: reboot", "We follow NVIDIA")),
         (109, ("NVIDIA: RESET_GPU", "Meta gcm: not critical")),
         (38, ("NVIDIA: IGNORE", "gpud: reboot", "PCIe Bus Error")),
-        (68, ("gpud: reboot", "imbue: hardware", "Azure NHC: fails the node", "Meta gcm: not critical")),
+        (
+            68,
+            (
+                "gpud: reboot",
+                "imbue: hardware",
+                "Azure NHC: fails the node",
+                "Meta gcm: not critical",
+            ),
+        ),
     ],
 )
 def test_a_disagreement_is_told(code: int, words: tuple[str, ...]) -> None:
     assert [word for word in words if word not in catalog().xids[code].note] == []
 
 
-@pytest.mark.parametrize("rule", catalog().nvlink, ids=lambda r: f"{r.xid} {r.unit} {r.pattern_v1} {r.error_status}")
+@pytest.mark.parametrize(
+    "rule", catalog().nvlink, ids=lambda r: f"{r.xid} {r.unit} {r.pattern_v1} {r.error_status}"
+)
 @pytest.mark.parametrize("version", ["pattern_v1", "pattern_v2"])
 def test_every_nvlink_rule_decodes_the_line_it_describes(rule: Any, version: str) -> None:
     info = int(getattr(rule, version).replace("-", "0"), 2)
     for unit in rule.unit.split("/"):
-        found = decode(rule.xid, f"{unit} Fatal XC0 i0 Link 01 (0x{info:08x} {rule.error_status} 0x00000000)", catalog().nvlink)
+        found = decode(
+            rule.xid,
+            f"{unit} Fatal XC0 i0 Link 01 (0x{info:08x} {rule.error_status} 0x00000000)",
+            catalog().nvlink,
+        )
         assert not isinstance(found, str)
         # The two pipes of a unit cannot be told apart by the first pattern; what they ask for is the same.
         assert (rule.xid, rule.error_status, rule.resolution, rule.severity) == (
@@ -160,11 +210,23 @@ def test_every_nvlink_rule_decodes_the_line_it_describes(rule: Any, version: str
 @pytest.mark.parametrize(
     ("xid", "text", "resolution"),
     [
-        pytest.param(144, "SAW_MVB Fatal XC0 i0 Link 1 (0x00000021 0x00000006 0x0)", "RESET_GPU", id="several bits: the gravest row"),
-        pytest.param(144, "SAW_MVB Nonfatal XC0 i0 Link 1 (0x00000021 0x00000024 0x0)", "IGNORE", id="several bits, none grave"),
+        pytest.param(
+            144,
+            "SAW_MVB Fatal XC0 i0 Link 1 (0x00000021 0x00000006 0x0)",
+            "RESET_GPU",
+            id="several bits: the gravest row",
+        ),
+        pytest.param(
+            144,
+            "SAW_MVB Nonfatal XC0 i0 Link 1 (0x00000021 0x00000024 0x0)",
+            "IGNORE",
+            id="several bits, none grave",
+        ),
     ],
 )
-def test_a_status_with_several_bits_is_read_by_its_gravest(xid: int, text: str, resolution: str) -> None:
+def test_a_status_with_several_bits_is_read_by_its_gravest(
+    xid: int, text: str, resolution: str
+) -> None:
     found = decode(xid, text, catalog().nvlink)
     assert not isinstance(found, str)
     assert resolution == found.resolution
@@ -173,11 +235,31 @@ def test_a_status_with_several_bits_is_read_by_its_gravest(xid: int, text: str, 
 @pytest.mark.parametrize(
     ("xid", "text", "why"),
     [
-        pytest.param(149, "NETIR Fatal XC0 i0 Link -1 (0x000fe406", "cut off", id="cut off within the registers"),
+        pytest.param(
+            149,
+            "NETIR Fatal XC0 i0 Link -1 (0x000fe406",
+            "cut off",
+            id="cut off within the registers",
+        ),
         pytest.param(149, "", "cut off", id="nothing"),
-        pytest.param(149, "NETIR_MFDE_EVENT Fatal XC0 i0 Link -1 (0x00000246 0x00000006 0x0)", "no row", id="149 numbers events, no bits"),
-        pytest.param(147, "NEW_UNIT Fatal XC0 i0 Link -1 (0x00000001 0x00000001 0x0)", "no row", id="a unit that is new"),
-        pytest.param(144, "SAW_MVB Fatal XC0 i0 Link -1 (0xffffffff 0x00000001 0x0)", "no row", id="registers that fit nothing"),
+        pytest.param(
+            149,
+            "NETIR_MFDE_EVENT Fatal XC0 i0 Link -1 (0x00000246 0x00000006 0x0)",
+            "no row",
+            id="149 numbers events, no bits",
+        ),
+        pytest.param(
+            147,
+            "NEW_UNIT Fatal XC0 i0 Link -1 (0x00000001 0x00000001 0x0)",
+            "no row",
+            id="a unit that is new",
+        ),
+        pytest.param(
+            144,
+            "SAW_MVB Fatal XC0 i0 Link -1 (0xffffffff 0x00000001 0x0)",
+            "no row",
+            id="registers that fit nothing",
+        ),
     ],
 )
 def test_what_no_rule_fits_is_said_not_to_be_decoded(xid: int, text: str, why: str) -> None:
@@ -187,7 +269,10 @@ def test_what_no_rule_fits_is_said_not_to_be_decoded(xid: int, text: str, why: s
 
 
 def test_every_resolution_of_the_nvlink_table_is_read() -> None:
-    seen = {(rule.resolution, rule.severity.startswith("Non-fatal")): reading(rule) for rule in catalog().nvlink}
+    seen = {
+        (rule.resolution, rule.severity.startswith("Non-fatal")): reading(rule)
+        for rule in catalog().nvlink
+    }
     assert seen == {
         ("IGNORE", True): (Role.INFORMATION, None),
         ("IGNORE", False): (Role.SYMPTOM, None),
@@ -210,14 +295,25 @@ def test_with_overrides_the_tables_are_made_once_and_travel_through_json() -> No
 
 
 def test_an_xid_override_keeps_what_nvidia_says_and_names_the_policy() -> None:
-    row = catalog(overrides(xid={"63": {"cause": "GPU_RESET", "reason": "our fleet resets at once"}})).xids[63]
-    assert (row.role, row.cause, row.action, row.by_user) == (Role.ROOT, Cause.GPU_RESET, "IGNORE", True)
+    row = catalog(
+        overrides(xid={"63": {"cause": "GPU_RESET", "reason": "our fleet resets at once"}})
+    ).xids[63]
+    assert (row.role, row.cause, row.action, row.by_user) == (
+        Role.ROOT,
+        Cause.GPU_RESET,
+        "IGNORE",
+        True,
+    )
     assert row.meaning.endswith("(your policy: our fleet resets at once)")
 
 
 def test_an_xid_that_the_catalog_does_not_know_can_be_taught() -> None:
     row = catalog(overrides(xid={177: {"role": "information"}})).xids[177]
-    assert (row.role, row.cause, row.meaning) == (Role.INFORMATION, None, "a code that our catalog does not know (your policy)")
+    assert (row.role, row.cause, row.meaning) == (
+        Role.INFORMATION,
+        None,
+        "a code that our catalog does not know (your policy)",
+    )
 
 
 def test_exit_overrides_replace_and_add() -> None:
@@ -229,13 +325,22 @@ def test_exit_overrides_replace_and_add() -> None:
             }
         )
     )
-    assert (tables.exits["exit 42"].cause, tables.exits["exit 42"].role) == (Cause.PREEMPTED, Role.ROOT)
+    assert (tables.exits["exit 42"].cause, tables.exits["exit 42"].role) == (
+        Cause.PREEMPTED,
+        Role.ROOT,
+    )
     assert Role.SYMPTOM is tables.exits["SIGUSR1"].role
     assert catalog().exits["exit 93"] == tables.exits["exit 93"]
 
 
 def test_a_known_log_line_keeps_its_place_and_a_new_one_comes_first() -> None:
-    oom = {"id": "cuda_oom", "pattern": "our oom", "role": "root", "cause": "APPLICATION", "meaning": "ours"}
+    oom = {
+        "id": "cuda_oom",
+        "pattern": "our oom",
+        "role": "root",
+        "cause": "APPLICATION",
+        "meaning": "ours",
+    }
     new = {"id": "our_line", "pattern": "our line", "role": "symptom", "meaning": "new"}
     before = [row.id for row in catalog().log_lines]
     rows = catalog(overrides(log=[oom, new])).log_lines
@@ -255,28 +360,52 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
     ("values", "sentence"),
     [
         ({"xid": {0: {"cause": "GPU_RESET"}}}, "0 is no Xid: expected a number from 1 to 999"),
-        ({"xid": {1000: {"cause": "GPU_RESET"}}}, "1000 is no Xid: expected a number from 1 to 999"),
+        (
+            {"xid": {1000: {"cause": "GPU_RESET"}}},
+            "1000 is no Xid: expected a number from 1 to 999",
+        ),
         ({"xid": {"gpu": {"cause": "GPU_RESET"}}}, "valid integer"),
         ({"xid": {63: {}}}, "an Xid is given a cause, a role, or both: this names neither"),
-        ({"xid": {63: {"reason": "so"}}}, "an Xid is given a cause, a role, or both: this names neither"),
-        ({"xid": {63: {"role": "root"}}}, "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, or another role"),
+        (
+            {"xid": {63: {"reason": "so"}}},
+            "an Xid is given a cause, a role, or both: this names neither",
+        ),
+        (
+            {"xid": {63: {"role": "root"}}},
+            "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, or another role",
+        ),
         ({"xid": {63: {"cause": "BROKEN"}}}, "GPU_FATAL"),
         ({"xid": {63: {"cause": "GPU_RESET", "because": "so"}}}, "Extra inputs are not permitted"),
         ({"xid": {63: {"cause": "GPU_RESET", "reason": "x" * 201}}}, "at most 200 characters"),
-        ({"exit": {"exit 0": {"cause": "PREEMPTED", "meaning": "m"}}}, "'exit 0' is success and means nothing else"),
-        ({"exit": {"exit 256": {"cause": "PREEMPTED", "meaning": "m"}}}, "'exit 256' names no exit: expected a code from 1 to 255"),
+        (
+            {"exit": {"exit 0": {"cause": "PREEMPTED", "meaning": "m"}}},
+            "'exit 0' is success and means nothing else",
+        ),
+        (
+            {"exit": {"exit 256": {"cause": "PREEMPTED", "meaning": "m"}}},
+            "'exit 256' names no exit: expected a code from 1 to 255",
+        ),
         ({"exit": {"42": {"cause": "PREEMPTED", "meaning": "m"}}}, "'42' names no exit"),
         ({"exit": {42: {"cause": "PREEMPTED", "meaning": "m"}}}, "42 names no exit"),
         ({"exit": {"SIGFOO": {"cause": "PREEMPTED", "meaning": "m"}}}, "'SIGFOO' names no exit"),
         ({"exit": {"exit 42": {"cause": "PREEMPTED"}}}, "Field required"),
         ({"exit": {"exit 42": {"cause": "PREEMPTED", "meaning": ""}}}, "at least 1 character"),
-        ({"log": [LINE | {"id": "Our Line"}]}, "'Our Line' is no id: expected lower-case letters, digits and _"),
-        ({"log": [LINE | {"pattern": "("}]}, "'(' is not a regular expression: missing ), unterminated subpattern"),
+        (
+            {"log": [LINE | {"id": "Our Line"}]},
+            "'Our Line' is no id: expected lower-case letters, digits and _",
+        ),
+        (
+            {"log": [LINE | {"pattern": "("}]},
+            "'(' is not a regular expression: missing ), unterminated subpattern",
+        ),
         (
             {"log": [LINE | {"pattern": "(?<!no )error"}]},
             "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; it is matched by RE2",
         ),
-        ({"log": [LINE | {"pattern": "x*"}]}, "'x*' matches an empty line, so it would match every line"),
+        (
+            {"log": [LINE | {"pattern": "x*"}]},
+            "'x*' matches an empty line, so it would match every line",
+        ),
         ({"log": [LINE | {"pattern": "x" * 301}]}, "the pattern has 301 characters: at most 300"),
         ({"log": [LINE | {"role": "root"}]}, "the line ours is a root and names no cause"),
         ({"log": [LINE, LINE]}, "the line ours is written twice: each id has one row"),
@@ -296,7 +425,12 @@ def test_a_bad_override_is_refused_with_a_sentence(values: dict[str, Any], sente
 
 
 def test_two_hundred_overrides_of_the_longest_fit_into_a_jobs_state() -> None:
-    many = overrides(log=[{"id": f"l{n:039d}", "pattern": "x" * 300, "role": "symptom", "meaning": "m" * 200} for n in range(200)])
+    many = overrides(
+        log=[
+            {"id": f"l{n:039d}", "pattern": "x" * 300, "role": "symptom", "meaning": "m" * 200}
+            for n in range(200)
+        ]
+    )
     assert len(many.model_dump_json()) < 130 * 1024
 
 
@@ -304,14 +438,21 @@ def test_what_a_word_means_by_itself() -> None:
     assert exit_meaning(1, None) is None
     assert exit_meaning(None, 40) is None
     segv = exit_meaning(None, 11)
-    assert segv is not None and (segv.cause, segv.meaning) == (Cause.APPLICATION, "segmentation fault")
+    assert segv is not None and (segv.cause, segv.meaning) == (
+        Cause.APPLICATION,
+        "segmentation fault",
+    )
     assert is_cascade(("step 1", "ConnectionResetError: [Errno 104] Connection reset by peer"))
     assert not is_cascade(("ValueError: bad batch",))
 
 
 def test_no_text_makes_a_users_pattern_match_for_long() -> None:
     """Python's own engine needs twice the time for each letter more: these would be some ten thousand years."""
-    known = catalog(CatalogOverrides(log=(LogOverride(id="ours", pattern="(a+)+$", role=Role.SYMPTOM, meaning="hangs"),)))
+    known = catalog(
+        CatalogOverrides(
+            log=(LogOverride(id="ours", pattern="(a+)+$", role=Role.SYMPTOM, meaning="hangs"),)
+        )
+    )
     began = time.process_time()
     assert read_log(("a" * 60 + "b",), known) == ()
     assert read_log(("a" * 60,), known)[0].code == "log ours"

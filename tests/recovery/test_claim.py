@@ -7,10 +7,30 @@ from datetime import timedelta
 
 from relaunch.evidence.causes import Cause
 from relaunch.job.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
-from relaunch.job.events import CancelRequested, DrainDue, DrainRequested, NodesAcquired, NodesMissing, RetryRequested, Submitted
+from relaunch.job.events import (
+    CancelRequested,
+    DrainDue,
+    DrainRequested,
+    NodesAcquired,
+    NodesMissing,
+    RetryRequested,
+    Submitted,
+)
 from relaunch.job.incidents import MAX_FAULTS, add_unhealthy_nodes, open_incident
 from relaunch.job.ranks import keep_places, rank_environments, seat
-from relaunch.job.state import Avoided, Diagnosis, FaultRecord, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
+from relaunch.job.state import (
+    Avoided,
+    Diagnosis,
+    FaultRecord,
+    Ignore,
+    Incident,
+    JobState,
+    Phase,
+    Relaunch,
+    Slot,
+    Stop,
+    Wait,
+)
 from relaunch.pool.messages import Place
 from tests.recovery.builders import (
     T0,
@@ -34,9 +54,25 @@ from tests.recovery.builders import (
 )
 
 
-def incident(generation: int = 1, cause: Cause = Cause.GPU_FATAL, nodes: tuple[str, ...] = ("n2",), **changes: object) -> Incident:
-    fault = FaultRecord(T0, generation, cause, "Xid 79 on n2", nodes, gpus=("0000:05:00",), code="Xid 79")
-    made = Incident(T0, generation, cause, "Xid 79 on n2", nodes=nodes, gpus=fault.gpus, code="Xid 79", faults=(fault,))
+def incident(
+    generation: int = 1,
+    cause: Cause = Cause.GPU_FATAL,
+    nodes: tuple[str, ...] = ("n2",),
+    **changes: object,
+) -> Incident:
+    fault = FaultRecord(
+        T0, generation, cause, "Xid 79 on n2", nodes, gpus=("0000:05:00",), code="Xid 79"
+    )
+    made = Incident(
+        T0,
+        generation,
+        cause,
+        "Xid 79 on n2",
+        nodes=nodes,
+        gpus=fault.gpus,
+        code="Xid 79",
+        faults=(fault,),
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -49,7 +85,11 @@ def test_a_job_that_has_run_nothing_wants_all_its_nodes_and_has_none() -> None:
 
 
 def test_a_replacement_keeps_what_is_kept_and_holds_whatever_ranks_may_live_on() -> None:
-    job = replace(running(), slots=(Slot("n1", "10.0.0.1", gpus=(0, 1)), Slot("n2", "10.0.0.2")), maybe_alive=("n1", "n2", "n9"))
+    job = replace(
+        running(),
+        slots=(Slot("n1", "10.0.0.1", gpus=(0, 1)), Slot("n2", "10.0.0.2")),
+        maybe_alive=("n1", "n2", "n9"),
+    )
     wanted = claim(job, 7, keep=("n1",), avoid=("n2",))
     assert (wanted.running, wanted.keep, wanted.avoid) == (True, ("n1",), ("n2",))
     assert wanted.holds == (Place("n1", "10.0.0.1", (0, 1)), Place("n2", "10.0.0.2"), Place("n9"))
@@ -66,7 +106,11 @@ def test_what_is_given_back_is_all_but_where_ranks_may_live() -> None:
 
 
 def test_every_incident_names_its_nodes_and_only_a_rung_isolates_them() -> None:
-    job = replace(running(), incidents=(incident(1, nodes=("n1", "n2")),), incident=incident(3, Cause.APPLICATION))
+    job = replace(
+        running(),
+        incidents=(incident(1, nodes=("n1", "n2")),),
+        incident=incident(3, Cause.APPLICATION),
+    )
     assert [(one.node, one.generation, one.gpus, one.isolate) for one in suspects(job)] == [
         ("n1", 1, ("0000:05:00",), False),
         ("n2", 1, (), False),
@@ -81,13 +125,21 @@ def test_every_incident_names_its_nodes_and_only_a_rung_isolates_them() -> None:
 def test_a_job_that_ends_by_a_broken_node_leaves_it_to_nobody_unexamined() -> None:
     failed = Stop(Phase.FAILED, "no tries left", 1)
     assert suspects(replace(running(), incident=incident(), ending=failed))[0].isolate
-    assert not suspects(replace(running(), incident=incident(cause=Cause.APPLICATION), ending=failed))[0].isolate
-    assert not suspects(replace(running(), incident=incident(), ending=replace(failed, phase=Phase.CANCELLED)))[0].isolate
-    assert not suspects(replace(running(), incidents=(incident(closed=at(1)),), ending=failed))[0].isolate
+    assert not suspects(
+        replace(running(), incident=incident(cause=Cause.APPLICATION), ending=failed)
+    )[0].isolate
+    assert not suspects(
+        replace(running(), incident=incident(), ending=replace(failed, phase=Phase.CANCELLED))
+    )[0].isolate
+    assert not suspects(replace(running(), incidents=(incident(closed=at(1)),), ending=failed))[
+        0
+    ].isolate
 
 
 def test_what_is_told_is_bounded() -> None:
-    many = tuple(incident(number, nodes=tuple(f"n{node}" for node in range(20))) for number in range(20))
+    many = tuple(
+        incident(number, nodes=tuple(f"n{node}" for node in range(20))) for number in range(20)
+    )
     told = suspects(replace(running(), incidents=many))
     assert len(told) == SUSPECTS_TOLD and {one.generation for one in told} == {18, 19}
     assert len({one.node for one in told}) == SUSPECTS_OF_ONE
@@ -117,7 +169,10 @@ def test_a_second_bad_node_in_one_incident_is_told_at_once() -> None:
     assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True), ("n1", 2, Cause.GPU_FATAL, True)]
     assert job.incident is not None
     assert (job.incident.nodes, job.incident.generation) == (("n2", "n1"), 1)
-    assert [(one.generation, one.nodes) for one in job.incident.faults] == [(1, ("n2",)), (2, ("n1",))]
+    assert [(one.generation, one.nodes) for one in job.incident.faults] == [
+        (1, ("n2",)),
+        (2, ("n1",)),
+    ]
     assert claim(job, 9).suspects == suspects(job)
 
 
@@ -155,7 +210,12 @@ def test_the_faults_of_a_long_incident_are_bounded_and_the_first_ones_stay() -> 
             at(number),
             at(number),
         )
-        again = open_incident(job, Diagnosis(Cause.APPLICATION, "again", nodes=(f"n{number}",)), at(number), at(number))
+        again = open_incident(
+            job,
+            Diagnosis(Cause.APPLICATION, "again", nodes=(f"n{number}",)),
+            at(number),
+            at(number),
+        )
         assert again == job, "the same fault of one generation is one"
     assert job.incident is not None
     kept = [one.generation for one in job.incident.faults]
@@ -168,9 +228,15 @@ def test_a_node_that_has_to_be_examined_is_told_however_many_faults_follow() -> 
     job = replace(
         running(),
         incidents=tuple(incident(number, nodes=(f"n{number}",)) for number in range(1, 30)),
-        avoided=(Avoided("n3", "Xid 79", T0, isolated=True), Avoided("n29", "Xid 79", T0, isolated=True)),
+        avoided=(
+            Avoided("n3", "Xid 79", T0, isolated=True),
+            Avoided("n29", "Xid 79", T0, isolated=True),
+        ),
     )
-    assert [one.node for one in suspects(job)] == ["n3", *(f"n{number}" for number in range(22, 30))]
+    assert [one.node for one in suspects(job)] == [
+        "n3",
+        *(f"n{number}" for number in range(22, 30)),
+    ]
 
 
 # --- nodes that were lost
@@ -181,7 +247,9 @@ def test_a_node_that_comes_back_with_nothing_stopped_is_not_charged() -> None:
     assert suspects(job) == (), "nothing was stopped for it yet"
     job = walk(job, (back(), "WAIT RUNNING"))
     assert suspects(job) == ()
-    assert [one.withdrawn for one in job.incidents[0].faults] == ["n2 answers again, and nothing was stopped"]
+    assert [one.withdrawn for one in job.incidents[0].faults] == [
+        "n2 answers again, and nothing was stopped"
+    ]
 
 
 def test_a_node_that_is_left_behind_is_charged() -> None:
@@ -206,7 +274,9 @@ def test_a_node_that_comes_back_while_another_fault_is_open_is_not_charged() -> 
     )
     assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True)]
     again = walk(job, (gone("n1"), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n1"))
-    assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again), "what was withdrawn once is told when it is acted on"
+    assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again), (
+        "what was withdrawn once is told when it is acted on"
+    )
 
 
 # --- leaving
@@ -228,9 +298,17 @@ def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
 def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_spent() -> None:
     before = asked(running())
     job, decision = step(before, DrainDue("n2"), at(60))
-    assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (("n2",), True)
+    assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (
+        ("n2",),
+        True,
+    )
     assert decision.reason == "grace wants n2: new power supply"
-    assert (job.generation, job.restarts_spent, job.tries, job.incident) == (before.generation + 1, 0, (), None)
+    assert (job.generation, job.restarts_spent, job.tries, job.incident) == (
+        before.generation + 1,
+        0,
+        (),
+        None,
+    )
     job, _ = step(job, NodesAcquired((Slot("n1", "10.0.0.1"), Slot("n3", "10.0.0.3"))))
     assert job.leaving == ()
 
@@ -262,11 +340,19 @@ def test_who_had_a_place_keeps_it_and_newcomers_fill_the_gaps() -> None:
     granted = tuple(map(Place, ("n1", "n3", "n7")))
     assert [place.node for place in keep_places(slots, granted)] == ["n1", "n7", "n3"]
     assert [place.node for place in keep_places((), granted)] == ["n1", "n3", "n7"]
-    assert [place.node for place in keep_places(slots, tuple(map(Place, ("n8", "n2", "n9"))))] == ["n8", "n2", "n9"]
+    assert [place.node for place in keep_places(slots, tuple(map(Place, ("n8", "n2", "n9"))))] == [
+        "n8",
+        "n2",
+        "n9",
+    ]
 
 
 def test_a_job_that_shares_a_node_sees_its_own_gpus_only() -> None:
     shared, alone = seat((), (Place("n1", "10.0.0.1", (4, 5)), Place("n2", "10.0.0.2")))
     found = rank_environments(0, shared, new_job().spec)
-    assert {(rank["CUDA_VISIBLE_DEVICES"], rank["CUDA_DEVICE_ORDER"]) for rank in found} == {("4,5", "PCI_BUS_ID")}
-    assert not any("CUDA_VISIBLE_DEVICES" in rank for rank in rank_environments(1, alone, new_job().spec))
+    assert {(rank["CUDA_VISIBLE_DEVICES"], rank["CUDA_DEVICE_ORDER"]) for rank in found} == {
+        ("4,5", "PCI_BUS_ID")
+    }
+    assert not any(
+        "CUDA_VISIBLE_DEVICES" in rank for rank in rank_environments(1, alone, new_job().spec)
+    )

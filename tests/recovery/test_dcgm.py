@@ -34,7 +34,9 @@ NOT_DCGM = '{"nodes": [{"name": "n1"}]}'
 
 
 def error(code: object, text: str = "GPU 1 has it", severity: object = None) -> dict[str, Any]:
-    return {"error_id": code, "warning": text, "error_category": 0} | ({} if severity is None else {"error_severity": severity})
+    return {"error_id": code, "warning": text, "error_category": 0} | (
+        {} if severity is None else {"error_severity": severity}
+    )
 
 
 def result_4(gpu: int, status: str = "Pass", *errors: object) -> dict[str, Any]:
@@ -42,38 +44,68 @@ def result_4(gpu: int, status: str = "Pass", *errors: object) -> dict[str, Any]:
     return entity | ({"warnings": list(errors)} if errors else {})
 
 
-def document_4(*results: object, name: str = "memory", category: str = "Hardware", version: str = "4.4.1", **more: object) -> str:
+def document_4(
+    *results: object,
+    name: str = "memory",
+    category: str = "Hardware",
+    version: str = "4.4.1",
+    **more: object,
+) -> str:
     test = {"name": name, "results": list(results), "test_summary": {"status": "Pass"}} | more
-    return json.dumps({"DCGM Diagnostic": {"test_categories": [{"category": category, "tests": [test]}]}, "metadata": {"version": version}})
+    return json.dumps(
+        {
+            "DCGM Diagnostic": {"test_categories": [{"category": category, "tests": [test]}]},
+            "metadata": {"version": version},
+        }
+    )
 
 
-def document_3(*results: object, name: str = "GPU Memory", category: str = "Hardware", version: str = "3.3.9") -> str:
+def document_3(
+    *results: object, name: str = "GPU Memory", category: str = "Hardware", version: str = "3.3.9"
+) -> str:
     test = {"name": name, "results": list(results)}
-    return json.dumps({"DCGM GPU Diagnostic": {"test_categories": [{"category": category, "tests": [test]}]}, "version": version})
+    return json.dumps(
+        {
+            "DCGM GPU Diagnostic": {"test_categories": [{"category": category, "tests": [test]}]},
+            "version": version,
+        }
+    )
 
 
 def failing(version: str, severity: int | None, code: int = 999) -> str:
     if version.startswith("3"):
-        return document_3({"gpu_id": "1", "status": "Fail", "warnings": [error(code, severity=severity)]}, version=version)
+        return document_3(
+            {"gpu_id": "1", "status": "Fail", "warnings": [error(code, severity=severity)]},
+            version=version,
+        )
     return document_4(result_4(1, "Fail", error(code, severity=severity)), version=version)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case["file"]) for case in MANIFEST])
 def test_every_sample_is_read_as_its_manifest_says(case: dict[str, Any]) -> None:
     found = read_diag(sample(case["file"]), case["exit_code"])
-    assert (case["expected_verdict"], VERDICTS.get(case["expected_verdict"], "UNKNOWN")) == (found.advice, found.verdict)
+    assert (case["expected_verdict"], VERDICTS.get(case["expected_verdict"], "UNKNOWN")) == (
+        found.advice,
+        found.verdict,
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
         ("v4_r1_pass_8gpu.json", "1 test passed on GPUs 0-7"),
-        ("v4.6_r1_gpu2_row_remap_failure_reset.json", "GPU 2: row remap failure (DCGM 80): unrecoverable memory damage"),
+        (
+            "v4.6_r1_gpu2_row_remap_failure_reset.json",
+            "GPU 2: row remap failure (DCGM 80): unrecoverable memory damage",
+        ),
         (
             "v4_r1_persistence_mode_fail_8gpu.json",
             "GPUs 0-7: persistence mode (DCGM 29): it is off, which is a setting of the host and not its hardware",
         ),
-        ("v4_r2_xid45_during_pcie_triage.json", "GPU 0: Xid error (DCGM 101): Xid 45, a process on it was killed"),
+        (
+            "v4_r2_xid45_during_pcie_triage.json",
+            "GPU 0: Xid error (DCGM 101): Xid 45, a process on it was killed",
+        ),
         ("v4_r3_all_skip.json", "nothing beyond the software checks was run"),
     ],
 )
@@ -83,62 +115,266 @@ def test_one_clause_names_the_gpus_and_what_was_found(file: str, reason: str) ->
 
 DISABLED = "Persistence mode for GPU {} is disabled."
 SKIPPED = document_4(result_4(0), result_4(1, "Skip"))
-INTERRUPTED = PASS_4.replace('"test_categories"', '"runtime_error": "the host engine went away", "test_categories"', 1)
+INTERRUPTED = PASS_4.replace(
+    '"test_categories"', '"runtime_error": "the host engine went away", "test_categories"', 1
+)
 BROKEN = document_4(result_4(0), name="memory, {all of it TEXT").replace("TEXT", "\\q")
 
 
 @pytest.mark.parametrize(
     ("stdout", "exit_code", "advice", "reason"),
     [
-        pytest.param(REAL, 226, Advice.CONFIG_ERROR, "GPU 0: persistence mode", id="the real capture is a setting and not a broken GPU"),
-        pytest.param(sample("v3_leading_garbage.txt"), 0, Advice.HEALTHY, "9 tests passed", id="lines before the document do not matter"),
-        pytest.param("{not this}\n{}\n" + PASS_4 + "bye }", 0, Advice.HEALTHY, "1 test", id="nor do braces before and after it"),
-        pytest.param(sample("v4_truncated_output.txt"), None, Advice.INCONCLUSIVE, "cut short", id="a healthy beginning is not health"),
-        pytest.param(sample("v4_truncated_output.txt"), 0, Advice.INCONCLUSIVE, "cut short", id="not even with exit 0"),
-        pytest.param("{not this}\n" + sample("v4_truncated_output.txt"), 0, Advice.INCONCLUSIVE, "cut short", id="nor behind other braces"),
-        pytest.param(MEMORY[: MEMORY.index("Found 12")], None, Advice.ISOLATE, "GPU 6", id="evidence before the cut counts"),
-        pytest.param(MEMORY[: MEMORY.index("52,") + 1], None, Advice.INCONCLUSIVE, "cut short", id="half an error id does not"),
-        pytest.param(PASS_4, None, Advice.INCONCLUSIVE, "did not finish", id="a document without an exit code was killed"),
-        pytest.param(PASS_4, 245, Advice.RETRY, "ran out of time", id="a passing document with a timeout is tried again"),
-        pytest.param(PASS_4, 226, Advice.INCONCLUSIVE, "recorded an error", id="226 without a readable error is not health"),
-        pytest.param(PASS_4, 205, Advice.ISOLATE, "asks for isolation", id="205 without a readable error is believed"),
-        pytest.param(REAL, 205, Advice.ISOLATE, "asks for isolation", id="205 is not explained by a setting"),
-        pytest.param(failing("4.4.1", 2, 24), 205, Advice.CONFIG_ERROR, "library", id="205 is explained by a library that is missing"),
-        pytest.param(MEMORY, 0, Advice.ISOLATE, "GPU 6", id="exit 0 with a failure inside is a failure"),
-        pytest.param(document_4(result_4(3, "Fail")), 0, Advice.INCONCLUSIVE, "GPU 3: memory failed without", id="a Fail without a reason"),
-        pytest.param(document_4(result_4(1, "Warn", error(52))), 0, Advice.ISOLATE, "GPU 1", id="Warn is no pass"),
-        pytest.param(document_4(result_4(3, "Passed?")), 0, Advice.INCONCLUSIVE, "no readable status", id="an unknown status is no pass"),
-        pytest.param(document_4(None, result_4(0), None), 0, Advice.HEALTHY, "1 test", id="null entries are skipped"),
-        pytest.param(SKIPPED, 0, Advice.INCONCLUSIVE, "GPU 1 not examined", id="a GPU that was skipped alone was not examined"),
-        pytest.param(document_4(result_4(0, "Skip")), 0, Advice.INCONCLUSIVE, "no test was run", id="skip is not pass"),
-        pytest.param('{"DCGM Diagnostic": {"test_categories": []}}', 0, Advice.INCONCLUSIVE, "no test was run", id="zero tests"),
-        pytest.param('{"iterations": []}', 0, Advice.INCONCLUSIVE, "no DCGM document", id="zero iterations"),
-        pytest.param(f'{{"iterations": [{PASS_4}, null]}}', 0, Advice.INCONCLUSIVE, "cut short", id="an iteration that left nothing"),
-        pytest.param(f'{{"iterations": [{PASS_4}, {PASS_4}]}}', 0, Advice.HEALTHY, "2 tests", id="two good iterations"),
-        pytest.param(f'{{"iterations": [{PASS_4}, {SKIPPED}]}}', 0, Advice.INCONCLUSIVE, "GPU 1", id="every iteration counts"),
+        pytest.param(
+            REAL,
+            226,
+            Advice.CONFIG_ERROR,
+            "GPU 0: persistence mode",
+            id="the real capture is a setting and not a broken GPU",
+        ),
+        pytest.param(
+            sample("v3_leading_garbage.txt"),
+            0,
+            Advice.HEALTHY,
+            "9 tests passed",
+            id="lines before the document do not matter",
+        ),
+        pytest.param(
+            "{not this}\n{}\n" + PASS_4 + "bye }",
+            0,
+            Advice.HEALTHY,
+            "1 test",
+            id="nor do braces before and after it",
+        ),
+        pytest.param(
+            sample("v4_truncated_output.txt"),
+            None,
+            Advice.INCONCLUSIVE,
+            "cut short",
+            id="a healthy beginning is not health",
+        ),
+        pytest.param(
+            sample("v4_truncated_output.txt"),
+            0,
+            Advice.INCONCLUSIVE,
+            "cut short",
+            id="not even with exit 0",
+        ),
+        pytest.param(
+            "{not this}\n" + sample("v4_truncated_output.txt"),
+            0,
+            Advice.INCONCLUSIVE,
+            "cut short",
+            id="nor behind other braces",
+        ),
+        pytest.param(
+            MEMORY[: MEMORY.index("Found 12")],
+            None,
+            Advice.ISOLATE,
+            "GPU 6",
+            id="evidence before the cut counts",
+        ),
+        pytest.param(
+            MEMORY[: MEMORY.index("52,") + 1],
+            None,
+            Advice.INCONCLUSIVE,
+            "cut short",
+            id="half an error id does not",
+        ),
+        pytest.param(
+            PASS_4,
+            None,
+            Advice.INCONCLUSIVE,
+            "did not finish",
+            id="a document without an exit code was killed",
+        ),
+        pytest.param(
+            PASS_4,
+            245,
+            Advice.RETRY,
+            "ran out of time",
+            id="a passing document with a timeout is tried again",
+        ),
+        pytest.param(
+            PASS_4,
+            226,
+            Advice.INCONCLUSIVE,
+            "recorded an error",
+            id="226 without a readable error is not health",
+        ),
+        pytest.param(
+            PASS_4,
+            205,
+            Advice.ISOLATE,
+            "asks for isolation",
+            id="205 without a readable error is believed",
+        ),
+        pytest.param(
+            REAL, 205, Advice.ISOLATE, "asks for isolation", id="205 is not explained by a setting"
+        ),
+        pytest.param(
+            failing("4.4.1", 2, 24),
+            205,
+            Advice.CONFIG_ERROR,
+            "library",
+            id="205 is explained by a library that is missing",
+        ),
+        pytest.param(
+            MEMORY, 0, Advice.ISOLATE, "GPU 6", id="exit 0 with a failure inside is a failure"
+        ),
+        pytest.param(
+            document_4(result_4(3, "Fail")),
+            0,
+            Advice.INCONCLUSIVE,
+            "GPU 3: memory failed without",
+            id="a Fail without a reason",
+        ),
+        pytest.param(
+            document_4(result_4(1, "Warn", error(52))),
+            0,
+            Advice.ISOLATE,
+            "GPU 1",
+            id="Warn is no pass",
+        ),
+        pytest.param(
+            document_4(result_4(3, "Passed?")),
+            0,
+            Advice.INCONCLUSIVE,
+            "no readable status",
+            id="an unknown status is no pass",
+        ),
+        pytest.param(
+            document_4(None, result_4(0), None),
+            0,
+            Advice.HEALTHY,
+            "1 test",
+            id="null entries are skipped",
+        ),
+        pytest.param(
+            SKIPPED,
+            0,
+            Advice.INCONCLUSIVE,
+            "GPU 1 not examined",
+            id="a GPU that was skipped alone was not examined",
+        ),
+        pytest.param(
+            document_4(result_4(0, "Skip")),
+            0,
+            Advice.INCONCLUSIVE,
+            "no test was run",
+            id="skip is not pass",
+        ),
+        pytest.param(
+            '{"DCGM Diagnostic": {"test_categories": []}}',
+            0,
+            Advice.INCONCLUSIVE,
+            "no test was run",
+            id="zero tests",
+        ),
+        pytest.param(
+            '{"iterations": []}', 0, Advice.INCONCLUSIVE, "no DCGM document", id="zero iterations"
+        ),
+        pytest.param(
+            f'{{"iterations": [{PASS_4}, null]}}',
+            0,
+            Advice.INCONCLUSIVE,
+            "cut short",
+            id="an iteration that left nothing",
+        ),
+        pytest.param(
+            f'{{"iterations": [{PASS_4}, {PASS_4}]}}',
+            0,
+            Advice.HEALTHY,
+            "2 tests",
+            id="two good iterations",
+        ),
+        pytest.param(
+            f'{{"iterations": [{PASS_4}, {SKIPPED}]}}',
+            0,
+            Advice.INCONCLUSIVE,
+            "GPU 1",
+            id="every iteration counts",
+        ),
         pytest.param("", None, Advice.INCONCLUSIVE, "printed nothing", id="nothing printed"),
-        pytest.param("", 0, Advice.INCONCLUSIVE, "printed nothing", id="nothing printed and exit 0"),
-        pytest.param("dcgmi: command not found", 127, Advice.INCONCLUSIVE, "not installed", id="dcgmi is not installed"),
-        pytest.param("Successfully ran diagnostic", 0, Advice.INCONCLUSIVE, "no DCGM document", id="the output is not JSON at all"),
-        pytest.param(NOT_DCGM, 0, Advice.INCONCLUSIVE, "no DCGM document", id="JSON of another program"),
-        pytest.param("Segmentation fault", 205, Advice.ISOLATE, "asks for isolation", id="205 counts without a document"),
+        pytest.param(
+            "", 0, Advice.INCONCLUSIVE, "printed nothing", id="nothing printed and exit 0"
+        ),
+        pytest.param(
+            "dcgmi: command not found",
+            127,
+            Advice.INCONCLUSIVE,
+            "not installed",
+            id="dcgmi is not installed",
+        ),
+        pytest.param(
+            "Successfully ran diagnostic",
+            0,
+            Advice.INCONCLUSIVE,
+            "no DCGM document",
+            id="the output is not JSON at all",
+        ),
+        pytest.param(
+            NOT_DCGM, 0, Advice.INCONCLUSIVE, "no DCGM document", id="JSON of another program"
+        ),
+        pytest.param(
+            "Segmentation fault",
+            205,
+            Advice.ISOLATE,
+            "asks for isolation",
+            id="205 counts without a document",
+        ),
         pytest.param("", 238, Advice.ISOLATE, "can no longer be reached", id="a lost GPU"),
         pytest.param("", 237, Advice.RESET, "needs a reset", id="a GPU that needs a reset"),
         pytest.param("", 222, Advice.RETRY, "in use", id="in use"),
         pytest.param("", 202, Advice.RETRY, "paused", id="paused"),
-        pytest.param("", 204, Advice.INCONCLUSIVE, "not installed", id="the diagnostic is not installed"),
+        pytest.param(
+            "", 204, Advice.INCONCLUSIVE, "not installed", id="the diagnostic is not installed"
+        ),
         pytest.param("", 198, Advice.INCONCLUSIVE, "none of the tests", id="no such test"),
         pytest.param("", 143, Advice.INCONCLUSIVE, "ended by SIGTERM", id="128 + 15"),
-        pytest.param("", -9, Advice.INCONCLUSIVE, "ended by SIGKILL", id="minus 9, as Python says it"),
+        pytest.param(
+            "", -9, Advice.INCONCLUSIVE, "ended by SIGKILL", id="minus 9, as Python says it"
+        ),
         pytest.param("", 99, Advice.INCONCLUSIVE, "does not define", id="an exit code of nobody's"),
-        pytest.param(sample("v3_runtime_error.json"), 238, Advice.ISOLATE, "reached", id="a runtime error is told by the exit code"),
-        pytest.param(sample("v3_runtime_error.json"), 226, Advice.INCONCLUSIVE, "already running", id="a runtime error with 226"),
-        pytest.param(sample("v3_runtime_error.json"), 0, Advice.INCONCLUSIVE, "already running", id="a runtime error with 0"),
-        pytest.param(INTERRUPTED, 0, Advice.INCONCLUSIVE, "the host engine went away", id="a runtime error beside tests that passed"),
-        pytest.param(BROKEN, 0, Advice.INCONCLUSIVE, "no DCGM document", id="a text that breaks off behind a comma and a brace of its own"),
+        pytest.param(
+            sample("v3_runtime_error.json"),
+            238,
+            Advice.ISOLATE,
+            "reached",
+            id="a runtime error is told by the exit code",
+        ),
+        pytest.param(
+            sample("v3_runtime_error.json"),
+            226,
+            Advice.INCONCLUSIVE,
+            "already running",
+            id="a runtime error with 226",
+        ),
+        pytest.param(
+            sample("v3_runtime_error.json"),
+            0,
+            Advice.INCONCLUSIVE,
+            "already running",
+            id="a runtime error with 0",
+        ),
+        pytest.param(
+            INTERRUPTED,
+            0,
+            Advice.INCONCLUSIVE,
+            "the host engine went away",
+            id="a runtime error beside tests that passed",
+        ),
+        pytest.param(
+            BROKEN,
+            0,
+            Advice.INCONCLUSIVE,
+            "no DCGM document",
+            id="a text that breaks off behind a comma and a brace of its own",
+        ),
     ],
 )
-def test_the_output_and_the_exit_code_are_weighed_together(stdout: str, exit_code: int | None, advice: Advice, reason: str) -> None:
+def test_the_output_and_the_exit_code_are_weighed_together(
+    stdout: str, exit_code: int | None, advice: Advice, reason: str
+) -> None:
     found = read_diag(stdout, exit_code)
     assert (advice, True) == (found.advice, reason in found.reason), found.reason
 
@@ -162,7 +398,9 @@ TEST = ("DCGM Diagnostic", "test_categories", 1, "tests", 0)
         ((*TEST, "test_summary", "status"), "Fail", "the node: memory failed without saying why"),
     ],
 )
-def test_one_place_that_cannot_be_read_is_in_the_way_of_health(place: tuple[Any, ...], value: object, reason: str) -> None:
+def test_one_place_that_cannot_be_read_is_in_the_way_of_health(
+    place: tuple[Any, ...], value: object, reason: str
+) -> None:
     document = json.loads(sample("v4_r2_xid45_during_pcie_triage.json"))
     del document["DCGM Diagnostic"]["test_categories"][2]  # the only one that failed
     assert read_diag(json.dumps(document), 0).verdict == Verdict.HEALTHY
@@ -184,21 +422,46 @@ def test_one_place_that_cannot_be_read_is_in_the_way_of_health(place: tuple[Any,
         pytest.param(failing("3.2.6", 1), 226, Advice.ISOLATE, id="1 was ISOLATE before"),
         pytest.param(failing("3.2.6", 2), 226, Advice.INCONCLUSIVE, id="2 was UNKNOWN before"),
         pytest.param(failing("3.2.6", None), 226, Advice.INCONCLUSIVE, id="no severity at all"),
-        pytest.param(failing("3-odd", 2), 226, Advice.INCONCLUSIVE, id="a version that cannot be read has no severities"),
-        pytest.param(failing("4-odd", 2), 226, Advice.ISOLATE, id="the shape of version 4 says enough"),
+        pytest.param(
+            failing("3-odd", 2),
+            226,
+            Advice.INCONCLUSIVE,
+            id="a version that cannot be read has no severities",
+        ),
+        pytest.param(
+            failing("4-odd", 2), 226, Advice.ISOLATE, id="the shape of version 4 says enough"
+        ),
         pytest.param(failing("4.7.0", 99), 226, Advice.INCONCLUSIVE, id="a severity of nobody's"),
-        pytest.param(failing("4.7.0", 1, 52), 226, Advice.ISOLATE, id="an id that is known beats its severity"),
-        pytest.param(failing("3.3.9", 2, 29), 205, Advice.ISOLATE, id="205 in 3.3 is not by persistence mode"),
-        pytest.param(failing("3.2.6", 1, 29), 205, Advice.CONFIG_ERROR, id="205 in 3.2 is, and means a setting"),
+        pytest.param(
+            failing("4.7.0", 1, 52),
+            226,
+            Advice.ISOLATE,
+            id="an id that is known beats its severity",
+        ),
+        pytest.param(
+            failing("3.3.9", 2, 29), 205, Advice.ISOLATE, id="205 in 3.3 is not by persistence mode"
+        ),
+        pytest.param(
+            failing("3.2.6", 1, 29),
+            205,
+            Advice.CONFIG_ERROR,
+            id="205 in 3.2 is, and means a setting",
+        ),
     ],
 )
-def test_a_severity_counts_only_for_unknown_ids_and_as_its_version_meant_it(stdout: str, exit_code: int, advice: Advice) -> None:
+def test_a_severity_counts_only_for_unknown_ids_and_as_its_version_meant_it(
+    stdout: str, exit_code: int, advice: Advice
+) -> None:
     assert advice == read_diag(stdout, exit_code).advice
 
 
-def test_persistence_mode_is_a_setting_even_where_version_3_1_names_no_id_and_asks_for_isolation() -> None:
+def test_persistence_mode_is_a_setting_even_where_version_3_1_names_no_id_and_asks_for_isolation() -> (
+    None
+):
     failed = {"status": "Fail", "warnings": DISABLED.format(0)}
-    found = read_diag(document_3(failed, name="Persistence Mode", category="Deployment", version="3.1.8"), 205)
+    found = read_diag(
+        document_3(failed, name="Persistence Mode", category="Deployment", version="3.1.8"), 205
+    )
     assert (
         found.advice,
         tuple(finding.code for finding in found.findings),
@@ -207,21 +470,38 @@ def test_persistence_mode_is_a_setting_even_where_version_3_1_names_no_id_and_as
 
 
 def test_version_3_puts_all_gpus_into_one_deployment_result_and_the_texts_tell_them_apart() -> None:
-    errors = [{"error_id": 29, "error_severity": 5, "warnings": DISABLED.format(gpu)} for gpu in (0, 1, 2)]
+    errors = [
+        {"error_id": 29, "error_severity": 5, "warnings": DISABLED.format(gpu)} for gpu in (0, 1, 2)
+    ]
     failed = {"gpu_id": 2, "status": "Fail", "warnings": errors}
     found = read_diag(document_3(failed, name="Persistence Mode", category="Deployment"), 226)
-    assert [finding.gpu for finding in found.findings] == ["0", "1", "2"] and found.reason.startswith("GPUs 0-2: ")
+    assert [finding.gpu for finding in found.findings] == [
+        "0",
+        "1",
+        "2",
+    ] and found.reason.startswith("GPUs 0-2: ")
 
 
 def test_version_3_names_a_gpu_by_a_string_or_by_an_integer() -> None:
     for gpu in ("3", 3):
-        (finding,) = read_diag(document_3({"gpu_id": gpu, "status": "Fail", "warnings": [error(57, "double-bit")]}), 205).findings
+        (finding,) = read_diag(
+            document_3({"gpu_id": gpu, "status": "Fail", "warnings": [error(57, "double-bit")]}),
+            205,
+        ).findings
         assert finding.gpu == "3"
 
 
 def test_an_error_that_only_the_summary_holds_is_read_and_a_repeated_one_counts_once() -> None:
-    found = read_diag(document_4(result_4(0), result_4(1), test_summary={"status": "Fail", "warnings": [error(52)]}), 205)
-    assert (found.advice, tuple(finding.gpu for finding in found.findings)) == (Advice.ISOLATE, ("1",))
+    found = read_diag(
+        document_4(
+            result_4(0), result_4(1), test_summary={"status": "Fail", "warnings": [error(52)]}
+        ),
+        205,
+    )
+    assert (found.advice, tuple(finding.gpu for finding in found.findings)) == (
+        Advice.ISOLATE,
+        ("1",),
+    )
     assert len(read_diag(MEMORY, 205).findings) == 1
 
 
@@ -234,13 +514,27 @@ def test_an_error_of_a_switch_is_no_gpus() -> None:
         "warnings": [error(109, "fatal SXID 20034")],
     }
     found = read_diag(document_4(result_4(0), switch), 0)
-    assert (found.advice, found.findings[0].gpu, found.reason.startswith("Switch 4: ")) == (Advice.ISOLATE, None, True)
+    assert (found.advice, found.findings[0].gpu, found.reason.startswith("Switch 4: ")) == (
+        Advice.ISOLATE,
+        None,
+        True,
+    )
 
 
 def test_a_cpu_that_failed_is_the_hosts_fault() -> None:
-    cpu = {"entity_group": "CPU", "entity_group_id": 7, "entity_id": 1, "status": "Fail", "warnings": [error(95, "")]}
+    cpu = {
+        "entity_group": "CPU",
+        "entity_group_id": 7,
+        "entity_id": 1,
+        "status": "Fail",
+        "warnings": [error(95, "")],
+    }
     (finding,) = read_diag(document_4(cpu, name="cpu_eud"), 205).findings
-    assert (finding.cause, finding.gpu, finding.reason) == (Cause.NODE_FAULT, None, "EUD test failed")
+    assert (finding.cause, finding.gpu, finding.reason) == (
+        Cause.NODE_FAULT,
+        None,
+        "EUD test failed",
+    )
 
 
 def test_of_very_many_findings_the_gravest_are_kept() -> None:
@@ -250,7 +544,10 @@ def test_of_very_many_findings_the_gravest_are_kept() -> None:
 
 
 def test_a_level_that_did_not_run_is_missed_when_the_caller_says_what_was_asked_for() -> None:
-    assert (read_diag(PASS_3, 0).advice, read_diag(PASS_3, 0, level=3).advice) == (Advice.HEALTHY, Advice.INCONCLUSIVE)
+    assert (read_diag(PASS_3, 0).advice, read_diag(PASS_3, 0, level=3).advice) == (
+        Advice.HEALTHY,
+        Advice.INCONCLUSIVE,
+    )
 
 
 def test_the_skips_that_follow_a_setting_do_not_hide_the_setting() -> None:
@@ -260,14 +557,29 @@ def test_the_skips_that_follow_a_setting_do_not_hide_the_setting() -> None:
     assert read_diag(json.dumps(document), 226).advice == Advice.CONFIG_ERROR
 
 
-IDS = {Advice.RMA: 80, Advice.ISOLATE: 52, Advice.RESET: 85, Advice.RETRY: 130, Advice.INCONCLUSIVE: 56, Advice.CONFIG_ERROR: 29}
+IDS = {
+    Advice.RMA: 80,
+    Advice.ISOLATE: 52,
+    Advice.RESET: 85,
+    Advice.RETRY: 130,
+    Advice.INCONCLUSIVE: 56,
+    Advice.CONFIG_ERROR: 29,
+}
 
 
-@pytest.mark.parametrize(("graver", "lesser"), [(a, b) for i, a in enumerate(IDS) for b in list(IDS)[i + 1 :]])
+@pytest.mark.parametrize(
+    ("graver", "lesser"), [(a, b) for i, a in enumerate(IDS) for b in list(IDS)[i + 1 :]]
+)
 def test_of_two_findings_the_graver_wins_and_comes_first(graver: Advice, lesser: Advice) -> None:
-    document = document_4(result_4(0, "Fail", error(IDS[lesser], "a")), result_4(1, "Fail", error(IDS[graver], "b")))
+    document = document_4(
+        result_4(0, "Fail", error(IDS[lesser], "a")), result_4(1, "Fail", error(IDS[graver], "b"))
+    )
     found = read_diag(document, 226)
-    assert (graver, f"DCGM {IDS[graver]}", "1") == (found.advice, found.findings[0].code, found.findings[0].gpu)
+    assert (graver, f"DCGM {IDS[graver]}", "1") == (
+        found.advice,
+        found.findings[0].code,
+        found.findings[0].gpu,
+    )
     assert found.reason.startswith("GPU 1: ")
 
 
@@ -282,14 +594,26 @@ def test_of_two_findings_the_graver_wins_and_comes_first(graver: Advice, lesser:
         (29, Role.INFORMATION, None),
     ],
 )
-def test_only_hardware_that_was_found_broken_is_a_cause(code: int, role: Role, cause: Cause | None) -> None:
-    (finding,) = read_diag(document_4(result_4(5, "Fail", error(code, "GPU 5: so it is"))), 226).findings
-    assert (role, cause, "5", "GPU 5: so it is") == (finding.role, finding.cause, finding.gpu, finding.reason)
+def test_only_hardware_that_was_found_broken_is_a_cause(
+    code: int, role: Role, cause: Cause | None
+) -> None:
+    (finding,) = read_diag(
+        document_4(result_4(5, "Fail", error(code, "GPU 5: so it is"))), 226
+    ).findings
+    assert (role, cause, "5", "GPU 5: so it is") == (
+        finding.role,
+        finding.cause,
+        finding.gpu,
+        finding.reason,
+    )
 
 
 def test_the_user_has_the_last_word_on_an_error_id_and_then_205_says_nothing_more() -> None:
     override = {52: Advice.CONFIG_ERROR}
-    assert (read_diag(MEMORY, 205).advice, read_diag(MEMORY, 205, override).advice) == (Advice.ISOLATE, Advice.CONFIG_ERROR)
+    assert (read_diag(MEMORY, 205).advice, read_diag(MEMORY, 205, override).advice) == (
+        Advice.ISOLATE,
+        Advice.CONFIG_ERROR,
+    )
 
 
 def test_a_text_may_hold_half_a_surrogate_and_any_length_and_still_travels() -> None:
@@ -299,7 +623,12 @@ def test_a_text_may_hold_half_a_surrogate_and_any_length_and_still_travels() -> 
 
 
 @pytest.mark.parametrize(
-    "stdout", ['{"iterations":' + "[" * 100_000, '{"DCGM Diagnostic": ' + "9" * 5000 + "}", '{"DCGM Diagnostic": {"' * 9000]
+    "stdout",
+    [
+        '{"iterations":' + "[" * 100_000,
+        '{"DCGM Diagnostic": ' + "9" * 5000 + "}",
+        '{"DCGM Diagnostic": {"' * 9000,
+    ],
 )
 def test_output_made_to_break_parsers_is_only_unreadable(stdout: str) -> None:
     assert read_diag(stdout, 0).verdict == Verdict.UNKNOWN
@@ -314,7 +643,9 @@ def test_the_tables_are_whole() -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in dcgm_errors().values()])
 def test_advice_that_departs_from_the_severity_says_why(row: Any) -> None:
-    usual = {"ISOLATE": Advice.ISOLATE, "RESET": Advice.RESET, "CONFIG": Advice.CONFIG_ERROR}.get(row.severity, Advice.INCONCLUSIVE)
+    usual = {"ISOLATE": Advice.ISOLATE, "RESET": Advice.RESET, "CONFIG": Advice.CONFIG_ERROR}.get(
+        row.severity, Advice.INCONCLUSIVE
+    )
     assert row.advice is usual or row.note
     assert bool(row.old_severity) == ("everity was" in row.note or row.id == 80)
 
@@ -333,13 +664,40 @@ def test_what_is_a_setting_is_never_hardware(code: int) -> None:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    return [*([path] if path else []), *(place for key, value in below for place in _places(value, (*path, key)))]
+    below = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
+    return [
+        *([path] if path else []),
+        *(place for key, value in below for place in _places(value, (*path, key))),
+    ]
 
 
 DOCUMENTS = {file: json.loads(sample(file)) for file in EXITS} | {"real": json.loads(REAL)}
 PLACES = {file: _places(document) for file, document in DOCUMENTS.items()}
-VALUES: list[Any] = [None, True, 0, -1, 29, 1.5, 10**30, "", "Pass", "80", "x", [], [None], [[]], {}, {"error_id": None}, float("nan")]
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    29,
+    1.5,
+    10**30,
+    "",
+    "Pass",
+    "80",
+    "x",
+    [],
+    [None],
+    [[]],
+    {},
+    {"error_id": None},
+    float("nan"),
+]
 
 
 @st.composite
@@ -364,7 +722,9 @@ def mutated(draw: st.DrawFn) -> Any:
 def _recorded(tests: Any) -> bool:
     """Whether any error, or any Fail, is left where DCGM records one; the oracle, which knows no more of a document than this."""
     if isinstance(tests, dict):
-        here = tests.get("status") == "Fail" or ("error_id" in tests and ("warning" in tests or "warnings" in tests))
+        here = tests.get("status") == "Fail" or (
+            "error_id" in tests and ("warning" in tests or "warnings" in tests)
+        )
         return here or any(_recorded(value) for value in tests.values())
     return isinstance(tests, list) and any(_recorded(value) for value in tests)
 
@@ -377,12 +737,17 @@ def _passed(node: Any) -> bool:
 
 def _consistent(found: Examination) -> None:
     assert found.reason and found.verdict == VERDICTS.get(found.advice, "UNKNOWN")
-    json.dumps([found.reason, found.version, *(finding.reason for finding in found.findings)], ensure_ascii=False).encode()
+    json.dumps(
+        [found.reason, found.version, *(finding.reason for finding in found.findings)],
+        ensure_ascii=False,
+    ).encode()
 
 
 @searched(100)
 @given(mutated(), st.sampled_from([0, 0, 0, 205, 226, None]))
-def test_no_mutation_of_a_document_breaks_the_reader_or_makes_an_error_healthy(document: Any, exit_code: int | None) -> None:
+def test_no_mutation_of_a_document_breaks_the_reader_or_makes_an_error_healthy(
+    document: Any, exit_code: int | None
+) -> None:
     found = read_diag(json.dumps(document), exit_code)
     _consistent(found)
     if _recorded(document) or not _passed(document) or exit_code != 0:
@@ -399,15 +764,24 @@ def test_output_cut_anywhere_is_never_healthy(file: str, at: int, exit_code: int
 
 
 @searched(100)
-@given(st.text(), st.sampled_from(sorted(EXITS)), st.integers(0, 7000), st.one_of(st.none(), st.integers(-300, 70000)))
-def test_no_text_in_the_midst_of_a_document_breaks_the_reader(noise: str, file: str, at: int, exit_code: int | None) -> None:
+@given(
+    st.text(),
+    st.sampled_from(sorted(EXITS)),
+    st.integers(0, 7000),
+    st.one_of(st.none(), st.integers(-300, 70000)),
+)
+def test_no_text_in_the_midst_of_a_document_breaks_the_reader(
+    noise: str, file: str, at: int, exit_code: int | None
+) -> None:
     text = sample(file)
     _consistent(read_diag(text[:at] + noise + text[at:], exit_code))
 
 
 @searched(100)
 @given(st.text(), st.integers(-300, 70000))
-def test_only_exit_0_can_be_healthy_and_never_without_a_document(noise: str, exit_code: int) -> None:
+def test_only_exit_0_can_be_healthy_and_never_without_a_document(
+    noise: str, exit_code: int
+) -> None:
     assert Verdict.HEALTHY is not read_diag(noise, exit_code).verdict
     if exit_code:
         assert Verdict.HEALTHY is not read_diag(PASS_4, exit_code).verdict

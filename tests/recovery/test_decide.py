@@ -33,9 +33,31 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.fencing import FENCE_MARGIN, fences, hops, peers_of, safe_after
-from relaunch.job.state import Ask, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Stop, Wait
+from relaunch.job.state import (
+    Ask,
+    Examine,
+    ExaminedNode,
+    Ignore,
+    JobState,
+    Phase,
+    Relaunch,
+    Stop,
+    Wait,
+)
 from relaunch.spec.policy import Strategy
-from tests.recovery.builders import T0, at, error, exited, fault, new_job, play, policy, relaunched, running, step
+from tests.recovery.builders import (
+    T0,
+    at,
+    error,
+    exited,
+    fault,
+    new_job,
+    play,
+    policy,
+    relaunched,
+    running,
+    step,
+)
 
 BUG = exited(2, "n2", code=1, error=error("ValueError: bad batch"))
 KILL = exited(3, "n2", signal=9)
@@ -53,7 +75,11 @@ def test_s5_2_submitting_launches_generation_1() -> None:
 
 def test_an_event_of_another_generation_is_ignored_and_changes_nothing() -> None:
     job = running(generation=4)
-    for stale in (fault(running(generation=3), BUG), Launched(5, T0, T0), NodeUnreachable(3, "n1", timedelta(0), "")):
+    for stale in (
+        fault(running(generation=3), BUG),
+        Launched(5, T0, T0),
+        NodeUnreachable(3, "n1", timedelta(0), ""),
+    ):
         after, decision = step(job, stale)
         assert isinstance(decision, Ignore)
         assert job == after
@@ -73,7 +99,13 @@ def test_s3_2_a_failed_rank_restarts_all_and_the_try_is_spent_before_anything_st
 
 
 def test_s3_2_the_ladder_ends_and_the_job_fails_with_the_ranks_exit_code() -> None:
-    job = running(policy=policy(causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE", "tries": 3}, {"strategy": "FAIL"}]}))
+    job = running(
+        policy=policy(
+            causes={
+                "APPLICATION": [{"strategy": "RESTART_IN_PLACE", "tries": 3}, {"strategy": "FAIL"}]
+            }
+        )
+    )
     for expected in (2, 3, 4):
         job, decision = step(job, fault(job, BUG))
         assert isinstance(decision, Relaunch) and expected == decision.generation
@@ -97,7 +129,11 @@ def test_a_fault_that_is_not_the_jobs_own_spends_nothing() -> None:
     job, _ = step(job, unreachable(job))
     job, decision = step(job, RanksHung(1, (0,), "step 7 has not changed", T0))
     assert isinstance(decision, Relaunch)
-    assert (decision.strategy, decision.without, decision.spent) == (Strategy.REPLACE_NODE, ("n2",), False)
+    assert (decision.strategy, decision.without, decision.spent) == (
+        Strategy.REPLACE_NODE,
+        ("n2",),
+        False,
+    )
     assert job.restarts_spent == 0
 
 
@@ -128,7 +164,16 @@ def test_a_job_that_reports_nothing_renews_by_healthy_for() -> None:
 
 
 def test_windowed_tries_are_not_renewed_by_progress() -> None:
-    job = running(policy=policy(causes={"UNKNOWN": [{"strategy": "RESTART_IN_PLACE", "tries": 1, "window": "1h"}, {"strategy": "FAIL"}]}))
+    job = running(
+        policy=policy(
+            causes={
+                "UNKNOWN": [
+                    {"strategy": "RESTART_IN_PLACE", "tries": 1, "window": "1h"},
+                    {"strategy": "FAIL"},
+                ]
+            }
+        )
+    )
     job, _ = step(job, fault(job, KILL))
     job, _ = play(relaunched(job), StepReached(2, 1, at(1)), now=at(1))
     _, decision = step(job, fault(job, KILL), at(60))
@@ -138,7 +183,11 @@ def test_windowed_tries_are_not_renewed_by_progress() -> None:
 
 
 def test_no_progress_stop_counts_known_flat_generations_of_the_jobs_own_faults() -> None:
-    job = running(policy=policy(no_progress_stop=2, causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}))
+    job = running(
+        policy=policy(
+            no_progress_stop=2, causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
+        )
+    )
     job, _ = play(job, ProgressSeen(1, 10, T0), fault(job, BUG))
     for expected in (Relaunch, Stop):
         job = relaunched(job)
@@ -148,7 +197,13 @@ def test_no_progress_stop_counts_known_flat_generations_of_the_jobs_own_faults()
 
 
 def test_unknown_progress_never_counts_as_flat() -> None:
-    job = running(policy=policy(no_progress_stop=1, max_restarts=50, causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}))
+    job = running(
+        policy=policy(
+            no_progress_stop=1,
+            max_restarts=50,
+            causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]},
+        )
+    )
     for _ in range(10):
         job, decision = step(job, fault(job, BUG))
         assert isinstance(decision, Relaunch)
@@ -169,18 +224,24 @@ def test_s2_8_a_node_that_comes_back_goes_on_and_spends_nothing() -> None:
 
 
 def test_when_ranks_only_lost_connections_a_silent_node_is_the_suspect() -> None:
-    echo = exited(0, "n1", code=1, log_tail=("ConnectionResetError: [Errno 104] Connection reset by peer",))
+    echo = exited(
+        0, "n1", code=1, log_tail=("ConnectionResetError: [Errno 104] Connection reset by peer",)
+    )
     job = running()
     event = FaultObserved(1, (echo,), 0, T0, silent=(("n2", timedelta(seconds=20)),))
     job, decision = step(job, event, at(100))
     assert isinstance(decision, Relaunch)
     assert (decision.cause, decision.without, decision.spent) == (Cause.NODE_LOST, ("n2",), False)
-    assert [("n2", at(80))] == [(lost.node, lost.last_heard_at) for lost in job.lost], "it is fenced before anything starts elsewhere"
+    assert [("n2", at(80))] == [(lost.node, lost.last_heard_at) for lost in job.lost], (
+        "it is fenced before anything starts elsewhere"
+    )
 
 
 def test_a_gang_that_stands_still_waits_for_its_silent_node() -> None:
     silent = (("n2", timedelta(seconds=70)),)
-    job, decision = step(running(), RanksHung(1, (0,), "step 7 has not changed for 61 s", T0, silent=silent), at(100))
+    job, decision = step(
+        running(), RanksHung(1, (0,), "step 7 has not changed for 61 s", T0, silent=silent), at(100)
+    )
     assert isinstance(decision, Relaunch)
     assert (decision.cause, decision.without) == (Cause.NODE_LOST, ("n2",))
     assert job.lost_names == ("n2",)
@@ -190,17 +251,25 @@ def test_a_launch_that_ends_half_way_again_and_again_is_counted() -> None:
     job = running()
     job, _ = step(job, fault(job, KILL))
     for _ in range(5):
-        refused = LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "it was launched before", (1000, job.generation)),))
+        refused = LaunchRefused(
+            job.generation,
+            (NodeRefusal("n1", "not_above", "it was launched before", (1000, job.generation)),),
+        )
         job, decision = step(job, refused)
         assert isinstance(decision, Relaunch) and decision.cause == Cause.PLATFORM
-    refused = LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "it was launched before", (1000, job.generation)),))
+    refused = LaunchRefused(
+        job.generation,
+        (NodeRefusal("n1", "not_above", "it was launched before", (1000, job.generation)),),
+    )
     _, decision = step(job, refused)
     assert isinstance(decision, Ask)
 
 
 def test_with_every_node_lost_nothing_can_be_proven_so_nothing_is_launched() -> None:
     job = running()
-    job, decision = play(job, unreachable(job, "n1"), unreachable(job, "n2"), RanksHung(1, (0,), "flat", T0))
+    job, decision = play(
+        job, unreachable(job, "n1"), unreachable(job, "n2"), RanksHung(1, (0,), "flat", T0)
+    )
     assert isinstance(decision, Wait) and decision.phase == Phase.NODE_LOST
     job, decision = step(job, DeadlinePassed(), at(7200))
     assert isinstance(decision, Ask) and job.phase == Phase.WAITING_FOR_PERSON
@@ -213,7 +282,9 @@ def test_with_every_node_lost_nothing_can_be_proven_so_nothing_is_launched() -> 
 def test_ranks_that_can_go_on_alone_are_not_launched_elsewhere(shape: dict[str, Any]) -> None:
     job = running(**shape)
     node = "n1" if shape.get("nodes") == 1 else "n2"
-    job, decision = play(job, unreachable(job, node), fault(job, exited(0, "n1", code=1, log_tail=("boom",))))
+    job, decision = play(
+        job, unreachable(job, node), fault(job, exited(0, "n1", code=1, log_tail=("boom",)))
+    )
     assert not fences(job)
     assert isinstance(decision, Wait) and decision.until is not None
     job, decision = step(job, DeadlinePassed(), at(4000))
@@ -246,7 +317,10 @@ def test_a_stop_reaches_every_node_within_the_hops_that_are_waited_for(nodes: in
             gone |= {node for node in range(nodes) if gone & set(peers_of(node, nodes))}
             rounds += 1
         assert rounds <= hops(nodes)
-    assert all(node not in peers_of(node, nodes) and len(peers_of(node, nodes)) <= 16 for node in range(nodes))
+    assert all(
+        node not in peers_of(node, nodes) and len(peers_of(node, nodes)) <= 16
+        for node in range(nodes)
+    )
 
 
 def test_declared_dead_is_a_persons_proof() -> None:
@@ -280,14 +354,33 @@ def test_after_a_reset_the_job_goes_on_above_the_highest_token_seen() -> None:
 def test_a_node_that_claims_a_higher_generation_at_each_launch_is_left() -> None:
     job, _ = step(running(), fault(running(), KILL))
     for turn in range(3):
-        job, decision = step(job, LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)))
-        assert isinstance(decision, Relaunch) and (decision.strategy, decision.without) == (None, ()), turn
-    claim = LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),))
+        job, decision = step(
+            job,
+            LaunchRefused(
+                job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)
+            ),
+        )
+        assert isinstance(decision, Relaunch) and (decision.strategy, decision.without) == (
+            None,
+            (),
+        ), turn
+    claim = LaunchRefused(
+        job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)
+    )
     job, decision = step(job, claim)
     assert isinstance(decision, Relaunch)
-    assert (decision.strategy, decision.cause, decision.without) == (Strategy.REPLACE_NODE, Cause.NODE_LOST, ("n1",))
+    assert (decision.strategy, decision.cause, decision.without) == (
+        Strategy.REPLACE_NODE,
+        Cause.NODE_LOST,
+        ("n1",),
+    )
     assert "n1 refused 4 launches in a row" in decision.reason
-    _, decision = step(job, LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)))
+    _, decision = step(
+        job,
+        LaunchRefused(
+            job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)
+        ),
+    )
     assert decision.strategy is None  # another node may have seen a higher one
 
 
@@ -299,7 +392,9 @@ def test_a_later_submission_ends_this_one() -> None:
 
 def test_command_not_found_is_not_tried_again() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
-    _, decision = step(job, LaunchRefused(1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),)))
+    _, decision = step(
+        job, LaunchRefused(1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),))
+    )
     assert isinstance(decision, Stop) and decision.exit_code == 127
 
 
@@ -313,7 +408,10 @@ def test_too_small_a_fleet_is_hopeless_and_a_short_one_is_waited_for() -> None:
 
 def test_s3_4_success_needs_every_rank() -> None:
     job, decision = step(running(), RanksSucceeded(1))
-    assert isinstance(decision, Stop) and (decision.phase, decision.exit_code) == (Phase.SUCCEEDED, 0)
+    assert isinstance(decision, Stop) and (decision.phase, decision.exit_code) == (
+        Phase.SUCCEEDED,
+        0,
+    )
     job = finish(job, at(9))
     assert (Phase.SUCCEEDED, at(9)) == (job.phase, job.ended_at)
 
@@ -331,7 +429,10 @@ def test_s5_4_cancel_works_in_every_phase(phase_event: str | None) -> None:
     elif phase_event == "launching":
         job, _ = step(job, fault(job, KILL))
     job, decision = step(job, CancelRequested("enough", "ada"))
-    assert isinstance(decision, Stop) and (decision.phase, decision.exit_code) == (Phase.CANCELLED, 130)
+    assert isinstance(decision, Stop) and (decision.phase, decision.exit_code) == (
+        Phase.CANCELLED,
+        130,
+    )
     job, decision = step(job, RanksStopped(job.generation, ("n1", "n2"), T0))
     assert (job.phase, job.maybe_alive) == (Phase.STOPPING, ())
     assert finish(job, T0).phase == Phase.CANCELLED
@@ -348,7 +449,12 @@ def test_s5_4_force_retry_launches_again_without_spending() -> None:
 
 def test_while_the_job_ends_nothing_restarts_it() -> None:
     job, _ = step(running(), CancelRequested("", "ada"))
-    for event in (fault(job, KILL), RetryRequested("", "ada"), Launched(1, T0, T0), DeadlinePassed()):
+    for event in (
+        fault(job, KILL),
+        RetryRequested("", "ada"),
+        Launched(1, T0, T0),
+        DeadlinePassed(),
+    ):
         after, decision = step(job, event)
         assert isinstance(decision, Ignore)
         assert after.phase == Phase.STOPPING

@@ -57,11 +57,17 @@ def walked(
         gpus, code = (("0000:05:00",), "Xid 94") if cause.name.startswith("GPU") else ((), code)
         # A hang says which ranks wait, not which node they wait for.
         suspects = () if cause is Cause.HANG else (node,)
-        job, decision = climbed(job, Diagnosis(cause, "boom", nodes=suspects, gpus=gpus, code=code, exit_code=1), at(fault))
+        job, decision = climbed(
+            job,
+            Diagnosis(cause, "boom", nodes=suspects, gpus=gpus, code=code, exit_code=1),
+            at(fault),
+        )
         while True:
             said.append(told(decision))
             if isinstance(decision, Examine):
-                answer = found(**{one: verdict if one == node else "HEALTHY" for one in decision.nodes})
+                answer = found(
+                    **{one: verdict if one == node else "HEALTHY" for one in decision.nodes}
+                )
                 job, decision = step(job, answer(job), at(fault))
             elif isinstance(decision, Repair):
                 job, decision = step(job, mended(outcome)(job), at(fault))
@@ -99,42 +105,87 @@ ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
     (Cause.USER_INPUT, ANY, "stays", [FAILED]),
     (Cause.USER_INPUT, ANY, "wanders", [FAILED]),
     # Restarted, then looked at where it repeats, then tried elsewhere; then it is the code.
-    (Cause.APPLICATION, NOT_UNHEALTHY, "stays", [R, R, look("n2"), swap("n2"), R, R, look("n3"), FAILED]),
+    (
+        Cause.APPLICATION,
+        NOT_UNHEALTHY,
+        "stays",
+        [R, R, look("n2"), swap("n2"), R, R, look("n3"), FAILED],
+    ),
     (
         Cause.APPLICATION,
         (Verdict.UNHEALTHY,),
         "stays",
         [R, R, look("n2"), bad("n2"), R, R, look("n3"), bad("n3"), R, R, look("n4"), FAILED],
     ),
-    (Cause.APPLICATION, NOT_UNHEALTHY, "wanders", [R, R, R, R, look("n2"), swap("n2"), look("n1"), FAILED]),
+    (
+        Cause.APPLICATION,
+        NOT_UNHEALTHY,
+        "wanders",
+        [R, R, R, R, look("n2"), swap("n2"), look("n1"), FAILED],
+    ),
     (
         Cause.APPLICATION,
         (Verdict.UNHEALTHY,),
         "wanders",
         [R, R, R, R, look("n2"), bad("n2"), look("n1"), bad("n1"), R, R, R, R, look("n3"), FAILED],
     ),
-    (Cause.GPU_USER_INDUCED, NOT_UNHEALTHY, "stays", [R, R, look("n2"), swap("n2"), R, R, look("n3"), FAILED]),
+    (
+        Cause.GPU_USER_INDUCED,
+        NOT_UNHEALTHY,
+        "stays",
+        [R, R, look("n2"), swap("n2"), R, R, look("n3"), FAILED],
+    ),
     (
         Cause.GPU_USER_INDUCED,
         (Verdict.UNHEALTHY,),
         "stays",
         [R, R, look("n2"), bad("n2"), R, R, look("n3"), bad("n3"), R, R, look("n4"), FAILED],
     ),
-    (Cause.GPU_USER_INDUCED, NOT_UNHEALTHY, "wanders", [R, R, R, R, look("n2"), swap("n2"), look("n1"), FAILED]),
+    (
+        Cause.GPU_USER_INDUCED,
+        NOT_UNHEALTHY,
+        "wanders",
+        [R, R, R, R, look("n2"), swap("n2"), look("n1"), FAILED],
+    ),
     (Cause.OUT_OF_MEMORY, ANY, "stays", [R, FAILED]),
     (Cause.OUT_OF_MEMORY, ANY, "wanders", [R, FAILED]),
     (Cause.NUMERICS, NOT_UNHEALTHY, "stays", [R, R, look("n2"), FAILED]),
-    (Cause.NUMERICS, (Verdict.UNHEALTHY,), "stays", [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), FAILED]),
+    (
+        Cause.NUMERICS,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), FAILED],
+    ),
     (Cause.UNKNOWN, NOT_UNHEALTHY, "stays", [R, R, look("n2"), swap("n2"), look("n3"), FAILED]),
-    (Cause.UNKNOWN, (Verdict.UNHEALTHY,), "stays", [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), look("n4"), FAILED]),
+    (
+        Cause.UNKNOWN,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), look("n4"), FAILED],
+    ),
     # Nobody is suspected of a hang, so everybody is looked at.
     (Cause.HANG, NOT_UNHEALTHY, "stays", [R, R, look("n1", "n2"), FAILED]),
-    (Cause.HANG, (Verdict.UNHEALTHY,), "stays", [R, R, look("n1", "n2"), bad("n2"), look("n1", "n3"), bad("n3"), FAILED]),
+    (
+        Cause.HANG,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, look("n1", "n2"), bad("n2"), look("n1", "n3"), bad("n3"), FAILED],
+    ),
     (Cause.NETWORK, NOT_UNHEALTHY, "stays", [R, R, R, look("n2"), ASK]),
-    (Cause.NETWORK, (Verdict.UNHEALTHY,), "stays", [R, R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), ASK]),
+    (
+        Cause.NETWORK,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), ASK],
+    ),
     # A full disk may be one node's own, a file system that does not answer is everybody's.
     (Cause.STORAGE, NOT_UNHEALTHY, "stays", [R, R, R, R, R, look("n2"), ASK]),
-    (Cause.STORAGE, (Verdict.UNHEALTHY,), "stays", [R, R, R, R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), ASK]),
+    (
+        Cause.STORAGE,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, R, R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), ASK],
+    ),
     (Cause.PLATFORM, ANY, "stays", [R] * 5 + [ASK]),
     (Cause.NODE_LOST, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 8)), ASK]),
     (Cause.PREEMPTED, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 22)), ASK]),
@@ -144,36 +195,76 @@ ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
         Cause.GPU_TRANSIENT,
         ANY,
         "stays",
-        [*([R, R, R, bad("n2"), R, R, R, bad("n3"), R, R, R, bad("n4"), R, R, R, bad("n5"), R, R, R]), ASK],
+        [
+            *(
+                [
+                    R,
+                    R,
+                    R,
+                    bad("n2"),
+                    R,
+                    R,
+                    R,
+                    bad("n3"),
+                    R,
+                    R,
+                    R,
+                    bad("n4"),
+                    R,
+                    R,
+                    R,
+                    bad("n5"),
+                    R,
+                    R,
+                    R,
+                ]
+            ),
+            ASK,
+        ],
     ),
-    (Cause.NODE_FAULT, ANY, "stays", [R, R, bad("n2"), R, R, bad("n3"), R, R, bad("n4"), R, R, bad("n5"), R, R, ASK]),
+    (
+        Cause.NODE_FAULT,
+        ANY,
+        "stays",
+        [R, R, bad("n2"), R, R, bad("n3"), R, R, bad("n4"), R, R, bad("n5"), R, R, ASK],
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("cause", "verdict", "where", "expected"),
     [
-        pytest.param(cause, verdict, where, expected, id=f"{cause} that {where}, {verdict} when examined")
+        pytest.param(
+            cause, verdict, where, expected, id=f"{cause} that {where}, {verdict} when examined"
+        )
         for cause, verdicts, where, expected in ROWS
         for verdict in verdicts
     ],
 )
-def test_the_whole_ladder_of_a_cause(cause: Cause, verdict: Verdict, where: Where, expected: list[str]) -> None:
+def test_the_whole_ladder_of_a_cause(
+    cause: Cause, verdict: Verdict, where: Where, expected: list[str]
+) -> None:
     assert list(walked(cause, verdict, where).said) == expected
 
 
 @pytest.mark.parametrize("node", ["n2", "n3", "n4", "n5"])
 @pytest.mark.parametrize("outcome", ["done", "refused"])
-def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help(outcome: Literal["done", "refused"], node: str) -> None:
+def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help(
+    outcome: Literal["done", "refused"], node: str
+) -> None:
     said = walked(Cause.GPU_RESET, outcome=outcome).said
     reset = f"RESET_GPU {node} 0000:05:00"
-    each = [reset, "LAUNCH", reset, "LAUNCH", bad(node)] if outcome == "done" else [reset, bad(node)]
+    each = (
+        [reset, "LAUNCH", reset, "LAUNCH", bad(node)] if outcome == "done" else [reset, bad(node)]
+    )
     begins = said.index(reset)
     assert list(said[begins : begins + len(each)]) == each
     assert said[-1] == ASK
 
 
-def test_a_node_is_replaced_after_three_launches_that_were_never_watched_and_never_avoided() -> None:
+def test_a_node_is_replaced_after_three_launches_that_were_never_watched_and_never_avoided() -> (
+    None
+):
     end = walked(Cause.PLATFORM, code="never_watched")
     assert list(end.said[:6]) == [R, R, R, swap("n2"), swap("n3"), swap("n4")]
     assert end.said[-1] == ASK
@@ -190,7 +281,9 @@ CASES = [
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
 @pytest.mark.parametrize("outcome", ["done", "refused"])
-def test_every_ladder_ends(cause: Cause, verdict: Verdict, where: Where, outcome: Literal["done", "refused"]) -> None:
+def test_every_ladder_ends(
+    cause: Cause, verdict: Verdict, where: Where, outcome: Literal["done", "refused"]
+) -> None:
     """Two places: at most 4 nodes are left for each hardware cause, and each is tried three times at most before."""
     end = walked(cause, verdict, where, outcome)
     assert end.said[-1] in (FAILED, ASK)
@@ -199,19 +292,33 @@ def test_every_ladder_ends(cause: Cause, verdict: Verdict, where: Where, outcome
 
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
-def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(cause: Cause, verdict: Verdict, where: Where) -> None:
+def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(
+    cause: Cause, verdict: Verdict, where: Where
+) -> None:
     assert walked(cause, verdict, where).said[-1] == (FAILED if cause in SOFT else ASK)
 
 
-@pytest.mark.parametrize(("cause", "verdict", "where"), [case for case in CASES if case.values[0] in SOFT])
-def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(cause: Cause, verdict: Verdict, where: Where) -> None:
+@pytest.mark.parametrize(
+    ("cause", "verdict", "where"), [case for case in CASES if case.values[0] in SOFT]
+)
+def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(
+    cause: Cause, verdict: Verdict, where: Where
+) -> None:
     job = walked(cause, verdict, where).job
     assert not {one.strategy for one in job.tries} & {Strategy.REBOOT_NODE, Strategy.RESET_GPU}
-    assert all(rung.strategy not in (Strategy.REBOOT_NODE, Strategy.RESET_GPU) for rung in job.policy.ladder(cause))
+    assert all(
+        rung.strategy not in (Strategy.REBOOT_NODE, Strategy.RESET_GPU)
+        for rung in job.policy.ladder(cause)
+    )
 
 
-@pytest.mark.parametrize(("cause", "verdict", "where"), [case for case in CASES if case.values[0] in (*HARDWARE_CAUSES, *OTHERS)])
-def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(cause: Cause, verdict: Verdict, where: Where) -> None:
+@pytest.mark.parametrize(
+    ("cause", "verdict", "where"),
+    [case for case in CASES if case.values[0] in (*HARDWARE_CAUSES, *OTHERS)],
+)
+def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(
+    cause: Cause, verdict: Verdict, where: Where
+) -> None:
     job = walked(cause, verdict, where).job
     assert job.restarts_spent == 0
     assert not any(one.spent for one in job.tries)
@@ -219,7 +326,9 @@ def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(cause: Cause,
 
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
-def test_a_node_is_avoided_only_for_its_hardware_or_when_it_was_found_unhealthy(cause: Cause, verdict: Verdict, where: Where) -> None:
+def test_a_node_is_avoided_only_for_its_hardware_or_when_it_was_found_unhealthy(
+    cause: Cause, verdict: Verdict, where: Where
+) -> None:
     avoided = walked(cause, verdict, where).job.avoided
     if cause in HARDWARE_CAUSES:
         assert avoided
@@ -237,7 +346,9 @@ def test_an_unknown_verdict_is_never_taken_for_unhealthy(cause: Cause, where: Wh
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
 def test_a_fault_is_examined_once(cause: Cause, verdict: Verdict, where: Where) -> None:
     said = walked(cause, verdict, where).said
-    assert not any(one.startswith("EXAMINE") and then.startswith("EXAMINE") for one, then in pairwise(said))
+    assert not any(
+        one.startswith("EXAMINE") and then.startswith("EXAMINE") for one, then in pairwise(said)
+    )
 
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.USER_INPUT])
@@ -245,14 +356,24 @@ def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
     """A fault once a day for a month ends no job, whatever it is; hardware and links have windows of a day at most."""
     job = running(nodes=2)
     for day in range(1, 31):
-        fault = Diagnosis(cause, "boom", nodes=("n2",), gpus=("0000:05:00",) if cause.name.startswith("GPU") else (), code="exit 1")
+        fault = Diagnosis(
+            cause,
+            "boom",
+            nodes=("n2",),
+            gpus=("0000:05:00",) if cause.name.startswith("GPU") else (),
+            code="exit 1",
+        )
         now = at(day * 86_400)
         job, decision = climbed(job, fault, now)
         if isinstance(decision, Repair):
             job, decision = step(job, mended()(job), now)
         assert isinstance(decision, Relaunch), (day, decision)
         job = replace(relaunched(job, now), incident=Incident(now, job.generation, cause, "boom"))
-        job, _ = step(job, StepReached(job.generation, day * 100, at(day * 86_400 + 3600)), at(day * 86_400 + 3600))
+        job, _ = step(
+            job,
+            StepReached(job.generation, day * 100, at(day * 86_400 + 3600)),
+            at(day * 86_400 + 3600),
+        )
         assert job.restarts_spent == 0
 
 
@@ -261,11 +382,17 @@ def test_a_fault_that_goes_from_gpu_to_gpu_of_a_large_job_ends_as_well() -> None
     job, nodes = running(nodes=16), 16
     for fault in count():
         gpu = Diagnosis(
-            Cause.GPU_TRANSIENT, "boom", nodes=(f"n{fault % nodes + 1}",), gpus=(f"0000:{fault // nodes % 8:02x}:00",), code="Xid 94"
+            Cause.GPU_TRANSIENT,
+            "boom",
+            nodes=(f"n{fault % nodes + 1}",),
+            gpus=(f"0000:{fault // nodes % 8:02x}:00",),
+            code="Xid 94",
         )
         job, decision = climbed(job, gpu, at(fault))
         if not isinstance(decision, Relaunch):
             break
-        assert fault < 400, "every rank of the job has been started four hundred times, free of charge and without a step forward"
+        assert fault < 400, (
+            "every rank of the job has been started four hundred times, free of charge and without a step forward"
+        )
         job = relaunched(job, at(fault))
     assert told(decision) in (FAILED, ASK)

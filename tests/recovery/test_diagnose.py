@@ -7,34 +7,83 @@ from datetime import timedelta
 import pytest
 
 from relaunch.evidence.causes import Cause
-from relaunch.evidence.observations import EcsStop, Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.evidence.observations import (
+    EcsStop,
+    Observation,
+    RankExited,
+    RanksFenced,
+    RanksVanished,
+)
 from relaunch.job.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
-from relaunch.job.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, RanksHung
+from relaunch.job.events import (
+    FaultObserved,
+    LaunchRefused,
+    NodeRefusal,
+    NodeUnreachable,
+    RanksHung,
+)
 from relaunch.job.state import Certainty
 from tests.recovery.builders import T0, at, error, exited, fault, running, step, xid
 
 WROTE = T0.timestamp() - 1.0
 KILLED = exited(3, "n2", signal=9)
 RAISED = exited(2, "n2", code=1, error=error("ValueError: bad batch"))
-ECHO_BY_ERROR = exited(0, "n1", code=1, error=error("ConnectionResetError: [Errno 104] Connection reset by peer", 0.5), seconds=-1)
+ECHO_BY_ERROR = exited(
+    0,
+    "n1",
+    code=1,
+    error=error("ConnectionResetError: [Errno 104] Connection reset by peer", 0.5),
+    seconds=-1,
+)
 ECHO_BY_LOG = exited(
-    1, "n1", code=1, log_tail=("Traceback", "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5555")
+    1,
+    "n1",
+    code=1,
+    log_tail=(
+        "Traceback",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5555",
+    ),
 )
 
 
 @pytest.mark.parametrize(
     ("observations", "cause", "ranks", "exit_code"),
     [
-        pytest.param((KILLED,), Cause.UNKNOWN, (3,), 137, id="a SIGKILL that nothing explains is unknown"),
-        pytest.param((exited(0, code=93),), Cause.APPLICATION, (0,), 93, id="93 is the program's word"),
-        pytest.param((exited(0, code=127),), Cause.USER_INPUT, (0,), 127, id="a shell that found no command"),
-        pytest.param((exited(0, signal=11),), Cause.APPLICATION, (0,), 139, id="a segmentation fault"),
-        pytest.param((RAISED,), Cause.APPLICATION, (2,), 1, id="an exception"),
-        pytest.param((ECHO_BY_ERROR, KILLED), Cause.UNKNOWN, (3,), 137, id="an earlier cascade does not win"),
-        pytest.param((ECHO_BY_LOG, RAISED), Cause.APPLICATION, (2,), 1, id="a cascade told by the log does not win"),
-        pytest.param((ECHO_BY_ERROR, ECHO_BY_LOG), Cause.NETWORK, (0, 1), 1, id="only cascades: the network, and a guess"),
         pytest.param(
-            (exited(0, "n1", code=1, error=error("A", WROTE)), exited(3, code=1, error=error("B", WROTE - 10), seconds=1)),
+            (KILLED,), Cause.UNKNOWN, (3,), 137, id="a SIGKILL that nothing explains is unknown"
+        ),
+        pytest.param(
+            (exited(0, code=93),), Cause.APPLICATION, (0,), 93, id="93 is the program's word"
+        ),
+        pytest.param(
+            (exited(0, code=127),), Cause.USER_INPUT, (0,), 127, id="a shell that found no command"
+        ),
+        pytest.param(
+            (exited(0, signal=11),), Cause.APPLICATION, (0,), 139, id="a segmentation fault"
+        ),
+        pytest.param((RAISED,), Cause.APPLICATION, (2,), 1, id="an exception"),
+        pytest.param(
+            (ECHO_BY_ERROR, KILLED), Cause.UNKNOWN, (3,), 137, id="an earlier cascade does not win"
+        ),
+        pytest.param(
+            (ECHO_BY_LOG, RAISED),
+            Cause.APPLICATION,
+            (2,),
+            1,
+            id="a cascade told by the log does not win",
+        ),
+        pytest.param(
+            (ECHO_BY_ERROR, ECHO_BY_LOG),
+            Cause.NETWORK,
+            (0, 1),
+            1,
+            id="only cascades: the network, and a guess",
+        ),
+        pytest.param(
+            (
+                exited(0, "n1", code=1, error=error("A", WROTE)),
+                exited(3, code=1, error=error("B", WROTE - 10), seconds=1),
+            ),
             Cause.APPLICATION,
             (3,),
             1,
@@ -48,19 +97,29 @@ ECHO_BY_LOG = exited(
             id="a kill that arrived first beats a later exception",
         ),
         pytest.param(
-            (exited(0, "n1", signal=15, stopped=True), KILLED), Cause.UNKNOWN, (3,), 137, id="what we stopped ourselves is no cause"
+            (exited(0, "n1", signal=15, stopped=True), KILLED),
+            Cause.UNKNOWN,
+            (3,),
+            137,
+            id="what we stopped ourselves is no cause",
         ),
     ],
 )
-def test_s3_6_root_cause_of_exits(observations: tuple[Observation, ...], cause: Cause, ranks: tuple[int, ...], exit_code: int) -> None:
+def test_s3_6_root_cause_of_exits(
+    observations: tuple[Observation, ...], cause: Cause, ranks: tuple[int, ...], exit_code: int
+) -> None:
     job = running()
     diagnosis = diagnose(job, FaultObserved(1, observations, 0, T0))
     assert (cause, ranks, exit_code) == (diagnosis.cause, diagnosis.ranks, diagnosis.exit_code)
 
 
-def wrote(message: str, rank: int = 3, node: str = "n2", *, late: float = 0.0, **more: int) -> RankExited:
+def wrote(
+    message: str, rank: int = 3, node: str = "n2", *, late: float = 0.0, **more: int
+) -> RankExited:
     """A rank that said what it failed of, so many seconds after the first that did."""
-    return exited(rank, node, error=error(message, WROTE + late), seconds=late, **(more or {"code": 1}))
+    return exited(
+        rank, node, error=error(message, WROTE + late), seconds=late, **(more or {"code": 1})
+    )
 
 
 BUG, OOM = "ValueError: bad batch", "torch.OutOfMemoryError: CUDA out of memory."
@@ -70,12 +129,40 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
 @pytest.mark.parametrize(
     ("observations", "cause", "nodes", "ranks"),
     [
-        pytest.param((wrote(BUG), wrote(OOM, 0, "n1", late=AGREE)), Cause.UNKNOWN, ("n2", "n1"), (3, 0), id="two of one moment"),
-        pytest.param((wrote(BUG), wrote(OOM, 0, "n1", late=APART)), Cause.APPLICATION, ("n2",), (3,), id="the clocks tell"),
-        pytest.param((wrote(BUG), wrote(OOM, 2, "n2", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="one node has one clock"),
-        pytest.param((wrote(BUG), wrote(BUG, 0, "n1", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="both say the same"),
         pytest.param(
-            (wrote(BUG), wrote("TypeError: bad batch", 0, "n1", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="both mean the same"
+            (wrote(BUG), wrote(OOM, 0, "n1", late=AGREE)),
+            Cause.UNKNOWN,
+            ("n2", "n1"),
+            (3, 0),
+            id="two of one moment",
+        ),
+        pytest.param(
+            (wrote(BUG), wrote(OOM, 0, "n1", late=APART)),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="the clocks tell",
+        ),
+        pytest.param(
+            (wrote(BUG), wrote(OOM, 2, "n2", late=AGREE)),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="one node has one clock",
+        ),
+        pytest.param(
+            (wrote(BUG), wrote(BUG, 0, "n1", late=AGREE)),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="both say the same",
+        ),
+        pytest.param(
+            (wrote(BUG), wrote("TypeError: bad batch", 0, "n1", late=AGREE)),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="both mean the same",
         ),
         pytest.param(
             (wrote(BUG), wrote("nobody knows", 0, "n1", late=AGREE, signal=9)),
@@ -85,15 +172,26 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
             id="the other means nothing",
         ),
         pytest.param(
-            (wrote("nobody knows", signal=9), wrote(OOM, 0, "n1", late=AGREE)), Cause.UNKNOWN, ("n2",), (3,), id="the first means nothing"
+            (wrote("nobody knows", signal=9), wrote(OOM, 0, "n1", late=AGREE)),
+            Cause.UNKNOWN,
+            ("n2",),
+            (3,),
+            id="the first means nothing",
         ),
         pytest.param(
-            (wrote(BUG), wrote("Connection reset by peer", 0, "n1", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="an echo is no rival"
+            (wrote(BUG), wrote("Connection reset by peer", 0, "n1", late=AGREE)),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="an echo is no rival",
         ),
         pytest.param(
             (
                 wrote(BUG),
-                *(wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE) for rank in range(10, 9 + RIVALS)),
+                *(
+                    wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE)
+                    for rank in range(10, 9 + RIVALS)
+                ),
                 wrote(OOM, 100, "n1", late=AGREE),
             ),
             Cause.UNKNOWN,
@@ -104,7 +202,10 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
         pytest.param(
             (
                 wrote(BUG),
-                *(wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE) for rank in range(10, 10 + RIVALS)),
+                *(
+                    wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE)
+                    for rank in range(10, 10 + RIVALS)
+                ),
                 wrote(OOM, 100, "n1", late=AGREE),
             ),
             Cause.APPLICATION,
@@ -115,7 +216,10 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
     ],
 )
 def test_s3_6_errors_of_one_moment_are_a_cause_only_where_they_agree(
-    observations: tuple[Observation, ...], cause: Cause, nodes: tuple[str, ...], ranks: tuple[int, ...]
+    observations: tuple[Observation, ...],
+    cause: Cause,
+    nodes: tuple[str, ...],
+    ranks: tuple[int, ...],
 ) -> None:
     for shown in (observations, observations[::-1]):
         diagnosis = diagnose(running(), FaultObserved(1, shown, 0, T0))
@@ -131,13 +235,21 @@ def test_s3_6_errors_of_one_moment_are_a_cause_only_where_they_agree(
         pytest.param(-AHEAD - 1, 1.0, 0, id="longer after"),
     ],
 )
-def test_s3_6_a_clock_that_cannot_be_right_dates_nothing(first: float, second: float, root: int) -> None:
+def test_s3_6_a_clock_that_cannot_be_right_dates_nothing(
+    first: float, second: float, root: int
+) -> None:
     """Of two ranks that ended together, so many seconds after each wrote by its own clock."""
-    ended = [exited(rank, f"n{rank}", code=1, error=error(BUG, T0.timestamp() - wrote)) for rank, wrote in ((0, first), (3, second))]
+    ended = [
+        exited(rank, f"n{rank}", code=1, error=error(BUG, T0.timestamp() - wrote))
+        for rank, wrote in ((0, first), (3, second))
+    ]
     assert (root,) == diagnose(running(), fault(running(), *ended)).ranks
 
 
-KERNEL_KILLED_IT = ("[ 9.1] Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB", "[ 9.2] eth0: Lost carrier")
+KERNEL_KILLED_IT = (
+    "[ 9.1] Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB",
+    "[ 9.2] eth0: Lost carrier",
+)
 SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
 
 
@@ -145,23 +257,42 @@ SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
     ("observations", "cause", "reason"),
     [
         pytest.param(
-            (exited(3, signal=9, pid=4711, kernel=KERNEL_KILLED_IT),), Cause.OUT_OF_MEMORY, "Out of memory", id="the kernel killed it"
+            (exited(3, signal=9, pid=4711, kernel=KERNEL_KILLED_IT),),
+            Cause.OUT_OF_MEMORY,
+            "Out of memory",
+            id="the kernel killed it",
         ),
         pytest.param(
-            (exited(3, code=5, error_unreadable="it is torn"),), Cause.UNKNOWN, "its error file is unreadable: it is torn", id="a torn file"
+            (exited(3, code=5, error_unreadable="it is torn"),),
+            Cause.UNKNOWN,
+            "its error file is unreadable: it is torn",
+            id="a torn file",
         ),
-        pytest.param((exited(3, code=5),), Cause.UNKNOWN, "it said nothing", id="a rank that said nothing"),
         pytest.param(
-            (exited(3, code=1, error=error("")),), Cause.APPLICATION, "an error without a message", id="an exception without a message"
+            (exited(3, code=5),), Cause.UNKNOWN, "it said nothing", id="a rank that said nothing"
         ),
         pytest.param(
-            (ECHO_BY_LOG, exited(3, code=1, error=ECHO_BY_ERROR.error, kernel=("[ 9.1] eth0: Lost carrier",))),
+            (exited(3, code=1, error=error("")),),
+            Cause.APPLICATION,
+            "an error without a message",
+            id="an exception without a message",
+        ),
+        pytest.param(
+            (
+                ECHO_BY_LOG,
+                exited(3, code=1, error=ECHO_BY_ERROR.error, kernel=("[ 9.1] eth0: Lost carrier",)),
+            ),
             Cause.NETWORK,
             "link-down on n2",
             id="among echoes, a node whose link went down",
         ),
         pytest.param((), Cause.PLATFORM, "nothing was observed", id="nothing was observed"),
-        pytest.param((SUPERSEDED,), Cause.PLATFORM, "n2: generation 2 runs", id="a node that obeyed a later generation"),
+        pytest.param(
+            (SUPERSEDED,),
+            Cause.PLATFORM,
+            "n2: generation 2 runs",
+            id="a node that obeyed a later generation",
+        ),
         pytest.param(
             (exited(0, signal=15, stopped=True), exited(1, code=3, stopped=True, seconds=1)),
             Cause.PLATFORM,
@@ -169,12 +300,22 @@ SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
             id="only ranks that we stopped by a signal",
         ),
         pytest.param(
-            (exited(1, code=3, stopped=True),), Cause.PLATFORM, "rank 1 on n2 ended with code 3", id="that we stopped, with a code"
+            (exited(1, code=3, stopped=True),),
+            Cause.PLATFORM,
+            "rank 1 on n2 ended with code 3",
+            id="that we stopped, with a code",
         ),
-        pytest.param((exited(1, signal=77, stopped=True),), Cause.PLATFORM, "ended with signal 77", id="by a signal without a name"),
+        pytest.param(
+            (exited(1, signal=77, stopped=True),),
+            Cause.PLATFORM,
+            "ended with signal 77",
+            id="by a signal without a name",
+        ),
     ],
 )
-def test_what_is_said_where_little_is_known(observations: tuple[Observation, ...], cause: Cause, reason: str) -> None:
+def test_what_is_said_where_little_is_known(
+    observations: tuple[Observation, ...], cause: Cause, reason: str
+) -> None:
     diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
     assert (cause, reason in diagnosis.reason) == (diagnosis.cause, True), diagnosis.reason
 
@@ -185,12 +326,22 @@ def test_what_is_said_where_little_is_known(observations: tuple[Observation, ...
         pytest.param(RAISED, True, id="an exception of its own"),
         pytest.param(KILLED, True, id="a rank that was killed"),
         pytest.param(ECHO_BY_ERROR, False, id="an echo"),
-        pytest.param(exited(1, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=(xid(79),)), True, id="an echo whose kernel saw something"),
+        pytest.param(
+            exited(1, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=(xid(79),)),
+            True,
+            id="an echo whose kernel saw something",
+        ),
         pytest.param(exited(1, code=0), False, id="a rank that ended well"),
         pytest.param(exited(1, signal=15, stopped=True), False, id="a rank that we stopped"),
-        pytest.param(RanksFenced("n2", T0, "isolated", "nobody answered"), True, id="a node that was cut off"),
+        pytest.param(
+            RanksFenced("n2", T0, "isolated", "nobody answered"), True, id="a node that was cut off"
+        ),
         pytest.param(SUPERSEDED, False, id="a node that obeyed a later generation"),
-        pytest.param(RanksVanished("n1", T0, "the node rebooted", rebooted=True), True, id="ranks that are gone"),
+        pytest.param(
+            RanksVanished("n1", T0, "the node rebooted", rebooted=True),
+            True,
+            id="ranks that are gone",
+        ),
     ],
 )
 def test_only_what_may_be_a_cause_is_reported_at_once(observation: Observation, root: bool) -> None:
@@ -205,8 +356,16 @@ def test_s3_6_the_traceback_of_the_root_travels() -> None:
 
 def test_s1_1_every_exit_is_named_with_its_code_or_signal() -> None:
     assert "was killed by SIGKILL" in diagnose(running(), fault(running(), KILLED)).reason
-    assert "exited with code 5" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))).reason
-    assert "out of cheese" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))).reason
+    assert (
+        "exited with code 5"
+        in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))).reason
+    )
+    assert (
+        "out of cheese"
+        in diagnose(
+            running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))
+        ).reason
+    )
 
 
 ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due to memory usage"
@@ -216,19 +375,41 @@ ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due
     ("observations", "cause", "ranks", "reason"),
     [
         pytest.param(
-            (exited(3, code=137, ecs=EcsStop(ENDED, OOM)),), Cause.OUT_OF_MEMORY, (3,), "OutOfMemoryError", id="137 that ECS explains"
+            (exited(3, code=137, ecs=EcsStop(ENDED, OOM)),),
+            Cause.OUT_OF_MEMORY,
+            (3,),
+            "OutOfMemoryError",
+            id="137 that ECS explains",
         ),
-        pytest.param((exited(3, code=139, ecs=EcsStop(ENDED, "")),), Cause.APPLICATION, (3,), "SIGSEGV", id="139 by itself"),
-        pytest.param((exited(3, ecs=EcsStop(ENDED, "")),), Cause.UNKNOWN, (3,), "without an exit code", id="no exit code is no success"),
         pytest.param(
-            (exited(0, "n1", code=1, ecs=EcsStop(ENDED, "")), exited(3, code=143, seconds=2, ecs=EcsStop("SpotInterruption", ""))),
+            (exited(3, code=139, ecs=EcsStop(ENDED, "")),),
+            Cause.APPLICATION,
+            (3,),
+            "SIGSEGV",
+            id="139 by itself",
+        ),
+        pytest.param(
+            (exited(3, ecs=EcsStop(ENDED, "")),),
+            Cause.UNKNOWN,
+            (3,),
+            "without an exit code",
+            id="no exit code is no success",
+        ),
+        pytest.param(
+            (
+                exited(0, "n1", code=1, ecs=EcsStop(ENDED, "")),
+                exited(3, code=143, seconds=2, ecs=EcsStop("SpotInterruption", "")),
+            ),
             Cause.PREEMPTED,
             (3,),
             "SpotInterruption",
             id="a rank that was taken away beats the one that failed by it, and was told of first",
         ),
         pytest.param(
-            (exited(0, "n1", code=1, ecs=EcsStop(ENDED, "")), exited(3, seconds=2, ecs=EcsStop("SomethingNew", ""))),
+            (
+                exited(0, "n1", code=1, ecs=EcsStop(ENDED, "")),
+                exited(3, seconds=2, ecs=EcsStop("SomethingNew", "")),
+            ),
             Cause.UNKNOWN,
             (0,),
             "exited with code 1",
@@ -247,20 +428,33 @@ def test_s1_1_what_ecs_says_of_a_ranks_end(
 def test_a_reboot_beats_what_ranks_say() -> None:
     vanished = RanksVanished("n1", at(5), "the node rebooted", rebooted=True)
     diagnosis = diagnose(running(), FaultObserved(1, (RAISED, vanished), 0, T0))
-    assert (diagnosis.cause, diagnosis.nodes, diagnosis.certainty) == (Cause.NODE_FAULT, ("n1",), Certainty.CERTAIN)
+    assert (diagnosis.cause, diagnosis.nodes, diagnosis.certainty) == (
+        Cause.NODE_FAULT,
+        ("n1",),
+        Certainty.CERTAIN,
+    )
 
 
 def test_a_node_that_fenced_itself_was_cut_off() -> None:
-    diagnosis = diagnose(running(), FaultObserved(1, (RanksFenced("n2", T0, "isolated", "no peer answered for 60 s"),), 0, T0))
+    diagnosis = diagnose(
+        running(),
+        FaultObserved(1, (RanksFenced("n2", T0, "isolated", "no peer answered for 60 s"),), 0, T0),
+    )
     assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n2",))
 
 
-LATE = RanksFenced("n2", T0, "never_watched", "nobody watched this generation within 60 s of its start")
+LATE = RanksFenced(
+    "n2", T0, "never_watched", "nobody watched this generation within 60 s of its start"
+)
 
 
 def test_a_launch_that_was_never_watched_accuses_the_controller() -> None:
     diagnosis = diagnose(running(), FaultObserved(1, (LATE,), 0, T0))
-    assert (diagnosis.cause, diagnosis.nodes, diagnosis.code) == (Cause.PLATFORM, ("n2",), "never_watched")
+    assert (diagnosis.cause, diagnosis.nodes, diagnosis.code) == (
+        Cause.PLATFORM,
+        ("n2",),
+        "never_watched",
+    )
 
 
 def test_a_node_without_peers_comes_before_one_that_was_never_watched() -> None:
@@ -303,7 +497,15 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
     ("observations", "cause", "reason", "ranks"),
     [
         pytest.param(
-            (exited(17, "n2", code=1, launcher=True, log_tail=("/usr/bin/python: No module named torch",)),),
+            (
+                exited(
+                    17,
+                    "n2",
+                    code=1,
+                    launcher=True,
+                    log_tail=("/usr/bin/python: No module named torch",),
+                ),
+            ),
             Cause.APPLICATION,
             "the launcher on n2 exited with code 1: /usr/bin/python: No module named torch",
             (),
@@ -317,7 +519,16 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
             id="it was killed, and its ranks died with it",
         ),
         pytest.param(
-            (exited(16, "n0", code=1, launcher=True, log_tail=("Connection closed by peer [10.0.0.1]:5555",)), ECHO_BY_LOG),
+            (
+                exited(
+                    16,
+                    "n0",
+                    code=1,
+                    launcher=True,
+                    log_tail=("Connection closed by peer [10.0.0.1]:5555",),
+                ),
+                ECHO_BY_LOG,
+            ),
             Cause.NETWORK,
             "the launcher on n0 lost a connection and no rank failed by itself",
             (1,),
@@ -335,6 +546,9 @@ def test_the_end_of_a_launcher_whose_ranks_did_nothing_names_no_rank(
 
 
 def test_no_evidence_at_all_says_which_launcher_ended_first() -> None:
-    job, _ = step(running(launcher="torchrun"), NodeUnreachable(1, "n1", timedelta(minutes=3), "no route to host"))
+    job, _ = step(
+        running(launcher="torchrun"),
+        NodeUnreachable(1, "n1", timedelta(minutes=3), "no route to host"),
+    )
     found = diagnose(job, FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0))
     assert "the launcher on n2 ended with SIGKILL" in found.reason

@@ -40,13 +40,16 @@ from relaunch.job.replay import named
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop
 from relaunch.messages.jobs import overlay
 from relaunch.spec.policy import Policy, Rung, preset
+from tests.console.page_commands import code_lines
 from tests.recovery.builders import exited, new_job
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recovery.md"
 INCIDENTS = ROOT / "docs" / "incidents"
-BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w ]+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
-LONGEST = 360
+BLOCK = re.compile(
+    r"(<!-- generated: (?P<name>[\w ]+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL
+)
+LONGEST = 450
 """Lines: more nobody reads in ten minutes."""
 SHORT = 80
 """Characters of evidence that stand on one line with what was decided about it."""
@@ -143,7 +146,11 @@ def _decided(decision: Decision, before: str) -> str:
     text = f"**{named(decision)}** {_beyond(before, decision.reason)}"
     if isinstance(decision, Relaunch) and decision.delay:
         text += f", after {duration(decision.delay)}"
-    return text + (f" *Left: {decision.left}.*" if isinstance(decision, Relaunch | Repair) and decision.left else "")
+    return text + (
+        f" *Left: {decision.left}.*"
+        if isinstance(decision, Relaunch | Repair) and decision.left
+        else ""
+    )
 
 
 def _rows(path: Path) -> Iterator[tuple[str, str | None, Decision]]:
@@ -159,7 +166,9 @@ def _rows(path: Path) -> Iterator[tuple[str, str | None, Decision]]:
             begun = begun or not isinstance(one.decision, Ignore)
         if isinstance(one.decision, Ignore) or not begun:
             continue
-        assert evidence or one.event in ("Launched", "DeadlinePassed"), f"{path.name}: {one.event} at {trial.at(one.at)} is told by nobody"
+        assert evidence or one.event in ("Launched", "DeadlinePassed"), (
+            f"{path.name}: {one.event} at {trial.at(one.at)} is told by nobody"
+        )
         if one.event == "DeadlinePassed":
             evidence = "nothing more was heard"
         yield trial.at(one.at), evidence, one.decision
@@ -171,7 +180,12 @@ def _beyond(before: str, reason: str) -> str:
     """A reason without the clauses that the one before it began with."""
     known, clauses = before.split("; "), reason.split("; ")
     same = next(
-        (index for index, pair in enumerate(zip(known, clauses, strict=False)) if pair[0] != pair[1]), min(len(known), len(clauses))
+        (
+            index
+            for index, pair in enumerate(zip(known, clauses, strict=False))
+            if pair[0] != pair[1]
+        ),
+        min(len(known), len(clauses)),
     )
     return "; ".join(("…", *clauses[same:])) if same else reason
 
@@ -182,13 +196,18 @@ def words(event: Event) -> str:
             others = f"; {event.more} other ranks" if event.more else ""
             return "; ".join(map(_observed, event.observations)) + others
         case LaunchRefused():
-            return "; ".join(f"{each.node} refuses to start ({each.why}): {each.reason}" for each in event.refusals)
+            return "; ".join(
+                f"{each.node} refuses to start ({each.why}): {each.reason}"
+                for each in event.refusals
+            )
         case RanksHung():
             return f"training stands still: {event.reason}"
         case NodeUnreachable():
             return f"{event.node} does not answer for {duration(event.unheard_for)}: {event.reason}"
         case NodesExamined():
-            return "examined: " + "; ".join(f"{each.node} {each.verdict}, {each.reason}" for each in event.examined)
+            return "examined: " + "; ".join(
+                f"{each.node} {each.verdict}, {each.reason}" for each in event.examined
+            )
         case RepairEnded():
             return f"the repair is {event.outcome}: {event.reason}"
         case ProgressSeen():
@@ -202,7 +221,11 @@ def words(event: Event) -> str:
 def _observed(observation: Observation) -> str:
     match observation:
         case RankExited():
-            end = signal_name(observation.signal) if observation.signal is not None else f"exit {observation.exit_code}"
+            end = (
+                signal_name(observation.signal)
+                if observation.signal is not None
+                else f"exit {observation.exit_code}"
+            )
             parts = [f"rank {observation.rank} on {observation.node}: {end}"]
             if observation.error:
                 parts.append(f"error file `{observation.error.message}`")
@@ -238,7 +261,11 @@ def test_each_cause_has_its_incident_and_nothing_else_has() -> None:
 
 def diagnosed(cause: Cause) -> Cause:
     """The cause of the first fault of its incident."""
-    first = next(step.event for step in read_events(path_of(cause), preset("default")).steps if not isinstance(step.event, ProgressSeen))
+    first = next(
+        step.event
+        for step in read_events(path_of(cause), preset("default")).steps
+        if not isinstance(step.event, ProgressSeen)
+    )
     if isinstance(first, NodeUnreachable):
         return Cause.NODE_LOST
     assert isinstance(first, FaultObserved | RanksHung | LaunchRefused)
@@ -246,24 +273,36 @@ def diagnosed(cause: Cause) -> Cause:
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_each_incident_begins_with_its_cause_and_ends_with_training_or_the_end_of_the_job(cause: Cause) -> None:
+def test_each_incident_begins_with_its_cause_and_ends_with_training_or_the_end_of_the_job(
+    cause: Cause,
+) -> None:
     decisions = [decision for *_, decision in _rows(path_of(cause))]
     assert diagnosed(cause) is cause
-    assert isinstance(decisions[-1], Stop) or decisions[-1].reason.startswith("training passed step")
+    assert isinstance(decisions[-1], Stop) or decisions[-1].reason.startswith(
+        "training passed step"
+    )
 
 
 def cause_rows() -> list[tuple[Cause, str, list[str]]]:
     found = re.findall(r"^\| `([A-Z_]+)` \|[^|]*\|([^|]*)\|(.*)\|$", page(), re.MULTILINE)
-    return [(Cause(name), whose.strip(), re.findall(r"`([^`]+)`", evidence)) for name, whose, evidence in found]
+    return [
+        (Cause(name), whose.strip(), re.findall(r"`([^`]+)`", evidence))
+        for name, whose, evidence in found
+    ]
 
 
 def test_the_table_of_causes_has_each_and_says_whose_fault_it_may_be() -> None:
     rows = cause_rows()
     assert [cause for cause, *_ in rows] == list(Cause)
-    assert [cause for cause, whose, _ in rows if "the job" in whose] == [cause for cause in Cause if cause in OWN_CAUSES]
+    assert [cause for cause, whose, _ in rows if "the job" in whose] == [
+        cause for cause in Cause if cause in OWN_CAUSES
+    ]
 
 
-@pytest.mark.parametrize(("cause", "snippet"), [(cause, snippet) for cause, _, snippets in cause_rows() for snippet in snippets])
+@pytest.mark.parametrize(
+    ("cause", "snippet"),
+    [(cause, snippet) for cause, _, snippets in cause_rows() for snippet in snippets],
+)
 def test_evidence_in_the_table_is_read_as_its_cause(cause: Cause, snippet: str) -> None:
     assert diagnose(new_job(), shown(snippet)).cause is cause
 
@@ -279,7 +318,9 @@ def shown(snippet: str) -> FaultObserved | LaunchRefused:
 def _shows(snippet: str) -> RankExited:
     """A rank that went with this: an Xid, an exit, a signal, a line of the kernel's, or else of its own."""
     if found := re.fullmatch(r"Xid (\d+)", snippet):
-        return exited(code=1, kernel=(f"NVRM: Xid (PCI:0000:05:00): {found[1]}, pid=7, name=python3, Ch 8",))
+        return exited(
+            code=1, kernel=(f"NVRM: Xid (PCI:0000:05:00): {found[1]}, pid=7, name=python3, Ch 8",)
+        )
     if found := re.fullmatch(r"exit (\d+)", snippet):
         return exited(code=int(found[1]))
     if snippet in ("SIGKILL", "SIGTERM", "SIGSEGV"):
@@ -294,7 +335,7 @@ def examples() -> dict[str, str]:
 
 
 def command_lines() -> list[str]:
-    return re.findall(r"^ {4}(relaunch [^#\n]*?)(?: +#.*)?$", page(), re.MULTILINE)
+    return [line for line in code_lines(page()) if line.startswith("relaunch ")]
 
 
 def test_every_example_is_a_policy_that_can_be_used(tmp_path: Path) -> None:
@@ -303,12 +344,21 @@ def test_every_example_is_a_policy_that_can_be_used(tmp_path: Path) -> None:
     for name, text in written.items():
         (tmp_path / name).write_text(text)
         policy = read(str(tmp_path / name))
-        named_codes = [(cause, code) for cause, ladder in policy.causes.items() for rung in ladder for code in rung.codes]
-        assert [(diagnose(new_job(policy=policy), shown(code)).cause, code) for _, code in named_codes] == named_codes
+        named_codes = [
+            (cause, code)
+            for cause, ladder in policy.causes.items()
+            for rung in ladder
+            for code in rung.codes
+        ]
+        assert [
+            (diagnose(new_job(policy=policy), shown(code)).cause, code) for _, code in named_codes
+        ] == named_codes
 
 
 @pytest.mark.parametrize("line", command_lines())
-def test_every_command_line_works_as_it_is_printed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_line_works_as_it_is_printed(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in examples().items():
         (tmp_path / name).write_text(text)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
@@ -331,7 +381,16 @@ def test_every_command_line_works_as_it_is_printed(line: str, tmp_path: Path, mo
 
 def test_there_are_command_lines_to_try() -> None:
     tried = " ".join(command_lines())
-    for word in ("policy check", "policy explain", "policy replay", "policy change", "explain xid", "--history", "--events", "--set"):
+    for word in (
+        "policy check",
+        "policy explain",
+        "policy replay",
+        "policy change",
+        "explain xid",
+        "--history",
+        "--events",
+        "--set",
+    ):
         assert word in tried
 
 

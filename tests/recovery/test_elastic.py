@@ -82,32 +82,65 @@ def nodes(job: JobState) -> list[str]:
 
 
 def test_s3_3_a_job_shrinks_where_enough_is_left_and_spends_nothing() -> None:
-    job, decision = climbed(elastic(policy=rungs(SHRINK, {"strategy": "FAIL"})), suspected(Cause.APPLICATION, "n2"))
+    job, decision = climbed(
+        elastic(policy=rungs(SHRINK, {"strategy": "FAIL"})), suspected(Cause.APPLICATION, "n2")
+    )
     assert isinstance(decision, Relaunch)
-    assert (decision.strategy, decision.without, decision.avoid, decision.keep_nodes) == (Strategy.SHRINK, ("n2",), (), True)
+    assert (decision.strategy, decision.without, decision.avoid, decision.keep_nodes) == (
+        Strategy.SHRINK,
+        ("n2",),
+        (),
+        True,
+    )
     assert decision.reason == "boom; SHRINK 1 for APPLICATION, to 3 of 4 nodes"
-    assert (job.restarts_spent, [one.strategy for one in job.tries], job.strategy) == (0, [Strategy.SHRINK], Strategy.SHRINK)
+    assert (job.restarts_spent, [one.strategy for one in job.tries], job.strategy) == (
+        0,
+        [Strategy.SHRINK],
+        Strategy.SHRINK,
+    )
 
 
 def test_s3_3_a_job_that_has_as_few_as_it_may_is_left_to_the_next_rung() -> None:
     policy = rungs(SHRINK, {"strategy": "REPLACE_NODE"}, {"strategy": "FAIL"})
-    assert told(climbed(elastic(2, policy=policy), suspected(Cause.APPLICATION, "n2"))[1]) == "REPLACE_NODE without n2"
-    assert told(climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2"))[1]) == "SHRINK without n2"
-    assert told(climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2", "n3"))[1]) == "REPLACE_NODE without n2 n3"
+    assert (
+        told(climbed(elastic(2, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
+        == "REPLACE_NODE without n2"
+    )
+    assert (
+        told(climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
+        == "SHRINK without n2"
+    )
+    assert (
+        told(climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2", "n3"))[1])
+        == "REPLACE_NODE without n2 n3"
+    )
 
 
-@pytest.mark.parametrize("rung", [SHRINK, {**SHRINK, "when": "UNHEALTHY"}, {**SHRINK, "isolate": True, "tries": 3}])
-def test_s3_3_a_job_of_one_size_never_shrinks_and_is_not_examined_for_it(rung: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "rung", [SHRINK, {**SHRINK, "when": "UNHEALTHY"}, {**SHRINK, "isolate": True, "tries": 3}]
+)
+def test_s3_3_a_job_of_one_size_never_shrinks_and_is_not_examined_for_it(
+    rung: dict[str, Any],
+) -> None:
     policy = rungs(rung, {"strategy": "RESTART_IN_PLACE"})
     for size in (4, {"min": 4, "max": 4}):
-        assert told(climbed(running(policy=policy, nodes=size), suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE"
+        assert (
+            told(climbed(running(policy=policy, nodes=size), suspected(Cause.APPLICATION, "n2"))[1])
+            == "RESTART_IN_PLACE"
+        )
 
 
 def test_nobody_suspected_nobody_left() -> None:
     policy = rungs(SHRINK, {"strategy": "RESTART_IN_PLACE"})
     assert told(climbed(elastic(policy=policy), suspected())[1]) == "RESTART_IN_PLACE"
-    assert told(climbed(elastic(policy=policy), suspected(Cause.APPLICATION, "n7"))[1]) == "RESTART_IN_PLACE"
-    assert told(climbed(elastic(policy=policy), suspected(), without=("n3",))[1]) == "SHRINK without n3"
+    assert (
+        told(climbed(elastic(policy=policy), suspected(Cause.APPLICATION, "n7"))[1])
+        == "RESTART_IN_PLACE"
+    )
+    assert (
+        told(climbed(elastic(policy=policy), suspected(), without=("n3",))[1])
+        == "SHRINK without n3"
+    )
 
 
 def test_its_tries_are_counted_and_a_suspect_can_be_isolated() -> None:
@@ -128,12 +161,16 @@ def test_nodes_that_it_has_to_leave_or_avoids_do_not_count_as_left() -> None:
     assert [slot.node for slot in left_with(leaving, ("n2",))] == ["n1", "n3"]
     assert why_left(job, left_with(leaving, ("n2",))) == "2 of 4 nodes: SHRINK left n2, n4"
     avoiding = replace(leaving, avoided=(Avoided("n3", "so", T0),))
-    assert told(climbed(avoiding, suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE", "only n1 would be left"
+    assert told(climbed(avoiding, suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE", (
+        "only n1 would be left"
+    )
 
 
 def test_s3_3_a_lost_node_may_be_left_behind_without_another_one() -> None:
     policy = resolve({"causes": {"NODE_LOST": [SHRINK, {"strategy": "ASK"}]}})
-    job = walk(elastic(policy=policy), (gone("n2"), "WAIT NODE_LOST"), (hung(), "SHRINK without n2"))
+    job = walk(
+        elastic(policy=policy), (gone("n2"), "WAIT NODE_LOST"), (hung(), "SHRINK without n2")
+    )
     assert (job.restarts_spent, job.generation) == (0, 2)
 
 
@@ -142,7 +179,10 @@ def test_s3_3_a_lost_node_may_be_left_behind_without_another_one() -> None:
 
 def test_s3_3_a_job_that_has_fewer_says_so_and_when_more_are_worth_a_restart() -> None:
     job = elastic(3)
-    assert job.reason == "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it grows again when the fleet has more"
+    assert (
+        job.reason
+        == "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it grows again when the fleet has more"
+    )
     assert job.next.what.startswith(
         "from 2026-11-21 03:30:00 UTC on it takes more nodes when the fleet has them, by a restart of all ranks; the job"
     )
@@ -156,13 +196,30 @@ def test_s3_3_a_job_that_has_fewer_says_so_and_when_more_are_worth_a_restart() -
     [
         pytest.param(elastic(3), at(1800), id="half an hour after its launch"),
         pytest.param(elastic(3, policy=preset("torchelastic")), T0, id="at once, as torchelastic"),
-        pytest.param(elastic(3, policy=resolve({"grow_after": False})), None, id="never, if it is off"),
+        pytest.param(
+            elastic(3, policy=resolve({"grow_after": False})), None, id="never, if it is off"
+        ),
         pytest.param(elastic(4), None, id="not beyond its max"),
         pytest.param(running(nodes=2), None, id="not at all where it is of one size"),
         pytest.param(replace(elastic(3), launched_at=None), None, id="not before it runs"),
-        pytest.param(replace(elastic(3), phase=Phase.NODE_LOST), None, id="not while something is wrong"),
-        pytest.param(step(elastic(3), DrainRequested("n2", "", "", at(60)))[0], None, id="not while it has to leave a node"),
-        pytest.param(walk(elastic(3), (gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING"), now=at(100)), at(1900), id="anew"),
+        pytest.param(
+            replace(elastic(3), phase=Phase.NODE_LOST), None, id="not while something is wrong"
+        ),
+        pytest.param(
+            step(elastic(3), DrainRequested("n2", "", "", at(60)))[0],
+            None,
+            id="not while it has to leave a node",
+        ),
+        pytest.param(
+            walk(
+                elastic(3),
+                (gone("n2"), "WAIT NODE_LOST"),
+                (back("n2"), "WAIT RUNNING"),
+                now=at(100),
+            ),
+            at(1900),
+            id="anew",
+        ),
     ],
 )
 def test_when_more_nodes_are_worth_a_restart(job: JobState, expected: Any) -> None:
@@ -183,21 +240,37 @@ def offered(job: JobState, *, now: Any = LATER, until: Any = at(9999)) -> tuple[
     return step(job, NodesOffered(("n7",), until), now)
 
 
-def test_s3_3_an_offer_is_asked_for_while_the_ranks_run_on_and_only_a_grant_starts_them_anew() -> None:
+def test_s3_3_an_offer_is_asked_for_while_the_ranks_run_on_and_only_a_grant_starts_them_anew() -> (
+    None
+):
     job, decision = offered(elastic(3))
     assert isinstance(decision, Wait) and (decision.phase, decision.until) == (Phase.RUNNING, None)
     assert (job.generation, job.reason) == (1, "the fleet offers n7: 3 -> 4 nodes")
     job, decision = step(job, NodesGranted(1, ("n1", "n2", "n3", "n7")), LATER)
     assert isinstance(decision, Relaunch) and decision.reason == "the fleet offers n7: 3 -> 4 nodes"
-    assert (decision.strategy, decision.spent, decision.take, decision.without, decision.keep_nodes) == (
+    assert (
+        decision.strategy,
+        decision.spent,
+        decision.take,
+        decision.without,
+        decision.keep_nodes,
+    ) == (
         Strategy.GROW,
         False,
         None,
         (),
         True,
     )
-    assert (job.incident, job.incidents, job.tries, job.restarts_spent, job.strategy) == (None, (), (), 0, Strategy.GROW)
-    assert job.notices == ("2026-11-21T03:30+00:00 generation 2, GROW: the fleet offers n7: 3 -> 4 nodes",)
+    assert (job.incident, job.incidents, job.tries, job.restarts_spent, job.strategy) == (
+        None,
+        (),
+        (),
+        0,
+        Strategy.GROW,
+    )
+    assert job.notices == (
+        "2026-11-21T03:30+00:00 generation 2, GROW: the fleet offers n7: 3 -> 4 nodes",
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,10 +280,20 @@ def test_s3_3_an_offer_is_asked_for_while_the_ranks_run_on_and_only_a_grant_star
         pytest.param(elastic(4), LATER, id="it has all"),
         pytest.param(elastic(3, policy=resolve({"grow_after": "off"})), LATER, id="off"),
         pytest.param(running(nodes=2), LATER, id="of one size"),
-        pytest.param(step(elastic(3), DrainRequested("n2", "", "", at(60)))[0], LATER, id="it has to leave a node"),
+        pytest.param(
+            step(elastic(3), DrainRequested("n2", "", "", at(60)))[0],
+            LATER,
+            id="it has to leave a node",
+        ),
         pytest.param(walk(elastic(3), (gone("n2"), "WAIT NODE_LOST")), LATER, id="a node is lost"),
-        pytest.param(walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched anew"),
-        pytest.param(relaunched(walk(elastic(3), (died(), "RESTART_IN_PLACE"))), LATER, id="an incident is open"),
+        pytest.param(
+            walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched anew"
+        ),
+        pytest.param(
+            relaunched(walk(elastic(3), (died(), "RESTART_IN_PLACE"))),
+            LATER,
+            id="an incident is open",
+        ),
         pytest.param(step(elastic(3), CancelRequested("", "ada"))[0], LATER, id="it ends"),
     ],
 )
@@ -243,7 +326,12 @@ def test_a_grant_that_comes_when_something_else_is_the_matter_restarts_nothing()
 
 
 def test_a_grown_job_is_complete_again() -> None:
-    job, _ = play(elastic(3), NodesOffered(("n7",), at(9999)), NodesGranted(1, ("n1", "n2", "n3", "n7")), now=LATER)
+    job, _ = play(
+        elastic(3),
+        NodesOffered(("n7",), at(9999)),
+        NodesGranted(1, ("n1", "n2", "n3", "n7")),
+        now=LATER,
+    )
     slots = seat(job.slots, tuple(map(Place, ("n1", "n2", "n3", "n7"))))
     job, _ = play(job, NodesAcquired(slots), Launched(2, LATER, LATER), now=LATER)
     assert (nodes(job), job.fewer, more_at(job)) == (["n1", "n2", "n3", "n7"], "", None)
@@ -257,7 +345,14 @@ def test_a_grown_job_is_complete_again() -> None:
 
 def test_it_wants_its_fewest_and_takes_its_most() -> None:
     wanted = claim(new_job(nodes=RANGE), 1)
-    assert (wanted.nodes, wanted.most, wanted.up_to, wanted.had, wanted.more_at, wanted.running) == (2, 4, 4, 0, None, False)
+    assert (
+        wanted.nodes,
+        wanted.most,
+        wanted.up_to,
+        wanted.had,
+        wanted.more_at,
+        wanted.running,
+    ) == (2, 4, 4, 0, None, False)
     again = claim(elastic(3), 2, keep=("n1", "n3"), avoid=("n2",))
     assert (again.nodes, again.most, again.up_to, again.had, again.running) == (2, 4, 4, 3, True)
 
@@ -265,13 +360,28 @@ def test_it_wants_its_fewest_and_takes_its_most() -> None:
 def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
     job = replace(elastic(3), avoided=(Avoided("n8", "so", T0),))
     said = as_it_is(job, 3, ("n1", "n2", "n3"))
-    assert (said.nodes, said.most, said.up_to, said.more_at, said.avoid) == (3, 4, 3, at(1800), ("n8",))
+    assert (said.nodes, said.most, said.up_to, said.more_at, said.avoid) == (
+        3,
+        4,
+        3,
+        at(1800),
+        ("n8",),
+    )
     launching = as_it_is(walk(job, (died(), "RESTART_IN_PLACE")), 4, ("n1", "n2", "n3"))
-    assert (launching.nodes, launching.up_to, launching.more_at, launching.avoid) == (3, 3, None, ())
+    assert (launching.nodes, launching.up_to, launching.more_at, launching.avoid) == (
+        3,
+        3,
+        None,
+        (),
+    )
 
 
 def test_a_job_of_one_size_says_what_it_always_said() -> None:
-    for said in (claim(running(), 1), as_it_is(running(), 1, ("n1", "n2")), give_back(running(), 1)):
+    for said in (
+        claim(running(), 1),
+        as_it_is(running(), 1, ("n1", "n2")),
+        give_back(running(), 1),
+    ):
         assert (said.most, said.had, said.more_at, said.up_to) == (0, 0, None, said.nodes)
     assert as_it_is(running(), 1, ("n1", "n2")) == claim(running(), 1, keep=("n1", "n2"))
 
@@ -281,9 +391,13 @@ def test_a_launch_with_fewer_nodes_than_before_is_a_notice() -> None:
     fewer = "3 of 4 nodes: n2 is quarantined (a fan)"
     job, _ = step(job, NodesAcquired(job.slots[:3], fewer), at(60))
     asked, goes_on = job.notices
-    assert asked == "2026-11-21T03:01+00:00 generation 2: retry asked for by ada", "no incident tells why it was launched"
+    assert asked == "2026-11-21T03:01+00:00 generation 2: retry asked for by ada", (
+        "no incident tells why it was launched"
+    )
     assert goes_on == f"2026-11-21T03:01+00:00 generation 2 goes on with {fewer}"
-    assert step(job, NodesAcquired(job.slots, fewer), at(60))[0].notices == job.notices, "as many as before are no news"
+    assert step(job, NodesAcquired(job.slots, fewer), at(60))[0].notices == job.notices, (
+        "as many as before are no news"
+    )
 
 
 def test_written_events_may_shrink_a_job_and_offer_it_more() -> None:
@@ -298,7 +412,11 @@ def test_written_events_may_shrink_a_job_and_offer_it_more() -> None:
     )
     steps = [Step(at(seconds), event) for seconds, event in events]
     done = simulate(rungs(SHRINK, {"strategy": "FAIL"}), new_job(nodes=RANGE), steps)
-    assert [(one.event, named(one.decision)) for one in done if one.event not in ("NodesAcquired", "StepReached")] == [
+    assert [
+        (one.event, named(one.decision))
+        for one in done
+        if one.event not in ("NodesAcquired", "StepReached")
+    ] == [
         ("Submitted", "Relaunch"),
         ("Launched", "Wait RUNNING"),
         ("FaultObserved", "Relaunch SHRINK"),
@@ -323,7 +441,11 @@ def test_written_events_may_shrink_a_job_and_offer_it_more() -> None:
 
 def test_s3_3_the_world_is_as_large_as_the_generation() -> None:
     shared = common_environment(elastic(3).token, elastic(3).spec, 3, 8, "10.0.0.1", 29500)
-    assert [shared[name] for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")] == ["6", "6", "3"]
+    assert [shared[name] for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")] == [
+        "6",
+        "6",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -337,10 +459,14 @@ def test_s3_3_the_world_is_as_large_as_the_generation() -> None:
 )
 def test_who_sits_where_when_there_are_more_or_fewer(granted: str, expected: str) -> None:
     slots = seat((), tuple(map(Place, ("n1", "n2", "n3", "n4"))))
-    assert [place.node for place in keep_places(slots, tuple(map(Place, granted.split())))] == expected.split()
+    assert [
+        place.node for place in keep_places(slots, tuple(map(Place, granted.split())))
+    ] == expected.split()
 
 
-def test_ranks_that_are_alone_do_not_fence_themselves_and_nobody_takes_them_for_ranks_that_do() -> None:
+def test_ranks_that_are_alone_do_not_fence_themselves_and_nobody_takes_them_for_ranks_that_do() -> (
+    None
+):
     alone = new_job(nodes={"min": 1, "max": 3})
     assert not fences(alone), "it is not known how many there were"
     assert not fences(replace(alone, slots=(Slot("n1", "10.0.0.1"),)))
@@ -354,7 +480,9 @@ def test_a_job_that_is_submitted_again_begins_without_places() -> None:
     assert (again.slots, again.fewer, again.strategy) == ((), "", None)
 
 
-@pytest.mark.parametrize("name", ["default", "torchelastic", "modelarts", "gputasker", "ecs-reboot-once"])
+@pytest.mark.parametrize(
+    "name", ["default", "torchelastic", "modelarts", "gputasker", "ecs-reboot-once"]
+)
 def test_no_preset_decides_otherwise_for_a_job_because_it_may_have_fewer_nodes(name: str) -> None:
     """Its fleet gives it fewer; the ladders stay as they are."""
     for event in (died(), lambda job: fault(job, exited(kernel=(xid(79),), signal=6)), hung()):
@@ -364,7 +492,10 @@ def test_no_preset_decides_otherwise_for_a_job_because_it_may_have_fewer_nodes(n
 
 def test_a_shrunk_job_reads_its_faults_like_any_other() -> None:
     job = elastic(3)
-    assert told(step(job, FaultObserved(1, (exited(5, "n3", code=1),), 0, T0))[1]) == "RESTART_IN_PLACE"
+    assert (
+        told(step(job, FaultObserved(1, (exited(5, "n3", code=1),), 0, T0))[1])
+        == "RESTART_IN_PLACE"
+    )
 
 
 # --- whatever happens
@@ -373,7 +504,12 @@ SHRINKING = resolve(
     {
         "grow_after": "0s",
         "causes": {
-            cause: [{"strategy": "RESTART_IN_PLACE", "tries": 1}, SHRINK, {"strategy": "REPLACE_NODE", "tries": 3}, {"strategy": "ASK"}]
+            cause: [
+                {"strategy": "RESTART_IN_PLACE", "tries": 1},
+                SHRINK,
+                {"strategy": "REPLACE_NODE", "tries": 3},
+                {"strategy": "ASK"},
+            ]
             for cause in ("APPLICATION", "GPU_FATAL", "NODE_LOST", "NODE_FAULT", "UNKNOWN")
         },
     }
@@ -399,17 +535,26 @@ def test_s3_3_a_generation_is_never_smaller_than_the_least_nor_larger_than_the_m
     for turn in run.turns:
         if isinstance(turn.event, NodesAcquired):
             assert spec.fewest_nodes <= len(turn.event.slots) <= spec.node_count
-        if isinstance(turn.decision, Relaunch) and turn.decision.strategy in (Strategy.SHRINK, Strategy.GROW):
+        if isinstance(turn.decision, Relaunch) and turn.decision.strategy in (
+            Strategy.SHRINK,
+            Strategy.GROW,
+        ):
             assert spec.is_elastic and turn.after.restarts_spent == turn.absorbed.restarts_spent
         if isinstance(turn.decision, Relaunch) and turn.decision.strategy is Strategy.GROW:
-            assert (turn.after.incident, turn.after.tries) == (None, turn.before.tries), "it is an answer to no fault"
-            assert isinstance(turn.event, NodesGranted) and len(turn.event.nodes) > len(turn.before.slots)
+            assert (turn.after.incident, turn.after.tries) == (None, turn.before.tries), (
+                "it is an answer to no fault"
+            )
+            assert isinstance(turn.event, NodesGranted) and len(turn.event.nodes) > len(
+                turn.before.slots
+            )
 
 
 def offer(run: Run, choice: Choice) -> None:
     """More nodes, now and then; where the job asks for them the fleet has them, or has not."""
     has = tuple(slot.node for slot in run.job.slots)
-    more = tuple(node for node in INVENTORY if node not in has)[: run.job.spec.node_count - len(has)]
+    more = tuple(node for node in INVENTORY if node not in has)[
+        : run.job.spec.node_count - len(has)
+    ]
     if not more or not choice.once_in(2):
         return
     turn = run.take(NodesOffered(more, run.now + timedelta(minutes=choice.among((2, 0)))))

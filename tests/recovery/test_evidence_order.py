@@ -31,12 +31,25 @@ def test_the_order_of_echoes_does_not_change_the_cause(
 ) -> None:
     def told(order: list[int], listing: list[int]) -> FaultObserved:
         whole: list[Observation] = [root("n2", 0, T0 + order[6] * apart * SECOND)]
-        whole += [echo(f"n{node}", index + 1, T0 + order[index] * apart * SECOND) for index, node in enumerate(echoing)]
-        return FaultObserved(1, tuple(whole[index] for index in listing if index < len(whole)), 0, T0)
+        whole += [
+            echo(f"n{node}", index + 1, T0 + order[index] * apart * SECOND)
+            for index, node in enumerate(echoing)
+        ]
+        return FaultObserved(
+            1, tuple(whole[index] for index in listing if index < len(whole)), 0, T0
+        )
 
     job = running()
-    plain, other = diagnose(job, told(list(range(7)), list(range(7)))), diagnose(job, told(arrival, listed))
-    assert (plain.cause, set(plain.nodes), plain.code, plain.ranks) == (other.cause, set(other.nodes), other.code, other.ranks)
+    plain, other = (
+        diagnose(job, told(list(range(7)), list(range(7)))),
+        diagnose(job, told(arrival, listed)),
+    )
+    assert (plain.cause, set(plain.nodes), plain.code, plain.ranks) == (
+        other.cause,
+        set(other.nodes),
+        other.code,
+        other.ranks,
+    )
 
 
 @searched(100)
@@ -45,24 +58,45 @@ def test_echoes_alone_are_the_network_in_any_order(echoing: list[int], order: li
     whole = [echo(f"n{node}", index, T0) for index, node in enumerate(echoing)]
     shuffled = tuple(whole[index] for index in order if index < len(whole))
     diagnosis = diagnose(running(), FaultObserved(1, shuffled, 0, T0))
-    assert (Cause.NETWORK, {f"n{node}" for node in echoing}) == (diagnosis.cause, set(diagnosis.nodes))
+    assert (Cause.NETWORK, {f"n{node}" for node in echoing}) == (
+        diagnosis.cause,
+        set(diagnosis.nodes),
+    )
 
 
-MESSAGES = ("ValueError: bad batch", "torch.OutOfMemoryError: CUDA out of memory.", "FloatingPointError: loss is nan")
+MESSAGES = (
+    "ValueError: bad batch",
+    "torch.OutOfMemoryError: CUDA out of memory.",
+    "FloatingPointError: loss is nan",
+)
 
 
 @searched(300)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(MESSAGES), st.sampled_from((0.0, 0.2, 0.4, 3.0))), min_size=2, max_size=5),
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), st.sampled_from(MESSAGES), st.sampled_from((0.0, 0.2, 0.4, 3.0))
+        ),
+        min_size=2,
+        max_size=5,
+    ),
     st.permutations(range(5)),
 )
-def test_s3_6_errors_with_a_time_name_the_same_cause_in_any_order(errors: list[tuple[int, str, float]], order: list[int]) -> None:
+def test_s3_6_errors_with_a_time_name_the_same_cause_in_any_order(
+    errors: list[tuple[int, str, float]], order: list[int]
+) -> None:
     def told(arrival: list[int]) -> FaultObserved:
         now = T0.timestamp() - 10
         return FaultObserved(
             1,
             tuple(
-                exited(rank, f"n{node}", code=1, error=error(message, now + when), seconds=arrival[rank])
+                exited(
+                    rank,
+                    f"n{node}",
+                    code=1,
+                    error=error(message, now + when),
+                    seconds=arrival[rank],
+                )
                 for rank, (node, message, when) in enumerate(errors)
             ),
             0,
@@ -70,4 +104,8 @@ def test_s3_6_errors_with_a_time_name_the_same_cause_in_any_order(errors: list[t
         )
 
     plain, other = diagnose(running(), told(list(range(5)))), diagnose(running(), told(order))
-    assert (plain.cause, set(plain.nodes), plain.code) == (other.cause, set(other.nodes), other.code)
+    assert (plain.cause, set(plain.nodes), plain.code) == (
+        other.cause,
+        set(other.nodes),
+        other.code,
+    )

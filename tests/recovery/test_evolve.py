@@ -68,8 +68,12 @@ def test_ranks_that_somebody_found_may_be_alive_wherever_they_are() -> None:
         pytest.param((5, 3), Progress(5, at(0)), id="an earlier step, from a rank that is behind"),
     ],
 )
-def test_progress_is_the_furthest_step_and_when_it_was_reached(steps: tuple[int, ...], progress: Progress) -> None:
-    job, _ = play(running(), *(ProgressSeen(1, step, at(number)) for number, step in enumerate(steps)))
+def test_progress_is_the_furthest_step_and_when_it_was_reached(
+    steps: tuple[int, ...], progress: Progress
+) -> None:
+    job, _ = play(
+        running(), *(ProgressSeen(1, step, at(number)) for number, step in enumerate(steps))
+    )
     assert progress == job.progress
 
 
@@ -83,7 +87,9 @@ def test_archived_incidents_leave_the_state_and_are_still_counted() -> None:
     assert ("IGNORE", kept, 2) == (told(decision), job.incidents, job.incidents_archived)
 
 
-def test_a_very_long_incident_keeps_its_first_and_its_last_decisions_and_counts_the_others() -> None:
+def test_a_very_long_incident_keeps_its_first_and_its_last_decisions_and_counts_the_others() -> (
+    None
+):
     job = running(policy=RESTART)
     faults = KEPT_DECISIONS + 25
     for second in range(faults):
@@ -106,7 +112,11 @@ def test_a_very_long_incident_keeps_its_first_and_its_last_decisions_and_counts_
         pytest.param({}, {"hang": {"after": "off"}}, ("hang.after",), id="a part of a mapping"),
         pytest.param(
             {"max_restarts": 9},
-            {"timeouts": {"lease": "90s"}, "strict_lease": True, "causes": {"HANG": [{"strategy": "FAIL"}]}},
+            {
+                "timeouts": {"lease": "90s"},
+                "strict_lease": True,
+                "causes": {"HANG": [{"strategy": "FAIL"}]},
+            },
             ("causes.HANG", "max_restarts", "strict_lease", "timeouts.lease"),
             id="several, in the order of their names",
         ),
@@ -116,8 +126,14 @@ def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
     before: dict[str, Any], after: dict[str, Any], keys: tuple[str, ...]
 ) -> None:
     assert keys == changed_keys(policy(**before), policy(**after))
-    job, decision = step(running(policy=policy(**before)), PolicyChanged(policy(**after), "so", "ada"))
-    assert ("IGNORE", policy(**after), keys) == (told(decision), job.policy, job.policy_changes[-1].keys)
+    job, decision = step(
+        running(policy=policy(**before)), PolicyChanged(policy(**after), "so", "ada")
+    )
+    assert ("IGNORE", policy(**after), keys) == (
+        told(decision),
+        job.policy,
+        job.policy_changes[-1].keys,
+    )
     assert (f"ada changed the policy ({', '.join(keys) or 'nothing'}): so",) == job.notices
 
 
@@ -153,15 +169,33 @@ def failing() -> JobState:
             "nobody asks",
             id="no repair goes on",
         ),
-        pytest.param(repairing, mended("refused"), "REPLACE_NODE without n2", "refused", id="the repair that goes on, in vain"),
         pytest.param(
-            repairing, this(DeadlinePassed()), "REPLACE_NODE without n2", "did not end within 25m", id="a repair that does not end"
+            repairing,
+            mended("refused"),
+            "REPLACE_NODE without n2",
+            "refused",
+            id="the repair that goes on, in vain",
         ),
         pytest.param(
-            lambda: losing("n2"), back("n2"), "WAIT NODE_LOST", "n2 answers again, n1 not yet", id="one of two lost nodes answers"
+            repairing,
+            this(DeadlinePassed()),
+            "REPLACE_NODE without n2",
+            "did not end within 25m",
+            id="a repair that does not end",
         ),
         pytest.param(
-            lambda: losing("n2"), this(Launched(1, T0, T0)), "WAIT RUNNING", "generation 1 runs on n1, n2, n3", id="all nodes answered"
+            lambda: losing("n2"),
+            back("n2"),
+            "WAIT NODE_LOST",
+            "n2 answers again, n1 not yet",
+            id="one of two lost nodes answers",
+        ),
+        pytest.param(
+            lambda: losing("n2"),
+            this(Launched(1, T0, T0)),
+            "WAIT RUNNING",
+            "generation 1 runs on n1, n2, n3",
+            id="all nodes answered",
         ),
         pytest.param(
             lambda: losing("n2"),
@@ -171,7 +205,11 @@ def failing() -> JobState:
             id="the others go on without the lost ones",
         ),
         pytest.param(
-            lambda: walk(running(), (this(RetryRequested("", "ada")), "LAUNCH"), (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES")),
+            lambda: walk(
+                running(),
+                (this(RetryRequested("", "ada")), "LAUNCH"),
+                (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES"),
+            ),
             this(DeadlinePassed()),
             "ASK",
             "the fleet had not enough nodes for it within 1d",
@@ -185,13 +223,29 @@ def failing() -> JobState:
             id="a deadline that nobody set",
         ),
         pytest.param(
-            running, this(NodeDeclaredDead("n9", "", "ada")), "IGNORE", "n9 is none of this job's nodes", id="a strange node is dead"
+            running,
+            this(NodeDeclaredDead("n9", "", "ada")),
+            "IGNORE",
+            "n9 is none of this job's nodes",
+            id="a strange node is dead",
         ),
-        pytest.param(failing, this(CancelRequested("", "")), "CANCELLED 130", "cancelled", id="a job that fails is cancelled"),
         pytest.param(
-            failing, this(CancelRequested("enough", "ada")), "CANCELLED 130", "cancelled by ada: enough", id="by somebody, with a reason"
+            failing,
+            this(CancelRequested("", "")),
+            "CANCELLED 130",
+            "cancelled",
+            id="a job that fails is cancelled",
         ),
-        pytest.param(failing, died(1), "IGNORE", "the job is ending", id="a job that fails fails no further"),
+        pytest.param(
+            failing,
+            this(CancelRequested("enough", "ada")),
+            "CANCELLED 130",
+            "cancelled by ada: enough",
+            id="by somebody, with a reason",
+        ),
+        pytest.param(
+            failing, died(1), "IGNORE", "the job is ending", id="a job that fails fails no further"
+        ),
     ],
 )
 def test_what_follows_in_a_state_of_its_own(
@@ -206,15 +260,26 @@ def test_what_follows_in_a_state_of_its_own(
 def test_a_node_that_a_person_declares_dead_may_not_be_alive_any_more() -> None:
     job, _ = step(running(nodes=3), gone("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
     job, decision = step(job, NodeDeclaredDead("n3", "", ""))
-    assert (told(decision), job.lost, job.maybe_alive) == ("REPLACE_NODE without n3", (), ("n1", "n2"))
+    assert (told(decision), job.lost, job.maybe_alive) == (
+        "REPLACE_NODE without n3",
+        (),
+        ("n1", "n2"),
+    )
     assert job.notices == ("a person declared n3 dead",)
 
 
-def test_a_repair_that_waits_for_a_person_says_so_on_the_page_of_the_job_that_waits_for_it() -> None:
+def test_a_repair_that_waits_for_a_person_says_so_on_the_page_of_the_job_that_waits_for_it() -> (
+    None
+):
     asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
     job, decision = step(repairing(), asks)
-    assert isinstance(decision, Ignore) and (job.next.what, job.next.at) == ("may n2 be treated with RESET_GPU?", at(600))
-    assert step(running(), asks)[0].next == running().next, "whoever waits for no repair is asked nothing"
+    assert isinstance(decision, Ignore) and (job.next.what, job.next.at) == (
+        "may n2 be treated with RESET_GPU?",
+        at(600),
+    )
+    assert step(running(), asks)[0].next == running().next, (
+        "whoever waits for no repair is asked nothing"
+    )
 
 
 def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_counts() -> None:
@@ -226,7 +291,9 @@ def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_coun
     job, _ = step(job, RepairAsks("n1", ""))
     assert job.next == Next(asks.question, asks.until), "the other one has no answer yet"
     assert before.next.at is not None
-    assert is_stale(job, DeadlinePassed(at(900))) and not is_stale(job, DeadlinePassed(before.next.at))
+    assert is_stale(job, DeadlinePassed(at(900))) and not is_stale(
+        job, DeadlinePassed(before.next.at)
+    )
     job, _ = step(job, RepairAsks("n2", ""))
     assert job.next == before.next
 
@@ -234,13 +301,17 @@ def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_coun
 def test_a_submission_is_numbered_anew_only_before_it_has_nodes() -> None:
     job, decision = step(new_job(), SubmissionRaised(5001))
     assert isinstance(decision, Ignore) and job.submission == 5001
-    assert job.notices == ("the server's clock was set back: this submission is numbered after the last one",)
+    assert job.notices == (
+        "the server's clock was set back: this submission is numbered after the last one",
+    )
     assert step(job, SubmissionRaised(17))[0].submission == 5001
     assert step(running(), SubmissionRaised(5001))[0].submission == running().submission
 
 
 def test_a_node_that_the_watch_hears_is_not_taken_for_dead() -> None:
-    assert "node n2 answers the job's watch, or has not been silent for 3m yet" in why_not_dead(running(), "n2")
+    assert "node n2 answers the job's watch, or has not been silent for 3m yet" in why_not_dead(
+        running(), "n2"
+    )
     lost = walk(running(nodes=3), (gone("n2"), "WAIT NODE_LOST"))
     assert (why_not_dead(lost, "n2"), bool(why_not_dead(lost, "n3"))) == ("", True)
     assert why_not_dead(running(), "n9") == "", "it changes nothing"

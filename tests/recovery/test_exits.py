@@ -14,9 +14,18 @@ RANK_KILLED = "Memory cgroup out of memory: Killed process 123 (python3) total-v
 OTHER_KILLED = "Out of memory: Killed process 77 (chrome) total-vm:98123456kB, anon-rss:65012345kB"
 
 
-def read(exit_code: int | None, signal: int | None = None, *, stopped: bool = False, kernel: str = "", pid: int | None = 123) -> Finding:
+def read(
+    exit_code: int | None,
+    signal: int | None = None,
+    *,
+    stopped: bool = False,
+    kernel: str = "",
+    pid: int | None = 123,
+) -> Finding:
     findings = read_kernel_log(kernel.splitlines(), catalog())
-    return read_exit(exit_code, signal, stopped=stopped, kernel=findings, pid=pid, catalog=catalog())
+    return read_exit(
+        exit_code, signal, stopped=stopped, kernel=findings, pid=pid, catalog=catalog()
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,9 +58,17 @@ def read(exit_code: int | None, signal: int | None = None, *, stopped: bool = Fa
         (None, None, "exit unknown", Role.SYMPTOM, Cause.UNKNOWN),
     ],
 )
-def test_an_exit_by_itself(exit_code: int | None, signal: int | None, code: str, role: Role, cause: Cause | None) -> None:
+def test_an_exit_by_itself(
+    exit_code: int | None, signal: int | None, code: str, role: Role, cause: Cause | None
+) -> None:
     found = read(exit_code, signal)
-    assert ("exit", code, role, cause, 123) == (found.source, found.code, found.role, found.cause, found.pid)
+    assert ("exit", code, role, cause, 123) == (
+        found.source,
+        found.code,
+        found.role,
+        found.cause,
+        found.pid,
+    )
     assert found.reason
 
 
@@ -59,30 +76,149 @@ def test_an_exit_by_itself(exit_code: int | None, signal: int | None, code: str,
     ("exit_code", "signal", "stopped", "kernel", "pid", "role", "cause", "words"),
     [
         pytest.param(None, 9, True, "", 123, Role.CASCADE, None, "we stopped it", id="we did it"),
-        pytest.param(137, None, True, "", 123, Role.CASCADE, None, "we stopped it", id="we did it, through a shell"),
-        pytest.param(None, 9, False, RANK_KILLED, 123, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="the kernel names the process"),
         pytest.param(
-            None, 9, False, RANK_KILLED, None, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="no pid known: the kernel names a rank"
+            137,
+            None,
+            True,
+            "",
+            123,
+            Role.CASCADE,
+            None,
+            "we stopped it",
+            id="we did it, through a shell",
         ),
-        pytest.param(None, 9, False, RANK_KILLED, 999, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="the kernel names another process"),
-        pytest.param(None, 9, False, OTHER_KILLED, None, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="no pid known: no rank was named"),
         pytest.param(
-            None, 9, False, OTHER_KILLED, 77, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="by its pid a rank may have any name"
+            None,
+            9,
+            False,
+            RANK_KILLED,
+            123,
+            Role.ROOT,
+            Cause.OUT_OF_MEMORY,
+            "for memory",
+            id="the kernel names the process",
         ),
         pytest.param(
-            137, None, False, RANK_KILLED, 999, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="a shell passes on what killed its child"
+            None,
+            9,
+            False,
+            RANK_KILLED,
+            None,
+            Role.ROOT,
+            Cause.OUT_OF_MEMORY,
+            "for memory",
+            id="no pid known: the kernel names a rank",
         ),
-        pytest.param(137, None, False, OTHER_KILLED, 999, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="a shell, and no rank was named"),
-        pytest.param(247, None, False, RANK_KILLED, 999, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="a Python launcher passes it on"),
         pytest.param(
-            None, 9, False, "eth0: Lost carrier", 123, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="other words of the kernel"
+            None,
+            9,
+            False,
+            RANK_KILLED,
+            999,
+            Role.SYMPTOM,
+            Cause.UNKNOWN,
+            "nothing says",
+            id="the kernel names another process",
         ),
-        pytest.param(None, 9, False, "", 123, Role.SYMPTOM, Cause.UNKNOWN, "nothing says by whom", id="nobody says"),
-        pytest.param(None, 11, False, RANK_KILLED, 123, Role.ROOT, Cause.APPLICATION, "segmentation", id="another signal is not memory"),
+        pytest.param(
+            None,
+            9,
+            False,
+            OTHER_KILLED,
+            None,
+            Role.SYMPTOM,
+            Cause.UNKNOWN,
+            "nothing says",
+            id="no pid known: no rank was named",
+        ),
+        pytest.param(
+            None,
+            9,
+            False,
+            OTHER_KILLED,
+            77,
+            Role.ROOT,
+            Cause.OUT_OF_MEMORY,
+            "for memory",
+            id="by its pid a rank may have any name",
+        ),
+        pytest.param(
+            137,
+            None,
+            False,
+            RANK_KILLED,
+            999,
+            Role.ROOT,
+            Cause.OUT_OF_MEMORY,
+            "for memory",
+            id="a shell passes on what killed its child",
+        ),
+        pytest.param(
+            137,
+            None,
+            False,
+            OTHER_KILLED,
+            999,
+            Role.SYMPTOM,
+            Cause.UNKNOWN,
+            "nothing says",
+            id="a shell, and no rank was named",
+        ),
+        pytest.param(
+            247,
+            None,
+            False,
+            RANK_KILLED,
+            999,
+            Role.ROOT,
+            Cause.OUT_OF_MEMORY,
+            "for memory",
+            id="a Python launcher passes it on",
+        ),
+        pytest.param(
+            None,
+            9,
+            False,
+            "eth0: Lost carrier",
+            123,
+            Role.SYMPTOM,
+            Cause.UNKNOWN,
+            "nothing says",
+            id="other words of the kernel",
+        ),
+        pytest.param(
+            None,
+            9,
+            False,
+            "",
+            123,
+            Role.SYMPTOM,
+            Cause.UNKNOWN,
+            "nothing says by whom",
+            id="nobody says",
+        ),
+        pytest.param(
+            None,
+            11,
+            False,
+            RANK_KILLED,
+            123,
+            Role.ROOT,
+            Cause.APPLICATION,
+            "segmentation",
+            id="another signal is not memory",
+        ),
     ],
 )
 def test_137_is_told_apart(
-    exit_code: int | None, signal: int | None, stopped: bool, kernel: str, pid: int | None, role: Role, cause: Cause | None, words: str
+    exit_code: int | None,
+    signal: int | None,
+    stopped: bool,
+    kernel: str,
+    pid: int | None,
+    role: Role,
+    cause: Cause | None,
+    words: str,
 ) -> None:
     found = read(exit_code, signal, stopped=stopped, kernel=kernel, pid=pid)
     assert (role, cause) == (found.role, found.cause)
@@ -120,23 +256,47 @@ def test_a_users_row_is_read_by_code_before_by_signal() -> None:
 
 LINES: list[tuple[str, str]] = [
     ("signal_exit", "Signal 9 (SIGKILL) received by PID 4242"),
-    ("signal_exit", "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV"),
-    ("signal_exit", "E1121 10:00:00 api.py:874] failed (exitcode: -9) local_rank: 3 (pid: 4242) of binary: /usr/bin/python3"),
+    (
+        "signal_exit",
+        "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV",
+    ),
+    (
+        "signal_exit",
+        "E1121 10:00:00 api.py:874] failed (exitcode: -9) local_rank: 3 (pid: 4242) of binary: /usr/bin/python3",
+    ),
     ("child_failed", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"),
     ("child_failed", "Root Cause (first observed failure):"),
-    ("xid_line", "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
-    ("gpu_off_bus", "Unable to determine the device handle for GPU0000:05:00.0: GPU is lost.  Reboot the system to recover this GPU"),
+    (
+        "xid_line",
+        "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    ),
+    (
+        "gpu_off_bus",
+        "Unable to determine the device handle for GPU0000:05:00.0: GPU is lost.  Reboot the system to recover this GPU",
+    ),
     ("cuda_ecc_uncorrectable", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
-    ("nvlink_fault", "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution"),
+    (
+        "nvlink_fault",
+        "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
+    ),
     ("peer_memory", "RuntimeError: CUDA error: peer mapping resources exhausted"),
     ("peer_memory", "NET/IB : GPU Direct RDMA disabled, nvidia_peermem not loaded"),
     ("cuda_not_ready", "RuntimeError: CUDA error: system not yet initialized"),
     ("cuda_not_ready", "Failed to initialize NVML: Driver/library version mismatch"),
-    ("cuda_oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"),
+    (
+        "cuda_oom",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB",
+    ),
     ("cuda_oom", "[rank0]: torch.cuda.OutOfMemoryError: CUDA out of memory."),
-    ("cuda_oom", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (
+        "cuda_oom",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ),
     ("device_assert", "RuntimeError: CUDA error: device-side assert triggered"),
-    ("device_assert", "Indexing.cu:1146: block: [12,0,0], thread: [96,0,0] Assertion `srcIndex < srcSelectDimSize` failed."),
+    (
+        "device_assert",
+        "Indexing.cu:1146: block: [12,0,0], thread: [96,0,0] Assertion `srcIndex < srcSelectDimSize` failed.",
+    ),
     ("illegal_access", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ("illegal_access", "RuntimeError: CUDA error: unspecified launch failure"),
     (
@@ -144,9 +304,15 @@ LINES: list[tuple[str, str]] = [
         "[rank1]:[E1121 ProcessGroupNCCL.cpp:1895] [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: "
         "CUDA error: an illegal memory access was encountered",
     ),
-    ("host_oom", "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."),
+    (
+        "host_oom",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
+    ),
     ("memory_error", "MemoryError"),
-    ("memory_error", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an array with shape (100000, 100000)"),
+    (
+        "memory_error",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an array with shape (100000, 100000)",
+    ),
     ("memory_error", "OSError: [Errno 12] Cannot allocate memory"),
     ("memory_error", "terminate called after throwing an instance of 'std::bad_alloc'"),
     (
@@ -162,22 +328,37 @@ LINES: list[tuple[str, str]] = [
         "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. dataloader's workers are out of shared memory.",
     ),
     ("shm_full", "RuntimeError: unable to write to file </torch_12_34>"),
-    ("dataloader_killed", "RuntimeError: DataLoader worker (pid 12345) is killed by signal: Killed."),
-    ("dataloader_exited", "RuntimeError: DataLoader worker (pid(s) 12345, 12346) exited unexpectedly"),
+    (
+        "dataloader_killed",
+        "RuntimeError: DataLoader worker (pid 12345) is killed by signal: Killed.",
+    ),
+    (
+        "dataloader_exited",
+        "RuntimeError: DataLoader worker (pid(s) 12345, 12346) exited unexpectedly",
+    ),
     ("disk_quota", "OSError: [Errno 122] Disk quota exceeded: '/home/train/ckpt.pt'"),
     ("disk_full", "OSError: [Errno 28] No space left on device: '/ckpt/step_100.npz'"),
     ("readonly_fs", "OSError: [Errno 30] Read-only file system: '/ckpt/step_100.npz'"),
     ("stale_nfs", "OSError: [Errno 116] Stale file handle: '/mnt/data/shard-0001'"),
     ("stale_nfs", "OSError: [Errno 107] Transport endpoint is not connected: '/mnt/data'"),
     ("io_error", "OSError: [Errno 5] Input/output error: '/mnt/data/shard-0001'"),
-    ("ckpt_torn", "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"),
+    (
+        "ckpt_torn",
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+    ),
     ("ckpt_torn", "zipfile.BadZipFile: File is not a zip file"),
     ("nan_inf", "RuntimeError: Rank 3: found NaN in local grad norm for bucket #0"),
     ("nan_inf", "ValueError: loss is nan at step 120"),
     ("nan_inf", "step 120 loss: nan"),
     ("nan_inf", "FloatingPointError: overflow encountered in multiply"),
-    ("preempt", "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***"),
-    ("time_limit", "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***"),
+    (
+        "preempt",
+        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***",
+    ),
+    (
+        "time_limit",
+        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***",
+    ),
     ("user_cancel", "slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-21T10:00:00 ***"),
     ("user_cancel", "KeyboardInterrupt"),
     (
@@ -189,35 +370,71 @@ LINES: list[tuple[str, str]] = [
         "gloo_timeout",
         "RuntimeError: [../gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
     ),
-    ("nccl_aborted", "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1."),
+    (
+        "nccl_aborted",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
+    ),
     (
         "nccl_remote",
         "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
         "remote process exited or there was a network error, NCCL version 2.27.5",
     ),
-    ("nccl_remote", "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."),
+    (
+        "nccl_remote",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ),
     ("nccl_unhandled_cuda", "ncclUnhandledCudaError: Call to CUDA function failed."),
     ("nccl_invalid", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 5000"),
-    ("nccl_system_error", "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."),
+    (
+        "nccl_system_error",
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+    ),
     ("nccl_internal", "ncclInternalError: Internal check failed."),
     ("python_connection", "ConnectionResetError: [Errno 104] Connection reset by peer"),
     ("python_connection", "[rank3]: BrokenPipeError: [Errno 32] Broken pipe"),
-    ("gloo_closed", "RuntimeError: [../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5555"),
-    ("gloo_closed", "RuntimeError: [../gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:25266: Connection reset by peer"),
-    ("store_gone", "[c10d] sendBytes failed on SocketImpl(fd=67, addr=[n1]:36214, remote=[n0]:43145): Broken pipe"),
-    ("store_gone", "torch.distributed.DistNetworkError: TCPStore: failed to recv, got 0 bytes. Connection was likely closed."),
-    ("conn_reset", "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected, Connection refused)"),
+    (
+        "gloo_closed",
+        "RuntimeError: [../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5555",
+    ),
+    (
+        "gloo_closed",
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:25266: Connection reset by peer",
+    ),
+    (
+        "store_gone",
+        "[c10d] sendBytes failed on SocketImpl(fd=67, addr=[n1]:36214, remote=[n0]:43145): Broken pipe",
+    ),
+    (
+        "store_gone",
+        "torch.distributed.DistNetworkError: TCPStore: failed to recv, got 0 bytes. Connection was likely closed.",
+    ),
+    (
+        "conn_reset",
+        "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected, Connection refused)",
+    ),
     ("store_check", 'Failed to check the "should dump" flag on the store, with error: timeout'),
-    ("nccl_init_timeout", "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined."),
-    ("nccl_init_timeout", "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error"),
+    (
+        "nccl_init_timeout",
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined.",
+    ),
+    (
+        "nccl_init_timeout",
+        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+    ),
     ("nccl_teardown", "To avoid data inconsistency, we are taking the entire process down."),
     ("device_count", "RuntimeError: CUDA error: invalid device ordinal"),
-    ("script_missing", "python3: can't open file '/home/train/trian.py': [Errno 2] No such file or directory"),
+    (
+        "script_missing",
+        "python3: can't open file '/home/train/trian.py': [Errno 2] No such file or directory",
+    ),
     ("missing_file", "FileNotFoundError: [Errno 2] No such file or directory: '/data/tokens.npy'"),
     ("permission", "PermissionError: [Errno 13] Permission denied: '/ckpt'"),
     ("ckpt_mismatch", "RuntimeError: Error(s) in loading state_dict for GPT:"),
     ("shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x10 and 20x5)"),
-    ("shape", "ValueError: operands could not be broadcast together with shapes (3,) (4,) : shapes (3,) (4,) not aligned"),
+    (
+        "shape",
+        "ValueError: operands could not be broadcast together with shapes (3,) (4,) : shapes (3,) (4,) not aligned",
+    ),
     ("import", "ModuleNotFoundError: No module named 'flash_attn'"),
     ("bus_error", "Fatal Python error: Bus error"),
     ("segv", "Fatal Python error: Segmentation fault"),
@@ -230,7 +447,9 @@ LINES: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "line"), LINES, ids=[f"{n} {row}" for n, (row, _) in enumerate(LINES)])
+@pytest.mark.parametrize(
+    ("row", "line"), LINES, ids=[f"{n} {row}" for n, (row, _) in enumerate(LINES)]
+)
 def test_a_line_is_read_by_its_row(row: str, line: str) -> None:
     assert [f"log {row}"] == [found.code for found in read_log([line], catalog())]
 
@@ -266,13 +485,22 @@ def test_the_first_row_reads_a_line_and_the_order_of_the_lines_is_kept() -> None
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: Signal 6 (SIGABRT) received by PID 3",
     ]
     found = read_log(lines, catalog())
-    assert [each.code for each in found] == ["log illegal_access", "log nccl_teardown", "log signal_exit"]
-    assert "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory access was encountered" in found[0].reason
+    assert [each.code for each in found] == [
+        "log illegal_access",
+        "log nccl_teardown",
+        "log signal_exit",
+    ]
+    assert (
+        "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory access was encountered"
+        in found[0].reason
+    )
     assert (found[0].role, found[0].cause) == (Role.ROOT, Cause.GPU_USER_INDUCED)
 
 
 def test_an_xid_in_a_log_is_read_by_the_table_of_xids() -> None:
-    known, unknown = read_log([f"NVRM: Xid (PCI:0000:05:00): {code}, pid=1" for code in (79, 999)], catalog())
+    known, unknown = read_log(
+        [f"NVRM: Xid (PCI:0000:05:00): {code}, pid=1" for code in (79, 999)], catalog()
+    )
     assert (known.role, known.cause) == (Role.ROOT, Cause.GPU_FATAL)
     assert "Xid 79, the GPU has fallen off the bus" in known.reason
     assert (unknown.role, unknown.cause) == (Role.SYMPTOM, None)
@@ -281,7 +509,17 @@ def test_an_xid_in_a_log_is_read_by_the_table_of_xids() -> None:
 def test_a_users_line_is_looked_at_first() -> None:
     ours = catalog(
         CatalogOverrides.model_validate(
-            {"log": [{"id": "our_oom", "pattern": "CUDA out of memory", "role": "root", "cause": "APPLICATION", "meaning": "ours"}]}
+            {
+                "log": [
+                    {
+                        "id": "our_oom",
+                        "pattern": "CUDA out of memory",
+                        "role": "root",
+                        "cause": "APPLICATION",
+                        "meaning": "ours",
+                    }
+                ]
+            }
         )
     )
     assert [found.code for found in read_log(["CUDA out of memory"], ours)] == ["log our_oom"]
@@ -290,8 +528,22 @@ def test_a_users_line_is_looked_at_first() -> None:
 @pytest.mark.parametrize(
     ("stop_code", "reason", "exit_code", "code", "role", "cause"),
     [
-        ("EssentialContainerExited", "Essential container in task exited", 1, "exit 1", Role.WRAPPER, Cause.APPLICATION),
-        ("EssentialContainerExited", "Essential container in task exited", 0, "exit 0", Role.INFORMATION, None),
+        (
+            "EssentialContainerExited",
+            "Essential container in task exited",
+            1,
+            "exit 1",
+            Role.WRAPPER,
+            Cause.APPLICATION,
+        ),
+        (
+            "EssentialContainerExited",
+            "Essential container in task exited",
+            0,
+            "exit 0",
+            Role.INFORMATION,
+            None,
+        ),
         ("EssentialContainerExited", "", 134, "exit 134", Role.WRAPPER, Cause.UNKNOWN),
         ("EssentialContainerExited", "", 137, "exit 137", Role.SYMPTOM, Cause.UNKNOWN),
         ("EssentialContainerExited", "", 139, "exit 139", Role.ROOT, Cause.APPLICATION),
@@ -303,9 +555,30 @@ def test_a_users_line_is_looked_at_first() -> None:
             Role.ROOT,
             Cause.OUT_OF_MEMORY,
         ),
-        ("EssentialContainerExited", "", None, "ecs EssentialContainerExited", Role.SYMPTOM, Cause.UNKNOWN),
-        ("UserInitiated", "Task stopped by user", 143, "ecs UserInitiated", Role.ROOT, Cause.PREEMPTED),
-        ("ServiceSchedulerInitiated", "", None, "ecs ServiceSchedulerInitiated", Role.ROOT, Cause.PREEMPTED),
+        (
+            "EssentialContainerExited",
+            "",
+            None,
+            "ecs EssentialContainerExited",
+            Role.SYMPTOM,
+            Cause.UNKNOWN,
+        ),
+        (
+            "UserInitiated",
+            "Task stopped by user",
+            143,
+            "ecs UserInitiated",
+            Role.ROOT,
+            Cause.PREEMPTED,
+        ),
+        (
+            "ServiceSchedulerInitiated",
+            "",
+            None,
+            "ecs ServiceSchedulerInitiated",
+            Role.ROOT,
+            Cause.PREEMPTED,
+        ),
         ("SpotInterruption", "", 143, "ecs SpotInterruption", Role.ROOT, Cause.PREEMPTED),
         ("TerminationNotice", "", None, "ecs TerminationNotice", Role.ROOT, Cause.PREEMPTED),
         ("TaskFailedToStart", "", None, "ecs TaskFailedToStart", Role.ROOT, Cause.PLATFORM),
@@ -325,7 +598,14 @@ def test_a_users_line_is_looked_at_first() -> None:
             Role.ROOT,
             Cause.NODE_FAULT,
         ),
-        ("TaskFailedToStart", "CannotPullContainerError: toomanyrequests", None, "ecs TaskFailedToStart", Role.ROOT, Cause.PLATFORM),
+        (
+            "TaskFailedToStart",
+            "CannotPullContainerError: toomanyrequests",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.PLATFORM,
+        ),
         (
             "TaskFailedToStart",
             'CannotStartContainerError: exec: "trian": executable file not found in $PATH',
@@ -342,7 +622,14 @@ def test_a_users_line_is_looked_at_first() -> None:
             Role.ROOT,
             Cause.NODE_FAULT,
         ),
-        ("TaskFailedToStart", "CannotCreateContainerError: other", None, "ecs TaskFailedToStart", Role.ROOT, Cause.PLATFORM),
+        (
+            "TaskFailedToStart",
+            "CannotCreateContainerError: other",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.PLATFORM,
+        ),
         (
             "TaskFailedToStart",
             "ResourceInitializationError: unable to pull secrets",
@@ -359,14 +646,26 @@ def test_a_users_line_is_looked_at_first() -> None:
             Role.ROOT,
             Cause.NODE_FAULT,
         ),
-        (None, "Host EC2 (instance i-0abc) terminated.", None, "ecs unknown", Role.ROOT, Cause.NODE_LOST),
+        (
+            None,
+            "Host EC2 (instance i-0abc) terminated.",
+            None,
+            "ecs unknown",
+            Role.ROOT,
+            Cause.NODE_LOST,
+        ),
         (None, "", None, "ecs unknown", Role.SYMPTOM, Cause.UNKNOWN),
         (None, "", 1, "exit 1", Role.WRAPPER, Cause.APPLICATION),
         ("SomethingNew", "", None, "ecs SomethingNew", Role.SYMPTOM, Cause.UNKNOWN),
     ],
 )
 def test_s1_1_every_end_of_an_ecs_task_is_classified(
-    stop_code: str | None, reason: str, exit_code: int | None, code: str, role: Role, cause: Cause | None
+    stop_code: str | None,
+    reason: str,
+    exit_code: int | None,
+    code: str,
+    role: Role,
+    cause: Cause | None,
 ) -> None:
     found = read_ecs_stop(stop_code, reason, exit_code, catalog())
     assert ("ecs", code, role, cause) == (found.source, found.code, found.role, found.cause)

@@ -62,17 +62,44 @@ def launched(*nodes: str, **changes: object) -> LaunchedGeneration:
 @pytest.mark.parametrize(
     ("stopped_at", "last_heard", "expected"),
     [
-        pytest.param({"n1": 5.0, "n3": 50.0}, {"n2": -180.0}, 50.0, id="the last proven stop counts, not the first"),
-        pytest.param({"n1": 5.0, "n3": 8.0}, {"n2": -20.0}, LEASE - 20.0, id="or the end of the silent node's own lease"),
-        pytest.param({"n1": 5.0}, {"n2": -180.0, "n3": -10.0}, LEASE - 10.0, id="or of the lease of another that is silent"),
-        pytest.param({"n1": 5.0}, {"n2": -180.0}, LEASE, id="which was heard until now where nothing else is known"),
-        pytest.param({"n1": 5.0, "n3": 8.0}, {"n2": VALID}, VALID + LEASE, id="an order on its way may start ranks yet"),
+        pytest.param(
+            {"n1": 5.0, "n3": 50.0},
+            {"n2": -180.0},
+            50.0,
+            id="the last proven stop counts, not the first",
+        ),
+        pytest.param(
+            {"n1": 5.0, "n3": 8.0},
+            {"n2": -20.0},
+            LEASE - 20.0,
+            id="or the end of the silent node's own lease",
+        ),
+        pytest.param(
+            {"n1": 5.0},
+            {"n2": -180.0, "n3": -10.0},
+            LEASE - 10.0,
+            id="or of the lease of another that is silent",
+        ),
+        pytest.param(
+            {"n1": 5.0},
+            {"n2": -180.0},
+            LEASE,
+            id="which was heard until now where nothing else is known",
+        ),
+        pytest.param(
+            {"n1": 5.0, "n3": 8.0},
+            {"n2": VALID},
+            VALID + LEASE,
+            id="an order on its way may start ranks yet",
+        ),
     ],
 )
 def test_the_wait_begins_when_no_node_of_the_gang_can_vouch_any_more(
     stopped_at: dict[str, float], last_heard: dict[str, float], expected: float
 ) -> None:
-    assert safe_launch_at([launched("n1", "n2", "n3")], 0.0, stopped_at, last_heard) == expected + WAIT
+    assert (
+        safe_launch_at([launched("n1", "n2", "n3")], 0.0, stopped_at, last_heard) == expected + WAIT
+    )
 
 
 def test_where_every_node_is_proven_stopped_nothing_is_waited_for() -> None:
@@ -89,7 +116,12 @@ def test_where_every_node_is_proven_stopped_nothing_is_waited_for() -> None:
     ],
 )
 def test_no_wait_is_long_enough(one: LaunchedGeneration) -> None:
-    assert safe_launch_at([launched("n1", "n2"), one], 0.0, {"n1": 5.0}, {"n2": -1000.0, "n3": -1000.0}) is None
+    assert (
+        safe_launch_at(
+            [launched("n1", "n2"), one], 0.0, {"n1": 5.0}, {"n2": -1000.0, "n3": -1000.0}
+        )
+        is None
+    )
 
 
 def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself() -> None:
@@ -98,20 +130,28 @@ def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself(
     long = 3600.0 + GRACE + FENCE_MARGIN.total_seconds()
     assert safe_launch_at([old], 0.0, {}, {"n2": -1000.0}) == long
     assert safe_launch_at([old, new], 0.0, {"n3": 9.0}, {"n2": -1000.0}) == long
-    assert safe_launch_at([old, new], 0.0, {}, {"n2": -1000.0}) is None, "of the newer one none is proven stopped"
+    assert safe_launch_at([old, new], 0.0, {}, {"n2": -1000.0}) is None, (
+        "of the newer one none is proven stopped"
+    )
 
 
 def test_a_launch_that_did_not_end_may_start_ranks_as_long_as_its_order_is_valid() -> None:
     half = launched("n1", "n2", complete=False)
     assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
     older = safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0})
-    assert older == VALID + LEASE + WAIT, "how long it was silent before says nothing of an order that is on its way"
-    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": VALID + 1.0}) == VALID + 1.0 + LEASE + WAIT
+    assert older == VALID + LEASE + WAIT, (
+        "how long it was silent before says nothing of an order that is on its way"
+    )
+    assert (
+        safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": VALID + 1.0}) == VALID + 1.0 + LEASE + WAIT
+    )
 
 
 def test_a_stop_travels_as_many_hops_as_the_launched_size_takes() -> None:
     large = launched("n1", "n2", size=100)
-    assert fence_wait(large, large.size) == fence_wait(launched("n1", "n2"), 2) + timedelta(seconds=FENCE)
+    assert fence_wait(large, large.size) == fence_wait(launched("n1", "n2"), 2) + timedelta(
+        seconds=FENCE
+    )
     assert safe_launch_at([large], 0.0, {"n1": 0.0}, {"n2": -1000.0}) == WAIT + FENCE
 
 
@@ -124,32 +164,49 @@ def short(job: JobState) -> PolicyChanged:
 
 
 def test_a_changed_policy_changes_the_next_launch_and_no_rank_that_runs() -> None:
-    job, _ = play(running(), NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), now=at(120))
+    job, _ = play(
+        running(), NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), now=at(120)
+    )
     before = safe_after(job, at(120))
     changed = apply_event(job, short(job), at(121))
     assert safe_after(changed, at(120)) == before
     times = running_timeouts(changed)
-    assert (times.lease, times.fence_after, times.stop_grace) == tuple(timedelta(seconds=seconds) for seconds in (60, 60, 15))
+    assert (times.lease, times.fence_after, times.stop_grace) == tuple(
+        timedelta(seconds=seconds) for seconds in (60, 60, 15)
+    )
     planned = plan_generation(changed, 2, ("n1", "n2"))
-    assert (planned.lease, planned.fence_after, planned.stop_grace) == tuple(timedelta(seconds=seconds) for seconds in (30, 10, 1))
+    assert (planned.lease, planned.fence_after, planned.stop_grace) == tuple(
+        timedelta(seconds=seconds) for seconds in (30, 10, 1)
+    )
 
 
 def test_heartbeats_come_often_enough_for_the_lease_that_runs() -> None:
-    slow = policy(timeouts={"lease": "600s", "heartbeat": "120s", "lost_after": "600s", "fence_after": "120s"})
+    slow = policy(
+        timeouts={"lease": "600s", "heartbeat": "120s", "lost_after": "600s", "fence_after": "120s"}
+    )
     changed = apply_event(running(), PolicyChanged(slow, "", ""), T0)
-    assert (running_timeouts(changed).lease, running_timeouts(changed).heartbeat) == (timedelta(seconds=60), timedelta(seconds=20))
+    assert (running_timeouts(changed).lease, running_timeouts(changed).heartbeat) == (
+        timedelta(seconds=60),
+        timedelta(seconds=20),
+    )
     assert running_timeouts(new_job(policy=slow)) == slow.timeouts
 
 
 def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
     job = apply_event(running(gang="independent"), short(new_job()), T0)
     assert not fences(job)
-    job, decision = play(job, NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), RanksHung(1, (0,), "flat", T0))
+    job, decision = play(
+        job,
+        NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"),
+        RanksHung(1, (0,), "flat", T0),
+    )
     assert isinstance(decision, Wait) and not may_leave_lost_behind(job)
     assert plan_generation(job, 2, ("n1",)).fences
 
 
-def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_was_decided_since() -> None:
+def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_was_decided_since() -> (
+    None
+):
     job, _ = step(new_job(), Submitted("", "ada"))
     job = apply_event(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     launch = plan_generation(job, 1, ("n1", "n2"))
@@ -160,16 +217,22 @@ def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_w
 def ordered(*, generation: int = 2) -> JobState:
     """Generation 1 runs, and the next one is on its way to the same nodes."""
     job = replace(running(), generation=generation)
-    return apply_event(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
+    return apply_event(
+        job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0
+    )
 
 
 def test_the_ranks_before_are_forgotten_when_a_launch_is_complete() -> None:
     job = apply_event(ordered(), Launched(2, T0, T0), T0)
-    assert [(one.generation, one.complete, one.nodes) for one in job.launched] == [(2, True, ("n1", "n2"))]
+    assert [(one.generation, one.complete, one.nodes) for one in job.launched] == [
+        (2, True, ("n1", "n2"))
+    ]
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_them(started: bool) -> None:
+def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_them(
+    started: bool,
+) -> None:
     refused = LaunchRefused(2, (NodeRefusal("n2", "command_not_found", "no such file"),), started)
     failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
     kept = [1, 2] if started else [1]
@@ -183,11 +246,16 @@ def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> Non
     job = apply_event(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     refused = LaunchRefused(1, (NodeRefusal("n2", "cannot_start", "no memory"),), started=True)
     after = apply_event(job, refused, T0)
-    assert (after.maybe_alive, [one.nodes for one in after.launched]) == (("n1", "n2"), [("n1", "n2")])
+    assert (after.maybe_alive, [one.nodes for one in after.launched]) == (
+        ("n1", "n2"),
+        [("n1", "n2")],
+    )
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_alive(started: bool) -> None:
+def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_alive(
+    started: bool,
+) -> None:
     alive = {"n1", "n2"} if started else set()
     reserved = replace(ordered(), maybe_alive=(), phase=Phase.LAUNCHING)
     by_person = step(reserved, Answered("take-over", "wait", "ada"))[0]
@@ -205,11 +273,15 @@ def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_al
     known = replace(later, maybe_alive=("n1", "n2", "n9"))
     assert apply_event(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
     nothing = replace(later, launched=())
-    assert apply_event(nothing, Launched(2, T0, T0), T0) == nothing, "nothing was ordered of which it could be the end"
+    assert apply_event(nothing, Launched(2, T0, T0), T0) == nothing, (
+        "nothing was ordered of which it could be the end"
+    )
 
 
 def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
-    job = apply_event(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
+    job = apply_event(
+        ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0
+    )
     assert [(lost.node, lost.unheard_for) for lost in job.lost] == [("n2", timedelta(seconds=-90))]
 
 
@@ -224,8 +296,14 @@ def test_attempts_that_differ_by_their_number_only_take_no_room() -> None:
     job = running()
     for generation in range(2, 50):
         job = replace(job, generation=generation)
-        job = apply_event(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
-    assert [(one.generation, one.complete) for one in job.launched] == [(1, True), (48, False), (49, False)]
+        job = apply_event(
+            job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0
+        )
+    assert [(one.generation, one.complete) for one in job.launched] == [
+        (1, True),
+        (48, False),
+        (49, False),
+    ]
 
 
 def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None:
@@ -238,7 +316,12 @@ def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None
 def test_a_state_without_launches_is_judged_by_its_policy() -> None:
     old = replace(running(), launched=())
     (judged,) = living_generations(old)
-    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (("n1", "n2"), 2, timedelta(seconds=60), True)
+    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (
+        ("n1", "n2"),
+        2,
+        timedelta(seconds=60),
+        True,
+    )
     assert living_generations(new_job()) == ()
     (planned,) = living_generations(replace(new_job(), slots=(Slot("n7", ""),)))
     assert (planned.nodes, planned.size) == (("n7",), 2)
@@ -249,7 +332,9 @@ def test_a_state_without_launches_is_judged_by_its_policy() -> None:
 
 def test_a_lost_node_that_returns_before_a_fault_is_not_left_behind_by_it() -> None:
     job, _ = step(running(), NodeUnreachable(1, "n2", timedelta(seconds=200), "no route"))
-    after, decision = play(job, NodeReturned(1, "n2"), FaultObserved(1, (exited(0, "n1", code=1),), 0, T0))
+    after, decision = play(
+        job, NodeReturned(1, "n2"), FaultObserved(1, (exited(0, "n1", code=1),), 0, T0)
+    )
     assert isinstance(decision, Relaunch)
     assert (after.lost, decision.without) == ((), ())
 
@@ -260,9 +345,16 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
         NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"),
         NodeUnreachable(1, "n3", timedelta(seconds=20), "no route"),
     )
-    ages = (("n2", timedelta(seconds=500)), ("n3", timedelta(seconds=3)), ("n9", timedelta(seconds=9)))
+    ages = (
+        ("n2", timedelta(seconds=500)),
+        ("n3", timedelta(seconds=3)),
+        ("n9", timedelta(seconds=9)),
+    )
     after = apply_event(job, RanksHung(1, (0,), "flat", T0, unheard=ages), at(500))
-    assert [(lost.node, lost.unheard_for.total_seconds()) for lost in after.lost] == [("n2", 500.0), ("n3", 20.0)]
+    assert [(lost.node, lost.unheard_for.total_seconds()) for lost in after.lost] == [
+        ("n2", 500.0),
+        ("n3", 20.0),
+    ]
 
 
 # --- submissions of one name
@@ -270,15 +362,21 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
 
 def test_ranks_of_an_earlier_submission_are_judged_by_their_own_launch() -> None:
     old = launched("n1", "n2", "n3", submission=900)
-    job = apply_event(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
+    job = apply_event(
+        new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0
+    )
     assert job.maybe_alive == ("n1", "n2")
-    assert job.launched == (replace(old, stopped=("n3",)),), "n3 is held no more: it was proven stopped"
+    assert job.launched == (replace(old, stopped=("n3",)),), (
+        "n3 is held no more: it was proven stopped"
+    )
     again = apply_event(job, RanksFound(("n1", "n2"), (old,)), T0)
     assert again.launched == job.launched
 
 
 def test_of_ranks_that_no_launch_is_known_of_silence_proves_nothing() -> None:
-    job = apply_event(new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0)
+    job = apply_event(
+        new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0
+    )
     assert job.launched[0] == unknown_generation(("n4",))
     assert not fences(job)
     assert safe_after(job, T0) is None
@@ -310,7 +408,9 @@ def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None
         ({"fences": False}, False),
     ],
 )
-def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(changes: dict[str, object], known: bool) -> None:
+def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(
+    changes: dict[str, object], known: bool
+) -> None:
     told = claim(running(), 7).launched
     next_one = replace(plan_generation(running(), 2, ("n1", "n2")), **changes)  # type: ignore[arg-type]
     assert is_known_by(told, next_one) is known
@@ -320,12 +420,20 @@ def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(changes: d
 def test_what_was_told_not_to_fence_is_waited_for_long_enough_whatever_its_times() -> None:
     job = running(gang="independent")
     told = claim(job, 7).launched
-    assert is_known_by(told, replace(plan_generation(job, 2, ("n1", "n2")), lease=timedelta(hours=1), fences=True))
+    assert is_known_by(
+        told, replace(plan_generation(job, 2, ("n1", "n2")), lease=timedelta(hours=1), fences=True)
+    )
 
 
 def test_a_claim_record_knows_which_nodes_were_launched_together() -> None:
     job = running()
-    record = ClaimRecord(claim(job, 7), granted=(Place("n1"), Place("n3")), inherited_launched=(launched("n5"),))
-    assert [(one.nodes, one.size) for one in record.launched] == [(("n5",), 1), (("n1", "n2"), 2), (("n1", "n3"), 2)]
+    record = ClaimRecord(
+        claim(job, 7), granted=(Place("n1"), Place("n3")), inherited_launched=(launched("n5"),)
+    )
+    assert [(one.nodes, one.size) for one in record.launched] == [
+        (("n5",), 1),
+        (("n1", "n2"), 2),
+        (("n1", "n3"), 2),
+    ]
     waits = replace(record, granted=None, inherited_launched=())
     assert [one.nodes for one in waits.launched] == [("n1", "n2")]

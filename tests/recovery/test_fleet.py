@@ -35,7 +35,9 @@ DRAIN = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))
 # --- a fleet that was started anew
 
 
-def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_then_grants() -> None:
+def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_then_grants() -> (
+    None
+):
     desk = Desk(begun=False)
     desk.learn(Claimed(Claim("c", 1, 1, 1, since=T0)))
     assert desk.settle() == []
@@ -46,19 +48,26 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
     assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     desk.now += timedelta(seconds=5)
     desk.settle()
-    assert desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks which jobs run"
+    assert (
+        desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks which jobs run"
+    )
     desk.learn(JobsFound(("a", "c", "b", "a")))
     desk.busy = {"look"}
     desk.settle()
     assert desk.orders == [AskToClaim("a"), AskToClaim("b")]
     desk.now += timedelta(seconds=6)
     desk.settle()
-    assert desk.grants("waiting")["c"].reason == "fleet gpus was started anew and asks the jobs what they hold: a, b"
+    assert (
+        desk.grants("waiting")["c"].reason
+        == "fleet gpus was started anew and asks the jobs what they hold: a, b"
+    )
     desk.learn(Claimed(Claim("a", 1, 7, 1, running=True, keep=("n1",), holds=(Place("n1"),))))
     desk.learn(Claimed(Claim("b", 1, 3, 0)))
     desk.now += timedelta(seconds=5)
     desk.settle()
-    assert desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks at its 4 nodes"
+    assert (
+        desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks at its 4 nodes"
+    )
     desk.busy = set()
     desk.look()
     desk.settle()
@@ -75,12 +84,17 @@ def test_a_job_that_keeps_what_it_has_waits_for_nothing_where_a_fleet_has_begun_
     assert not desk.record("a").waits
 
 
-def test_a_job_that_does_not_say_what_it_holds_is_waited_for_half_a_minute_and_its_ranks_are_left_alone() -> None:
+def test_a_job_that_does_not_say_what_it_holds_is_waited_for_half_a_minute_and_its_ranks_are_left_alone() -> (
+    None
+):
     desk = Desk(nodes("n1")[0], jobs=("a",))
     desk.living["n1"] = (LiveGeneration("a", 1, 3),)
     desk.look()
     desk.claim("b", 1)
-    assert desk.grants("waiting")["b"].reason == "fleet gpus was started anew and asks the jobs what they hold: a"
+    assert (
+        desk.grants("waiting")["b"].reason
+        == "fleet gpus was started anew and asks the jobs what they hold: a"
+    )
     desk.wait(seconds=2)
     assert desk.wakes_in() == 28
     desk.wait(seconds=28)
@@ -97,7 +111,9 @@ def test_jobs_that_are_looked_up_again_are_awaited_unless_they_have_spoken() -> 
     assert (desk.state.awaited, desk.state.settles_at) == (("d",), settles)
 
 
-def test_a_job_that_ended_without_a_word_is_no_longer_awaited_once_it_is_not_found_any_more() -> None:
+def test_a_job_that_ended_without_a_word_is_no_longer_awaited_once_it_is_not_found_any_more() -> (
+    None
+):
     desk = Desk(jobs=("a", "b"))
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
@@ -211,11 +227,16 @@ def test_a_new_submission_has_what_the_old_one_had_and_stops_its_ranks_first() -
     assert grant.reason == "n1 joined; ranks of an earlier submission may live on n1, n2, n3"
     assert "b" not in desk.granted()
     desk.claim("a", 1, seq=2, submission=2, gpus=4, running=True, keep=("n1",), holds=("n1", "n2"))
-    assert [(place.node, place.gpus) for place in desk.record("a").places] == [("n1", (0, 1, 2, 3)), ("n2", (0, 1, 2, 3))]
+    assert [(place.node, place.gpus) for place in desk.record("a").places] == [
+        ("n1", (0, 1, 2, 3)),
+        ("n2", (0, 1, 2, 3)),
+    ]
     assert desk.grants()["a"].holding == ("n3",)
     desk.living.clear()
     desk.claim("a", 1, seq=3, submission=2, gpus=4, running=True, keep=("n1",))
-    assert desk.node("n3").look == NodeProbe("n3", boot_id="boot", living=(LiveGeneration("a", 1, 1),))
+    assert desk.node("n3").look == NodeProbe(
+        "n3", boot_id="boot", living=(LiveGeneration("a", 1, 1),)
+    )
     desk.wait(seconds=11)
     assert desk.granted() == {"b": ["n2", "n3", "n4"]}
 
@@ -260,7 +281,9 @@ def test_ranks_of_an_old_submission_are_stopped_by_the_fleet_when_the_new_one_ha
     assert desk.granted() == {"first": ["n1", "n2", "n3", "n4"]}
 
 
-def test_ranks_of_an_old_submission_are_stopped_for_a_new_one_that_ends_without_a_word_about_them() -> None:
+def test_ranks_of_an_old_submission_are_stopped_for_a_new_one_that_ends_without_a_word_about_them() -> (
+    None
+):
     desk = Desk()
     desk.claim("a", 2)
     assert desk.claim("a", 0, submission=2) == [Reclaim("a", 2, ("n1", "n2"))]
@@ -327,7 +350,10 @@ def test_a_job_that_speaks_again_was_not_closed() -> None:
     desk.go(JobsClosed((("a", 1),)))
     desk.busy = {"reclaim/a/1"}
     desk.claim("a", 1, seq=2, holds=("n1",))
-    assert desk.grants("waiting")["a"].reason == "ranks of job a itself, which nobody answered for, are being stopped"
+    assert (
+        desk.grants("waiting")["a"].reason
+        == "ranks of job a itself, which nobody answered for, are being stopped"
+    )
     desk.busy = set()
     desk.go(Reclaimed("a", 1, ("n1",)))
     assert desk.granted() == {"a": ["n1"]}
@@ -378,12 +404,26 @@ def test_nothing_is_stopped_before_it_is_known_which_jobs_run() -> None:
 # --- marks
 
 
-def test_hardware_evidence_takes_a_node_out_of_service_and_has_it_repaired_when_it_is_free() -> None:
+def test_hardware_evidence_takes_a_node_out_of_service_and_has_it_repaired_when_it_is_free() -> (
+    None
+):
     desk = Desk()
     desk.claim("a", 2)
     said = suspect("n1", isolate=True, gpus=("0000:05:00",), code="Xid 79", reason="Xid 79 on n1")
-    desk.claim("a", 2, seq=2, running=True, keep=("n2",), holds=("n1", "n2"), suspects=(said, suspect("n9")))
-    assert (desk.node("n1").standing, desk.node("n1").by, desk.node("n1").reason) == (NodeStatus.SUSPECT, "job a", "Xid 79 on n1")
+    desk.claim(
+        "a",
+        2,
+        seq=2,
+        running=True,
+        keep=("n2",),
+        holds=("n1", "n2"),
+        suspects=(said, suspect("n9")),
+    )
+    assert (desk.node("n1").standing, desk.node("n1").by, desk.node("n1").reason) == (
+        NodeStatus.SUSPECT,
+        "job a",
+        "Xid 79 on n1",
+    )
     assert desk.granted() == {"a": ["n2", "n3"]}
     assert desk.of(StartRepair) == []
     desk.claim("a", 2, seq=3, running=True, keep=("n2", "n3"), suspects=(said,))
@@ -420,15 +460,27 @@ def test_evidence_that_becomes_certain_counts_from_then_on() -> None:
     assert len(desk.node("n4").marks) == 1
 
 
-@pytest.mark.parametrize(("cause", "follows"), [(Cause.UNKNOWN, True), (Cause.GPU_TRANSIENT, False)])
-def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_the_first(cause: Cause, follows: bool) -> None:
+@pytest.mark.parametrize(
+    ("cause", "follows"), [(Cause.UNKNOWN, True), (Cause.GPU_TRANSIENT, False)]
+)
+def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_the_first(
+    cause: Cause, follows: bool
+) -> None:
     desk = Desk()
     first = suspect("n1", 1, cause, code="exit 1", isolate=True)
     desk.claim("a", 1, holds=("n1",), suspects=(first,))
     assert desk.node("n1").standing is NodeStatus.SUSPECT
-    desk.claim("a", 1, seq=2, holds=("n1", "n2"), suspects=(suspect("n2", 1, cause, code="exit 1"), suspect("n3", 2, cause, code="exit 2")))
+    desk.claim(
+        "a",
+        1,
+        seq=2,
+        holds=("n1", "n2"),
+        suspects=(suspect("n2", 1, cause, code="exit 1"), suspect("n3", 2, cause, code="exit 2")),
+    )
     assert desk.node("n1").standing is NodeStatus.SUSPECT
-    desk.claim("a", 1, seq=3, holds=("n1", "n2"), suspects=(first, suspect("n2", 2, cause, code="exit 1")))
+    desk.claim(
+        "a", 1, seq=3, holds=("n1", "n2"), suspects=(first, suspect("n2", 2, cause, code="exit 1"))
+    )
     (mark,) = desk.node("n1").marks
     assert mark.retracted == ("the fault followed job a to n2" if follows else "")
     assert desk.node("n1").standing is (NodeStatus.IN_SERVICE if follows else NodeStatus.SUSPECT)
@@ -440,13 +492,18 @@ def test_a_suspect_with_other_evidence_stays_one_when_a_fault_moves_on() -> None
     desk.claim("b", 1, holds=("n1",), suspects=(suspect("n1", isolate=True),))
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n1", 1, Cause.HANG),))
     desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n2", 2, Cause.HANG),))
-    assert [mark.retracted for mark in desk.node("n1").marks] == ["", "the fault followed job a to n2"]
+    assert [mark.retracted for mark in desk.node("n1").marks] == [
+        "",
+        "the fault followed job a to n2",
+    ]
     assert desk.node("n1").standing is NodeStatus.SUSPECT
 
 
 def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None:
     desk = Desk(repairs_at_once=1)
-    desk.claim("z", 1, suspects=(replace(suspect("n4", 1, Cause.UNKNOWN), at=T0 - timedelta(hours=25)),))
+    desk.claim(
+        "z", 1, suspects=(replace(suspect("n4", 1, Cause.UNKNOWN), at=T0 - timedelta(hours=25)),)
+    )
     for job, cause, code in (("a", Cause.UNKNOWN, "exit 1"), ("b", Cause.HANG, "")):
         desk.claim(job, 1, suspects=(suspect("n4", 1, cause, code=code),))
         assert desk.node("n4").standing is NodeStatus.IN_SERVICE
@@ -478,16 +535,26 @@ def test_the_oldest_suspects_are_repaired_first_and_not_more_than_the_limit() ->
     desk.learn(began("n2", by="grace"))
     desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n3", 2, isolate=True),))
     desk.now += timedelta(seconds=1)
-    desk.claim("a", 1, seq=3, holds=("n1",), suspects=(suspect("n4", 3, isolate=True), suspect("n2", 3, isolate=True)))
+    desk.claim(
+        "a",
+        1,
+        seq=3,
+        holds=("n1",),
+        suspects=(suspect("n4", 3, isolate=True), suspect("n2", 3, isolate=True)),
+    )
     assert desk.node("n3").standing is NodeStatus.REPAIRING
     assert desk.of(StartRepair) == []
-    assert desk.go(ended("n3", "refused", reason="it needs a technician")) == [StartRepair("n4", "it failed on n4")]
+    assert desk.go(ended("n3", "refused", reason="it needs a technician")) == [
+        StartRepair("n4", "it failed on n4")
+    ]
     assert (desk.node("n3").standing, desk.node("n3").by) == (NodeStatus.QUARANTINED, "relaunch")
     assert desk.node("n3").reason == "repair refused: it needs a technician"
     assert desk.go(ended("n2", job="a")) == [StartRepair("n2", "it failed on n2")]
 
 
-def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fleet_waited_for_it() -> None:
+def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fleet_waited_for_it() -> (
+    None
+):
     desk = Desk()
     desk.go(began("n1"), ended("n1", "refused", job="a"))
     assert desk.node("n1").standing is NodeStatus.IN_SERVICE
@@ -518,17 +585,33 @@ def test_a_person_s_repair_that_is_refused_takes_no_node_out_of_service_that_was
     assert desk.state.notices == ((notice,) if stays else ())
 
 
-def test_what_an_examination_found_is_kept_whoever_ordered_it_until_another_one_finds_something() -> None:
+def test_what_an_examination_found_is_kept_whoever_ordered_it_until_another_one_finds_something() -> (
+    None
+):
     desk = Desk()
     assert desk.node("n1").verdict is None
     desk.go(began("n1"), ended("n1", job="a", reason="all was read"))
-    assert (desk.node("n1").verdict, desk.node("n1").verdict_at, desk.node("n1").verdict_reason) == (Verdict.HEALTHY, T0, "all was read")
+    assert (
+        desk.node("n1").verdict,
+        desk.node("n1").verdict_at,
+        desk.node("n1").verdict_reason,
+    ) == (Verdict.HEALTHY, T0, "all was read")
     known = desk.node("n1")
     desk.now += timedelta(hours=1)
     desk.go(began("n1", "r2"), ended("n1", "ambiguous", "r2", job="a"))
-    assert (desk.node("n1").verdict, desk.node("n1").verdict_at) == (known.verdict, known.verdict_at)
-    desk.go(began("n1", "r3"), ended("n1", "refused", "r3", job="a", verdict=Verdict.UNHEALTHY, reason="Xid 79"))
-    assert (desk.node("n1").verdict, desk.node("n1").verdict_at, desk.node("n1").verdict_reason) == (Verdict.UNHEALTHY, desk.now, "Xid 79")
+    assert (desk.node("n1").verdict, desk.node("n1").verdict_at) == (
+        known.verdict,
+        known.verdict_at,
+    )
+    desk.go(
+        began("n1", "r3"),
+        ended("n1", "refused", "r3", job="a", verdict=Verdict.UNHEALTHY, reason="Xid 79"),
+    )
+    assert (
+        desk.node("n1").verdict,
+        desk.node("n1").verdict_at,
+        desk.node("n1").verdict_reason,
+    ) == (Verdict.UNHEALTHY, desk.now, "Xid 79")
 
 
 def test_messages_of_another_repair_than_the_one_under_way_change_nothing() -> None:
@@ -546,7 +629,9 @@ def test_messages_of_another_repair_than_the_one_under_way_change_nothing() -> N
 def test_a_repair_on_a_node_that_is_not_in_the_fleet_is_noted() -> None:
     desk = Desk()
     desk.go(began("n9", by="grace"))
-    assert desk.state.notices == ("2026-03-01T12:00+00:00 grace repairs n9, which is not in fleet gpus",)
+    assert desk.state.notices == (
+        "2026-03-01T12:00+00:00 grace repairs n9, which is not in fleet gpus",
+    )
 
 
 def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
@@ -557,7 +642,10 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
     desk.go()
     assert desk.wakes_in() == 10
     desk.wait(seconds=10)
-    assert (desk.node("n1").standing, desk.node("n1").reason) == (NodeStatus.QUARANTINED, "nobody told how its repair ended")
+    assert (desk.node("n1").standing, desk.node("n1").reason) == (
+        NodeStatus.QUARANTINED,
+        "nobody told how its repair ended",
+    )
     assert (desk.node("n2").standing, desk.node("n2").repair) == (NodeStatus.IN_SERVICE, "")
     assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
 
@@ -620,24 +708,35 @@ def test_a_node_that_comes_back_into_the_file_is_what_it_was() -> None:
     desk.claim("a", 2, holds=("n1", "n2"), suspects=(suspect("n2", isolate=True),))
     desk.go(Applied("act", nodes("n3"), desk.limits))
     left = [(node.name, node.reason, node.by) for node in desk.state.nodes[1:]]
-    assert left == [(name, "it is no longer in the fleet file", "fleet file") for name in ("n1", "n2")]
+    assert left == [
+        (name, "it is no longer in the fleet file", "fleet file") for name in ("n1", "n2")
+    ]
     desk.go(ReleaseAsked("n1", "why not", "grace"))
     assert desk.node("n1").standing is NodeStatus.QUARANTINED
     desk.go(Applied("act", desk.specs, desk.limits))
     assert (desk.node("n1").standing, desk.node("n1").gone) == (NodeStatus.IN_SERVICE, False)
-    assert (desk.node("n2").standing, desk.node("n2").reason) == (NodeStatus.SUSPECT, "it failed on n2")
+    assert (desk.node("n2").standing, desk.node("n2").reason) == (
+        NodeStatus.SUSPECT,
+        "it failed on n2",
+    )
 
 
 def test_a_file_that_names_no_node_takes_none_away() -> None:
     desk = Desk()
     desk.go(Applied("act", (), desk.limits))
     assert len(desk.state.nodes) == 4
-    assert desk.state.notices[-1].endswith("the file of fleet gpus names no node: its 4 nodes stay as they are")
+    assert desk.state.notices[-1].endswith(
+        "the file of fleet gpus names no node: its 4 nodes stay as they are"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "now"),
-    [({"address": "10.0.0.9"}, "10.0.0.9"), ({"user": "train"}, "train@{was}"), ({"port": 2222}, "{was}:2222")],
+    [
+        ({"address": "10.0.0.9"}, "10.0.0.9"),
+        ({"user": "train"}, "train@{was}"),
+        ({"port": 2222}, "{was}:2222"),
+    ],
 )
 def test_a_node_that_moves_while_a_job_has_it_is_told(change: dict[str, Any], now: str) -> None:
     desk = Desk()
@@ -648,7 +747,9 @@ def test_a_node_that_moves_while_a_job_has_it_is_told(change: dict[str, Any], no
     (notice,) = desk.state.notices[before:]
     was = desk.specs[1].address
     assert f"n2 is {now.format(was=was)} now and was {was}, while job a has it" in notice
-    assert notice.endswith("or end its ranks there and `nodes declare-dead` it"), "whole, for a notice is cut off"
+    assert notice.endswith("or end its ranks there and `nodes declare-dead` it"), (
+        "whole, for a notice is cut off"
+    )
     desk.go(Applied("act", moved, desk.limits))
     assert len(desk.state.notices) == before + 1, "and it is told once"
 
@@ -658,7 +759,13 @@ def test_many_nodes_that_move_are_a_few_notices() -> None:
     desk = Desk(*nodes(*names))
     desk.claim("a", 6, running=True, keep=names)
     before = len(desk.state.notices)
-    desk.go(Applied("act", tuple(spec.model_copy(update={"user": "train"}) for spec in desk.specs), desk.limits))
+    desk.go(
+        Applied(
+            "act",
+            tuple(spec.model_copy(update={"user": "train"}) for spec in desk.specs),
+            desk.limits,
+        )
+    )
     assert len(desk.state.notices[before:]) == 5
     assert desk.state.notices[-1].endswith("and 2 more nodes moved while jobs have them")
 
@@ -677,9 +784,17 @@ def test_a_person_quarantines_a_node_and_has_it_left_and_takes_it_back() -> None
     withdraw = Withdraw("n1", "a fan", "grace", until)
     assert desk.go(DRAIN) == [AskToLeave("a", withdraw), AskToLeave("b", withdraw)]
     assert desk.go(DRAIN) == []
-    assert desk.state.notices[0] == "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
+    assert (
+        desk.state.notices[0]
+        == "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
+    )
     node = desk.node("n1")
-    assert (node.standing, node.reason, node.by, node.since) == (NodeStatus.QUARANTINED, "a fan", "grace", T0)
+    assert (node.standing, node.reason, node.by, node.since) == (
+        NodeStatus.QUARANTINED,
+        "a fan",
+        "grace",
+        T0,
+    )
     desk.now += timedelta(minutes=1)
     later = replace(withdraw, until=until + timedelta(minutes=1))
     assert desk.go(DRAIN) == [AskToLeave("a", later), AskToLeave("b", later)]
@@ -699,7 +814,9 @@ def test_a_release_takes_the_marks_off_a_suspect() -> None:
 
 def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands_is_noted() -> None:
     desk = Desk()
-    desk.go(QuarantineAsked("n9", "", ""), ReleaseAsked("n9", "", "grace"), Rejected("claim", "no job"))
+    desk.go(
+        QuarantineAsked("n9", "", ""), ReleaseAsked("n9", "", "grace"), Rejected("claim", "no job")
+    )
     assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == [
         "a person asked to quarantine n9, which is not in fleet gpus",
         "grace asked to release n9, which is not in the file of fleet gpus",
@@ -716,11 +833,21 @@ def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands
 @pytest.mark.parametrize(
     "fact",
     [
-        Claimed(Claim("a", 1, 1, 1, suspects=(suspect("n1", isolate=True), suspect("n2", 1, Cause.HANG)))),
+        Claimed(
+            Claim(
+                "a", 1, 1, 1, suspects=(suspect("n1", isolate=True), suspect("n2", 1, Cause.HANG))
+            )
+        ),
         Claimed(Claim("a", 1, 1, 0)),
         Claimed(Claim("b", 1, 1, 2)),
         Claimed(Claim("b", 2, 1, 0)),
-        Looked((NodeProbe("n1", "off"), NodeProbe("n2", living=(LiveGeneration("b", 1, 1),)), NodeProbe("n9"))),
+        Looked(
+            (
+                NodeProbe("n1", "off"),
+                NodeProbe("n2", living=(LiveGeneration("b", 1, 1),)),
+                NodeProbe("n9"),
+            )
+        ),
         Applied("act", nodes("n3", "n5"), FleetLimits()),
         JobsClosed((("b", 1),)),
         JobsFound(("b", "x")),
@@ -742,13 +869,17 @@ def test_what_is_learned_twice_changes_nothing(fact: Any) -> None:
 def test_every_grant_answers_the_newest_claim() -> None:
     desk = Desk()
     desk.learn(Claimed(Claim("a", 1, 1, 2)), Claimed(Claim("a", 1, 2, 1)))
-    assert desk.settle() == [TellJob("a", Grant(1, 2, "granted", (Place("n1", "10.0.0.1"),), "n1 joined"))]
+    assert desk.settle() == [
+        TellJob("a", Grant(1, 2, "granted", (Place("n1", "10.0.0.1"),), "n1 joined"))
+    ]
 
 
 # --- a server whose clock was set back between two submissions
 
 
-def test_a_submission_that_is_numbered_lower_than_one_before_is_told_so_and_takes_a_higher_number() -> None:
+def test_a_submission_that_is_numbered_lower_than_one_before_is_told_so_and_takes_a_higher_number() -> (
+    None
+):
     desk = Desk()
     desk.claim("a", 2, submission=5000)
     desk.claim("a", 0, seq=2, submission=5000)
@@ -766,7 +897,9 @@ def test_a_late_word_of_a_submission_that_has_ended_changes_nothing() -> None:
     before = desk.state.claims
     desk.claim("a", 4, seq=9, submission=4000)
     assert desk.state.claims == before
-    assert [(grant.submission, grant.seq) for grant in desk.grants("behind").values()] == [(4000, 9)], "which no job takes for its own"
+    assert [(grant.submission, grant.seq) for grant in desk.grants("behind").values()] == [
+        (4000, 9)
+    ], "which no job takes for its own"
 
 
 # --- faults that a job reports without a claim
@@ -779,7 +912,9 @@ def test_a_reported_fault_counts_like_a_claimed_one_and_changes_no_claim() -> No
     report = FaultsReported(FaultReport("a", 1, (suspect("n1", isolate=True), suspect("n9"))))
     desk.go(report)
     assert desk.node("n1").standing is NodeStatus.SUSPECT
-    assert [(mark.job, mark.generation, mark.isolated) for mark in desk.node("n1").marks] == [("a", 1, True)]
+    assert [(mark.job, mark.generation, mark.isolated) for mark in desk.node("n1").marks] == [
+        ("a", 1, True)
+    ]
     assert desk.record("a") == before
     known = desk.state
     desk.go(report)

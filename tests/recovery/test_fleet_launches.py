@@ -21,7 +21,9 @@ def gangs(launched: tuple[LaunchedGeneration, ...]) -> list[tuple[str, ...]]:
     return [one.nodes for one in launched]
 
 
-def test_a_later_submission_is_told_what_the_earlier_one_launched_on_the_nodes_that_it_was_granted() -> None:
+def test_a_later_submission_is_told_what_the_earlier_one_launched_on_the_nodes_that_it_was_granted() -> (
+    None
+):
     desk = Desk()
     desk.claim("a", 2, launched=PLANNED)
     desk.claim("a", 1, submission=2)
@@ -29,7 +31,9 @@ def test_a_later_submission_is_told_what_the_earlier_one_launched_on_the_nodes_t
     assert grant.holding == ("n1", "n2")
     assert grant.launched == (replace(PLANNED[0], nodes=("n1", "n2")),)
     desk.claim("a", 1, seq=2, submission=2, avoid=("n4",))
-    assert desk.grants()["a"].launched == grant.launched, "it claimed anew before it had heard of its grant"
+    assert desk.grants()["a"].launched == grant.launched, (
+        "it claimed anew before it had heard of its grant"
+    )
     desk.claim("a", 1, seq=3, submission=2, holds=("n1", "n2", "n3"))
     assert desk.grants()["a"].launched == ()
 
@@ -60,7 +64,10 @@ def test_a_third_submission_is_told_of_the_first_where_the_second_never_heard_of
 
 
 def _moved(desk: Desk, *names: str, to: str = "10.9.9.9") -> Applied:
-    specs = tuple(one.model_copy(update={"address": f"{to}{one.name}"}) if one.name in names else one for one in desk.specs)
+    specs = tuple(
+        one.model_copy(update={"address": f"{to}{one.name}"}) if one.name in names else one
+        for one in desk.specs
+    )
     return Applied("act", specs, desk.limits)
 
 
@@ -72,7 +79,9 @@ def test_a_later_submission_is_told_which_nodes_have_moved_under_the_earlier_one
     grant = desk.grants()["a"]
     assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "n3 was nobody's"
     desk.claim("a", 2, seq=2, submission=2, keep=("n1", "n2"), holds=("n1", "n2"))
-    assert desk.record("a").moved == {"n2": desk.specs[1].address}, "it may be terminated before it has proven anything"
+    assert desk.record("a").moved == {"n2": desk.specs[1].address}, (
+        "it may be terminated before it has proven anything"
+    )
     desk.claim("a", 1, seq=3, submission=2, keep=("n1",), holds=("n1",))
     assert desk.record("a").moved == {}
 
@@ -98,7 +107,9 @@ def test_what_answers_for_a_node_that_moved_frees_it_of_no_job_that_has_ended() 
     assert [order for order in desk.wait(minutes=5) if isinstance(order, Reclaim)] == []
     desk.go(DeadDeclared("n2", "the machine was scrapped", "grace"))
     assert desk.state.claims == ()
-    assert desk.state.notices[-1].endswith("grace declared that nothing of ended jobs runs on n2: the machine was scrapped")
+    assert desk.state.notices[-1].endswith(
+        "grace declared that nothing of ended jobs runs on n2: the machine was scrapped"
+    )
     desk.go(DeadDeclared("n9", "", ""))
     assert desk.state.notices[-1].endswith("a person declared n9 dead, which is not in fleet gpus")
 

@@ -32,14 +32,25 @@ from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
 TWO_HOURS = T0 + timedelta(hours=2)
 XID = Withdraw("n2", "it failed on n2", "fleet gpus", TWO_HOURS)
 DRAIN = QuarantineAsked("n2", "swap its PSU", "carol", timedelta(hours=1))
-STILL_THERE: dict[str, Any] = {"keep": ("n2",), "holds": (Place("n2", gpus=(2, 3)),), "stays": ("n2",)}
+STILL_THERE: dict[str, Any] = {
+    "keep": ("n2",),
+    "holds": (Place("n2", gpus=(2, 3)),),
+    "stays": ("n2",),
+}
 PSU = Withdraw("n2", "swap its PSU", "carol", T0 + timedelta(hours=1))
 
 
 def share(desk: Desk, *jobs: str) -> Desk:
     """Each has two of the eight GPUs of n2."""
     for number, job in enumerate(jobs):
-        desk.claim(job, 1, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),))
+        desk.claim(
+            job,
+            1,
+            gpus=2,
+            running=True,
+            keep=("n2",),
+            holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),),
+        )
     return desk
 
 
@@ -60,17 +71,27 @@ def over(desk: Desk, reason: str = "it is in service again") -> Withdraw:
 # --- a suspect that others share
 
 
-def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_examined_when_nobody_has_it() -> None:
+def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_examined_when_nobody_has_it() -> (
+    None
+):
     desk = shared()
     assert AskToLeave("b", XID) in accuse(desk) and len(desk.of(AskToLeave)) == 1
-    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (NodeStatus.SUSPECT, XID, ("b",))
+    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (
+        NodeStatus.SUSPECT,
+        XID,
+        ("b",),
+    )
     assert desk.node("n2").drain is None, "no person has drained it"
     desk.now += timedelta(minutes=5)
     assert [order for order in desk.go() if isinstance(order, AskToLeave | StartRepair)] == []
     desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
     assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
     assert desk.go(began("n2"), ended("n2")) == []
-    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (NodeStatus.IN_SERVICE, None, ())
+    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (
+        NodeStatus.IN_SERVICE,
+        None,
+        (),
+    )
 
 
 def test_the_time_to_leave_is_the_fleet_file_s() -> None:
@@ -82,7 +103,16 @@ def test_the_time_to_leave_is_the_fleet_file_s() -> None:
 def test_a_job_whose_fault_came_to_nothing_is_asked_as_well() -> None:
     desk = shared()
     harmless = (suspect("n2", 1, Cause.APPLICATION),)
-    desk.claim("b", 1, seq=2, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2, 3)),), suspects=harmless)
+    desk.claim(
+        "b",
+        1,
+        seq=2,
+        gpus=2,
+        running=True,
+        keep=("n2",),
+        holds=(Place("n2", gpus=(2, 3)),),
+        suspects=harmless,
+    )
     accuse(desk)
     assert [order.job for order in desk.of(AskToLeave)] == ["b"]
 
@@ -90,10 +120,20 @@ def test_a_job_whose_fault_came_to_nothing_is_asked_as_well() -> None:
 def test_jobs_that_both_accuse_it_leave_by_themselves() -> None:
     desk = shared()
     for job in ("a", "b"):
-        desk.claim(job, 1, seq=2, gpus=2, running=True, holds=("n2",), suspects=(suspect("n2", isolate=True),))
+        desk.claim(
+            job,
+            1,
+            seq=2,
+            gpus=2,
+            running=True,
+            holds=("n2",),
+            suspects=(suspect("n2", isolate=True),),
+        )
         assert [order.job for order in desk.of(AskToLeave)] == (["b"] if job == "a" else [])
     alone = share(Desk(), "a")
-    alone.claim("a", 1, seq=2, gpus=2, running=True, holds=("n2",), suspects=(suspect("n2", isolate=True),))
+    alone.claim(
+        "a", 1, seq=2, gpus=2, running=True, holds=("n2",), suspects=(suspect("n2", isolate=True),)
+    )
     assert (alone.of(AskToLeave), alone.node("n2").leave) == ([], None)
 
 
@@ -106,7 +146,9 @@ def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str
         assert desk.orders == [AskToLeave("b", over(desk))]
     elif how == "quarantine":
         desk.go(QuarantineAsked("n2", "mine", "grace"))
-        assert desk.orders == [AskToLeave("b", over(desk, "it is quarantined, and whoever has it may stay"))]
+        assert desk.orders == [
+            AskToLeave("b", over(desk, "it is quarantined, and whoever has it may stay"))
+        ]
     else:
         again = (suspect("n2", isolate=True, cause=Cause.HANG), suspect("n1", 2, Cause.HANG))
         desk.claim("a", 1, seq=3, gpus=2, running=True, keep=("n1",), suspects=again)
@@ -128,7 +170,9 @@ def test_nobody_leaves_for_a_repair_that_would_not_be_done() -> None:
     desk.now += timedelta(minutes=1)
     later = replace(XID, until=TWO_HOURS + timedelta(minutes=1))
     assert desk.go(ResumeAsked("", "grace")) == [AskToLeave("b", later)]
-    assert desk.go(PauseAsked("", "grace")) == [AskToLeave("b", over(desk, "nothing is repaired at the moment"))]
+    assert desk.go(PauseAsked("", "grace")) == [
+        AskToLeave("b", over(desk, "nothing is repaired at the moment"))
+    ]
     assert desk.go(PauseAsked("", "grace")) == []
     assert desk.go(ResumeAsked("", "grace")) == [AskToLeave("b", later)]
 
@@ -155,10 +199,21 @@ def test_a_job_that_stays_keeps_the_node_through_its_own_relaunches_until_it_has
     assert desk.granted()["b"] == ["n1", "n3"], "who says nothing gets another one in its place"
     desk = shared()
     accuse(desk)
-    desk.claim("b", 2, seq=2, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2, 3)),), stays=("n2",))
+    desk.claim(
+        "b",
+        2,
+        seq=2,
+        gpus=2,
+        running=True,
+        keep=("n2",),
+        holds=(Place("n2", gpus=(2, 3)),),
+        stays=("n2",),
+    )
     assert desk.granted()["b"] == ["n2", "n1"]
     desk.now = TWO_HOURS
-    desk.claim("b", 2, seq=3, gpus=2, running=True, keep=("n2", "n1"), holds=("n2", "n1"), stays=("n2",))
+    desk.claim(
+        "b", 2, seq=3, gpus=2, running=True, keep=("n2", "n1"), holds=("n2", "n1"), stays=("n2",)
+    )
     assert desk.granted()["b"] == ["n1", "n3"]
 
 
@@ -178,11 +233,15 @@ def test_a_no_to_a_person_s_drain_holds_as_long() -> None:
 def test_a_drain_that_a_person_takes_back_is_taken_back_from_whoever_was_asked() -> None:
     desk = shared()
     assert desk.go(DRAIN) == [AskToLeave("a", PSU), AskToLeave("b", PSU)]
-    assert desk.go(ReleaseAsked("n2", "", "carol")) == [AskToLeave("a", over(desk)), AskToLeave("b", over(desk))]
+    assert desk.go(ReleaseAsked("n2", "", "carol")) == [
+        AskToLeave("a", over(desk)),
+        AskToLeave("b", over(desk)),
+    ]
     assert desk.go() == []
     desk.go(DRAIN)
     assert desk.go(QuarantineAsked("n2", "later", "carol")) == [
-        AskToLeave(job, over(desk, "it is quarantined, and whoever has it may stay")) for job in ("a", "b")
+        AskToLeave(job, over(desk, "it is quarantined, and whoever has it may stay"))
+        for job in ("a", "b")
     ]
 
 
@@ -208,7 +267,9 @@ def test_a_fleet_that_begins_anew_asks_for_the_same_time_and_not_before_it_remem
     assert desk.node("n2").standing is NodeStatus.SUSPECT and desk.of(AskToLeave) == []
     desk.go(memory(before.state))
     assert desk.of(AskToLeave) == [AskToLeave("b", XID)]
-    assert [order.job for order in desk.of(TellJob)] == ["a"] and desk.record("b").granted is not None, "b goes on there meanwhile"
+    assert [order.job for order in desk.of(TellJob)] == ["a"] and desk.record(
+        "b"
+    ).granted is not None, "b goes on there meanwhile"
 
 
 @pytest.mark.parametrize("drained", [True, False])
@@ -217,7 +278,9 @@ def test_what_was_asked_is_remembered_where_nobody_has_spoken_since(drained: boo
     before.go(DRAIN) if drained else accuse(before)
     desk = Desk(begun=False)
     desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("b",)), memory(before.state))
-    assert (desk.node("n2").leave, desk.node("n2").drain) == ((None, PSU) if drained else (XID, None))
+    assert (desk.node("n2").leave, desk.node("n2").drain) == (
+        (None, PSU) if drained else (XID, None)
+    )
     desk.claim("b", 1, seq=9, gpus=2, running=True, keep=("n2",))
     # Job a has not spoken yet, and holds what it held: a drain is for everyone there.
     asked = [AskToLeave("a", PSU), AskToLeave("b", PSU)] if drained else [AskToLeave("b", XID)]
@@ -228,7 +291,12 @@ def test_a_release_since_is_the_last_word() -> None:
     before = shared()
     accuse(before)
     desk = Desk(begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), ReleaseAsked("n2", "", "grace"), memory(before.state))
+    desk.learn(
+        Applied("act", desk.specs, desk.limits),
+        JobsFound(()),
+        ReleaseAsked("n2", "", "grace"),
+        memory(before.state),
+    )
     assert (desk.node("n2").standing, desk.node("n2").leave) == (NodeStatus.IN_SERVICE, None)
 
 
@@ -236,18 +304,31 @@ def test_a_release_since_is_the_last_word() -> None:
 
 
 def asks(desk: Desk, job: str = "a", seq: int = 1, **more: Any) -> list[tuple[bool, str]]:
-    request = PermitRequest("repair/gpus/n2", "r1", seq, "n2", "reset", "Xid 119 on n2", desk.now, job=job, **more)
+    request = PermitRequest(
+        "repair/gpus/n2", "r1", seq, "n2", "reset", "Xid 119 on n2", desk.now, job=job, **more
+    )
     desk.go(began("n2", by=f"job {job}"), PermitWanted(request))
     return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(TellRepair)]
 
 
-def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_asked_to_leave() -> None:
+def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_asked_to_leave() -> (
+    None
+):
     desk = shared()
-    assert asks(desk) == [(False, "job b has a part of n2 too, and was asked to leave it by 2026-03-01 14:00 UTC")]
+    assert asks(desk) == [
+        (False, "job b has a part of n2 too, and was asked to leave it by 2026-03-01 14:00 UTC")
+    ]
     wish = replace(XID, reason="Xid 119 on n2")
-    assert desk.of(AskToLeave) == [AskToLeave("b", wish)], "not the one that was told so by the refusal"
+    assert desk.of(AskToLeave) == [AskToLeave("b", wish)], (
+        "not the one that was told so by the refusal"
+    )
     node = desk.node("n2")
-    assert (node.standing, node.by, node.reason, node.repair_acts) == (NodeStatus.SUSPECT, "job a", "Xid 119 on n2", False)
+    assert (node.standing, node.by, node.reason, node.repair_acts) == (
+        NodeStatus.SUSPECT,
+        "job a",
+        "Xid 119 on n2",
+        False,
+    )
     desk.now += timedelta(minutes=10)
     assert asks(desk, seq=2)[-1][1].endswith("by 2026-03-01 14:00 UTC"), "what was said stands"
     desk.go(ended("n2", "refused", job="a", verdict=Verdict.UNKNOWN))
@@ -264,7 +345,9 @@ def test_a_job_that_has_the_node_for_itself_may_repair_it() -> None:
     assert desk.node("n2").standing is NodeStatus.IN_SERVICE
 
 
-def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_leaves_for_it() -> None:
+def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_leaves_for_it() -> (
+    None
+):
     desk = shared()
     reason = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
     assert (asks(desk, job="z"), desk.of(AskToLeave)) == ([(False, reason)], [])
@@ -289,20 +372,36 @@ def test_while_repairs_are_paused_it_is_not_answered_and_nobody_leaves() -> None
 def test_a_node_that_a_person_has_quarantined_is_that_person_s() -> None:
     desk = share(Desk(), "a", "b", "c")
     desk.go(QuarantineAsked("n2", "mine", "carol"))
-    assert asks(desk) == [(False, "jobs b, c have a part of n2 too: drain the node to have it left")]
+    assert asks(desk) == [
+        (False, "jobs b, c have a part of n2 too: drain the node to have it left")
+    ]
     assert (desk.node("n2").by, desk.of(AskToLeave)) == ("carol", [])
     desk.go(DRAIN)
-    assert asks(desk, seq=2) == [(False, "jobs b, c have a part of n2 too, and were asked to leave it by 2026-03-01 13:00 UTC")]
+    assert asks(desk, seq=2) == [
+        (
+            False,
+            "jobs b, c have a part of n2 too, and were asked to leave it by 2026-03-01 13:00 UTC",
+        )
+    ]
 
 
 def test_a_suspect_already_asked_about_is_not_asked_for_again() -> None:
     desk = Desk(*nodes("n1", "n2", "n3", gpus=16))
     for number, job in enumerate("abcdefg"):
-        desk.claim(job, 1, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),))
+        desk.claim(
+            job,
+            1,
+            gpus=2,
+            running=True,
+            keep=("n2",),
+            holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),),
+        )
     accuse(desk, "g")
     assert [order.job for order in desk.of(AskToLeave)] == list("abcdef")
     ((allowed, reason),) = asks(desk)
-    assert not allowed and reason.startswith("jobs b, c, d, e and 1 more have a part of n2 too, and were asked to leave it by")
+    assert not allowed and reason.startswith(
+        "jobs b, c, d, e and 1 more have a part of n2 too, and were asked to leave it by"
+    )
     assert desk.of(AskToLeave) == []
 
 

@@ -49,16 +49,27 @@ def before(*facts: Fact, **limits: Any) -> Remembered:
 
 
 def standings(desk: Desk) -> dict[str, NodeStatus]:
-    return {node.name: node.standing for node in desk.state.nodes if node.standing is not NodeStatus.IN_SERVICE}
+    return {
+        node.name: node.standing
+        for node in desk.state.nodes
+        if node.standing is not NodeStatus.IN_SERVICE
+    }
 
 
 def test_what_is_out_of_service_stays_out_with_its_reason_and_a_drain_is_asked_for_again() -> None:
     desk = anew(before(GRACE))
     node = desk.node("n1")
-    assert (node.standing, node.reason, node.by, node.since) == (NodeStatus.QUARANTINED, "a fan", "grace", T0)
+    assert (node.standing, node.reason, node.by, node.since) == (
+        NodeStatus.QUARANTINED,
+        "a fan",
+        "grace",
+        T0,
+    )
     assert node.drain is not None
     assert node.drain.until == T0 + timedelta(minutes=30)
-    assert desk.state.notices == ("2026-03-01T12:10+00:00 remembers 1 node out of service from the run before",)
+    assert desk.state.notices == (
+        "2026-03-01T12:10+00:00 remembers 1 node out of service from the run before",
+    )
     desk.claim("a", 4)
     assert desk.granted() == {}
 
@@ -81,7 +92,10 @@ def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_kee
     assert (later.node("n4").verdict, later.node("n4").verdict_at) == (Verdict.HEALTHY, T0)
     later.claim("a", 1, submission=2, suspects=(suspect("n3", 2, Cause.HANG),))
     later.claim("a", 1, submission=1, suspects=(hang,))
-    assert [(mark.submission, mark.generation) for mark in later.node("n3").marks] == [(1, 1), (2, 2)]
+    assert [(mark.submission, mark.generation) for mark in later.node("n3").marks] == [
+        (1, 1),
+        (2, 2),
+    ]
 
 
 def test_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() -> None:
@@ -101,7 +115,9 @@ def test_a_node_that_had_left_the_file_is_not_remembered_for_that() -> None:
     assert standings(anew(before(QuarantineAsked("n9", "a fan", "grace")))) == {}
 
 
-def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_before_knew() -> None:
+def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_before_knew() -> (
+    None
+):
     desk = Desk(begun=False)
     desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()))
     desk.claim("blames", 0, suspects=(suspect("n4", isolate=True),))
@@ -110,10 +126,16 @@ def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_
     assert desk.orders == []
     assert desk.wakes_in() == 5, "then it hears of it"
     desk.wait(seconds=5)
-    assert desk.grants("waiting")["a"].reason == "fleet gpus was started anew and asks the run before it which nodes are out of service"
+    assert (
+        desk.grants("waiting")["a"].reason
+        == "fleet gpus was started anew and asks the run before it which nodes are out of service"
+    )
     desk.go(before(QuarantineAsked("n1", "a fan", "grace")))
     assert desk.granted() == {"a": ["n2"]}
-    assert [type(order) for order in (*desk.of(TellRepair), *desk.of(StartRepair))] == [TellRepair, StartRepair]
+    assert [type(order) for order in (*desk.of(TellRepair), *desk.of(StartRepair))] == [
+        TellRepair,
+        StartRepair,
+    ]
 
 
 def test_who_keeps_what_it_has_does_not_wait_for_it() -> None:
@@ -123,7 +145,9 @@ def test_who_keeps_what_it_has_does_not_wait_for_it() -> None:
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
 
-def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over_all_the_same() -> None:
+def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over_all_the_same() -> (
+    None
+):
     desk = Desk(begun=False)
     desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()))
     assert desk.wakes_in() == 15
@@ -156,7 +180,9 @@ def test_it_is_not_asked_for_before_the_fleet_has_nodes() -> None:
         (QuarantineAsked("n1", "loud", "ada"), NodeStatus.QUARANTINED, "ada"),
     ],
 )
-def test_what_a_person_has_said_of_a_node_since_counts(since: Fact, standing: NodeStatus, by: str) -> None:
+def test_what_a_person_has_said_of_a_node_since_counts(
+    since: Fact, standing: NodeStatus, by: str
+) -> None:
     desk = anew(since, before(GRACE))
     assert (desk.node("n1").standing, desk.node("n1").by) == (standing, by)
 
@@ -188,7 +214,10 @@ def test_a_pause_and_an_open_breaker_are_remembered() -> None:
     said = "remembers 2 nodes out of service and an open breaker and a pause of repairs from the run before"
     assert later.state.notices == (f"2026-03-01T12:10+00:00 {said}",)
     again = anew(PauseAsked("", "ada"), known, nodes_out=1)
-    assert (again.state.breaker.paused, again.state.breaker.is_open) == ("ada: no reason given", True)
+    assert (again.state.breaker.paused, again.state.breaker.is_open) == (
+        "ada: no reason given",
+        True,
+    )
     mine = anew(known, nodes_out=1).state.breaker
     opened = Desk(nodes_out=1, begun=False)
     opened.state = replace(opened.state, breaker=Breaker("too many", T0))
@@ -212,13 +241,18 @@ def test_nodes_that_were_out_while_the_breaker_was_closed_do_not_open_it() -> No
     assert later.state.breaker.is_open
 
 
-def test_a_run_that_ended_before_it_had_learned_what_there_was_before_it_hides_nothing_of_that() -> None:
+def test_a_run_that_ended_before_it_had_learned_what_there_was_before_it_hides_nothing_of_that() -> (
+    None
+):
     first = Desk()
     first.go(GRACE, PauseAsked("", "grace"))
     short = Desk(begun=False)
     short.go(Applied("act", short.specs, short.limits), QuarantineAsked("n2", "loud", "ada"))
     desk = anew(memory(short.state, Desk(begun=False).state, first.state))
-    assert {node.name: node.by for node in desk.state.nodes if node.by} == {"n1": "grace", "n2": "ada"}
+    assert {node.name: node.by for node in desk.state.nodes if node.by} == {
+        "n1": "grace",
+        "n2": "ada",
+    }
     assert desk.state.breaker.paused
     told = Desk()
     assert memory(told.state, first.state) == Remembered()
@@ -228,13 +262,17 @@ def test_the_memory_counts_once() -> None:
     desk = anew(before(GRACE))
     once = desk.state
     assert learn(once, before(QuarantineAsked("n2", "a fan", "grace")), desk.now) == once
-    assert memory(once).nodes[0] == NodeRecord(desk.specs[0], NodeStatus.QUARANTINED, "a fan", "grace", T0, drain=once.nodes[0].drain)
+    assert memory(once).nodes[0] == NodeRecord(
+        desk.specs[0], NodeStatus.QUARANTINED, "a fan", "grace", T0, drain=once.nodes[0].drain
+    )
 
 
 def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
     state = anew(Remembered(lost="its workers are gone")).state
     assert state.remembered and len(state.notices) == 1
-    assert state.notices[0].endswith("is not to be had, and has to be said again: its workers are gone")
+    assert state.notices[0].endswith(
+        "is not to be had, and has to be said again: its workers are gone"
+    )
 
 
 # --- who held which nodes
@@ -254,7 +292,11 @@ def cut_off(known: Remembered | None, jobs: tuple[str, ...] = ("a",)) -> Desk:
     desk.now += timedelta(seconds=1)
     desk.silent["n2"] = "no route to host"
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
-    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(jobs), *([known] if known is not None else []))
+    desk.go(
+        Applied("act", desk.specs, desk.limits),
+        JobsFound(jobs),
+        *([known] if known is not None else []),
+    )
     return desk
 
 
@@ -264,7 +306,9 @@ def test_a_resubmitted_job_is_told_of_the_silent_node_that_only_the_run_before_k
     desk.claim("a", 2, submission=2)
     grant = desk.grants()["a"]
     assert "n2" not in [place.node for place in grant.places]
-    assert grant.holding == ("n1", "n2"), "it stops the ranks on n1, and waits until those on n2 have fenced themselves"
+    assert grant.holding == ("n1", "n2"), (
+        "it stops the ranks on n1, and waits until those on n2 have fenced themselves"
+    )
 
 
 def test_a_claim_that_came_before_the_memory_is_told_of_it_as_well() -> None:
@@ -291,7 +335,9 @@ def test_a_job_that_runs_is_asked_although_the_run_before_knew_what_it_held() ->
     desk = cut_off(memory(died_with_its_fleet().state))
     assert desk.of(AskToClaim) == [AskToClaim("a")]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n3", "n4"))
-    assert [place.node for place in desk.record("a").places] == ["n1", "n3", "n4"], "what it says itself counts"
+    assert [place.node for place in desk.record("a").places] == ["n1", "n3", "n4"], (
+        "what it says itself counts"
+    )
     assert not desk.record("a").restored
 
 
@@ -327,7 +373,9 @@ def test_runs_that_ended_before_they_had_restored_hand_on_what_those_before_them
     second.learn(Applied("act", second.specs, second.limits))
     second.learn(Claimed(Claim("b", 1, 1, 1, holds=(Place("n3"),))))
     known = memory(second.state, first.state)
-    assert {record.claim.job: [place.node for place in record.places] for record in known.claims} == {"a": ["n1", "n2"], "b": ["n3"]}
+    assert {
+        record.claim.job: [place.node for place in record.places] for record in known.claims
+    } == {"a": ["n1", "n2"], "b": ["n3"]}
 
 
 def test_what_lived_on_a_node_when_it_answered_last_counts_while_it_is_silent() -> None:
@@ -383,7 +431,9 @@ def test_a_job_that_was_granted_nodes_before_does_not_wait_for_silent_ones() -> 
     assert desk.granted() == {"b": ["n4"]}
 
 
-def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_for_silent_nodes() -> None:
+def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_for_silent_nodes() -> (
+    None
+):
     desk = cut_off(Remembered(), jobs=())
     desk.claim("b", 1)
     assert desk.granted() == {"b": ["n3"]}

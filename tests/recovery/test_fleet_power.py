@@ -16,10 +16,14 @@ from relaunch.pool.state import LiveGeneration
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 
 
-def asked(desk: Desk, node: str = "n2", seq: int = 1, run: str = "run", **more: Any) -> list[tuple[bool, str]]:
+def asked(
+    desk: Desk, node: str = "n2", seq: int = 1, run: str = "run", **more: Any
+) -> list[tuple[bool, str]]:
     """What the fleet answers a repair that wants to cycle the power of a node."""
     values = {"power": True, "restarts": 0, "job": "", **more}
-    request = PermitRequest(f"repair/gpus/{node}", run, seq, node, "reboot", "it hangs", desk.now, **values)
+    request = PermitRequest(
+        f"repair/gpus/{node}", run, seq, node, "reboot", "it hangs", desk.now, **values
+    )
     desk.go(began(node, run=run), PermitWanted(request))
     return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(TellRepair)]
 
@@ -60,11 +64,20 @@ def test_a_fleet_that_began_anew_waits_for_jobs_to_say_what_they_have() -> None:
 
 def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
     desk = Desk()
-    assert asked(desk, restarts=1, run="a")[-1][0], "what its journal tells the repair judges itself"
+    assert asked(desk, restarts=1, run="a")[-1][0], (
+        "what its journal tells the repair judges itself"
+    )
     desk.now += timedelta(hours=2)
     answer = asked(desk, restarts=1, run="b")
-    assert answer == [(False, "n2 was rebooted 2 times within 3d, 1 of them by its power: a person should look at its hardware")]
-    assert asked(desk, restarts=1, power=False, run="c") == answer, "an ordinary reboot is a reboot as well"
+    assert answer == [
+        (
+            False,
+            "n2 was rebooted 2 times within 3d, 1 of them by its power: a person should look at its hardware",
+        )
+    ]
+    assert asked(desk, restarts=1, power=False, run="c") == answer, (
+        "an ordinary reboot is a reboot as well"
+    )
     assert asked(desk, restarts=0, power=False, run="d")[-1][0]
     assert asked(desk, restarts=0, run="e")[-1][0]
     assert not asked(desk, restarts=0, run="f")[-1][0]
@@ -74,9 +87,16 @@ def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
 
 @pytest.mark.parametrize(
     ("power", "silent", "minutes", "expected"),
-    [(True, "no route", 1, True), (False, "no route", 9, True), (False, "no route", 11, False), (False, "", 1, False)],
+    [
+        (True, "no route", 1, True),
+        (False, "no route", 9, True),
+        (False, "no route", 11, False),
+        (False, "", 1, False),
+    ],
 )
-def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(power: bool, silent: str, minutes: float, expected: bool) -> None:
+def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(
+    power: bool, silent: str, minutes: float, expected: bool
+) -> None:
     desk = Desk()
     desk.claim("llama", 1, holds=("n2",), keep=("n2",), suspects=(suspect("n2", isolate=True),))
     assert asked(desk, power=power, job="llama")[0][0]
@@ -84,8 +104,12 @@ def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(power: bool
     desk.silent["n2"] = silent
     desk.look()
     desk.go(ended("n2", "ambiguous", run="run", job="llama"))
-    desk.claim("llama", 1, seq=2, holds=("n3",), keep=("n3",), suspects=(suspect("n2", isolate=True),))
-    assert [(order.node, order.after_reboot) for order in desk.of(StartRepair)] == [("n2", expected)]
+    desk.claim(
+        "llama", 1, seq=2, holds=("n3",), keep=("n3",), suspects=(suspect("n2", isolate=True),)
+    )
+    assert [(order.node, order.after_reboot) for order in desk.of(StartRepair)] == [
+        ("n2", expected)
+    ]
 
 
 def test_a_node_that_nobody_rebooted_is_only_silent() -> None:

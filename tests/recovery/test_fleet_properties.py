@@ -33,7 +33,17 @@ from relaunch.pool.facts import (
 )
 from relaunch.pool.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
 from relaunch.pool.offers import OFFER_HOLDS
-from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
+from relaunch.pool.orders import (
+    AskToClaim,
+    AskToLeave,
+    Look,
+    Order,
+    Reclaim,
+    StartRepair,
+    TellJob,
+    TellOffer,
+    TellRepair,
+)
 from relaunch.pool.restore import memory
 from relaunch.pool.scheduler import learn, next_wake, settle
 from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeStatus
@@ -42,9 +52,26 @@ from tests.recovery.fleet_builders import T0, Desk, gpus, nodes
 from tests.recovery.generated import searched
 
 STATES: TypeAdapter[FleetState] = TypeAdapter(FleetState)
-FILE = (*nodes("n1", "n2", "n3", "n4"), *nodes("n5", gpus=4), *nodes("n6", gpus=0), *nodes("n7", spare=True))
-LIMITS = FleetLimits(repairs_at_once=2, nodes_out=1, reboots_per_hour=2, replacement_wait=timedelta(minutes=2))
-ONCE = (Applied, Claimed, Looked, JobsClosed, QuarantineAsked, Reclaimed, Remembered, RepairBegan, RepairEnded)
+FILE = (
+    *nodes("n1", "n2", "n3", "n4"),
+    *nodes("n5", gpus=4),
+    *nodes("n6", gpus=0),
+    *nodes("n7", spare=True),
+)
+LIMITS = FleetLimits(
+    repairs_at_once=2, nodes_out=1, reboots_per_hour=2, replacement_wait=timedelta(minutes=2)
+)
+ONCE = (
+    Applied,
+    Claimed,
+    Looked,
+    JobsClosed,
+    QuarantineAsked,
+    Reclaimed,
+    Remembered,
+    RepairBegan,
+    RepairEnded,
+)
 JOBS = ("a", "b", "c", "d", "e")
 CAUSES = (Cause.GPU_FATAL, Cause.UNKNOWN, Cause.HANG, Cause.NODE_FAULT)
 
@@ -85,7 +112,9 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.closed: list[Job] = []
         self.submissions = 0
-        self.ranks: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {node.name: {} for node in FILE}
+        self.ranks: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {
+            node.name: {} for node in FILE
+        }
         """By node: whose ranks live there, with which GPUs."""
         self.silent: set[str] = set()
         self.foreign_processes: dict[str, set[int]] = {node.name: set() for node in FILE}
@@ -142,7 +171,11 @@ class World:
             self.check(order, before)
             self.carry_out(order, before)
         again = settle(self.state, self.now, frozenset(busy | {"look"}))
-        news = [order for order in again.orders if not isinstance(order, TellJob) or order.grant.kind != "waiting"]
+        news = [
+            order
+            for order in again.orders
+            if not isinstance(order, TellJob) or order.grant.kind != "waiting"
+        ]
         assert news == [], "what was ordered is ordered once"
         assert next_wake(self.state, self.now) > self.now
 
@@ -153,7 +186,9 @@ class World:
             self.quarantined.clear()
         self.quarantined &= {node.name for node in self.state.nodes}
         out = {node.name for node in self.state.nodes if node.standing is NodeStatus.QUARANTINED}
-        assert self.quarantined <= out, "only a person takes back what a person said, whatever began anew since"
+        assert self.quarantined <= out, (
+            "only a person takes back what a person said, whatever began anew since"
+        )
 
     def check_places(self) -> None:
         taken: dict[tuple[str, int], str] = {}
@@ -161,52 +196,93 @@ class World:
         for record in self.state.claims:
             for place in record.places:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
-                    assert taken.setdefault((place.node, gpu), record.claim.job) == record.claim.job, "no GPU has two owners"
+                    assert (
+                        taken.setdefault((place.node, gpu), record.claim.job) == record.claim.job
+                    ), "no GPU has two owners"
 
     def check_offers(self) -> None:
         gpus = {node.name: node.spec.gpus for node in self.state.nodes}
         held = {
-            (place.node, gpu): record.claim.job for record in self.state.claims for place in record.places for gpu in place.gpus or range(8)
+            (place.node, gpu): record.claim.job
+            for record in self.state.claims
+            for place in record.places
+            for gpu in place.gpus or range(8)
         }
         for offer in self.state.offers:
             assert not offer.places or self.now < offer.until, "an offer ends"
             for place in offer.places:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
-                    assert held.get((place.node, gpu), offer.job) == offer.job, "nobody else is given what is offered"
+                    assert held.get((place.node, gpu), offer.job) == offer.job, (
+                        "nobody else is given what is offered"
+                    )
 
     def check(self, order: Order, before: FleetState) -> None:
         match order:
             case TellOffer():
                 record = next(one for one in self.state.claims if one.claim.job == order.job)
                 assert not any(one.waits for one in self.state.claims), "whoever waits comes first"
-                assert not self.state.breaker.is_open and record.claim.more_at is not None and record.claim.more_at <= self.now
-                assert len(record.claim.keep) + len(order.offer.nodes) <= record.claim.most, "never more than it would take"
+                assert (
+                    not self.state.breaker.is_open
+                    and record.claim.more_at is not None
+                    and record.claim.more_at <= self.now
+                )
+                assert len(record.claim.keep) + len(order.offer.nodes) <= record.claim.most, (
+                    "never more than it would take"
+                )
                 for name in order.offer.nodes:
                     node = next(node for node in self.state.nodes if node.name == name)
-                    assert not node.spec.spare and node.standing is NodeStatus.IN_SERVICE and node.drain is None
+                    assert (
+                        not node.spec.spare
+                        and node.standing is NodeStatus.IN_SERVICE
+                        and node.drain is None
+                    )
             case TellJob() if order.grant.kind == "granted":
-                self.check_grant(order.grant, next(one for one in self.state.claims if one.claim.job == order.job), before)
+                self.check_grant(
+                    order.grant,
+                    next(one for one in self.state.claims if one.claim.job == order.job),
+                    before,
+                )
             case StartRepair():
                 node = next(node for node in before.nodes if node.name == order.node)
                 assert (node.standing is NodeStatus.SUSPECT or node.short) and not node.repair
-                assert order.node not in self.repairs or self.begun_anew, "never twice without an end"
+                assert order.node not in self.repairs or self.begun_anew, (
+                    "never twice without an end"
+                )
                 assert not self.state.breaker.is_open and not self.state.breaker.paused
-                assert not any(place.node == order.node for record in self.state.claims for place in record.places)
+                assert not any(
+                    place.node == order.node
+                    for record in self.state.claims
+                    for place in record.places
+                )
                 assert not self.ranks[order.node] or order.node in self.silent
                 assert sum(node.standing is NodeStatus.REPAIRING for node in self.state.nodes) <= 2
             case TellRepair() if order.permit.allowed:
                 assert not self.state.breaker.is_open or self.was_told(before, order)
                 if not self.begun_anew and not self.was_told(before, order):
-                    request = next(one for one in before.requests if (one.workflow, one.run) == (order.workflow, order.permit.run))
-                    on = {one.claim.job for one in self.state.claims if any(place.node == request.node for place in one.places)}
+                    request = next(
+                        one
+                        for one in before.requests
+                        if (one.workflow, one.run) == (order.workflow, order.permit.run)
+                    )
+                    on = {
+                        one.claim.job
+                        for one in self.state.claims
+                        if any(place.node == request.node for place in one.places)
+                    }
                     assert on <= {request.job}, "nothing is done to a node that another job has"
             case AskToLeave() if not order.withdraw.withdrawn:
                 node = next(node for node in self.state.nodes if node.name == order.withdraw.node)
                 assert order.withdraw == (node.drain or node.leave) and order.job in node.told
-                assert node.standing is NodeStatus.QUARANTINED or (node.standing is NodeStatus.SUSPECT and not self.state.breaker.is_open)
+                assert node.standing is NodeStatus.QUARANTINED or (
+                    node.standing is NodeStatus.SUSPECT and not self.state.breaker.is_open
+                )
             case Reclaim():
                 present = self.jobs.get(order.job)
-                assert present is None or present.submission > order.submission or order.job in self.said_it_ended()
+                assert (
+                    present is None
+                    or present.submission > order.submission
+                    or order.job in self.said_it_ended()
+                )
             case _:
                 pass
 
@@ -218,13 +294,21 @@ class World:
         assert (grant.submission, grant.seq) == (claim.submission, claim.seq)
         assert claim.nodes <= len(names) == len(set(names)) <= claim.up_to
         assert not set(names) & set(claim.avoid)
-        assert not self.state.breaker.is_open or set(names) <= set(claim.keep), "who can run with what it has waits for no breaker"
+        assert not self.state.breaker.is_open or set(names) <= set(claim.keep), (
+            "who can run with what it has waits for no breaker"
+        )
         for place in grant.places:
             node = next(node for node in self.state.nodes if node.name == place.node)
-            if place.node in claim.stays and (wish := node.drain or node.leave) is not None and self.now < wish.until:
+            if (
+                place.node in claim.stays
+                and (wish := node.drain or node.leave) is not None
+                and self.now < wish.until
+            ):
                 continue  # it has a while
             assert node.drain is None
-            assert node.standing is NodeStatus.IN_SERVICE or (place.node in claim.keep and node.standing is NodeStatus.QUARANTINED)
+            assert node.standing is NodeStatus.IN_SERVICE or (
+                place.node in claim.keep and node.standing is NodeStatus.QUARANTINED
+            )
             assert not place.gpus or len(place.gpus) == claim.gpus
             mine = set(place.gpus or range(node.spec.gpus))
             if place.node not in claim.keep and node.spec.gpus:
@@ -233,19 +317,27 @@ class World:
                 assert self.now - at < timedelta(seconds=10), "that was seen a moment ago"
                 assert not node.short, "nobody is given a node that lacks GPUs"
             for (job, _), share in self.ranks[place.node].items():
-                assert job == claim.job or not mine & set(share or range(node.spec.gpus)), "nobody else lives there, in truth"
+                assert job == claim.job or not mine & set(share or range(node.spec.gpus)), (
+                    "nobody else lives there, in truth"
+                )
 
     def was_told(self, before: FleetState, order: TellRepair) -> bool:
         return any(one.permit == order.permit for one in before.answered)
 
     def said_it_ended(self) -> list[str]:
-        return [record.claim.job for record in self.state.claims if record.closed] + [one.job for one in self.state.given_back]
+        return [record.claim.job for record in self.state.claims if record.closed] + [
+            one.job for one in self.state.given_back
+        ]
 
     def carry_out(self, order: Order, before: FleetState) -> None:
         match order:
             case Look():
                 assert set(order.read) <= set(order.nodes), "whose GPUs are read is looked at"
-                assert not any(node.repair or not node.spec.gpus for node in before.nodes if node.name in order.read)
+                assert not any(
+                    node.repair or not node.spec.gpus
+                    for node in before.nodes
+                    if node.name in order.read
+                )
                 self.looking.append(order)
             case TellJob():
                 self.to_jobs.append((order.job, order.grant))
@@ -258,11 +350,24 @@ class World:
                 if job is not None and job.runs:
                     self.go_on_with_all(job)
                 elif job is not None:
-                    self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=bool(job.places))
+                    self.claim(
+                        job,
+                        job.wanted,
+                        tuple(place.node for place in job.places),
+                        runs=bool(job.places),
+                    )
             case StartRepair() if order.node not in self.repairs:
                 self.runs += 1
                 self.repairs[order.node] = self.runs
-                self.to_fleet.append(RepairBegan(order.node, f"repair/gpus/{order.node}", str(self.runs), "fleet gpus", order.reason))
+                self.to_fleet.append(
+                    RepairBegan(
+                        order.node,
+                        f"repair/gpus/{order.node}",
+                        str(self.runs),
+                        "fleet gpus",
+                        order.reason,
+                    )
+                )
             case TellRepair() if order.permit.allowed:
                 node = order.workflow.rpartition("/")[2]
                 if str(self.repairs.get(node)) == order.permit.run:
@@ -283,7 +388,14 @@ class World:
     # --- the world
 
     def claim(
-        self, job: Job, wanted: int, keep: tuple[str, ...] = (), *, runs: bool = False, most: int = 0, more_at: datetime | None = None
+        self,
+        job: Job,
+        wanted: int,
+        keep: tuple[str, ...] = (),
+        *,
+        runs: bool = False,
+        most: int = 0,
+        more_at: datetime | None = None,
     ) -> None:
         job.seq += 1
         # Who goes on with all that it has waits for no answer.
@@ -313,7 +425,14 @@ class World:
         """It may be launched anew for more in a minute, where it would take more."""
         job.had = len(job.places)
         at = self.now + timedelta(minutes=1) if job.had < job.most else None
-        self.claim(job, job.had, tuple(place.node for place in job.places), runs=True, most=job.most if at else 0, more_at=at)
+        self.claim(
+            job,
+            job.had,
+            tuple(place.node for place in job.places),
+            runs=True,
+            most=job.most if at else 0,
+            more_at=at,
+        )
 
     def submit(self, name: str, wanted: int, gpus: int, priority: int, most: int = 0) -> None:
         self.submissions += 1
@@ -322,7 +441,11 @@ class World:
 
     def stop(self, job: Job, node: str) -> None:
         """Proven, or fenced where the node does not answer."""
-        self.ranks[node] = {who: gpus for who, gpus in self.ranks[node].items() if who[0] != job.name or who[1] > job.submission}
+        self.ranks[node] = {
+            who: gpus
+            for who, gpus in self.ranks[node].items()
+            if who[0] != job.name or who[1] > job.submission
+        }
 
     def relaunch(self, job: Job, without: str, suspects: tuple[Suspect, ...] = ()) -> None:
         for place in job.places:
@@ -331,7 +454,9 @@ class World:
         job.avoid = (*job.avoid, without)[-2:]
         job.suspects = (*job.suspects, *suspects)[-4:]
         job.had, job.runs = len(job.places) + 1, False
-        self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=True, most=job.most)
+        self.claim(
+            job, job.wanted, tuple(place.node for place in job.places), runs=True, most=job.most
+        )
 
     def end(self, job: Job) -> None:
         for place in job.places:
@@ -346,7 +471,13 @@ class World:
             return
         if isinstance(grant, Offer):
             if job.runs and not job.waits:
-                self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=True, most=job.most)
+                self.claim(
+                    job,
+                    job.wanted,
+                    tuple(place.node for place in job.places),
+                    runs=True,
+                    most=job.most,
+                )
             return
         if (
             job.runs
@@ -373,7 +504,9 @@ class World:
             for place in grant.places:
                 if place.node not in self.silent:
                     self.ranks[place.node][name, job.submission] = place.gpus
-            assert job.wanted <= len(grant.places) <= max(job.wanted, job.most), "a job of one size keeps it, others their bounds"
+            assert job.wanted <= len(grant.places) <= max(job.wanted, job.most), (
+                "a job of one size keeps it, others their bounds"
+            )
             if job.most > job.wanted:
                 self.go_on_with_all(job)
 
@@ -381,7 +514,9 @@ class World:
         if node in self.silent:
             return NodeProbe(node, silent="no route to host")
         held = "a repair holds it" if node in self.repairs else ""
-        living = tuple(LiveGeneration(job, submission, 1) for job, submission in sorted(self.ranks[node]))
+        living = tuple(
+            LiveGeneration(job, submission, 1) for job, submission in sorted(self.ranks[node])
+        )
         look = NodeProbe(node, boot_id="boot", held=held, living=living)
         count = next(one.gpus for one in FILE if one.name == node)
         if not read or held or not count:
@@ -398,14 +533,22 @@ class World:
     def finish_look(self) -> None:
         order = self.looking.pop(0)
         looks = tuple(self.see(node, node in order.read) for node in order.nodes)
-        self.seen |= {one.node: (self.now, {gpu for use in one.inventory.used for gpu in use.gpus}) for one in looks if one.inventory}
+        self.seen |= {
+            one.node: (self.now, {gpu for use in one.inventory.used for gpu in use.gpus})
+            for one in looks
+            if one.inventory
+        }
         self.learn(Looked(looks))
 
     def finish_reclaim(self) -> None:
         order = self.reclaiming.pop(0)
         clean = tuple(node for node in order.nodes if node not in self.silent)
         for node in clean:
-            gone = [who for who in self.ranks[node] if who[0] == order.job and who[1] <= order.submission]
+            gone = [
+                who
+                for who in self.ranks[node]
+                if who[0] == order.job and who[1] <= order.submission
+            ]
             for who in gone:
                 del self.ranks[node][who]
         self.learn(Reclaimed(order.job, order.submission, clean))
@@ -417,7 +560,11 @@ class World:
         healthy = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
         job = self.ordered.pop(node, "")
         by = f"job {job}" if job else "fleet gpus"
-        self.to_fleet.append(RepairEnded(node, f"repair/gpus/{node}", str(run), by, job, outcome, healthy, "it was examined"))
+        self.to_fleet.append(
+            RepairEnded(
+                node, f"repair/gpus/{node}", str(run), by, job, outcome, healthy, "it was examined"
+            )
+        )
 
     def deliver(self) -> None:
         if self.to_fleet:
@@ -447,7 +594,9 @@ class World:
             case "submit" if job is None:
                 wanted = draw.randint(1, 4)
                 most = draw.choice((0, 0, wanted + 1, wanted + 3))
-                self.submit(name, wanted, draw.choice((0, 0, 2, 4, 8)), draw.choice((0, 0, 1)), most)
+                self.submit(
+                    name, wanted, draw.choice((0, 0, 2, 4, 8)), draw.choice((0, 0, 1)), most
+                )
             case "end" if job is not None:
                 self.end(job)
             case "terminate" if job is not None:
@@ -458,7 +607,14 @@ class World:
             case "fail" if job is not None and job.runs:
                 bad = draw.choice(job.places).node
                 cause = draw.choice(CAUSES)
-                evidence = Suspect(bad, self.now, job.generation, cause, f"{cause} on {bad}", isolate=cause in (CAUSES[0], CAUSES[3]))
+                evidence = Suspect(
+                    bad,
+                    self.now,
+                    job.generation,
+                    cause,
+                    f"{cause} on {bad}",
+                    isolate=cause in (CAUSES[0], CAUSES[3]),
+                )
                 self.relaunch(job, bad, (evidence,))
             case "silence":
                 self.silent ^= {node}
@@ -467,7 +623,10 @@ class World:
             case "lose":
                 self.lost ^= {node}
             case "repair" if self.repairs:
-                self.finish_repair(draw.choice(sorted(self.repairs)), draw.choice(("done", "done", "refused", "ambiguous")))
+                self.finish_repair(
+                    draw.choice(sorted(self.repairs)),
+                    draw.choice(("done", "done", "refused", "ambiguous")),
+                )
             case "permit" if self.repairs:
                 at = draw.choice(sorted(self.repairs))
                 step: Any = draw.choice(("reset", "reboot"))
@@ -488,15 +647,27 @@ class World:
                     self.stop(job, at)
                     self.runs += 1
                     self.repairs[at], self.ordered[at] = self.runs, name
-                    self.learn(RepairBegan(at, f"repair/gpus/{at}", str(self.runs), f"job {name}", "Xid 119"))
+                    self.learn(
+                        RepairBegan(
+                            at, f"repair/gpus/{at}", str(self.runs), f"job {name}", "Xid 119"
+                        )
+                    )
             case "stay":
                 self.says_no = True
-            case "leave" if job is not None and job.runs and (due := [node for node, until in job.stays.items() if self.now >= until]):
+            case "leave" if (
+                job is not None
+                and job.runs
+                and (due := [node for node, until in job.stays.items() if self.now >= until])
+            ):
                 job.stays.pop(due[0])
                 if job.holds(due[0]):
                     self.relaunch(job, due[0])
             case "quarantine":
-                self.learn(QuarantineAsked(node, "dust", "grace", draw.choice((None, timedelta(minutes=30)))))
+                self.learn(
+                    QuarantineAsked(
+                        node, "dust", "grace", draw.choice((None, timedelta(minutes=30)))
+                    )
+                )
                 self.quarantined.add(node)
             case "release":
                 self.release(node)
@@ -508,7 +679,9 @@ class World:
             case "resume":
                 self.learn(ResumeAsked("", "grace"))
             case "file":
-                left: tuple[FleetNode, ...] = tuple(one for one in FILE if one.name != node or draw.random() < 0.5)
+                left: tuple[FleetNode, ...] = tuple(
+                    one for one in FILE if one.name != node or draw.random() < 0.5
+                )
                 self.learn(Applied("act", left, LIMITS))
             case _:
                 pass
@@ -557,11 +730,37 @@ MOVES = (
     *("stranger",) * 3,
     *("order", "permit") * 2,
     *("stay", "leave"),
-    *("repeat", "lost", "lose", "end", "terminate", "silence", "quarantine", "release", "pause", "resume", "file", "anew"),
+    *(
+        "repeat",
+        "lost",
+        "lose",
+        "end",
+        "terminate",
+        "silence",
+        "quarantine",
+        "release",
+        "pause",
+        "resume",
+        "file",
+        "anew",
+    ),
 )
 SHARED = (
     *("fail", "order", "permit", "deliver", "deliver", "hear", "hear", "look", "look") * 2,
-    *("stay", "leave", "repair", "wait", "wait", "release", "resume", "quarantine", "terminate", "notice", "reclaim", "submit"),
+    *(
+        "stay",
+        "leave",
+        "repair",
+        "wait",
+        "wait",
+        "release",
+        "resume",
+        "quarantine",
+        "terminate",
+        "notice",
+        "reclaim",
+        "submit",
+    ),
 )
 """Jobs that share nodes, one of which has evidence against them."""
 RUNS = st.lists(st.integers(0, 2**16), min_size=40, max_size=120)
@@ -573,7 +772,9 @@ def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: 
     world = World()
     for number in numbers:
         world.move(number)
-    assert settle(world.state, world.now, frozenset()) == settle(world.state, world.now, frozenset())
+    assert settle(world.state, world.now, frozenset()) == settle(
+        world.state, world.now, frozenset()
+    )
     assert STATES.validate_json(STATES.dump_json(world.state)) == world.state
     world.calm_down()
     for _ in range(60):
@@ -582,31 +783,45 @@ def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: 
             world.end(job)
         if not world.state.claims and not any(world.ranks.values()):
             break
-    assert {job.name for job in world.jobs.values() if not job.hopeless} == set(), "every claim that can be served was"
+    assert {job.name for job in world.jobs.values() if not job.hopeless} == set(), (
+        "every claim that can be served was"
+    )
     assert not any(world.ranks.values())
-    assert {record.claim.job for record in world.state.claims} <= {job.name for job in world.jobs.values()}
+    assert {record.claim.job for record in world.state.claims} <= {
+        job.name for job in world.jobs.values()
+    }
 
 
 @given(st.lists(st.integers(0, 2**16), min_size=30, max_size=60))
 @searched(15)
-def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_left_it(numbers: list[int]) -> None:
+def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_left_it(
+    numbers: list[int],
+) -> None:
     """What is checked is with each order, above; whoever was asked leaves, or says no and leaves when it has to."""
     world = World()
     for name in JOBS:
         world.submit(name, 1, 2, 0)
     while not all(job.runs for job in world.jobs.values()):
         world.go_on()
-    assert Counter(place.node for job in world.jobs.values() for place in job.places)["n5"] > 1, "they share"
+    assert Counter(place.node for job in world.jobs.values() for place in job.places)["n5"] > 1, (
+        "they share"
+    )
     for number in numbers:
         world.move(number, SHARED)
     world.calm_down()
     world.settle()
-    assert all(not node.told and node.leave is None for node in world.state.nodes), "nobody wants a node that is in service"
+    assert all(not node.told and node.leave is None for node in world.state.nodes), (
+        "nobody wants a node that is in service"
+    )
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0, 2, 4, 8))), min_size=1, max_size=12))
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0, 2, 4, 8))), min_size=1, max_size=12)
+)
 @searched(15)
-def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_they_want_the_same(wanted: list[tuple[int, int]]) -> None:
+def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_they_want_the_same(
+    wanted: list[tuple[int, int]],
+) -> None:
     """A job is never served before an earlier one that wants no more of it, however long the earlier one waits."""
     now: datetime = T0
     state = FleetState("gpus")
@@ -622,7 +837,11 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
     for _ in range(2 * len(wanted)):
         settled = settle(state, now, frozenset())
         state = settled.state
-        granted = [order.job for order in settled.orders if isinstance(order, TellJob) and order.grant.kind == "granted"]
+        granted = [
+            order.job
+            for order in settled.orders
+            if isinstance(order, TellJob) and order.grant.kind == "granted"
+        ]
         served += [int(job[1:]) for job in granted]
         running += granted
         if running:
@@ -632,7 +851,11 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 600)
+    st.lists(
+        st.tuples(st.integers(1, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=3
+    ),
+    st.integers(1, 3),
+    st.integers(0, 600),
 )
 @searched(25)
 def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
@@ -646,7 +869,16 @@ def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
 
     def says(job: str, count: int, keep: tuple[str, ...], most: int, **more: Any) -> None:
         seqs[job] += 1
-        desk.claim(job, count, seq=seqs[job], keep=keep, most=most, had=len(keep), running=bool(keep), **more)
+        desk.claim(
+            job,
+            count,
+            seq=seqs[job],
+            keep=keep,
+            most=most,
+            had=len(keep),
+            running=bool(keep),
+            **more,
+        )
 
     def answer() -> None:
         for tell in desk.of(TellOffer):

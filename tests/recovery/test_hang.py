@@ -53,7 +53,10 @@ def test_nothing_is_learned_from_the_first_few_steps() -> None:
     assert LEARNED.first_step == limit(stepping(4, 1.0), LEARNED)
 
 
-@pytest.mark.parametrize(("doing", "allowed"), [("checkpoint", timedelta(minutes=20)), ("evaluation", timedelta(minutes=60))])
+@pytest.mark.parametrize(
+    ("doing", "allowed"),
+    [("checkpoint", timedelta(minutes=20)), ("evaluation", timedelta(minutes=60))],
+)
 def test_a_rank_that_says_it_is_busy_has_longer(doing: str, allowed: timedelta) -> None:
     assert allowed == limit(advance(stepping(10, 1.0), 11, at(11), doing), LEARNED)
 

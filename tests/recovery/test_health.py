@@ -21,18 +21,38 @@ from relaunch.evidence.findings import Role, Verdict
 from relaunch.evidence.health import MAX_FINDINGS, Health, read_health, with_diag
 from relaunch.evidence.nvml import bus_id, short
 from tests.recovery.generated import searched
-from tests.recovery.nodes import FAULTY, NO_NVML, PASS, UNSUPPORTED, WALL, bus, diag, disk, gpu, journal, nvml, probe, sample
+from tests.recovery.nodes import (
+    FAULTY,
+    NO_NVML,
+    PASS,
+    UNSUPPORTED,
+    WALL,
+    bus,
+    diag,
+    disk,
+    gpu,
+    journal,
+    nvml,
+    probe,
+    sample,
+)
 
 HEALTHS = TypeAdapter(Health)
-XID_79 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+XID_79 = (
+    "[  100.5] NVRM: Xid (PCI:0000:06:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+)
 XID_31 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 31, pid=1234, name=python, Ch 00000008, intr 00000000. MMU Fault"
 NFS = "nfs: server filer01 not responding, timed out"
 
 
-def read(facts: Any, answer: Any = ..., *, gpus: int = 8, level: int = 1, unread: str = "") -> Health:
+def read(
+    facts: Any, answer: Any = ..., *, gpus: int = 8, level: int = 1, unread: str = ""
+) -> Health:
     """By default with a diagnosis that has found nothing."""
     answer = diag() if answer is ... else answer
-    return read_health(facts, answer, expected_gpus=gpus, level=level, catalog=catalog(), unread=unread)
+    return read_health(
+        facts, answer, expected_gpus=gpus, level=level, catalog=catalog(), unread=unread
+    )
 
 
 def with_gpu(**changes: Any) -> dict[str, Any]:
@@ -42,15 +62,31 @@ def with_gpu(**changes: Any) -> dict[str, Any]:
 
 def test_a_healthy_node_says_what_was_examined() -> None:
     health = read(probe())
-    assert (health.verdict, health.reason) == (Verdict.HEALTHY, "8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found")
-    assert (health.boot_id, health.busy, health.reboots, health.gpus, health.unread) == ("boot-1", (), (), (), ())
-    assert health.clock == datetime.fromtimestamp(WALL, UTC) and health.working == 8 and health.seen == tuple(map(bus, range(8)))
+    assert (health.verdict, health.reason) == (
+        Verdict.HEALTHY,
+        "8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found",
+    )
+    assert (health.boot_id, health.busy, health.reboots, health.gpus, health.unread) == (
+        "boot-1",
+        (),
+        (),
+        (),
+        (),
+    )
+    assert (
+        health.clock == datetime.fromtimestamp(WALL, UTC)
+        and health.working == 8
+        and health.seen == tuple(map(bus, range(8)))
+    )
 
 
 def test_a_node_without_gpus_is_examined_all_the_same() -> None:
     facts = probe(gpus={"unreadable": "libnvidia-ml.so.1 is not on this node"})
     health = read(facts, None, gpus=0)
-    assert (health.verdict, health.reason) == (Verdict.HEALTHY, "no GPU expected, disk, memory, kernel log: nothing found")
+    assert (health.verdict, health.reason) == (
+        Verdict.HEALTHY,
+        "no GPU expected, disk, memory, kernel log: nothing found",
+    )
     assert read(probe(gpus=...), None, gpus=0).verdict is Verdict.HEALTHY
 
 
@@ -58,7 +94,9 @@ def test_gpus_that_the_fleet_file_does_not_name_are_judged_but_need_not_be_read(
     broken = probe(gpus=nvml(gpu(0, remapped={"pending": True, "failed": False}), count=1))
     assert read(broken, None, gpus=0).verdict is Verdict.UNHEALTHY
     unread = read(probe(gpus=nvml(gpu(0, ecc="?"), count=1)), None, gpus=0)
-    assert unread.verdict is Verdict.HEALTHY and unread.reason.startswith("no GPU expected, 1 GPU by NVML, ")
+    assert unread.verdict is Verdict.HEALTHY and unread.reason.startswith(
+        "no GPU expected, 1 GPU by NVML, "
+    )
 
 
 UNHEALTHY = {
@@ -93,7 +131,11 @@ UNHEALTHY = {
         "GPU 0000:05:00: the driver asks for a reboot of the node (recovery action 2)",
         (bus(0),),
     ),
-    "the kernel log has Xid 79": (probe(kernel={"lines": [XID_79]}), "Xid 79 on GPU 0000:06:00", (bus(1),)),
+    "the kernel log has Xid 79": (
+        probe(kernel={"lines": [XID_79]}),
+        "Xid 79 on GPU 0000:06:00",
+        (bus(1),),
+    ),
     "the kernel log was read in part": (
         probe(kernel={"unreadable": "cut", "lines": [XID_79]}),
         "Xid 79 on GPU 0000:06:00",
@@ -104,8 +146,16 @@ UNHEALTHY = {
         "/var/tmp/relaunch cannot be written to: Read-only file system",
         (),
     ),
-    "the disk of the agent is full": (probe(disks=[disk(free=4096)]), "/var/tmp/relaunch is full: 4096 bytes free", ()),
-    "the disk of the agent has no inode": (probe(disks=[disk(inodes_free=0)]), "/var/tmp/relaunch is full: no inode is free", ()),
+    "the disk of the agent is full": (
+        probe(disks=[disk(free=4096)]),
+        "/var/tmp/relaunch is full: 4096 bytes free",
+        (),
+    ),
+    "the disk of the agent has no inode": (
+        probe(disks=[disk(inodes_free=0)]),
+        "/var/tmp/relaunch is full: no inode is free",
+        (),
+    ),
 }
 
 
@@ -121,14 +171,24 @@ def test_a_node_is_unhealthy_when(case: str) -> None:
 
 def test_dcgm_makes_a_node_unhealthy_and_its_gpu_is_named_by_bus_id() -> None:
     health = read(probe(), diag(FAULTY, 205), level=2)
-    assert health.verdict is Verdict.UNHEALTHY and health.reason.startswith("dcgmi diag -r 2: GPU 6: ")
+    assert health.verdict is Verdict.UNHEALTHY and health.reason.startswith(
+        "dcgmi diag -r 2: GPU 6: "
+    )
     assert health.gpus == (bus(6),)
 
 
 def test_an_override_that_makes_an_error_harmless_is_obeyed() -> None:
     before = read(probe(), diag(FAULTY, 205), level=2)
-    codes = {int(finding.code.split()[-1]) for finding in before.findings if finding.source == "dcgm" and finding.role is Role.ROOT}
-    mine = catalog(CatalogOverrides.model_validate({"dcgm": {code: {"advice": Advice.HEALTHY} for code in codes}}))
+    codes = {
+        int(finding.code.split()[-1])
+        for finding in before.findings
+        if finding.source == "dcgm" and finding.role is Role.ROOT
+    }
+    mine = catalog(
+        CatalogOverrides.model_validate(
+            {"dcgm": {code: {"advice": Advice.HEALTHY} for code in codes}}
+        )
+    )
     after = read_health(probe(), diag(FAULTY, 205), expected_gpus=8, level=2, catalog=mine)
     assert codes and after.verdict is not Verdict.UNHEALTHY
 
@@ -138,12 +198,27 @@ SYMPTOMS = {
         with_gpu(ecc={"volatile_uncorrected": 3, "aggregate_uncorrected": 5}),
         "3 uncorrected ECC errors since the driver was loaded, 5 in its life",
     ),
-    "a hot GPU": (with_gpu(throttle=0x48), "its clocks are held down by hardware slowdown and hardware thermal slowdown"),
+    "a hot GPU": (
+        with_gpu(throttle=0x48),
+        "its clocks are held down by hardware slowdown and hardware thermal slowdown",
+    ),
     "inactive NVLinks": (with_gpu(nvlink_inactive=[3, 4]), "2 of its NVLinks are not active"),
-    "little memory": (probe(memory={"total": 1 << 40, "available": 1 << 30}), "1024 of 1048576 MiB of its memory are available"),
-    "another disk that is full": (probe(disks=[disk(), disk("/", free=0)]), "/ is full: 0 bytes free"),
-    "a file server that does not answer": (probe(kernel={"lines": [NFS]}), "a file server does not answer"),
-    "a page fault that a program made": (probe(kernel={"lines": [XID_31]}), "Xid 31 on GPU 0000:06:00"),
+    "little memory": (
+        probe(memory={"total": 1 << 40, "available": 1 << 30}),
+        "1024 of 1048576 MiB of its memory are available",
+    ),
+    "another disk that is full": (
+        probe(disks=[disk(), disk("/", free=0)]),
+        "/ is full: 0 bytes free",
+    ),
+    "a file server that does not answer": (
+        probe(kernel={"lines": [NFS]}),
+        "a file server does not answer",
+    ),
+    "a page fault that a program made": (
+        probe(kernel={"lines": [XID_31]}),
+        "Xid 31 on GPU 0000:06:00",
+    ),
     "a kernel log that nobody may read": (
         probe(kernel={"unreadable": "Operation not permitted", "lines": []}),
         "its kernel log cannot be read: Operation not permitted",
@@ -155,7 +230,11 @@ SYMPTOMS = {
 def test_a_node_is_not_unhealthy_for(case: str) -> None:
     facts, reason = SYMPTOMS[case]
     health = read(facts)
-    assert health.verdict is Verdict.HEALTHY and ": nothing broken; " in health.reason and reason in health.reason
+    assert (
+        health.verdict is Verdict.HEALTHY
+        and ": nothing broken; " in health.reason
+        and reason in health.reason
+    )
     assert health.gpus == ()
 
 
@@ -165,10 +244,15 @@ def test_a_node_is_not_unhealthy_for(case: str) -> None:
         (with_gpu(throttle=0x4), Role.INFORMATION),
         (with_gpu(throttle=0x1), None),
         (with_gpu(throttle=0x20 | 0x80), Role.SYMPTOM),
-        (probe(disks=[disk(), disk("/", writable=False, reason="Permission denied")]), Role.INFORMATION),
+        (
+            probe(disks=[disk(), disk("/", writable=False, reason="Permission denied")]),
+            Role.INFORMATION,
+        ),
     ],
 )
-def test_what_is_only_a_setting_is_only_information(facts: dict[str, Any], role: Role | None) -> None:
+def test_what_is_only_a_setting_is_only_information(
+    facts: dict[str, Any], role: Role | None
+) -> None:
     health = read(facts)
     assert health.verdict is Verdict.HEALTHY
     assert [finding.role for finding in health.findings] == ([role] if role else [])
@@ -179,12 +263,30 @@ UNKNOWN = {
     "the answer to the probe is none": ("no object", "n2 does not answer"),
     "NVML does not answer": (probe(gpus=NO_NVML), "GPUs by NVML: NVML did not answer within 10 s"),
     "the GPUs are not told": (probe(gpus=...), "GPUs by NVML: the node's answer lacks it"),
-    "the GPUs are no list": (probe(gpus={"gpus": 8}), "GPUs by NVML: the node's answer makes no sense there"),
-    "more GPUs than any node has": (probe(gpus=nvml(count=65)), "GPUs by NVML: the node's answer makes no sense there"),
-    "a GPU is no object": (probe(gpus=nvml("gpu")), "GPU 0: the node's answer makes no sense there"),
-    "a GPU has no bus id": (with_gpu(bus_id="?"), "GPU 0: bus id: the node's answer makes no sense there"),
-    "a GPU's errors are not read": (with_gpu(ecc={"unreadable": "UNKNOWN"}), "GPU 0000:05:00: ECC errors: UNKNOWN"),
-    "a GPU's errors are not told": (with_gpu(ecc=...), "GPU 0000:05:00: ECC errors: the node's answer lacks it"),
+    "the GPUs are no list": (
+        probe(gpus={"gpus": 8}),
+        "GPUs by NVML: the node's answer makes no sense there",
+    ),
+    "more GPUs than any node has": (
+        probe(gpus=nvml(count=65)),
+        "GPUs by NVML: the node's answer makes no sense there",
+    ),
+    "a GPU is no object": (
+        probe(gpus=nvml("gpu")),
+        "GPU 0: the node's answer makes no sense there",
+    ),
+    "a GPU has no bus id": (
+        with_gpu(bus_id="?"),
+        "GPU 0: bus id: the node's answer makes no sense there",
+    ),
+    "a GPU's errors are not read": (
+        with_gpu(ecc={"unreadable": "UNKNOWN"}),
+        "GPU 0000:05:00: ECC errors: UNKNOWN",
+    ),
+    "a GPU's errors are not told": (
+        with_gpu(ecc=...),
+        "GPU 0000:05:00: ECC errors: the node's answer lacks it",
+    ),
     "a GPU's errors are no numbers": (
         with_gpu(ecc={"volatile_uncorrected": True, "aggregate_uncorrected": 0}),
         "GPU 0000:05:00: ECC errors: the node's answer makes no sense there",
@@ -193,7 +295,10 @@ UNKNOWN = {
         with_gpu(ecc={"volatile_uncorrected": 2}),
         "GPU 0000:05:00: ECC errors: the node's answer lacks it",
     ),
-    "a GPU's remapped rows are half told": (with_gpu(remapped={"failed": False}), "row remap pending: the node's answer lacks it"),
+    "a GPU's remapped rows are half told": (
+        with_gpu(remapped={"failed": False}),
+        "row remap pending: the node's answer lacks it",
+    ),
     "neither rows nor pages are read": (
         with_gpu(remapped={"unreadable": ""}),
         "GPU 0000:05:00: remapped rows: it does not say why",
@@ -202,16 +307,34 @@ UNKNOWN = {
         with_gpu(remapped=UNSUPPORTED, retired_pending={"unreadable": "TIMEOUT"}),
         "GPU 0000:05:00: retired pages: TIMEOUT",
     ),
-    "the recovery action is not told": (with_gpu(recovery_action=None), "recovery action: the node's answer lacks it"),
-    "the recovery action is not known": (with_gpu(recovery_action=9), "asks for recovery action 9, which is unknown here"),
+    "the recovery action is not told": (
+        with_gpu(recovery_action=None),
+        "recovery action: the node's answer lacks it",
+    ),
+    "the recovery action is not known": (
+        with_gpu(recovery_action=9),
+        "asks for recovery action 9, which is unknown here",
+    ),
     "the boot id is not told": (probe(boot_id=...), "boot id: the node's answer lacks it"),
-    "the boot id is no word": (probe(boot_id="a b"), "boot id: the node's answer makes no sense there"),
-    "the memory is not told": (probe(memory={"total": 0, "available": 0}), "memory: the node's answer makes no sense there"),
+    "the boot id is no word": (
+        probe(boot_id="a b"),
+        "boot id: the node's answer makes no sense there",
+    ),
+    "the memory is not told": (
+        probe(memory={"total": 0, "available": 0}),
+        "memory: the node's answer makes no sense there",
+    ),
     "the disks are not told": (probe(disks=...), "disks: the node's answer lacks it"),
     "no disk is told": (probe(disks=[]), "disks: none is listed"),
     "a disk is no object": (probe(disks=[7]), "disk disk 0 cannot be read"),
-    "a disk's inodes are no number": (probe(disks=[disk(inodes_free="many")]), "disk /var/tmp/relaunch cannot be read"),
-    "a disk that may be written to is not told": (probe(disks=[disk(writable=None)]), "disk /var/tmp/relaunch cannot be read"),
+    "a disk's inodes are no number": (
+        probe(disks=[disk(inodes_free="many")]),
+        "disk /var/tmp/relaunch cannot be read",
+    ),
+    "a disk that may be written to is not told": (
+        probe(disks=[disk(writable=None)]),
+        "disk /var/tmp/relaunch cannot be read",
+    ),
 }
 
 
@@ -226,18 +349,30 @@ def test_a_node_is_unknown_when(case: str) -> None:
 
 NOT_EXAMINED = {
     "it was not run": (None, "dcgmi diag was not run"),
-    "it was refused": ({"refused": "busy", "reason": "job llama runs here"}, "dcgmi diag was refused (busy): job llama runs here"),
+    "it was refused": (
+        {"refused": "busy", "reason": "job llama runs here"},
+        "dcgmi diag was refused (busy): job llama runs here",
+    ),
     "there is no outcome": (diag(outcome=...), "dcgmi diag: the node's answer lacks it"),
-    "there is no dcgmi": (diag(missing="dcgmi is not on this node's PATH"), "dcgmi diag: dcgmi is not on this node's PATH"),
+    "there is no dcgmi": (
+        diag(missing="dcgmi is not on this node's PATH"),
+        "dcgmi diag: dcgmi is not on this node's PATH",
+    ),
     "nobody says what is missing": (diag(missing=3), "dcgmi diag: a tool is missing"),
-    "it ran on another boot": (diag(boot_id="boot-2"), "it is not the same boot that was probed and diagnosed"),
+    "it ran on another boot": (
+        diag(boot_id="boot-2"),
+        "it is not the same boot that was probed and diagnosed",
+    ),
     "it was killed": (diag(exit_code=None), "dcgmi diag did not finish"),
     "its end is not told": (diag(exit_code=...), "how it ended cannot be read"),
     "its end is no number": (diag(exit_code=True), "how it ended cannot be read"),
     "its output is none": (diag(stdout=None), "how it ended cannot be read"),
     "its output was cut": (diag(cut=True), "the output of dcgmi diag is cut short"),
     "it printed nothing": (diag(stdout=""), "dcgmi diag printed nothing"),
-    "a setting was wrong": (diag(sample("v4_r1_persistence_mode_fail_8gpu.json"), 226), "dcgmi diag -r 1: "),
+    "a setting was wrong": (
+        diag(sample("v4_r1_persistence_mode_fail_8gpu.json"), 226),
+        "dcgmi diag -r 1: ",
+    ),
 }
 
 
@@ -259,7 +394,12 @@ def test_output_that_was_cut_still_shows_what_is_broken() -> None:
 
 
 def test_a_diagnosis_added_later_says_the_same_as_both_at_once() -> None:
-    for answer in (diag(FAULTY, 205), diag(PASS), diag(missing="no dcgmi"), {"refused": "busy", "reason": "x"}):
+    for answer in (
+        diag(FAULTY, 205),
+        diag(PASS),
+        diag(missing="no dcgmi"),
+        {"refused": "busy", "reason": "x"},
+    ):
         later = with_diag(read(probe(), None), answer, level=2, catalog=catalog())
         assert later == read_health(probe(), answer, expected_gpus=8, level=2, catalog=catalog())
 
@@ -268,7 +408,10 @@ def test_what_a_gpu_does_not_have_is_not_missing() -> None:
     nothing = dict.fromkeys(("ecc", "remapped", "retired_pending", "recovery_action"), UNSUPPORTED)
     assert read(with_gpu(**nothing)).verdict is Verdict.HEALTHY
     assert read(with_gpu(remapped=UNSUPPORTED, retired_pending=False)).verdict is Verdict.HEALTHY
-    assert read(with_gpu(remapped={"unreadable": "UNKNOWN"}, retired_pending=False)).verdict is Verdict.HEALTHY
+    assert (
+        read(with_gpu(remapped={"unreadable": "UNKNOWN"}, retired_pending=False)).verdict
+        is Verdict.HEALTHY
+    )
 
 
 def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
@@ -283,14 +426,22 @@ def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
 
 def test_what_is_not_read_is_told_with_the_symptoms() -> None:
     health = read(with_gpu(ecc={"volatile_uncorrected": 2}))
-    assert health.reason.endswith("; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded")
+    assert health.reason.endswith(
+        "; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded"
+    )
 
 
 BUSY = {
-    "a job": (probe(jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]), ("job llama generation 3",)),
+    "a job": (
+        probe(jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]),
+        ("job llama generation 3",),
+    ),
     "a job that nobody can read": (probe(jobs=[7]), ("job without a name",)),
     "nobody knows": (probe(jobs=...), ("which jobs run on it cannot be read",)),
-    "a diagnosis": (probe(held={"by": "diagnose", "id": "r7", "since": 3.0}), ("diagnose of r7 holds it",)),
+    "a diagnosis": (
+        probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
+        ("diagnose of r7 holds it",),
+    ),
     "a hold without words": (probe(held={}), ("somebody of no id holds it",)),
     "a hold that is not told": (probe(held=...), ("who holds it cannot be read",)),
     "a process on a GPU": (
@@ -319,18 +470,36 @@ def test_whoever_holds_a_node_is_known_by_id() -> None:
 
 def test_a_node_that_does_not_answer_is_not_free() -> None:
     health = read(None)
-    assert health.busy and health.journal_unread and not health.boot_id and health.reason == "it did not answer a probe"
+    assert (
+        health.busy
+        and health.journal_unread
+        and not health.boot_id
+        and health.reason == "it did not answer a probe"
+    )
     assert read({"outcome": "refused", "reason": "protocol 2"}).reason == "protocol 2"
 
 
 def test_reboots_are_told_the_oldest_first() -> None:
     health = read(probe(reboots=journal((60, "r2"), (7200, "r1"))))
-    assert [(one.id, one.boot_id, one.reason) for one in health.reboots] == [("r1", "boot-0", "Xid 79"), ("r2", "boot-0", "Xid 79")]
+    assert [(one.id, one.boot_id, one.reason) for one in health.reboots] == [
+        ("r1", "boot-0", "Xid 79"),
+        ("r2", "boot-0", "Xid 79"),
+    ]
     assert read(probe(reboots=[{"at": 5, "boot_id": 7}])).reboots[0].boot_id == ""
 
 
 @pytest.mark.parametrize(
-    "reboots", [..., {}, ["?"], [{"at": "now"}], [{"at": float("nan")}], [{"at": 10**400}], [{"at": True}], [{"at": -1}]]
+    "reboots",
+    [
+        ...,
+        {},
+        ["?"],
+        [{"at": "now"}],
+        [{"at": float("nan")}],
+        [{"at": 10**400}],
+        [{"at": True}],
+        [{"at": -1}],
+    ],
 )
 def test_a_journal_that_cannot_be_read_is_not_an_empty_one(reboots: Any) -> None:
     health = read(probe(reboots=reboots))
@@ -355,7 +524,11 @@ def test_a_gpu_is_found_by_whatever_name(name: str, expected: str | None) -> Non
 
 
 def test_gpus_out_of_order_keep_their_indexes() -> None:
-    health = read(probe(gpus=nvml(gpu(2), {"index": 0, "lost": "gone", "bus_id": None}, count=2)), None, gpus=2)
+    health = read(
+        probe(gpus=nvml(gpu(2), {"index": 0, "lost": "gone", "bus_id": None}, count=2)),
+        None,
+        gpus=2,
+    )
     assert health.seen == ("", "", bus(2)) and health.working == 1
     assert bus_id("0", health.seen) is None and short("?") == "?"
 
@@ -367,7 +540,10 @@ def test_texts_are_one_line_that_any_encoder_takes() -> None:
 
 
 def test_findings_are_at_most_so_many() -> None:
-    lines = [f"[{number}.0] NVRM: Xid (PCI:0000:06:00): {600 + number}, something" for number in range(300)]
+    lines = [
+        f"[{number}.0] NVRM: Xid (PCI:0000:06:00): {600 + number}, something"
+        for number in range(300)
+    ]
     assert len(read(probe(kernel={"lines": lines})).findings) == MAX_FINDINGS
 
 
@@ -381,17 +557,34 @@ def test_a_kernel_line_may_hold_anything() -> None:
 # --- whatever a node answers
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["\ud800", 10**400, -1, 2**63, "done"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["\ud800", 10**400, -1, 2**63, "done"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["unreadable", "lines", "gpus", "at", "id"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["unreadable", "lines", "gpus", "at", "id"]), inner, max_size=3
+        )
     ),
     max_leaves=6,
 )
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [*([path] if path else []), *(one for key, inner in items for one in paths(inner, (*path, key)))]
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [
+        *([path] if path else []),
+        *(one for key, inner in items for one in paths(inner, (*path, key))),
+    ]
 
 
 def changed(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
@@ -406,7 +599,11 @@ def changed(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
     return value
 
 
-SMALL = probe(gpus=nvml(gpu(0, processes=[{"pid": 1, "used": 2}]), count=1), kernel={"lines": [XID_31]}, reboots=journal((5, "r1")))
+SMALL = probe(
+    gpus=nvml(gpu(0, processes=[{"pid": 1, "used": 2}]), count=1),
+    kernel={"lines": [XID_31]},
+    reboots=journal((5, "r1")),
+)
 NEEDED = {
     "outcome",
     "boot_id",
@@ -419,26 +616,40 @@ NEEDED = {
     "gpus.gpus",
     "gpus.gpus.0",
     *(f"gpus.gpus.0.{key}" for key in ("bus_id", "ecc", "remapped", "recovery_action")),
-    *(f"gpus.gpus.0.{key}" for key in ("ecc.volatile_uncorrected", "ecc.aggregate_uncorrected", "remapped.pending", "remapped.failed")),
+    *(
+        f"gpus.gpus.0.{key}"
+        for key in (
+            "ecc.volatile_uncorrected",
+            "ecc.aggregate_uncorrected",
+            "remapped.pending",
+            "remapped.failed",
+        )
+    ),
 }
 """What has to be read before a node is called healthy."""
 
 
 @searched(300)
 @given(st.sampled_from(paths(SMALL)), JUNK | st.just(...))
-def test_whatever_is_wrong_in_an_answer_is_no_error_and_can_be_kept(path: tuple[Any, ...], junk: Any) -> None:
+def test_whatever_is_wrong_in_an_answer_is_no_error_and_can_be_kept(
+    path: tuple[Any, ...], junk: Any
+) -> None:
     health = read(changed(SMALL, path, junk), gpus=1)
     assert HEALTHS.validate_json(HEALTHS.dump_json(health)) == health
 
 
 @pytest.mark.parametrize("path", paths(SMALL), ids=lambda path: ".".join(map(str, path)))
 @pytest.mark.parametrize("wrong", ["missing", "mistyped"])
-def test_no_node_is_healthy_of_which_something_was_not_read(path: tuple[Any, ...], wrong: str) -> None:
+def test_no_node_is_healthy_of_which_something_was_not_read(
+    path: tuple[Any, ...], wrong: str
+) -> None:
     health = read(changed(SMALL, path, ... if wrong == "missing" else "?"), gpus=1)
     name = ".".join(map(str, path))
     needed = name in NEEDED or (name in {"disks.0", "disks.1"} and wrong == "mistyped")
     gone = name == "gpus.gpus.0" and wrong == "missing"
-    assert health.verdict is (Verdict.UNHEALTHY if gone else Verdict.UNKNOWN if needed else Verdict.HEALTHY)
+    assert health.verdict is (
+        Verdict.UNHEALTHY if gone else Verdict.UNKNOWN if needed else Verdict.HEALTHY
+    )
 
 
 @searched(200)
@@ -452,7 +663,11 @@ def test_no_answer_at_all_is_ever_healthy(facts: Any, answer: Any) -> None:
 
 
 def test_an_answer_survives_json() -> None:
-    health = read(json.loads(json.dumps(probe(gpus=nvml(gpu(0, recovery_action=1)), reboots=journal((5, "r1"))))))
+    health = read(
+        json.loads(
+            json.dumps(probe(gpus=nvml(gpu(0, recovery_action=1)), reboots=journal((5, "r1"))))
+        )
+    )
     assert HEALTHS.validate_json(HEALTHS.dump_json(health)) == health
 
 
@@ -478,7 +693,11 @@ def test_how_far_a_clock_is_off_is_shown_as_far_as_the_round_trip_lets_it_be_kno
 ) -> None:
     """And is no verdict. The node was at work for three seconds of the exchange, which bounds nothing."""
     exchange = {"sent": WALL, "received": WALL + took + 3.0}
-    health = read(probe(wall=WALL + ahead + took / 2, answered=WALL + ahead + took / 2 + 3.0, exchange=exchange))
+    health = read(
+        probe(
+            wall=WALL + ahead + took / 2, answered=WALL + ahead + took / 2 + 3.0, exchange=exchange
+        )
+    )
     assert health.verdict is Verdict.HEALTHY
     assert [one.reason for one in health.findings] == ([said] if said else [])
     assert said in health.reason if named else "clock" not in health.reason, health.reason
@@ -486,19 +705,32 @@ def test_how_far_a_clock_is_off_is_shown_as_far_as_the_round_trip_lets_it_be_kno
 
 def test_the_clock_of_an_agent_that_tells_no_time_of_its_answer_is_known_less_well() -> None:
     exchange = {"sent": WALL, "received": WALL + 4.0}
-    assert [one.reason for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == ["its clock is 88 s ahead (±2.0 s)"]
+    assert [one.reason for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == [
+        "its clock is 88 s ahead (±2.0 s)"
+    ]
 
 
 @pytest.mark.parametrize(
     "facts",
-    [{}, {"exchange": None}, {"exchange": {"sent": WALL}}, {"exchange": {"sent": "?", "received": WALL}}]
-    + [{"wall": wall, "exchange": {"sent": 5.0, "received": 6.0}} for wall in (True, -1, 1e300, None, ...)],
+    [
+        {},
+        {"exchange": None},
+        {"exchange": {"sent": WALL}},
+        {"exchange": {"sent": "?", "received": WALL}},
+    ]
+    + [
+        {"wall": wall, "exchange": {"sent": 5.0, "received": 6.0}}
+        for wall in (True, -1, 1e300, None, ...)
+    ],
 )
 def test_a_clock_that_was_not_read_is_not_judged(facts: dict[str, Any]) -> None:
     assert [one for one in read(probe(**facts)).findings if one.code == "clock"] == []
 
 
-@pytest.mark.parametrize(("stamp", "uptime"), [(1000.5, 1000.5), (0, 0.0), (True, None), ("?", None), (-1, None), (float("nan"), None)])
+@pytest.mark.parametrize(
+    ("stamp", "uptime"),
+    [(1000.5, 1000.5), (0, 0.0), (True, None), ("?", None), (-1, None), (float("nan"), None)],
+)
 def test_how_long_a_boot_has_lasted_is_read(stamp: Any, uptime: float | None) -> None:
     assert read(probe(stamp=stamp)).uptime == uptime
 
@@ -507,18 +739,32 @@ def test_how_long_a_boot_has_lasted_is_read(stamp: Any, uptime: float | None) ->
 
 
 def unprobed(**changes: Any) -> dict[str, Any]:
-    facts = {"outcome": "done", "unprobed": True, "boot_id": "ec2:i-1:100", "stamp": 5.0, "ecs_gpus": 8, "ecs_health": "OK"}
+    facts = {
+        "outcome": "done",
+        "unprobed": True,
+        "boot_id": "ec2:i-1:100",
+        "stamp": 5.0,
+        "ecs_gpus": 8,
+        "ecs_health": "OK",
+    }
     facts |= {"jobs": [], "held": None, "reboots": [], **changes}
     return {key: value for key, value in facts.items() if value is not ...}
 
 
-def contract(word: str, reason: Any = "its task ended with exit code 1", **more: Any) -> dict[str, Any]:
+def contract(
+    word: str, reason: Any = "its task ended with exit code 1", **more: Any
+) -> dict[str, Any]:
     return {"outcome": "done", "contract": word, "reason": reason, **more}
 
 
 NOT_PROBED = "nothing reads it from within, and its health check was not run"
 CONTRACTS = {
-    "it is passed": (unprobed(), contract("healthy"), Verdict.HEALTHY, "its health check: nothing found"),
+    "it is passed": (
+        unprobed(),
+        contract("healthy"),
+        Verdict.HEALTHY,
+        "its health check: nothing found",
+    ),
     "it is passed on the boot that was looked at": (
         unprobed(),
         contract("healthy", boot_id="ec2:i-1:100"),
@@ -537,8 +783,18 @@ CONTRACTS = {
         Verdict.UNHEALTHY,
         "its health check found a fault: its task ended with exit code 1",
     ),
-    "it says nothing": (unprobed(), contract("inconclusive", 3), Verdict.UNKNOWN, "its health check says nothing: no reason given"),
-    "it is of another version": (unprobed(), contract("fine", ""), Verdict.UNKNOWN, "its health check says nothing: no reason given"),
+    "it says nothing": (
+        unprobed(),
+        contract("inconclusive", 3),
+        Verdict.UNKNOWN,
+        "its health check says nothing: no reason given",
+    ),
+    "it is of another version": (
+        unprobed(),
+        contract("fine", ""),
+        Verdict.UNKNOWN,
+        "its health check says nothing: no reason given",
+    ),
     "it could not be run": (
         unprobed(),
         {"refused": "busy", "reason": "GPUs are taken"},
@@ -546,8 +802,18 @@ CONTRACTS = {
         f"{NOT_PROBED}; dcgmi diag was refused (busy): GPUs are taken",
     ),
     "it was not run": (unprobed(), None, Verdict.UNKNOWN, f"{NOT_PROBED}; dcgmi diag was not run"),
-    "GPUs are missing": (unprobed(ecs_gpus=7), contract("healthy"), Verdict.UNKNOWN, "ECS has registered 7 of 8 GPUs"),
-    "GPUs are not told": (unprobed(ecs_gpus=...), contract("healthy"), Verdict.UNKNOWN, "ECS has registered 0 of 8 GPUs"),
+    "GPUs are missing": (
+        unprobed(ecs_gpus=7),
+        contract("healthy"),
+        Verdict.UNKNOWN,
+        "ECS has registered 7 of 8 GPUs",
+    ),
+    "GPUs are not told": (
+        unprobed(ecs_gpus=...),
+        contract("healthy"),
+        Verdict.UNKNOWN,
+        "ECS has registered 0 of 8 GPUs",
+    ),
     "its boot is not told": (
         unprobed(boot_id=...),
         contract("healthy"),
@@ -566,7 +832,12 @@ CONTRACTS = {
         Verdict.HEALTHY,
         "8 GPUs by NVML, disk, memory, its health check: nothing found",
     ),
-    "the probe found what it did not": (probe(kernel={"lines": [XID_79]}), contract("healthy"), Verdict.UNHEALTHY, "Xid 79"),
+    "the probe found what it did not": (
+        probe(kernel={"lines": [XID_79]}),
+        contract("healthy"),
+        Verdict.UNHEALTHY,
+        "Xid 79",
+    ),
 }
 
 
@@ -576,10 +847,18 @@ def test_s1_5_a_health_check_by_exit_code_is_judged_when(case: str) -> None:
     health = read(facts, answer)
     assert verdict is health.verdict
     assert reason in health.reason
-    assert [finding.cause for finding in health.findings if finding.code == "health check"] in ([], [Cause.GPU_FATAL])
+    assert [finding.cause for finding in health.findings if finding.code == "health check"] in (
+        [],
+        [Cause.GPU_FATAL],
+    )
 
 
 def test_a_node_that_nothing_of_ours_runs_on_tells_who_has_it_and_its_uptime() -> None:
     job = {"namespace": "default", "job": "llama", "submission": 1, "generation": 3}
     health = read(unprobed(jobs=[job], reboots=journal((WALL, "for r1"))), None)
-    assert (health.busy, health.uptime, health.working, len(health.reboots)) == (("job llama generation 3",), 5.0, 8, 1)
+    assert (health.busy, health.uptime, health.working, len(health.reboots)) == (
+        ("job llama generation 3",),
+        5.0,
+        8,
+        1,
+    )

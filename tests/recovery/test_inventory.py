@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import Applied, Claimed, JobsFound, Looked, QuarantineAsked, ReleaseAsked, Remembered
+from relaunch.pool.facts import (
+    Applied,
+    Claimed,
+    JobsFound,
+    Looked,
+    QuarantineAsked,
+    ReleaseAsked,
+    Remembered,
+)
 from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.orders import Look, StartRepair
@@ -30,14 +38,19 @@ def stranger(pid: Any = 4242, user: Any = "alice", program: Any = "python") -> d
 
 def test_a_healthy_node_is_told_in_few_words() -> None:
     found = read_inventory(nvml(gpu(0, memory={"total": 85520809984, "used": 3 << 20})))
-    assert found == Inventory("NVIDIA H100 80GB HBM3", 8, 85520809984, (3, 0, 0, 0, 0, 0, 0, 0), "570.148.08", "13.570")
+    assert found == Inventory(
+        "NVIDIA H100 80GB HBM3", 8, 85520809984, (3, 0, 0, 0, 0, 0, 0, 0), "570.148.08", "13.570"
+    )
 
 
 @pytest.mark.parametrize(
     ("processes", "who"),
     [
         ([stranger()], ALICE),
-        ([stranger(), stranger(4243), stranger(4244), stranger(4244)], "alice (python, pid 4242 and 2 more)"),
+        (
+            [stranger(), stranger(4243), stranger(4244), stranger(4244)],
+            "alice (python, pid 4242 and 2 more)",
+        ),
         ([stranger(user=None, program=None)], "somebody (pid 4242)"),
         ([stranger(pid="x", program=None)], "alice"),
         ([stranger(user="a\nb\x1b[31m", program="x" * 99)], f"a b?[31m ({'x' * 31}…, pid 4242)"),
@@ -76,13 +89,20 @@ def test_lost_gpus_and_what_could_not_be_read_are_told_apart() -> None:
     )
     assert (found.count, found.lost) == (2, ("0000:5e:00.0", "GPU 1", "1234", "GPU 3"))
     assert found.memory_used == (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, 0)
-    assert (found.model, found.memory, found.used) == ("NVIDIA A100, NVIDIA H100 80GB HBM3", 85520809984, (GpuUse((4,), ALICE),))
+    assert (found.model, found.memory, found.used) == (
+        "NVIDIA A100, NVIDIA H100 80GB HBM3",
+        85520809984,
+        (GpuUse((4,), ALICE),),
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ({"unreadable": "libnvidia-ml.so.1 is not on this node"}, "libnvidia-ml.so.1 is not on this node"),
+        (
+            {"unreadable": "libnvidia-ml.so.1 is not on this node"},
+            "libnvidia-ml.so.1 is not on this node",
+        ),
         (None, "the node's answer lacks it"),
         ([], "the node's answer makes no sense there"),
         ({"driver": "1"}, "the node's answer lacks it"),
@@ -95,7 +115,10 @@ def test_what_cannot_be_read_is_a_fact_with_a_reason(answer: Any, why: str) -> N
 
 def test_programs_of_one_user_are_one_stranger_and_only_three_strangers_are_named() -> None:
     everywhere = [gpu(index, processes=[stranger(100 + index)]) for index in range(4)]
-    others = [gpu(4 + index, processes=[stranger(7, user=user), stranger(8, user=user)]) for index, user in enumerate("bcde")]
+    others = [
+        gpu(4 + index, processes=[stranger(7, user=user), stranger(8, user=user)])
+        for index, user in enumerate("bcde")
+    ]
     used = read_inventory(nvml(*everywhere, *others)).used
     assert used == (
         GpuUse((0, 1, 2, 3), "alice (python, pid 100 and 3 more)"),
@@ -103,7 +126,10 @@ def test_programs_of_one_user_are_one_stranger_and_only_three_strangers_are_name
         GpuUse((5,), "c (python, pid 7 and 1 more)"),
         GpuUse((6, 7), "2 more"),
     )
-    assert used_by(used[2:]) == "GPU 5 is used by c (python, pid 7 and 1 more), GPU 6, 7 are used by 2 more"
+    assert (
+        used_by(used[2:])
+        == "GPU 5 is used by c (python, pid 7 and 1 more), GPU 6, 7 are used by 2 more"
+    )
 
 
 def test_several_strangers_on_one_gpu_are_each_named() -> None:
@@ -119,7 +145,10 @@ def test_several_strangers_on_one_gpu_are_each_named() -> None:
         (gpus(7), "7 of 8 GPUs answer"),
         (SHORT, "7 of 8 GPUs answer; 0000:5e:00.0 is lost"),
         (gpus(8, lost=("a",)), "8 of 9 GPUs answer; a is lost"),
-        (gpus(3, lost=("a", "b", "c", "d", "e")), "3 of 8 GPUs answer; a, b, c and 2 more are lost"),
+        (
+            gpus(3, lost=("a", "b", "c", "d", "e")),
+            "3 of 8 GPUs answer; a, b, c and 2 more are lost",
+        ),
         (Inventory(unreadable="no library"), ""),
     ],
 )
@@ -147,7 +176,9 @@ def test_s2_10_a_job_gets_gpus_that_no_stranger_uses() -> None:
     assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (4, 5, 6, 7)),)
 
 
-def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left_and_is_told_who_it_is() -> None:
+def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left_and_is_told_who_it_is() -> (
+    None
+):
     desk = visited("n1", n1=(2,))
     desk.claim("a", 1)
     assert desk.grants("waiting")["a"].reason == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
@@ -188,7 +219,10 @@ def test_a_stranger_is_named_beside_the_job_that_has_the_rest() -> None:
     desk = visited("n1", n1=(2,))
     desk.claim("a", 1, gpus=2)
     desk.claim("b", 1, gpus=6)
-    assert desk.grants("waiting")["b"].reason == f"0 of 1 nodes: job a holds 1; n1: GPU 2 is used by {ALICE}"
+    assert (
+        desk.grants("waiting")["b"].reason
+        == f"0 of 1 nodes: job a holds 1; n1: GPU 2 is used by {ALICE}"
+    )
     desk.claim("c", 1, gpus=7)
     assert ALICE not in desk.grants("waiting")["c"].reason, "it could not have them anyway"
 
@@ -212,7 +246,9 @@ def test_a_share_that_a_job_holds_is_its_own_whoever_else_computes_there() -> No
     desk.gpus["n1"] = gpus(8, (0, ALICE), (2, ALICE))
     desk.wait(minutes=6)
     desk.claim("b", 1, seq=2, gpus=2, holds=(Place("n1", "", (2, 3)),), keep=("n1",), running=True)
-    assert desk.record("b").granted == (Place("n1", "10.0.0.1", (2, 3)),), "it goes on with what it has"
+    assert desk.record("b").granted == (Place("n1", "10.0.0.1", (2, 3)),), (
+        "it goes on with what it has"
+    )
     desk.claim("c", 1, gpus=2)
     assert desk.grants()["c"].places[0].gpus == (4, 5)
 
@@ -270,7 +306,9 @@ def test_gpus_are_read_with_the_first_look_and_then_every_five_minutes_where_nob
     assert read == [0, 300, 600]
 
 
-def test_of_a_large_fleet_some_are_read_with_each_sweep_and_whoever_somebody_waits_for_at_once() -> None:
+def test_of_a_large_fleet_some_are_read_with_each_sweep_and_whoever_somebody_waits_for_at_once() -> (
+    None
+):
     names = tuple(f"n{number}" for number in range(600))
     desk = Desk(*nodes(*names), begun=False)
     desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
@@ -297,13 +335,17 @@ def test_a_node_that_was_not_read_within_ten_seconds_is_read_before_it_is_given(
     desk.claim("a", 1)
     assert desk.granted() == {}, "it has answered, and nobody knows who computes there"
     desk.busy = set()
-    assert [one for one in desk.settle() if isinstance(one, Look)] == [look("n1")], "at once: the last look did not ask"
+    assert [one for one in desk.settle() if isinstance(one, Look)] == [look("n1")], (
+        "at once: the last look did not ask"
+    )
     desk.look()
     desk.settle()
     assert desk.granted() == {"a": ["n1"]}
 
 
-def test_a_reading_that_does_not_end_is_looked_for_every_two_seconds_and_keeps_only_its_own_node() -> None:
+def test_a_reading_that_does_not_end_is_looked_for_every_two_seconds_and_keeps_only_its_own_node() -> (
+    None
+):
     desk = Desk(*nodes("n1", "n2"))
     desk.now += timedelta(minutes=6)
     desk.unread.add("n1")
@@ -317,7 +359,9 @@ def test_a_reading_that_does_not_end_is_looked_for_every_two_seconds_and_keeps_o
     assert desk.granted() == {"b": ["n1"]}
 
 
-def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_then_not_before_the_next_one() -> None:
+def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_then_not_before_the_next_one() -> (
+    None
+):
     desk = Desk(*nodes("n1", "n2"), begun=False)
     desk.unread.add("n1")
     desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
@@ -367,11 +411,18 @@ def test_a_node_with_fewer_gpus_than_the_file_says_is_examined_before_a_job_gets
     repair = StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")
     assert desk.go() == [repair]
     record = desk.node("n1")
-    assert (record.standing, record.by, record.reason) == (NodeStatus.REPAIRING, "relaunch", repair.reason)
+    assert (record.standing, record.by, record.reason) == (
+        NodeStatus.REPAIRING,
+        "relaunch",
+        repair.reason,
+    )
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n2"]}
     desk.claim("b", 1)
-    assert "n1 is repairing (7 of 8 GPUs answer; 0000:5e:00.0 is lost)" in desk.grants("waiting")["b"].reason
+    assert (
+        "n1 is repairing (7 of 8 GPUs answer; 0000:5e:00.0 is lost)"
+        in desk.grants("waiting")["b"].reason
+    )
     del desk.gpus["n1"]
     desk.go(began("n1"), ended("n1"))
     assert desk.granted() == {"b": ["n1"]}
@@ -394,12 +445,18 @@ def test_a_repair_that_proves_nothing_keeps_it_out() -> None:
     desk.gpus["n1"] = SHORT
     desk.look()
     desk.go()
-    desk.go(began("n1"), ended("n1", "ambiguous", verdict=Verdict.UNHEALTHY, reason="only 7 of 8 GPUs are there"))
+    desk.go(
+        began("n1"),
+        ended("n1", "ambiguous", verdict=Verdict.UNHEALTHY, reason="only 7 of 8 GPUs are there"),
+    )
     assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "relaunch")
     assert desk.wait(minutes=6) == []
 
 
-@pytest.mark.parametrize("how", ["held", "living", "silent", "at work", "repaired by a person", "quarantined", "a stranger"])
+@pytest.mark.parametrize(
+    "how",
+    ["held", "living", "silent", "at work", "repaired by a person", "quarantined", "a stranger"],
+)
 def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
     desk = Desk(*nodes("n1"))
     match how:
@@ -423,7 +480,9 @@ def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
     assert desk.node("n1").standing is before
 
 
-def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_once_its_job_has_left() -> None:
+def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_once_its_job_has_left() -> (
+    None
+):
     desk = Desk(*nodes("n1"))
     desk.claim("a", 1, gpus=2)
     desk.gpus["n1"] = SHORT

@@ -37,10 +37,17 @@ def read(*lines: str) -> tuple[Finding, ...]:
 
 
 def brief(*lines: str) -> list[tuple[str, str, str | None]]:
-    return [(found.code, found.role.value, found.cause.value if found.cause else None) for found in read(*lines)]
+    return [
+        (found.code, found.role.value, found.cause.value if found.cause else None)
+        for found in read(*lines)
+    ]
 
 
-@pytest.mark.parametrize(("origin", "code", "line"), SAMPLES, ids=[f"{n} {sample[1]}" for n, sample in enumerate(SAMPLES)])
+@pytest.mark.parametrize(
+    ("origin", "code", "line"),
+    SAMPLES,
+    ids=[f"{n} {sample[1]}" for n, sample in enumerate(SAMPLES)],
+)
 def test_a_sample_line_gives_the_code_its_tag_says(origin: str, code: str, line: str) -> None:
     assert origin in ("T", "O", "S")
     assert ([] if code == "-" else [code]) == [found.code for found in read(line)]
@@ -50,25 +57,46 @@ def test_a_sample_line_gives_the_code_its_tag_says(origin: str, code: str, line:
 def test_every_mark_and_every_row_is_met_by_a_sample() -> None:
     lines = [sample[2] for sample in SAMPLES]
     assert [mark for mark in KERNEL_MARKS if not any(mark in line for line in lines)] == []
-    assert [row for row in catalog().kernel_lines if not any(row.pattern.search(line) for line in lines)] == []
+    assert [
+        row for row in catalog().kernel_lines if not any(row.pattern.search(line) for line in lines)
+    ] == []
 
 
 def test_what_a_line_names_is_taken_over() -> None:
-    (found,) = read("[2397166.983093] NVRM: Xid (PCI:0000:0f:00): 94, pid=2503421, name=python3, Ch 00000008")
-    assert (found.source, found.code, found.gpu, found.pid, found.at) == ("kernel", "Xid 94", "0000:0f:00", 2503421, 2397166.983093)
+    (found,) = read(
+        "[2397166.983093] NVRM: Xid (PCI:0000:0f:00): 94, pid=2503421, name=python3, Ch 00000008"
+    )
+    assert (found.source, found.code, found.gpu, found.pid, found.at) == (
+        "kernel",
+        "Xid 94",
+        "0000:0f:00",
+        2503421,
+        2397166.983093,
+    )
     assert "Xid 94 on GPU 0000:0f:00 under python3 (pid 2503421): " in found.reason
     assert "(Ch 00000008)" in found.reason
 
 
 def test_a_pid_or_a_time_that_is_no_number_is_absent() -> None:
-    (found,) = read("[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
+    (found,) = read(
+        "[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+    )
     assert (found.gpu, found.pid, found.at) == ("0000:03:00", None, None)
-    assert found.reason == "Xid 79 on GPU 0000:03:00: the GPU has fallen off the bus", "what the meaning says is not said twice"
+    assert found.reason == "Xid 79 on GPU 0000:03:00: the GPU has fallen off the bus", (
+        "what the meaning says is not said twice"
+    )
 
 
 def test_a_switch_is_named_without_its_function() -> None:
-    (found,) = read("[131453.740743] nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up")
-    assert (found.code, found.gpu, found.role, found.cause) == ("SXid 20034", "0000:a9:00", Role.ROOT, Cause.GPU_FATAL)
+    (found,) = read(
+        "[131453.740743] nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+    )
+    assert (found.code, found.gpu, found.role, found.cause) == (
+        "SXid 20034",
+        "0000:a9:00",
+        Role.ROOT,
+        Cause.GPU_FATAL,
+    )
 
 
 def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
@@ -84,8 +112,14 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
     ("lines", "expected"),
     [
         pytest.param([xid(177)], [("Xid 177", "symptom", None)], id="an unknown Xid is a symptom"),
-        pytest.param([xid(45)], [("Xid 45", "symptom", "GPU_TRANSIENT")], id="45 alone speaks for itself"),
-        pytest.param([xid(45), xid(45)], [("Xid 45", "symptom", "GPU_TRANSIENT")] * 2, id="45 beside another 45 is alone"),
+        pytest.param(
+            [xid(45)], [("Xid 45", "symptom", "GPU_TRANSIENT")], id="45 alone speaks for itself"
+        ),
+        pytest.param(
+            [xid(45), xid(45)],
+            [("Xid 45", "symptom", "GPU_TRANSIENT")] * 2,
+            id="45 beside another 45 is alone",
+        ),
         pytest.param(
             [xid(45), xid(79)],
             [("Xid 45", "cascade", None), ("Xid 79", "root", "GPU_FATAL")],
@@ -101,14 +135,28 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
             [("Xid 63", "information", None), ("Xid 45", "symptom", "GPU_TRANSIENT")],
             id="45 beside mere information is alone",
         ),
-        pytest.param([xid(48)], [("Xid 48", "root", "GPU_FATAL")], id="48 alone needs a field diagnostic"),
-        pytest.param([xid(48), xid(63)], [("Xid 48", "root", "GPU_RESET"), ("Xid 63", "information", None)], id="48 then 63 needs a reset"),
-        pytest.param([xid(48), xid(64)], [("Xid 48", "root", "GPU_RESET"), ("Xid 64", "root", "GPU_RESET")], id="48 then 64 needs a reset"),
         pytest.param(
-            [xid(63), xid(48)], [("Xid 63", "information", None), ("Xid 48", "root", "GPU_FATAL")], id="63 before 48 is of an earlier fault"
+            [xid(48)], [("Xid 48", "root", "GPU_FATAL")], id="48 alone needs a field diagnostic"
         ),
         pytest.param(
-            [xid(48), xid(63, gpu=B)], [("Xid 48", "root", "GPU_FATAL"), ("Xid 63", "information", None)], id="63 on another GPU is not its"
+            [xid(48), xid(63)],
+            [("Xid 48", "root", "GPU_RESET"), ("Xid 63", "information", None)],
+            id="48 then 63 needs a reset",
+        ),
+        pytest.param(
+            [xid(48), xid(64)],
+            [("Xid 48", "root", "GPU_RESET"), ("Xid 64", "root", "GPU_RESET")],
+            id="48 then 64 needs a reset",
+        ),
+        pytest.param(
+            [xid(63), xid(48)],
+            [("Xid 63", "information", None), ("Xid 48", "root", "GPU_FATAL")],
+            id="63 before 48 is of an earlier fault",
+        ),
+        pytest.param(
+            [xid(48), xid(63, gpu=B)],
+            [("Xid 48", "root", "GPU_FATAL"), ("Xid 63", "information", None)],
+            id="63 on another GPU is not its",
         ),
         pytest.param(
             [xid(48, gpu="0000:C8:00"), xid(63, gpu="0000:c8:00")],
@@ -116,7 +164,9 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
             id="an address is the same in capitals",
         ),
         pytest.param([xid(63)], [("Xid 63", "information", None)], id="63 alone is information"),
-        pytest.param([xid(94)], [("Xid 94", "root", "GPU_TRANSIENT")], id="94 is over with a restart"),
+        pytest.param(
+            [xid(94)], [("Xid 94", "root", "GPU_TRANSIENT")], id="94 is over with a restart"
+        ),
         pytest.param([xid(95)], [("Xid 95", "root", "GPU_RESET")], id="95 needs a reset"),
         pytest.param(
             [xid(94), action("0x1 (GPU Reset Required)")],
@@ -133,17 +183,35 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
             [("Xid 79", "root", "GPU_FATAL"), ("Xid 154", "information", None)],
             id="154 none changes nothing",
         ),
-        pytest.param([action("0x3 (Drain P2P)")], [("Xid 154", "root", "GPU_RESET")], id="154 drain P2P"),
-        pytest.param([action("0x4 (Drain and Reset)")], [("Xid 154", "root", "GPU_RESET")], id="154 drain and reset"),
-        pytest.param([action("0x5 (Recover IMEX Domain)")], [("Xid 154", "root", "GPU_FATAL")], id="154 IMEX domain"),
-        pytest.param([action("0x6 (Bus Reset)")], [("Xid 154", "root", "GPU_RESET")], id="154 bus reset"),
-        pytest.param([action("0x7 (System Reboot)")], [("Xid 154", "root", "GPU_FATAL")], id="154 system reboot"),
+        pytest.param(
+            [action("0x3 (Drain P2P)")], [("Xid 154", "root", "GPU_RESET")], id="154 drain P2P"
+        ),
+        pytest.param(
+            [action("0x4 (Drain and Reset)")],
+            [("Xid 154", "root", "GPU_RESET")],
+            id="154 drain and reset",
+        ),
+        pytest.param(
+            [action("0x5 (Recover IMEX Domain)")],
+            [("Xid 154", "root", "GPU_FATAL")],
+            id="154 IMEX domain",
+        ),
+        pytest.param(
+            [action("0x6 (Bus Reset)")], [("Xid 154", "root", "GPU_RESET")], id="154 bus reset"
+        ),
+        pytest.param(
+            [action("0x7 (System Reboot)")],
+            [("Xid 154", "root", "GPU_FATAL")],
+            id="154 system reboot",
+        ),
         pytest.param(
             [xid(94), action("0x9 (New)")],
             [("Xid 94", "root", "GPU_TRANSIENT"), ("Xid 154", "symptom", None)],
             id="154 with an action that is new",
         ),
-        pytest.param([xid(154, "GPU recovery act")], [("Xid 154", "symptom", None)], id="154 cut off"),
+        pytest.param(
+            [xid(154, "GPU recovery act")], [("Xid 154", "symptom", None)], id="154 cut off"
+        ),
         pytest.param(
             [action("0x2 (Node Reboot Required)"), action("0x1 (GPU Reset Required)")],
             [("Xid 154", "information", None), ("Xid 154", "root", "GPU_RESET")],
@@ -169,17 +237,31 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
             [("Xid 149", "root", "GPU_RESET"), ("Xid 154", "root", "GPU_RESET")],
             id="NVLink and the driver agree",
         ),
-        pytest.param([xid(145, NVLINK_CRASH)], [("Xid 145", "root", "GPU_TRANSIENT")], id="NVLink that only cost the program"),
-        pytest.param([xid(149, NVLINK_HOST)], [("Xid 149", "symptom", None)], id="NVLink that NVIDIA blames on the host"),
         pytest.param(
-            [xid(149, "NETIR Fatal XC0 i0 Link -1 (0x000fe406")], [("Xid 149", "root", "GPU_RESET")], id="NVLink cut off: the base row"
+            [xid(145, NVLINK_CRASH)],
+            [("Xid 145", "root", "GPU_TRANSIENT")],
+            id="NVLink that only cost the program",
         ),
         pytest.param(
-            [xid(145, "RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x04")], [("Xid 145", "symptom", None)], id="NVLink cut off, but not fatal"
+            [xid(149, NVLINK_HOST)],
+            [("Xid 149", "symptom", None)],
+            id="NVLink that NVIDIA blames on the host",
+        ),
+        pytest.param(
+            [xid(149, "NETIR Fatal XC0 i0 Link -1 (0x000fe406")],
+            [("Xid 149", "root", "GPU_RESET")],
+            id="NVLink cut off: the base row",
+        ),
+        pytest.param(
+            [xid(145, "RLW_RXPIPE Nonfatal XC0 i0 Link 13 (0x04")],
+            [("Xid 145", "symptom", None)],
+            id="NVLink cut off, but not fatal",
         ),
     ],
 )
-def test_the_xids_of_a_gpu_are_read_together(lines: list[str], expected: list[tuple[str, str, str | None]]) -> None:
+def test_the_xids_of_a_gpu_are_read_together(
+    lines: list[str], expected: list[tuple[str, str, str | None]]
+) -> None:
     assert expected == brief(*lines)
 
 
@@ -192,7 +274,11 @@ def test_the_xids_of_a_gpu_are_read_together(lines: list[str], expected: list[tu
         ([xid(48), xid(95)], 1, "in sympathy with Xid 48, which is the one to investigate"),
         ([xid(149, "NETIR Fatal (0x000fe406")], 0, "not decoded: the line is cut off"),
         ([xid(149, NVLINK_FATAL)], 0, "Link Fatal, RESET_GPU, then INVESTIGATE_PEER_DEVICE"),
-        ([xid(94), action("0x1 (PF FLR)")], 0, "a memory error, contained to the program that met it"),
+        (
+            [xid(94), action("0x1 (PF FLR)")],
+            0,
+            "a memory error, contained to the program that met it",
+        ),
         ([xid(94), action("0x1 (PF FLR)")], 0, "Xid 154: the driver asks for a reset of the GPU"),
         ([action("0x2 (x)"), action("0x1 (y)")], 0, "a later Xid 154 says otherwise"),
         ([action("0x9 (New)")], 0, "the driver asks for 0x9, which our catalog does not know"),
@@ -206,8 +292,17 @@ def test_the_reason_says_how_it_was_read(lines: list[str], index: int, words: st
 
 def test_what_a_user_says_about_an_xid_stands_against_every_workflow() -> None:
     wish = {"cause": "NODE_FAULT", "reason": "ours"}
-    ours = catalog(CatalogOverrides.model_validate({"xid": dict.fromkeys((45, 48, 149, 154), wish)}))
-    lines = [xid(45), xid(48), xid(63), xid(149, NVLINK_FATAL), action("0x1 (GPU Reset Required)"), xid(94)]
+    ours = catalog(
+        CatalogOverrides.model_validate({"xid": dict.fromkeys((45, 48, 149, 154), wish)})
+    )
+    lines = [
+        xid(45),
+        xid(48),
+        xid(63),
+        xid(149, NVLINK_FATAL),
+        action("0x1 (GPU Reset Required)"),
+        xid(94),
+    ]
     found = {each.code: (each.role, each.cause) for each in read_kernel_log(lines, ours)}
     told = (Role.ROOT, Cause.NODE_FAULT)
     assert {"Xid 45": told, "Xid 48": told, "Xid 149": told, "Xid 154": told} == {
@@ -217,7 +312,13 @@ def test_what_a_user_says_about_an_xid_stands_against_every_workflow() -> None:
 
 
 def test_findings_stand_in_the_order_of_the_lines() -> None:
-    lines = [xid(79, at=9), "eth0: Lost carrier", xid(45, gpu=B, at=3), "nothing here", xid(94, at=1)]
+    lines = [
+        xid(79, at=9),
+        "eth0: Lost carrier",
+        xid(45, gpu=B, at=3),
+        "nothing here",
+        xid(94, at=1),
+    ]
     assert [found.code for found in read(*lines)] == ["Xid 79", "link-down", "Xid 45", "Xid 94"]
     assert [found.at for found in read(*lines)] == [9.5, None, 3.5, 1.5]
 
@@ -226,7 +327,9 @@ def test_findings_stand_in_the_order_of_the_lines() -> None:
     "lines",
     [
         pytest.param([sample[2] for sample in SAMPLES], id="of all kinds"),
-        pytest.param([xid(48)], id="of one GPU, whose neighbours must not be searched again for each"),
+        pytest.param(
+            [xid(48)], id="of one GPU, whose neighbours must not be searched again for each"
+        ),
         pytest.param([xid(45), xid(94), xid(13)], id="of one GPU, of several kinds"),
         pytest.param([xid(149, NVLINK_FATAL)], id="that have to be decoded"),
     ],

@@ -11,7 +11,17 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.job.events import DeadlinePassed, StepReached
 from relaunch.job.ladder import SUSPECTS_KEPT, climb
-from relaunch.job.state import Ask, Diagnosis, Examine, ExaminedNode, Phase, Recovering, Relaunch, Repair, Stop
+from relaunch.job.state import (
+    Ask,
+    Diagnosis,
+    Examine,
+    ExaminedNode,
+    Phase,
+    Recovering,
+    Relaunch,
+    Repair,
+    Stop,
+)
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
@@ -37,7 +47,11 @@ RESTART, REPLACE, FAIL, ASK = (
     {"strategy": "ASK"},
 )
 SICK = {"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}
-RESET, REBOOT, RESCHEDULE = {"strategy": "RESET_GPU"}, {"strategy": "REBOOT_NODE"}, {"strategy": "RESCHEDULE_JOB"}
+RESET, REBOOT, RESCHEDULE = (
+    {"strategy": "RESET_GPU"},
+    {"strategy": "REBOOT_NODE"},
+    {"strategy": "RESCHEDULE_JOB"},
+)
 
 Faults = list[tuple[Diagnosis, float, str]]
 """A fault, when it is met, and what is decided."""
@@ -47,7 +61,9 @@ def counted(ladder: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
     return [{**ladder, **more}, FAIL]
 
 
-def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cause = A) -> Diagnosis:
+def on(
+    *nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cause = A
+) -> Diagnosis:
     return suspected(cause, *nodes, gpus=gpus, code=code)
 
 
@@ -59,10 +75,18 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cau
     [
         pytest.param(
             counted(RESTART, tries=2),
-            [(on("n1"), 0, "RESTART_IN_PLACE"), (on("n2"), 1, "RESTART_IN_PLACE"), (on("n1"), 2, "FAILED 1")],
+            [
+                (on("n1"), 0, "RESTART_IN_PLACE"),
+                (on("n2"), 1, "RESTART_IN_PLACE"),
+                (on("n1"), 2, "FAILED 1"),
+            ],
             id="tries count all faults of the cause where no key says otherwise",
         ),
-        pytest.param([RESTART], [(on("n1"), n, "RESTART_IN_PLACE") for n in range(30)], id="a rung without tries is taken always"),
+        pytest.param(
+            [RESTART],
+            [(on("n1"), n, "RESTART_IN_PLACE") for n in range(30)],
+            id="a rung without tries is taken always",
+        ),
         pytest.param(
             counted(RESTART, tries=2, window="1h"),
             [
@@ -77,7 +101,12 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cau
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
-            [(on("n1"), 0, "RESTART_IN_PLACE"), (on("n2"), 0, "RESTART_IN_PLACE"), (on("n1"), 1, "FAILED 1"), (on("n2"), 1, "FAILED 1")],
+            [
+                (on("n1"), 0, "RESTART_IN_PLACE"),
+                (on("n2"), 0, "RESTART_IN_PLACE"),
+                (on("n1"), 1, "FAILED 1"),
+                (on("n2"), 1, "FAILED 1"),
+            ],
             id="key node: each node has its own tries",
         ),
         pytest.param(
@@ -92,12 +121,19 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cau
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
-            [(on(), 0, "RESTART_IN_PLACE"), (on(), 1, "FAILED 1"), (on("n1"), 2, "RESTART_IN_PLACE")],
+            [
+                (on(), 0, "RESTART_IN_PLACE"),
+                (on(), 1, "FAILED 1"),
+                (on("n1"), 2, "RESTART_IN_PLACE"),
+            ],
             id="key node: faults whose node nobody knows count together and not with those of a node",
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
-            [(on(*(f"n{i}" for i in range(1, 9))), 0, "RESTART_IN_PLACE"), (on(*(f"n{i}" for i in range(1, 9))), 1, "FAILED 1")],
+            [
+                (on(*(f"n{i}" for i in range(1, 9))), 0, "RESTART_IN_PLACE"),
+                (on(*(f"n{i}" for i in range(1, 9))), 1, "FAILED 1"),
+            ],
             id="key node: a rack that goes twice is the same fault twice",
         ),
         pytest.param(
@@ -134,7 +170,11 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cau
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["cause", "code"]),
-            [(on("n1", code=""), 0, "RESTART_IN_PLACE"), (on("n2", code=""), 1, "FAILED 1"), (on("n2"), 1, "RESTART_IN_PLACE")],
+            [
+                (on("n1", code=""), 0, "RESTART_IN_PLACE"),
+                (on("n2", code=""), 1, "FAILED 1"),
+                (on("n2"), 1, "RESTART_IN_PLACE"),
+            ],
             id="key code: faults without a code count together",
         ),
         pytest.param(
@@ -148,12 +188,20 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cau
         ),
         pytest.param(
             [{**RESTART, "codes": "exit 2"}, FAIL],
-            [(on("n1", code="exit 1"), 0, "FAILED 1"), (on("n1", code="exit 20"), 0, "FAILED 1"), (on("n1", code=""), 0, "FAILED 1")],
+            [
+                (on("n1", code="exit 1"), 0, "FAILED 1"),
+                (on("n1", code="exit 20"), 0, "FAILED 1"),
+                (on("n1", code=""), 0, "FAILED 1"),
+            ],
             id="codes: a fault with another code passes the rung by",
         ),
         pytest.param(
             [{**RESTART, "codes": "exit 2", "tries": 1}, {**RESTART, "tries": 1}, FAIL],
-            [(on("n1"), 0, "RESTART_IN_PLACE"), (on("n1", code="exit 2"), 1, "RESTART_IN_PLACE"), (on("n1", code="exit 2"), 2, "FAILED 1")],
+            [
+                (on("n1"), 0, "RESTART_IN_PLACE"),
+                (on("n1", code="exit 2"), 1, "RESTART_IN_PLACE"),
+                (on("n1", code="exit 2"), 2, "FAILED 1"),
+            ],
             id="one strategy on two rungs is counted by rung",
         ),
     ],
@@ -168,11 +216,23 @@ def test_what_tries_count(ladder: list[dict[str, Any]], faults: Faults) -> None:
 def test_key_job_counts_the_tries_of_every_cause() -> None:
     both = {"strategy": "RESTART_IN_PLACE", "tries": 2, "key": "job"}
     job = running(
-        policy=rungs(both, FAIL, causes={"APPLICATION": [both, FAIL], "HANG": [both, FAIL], "NUMERICS": [{**both, "key": "cause"}, FAIL]})
+        policy=rungs(
+            both,
+            FAIL,
+            causes={
+                "APPLICATION": [both, FAIL],
+                "HANG": [both, FAIL],
+                "NUMERICS": [{**both, "key": "cause"}, FAIL],
+            },
+        )
     )
     job, _ = climbed(job, on("n1"))
     job, _ = climbed(job, suspected(Cause.HANG))
-    for cause, expected in ((A, "FAILED 1"), (Cause.HANG, "FAILED 1"), (Cause.NUMERICS, "RESTART_IN_PLACE")):
+    for cause, expected in (
+        (A, "FAILED 1"),
+        (Cause.HANG, "FAILED 1"),
+        (Cause.NUMERICS, "RESTART_IN_PLACE"),
+    ):
         assert told(climbed(job, suspected(cause, "n1"))[1]) == expected, cause
 
 
@@ -187,19 +247,31 @@ R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
         pytest.param([], [F, F, E, F], "RESTART_IN_PLACE", id="and the one after it is the second"),
         pytest.param([], [F, "step", F], "RESTART_IN_PLACE", id="progress begins the row anew"),
         pytest.param([], [F, "step", F, F], "FAILED 1", id="progress begins it anew only once"),
-        pytest.param(["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it anew"),
+        pytest.param(
+            ["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it anew"
+        ),
         pytest.param(["GPU_RESET"], [F, E, F], "FAILED 1", id="a cause that is not named does not"),
-        pytest.param(["GPU_RESET"], [F, "step", F], "FAILED 1", id="progress does not where it is not named"),
-        pytest.param(["PROGRESS"], [F, "step", F], "RESTART_IN_PLACE", id="progress does where it is named"),
+        pytest.param(
+            ["GPU_RESET"], [F, "step", F], "FAILED 1", id="progress does not where it is not named"
+        ),
+        pytest.param(
+            ["PROGRESS"], [F, "step", F], "RESTART_IN_PLACE", id="progress does where it is named"
+        ),
         pytest.param(["PROGRESS"], [F, E, F], "FAILED 1", id="only progress is named"),
         pytest.param(["PROGRESS", "GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="either of two"),
     ],
 )
-def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(reset_by: list[str], met: list[Any], expected: str) -> None:
+def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(
+    reset_by: list[str], met: list[Any], expected: str
+) -> None:
     ladder = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
     other = [{**RESTART, "spends": False}]
     job = running(
-        policy=policy(renewal="never", no_progress_stop="off", causes={"APPLICATION": [ladder, FAIL], "GPU_RESET": other, "NETWORK": other})
+        policy=policy(
+            renewal="never",
+            no_progress_stop="off",
+            causes={"APPLICATION": [ladder, FAIL], "GPU_RESET": other, "NETWORK": other},
+        )
     )
     for second, one in enumerate(met, start=1):
         if one == "step":
@@ -208,7 +280,9 @@ def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(reset_by: l
             continue
         job, decision = climbed(job, suspected(one, "n1"), at(second))
         # Only an incident that is open can be passed by a step.
-        job = replace(job, incident=job.incident or walk(running(), (raised(), "RESTART_IN_PLACE")).incident)
+        job = replace(
+            job, incident=job.incident or walk(running(), (raised(), "RESTART_IN_PLACE")).incident
+        )
         assert isinstance(decision, Relaunch)
     assert told(climbed(job, on("n1"), at(60))[1]) == expected
 
@@ -219,18 +293,60 @@ def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(reset_by: l
 @pytest.mark.parametrize(
     ("ladder", "nodes", "without", "expected"),
     [
-        pytest.param([REPLACE, FAIL], ("n2",), (), "REPLACE_NODE without n2", id="a suspect is left out of the next generation"),
-        pytest.param([REPLACE, FAIL], ("n2", "n3"), (), "REPLACE_NODE without n2 n3", id="all suspects are"),
-        pytest.param([REPLACE, FAIL], ("n2",), ("n1",), "REPLACE_NODE without n1 n2", id="beside who is lost"),
+        pytest.param(
+            [REPLACE, FAIL],
+            ("n2",),
+            (),
+            "REPLACE_NODE without n2",
+            id="a suspect is left out of the next generation",
+        ),
+        pytest.param(
+            [REPLACE, FAIL], ("n2", "n3"), (), "REPLACE_NODE without n2 n3", id="all suspects are"
+        ),
+        pytest.param(
+            [REPLACE, FAIL], ("n2",), ("n1",), "REPLACE_NODE without n1 n2", id="beside who is lost"
+        ),
         pytest.param([REPLACE, FAIL], (), (), "FAILED 1", id="nobody suspected: nobody to replace"),
         pytest.param([RESET, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reset"),
         pytest.param([REBOOT, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reboot"),
-        pytest.param([REPLACE, FAIL], (), ("n1",), "REPLACE_NODE without n1", id="a lost node is replaced, whoever is suspected"),
-        pytest.param([REBOOT, FAIL], (), ("n1",), "FAILED 1", id="a lost node that nobody suspects is not rebooted"),
-        pytest.param([RESET, FAIL], (), ("n1",), "FAILED 1", id="a lost node that nobody suspects is not reset"),
-        pytest.param([RESTART, FAIL], ("n2",), (), "RESTART_IN_PLACE", id="in place means with the suspect"),
-        pytest.param([RESTART, FAIL], ("n2",), ("n1",), "RESTART_IN_PLACE without n1", id="in place, and a lost node is left out"),
-        pytest.param([RESCHEDULE, FAIL], ("n2",), (), "RESCHEDULE_JOB", id="all places anew, nobody is left out"),
+        pytest.param(
+            [REPLACE, FAIL],
+            (),
+            ("n1",),
+            "REPLACE_NODE without n1",
+            id="a lost node is replaced, whoever is suspected",
+        ),
+        pytest.param(
+            [REBOOT, FAIL],
+            (),
+            ("n1",),
+            "FAILED 1",
+            id="a lost node that nobody suspects is not rebooted",
+        ),
+        pytest.param(
+            [RESET, FAIL],
+            (),
+            ("n1",),
+            "FAILED 1",
+            id="a lost node that nobody suspects is not reset",
+        ),
+        pytest.param(
+            [RESTART, FAIL], ("n2",), (), "RESTART_IN_PLACE", id="in place means with the suspect"
+        ),
+        pytest.param(
+            [RESTART, FAIL],
+            ("n2",),
+            ("n1",),
+            "RESTART_IN_PLACE without n1",
+            id="in place, and a lost node is left out",
+        ),
+        pytest.param(
+            [RESCHEDULE, FAIL],
+            ("n2",),
+            (),
+            "RESCHEDULE_JOB",
+            id="all places anew, nobody is left out",
+        ),
         pytest.param([RESCHEDULE, FAIL], (), (), "RESCHEDULE_JOB", id="needs no suspect"),
         pytest.param(
             [{**RESCHEDULE, "isolate": True}],
@@ -240,18 +356,34 @@ def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(reset_by: l
             id="isolate keeps a suspect out for good",
         ),
         pytest.param(
-            [{**REPLACE, "isolate": True}], ("n2",), ("n1",), "REPLACE_NODE without n1 n2 avoiding n2", id="the lost one is not isolated"
+            [{**REPLACE, "isolate": True}],
+            ("n2",),
+            ("n1",),
+            "REPLACE_NODE without n1 n2 avoiding n2",
+            id="the lost one is not isolated",
         ),
-        pytest.param([{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="nobody to isolate"),
-        pytest.param([RESET], ("n2", "n1"), (), "RESET_GPU n2 n1 0000:05:00", id="the GPUs that are suspected"),
+        pytest.param(
+            [{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="nobody to isolate"
+        ),
+        pytest.param(
+            [RESET],
+            ("n2", "n1"),
+            (),
+            "RESET_GPU n2 n1 0000:05:00",
+            id="the GPUs that are suspected",
+        ),
         pytest.param([REBOOT], ("n2",), (), "REBOOT_NODE n2", id="a node is rebooted whole"),
         pytest.param([ASK], ("n2",), (), "ASK", id="a person is asked"),
         pytest.param([FAIL], ("n2",), (), "FAILED 1", id="the job fails"),
     ],
 )
-def test_who_is_meant(ladder: list[dict[str, Any]], nodes: tuple[str, ...], without: tuple[str, ...], expected: str) -> None:
+def test_who_is_meant(
+    ladder: list[dict[str, Any]], nodes: tuple[str, ...], without: tuple[str, ...], expected: str
+) -> None:
     ladder = [{"tries": 1, **rung} if rung is not ladder[-1] else rung for rung in ladder]
-    _, decision = climbed(running(policy=rungs(*ladder)), on(*nodes, gpus=("0000:05:00",)), without=without)
+    _, decision = climbed(
+        running(policy=rungs(*ladder)), on(*nodes, gpus=("0000:05:00",)), without=without
+    )
     assert told(decision) == expected, decision
     if isinstance(decision, Relaunch):
         assert decision.keep_nodes is (decision.strategy is not Strategy.RESCHEDULE_JOB)
@@ -268,7 +400,9 @@ def test_a_try_remembers_at_most_four_suspects() -> None:
     names = tuple(f"n{i}" for i in range(9))
     job, _ = climbed(running(policy=rungs(REPLACE)), on(*names, gpus=names))
     assert (job.tries[0].nodes, job.tries[0].gpus) == (names[:SUSPECTS_KEPT], names[:SUSPECTS_KEPT])
-    assert told(climbed(job, on(*names))[1]).split()[2:] == list(names), "all of them are left out nevertheless"
+    assert told(climbed(job, on(*names))[1]).split()[2:] == list(names), (
+        "all of them are left out nevertheless"
+    )
 
 
 # --- the end -------------------------------------------------------------------------------------------------------------------------
@@ -277,9 +411,17 @@ def test_a_try_remembers_at_most_four_suspects() -> None:
 @pytest.mark.parametrize(
     ("ladder", "words"),
     [
-        pytest.param([{**RESTART, "tries": 1}], "the ladder of APPLICATION is used up", id="used up"),
-        pytest.param([{**RESTART, "tries": 1}, FAIL], "the ladder of APPLICATION has nothing left but to stop", id="FAIL"),
-        pytest.param([{**RESTART, "tries": 1}, ASK], "the ladder of APPLICATION ends with a person", id="ASK"),
+        pytest.param(
+            [{**RESTART, "tries": 1}], "the ladder of APPLICATION is used up", id="used up"
+        ),
+        pytest.param(
+            [{**RESTART, "tries": 1}, FAIL],
+            "the ladder of APPLICATION has nothing left but to stop",
+            id="FAIL",
+        ),
+        pytest.param(
+            [{**RESTART, "tries": 1}, ASK], "the ladder of APPLICATION ends with a person", id="ASK"
+        ),
     ],
 )
 def test_how_a_ladder_ends(ladder: list[dict[str, Any]], words: str) -> None:
@@ -302,7 +444,12 @@ def test_a_job_that_asks_and_hears_nothing_fails() -> None:
 
 
 def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> None:
-    source = {"no_progress_stop": "off", "extends": "gputasker", "max_restarts": 9, "causes": {"UNKNOWN": [{**RESTART, "tries": 1}, FAIL]}}
+    source = {
+        "no_progress_stop": "off",
+        "extends": "gputasker",
+        "max_restarts": 9,
+        "causes": {"UNKNOWN": [{**RESTART, "tries": 1}, FAIL]},
+    }
     job = running(policy=policy(**source))
     for cause in (Cause.STORAGE, Cause.NETWORK):
         job, decision = climbed(job, suspected(cause, "n1"))
@@ -322,7 +469,9 @@ def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> 
             "2 RESTART_IN_PLACE for APPLICATION, 7 of 8 restarts",
             id="tries",
         ),
-        pytest.param(RESTART, "boom; RESTART_IN_PLACE 1 for APPLICATION", "7 of 8 restarts", id="no tries"),
+        pytest.param(
+            RESTART, "boom; RESTART_IN_PLACE 1 for APPLICATION", "7 of 8 restarts", id="no tries"
+        ),
         pytest.param(
             {**REPLACE, "tries": 2, "window": "24h", "spends": False},
             "boom; REPLACE_NODE 1 of 2 for APPLICATION",
@@ -359,12 +508,26 @@ def test_of_many_suspects_four_are_named_and_the_rest_is_counted() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "shown"),
     [
-        pytest.param([("n1", Verdict.HEALTHY), ("n2", Verdict.UNHEALTHY)], "n2 examined: UNHEALTHY, said so", id="the unhealthy one"),
-        pytest.param([("n1", Verdict.HEALTHY), ("n2", Verdict.UNKNOWN)], "n2 examined: UNKNOWN, said so", id="else the unknown one"),
-        pytest.param([("n1", Verdict.HEALTHY), ("n2", Verdict.HEALTHY)], "n1 examined: HEALTHY, said so", id="else the first"),
+        pytest.param(
+            [("n1", Verdict.HEALTHY), ("n2", Verdict.UNHEALTHY)],
+            "n2 examined: UNHEALTHY, said so",
+            id="the unhealthy one",
+        ),
+        pytest.param(
+            [("n1", Verdict.HEALTHY), ("n2", Verdict.UNKNOWN)],
+            "n2 examined: UNKNOWN, said so",
+            id="else the unknown one",
+        ),
+        pytest.param(
+            [("n1", Verdict.HEALTHY), ("n2", Verdict.HEALTHY)],
+            "n1 examined: HEALTHY, said so",
+            id="else the first",
+        ),
     ],
 )
-def test_a_decision_after_an_examination_names_what_was_found(verdicts: list[tuple[str, Verdict]], shown: str) -> None:
+def test_a_decision_after_an_examination_names_what_was_found(
+    verdicts: list[tuple[str, Verdict]], shown: str
+) -> None:
     examined = tuple(ExaminedNode(node, verdict, "said so") for node, verdict in verdicts)
     decision = climb(running(policy=rungs(FAIL)), Recovering(on("n1", "n2"), examined), T0, ())
     assert decision.reason.startswith(f"boom; {shown}; ")

@@ -12,10 +12,28 @@ from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.job.events import DeadlinePassed, StepReached
 from relaunch.job.ladder import used_budgets
 from relaunch.job.state import Diagnosis, JobState, Progress, Relaunch, Repair
-from tests.recovery.builders import T0, at, climbed, found, policy, raised, relaunched, rungs, running, step, suspected, told, walk
+from tests.recovery.builders import (
+    T0,
+    at,
+    climbed,
+    found,
+    policy,
+    raised,
+    relaunched,
+    rungs,
+    running,
+    step,
+    suspected,
+    told,
+    walk,
+)
 
 A = Cause.APPLICATION
-RESTART, REPLACE, RESCHEDULE = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "REPLACE_NODE"}, {"strategy": "RESCHEDULE_JOB"}
+RESTART, REPLACE, RESCHEDULE = (
+    {"strategy": "RESTART_IN_PLACE"},
+    {"strategy": "REPLACE_NODE"},
+    {"strategy": "RESCHEDULE_JOB"},
+)
 SICK = {"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}
 RESET, REBOOT, FAIL = {"strategy": "RESET_GPU"}, {"strategy": "REBOOT_NODE"}, {"strategy": "FAIL"}
 
@@ -30,15 +48,21 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1") -> Diagnos
 @pytest.mark.parametrize("rung", [RESTART, REPLACE, RESCHEDULE, RESET, REBOOT])
 def test_spends_says_whether_a_try_is_one_of_the_jobs_own(rung: dict[str, Any]) -> None:
     for spends, spent in ((True, 1), (False, 0)):
-        job, decision = climbed(running(policy=rungs({**rung, "spends": spends}, max_restarts=1)), on("n1"))
+        job, decision = climbed(
+            running(policy=rungs({**rung, "spends": spends}, max_restarts=1)), on("n1")
+        )
         assert isinstance(decision, Relaunch | Repair)
         assert (decision.spent, job.restarts_spent, len(job.tries)) == (spends, spent, 1)
         _, again = climbed(job, on("n1"))
         assert told(again) == ("FAILED 1" if spends else told(decision))
 
 
-def test_a_rung_that_spends_fails_the_job_when_nothing_is_left_even_with_a_free_rung_above_it() -> None:
-    job = running(policy=rungs({**RESTART, "tries": 3}, {**REPLACE, "spends": False}, max_restarts=2))
+def test_a_rung_that_spends_fails_the_job_when_nothing_is_left_even_with_a_free_rung_above_it() -> (
+    None
+):
+    job = running(
+        policy=rungs({**RESTART, "tries": 3}, {**REPLACE, "spends": False}, max_restarts=2)
+    )
     for expected in ("RESTART_IN_PLACE", "RESTART_IN_PLACE", "FAILED 1"):
         job, decision = climbed(job, on("n1"))
         assert told(decision) == expected
@@ -47,14 +71,33 @@ def test_a_rung_that_spends_fails_the_job_when_nothing_is_left_even_with_a_free_
 
 def test_a_job_without_restarts_of_its_own_fails_at_once_unless_the_rung_is_free() -> None:
     assert told(climbed(running(policy=rungs(RESTART, max_restarts=0)), on("n1"))[1]) == "FAILED 1"
-    assert told(climbed(running(policy=rungs({**RESTART, "spends": False}, max_restarts=0)), on("n1"))[1]) == "RESTART_IN_PLACE"
+    assert (
+        told(
+            climbed(running(policy=rungs({**RESTART, "spends": False}, max_restarts=0)), on("n1"))[
+                1
+            ]
+        )
+        == "RESTART_IN_PLACE"
+    )
 
 
 @pytest.mark.parametrize(
     ("renewal", "progress", "spent", "expected"),
     [
-        pytest.param("progress", "step", 0, "RESTART_IN_PLACE", id="a passed step gives restarts and tries back"),
-        pytest.param("progress", "healthy", 0, "RESTART_IN_PLACE", id="healthy_for does so where nothing is reported"),
+        pytest.param(
+            "progress",
+            "step",
+            0,
+            "RESTART_IN_PLACE",
+            id="a passed step gives restarts and tries back",
+        ),
+        pytest.param(
+            "progress",
+            "healthy",
+            0,
+            "RESTART_IN_PLACE",
+            id="healthy_for does so where nothing is reported",
+        ),
         pytest.param("never", "step", 1, "FAILED 1", id="never: not even a passed step"),
         pytest.param("never", "healthy", 1, "FAILED 1", id="never: nor an hour in health"),
     ],
@@ -70,7 +113,11 @@ def test_what_gives_budgets_back(renewal: str, progress: str, spent: int, expect
 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_no_progress_stop_is_for_faults_that_may_be_the_jobs_own(cause: Cause) -> None:
-    job = replace(running(policy=rungs(RESTART, cause=cause, no_progress_stop=2)), flat_generations=2, furthest_step=7)
+    job = replace(
+        running(policy=rungs(RESTART, cause=cause, no_progress_stop=2)),
+        flat_generations=2,
+        furthest_step=7,
+    )
     _, decision = climbed(job, suspected(cause, "n1"))
     if cause in OWN_CAUSES:
         assert told(decision) == "FAILED 1"
@@ -79,7 +126,10 @@ def test_no_progress_stop_is_for_faults_that_may_be_the_jobs_own(cause: Cause) -
         assert told(decision) == "RESTART_IN_PLACE"
 
 
-@pytest.mark.parametrize(("flat", "limit", "expected"), [(1, 2, "RESTART_IN_PLACE"), (2, 2, "FAILED 1"), (9, "off", "RESTART_IN_PLACE")])
+@pytest.mark.parametrize(
+    ("flat", "limit", "expected"),
+    [(1, 2, "RESTART_IN_PLACE"), (2, 2, "FAILED 1"), (9, "off", "RESTART_IN_PLACE")],
+)
 def test_no_progress_stop_counts_to_its_number(flat: int, limit: int | str, expected: str) -> None:
     job = replace(running(policy=rungs(RESTART, no_progress_stop=limit)), flat_generations=flat)
     assert told(climbed(job, on("n1"))[1]) == expected
@@ -90,13 +140,20 @@ def test_no_progress_stop_counts_to_its_number(flat: int, limit: int | str, expe
     [
         pytest.param("0s", 1, [0, 0, 0], id="none"),
         pytest.param("5s", 1, [5, 5, 5], id="the same each time"),
-        pytest.param("10s", 3, [10, 30, 90, 270, 810, 2430, 3600, 3600], id="so many times the one before it, at most an hour"),
+        pytest.param(
+            "10s",
+            3,
+            [10, 30, 90, 270, 810, 2430, 3600, 3600],
+            id="so many times the one before it, at most an hour",
+        ),
         pytest.param("30m", 100, [1800, 3600, 3600], id="the cap"),
         pytest.param("2h", 2, [7200, 7200], id="a longer delay than the cap is meant"),
     ],
 )
 def test_delay_and_backoff(delay: str, backoff: float, seconds: list[int]) -> None:
-    job = running(policy=rungs({**RESTART, "delay": delay, **({"backoff": backoff} if backoff != 1 else {})}))
+    job = running(
+        policy=rungs({**RESTART, "delay": delay, **({"backoff": backoff} if backoff != 1 else {})})
+    )
     for expected in seconds:
         job, decision = climbed(job, on("n1"))
         assert isinstance(decision, Relaunch) and decision.delay == timedelta(seconds=expected)
@@ -108,7 +165,11 @@ def test_backoff_does_not_overflow_after_thousands_of_tries() -> None:
 
 
 def test_flat_generations_end_a_walk_whatever_the_ladder_has_left() -> None:
-    job = replace(running(policy=rungs(RESTART, no_progress_stop=1)), progress=Progress(5, T0), furthest_step=5)
+    job = replace(
+        running(policy=rungs(RESTART, no_progress_stop=1)),
+        progress=Progress(5, T0),
+        furthest_step=5,
+    )
     assert walk(job, (raised(), "FAILED 1")).flat_generations == 1
 
 
@@ -116,7 +177,9 @@ def test_flat_generations_end_a_walk_whatever_the_ladder_has_left() -> None:
 
 
 def used(job: JobState, seconds: float = 0) -> list[tuple[str, str, int, str]]:
-    return [(one.cause, one.rung.label, one.used, one.where) for one in used_budgets(job, at(seconds))]
+    return [
+        (one.cause, one.rung.label, one.used, one.where) for one in used_budgets(job, at(seconds))
+    ]
 
 
 def test_used_budgets_are_those_of_which_something_is_used() -> None:
@@ -136,7 +199,12 @@ def test_used_budgets_are_those_of_which_something_is_used() -> None:
         ("APPLICATION", "RESTART_IN_PLACE", 1, "exit 1"),
     ]
     assert used(job, 3600) == [], "what has left its window is not used any more"
-    job = walk(job, (raised(), "RESTART_IN_PLACE"), (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"))
+    job = walk(
+        job,
+        (raised(), "RESTART_IN_PLACE"),
+        (raised(), "EXAMINE n2"),
+        (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
+    )
     job = walk(job, (raised(), "EXAMINE n2"), (found(n2="HEALTHY"), "RESCHEDULE_JOB"), now=at(1))
     assert used(job, 3601) == [
         ("APPLICATION", "REPLACE_NODE when UNHEALTHY", 1, ""),
@@ -145,11 +213,18 @@ def test_used_budgets_are_those_of_which_something_is_used() -> None:
 
 
 def test_used_budgets_of_causes_that_share_the_ladder_of_unknown_name_each_cause() -> None:
-    source = {"extends": "gputasker", "max_restarts": 9, "causes": {"UNKNOWN": [{**RESTART, "tries": 2}, FAIL]}}
+    source = {
+        "extends": "gputasker",
+        "max_restarts": 9,
+        "causes": {"UNKNOWN": [{**RESTART, "tries": 2}, FAIL]},
+    }
     job = running(policy=policy(**source))
     for cause in (Cause.STORAGE, Cause.STORAGE, Cause.NETWORK):
         job, _ = climbed(job, suspected(cause, "n1"))
-    assert used(job) == [("STORAGE", "RESTART_IN_PLACE", 2, ""), ("NETWORK", "RESTART_IN_PLACE", 1, "")]
+    assert used(job) == [
+        ("STORAGE", "RESTART_IN_PLACE", 2, ""),
+        ("NETWORK", "RESTART_IN_PLACE", 1, ""),
+    ]
 
 
 def test_used_budgets_read_the_policy_as_it_is_now() -> None:

@@ -10,9 +10,29 @@ from relaunch.evidence.causes import Cause
 from relaunch.job.events import DeadlinePassed, RepairEnded, StepReached
 from relaunch.job.state import Diagnosis, Examine, JobState, Phase, Relaunch
 from relaunch.spec.policy import Strategy
-from tests.recovery.builders import T0, at, back, climbed, found, gone, hung, mended, raised, rungs, running, step, suspected, this, walk
+from tests.recovery.builders import (
+    T0,
+    at,
+    back,
+    climbed,
+    found,
+    gone,
+    hung,
+    mended,
+    raised,
+    rungs,
+    running,
+    step,
+    suspected,
+    this,
+    walk,
+)
 
-RESTART, REPLACE, RESCHEDULE = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "REPLACE_NODE"}, {"strategy": "RESCHEDULE_JOB"}
+RESTART, REPLACE, RESCHEDULE = (
+    {"strategy": "RESTART_IN_PLACE"},
+    {"strategy": "REPLACE_NODE"},
+    {"strategy": "RESCHEDULE_JOB"},
+)
 RESET, REBOOT, FAIL = {"strategy": "RESET_GPU"}, {"strategy": "REBOOT_NODE"}, {"strategy": "FAIL"}
 
 
@@ -22,7 +42,9 @@ def on(*nodes: str, gpus: tuple[str, ...] = ()) -> Diagnosis:
 
 # --- examinations --------------------------------------------------------------------------------------------------------------------
 
-SICK, WELL, DOUBT = ({**REPLACE, "when": verdict} for verdict in ("UNHEALTHY", "HEALTHY", "UNKNOWN"))
+SICK, WELL, DOUBT = (
+    {**REPLACE, "when": verdict} for verdict in ("UNHEALTHY", "HEALTHY", "UNKNOWN")
+)
 BY_VERDICT = [SICK, {**RESTART, "when": "HEALTHY"}, {**RESCHEDULE, "when": "UNKNOWN"}]
 
 
@@ -33,12 +55,28 @@ BY_VERDICT = [SICK, {**RESTART, "when": "HEALTHY"}, {**RESCHEDULE, "when": "UNKN
         pytest.param({"n2": "HEALTHY"}, "RESTART_IN_PLACE", id="healthy"),
         pytest.param({"n2": "UNKNOWN"}, "RESCHEDULE_JOB", id="unknown is neither"),
         pytest.param(
-            {"n2": "HEALTHY", "n3": "UNHEALTHY"}, "REPLACE_NODE without n3", id="one unhealthy is enough, and it is the suspect now"
+            {"n2": "HEALTHY", "n3": "UNHEALTHY"},
+            "REPLACE_NODE without n3",
+            id="one unhealthy is enough, and it is the suspect now",
         ),
-        pytest.param({"n2": "UNKNOWN", "n3": "UNHEALTHY"}, "REPLACE_NODE without n3", id="unknown does not hide the unhealthy one"),
-        pytest.param({"n2": "UNHEALTHY", "n3": "UNHEALTHY"}, "REPLACE_NODE without n2 n3", id="all unhealthy ones"),
-        pytest.param({"n2": "HEALTHY", "n3": "HEALTHY"}, "RESTART_IN_PLACE", id="healthy only all together"),
-        pytest.param({"n2": "HEALTHY", "n3": "UNKNOWN"}, "RESCHEDULE_JOB", id="one unknown among healthy ones"),
+        pytest.param(
+            {"n2": "UNKNOWN", "n3": "UNHEALTHY"},
+            "REPLACE_NODE without n3",
+            id="unknown does not hide the unhealthy one",
+        ),
+        pytest.param(
+            {"n2": "UNHEALTHY", "n3": "UNHEALTHY"},
+            "REPLACE_NODE without n2 n3",
+            id="all unhealthy ones",
+        ),
+        pytest.param(
+            {"n2": "HEALTHY", "n3": "HEALTHY"}, "RESTART_IN_PLACE", id="healthy only all together"
+        ),
+        pytest.param(
+            {"n2": "HEALTHY", "n3": "UNKNOWN"},
+            "RESCHEDULE_JOB",
+            id="one unknown among healthy ones",
+        ),
         pytest.param({}, "RESCHEDULE_JOB", id="an answer about nobody is no answer"),
     ],
 )
@@ -52,39 +90,94 @@ def test_a_verdict_chooses_the_rung(verdicts: dict[str, str], expected: str) -> 
 
 def test_nobody_is_examined_before_a_rung_asks_for_it() -> None:
     job = running(policy=rungs({**RESTART, "tries": 1}, SICK, FAIL))
-    walk(job, (raised(), "RESTART_IN_PLACE"), (raised(), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1"))
+    walk(
+        job,
+        (raised(), "RESTART_IN_PLACE"),
+        (raised(), "EXAMINE n2"),
+        (found(n2="HEALTHY"), "FAILED 1"),
+    )
 
 
 def test_one_fault_is_examined_once_however_many_rungs_ask() -> None:
-    ladder = ({**SICK, "tries": 1}, {**RESET, "when": ["UNHEALTHY"], "tries": 1}, {**REBOOT, "when": ["UNHEALTHY", "UNKNOWN"]}, FAIL)
+    ladder = (
+        {**SICK, "tries": 1},
+        {**RESET, "when": ["UNHEALTHY"], "tries": 1},
+        {**REBOOT, "when": ["UNHEALTHY", "UNKNOWN"]},
+        FAIL,
+    )
     job = running(policy=rungs(*ladder))
     job = walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"))
     job = walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "RESET_GPU n2"))
-    walk(job, (mended("refused", "no such GPU"), "REBOOT_NODE n2"), (mended("ambiguous", "no answer"), "FAILED 1"))
+    walk(
+        job,
+        (mended("refused", "no such GPU"), "REBOOT_NODE n2"),
+        (mended("ambiguous", "no answer"), "FAILED 1"),
+    )
 
 
 def test_a_rung_with_its_tries_used_or_another_code_asks_for_nothing() -> None:
-    job = running(policy=rungs({**SICK, "tries": 1}, {**REBOOT, "when": "UNHEALTHY", "codes": "exit 9"}, FAIL))
-    walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"), (raised(), "FAILED 1"))
+    job = running(
+        policy=rungs({**SICK, "tries": 1}, {**REBOOT, "when": "UNHEALTHY", "codes": "exit 9"}, FAIL)
+    )
+    walk(
+        job,
+        (raised(), "EXAMINE n2"),
+        (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
+        (raised(), "FAILED 1"),
+    )
 
 
 def test_where_nobody_is_suspected_all_nodes_are_examined() -> None:
     job = running(policy=rungs({**SICK, "isolate": True}, FAIL, cause="HANG"), nodes=3)
-    walk(job, (hung(), "EXAMINE n1 n2 n3"), (found(n1="HEALTHY", n2="UNHEALTHY", n3="HEALTHY"), "REPLACE_NODE without n2 avoiding n2"))
-    walk(job, (hung(), "EXAMINE n1 n2 n3"), (found(n1="HEALTHY", n2="HEALTHY", n3="HEALTHY"), "FAILED 1"))
-    walk(job, (hung(), "EXAMINE n1 n2 n3"), (found(n1="HEALTHY", n2="UNKNOWN", n3="HEALTHY"), "FAILED 1"))
+    walk(
+        job,
+        (hung(), "EXAMINE n1 n2 n3"),
+        (found(n1="HEALTHY", n2="UNHEALTHY", n3="HEALTHY"), "REPLACE_NODE without n2 avoiding n2"),
+    )
+    walk(
+        job,
+        (hung(), "EXAMINE n1 n2 n3"),
+        (found(n1="HEALTHY", n2="HEALTHY", n3="HEALTHY"), "FAILED 1"),
+    )
+    walk(
+        job,
+        (hung(), "EXAMINE n1 n2 n3"),
+        (found(n1="HEALTHY", n2="UNKNOWN", n3="HEALTHY"), "FAILED 1"),
+    )
 
 
 @pytest.mark.parametrize("rung", [RESET, REBOOT, REPLACE])
-def test_a_rung_on_nodes_is_passed_by_where_an_examination_has_found_nobody(rung: dict[str, Any]) -> None:
-    job = running(policy=rungs({**RESTART, "when": "HEALTHY", "tries": 1}, {**rung, "when": "HEALTHY"}, FAIL, cause="HANG"))
+def test_a_rung_on_nodes_is_passed_by_where_an_examination_has_found_nobody(
+    rung: dict[str, Any],
+) -> None:
+    job = running(
+        policy=rungs(
+            {**RESTART, "when": "HEALTHY", "tries": 1},
+            {**rung, "when": "HEALTHY"},
+            FAIL,
+            cause="HANG",
+        )
+    )
     well = found(n1="HEALTHY", n2="HEALTHY")
-    walk(job, (hung(), "EXAMINE n1 n2"), (well, "RESTART_IN_PLACE"), (hung(), "EXAMINE n1 n2"), (well, "FAILED 1"))
+    walk(
+        job,
+        (hung(), "EXAMINE n1 n2"),
+        (well, "RESTART_IN_PLACE"),
+        (hung(), "EXAMINE n1 n2"),
+        (well, "FAILED 1"),
+    )
 
 
 def test_an_examination_never_sends_the_ladder_back_to_a_rung_that_was_passed() -> None:
     """The suspects are others after it, and their tries are not used; the question was what comes after those."""
-    job = running(policy=rungs({**RESTART, "tries": 1, "key": ["cause", "node"]}, {**SICK, "isolate": True}, FAIL, cause="HANG"))
+    job = running(
+        policy=rungs(
+            {**RESTART, "tries": 1, "key": ["cause", "node"]},
+            {**SICK, "isolate": True},
+            FAIL,
+            cause="HANG",
+        )
+    )
     job = walk(job, (hung(), "RESTART_IN_PLACE"), (hung(), "EXAMINE n1 n2"))
     walk(job, (found(n1="HEALTHY", n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"))
 
@@ -113,7 +206,9 @@ def test_a_late_verdict_is_ignored() -> None:
     job = walk(job, (raised(), "EXAMINE n2"), (this(DeadlinePassed()), "RESTART_IN_PLACE"))
     walk(job, (found(n2="UNHEALTHY"), "IGNORE"))
     asked = walk(
-        running(policy=rungs({**REBOOT, "when": "UNKNOWN"}, FAIL)), (raised(), "EXAMINE n2"), (this(DeadlinePassed()), "REBOOT_NODE n2")
+        running(policy=rungs({**REBOOT, "when": "UNKNOWN"}, FAIL)),
+        (raised(), "EXAMINE n2"),
+        (this(DeadlinePassed()), "REBOOT_NODE n2"),
     )
     after = walk(asked, (found(n2="HEALTHY"), "IGNORE"))
     assert after == asked
@@ -121,29 +216,49 @@ def test_a_late_verdict_is_ignored() -> None:
 
 # --- repairs -------------------------------------------------------------------------------------------------------------------------
 
-REPAIRS = [{**RESET, "tries": 2, "key": ["node", "gpu", "code"], "spends": False}, {**REBOOT, "tries": 1}, {**REPLACE, "isolate": True}]
+REPAIRS = [
+    {**RESET, "tries": 2, "key": ["node", "gpu", "code"], "spends": False},
+    {**REBOOT, "tries": 1},
+    {**REPLACE, "isolate": True},
+]
 
 
 @pytest.mark.parametrize(
     "failure",
     [
         pytest.param((mended("refused", "it is in use"), "refused: it is in use"), id="refused"),
-        pytest.param((mended("ambiguous", "the connection broke"), "ambiguous: the connection broke"), id="ambiguous"),
+        pytest.param(
+            (mended("ambiguous", "the connection broke"), "ambiguous: the connection broke"),
+            id="ambiguous",
+        ),
         pytest.param((this(DeadlinePassed()), "did not end within 25m"), id="late"),
     ],
 )
-def test_a_repair_that_fails_goes_on_above_its_rung_and_its_try_stays_spent(failure: tuple[Any, str]) -> None:
+def test_a_repair_that_fails_goes_on_above_its_rung_and_its_try_stays_spent(
+    failure: tuple[Any, str],
+) -> None:
     fails, reason = failure
     job = walk(running(policy=rungs(*REPAIRS)), (raised(), "RESET_GPU n2"))
-    assert (job.phase, job.next.at, len(job.tries), job.restarts_spent) == (Phase.REPAIRING, at(1500), 1, 0)
+    assert (job.phase, job.next.at, len(job.tries), job.restarts_spent) == (
+        Phase.REPAIRING,
+        at(1500),
+        1,
+        0,
+    )
     job = walk(job, (fails, "REBOOT_NODE n2"))
     assert reason in job.reason
-    assert ([one.strategy for one in job.tries], job.restarts_spent) == ([Strategy.RESET_GPU, Strategy.REBOOT_NODE], 1)
+    assert ([one.strategy for one in job.tries], job.restarts_spent) == (
+        [Strategy.RESET_GPU, Strategy.REBOOT_NODE],
+        1,
+    )
     job = walk(job, (fails, "REPLACE_NODE without n2 avoiding n2"))
     assert job.restarts_spent == 2
     # The next fault begins at the bottom again, with what is left there.
     job = walk(
-        job, (raised(), "RESET_GPU n2"), (fails, "REPLACE_NODE without n2 avoiding n2"), (raised(), "REPLACE_NODE without n2 avoiding n2")
+        job,
+        (raised(), "RESET_GPU n2"),
+        (fails, "REPLACE_NODE without n2 avoiding n2"),
+        (raised(), "REPLACE_NODE without n2 avoiding n2"),
     )
     assert len(job.tries) == 6
 
@@ -153,14 +268,22 @@ def test_a_repair_that_is_done_launches_again_in_place_for_no_further_try() -> N
     generation = job.generation
     job, decision = step(job, mended()(job))
     assert isinstance(decision, Relaunch)
-    assert (decision.generation, decision.take, decision.keep_nodes, decision.without) == (generation + 1, None, True, ())
+    assert (decision.generation, decision.take, decision.keep_nodes, decision.without) == (
+        generation + 1,
+        None,
+        True,
+        (),
+    )
     assert decision.reason == "RESET_GPU of n2 is done: boot id b1 is b2"
     assert (job.phase, job.recovering, len(job.tries)) == (Phase.LAUNCHING, None, 1)
 
 
 def test_a_rung_whose_repair_failed_is_passed_by_for_this_fault_only() -> None:
     job = walk(
-        running(policy=rungs({**RESET, "tries": 9}, FAIL)), (raised(), "RESET_GPU n2"), (mended(), "LAUNCH"), (raised(), "RESET_GPU n2")
+        running(policy=rungs({**RESET, "tries": 9}, FAIL)),
+        (raised(), "RESET_GPU n2"),
+        (mended(), "LAUNCH"),
+        (raised(), "RESET_GPU n2"),
     )
     walk(job, (mended("refused"), "FAILED 1"))
 
@@ -174,7 +297,11 @@ def test_a_late_end_of_a_repair_is_ignored() -> None:
 @pytest.mark.parametrize("outcome", ["done", "refused", "ambiguous"])
 def test_the_late_end_of_one_repair_is_not_taken_for_that_of_the_next(outcome: Any) -> None:
     """Or ranks would be launched on a node that is being rebooted."""
-    job = walk(running(policy=rungs(*REPAIRS)), (raised(), "RESET_GPU n2"), (this(DeadlinePassed()), "REBOOT_NODE n2"))
+    job = walk(
+        running(policy=rungs(*REPAIRS)),
+        (raised(), "RESET_GPU n2"),
+        (this(DeadlinePassed()), "REBOOT_NODE n2"),
+    )
     late = RepairEnded(1, Strategy.RESET_GPU, ("n2",), outcome, "it took its time")
     walk(job, (this(late), "IGNORE"))
 
@@ -182,7 +309,11 @@ def test_the_late_end_of_one_repair_is_not_taken_for_that_of_the_next(outcome: A
 @pytest.mark.parametrize(
     ("doing", "job"),
     [
-        pytest.param("EXAMINING", walk(running(policy=rungs(SICK, FAIL)), (raised(), "EXAMINE n2")), id="while nodes are examined"),
+        pytest.param(
+            "EXAMINING",
+            walk(running(policy=rungs(SICK, FAIL)), (raised(), "EXAMINE n2")),
+            id="while nodes are examined",
+        ),
         pytest.param(
             "REPAIRING",
             walk(running(policy=rungs({**REBOOT, "tries": 1}, FAIL)), (raised(), "REBOOT_NODE n2")),
@@ -197,10 +328,14 @@ def test_the_late_end_of_one_repair_is_not_taken_for_that_of_the_next(outcome: A
         pytest.param(hung(), id="a hang"),
         pytest.param(gone("n1"), id="a node out of reach"),
         pytest.param(back("n2"), id="a node that answers again"),
-        pytest.param(lambda job: StepReached(job.generation, 9, T0), id="a step reached before the fault"),
+        pytest.param(
+            lambda job: StepReached(job.generation, 9, T0), id="a step reached before the fault"
+        ),
     ],
 )
-def test_what_is_still_heard_of_the_broken_generation_interrupts_nothing(doing: str, job: JobState, echo: Any) -> None:
+def test_what_is_still_heard_of_the_broken_generation_interrupts_nothing(
+    doing: str, job: JobState, echo: Any
+) -> None:
     """Examining and repairing keep the generation's number, so what other watches report of it is not stale by that."""
     after, _ = step(job, echo(job), at(1))
     assert (after.phase, after.recovering, after.tries) == (doing, job.recovering, job.tries)

@@ -25,7 +25,14 @@ TORCHRUN = (
 
 
 def told(group_rank: int = 1, master: tuple[str, int] = MASTER, **written: Any) -> tuple[str, ...]:
-    given = spec(**{"nproc_per_node": 8, "launcher": "torchrun", "command": ["python", "train.py"], **written})
+    given = spec(
+        **{
+            "nproc_per_node": 8,
+            "launcher": "torchrun",
+            "command": ["python", "train.py"],
+            **written,
+        }
+    )
     return launcher_command(given, group_rank, 2, master, "10.0.0.2", "j-1-3").launcher
 
 
@@ -33,7 +40,9 @@ def test_torchrun_is_told_who_is_who_and_to_restart_nothing() -> None:
     assert told() == ("python", "-m", "torch.distributed.run", *TORCHRUN)
 
 
-@pytest.mark.parametrize("command", ["python", "python3", "python3.11", "/opt/conda/bin/python", "./env/bin/python3"])
+@pytest.mark.parametrize(
+    "command", ["python", "python3", "python3.11", "/opt/conda/bin/python", "./env/bin/python3"]
+)
 def test_the_python_of_the_ranks_runs_the_launcher(command: str) -> None:
     assert told(command=[command, "train.py"])[:3] == (command, "-m", "torch.distributed.run")
 
@@ -69,7 +78,11 @@ def test_an_address_with_colons_is_put_in_brackets() -> None:
 
 def test_what_a_launcher_would_substitute_is_written_so_that_it_stays() -> None:
     given = spec(launcher="torchrun", command=["sh", "-c", "echo $RANK ${local_rank} $$"])
-    assert launcher_command(given, 0, 1, MASTER, "10.0.0.1", "j").rank == ("sh", "-c", "echo $$RANK $${local_rank} $$$$")
+    assert launcher_command(given, 0, 1, MASTER, "10.0.0.1", "j").rank == (
+        "sh",
+        "-c",
+        "echo $$RANK $${local_rank} $$$$",
+    )
 
 
 SAMPLES = Path(__file__).parent / "samples" / "launchers"
@@ -97,10 +110,18 @@ def test_a_log_without_the_block_is_read_by_its_lines() -> None:
         pytest.param(["No module named torch"], (), id="it failed by itself"),
         pytest.param(BLOCK[:1], (Failure(26130, None, 9),), id="it was ended before it said more"),
         pytest.param(BLOCK[-9:], (KILLED,), id="the beginning was cut off"),
-        pytest.param([*BLOCK[:1], *BLOCK[-9:-5]], (Failure(26130, None, 9),), id="the end was cut off"),
+        pytest.param(
+            [*BLOCK[:1], *BLOCK[-9:-5]], (Failure(26130, None, 9),), id="the end was cut off"
+        ),
         pytest.param([*BLOCK, *BLOCK], (KILLED, *OTHERS), id="it said so twice"),
-        pytest.param(["failed (exitcode: 93) local_rank: 0 (pid: 7) of fn: main"], (Failure(7, 93, None),), id="a code is no signal"),
+        pytest.param(
+            ["failed (exitcode: 93) local_rank: 0 (pid: 7) of fn: main"],
+            (Failure(7, 93, None),),
+            id="a code is no signal",
+        ),
     ],
 )
-def test_what_is_left_of_a_log_is_believed_and_no_more(lines: list[str], expected: tuple[Failure, ...]) -> None:
+def test_what_is_left_of_a_log_is_believed_and_no_more(
+    lines: list[str], expected: tuple[Failure, ...]
+) -> None:
     assert failures(lines) == expected

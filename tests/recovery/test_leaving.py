@@ -26,7 +26,20 @@ from relaunch.job.events import (
 from relaunch.job.ladder import left_with
 from relaunch.job.state import Ignore, JobState, Leaving, Phase, Relaunch, Slot
 from relaunch.spec.policy import preset
-from tests.recovery.builders import T0, at, error, exited, fault, new_job, play, raised, running, step, this, walk
+from tests.recovery.builders import (
+    T0,
+    at,
+    error,
+    exited,
+    fault,
+    new_job,
+    play,
+    raised,
+    running,
+    step,
+    this,
+    walk,
+)
 from tests.recovery.generated import searched
 from tests.recovery.streams import Choice, Move, Run
 
@@ -50,17 +63,37 @@ def asked(job: JobState | None = None) -> JobState:
 def test_it_leaves_right_after_its_next_finished_checkpoint_and_spends_nothing() -> None:
     before = asked()
     job, decision = step(before, saved(before), at(60))
-    assert decision == Relaunch(2, "carol wants n2: swap its PSU; checkpoint of step 120 is saved", without=("n2",))
-    assert (job.phase, job.restarts_spent, job.tries, job.incident, job.incidents) == (Phase.LAUNCHING, 0, (), None, ())
+    assert decision == Relaunch(
+        2, "carol wants n2: swap its PSU; checkpoint of step 120 is saved", without=("n2",)
+    )
+    assert (job.phase, job.restarts_spent, job.tries, job.incident, job.incidents) == (
+        Phase.LAUNCHING,
+        0,
+        (),
+        None,
+        (),
+    )
     assert left_out(job, at(60)) == ("n2",)
     job, _ = step(job, NodesAcquired((Slot("n1", "10.0.0.1"), Slot("n3", "10.0.0.3"))), at(61))
     assert job.leaving == ()
 
 
-def test_all_nodes_that_are_wanted_are_left_at_one_checkpoint_but_for_those_that_somebody_holds_on_to() -> None:
-    job, _ = play(running(nodes=4), PSU, replace(PSU, node="n3", reason=""), replace(PSU, node="n4"), replace(NO, node="n4"))
+def test_all_nodes_that_are_wanted_are_left_at_one_checkpoint_but_for_those_that_somebody_holds_on_to() -> (
+    None
+):
+    job, _ = play(
+        running(nodes=4),
+        PSU,
+        replace(PSU, node="n3", reason=""),
+        replace(PSU, node="n4"),
+        replace(NO, node="n4"),
+    )
     _, decision = step(job, saved(job), at(60))
-    assert decision == Relaunch(2, "carol wants n2: swap its PSU; carol wants n3; checkpoint of step 120 is saved", without=("n2", "n3"))
+    assert decision == Relaunch(
+        2,
+        "carol wants n2: swap its PSU; carol wants n3; checkpoint of step 120 is saved",
+        without=("n2", "n3"),
+    )
 
 
 def test_a_checkpoint_that_nobody_waits_for_changes_nothing() -> None:
@@ -81,8 +114,12 @@ def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
 def test_a_no_keeps_it_there_whatever_checkpoints_pass_until_it_has_to() -> None:
     job, decision = step(asked(), NO, at(10))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
-    assert job.leaving == (Leaving("n2", "swap its PSU", "carol", at(7200), "alice said no: evaluation ends at noon"),)
-    assert job.notices[-1] == f"alice said that n2 is not left before {UNTIL}: evaluation ends at noon"
+    assert job.leaving == (
+        Leaving("n2", "swap its PSU", "carol", at(7200), "alice said no: evaluation ends at noon"),
+    )
+    assert (
+        job.notices[-1] == f"alice said that n2 is not left before {UNTIL}: evaluation ends at noon"
+    )
     assert at_checkpoint(job) == ()
     _, decision = step(job, DrainDue("n2"), at(7200))
     assert decision == Relaunch(2, "carol wants n2: swap its PSU", without=("n2",))
@@ -93,7 +130,10 @@ def test_a_no_holds_over_its_own_relaunches_until_the_time_is_over() -> None:
     job = walk(job, (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert (left_out(job, at(7199)), left_out(job, at(7200))) == ((), ("n2",))
     assert [slot.node for slot in left_with(job, ())] == ["n1", "n2"]
-    assert claim(job, 3, keep=("n1", "n2")).stays == ("n2",) and claim(job, 3, keep=("n1",)).stays == ()
+    assert (
+        claim(job, 3, keep=("n1", "n2")).stays == ("n2",)
+        and claim(job, 3, keep=("n1",)).stays == ()
+    )
     job, _ = step(job, NodesAcquired(job.slots), at(21))
     assert job.leaving[0].denied, "it is there still, and so is the no"
     elastic = step(step(running(nodes={"min": 1, "max": 2}), PSU)[0], NO)[0]
@@ -109,18 +149,24 @@ def test_a_job_that_may_go_is_launched_without_the_node_by_any_relaunch_of_its_o
 
 def test_an_approval_has_it_leave_at_once() -> None:
     job, decision = step(asked(), NOW, at(10))
-    assert decision == Relaunch(2, "carol wants n2: swap its PSU; bob said: now (go ahead)", without=("n2",))
+    assert decision == Relaunch(
+        2, "carol wants n2: swap its PSU; bob said: now (go ahead)", without=("n2",)
+    )
     assert job.notices[0] == "carol wants n2 by 2026-11-21T05:00+00:00: swap its PSU"
     assert "bob said that n2 is left now: go ahead" in job.notices
     _, decision = step(asked(), Answered("approve", "", "", node="n2"), at(10))
-    assert decision == Relaunch(2, "carol wants n2: swap its PSU; a person said: now", without=("n2",))
+    assert decision == Relaunch(
+        2, "carol wants n2: swap its PSU; a person said: now", without=("n2",)
+    )
 
 
 def test_an_approval_takes_a_no_back_also_while_something_else_is_done() -> None:
     job, _ = step(asked(), NO, at(10))
     job, decision = step(replace(job, phase=Phase.LAUNCHING), NOW, at(20))
     assert isinstance(decision, Ignore) and job.phase is Phase.LAUNCHING
-    assert job.leaving == (Leaving("n2", "swap its PSU", "carol", at(20)),), "its time is over, and a timer says so as soon as it runs"
+    assert job.leaving == (Leaving("n2", "swap its PSU", "carol", at(20)),), (
+        "its time is over, and a timer says so as soon as it runs"
+    )
     assert left_out(job, at(20)) == ("n2",)
     assert may_answer(job, "deny", at(20), "n2") == "it had to leave n2 by 2026-11-21 03:00 UTC"
 
@@ -146,7 +192,11 @@ def test_a_node_that_nobody_wants_cannot_be_answered_for() -> None:
 def test_what_a_person_says_of_a_node_is_no_answer_to_what_the_job_asks() -> None:
     job = replace(asked(), phase=Phase.WAITING_FOR_PERSON)
     after, decision = step(job, NO, at(10))
-    assert isinstance(decision, Ignore) and after.phase is Phase.WAITING_FOR_PERSON and after.leaving[0].denied
+    assert (
+        isinstance(decision, Ignore)
+        and after.phase is Phase.WAITING_FOR_PERSON
+        and after.leaving[0].denied
+    )
 
 
 # --- asked again, and not any more
@@ -179,10 +229,14 @@ def test_what_comes_next_says_who_wants_what_until_when_and_what_may_be_said() -
     job = asked()
     wants = f"carol wants n2 by {UNTIL}: swap its PSU"
     at_once = "`answer llama approve --node n2`: at once"
-    assert pending(job) == (f"{wants}; it leaves at the next checkpoint ({at_once}; `answer llama deny --node n2`: not before 05:00)",)
+    assert pending(job) == (
+        f"{wants}; it leaves at the next checkpoint ({at_once}; `answer llama deny --node n2`: not before 05:00)",
+    )
     assert what_next(job) == f"{job.next.what}; {pending(job)[0]}"
     denied, _ = step(job, NO, at(10))
-    assert pending(denied) == (f"{wants}; alice said no: evaluation ends at noon; it leaves then ({at_once})",)
+    assert pending(denied) == (
+        f"{wants}; alice said no: evaluation ends at noon; it leaves then ({at_once})",
+    )
     nameless, _ = step(running(), DrainRequested("n2", "", "", at(7200)))
     assert pending(nameless)[0].startswith(f"a person wants n2 by {UNTIL}; it leaves at")
     assert what_next(running()) == running().next.what
@@ -192,7 +246,9 @@ def test_when_a_rack_is_drained_what_comes_next_stays_one_line() -> None:
     job = running(nodes=8)
     for slot in job.slots:
         job, _ = step(job, replace(PSU, node=slot.node))
-    assert what_next(job).count("carol wants") == NAMED and what_next(job).endswith("; 4 more nodes are wanted")
+    assert what_next(job).count("carol wants") == NAMED and what_next(job).endswith(
+        "; 4 more nodes are wanted"
+    )
 
 
 def test_a_job_that_has_ended_leaves_nothing() -> None:
@@ -210,10 +266,18 @@ def test_a_fault_meanwhile_is_decided_as_ever_and_its_launch_leaves_the_node_too
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2**16), st.sampled_from(("leave", "answer", "answer", "watch", "people"))), min_size=10, max_size=40)
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**16), st.sampled_from(("leave", "answer", "answer", "watch", "people"))
+        ),
+        min_size=10,
+        max_size=40,
+    )
 )
 @searched(25)
-def test_leaving_spends_nothing_and_accuses_nobody_whatever_else_happens(moves: list[tuple[int, Any]]) -> None:
+def test_leaving_spends_nothing_and_accuses_nobody_whatever_else_happens(
+    moves: list[tuple[int, Any]],
+) -> None:
     run = Run(preset("default"), nodes={"min": 1, "max": 3})
     for number, kind in moves:
         choice = Choice(number)
@@ -221,13 +285,25 @@ def test_leaving_spends_nothing_and_accuses_nobody_whatever_else_happens(moves: 
             Move(kind, number, timedelta(seconds=choice.among((0, 1, 600)))).do(run)
             continue
         node = choice.among([slot.node for slot in run.job.slots] or ["n1"])
-        wanted = (replace(PSU, node=node, until=run.now + timedelta(hours=1)), DrainCancelled(node, ""), DrainDue(node))
+        wanted = (
+            replace(PSU, node=node, until=run.now + timedelta(hours=1)),
+            DrainCancelled(node, ""),
+            DrainDue(node),
+        )
         said = (replace(NO, node=node), replace(NOW, node=node))
         before = run.job
-        turn = run.take(choice.among((*wanted[:1], CheckpointSaved(before.generation, 9, run.now), *said, *wanted[1:])))
+        turn = run.take(
+            choice.among(
+                (*wanted[:1], CheckpointSaved(before.generation, 9, run.now), *said, *wanted[1:])
+            )
+        )
         assert isinstance(turn.decision, Ignore | Relaunch)
         if isinstance(turn.decision, Relaunch):
-            assert before.phase is Phase.RUNNING and turn.decision.without and turn.decision.take is None
+            assert (
+                before.phase is Phase.RUNNING
+                and turn.decision.without
+                and turn.decision.take is None
+            )
             spent = (run.job.restarts_spent, run.job.tries, run.job.incidents, run.job.avoided)
             assert spent == (before.restarts_spent, before.tries, before.incidents, before.avoided)
         assert what_next(run.job).startswith(run.job.next.what)

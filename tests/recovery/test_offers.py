@@ -24,14 +24,44 @@ def offers(desk: Desk) -> dict[str, list[str]]:
     return {tell.job: list(tell.offer.nodes) for tell in desk.of(TellOffer)}
 
 
-def goes_on(desk: Desk, job: str, keep: tuple[str, ...], seq: int, *, most: int = 4, after: float = 60, **more: Any) -> None:
+def goes_on(
+    desk: Desk,
+    job: str,
+    keep: tuple[str, ...],
+    seq: int,
+    *,
+    most: int = 4,
+    after: float = 60,
+    **more: Any,
+) -> None:
     """The job runs on these, and would take more some time from now."""
     at = desk.now + timedelta(seconds=after)
-    desk.claim(job, len(keep), seq=seq, keep=keep, most=most, had=len(keep), more_at=at, running=True, **more)
+    desk.claim(
+        job,
+        len(keep),
+        seq=seq,
+        keep=keep,
+        most=most,
+        had=len(keep),
+        more_at=at,
+        running=True,
+        **more,
+    )
 
 
-def asks(desk: Desk, job: str, keep: tuple[str, ...], seq: int, *, fewest: int = 2, most: int = 4, **more: Any) -> None:
-    desk.claim(job, fewest, seq=seq, keep=keep, most=most, **{"had": len(keep), "running": True, **more})
+def asks(
+    desk: Desk,
+    job: str,
+    keep: tuple[str, ...],
+    seq: int,
+    *,
+    fewest: int = 2,
+    most: int = 4,
+    **more: Any,
+) -> None:
+    desk.claim(
+        job, fewest, seq=seq, keep=keep, most=most, **{"had": len(keep), "running": True, **more}
+    )
 
 
 def short(*specs: FleetNode, has: tuple[str, ...] = ("n1", "n2"), **limits: Any) -> Desk:
@@ -110,7 +140,9 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_makes_no_job_larger() -> Non
     assert offers(desk) == {"a": ["n2"]}, "and not the other spare"
 
 
-def test_what_replaces_a_lost_node_comes_before_those_who_wait_and_what_would_be_more_does_not() -> None:
+def test_what_replaces_a_lost_node_comes_before_those_who_wait_and_what_would_be_more_does_not() -> (
+    None
+):
     desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5"))
     desk.claim("a", 1, most=2)
     goes_on(desk, "a", ("n1", "n2"), 2, most=2)
@@ -127,7 +159,9 @@ def test_a_job_alone_is_given_what_is_free_when_it_is_launched_anew_anyway() -> 
 
 
 @pytest.mark.parametrize("why", ["the breaker", "a fleet begun anew"])
-def test_s3_3_a_job_that_can_run_waits_for_no_breaker_and_for_no_fleet_that_begins(why: str) -> None:
+def test_s3_3_a_job_that_can_run_waits_for_no_breaker_and_for_no_fleet_that_begins(
+    why: str,
+) -> None:
     desk = Desk(*FOUR, nodes_out=1, begun=why == "the breaker")
     if why == "the breaker":
         desk.claim("x", 0, suspects=(suspect("n3", isolate=True), suspect("n4", isolate=True)))
@@ -188,7 +222,11 @@ def test_s3_3_what_is_free_is_offered_when_the_job_has_run_for_long_enough_and_n
     desk.wait(seconds=1)
     assert offers(desk) == {"a": ["n3", "n4"]}
     (tell,) = desk.of(TellOffer)
-    assert (tell.offer.submission, tell.offer.seq, tell.offer.until) == (1, 2, desk.now + OFFER_HOLDS)
+    assert (tell.offer.submission, tell.offer.seq, tell.offer.until) == (
+        1,
+        2,
+        desk.now + OFFER_HOLDS,
+    )
     assert desk.wait(seconds=1) == []
 
 
@@ -319,7 +357,10 @@ def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -
 
 
 def test_an_offer_ends_when_the_job_says_that_it_goes_on_without_or_ends() -> None:
-    for last in (lambda desk: goes_on(desk, "a", ("n1", "n2"), 3), lambda desk: desk.go(JobsClosed((("a", 1),)))):
+    for last in (
+        lambda desk: goes_on(desk, "a", ("n1", "n2"), 3),
+        lambda desk: desk.go(JobsClosed((("a", 1),))),
+    ):
         desk = short()
         desk.wait(seconds=61)
         desk.claim("b", 2)

@@ -37,7 +37,12 @@ from relaunch.job.places import (
 from relaunch.job.state import Ask, JobState, Phase, Slot, Wait
 from tests.recovery.builders import T0, new_job, play
 
-TOLD: dict[str, Any] = {"machine": "f29984fb3bef03b3", "boot_id": "9df949fd-71a9", "uid": 1000, "state": "0ff05658b13ac7aa"}
+TOLD: dict[str, Any] = {
+    "machine": "f29984fb3bef03b3",
+    "boot_id": "9df949fd-71a9",
+    "uid": 1000,
+    "state": "0ff05658b13ac7aa",
+}
 STARTED = Place("f29984fb3bef03b3", "1" * 12, 1000, "0ff05658b13ac7aa")
 ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
 
@@ -52,9 +57,15 @@ ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
             "from another machine than the one generation 3 was started on (machine aa111111, was f29984fb)",
         ),
         (replace(STARTED, machine="aa", boot_id="2" * 12), "from another machine"),
-        (replace(STARTED, uid=0), "as another user than the one generation 3 was started as (uid 0, was 1000)"),
+        (
+            replace(STARTED, uid=0),
+            "as another user than the one generation 3 was started as (uid 0, was 1000)",
+        ),
         (replace(STARTED, uid=0, state="other"), "as another user"),
-        (replace(STARTED, state="other"), "its agent does not have the state that generation 3 was started from"),
+        (
+            replace(STARTED, state="other"),
+            "its agent does not have the state that generation 3 was started from",
+        ),
         (replace(STARTED, state="other", boot_id="2" * 12), "its agent does not have the state"),
         (replace(STARTED, state=""), "its agent does not have the state"),
         (None, "n2 answers without saying where it runs"),
@@ -80,7 +91,9 @@ def test_what_an_agent_tells_is_read_and_written_back() -> None:
     place = parse_place(TOLD)
     assert place is not None
     assert (place.machine, place.uid, place.state) == ("f29984fb3bef03b3", 1000, "0ff05658b13ac7aa")
-    assert place.boot_id != TOLD["boot_id"] and len(place.boot_id) == 12, "a digest, for it is kept for each node"
+    assert place.boot_id != TOLD["boot_id"] and len(place.boot_id) == 12, (
+        "a digest, for it is kept for each node"
+    )
     assert Place.from_text(place.text) == place
     unknown = parse_place({**TOLD, "state": ""})
     assert unknown is not None and Place.from_text(unknown.text) == unknown
@@ -114,7 +127,9 @@ def test_what_is_no_place_is_none_and_so_proves_nothing(value: object) -> None:
 
 
 def started(generation: int, submission: int = 1000, **by_node: Place) -> StartedPlaces:
-    return StartedPlaces(submission, generation, {node: place.text for node, place in by_node.items()})
+    return StartedPlaces(
+        submission, generation, {node: place.text for node, place in by_node.items()}
+    )
 
 
 def test_an_answer_must_come_from_where_each_generation_was_started() -> None:
@@ -122,7 +137,9 @@ def test_an_answer_must_come_from_where_each_generation_was_started() -> None:
     assert find_doubt(places, "n1", STARTED) is None
     assert "generation 4" in str(find_doubt(places, "n2", STARTED))
     assert "generation 3" in str(find_doubt(places, "n2", ELSEWHERE))
-    assert find_doubt(places, "n3", None) is None, "where nothing was started nothing can be doubted"
+    assert find_doubt(places, "n3", None) is None, (
+        "where nothing was started nothing can be doubted"
+    )
 
 
 def test_no_answer_proves_anything_for_a_node_whose_line_in_the_fleet_file_was_changed() -> None:
@@ -175,15 +192,21 @@ def test_a_launch_is_remembered_until_its_nodes_are_proven_clean() -> None:
     job = running()
     assert job.places == (started(3, n1=STARTED, n2=STARTED),)
     assert apply_event(job, RanksStopped(3, ("n1",), T0), T0).places == (started(3, n2=STARTED),)
-    assert apply_event(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (started(3, n1=STARTED),)
+    assert apply_event(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (
+        started(3, n1=STARTED),
+    )
     assert apply_event(job, RanksSucceeded(3), T0).places == ()
 
 
 def test_a_launch_that_completes_takes_the_place_of_all_before_it() -> None:
     job = replace(running(), generation=4)
-    assert apply_event(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (started(4, n1=ELSEWHERE),)
+    assert apply_event(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (
+        started(4, n1=ELSEWHERE),
+    )
     stale = apply_event(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
-    assert stale.places == job.places, "what is told of a generation that was given up adds to what is known"
+    assert stale.places == job.places, (
+        "what is told of a generation that was given up adds to what is known"
+    )
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -195,7 +218,10 @@ def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(faile
         if failed
         else LaunchRefused(4, (NodeRefusal("n1", "cannot_start", "x"),), places=told)
     )
-    assert apply_event(job, event, T0).places == (started(3, n2=STARTED), started(4, n1=STARTED, n2=ELSEWHERE))
+    assert apply_event(job, event, T0).places == (
+        started(3, n2=STARTED),
+        started(4, n1=STARTED, n2=ELSEWHERE),
+    )
 
 
 def test_a_launch_that_was_given_up_half_way_is_remembered() -> None:
@@ -213,7 +239,9 @@ def test_a_new_submission_goes_on_knowing_where_ranks_of_the_old_one_may_live() 
 
 def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> None:
     said = "n1 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
-    job, decision = play(running(1), NodeUnreachable(3, "n1", timedelta(minutes=3), said, is_elsewhere=True))
+    job, decision = play(
+        running(1), NodeUnreachable(3, "n1", timedelta(minutes=3), said, is_elsewhere=True)
+    )
     assert isinstance(decision, Wait)
     assert (decision.phase, decision.reason) == (Phase.NODE_LOST, f"{said}; nothing is stopped")
     assert job.incident is not None and job.incident.reason == said
@@ -228,17 +256,32 @@ def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> N
 def test_many_lost_nodes_are_told_apart_in_few_words() -> None:
     job = running(6)
     for number in range(1, 7):
-        event = NodeUnreachable(3, f"n{number}", timedelta(minutes=3), f"n{number} is elsewhere", is_elsewhere=number > 2)
+        event = NodeUnreachable(
+            3,
+            f"n{number}",
+            timedelta(minutes=3),
+            f"n{number} is elsewhere",
+            is_elsewhere=number > 2,
+        )
         job, _ = play(job, event)
     _, decision = play(job, DeadlinePassed())
     assert isinstance(decision, Ask)
-    assert decision.reason == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
+    assert (
+        decision.reason
+        == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
+    )
 
 
-def test_a_node_that_was_prepared_elsewhere_is_lost_with_the_ranks_that_may_live_where_it_was() -> None:
+def test_a_node_that_was_prepared_elsewhere_is_lost_with_the_ranks_that_may_live_where_it_was() -> (
+    None
+):
     job = replace(running(), generation=4, phase=Phase.LAUNCHING)
     said = "n2 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
-    job, decision = play(job, LaunchFailed(4, ("n2",), False, timedelta(0), said, elsewhere=("n2",)))
-    assert [(lost.node, lost.reason, lost.is_elsewhere) for lost in job.lost] == [("n2", said, True)]
+    job, decision = play(
+        job, LaunchFailed(4, ("n2",), False, timedelta(0), said, elsewhere=("n2",))
+    )
+    assert [(lost.node, lost.reason, lost.is_elsewhere) for lost in job.lost] == [
+        ("n2", said, True)
+    ]
     assert said in decision.reason
     assert job.places == (started(3, n1=STARTED, n2=STARTED),)

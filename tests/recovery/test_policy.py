@@ -33,17 +33,34 @@ EXAMPLE = {
     "healthy_for": "1h",
     "causes": {
         "GPU_RESET": [
-            {"strategy": "RESET_GPU", "tries": 3, "window": "24h", "key": ["node", "gpu", "code"], "spends": False},
+            {
+                "strategy": "RESET_GPU",
+                "tries": 3,
+                "window": "24h",
+                "key": ["node", "gpu", "code"],
+                "spends": False,
+            },
             {"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True},
         ],
         "APPLICATION": [
             {"strategy": "RESTART_IN_PLACE", "tries": 3, "delay": "5s"},
-            {"strategy": "RESCHEDULE_JOB", "tries": 3, "consecutive": True, "reset_by": ["GPU_FATAL", "NODE_FAULT"]},
+            {
+                "strategy": "RESCHEDULE_JOB",
+                "tries": 3,
+                "consecutive": True,
+                "reset_by": ["GPU_FATAL", "NODE_FAULT"],
+            },
             {"strategy": "FAIL"},
         ],
     },
     "hang": {"after": "learned", "first_step": "30m", "checkpoint": "20m", "evaluation": "60m"},
-    "timeouts": {"heartbeat": "10s", "lease": "60s", "lost_after": "180s", "fence_after": "60s", "reboot": "25m"},
+    "timeouts": {
+        "heartbeat": "10s",
+        "lease": "60s",
+        "lost_after": "180s",
+        "fence_after": "60s",
+        "reboot": "25m",
+    },
     "strict_lease": False,
 }
 """As a user writes it, with most of what can be written."""
@@ -59,14 +76,36 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        pytest.param({"strategy": "GROW"}, "GROW is no answer to a fault: grow_after says when a job takes more nodes", id="GROW"),
         pytest.param(
-            {"strategy": "SHRINK", "spends": True}, "SHRINK never takes one of max_restarts: leave spends out", id="SHRINK that spends"
+            {"strategy": "GROW"},
+            "GROW is no answer to a fault: grow_after says when a job takes more nodes",
+            id="GROW",
         ),
-        pytest.param({"strategy": "FAIL", "tries": 1}, "FAIL ends a ladder: it takes no tries", id="FAIL with tries"),
-        pytest.param({"strategy": "ASK", "tries": 2}, "ASK ends a ladder: it takes no tries", id="ASK with tries"),
-        pytest.param({"strategy": "FAIL", "delay": "5s"}, "FAIL launches nothing: it takes no delay", id="FAIL with a delay"),
-        pytest.param({"strategy": "ASK", "delay": "5s"}, "ASK launches nothing: it takes no delay", id="ASK with a delay"),
+        pytest.param(
+            {"strategy": "SHRINK", "spends": True},
+            "SHRINK never takes one of max_restarts: leave spends out",
+            id="SHRINK that spends",
+        ),
+        pytest.param(
+            {"strategy": "FAIL", "tries": 1},
+            "FAIL ends a ladder: it takes no tries",
+            id="FAIL with tries",
+        ),
+        pytest.param(
+            {"strategy": "ASK", "tries": 2},
+            "ASK ends a ladder: it takes no tries",
+            id="ASK with tries",
+        ),
+        pytest.param(
+            {"strategy": "FAIL", "delay": "5s"},
+            "FAIL launches nothing: it takes no delay",
+            id="FAIL with a delay",
+        ),
+        pytest.param(
+            {"strategy": "ASK", "delay": "5s"},
+            "ASK launches nothing: it takes no delay",
+            id="ASK with a delay",
+        ),
         *(
             pytest.param(
                 {"strategy": strategy, "isolate": True},
@@ -102,7 +141,9 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
         ),
     ],
 )
-def test_a_rung_that_means_nothing_is_refused_with_a_sentence(written: dict[str, Any], expected: str) -> None:
+def test_a_rung_that_means_nothing_is_refused_with_a_sentence(
+    written: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(ValidationError) as error:
         Rung.model_validate(written)
     assert sentence(error) == f"Value error, {expected}"
@@ -114,16 +155,36 @@ def test_a_rung_that_means_nothing_is_refused_with_a_sentence(written: dict[str,
         pytest.param({"strategy": "WAIT"}, "strategy", id="a strategy nobody knows"),
         pytest.param({}, "strategy", id="no strategy"),
         pytest.param({"strategy": "RESTART_IN_PLACE", "tries": 0}, "tries", id="no tries at all"),
-        pytest.param({"strategy": "RESTART_IN_PLACE", "window": 3600}, "window", id="a duration without a unit"),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "window": 3600},
+            "window",
+            id="a duration without a unit",
+        ),
         pytest.param({"strategy": "RESTART_IN_PLACE", "delay": "soon"}, "delay", id="no duration"),
-        pytest.param({"strategy": "RESTART_IN_PLACE", "delay": "5s", "backoff": 0.5}, "backoff", id="a delay that shrinks"),
-        pytest.param({"strategy": "RESTART_IN_PLACE", "key": "rack"}, "key", id="a key nobody knows"),
-        pytest.param({"strategy": "RESTART_IN_PLACE", "when": "SICK"}, "when", id="a verdict nobody knows"),
-        pytest.param({"strategy": "RESTART_IN_PLACE", "consecutive": True, "reset_by": "LUCK"}, "reset_by", id="a cause nobody knows"),
-        pytest.param({"strategy": "RESTART_IN_PLACE", "retries": 3}, "retries", id="a word nobody knows"),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "delay": "5s", "backoff": 0.5},
+            "backoff",
+            id="a delay that shrinks",
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "key": "rack"}, "key", id="a key nobody knows"
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "when": "SICK"}, "when", id="a verdict nobody knows"
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "consecutive": True, "reset_by": "LUCK"},
+            "reset_by",
+            id="a cause nobody knows",
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "retries": 3}, "retries", id="a word nobody knows"
+        ),
     ],
 )
-def test_a_rung_with_a_wrong_word_is_refused_where_it_stands(written: dict[str, Any], where: str) -> None:
+def test_a_rung_with_a_wrong_word_is_refused_where_it_stands(
+    written: dict[str, Any], where: str
+) -> None:
     with pytest.raises(ValidationError) as error:
         Rung.model_validate(written)
     assert {one["loc"][0] for one in error.value.errors()} == {where}
@@ -151,9 +212,18 @@ def test_one_bare_word_is_a_list_of_one(key: str, bare: str, listed: tuple[str, 
     [
         ({"strategy": "REBOOT_NODE"}, "REBOOT_NODE"),
         ({"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, "REPLACE_NODE when UNHEALTHY"),
-        ({"strategy": "REPLACE_NODE", "when": ["HEALTHY", "UNKNOWN"]}, "REPLACE_NODE when HEALTHY or UNKNOWN"),
-        ({"strategy": "REBOOT_NODE", "codes": ["exit 1", "Xid 79"]}, "REBOOT_NODE for exit 1, Xid 79"),
-        ({"strategy": "REBOOT_NODE", "when": "UNHEALTHY", "codes": "exit 1"}, "REBOOT_NODE when UNHEALTHY for exit 1"),
+        (
+            {"strategy": "REPLACE_NODE", "when": ["HEALTHY", "UNKNOWN"]},
+            "REPLACE_NODE when HEALTHY or UNKNOWN",
+        ),
+        (
+            {"strategy": "REBOOT_NODE", "codes": ["exit 1", "Xid 79"]},
+            "REBOOT_NODE for exit 1, Xid 79",
+        ),
+        (
+            {"strategy": "REBOOT_NODE", "when": "UNHEALTHY", "codes": "exit 1"},
+            "REBOOT_NODE when UNHEALTHY for exit 1",
+        ),
     ],
 )
 def test_a_rung_is_called_by_what_it_does_and_when(written: dict[str, Any], label: str) -> None:
@@ -174,7 +244,11 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
     ("written", "expected"),
     [
         pytest.param([], ["it has no rungs: at least one, such as {strategy: FAIL}"], id="empty"),
-        pytest.param([RESTART, FAIL], ["rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"], id="an endless rung"),
+        pytest.param(
+            [RESTART, FAIL],
+            ["rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"],
+            id="an endless rung",
+        ),
         pytest.param(
             [{**RESTART, "tries": 1}, {"strategy": "ASK"}, FAIL],
             ["rung 2 (ASK) ends the ladder, so rung 3 is never reached"],
@@ -190,12 +264,26 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
         ),
         pytest.param(
             [{**RESTART, "tries": 1}, {**RESTART, "tries": 2, "window": "1h"}],
-            ["rungs 1 and 2 are both RESTART_IN_PLACE, and would count each other's tries: make them one"],
+            [
+                "rungs 1 and 2 are both RESTART_IN_PLACE, and would count each other's tries: make them one"
+            ],
             id="twice the same",
         ),
-        pytest.param([{**RESTART, "tries": 1}, {**RESTART, "when": "HEALTHY", "tries": 1}, FAIL], [], id="the same, but when"),
-        pytest.param([{**RESTART, "codes": "exit 1"}, {**RESTART, "codes": "exit 2"}, FAIL], [], id="the same, but for whom"),
-        pytest.param([{**FAIL, "when": "HEALTHY"}, {**FAIL, "codes": "exit 2"}, RESTART], [], id="an end on a condition"),
+        pytest.param(
+            [{**RESTART, "tries": 1}, {**RESTART, "when": "HEALTHY", "tries": 1}, FAIL],
+            [],
+            id="the same, but when",
+        ),
+        pytest.param(
+            [{**RESTART, "codes": "exit 1"}, {**RESTART, "codes": "exit 2"}, FAIL],
+            [],
+            id="the same, but for whom",
+        ),
+        pytest.param(
+            [{**FAIL, "when": "HEALTHY"}, {**FAIL, "codes": "exit 2"}, RESTART],
+            [],
+            id="an end on a condition",
+        ),
         pytest.param([RESTART], [], id="one endless rung"),
         *(
             pytest.param(
@@ -207,14 +295,19 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
         ),
     ],
 )
-def test_what_in_a_ladder_can_never_happen(written: list[dict[str, Any]], expected: list[str]) -> None:
+def test_what_in_a_ladder_can_never_happen(
+    written: list[dict[str, Any]], expected: list[str]
+) -> None:
     assert impossible_ladder(ladder(*written)) == expected
 
 
 def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
     with pytest.raises(ValidationError) as error:
         resolve({"causes": {"STORAGE": [RESTART, FAIL]}})
-    assert sentence(error) == "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"
+    assert (
+        sentence(error)
+        == "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,14 +315,26 @@ def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
     [
         pytest.param("HANG", "HANG", "HANG", id="itself"),
         pytest.param("HANG", ["PROGRESS", "NETWORK", "HANG"], "HANG", id="itself among others"),
-        pytest.param("UNKNOWN", ["GPU_FATAL", "STORAGE"], "STORAGE", id="a cause without a ladder of its own, which has that of UNKNOWN"),
+        pytest.param(
+            "UNKNOWN",
+            ["GPU_FATAL", "STORAGE"],
+            "STORAGE",
+            id="a cause without a ladder of its own, which has that of UNKNOWN",
+        ),
     ],
 )
-def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(cause: str, reset_by: Any, named: str) -> None:
+def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(
+    cause: str, reset_by: Any, named: str
+) -> None:
     rung = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
     with pytest.raises(ValidationError) as error:
-        Policy.model_validate({"causes": {"UNKNOWN": [FAIL], "GPU_FATAL": [FAIL], cause: [rung, FAIL]}})
-    assert sentence(error) == f"Value error, causes.{cause}: reset_by names {named}, which this ladder serves: no row would ever grow"
+        Policy.model_validate(
+            {"causes": {"UNKNOWN": [FAIL], "GPU_FATAL": [FAIL], cause: [rung, FAIL]}}
+        )
+    assert (
+        sentence(error)
+        == f"Value error, causes.{cause}: reset_by names {named}, which this ladder serves: no row would ever grow"
+    )
 
 
 @pytest.mark.parametrize("written", ["default", None, 3, []])
@@ -242,7 +347,10 @@ def test_what_is_no_mapping_is_no_policy(written: Any) -> None:
 def test_a_policy_without_a_ladder_for_unknown_is_refused() -> None:
     with pytest.raises(ValidationError) as error:
         Policy.model_validate({"causes": {"HANG": [FAIL]}})
-    assert sentence(error) == "Value error, causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own"
+    assert (
+        sentence(error)
+        == "Value error, causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own"
+    )
 
 
 def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
@@ -258,25 +366,36 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
     ("timeouts", "hang", "expected"),
     [
         pytest.param({}, {}, [], id="as they are by default"),
-        pytest.param({"heartbeat": "0s"}, {}, ["timeouts.heartbeat is 0s: it must be more"], id="no heartbeat"),
+        pytest.param(
+            {"heartbeat": "0s"},
+            {},
+            ["timeouts.heartbeat is 0s: it must be more"],
+            id="no heartbeat",
+        ),
         pytest.param(
             {"lease": "29s"},
             {},
-            ["timeouts.lease is 29s and timeouts.heartbeat 10s: two lost heartbeats would end the lease; set lease to at least 30s"],
+            [
+                "timeouts.lease is 29s and timeouts.heartbeat 10s: two lost heartbeats would end the lease; set lease to at least 30s"
+            ],
             id="a short lease",
         ),
         pytest.param({"lease": "30s"}, {}, [], id="the shortest lease"),
         pytest.param(
             {"lost_after": "19s"},
             {},
-            ["timeouts.lost_after is 19s and timeouts.heartbeat 10s: one late heartbeat would lose a node; set lost_after to at least 20s"],
+            [
+                "timeouts.lost_after is 19s and timeouts.heartbeat 10s: one late heartbeat would lose a node; set lost_after to at least 20s"
+            ],
             id="lost at once",
         ),
         pytest.param({"lost_after": "20s"}, {}, [], id="lost as soon as may be"),
         pytest.param(
             {"fence_after": "9s"},
             {},
-            ["timeouts.fence_after is 9s and timeouts.heartbeat 10s: a short silence would fence a node; set fence_after to at least 10s"],
+            [
+                "timeouts.fence_after is 9s and timeouts.heartbeat 10s: a short silence would fence a node; set fence_after to at least 10s"
+            ],
             id="fenced at once",
         ),
         pytest.param({"fence_after": "10s"}, {}, [], id="fenced as soon as may be"),
@@ -305,7 +424,11 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             [
                 f"hang.after is 2h and hang.{phase} {limit}: the longest phases would be allowed less than a step; "
                 f"set hang.{phase} to at least 2h"
-                for phase, limit in (("first_step", "30m"), ("checkpoint", "20m"), ("evaluation", "1h"))
+                for phase, limit in (
+                    ("first_step", "30m"),
+                    ("checkpoint", "20m"),
+                    ("evaluation", "1h"),
+                )
             ],
             id="every long phase is",
         ),
@@ -320,10 +443,14 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
         ),
         pytest.param({"collective": "10m"}, {"after": "11m"}, [], id="stopped after it"),
         pytest.param({"collective": "2h"}, {"after": "off"}, [], id="nobody looks for hangs"),
-        pytest.param({"collective": "2h"}, {"after": "learned"}, [], id="a learned limit cannot be compared"),
+        pytest.param(
+            {"collective": "2h"}, {"after": "learned"}, [], id="a learned limit cannot be compared"
+        ),
     ],
 )
-def test_timeouts_that_cannot_hold_together(timeouts: dict[str, str], hang: dict[str, str], expected: list[str]) -> None:
+def test_timeouts_that_cannot_hold_together(
+    timeouts: dict[str, str], hang: dict[str, str], expected: list[str]
+) -> None:
     found = impossible_timeouts(Timeouts.model_validate(timeouts), HangLimits.model_validate(hang))
     assert found == expected
     if expected:
@@ -341,7 +468,9 @@ def test_no_timeout_is_negative(name: str) -> None:
 
 
 def test_an_order_is_valid_for_as_long_as_the_slowest_node_may_stop() -> None:
-    assert Timeouts.model_validate({"lease": "60s", "stop_grace": "15s"}).valid_for == timedelta(seconds=90)
+    assert Timeouts.model_validate({"lease": "60s", "stop_grace": "15s"}).valid_for == timedelta(
+        seconds=90
+    )
 
 
 # --- what people write ---------------------------------------------------------------------------------------------------------------
@@ -354,7 +483,15 @@ def test_a_bare_off_is_read_as_off() -> None:
     assert read == resolve({"no_progress_stop": "off", "hang": {"after": "off"}})
 
 
-@pytest.mark.parametrize("written", [{"no_progress_stop": True}, {"no_progress_stop": 0}, {"hang": {"after": True}}, {"max_restarts": -1}])
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"no_progress_stop": True},
+        {"no_progress_stop": 0},
+        {"hang": {"after": True}},
+        {"max_restarts": -1},
+    ],
+)
 def test_other_words_for_it_are_refused(written: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         resolve(written)
@@ -362,7 +499,10 @@ def test_other_words_for_it_are_refused(written: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("extends", ["modelart", "", None, 3, ["default"], "../presets/default"])
 def test_extending_what_is_no_preset_is_refused(extends: Any) -> None:
-    with pytest.raises(ValueError, match="is no preset: one of default, ecs-reboot-once, gputasker, modelarts, torchelastic") as error:
+    with pytest.raises(
+        ValueError,
+        match="is no preset: one of default, ecs-reboot-once, gputasker, modelarts, torchelastic",
+    ) as error:
         resolve({"extends": extends})
     assert repr(extends) in str(error.value)
     if isinstance(extends, str):
@@ -388,7 +528,14 @@ def test_what_names_no_preset_extends_the_default() -> None:
 
 def test_the_ladder_of_a_cause_is_replaced_as_a_whole_and_mappings_key_by_key() -> None:
     base = preset("modelarts")
-    changed = resolve({"extends": "modelarts", "causes": {"HANG": [FAIL]}, "timeouts": {"lease": "90s"}, "hang": {"evaluation": "2h"}})
+    changed = resolve(
+        {
+            "extends": "modelarts",
+            "causes": {"HANG": [FAIL]},
+            "timeouts": {"lease": "90s"},
+            "hang": {"evaluation": "2h"},
+        }
+    )
     assert [rung.strategy for rung in changed.causes[Cause.HANG]] == [Strategy.FAIL]
     assert {cause: rungs for cause, rungs in changed.causes.items() if cause is not Cause.HANG} == {
         cause: rungs for cause, rungs in base.causes.items() if cause is not Cause.HANG
@@ -412,7 +559,10 @@ def test_a_linter_reads_the_preset_and_what_is_laid_over_it_together() -> None:
 
 def test_the_policy_of_the_documentation_is_one() -> None:
     read = resolve(EXAMPLE)
-    assert [rung.label for rung in read.ladder(Cause.GPU_RESET)] == ["RESET_GPU", "REPLACE_NODE when UNHEALTHY"]
+    assert [rung.label for rung in read.ladder(Cause.GPU_RESET)] == [
+        "RESET_GPU",
+        "REPLACE_NODE when UNHEALTHY",
+    ]
     assert read.ladder(Cause.APPLICATION)[1].reset_by == (Cause.GPU_FATAL, Cause.NODE_FAULT)
     assert duration(read.timeouts.reboot) == "25m"
 
@@ -429,11 +579,30 @@ def test_a_key_nobody_knows_is_refused(key: str) -> None:
 WRITTEN = [
     *(pytest.param({"extends": name}, id=name) for name in PRESETS),
     pytest.param(EXAMPLE, id="the example"),
-    pytest.param({"no_progress_stop": "off", "hang": {"after": "45s"}, "timeouts": {"collective": "30s"}}, id="off and a number"),
     pytest.param(
-        {"causes": {"HANG": [{**RESTART, "tries": 2, "consecutive": True, "reset_by": ["PROGRESS", "GPU_FATAL"]}, FAIL]}}, id="reset_by"
+        {"no_progress_stop": "off", "hang": {"after": "45s"}, "timeouts": {"collective": "30s"}},
+        id="off and a number",
     ),
-    pytest.param({"causes": {"HANG": [{**RESTART, "delay": "1.5s", "backoff": 1.5, "window": "2d12h"}]}}, id="odd durations"),
+    pytest.param(
+        {
+            "causes": {
+                "HANG": [
+                    {
+                        **RESTART,
+                        "tries": 2,
+                        "consecutive": True,
+                        "reset_by": ["PROGRESS", "GPU_FATAL"],
+                    },
+                    FAIL,
+                ]
+            }
+        },
+        id="reset_by",
+    ),
+    pytest.param(
+        {"causes": {"HANG": [{**RESTART, "delay": "1.5s", "backoff": 1.5, "window": "2d12h"}]}},
+        id="odd durations",
+    ),
 ]
 
 

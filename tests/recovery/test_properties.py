@@ -35,11 +35,23 @@ from relaunch.job.events import (
 )
 from relaunch.job.state import Ignore, JobState, Phase, Relaunch, Repair, Try
 from relaunch.spec.policy import Policy, Rung, Strategy, preset, preset_names
-from tests.recovery.generated import NUMBER, OFTEN, PRESETS, anything, likely, moves, policies, searched, written
+from tests.recovery.generated import (
+    NUMBER,
+    OFTEN,
+    PRESETS,
+    anything,
+    likely,
+    moves,
+    policies,
+    searched,
+    written,
+)
 from tests.recovery.streams import ENDINGS, INVENTORY, PAUSES, Choice, Move, Root, Run, Turn, echo
 
 
-def walk(policy: Policy, stream: Iterable[Move], others: tuple[Policy, ...] = (), nodes: int = 2) -> Run:
+def walk(
+    policy: Policy, stream: Iterable[Move], others: tuple[Policy, ...] = (), nodes: int = 2
+) -> Run:
     run = Run(policy, nodes=nodes, others=others)
     for move in stream:
         move.do(run)
@@ -63,7 +75,9 @@ def test_every_event_in_every_state_has_one_decision_with_a_reason(
 
 @searched(100)
 @given(policies, moves("answer", "answer", "watch", pauses=PAUSES[:5]), st.sampled_from(ENDINGS))
-def test_no_budget_is_overdrawn_by_a_fault_that_comes_again_and_again(policy: Policy, stream: list[Move], ending: Root) -> None:
+def test_no_budget_is_overdrawn_by_a_fault_that_comes_again_and_again(
+    policy: Policy, stream: list[Move], ending: Root
+) -> None:
     run = Run(policy, ending=ending, reported="fault", launch="well", missing=False)
     for move in stream:
         move.do(run)
@@ -72,7 +86,9 @@ def test_no_budget_is_overdrawn_by_a_fault_that_comes_again_and_again(policy: Po
 
 @searched(60)
 @given(policies, anything, st.tuples(policies))
-def test_no_budget_is_overdrawn_whatever_comes(policy: Policy, stream: list[Move], others: tuple[Policy]) -> None:
+def test_no_budget_is_overdrawn_whatever_comes(
+    policy: Policy, stream: list[Move], others: tuple[Policy]
+) -> None:
     check_budgets(walk(policy, stream, others).turns)
 
 
@@ -95,7 +111,9 @@ def check_budgets(turns: list[Turn]) -> None:
             continue
         rung = next(rung for rung in policy.ladder(take.cause) if rung.label == take.rung)
         counted = naive_count(rung, take, taken, renewed, progressed)
-        assert rung.tries is None or counted < rung.tries, f"{rung.label} for {take.cause}: try {counted + 1} of {rung.tries}"
+        assert rung.tries is None or counted < rung.tries, (
+            f"{rung.label} for {take.cause}: try {counted + 1} of {rung.tries}"
+        )
         spent += take.spent
         assert not take.spent or spent <= policy.max_restarts
         assert turn.after.restarts_spent == spent
@@ -107,7 +125,9 @@ def passed_what_it_had_reached(turn: Turn) -> bool:
     return closed and isinstance(turn.event, ProgressSeen | StepReached | DeadlinePassed)
 
 
-def naive_count(rung: Rung, take: Try, taken: list[tuple[int, Try]], renewed: int, progressed: int) -> int:
+def naive_count(
+    rung: Rung, take: Try, taken: list[tuple[int, Try]], renewed: int, progressed: int
+) -> int:
     count = 0
     for number, one in reversed(taken):
         if rung.consecutive:
@@ -133,11 +153,16 @@ def naive_count(rung: Rung, take: Try, taken: list[tuple[int, Try]], renewed: in
 
 @searched(100)
 @given(policies, likely)
-def test_budgets_come_back_only_by_progress_or_by_a_person(policy: Policy, stream: list[Move]) -> None:
+def test_budgets_come_back_only_by_progress_or_by_a_person(
+    policy: Policy, stream: list[Move]
+) -> None:
     furthest = before_the_fault = -1
     for turn in walk(policy, stream).turns:
         event = turn.event
-        if isinstance(event, ProgressSeen | StepReached) and turn.after.generation == event.generation:
+        if (
+            isinstance(event, ProgressSeen | StepReached)
+            and turn.after.generation == event.generation
+        ):
             if passed_what_it_had_reached(turn):
                 assert event.step > before_the_fault
             furthest = max(furthest, event.step)
@@ -153,7 +178,9 @@ def test_budgets_come_back_only_by_progress_or_by_a_person(policy: Policy, strea
 
 @searched(100)
 @given(policies, anything, st.lists(NUMBER, min_size=8, max_size=8), st.sampled_from((-1, 1, 5)))
-def test_an_event_of_another_generation_changes_nothing(policy: Policy, stream: list[Move], numbers: list[int], away: int) -> None:
+def test_an_event_of_another_generation_changes_nothing(
+    policy: Policy, stream: list[Move], numbers: list[int], away: int
+) -> None:
     run = Run(policy)
     for index, move in enumerate(stream):
         move.do(run)
@@ -166,15 +193,27 @@ def test_an_event_of_another_generation_changes_nothing(policy: Policy, stream: 
 
 @searched(60)
 @given(policies, likely)
-def test_the_deadline_of_an_earlier_wait_changes_nothing(policy: Policy, stream: list[Move]) -> None:
+def test_the_deadline_of_an_earlier_wait_changes_nothing(
+    policy: Policy, stream: list[Move]
+) -> None:
     for turn in walk(policy, stream).turns:
         late = DeadlinePassed(due=turn.now - timedelta(days=1))
         assert apply_event(turn.after, late, turn.now) is turn.after
-        assert isinstance(decide(turn.after, late, turn.now), Ignore), f"{turn.after.phase} until {turn.after.next.at}"
+        assert isinstance(decide(turn.after, late, turn.now), Ignore), (
+            f"{turn.after.phase} until {turn.after.next.at}"
+        )
 
 
 REPEATABLE = (
-    FaultObserved | RanksHung | NodeUnreachable | ProgressSeen | StepReached | RanksSucceeded | RanksStopped | NodesExamined | RepairEnded
+    FaultObserved
+    | RanksHung
+    | NodeUnreachable
+    | ProgressSeen
+    | StepReached
+    | RanksSucceeded
+    | RanksStopped
+    | NodesExamined
+    | RepairEnded
 )
 
 
@@ -200,7 +239,9 @@ def essence(job: JobState) -> JobState:
 
 @searched(100)
 @given(policies, likely, st.tuples(policies), st.sampled_from((1, 2, 3)))
-def test_something_always_wakes_a_job_or_it_has_ended(policy: Policy, stream: list[Move], others: tuple[Policy], nodes: int) -> None:
+def test_something_always_wakes_a_job_or_it_has_ended(
+    policy: Policy, stream: list[Move], others: tuple[Policy], nodes: int
+) -> None:
     run = Run(policy, nodes=nodes, others=others)
     for move in stream:
         move.do(run)
@@ -209,7 +250,9 @@ def test_something_always_wakes_a_job_or_it_has_ended(policy: Policy, stream: li
 
 @searched(100)
 @given(policies, likely, st.tuples(policies), st.sampled_from((1, 2, 3)))
-def test_without_further_news_a_job_ends_runs_or_asks(policy: Policy, stream: list[Move], others: tuple[Policy], nodes: int) -> None:
+def test_without_further_news_a_job_ends_runs_or_asks(
+    policy: Policy, stream: list[Move], others: tuple[Policy], nodes: int
+) -> None:
     run = walk(policy, stream, others, nodes)
     run.always.update(verdict=Verdict.HEALTHY, outcome="done", launch="well", missing=False)
     for _ in range(40):
@@ -224,13 +267,17 @@ def test_without_further_news_a_job_ends_runs_or_asks(policy: Policy, stream: li
 
 
 def by(ending: Callable[[str, int, datetime], Observation]) -> Callable[[Run], Event]:
-    return lambda run: FaultObserved(run.job.generation, (ending(run.job.slots[1].node, 3, run.now),), 0, run.now)
+    return lambda run: FaultObserved(
+        run.job.generation, (ending(run.job.slots[1].node, 3, run.now),), 0, run.now
+    )
 
 
 FAULTS: dict[str, Callable[[Run], Event]] = {
     **{f"ending {index}": by(ending) for index, ending in enumerate((*ENDINGS, echo))},
     "hung": lambda run: RanksHung(run.job.generation, (1,), "no step", run.now),
-    "lost and stuck": lambda run: NodeUnreachable(run.job.generation, run.job.slots[1].node, timedelta(minutes=3), "no route"),
+    "lost and stuck": lambda run: NodeUnreachable(
+        run.job.generation, run.job.slots[1].node, timedelta(minutes=3), "no route"
+    ),
     "declared dead": lambda run: NodeDeclaredDead(run.job.slots[1].node, "", "ada"),
 }
 
@@ -252,15 +299,31 @@ NOBODYS_FAULT = {Cause.NODE_LOST, Cause.NODE_FAULT, Cause.PREEMPTED}
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("refusal", ["stuck", "expired", "command_not_found"])
 def test_a_launch_that_is_always_refused_ends(name: str, refusal: str) -> None:
-    run = Run(preset(name), verdict=Verdict.HEALTHY, outcome="done", launch="refused", refusal=refusal, missing=False)
+    run = Run(
+        preset(name),
+        verdict=Verdict.HEALTHY,
+        outcome="done",
+        launch="refused",
+        refusal=refusal,
+        missing=False,
+    )
     for_ever = repeat(run, FAULTS["hung"])
     assert for_ever <= (NOBODYS_FAULT if name == "torchelastic" else set())
 
 
 @searched(150)
-@given(NUMBER.map(written), st.sampled_from(sorted(FAULTS)), st.sampled_from(Verdict), st.sampled_from(("done", "refused")))
-def test_the_same_fault_over_and_over_ends_under_any_policy(policy: Policy, fault: str, verdict: Verdict, outcome: str) -> None:
-    assert not repeat(Run(policy, verdict=verdict, outcome=outcome, launch="well", missing=False), FAULTS[fault])
+@given(
+    NUMBER.map(written),
+    st.sampled_from(sorted(FAULTS)),
+    st.sampled_from(Verdict),
+    st.sampled_from(("done", "refused")),
+)
+def test_the_same_fault_over_and_over_ends_under_any_policy(
+    policy: Policy, fault: str, verdict: Verdict, outcome: str
+) -> None:
+    assert not repeat(
+        Run(policy, verdict=verdict, outcome=outcome, launch="well", missing=False), FAULTS[fault]
+    )
 
 
 def repeat(run: Run, fault: Callable[[Run], Event]) -> set[Cause]:
@@ -327,8 +390,12 @@ def test_every_launch_has_a_number_of_its_own_and_avoids_what_the_job_avoids(
         assert turn.before.generation <= turn.after.generation
         assert {one.node for one in turn.before.avoided} <= {one.node for one in turn.after.avoided}
         if isinstance(turn.decision, Relaunch):
-            went_back = isinstance(turn.event, LaunchRefused) and any(one.highest is not None for one in turn.event.refusals)
-            assert turn.decision.generation == launched[-1] + 1 or (went_back and turn.decision.generation > launched[-1])
+            went_back = isinstance(turn.event, LaunchRefused) and any(
+                one.highest is not None for one in turn.event.refusals
+            )
+            assert turn.decision.generation == launched[-1] + 1 or (
+                went_back and turn.decision.generation > launched[-1]
+            )
             launched.append(turn.decision.generation)
             left_out = {*turn.decision.without, *(one.node for one in turn.after.avoided)}
             assert {*turn.decision.avoid} <= left_out
@@ -340,7 +407,9 @@ def test_every_launch_has_a_number_of_its_own_and_avoids_what_the_job_avoids(
 
 @searched(100)
 @given(st.sampled_from(PRESETS), likely)
-def test_no_preset_repairs_a_node_for_what_a_program_did(policy: Policy, stream: list[Move]) -> None:
+def test_no_preset_repairs_a_node_for_what_a_program_did(
+    policy: Policy, stream: list[Move]
+) -> None:
     for turn in walk(policy, stream).turns:
         if isinstance(turn.decision, Repair):
             examined = turn.after.recovering
@@ -348,14 +417,28 @@ def test_no_preset_repairs_a_node_for_what_a_program_did(policy: Policy, stream:
                 assert examined is not None and examined.verdict is Verdict.UNHEALTHY
             else:
                 assert turn.decision.fault.cause not in PROGRAMS
-                assert turn.decision.fault.cause is not Cause.GPU_USER_INDUCED or policy.extends == "modelarts"
+                assert (
+                    turn.decision.fault.cause is not Cause.GPU_USER_INDUCED
+                    or policy.extends == "modelarts"
+                )
 
 
-PROGRAMS = (Cause.USER_INPUT, Cause.APPLICATION, Cause.OUT_OF_MEMORY, Cause.NUMERICS, Cause.HANG, Cause.UNKNOWN)
+PROGRAMS = (
+    Cause.USER_INPUT,
+    Cause.APPLICATION,
+    Cause.OUT_OF_MEMORY,
+    Cause.NUMERICS,
+    Cause.HANG,
+    Cause.UNKNOWN,
+)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_no_ladder_of_a_preset_repairs_a_node_for_what_a_program_did(name: str) -> None:
     programs = PROGRAMS if name == "modelarts" else (*PROGRAMS, Cause.GPU_USER_INDUCED)
-    repairing = [rung for cause in programs for rung in preset(name).ladder(cause) if rung.strategy.repairs]
-    assert all(name == "ecs-reboot-once" and rung.when == (Verdict.UNHEALTHY,) for rung in repairing)
+    repairing = [
+        rung for cause in programs for rung in preset(name).ladder(cause) if rung.strategy.repairs
+    ]
+    assert all(
+        name == "ecs-reboot-once" and rung.when == (Verdict.UNHEALTHY,) for rung in repairing
+    )

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from relaunch.generation import Token
-from relaunch.job.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
+from relaunch.job.ranks import (
+    common_environment,
+    processes_of,
+    rank_environments,
+    ranks_of,
+    restart_counts,
+)
 from relaunch.job.state import Slot
 from tests.recovery.builders import running, spec
 
@@ -24,7 +30,9 @@ TOKEN = Token("default", "llama", 1000, 3)
         ({"nproc_per_node": 8, "launcher": "torchrun"}, 1, tuple(range(8, 16))),
     ],
 )
-def test_ranks_are_counted_node_by_node(written: dict[str, Any], group_rank: int, ranks: tuple[int, ...]) -> None:
+def test_ranks_are_counted_node_by_node(
+    written: dict[str, Any], group_rank: int, ranks: tuple[int, ...]
+) -> None:
     assert ranks == ranks_of(group_rank, spec(**written))
 
 
@@ -32,13 +40,21 @@ def test_ranks_are_counted_node_by_node(written: dict[str, Any], group_rank: int
     ("written", "numbers"),
     [
         pytest.param({"nproc_per_node": 2}, [(0, 1), (2, 3)], id="every rank"),
-        pytest.param({"nproc_per_node": 2, "launcher": "torchrun"}, [(4,), (5,)], id="launchers, counted behind all ranks"),
         pytest.param(
-            {"nodes": {"min": 1, "max": 3}, "nproc_per_node": 2, "launcher": "ft_launcher"}, [(6,), (7,)], id="behind the most there are"
+            {"nproc_per_node": 2, "launcher": "torchrun"},
+            [(4,), (5,)],
+            id="launchers, counted behind all ranks",
+        ),
+        pytest.param(
+            {"nodes": {"min": 1, "max": 3}, "nproc_per_node": 2, "launcher": "ft_launcher"},
+            [(6,), (7,)],
+            id="behind the most there are",
         ),
     ],
 )
-def test_what_relaunch_starts_itself_has_a_number_of_its_own(written: dict[str, Any], numbers: list[tuple[int, ...]]) -> None:
+def test_what_relaunch_starts_itself_has_a_number_of_its_own(
+    written: dict[str, Any], numbers: list[tuple[int, ...]]
+) -> None:
     assert numbers == [processes_of(group_rank, spec(**written)) for group_rank in (0, 1)]
 
 
@@ -46,15 +62,27 @@ def test_a_launcher_is_given_what_is_not_its_own_to_say_to_its_ranks() -> None:
     below = spec(nproc_per_node=8, launcher="torchrun", env={"NCCL_DEBUG": "WARN"})
     shared = common_environment(TOKEN, below, 2, 8, "10.0.0.1", 29500)
     assert shared == {"NCCL_DEBUG": "WARN", "RELAUNCH_JOB": "llama", "RELAUNCH_GENERATION": "3"}
-    place = {"GROUP_RANK": "1", "RELAUNCH_NODE": "n2", "MA_SCHEDULE_CNT": "2", "MA_PROC_START_CNT": "5"}
+    place = {
+        "GROUP_RANK": "1",
+        "RELAUNCH_NODE": "n2",
+        "MA_SCHEDULE_CNT": "2",
+        "MA_PROC_START_CNT": "5",
+    }
     shares = {**place, "CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert rank_environments(1, Slot("n2", "10.0.0.2", scheduled=2, started=5), below) == (place,)
-    assert rank_environments(1, Slot("n2", "10.0.0.2", scheduled=2, started=5, gpus=(2, 3)), below) == (shares,)
-    assert restart_counts(TOKEN, 8) == {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "8"}
+    assert rank_environments(
+        1, Slot("n2", "10.0.0.2", scheduled=2, started=5, gpus=(2, 3)), below
+    ) == (shares,)
+    assert restart_counts(TOKEN, 8) == {
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "8",
+    }
 
 
 def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job() -> None:
-    shared = common_environment(TOKEN, spec(nodes=3, env={"NCCL_DEBUG": "WARN"}), 3, 8, "10.0.0.1", 29500)
+    shared = common_environment(
+        TOKEN, spec(nodes=3, env={"NCCL_DEBUG": "WARN"}), 3, 8, "10.0.0.1", 29500
+    )
     assert shared == {
         "NCCL_DEBUG": "WARN",
         "WORLD_SIZE": "6",
@@ -77,18 +105,35 @@ def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job(
 @pytest.mark.parametrize(
     ("written", "threads"),
     [
-        pytest.param({"nproc_per_node": 2}, "1", id="many ranks that each took all cores would be slower than one"),
-        pytest.param({"nproc_per_node": 2, "env": {"OMP_NUM_THREADS": "4"}}, "4", id="what the job says stands"),
+        pytest.param(
+            {"nproc_per_node": 2},
+            "1",
+            id="many ranks that each took all cores would be slower than one",
+        ),
+        pytest.param(
+            {"nproc_per_node": 2, "env": {"OMP_NUM_THREADS": "4"}},
+            "4",
+            id="what the job says stands",
+        ),
         pytest.param({"nproc_per_node": 1}, None, id="one rank may have all cores"),
-        pytest.param({"nproc_per_node": 8, "launcher": "torchrun"}, None, id="a launcher sees to it itself"),
+        pytest.param(
+            {"nproc_per_node": 8, "launcher": "torchrun"}, None, id="a launcher sees to it itself"
+        ),
     ],
 )
 def test_how_many_threads_a_rank_takes(written: dict[str, Any], threads: str | None) -> None:
-    assert threads == common_environment(TOKEN, spec(**written), 2, 8, "10.0.0.1", 29500).get("OMP_NUM_THREADS")
+    assert threads == common_environment(TOKEN, spec(**written), 2, 8, "10.0.0.1", 29500).get(
+        "OMP_NUM_THREADS"
+    )
 
 
 def test_s3_11_each_rank_of_a_node_has_its_numbers_and_the_counts_of_its_place() -> None:
-    place = {"GROUP_RANK": "1", "RELAUNCH_NODE": "n2", "MA_SCHEDULE_CNT": "2", "MA_PROC_START_CNT": "5"}
+    place = {
+        "GROUP_RANK": "1",
+        "RELAUNCH_NODE": "n2",
+        "MA_SCHEDULE_CNT": "2",
+        "MA_PROC_START_CNT": "5",
+    }
     assert (
         {"RANK": "2", "LOCAL_RANK": "0", "ROLE_RANK": "2", **place},
         {"RANK": "3", "LOCAL_RANK": "1", "ROLE_RANK": "3", **place},
@@ -100,5 +145,9 @@ def test_the_token_of_a_job_names_its_newest_generation() -> None:
 
 
 def test_a_later_submission_is_above_every_generation_of_an_earlier_one() -> None:
-    tokens = [Token("default", "llama", submission, generation) for submission in (1000, 2000) for generation in (1, 2, 10)]
+    tokens = [
+        Token("default", "llama", submission, generation)
+        for submission in (1000, 2000)
+        for generation in (1, 2, 10)
+    ]
     assert all(earlier < later for earlier, later in itertools.pairwise(tokens))

@@ -36,16 +36,41 @@ from relaunch.repair.machine import (
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.nodes import bus, journal, probe
-from tests.recovery.test_repair import BOOTED, PASSED_AFTER_BOOT, REBOOT_OK, SAME, end, refusal, rules, then, told
+from tests.recovery.test_repair import (
+    BOOTED,
+    PASSED_AFTER_BOOT,
+    REBOOT_OK,
+    SAME,
+    end,
+    refusal,
+    rules,
+    then,
+    told,
+)
 
 STEPS: TypeAdapter[Step] = TypeAdapter(Step)
-SWITCHED = OrderDone({"outcome": "done", "program": "ipmitool", "exit_code": 0, "output": "Chassis Power Control: Cycle\n", "took": 0.4})
+SWITCHED = OrderDone(
+    {
+        "outcome": "done",
+        "program": "ipmitool",
+        "exit_code": 0,
+        "output": "Chassis Power Control: Cycle\n",
+        "took": 0.4,
+    }
+)
 NO_REBOOT = OrderRefused("cannot_reboot", "sudo: a password is required")
 GONE = NoAnswer("no route to host")
 ORDER = PowerCycle(timedelta(minutes=1), "Xid 79")
 
 
-def repair(*, power: bool = False, boot_id: str = "", approved_by: str = "", minutes: float = 40, **changes: Any) -> RepairState:
+def repair(
+    *,
+    power: bool = False,
+    boot_id: str = "",
+    approved_by: str = "",
+    minutes: float = 40,
+    **changes: Any,
+) -> RepairState:
     return begin(
         id="repair/gpus/n2/1",
         fleet="gpus",
@@ -73,7 +98,9 @@ def silent(state: RepairState, since: float, *, seconds: float = 181) -> RepairS
 
 
 def test_a_person_may_order_a_power_cycle_and_the_node_is_looked_at_first() -> None:
-    assert next_step(repair(power=True), at(0)) == Probe(timedelta(seconds=20), None, "whether one may power cycle n2: Xid 79")
+    assert next_step(repair(power=True), at(0)) == Probe(
+        timedelta(seconds=20), None, "whether one may power cycle n2: Xid 79"
+    )
     assert then(repair(power=True), SAME) == ORDER
 
 
@@ -81,25 +108,36 @@ def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
     state = told(repair(approved_by="bo"), SAME)
     assert isinstance(next_step(state, at(1)), Reboot)
     state = told(state, NO_REBOOT, seconds=1)
-    assert state.log[-1].reason == "n2 refused to reboot (cannot_reboot): sudo: a password is required; its power is cycled instead"
+    assert (
+        state.log[-1].reason
+        == "n2 refused to reboot (cannot_reboot): sudo: a password is required; its power is cycled instead"
+    )
     assert isinstance(next_step(state, at(1)), Probe), "it is looked at anew"
     assert then(state, SAME, seconds=2) == replace(ORDER, reason="Xid 79 (approved by bo)")
 
 
 def test_without_a_command_for_it_a_node_that_cannot_reboot_is_refused_as_ever() -> None:
     state = replace(repair(), rules=rules())
-    assert refusal(then(state, SAME, NO_REBOOT)) == "n2 refused to reboot (cannot_reboot): sudo: a password is required"
+    assert (
+        refusal(then(state, SAME, NO_REBOOT))
+        == "n2 refused to reboot (cannot_reboot): sudo: a password is required"
+    )
     assert isinstance(next_step(silent(state, 0), at(181)), LookAgain)
 
 
 def test_another_refusal_is_not_a_reason_for_it() -> None:
-    assert refusal(then(repair(), SAME, OrderRefused("busy", "job llama runs here"))) == "n2 refused to reboot (busy): job llama runs here"
+    assert (
+        refusal(then(repair(), SAME, OrderRefused("busy", "job llama runs here")))
+        == "n2 refused to reboot (busy): job llama runs here"
+    )
 
 
 def test_it_comes_for_a_node_that_does_not_answer_for_three_minutes() -> None:
     state = told(repair(), GONE, Slept())
     assert isinstance(then(state, GONE, seconds=179), LookAgain)
-    assert isinstance(then(state, GONE, Slept(), SAME, Slept(), GONE, seconds=181), LookAgain | Reboot), "it has answered meanwhile"
+    assert isinstance(
+        then(state, GONE, Slept(), SAME, Slept(), GONE, seconds=181), LookAgain | Reboot
+    ), "it has answered meanwhile"
     step = next_step(silent(repair(), 0), at(181))
     assert step == ORDER
     assert isinstance(then(repair(power=True), GONE), LookAgain)
@@ -130,7 +168,9 @@ def test_a_node_that_was_told_to_reboot_and_goes_on_has_its_power_cycled() -> No
     state = told(state, SAME, seconds=1500)
     assert "still runs on boot id boot-1; its power is cycled instead" in state.log[-1].reason
     assert then(state, SAME, seconds=1501) == ORDER
-    assert "in use: job llama" in refusal(then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=1501))
+    assert "in use: job llama" in refusal(
+        then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=1501)
+    )
     assert isinstance(then(state, BOOTED, seconds=1501), Diagnose), "it came back after all"
 
 
@@ -141,7 +181,9 @@ def test_before_the_end_of_a_repair_a_look_comes_between_a_reboot_and_what_follo
 
 
 @pytest.mark.parametrize(("minutes", "follows"), [(25, False), (49, False), (51, True)])
-def test_a_job_that_waits_is_not_kept_waiting_by_a_power_cycle_for_which_no_time_is_left(minutes: float, follows: bool) -> None:
+def test_a_job_that_waits_is_not_kept_waiting_by_a_power_cycle_for_which_no_time_is_left(
+    minutes: float, follows: bool
+) -> None:
     state = told(repair(minutes=minutes, waited_for=True), SAME, REBOOT_OK)
     state = told(state, GONE, seconds=min(1500, 60 * minutes - 1))
     assert state.power is follows and state.deadline == at(60 * minutes)
@@ -166,9 +208,13 @@ def test_a_power_cycle_counts_as_a_reboot_and_so_does_the_reboot_before_it() -> 
     once = Probed(probe(reboots=journal((3600, "r1"))))
     assert then(repair(power=True), once) == ORDER
     state = told(repair(), once, REBOOT_OK)
-    assert "was rebooted 2 times within 3d" in refusal(then(told(state, once, seconds=1500), once, seconds=1501))
+    assert "was rebooted 2 times within 3d" in refusal(
+        then(told(state, once, seconds=1500), once, seconds=1501)
+    )
     state = silent(told(state, GONE, seconds=1400), 1500)
-    assert "was rebooted 2 times within 3d" in refusal(next_step(state, at(1681))), "the journal as it was read last"
+    assert "was rebooted 2 times within 3d" in refusal(next_step(state, at(1681))), (
+        "the journal as it was read last"
+    )
     assert then(told(repair(), once, NO_REBOOT), once) == ORDER, "that one was none"
 
 
@@ -176,13 +222,17 @@ def test_who_only_observes_and_who_wants_to_be_asked() -> None:
     expected = "repairs: observe; it would have been allowed to power cycle n2: Xid 79"
     assert refusal(then(repair(power=True, mode="observe"), SAME)) == expected
     assert refusal(next_step(silent(repair(power=True, mode="observe"), 0), at(181))) == expected
-    assert then(repair(power=True, mode="ask", approved_by="ada"), SAME) == replace(ORDER, reason="Xid 79 (approved by ada)")
+    assert then(repair(power=True, mode="ask", approved_by="ada"), SAME) == replace(
+        ORDER, reason="Xid 79 (approved by ada)"
+    )
 
 
 def test_whoever_approved_a_reboot_is_asked_about_the_power() -> None:
     state = told(repair(mode="ask", approved_by="ada"), SAME, NO_REBOOT)
     step = then(state, SAME)
-    assert isinstance(step, AskPerson) and step.question.startswith("may relaunch power cycle n2 (0 reboots in its journal)?")
+    assert isinstance(step, AskPerson) and step.question.startswith(
+        "may relaunch power cycle n2 (0 reboots in its journal)?"
+    )
     asked = silent(repair(mode="ask"), 0)
     assert isinstance(next_step(asked, at(181)), AskPerson)
     state = told(asked, Answered(True, "bo", ""), seconds=300)
@@ -207,7 +257,9 @@ def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() ->
     state = told(state, Slept(), GONE, Slept(), BOOTED, seconds=300)
     assert isinstance(next_step(state, at(300)), Diagnose)
     outcome, verdict, reason = end(then(state, PASSED_AFTER_BOOT, seconds=320))
-    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith("n2 was power-cycled and is healthy: ")
+    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith(
+        "n2 was power-cycled and is healthy: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,27 +269,47 @@ def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() ->
             {"program": "ipmitool", "exit_code": 1, "output": "x\nno session\n"},
             "ipmitool, which was to cycle the power of n2, ended with 1: no session",
         ),
-        ({"exit_code": -9}, "the power command, which was to cycle the power of n2, ended with -9: it printed nothing"),
-        ({"missing": "ipmitool cannot be run"}, "the power of n2 cannot be cycled: ipmitool cannot be run"),
+        (
+            {"exit_code": -9},
+            "the power command, which was to cycle the power of n2, ended with -9: it printed nothing",
+        ),
+        (
+            {"missing": "ipmitool cannot be run"},
+            "the power of n2 cannot be cycled: ipmitool cannot be run",
+        ),
         ({"missing": 1}, "the power of n2 cannot be cycled: a program is missing"),
-        ({"exit_code": True}, "how the power command ended, which was to cycle the power of n2, cannot be read"),
+        (
+            {"exit_code": True},
+            "how the power command ended, which was to cycle the power of n2, cannot be read",
+        ),
         ({}, "how the power command ended, which was to cycle the power of n2, cannot be read"),
     ],
 )
-def test_a_command_that_failed_is_refused_in_a_sentence(answer: dict[str, Any], reason: str) -> None:
-    assert refusal(then(repair(power=True), SAME, OrderDone({"outcome": "done", **answer}))) == reason
+def test_a_command_that_failed_is_refused_in_a_sentence(
+    answer: dict[str, Any], reason: str
+) -> None:
+    assert (
+        refusal(then(repair(power=True), SAME, OrderDone({"outcome": "done", **answer}))) == reason
+    )
 
 
 @pytest.mark.parametrize("lost", [NoAnswer("the worker died"), OrderDone({"outcome": "?"})])
-def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_never_given_again(lost: Fact) -> None:
+def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_never_given_again(
+    lost: Fact,
+) -> None:
     state = told(repair(power=True), SAME, lost)
     step = next_step(state, at(0))
-    assert isinstance(step, LookAgain) and step.reason.startswith("whether the power of n2 was cycled is to be seen: ")
+    assert isinstance(step, LookAgain) and step.reason.startswith(
+        "whether the power of n2 was cycled is to be seen: "
+    )
     for seconds in range(0, 1400, 5):
         state = told(state, Slept(), SAME if seconds % 2 else GONE, seconds=seconds)
         assert isinstance(next_step(state, at(seconds)), LookAgain)
     stays = told(state, Slept(), SAME, seconds=1400)
-    assert refusal(next_step(stays, state.deadline)) == "the power of n2 was to be cycled, and it still runs on boot id boot-1"
+    assert (
+        refusal(next_step(stays, state.deadline))
+        == "the power of n2 was to be cycled, and it still runs on boot id boot-1"
+    )
     assert end(next_step(told(state, GONE, seconds=1400), state.deadline))[::2] == (
         "ambiguous",
         "whether the order to power cycle n2 was carried out is not known: no route to host",
@@ -247,39 +319,65 @@ def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_nev
 
 @pytest.mark.parametrize(
     ("uptime", "proven"),
-    [(60.0, True), (480.0, True), (500.0, False), (1e6, False), (None, False), ("?", False), (True, False), (-1, False)],
+    [
+        (60.0, True),
+        (480.0, True),
+        (500.0, False),
+        (1e6, False),
+        (None, False),
+        ("?", False),
+        (True, False),
+        (-1, False),
+    ],
 )
 def test_a_boot_that_nobody_had_read_is_proven_to_have_ended_by_an_uptime_that_is_shorter_than_the_silence(
     uptime: Any, proven: bool
 ) -> None:
     state = told(silent(repair(power=True), 0), SWITCHED, seconds=181)
     assert state.boot_id == ""
-    state = told(state, Slept(), GONE, Slept(), Probed(probe(boot_id="boot-7", stamp=uptime)), seconds=490)
+    state = told(
+        state, Slept(), GONE, Slept(), Probed(probe(boot_id="boot-7", stamp=uptime)), seconds=490
+    )
     if proven:
         assert isinstance(next_step(state, at(490)), Diagnose)
         assert "boot id boot-7, before one that nobody had read" in state.log[-1].reason
     else:
-        assert next_step(state, at(490)) == LookAgain(timedelta(seconds=5), "n2 still runs on boot id boot-7")
-        assert isinstance(then(state, Slept(), Probed(probe(boot_id="boot-8", stamp=9e5)), seconds=500), Diagnose)
+        assert next_step(state, at(490)) == LookAgain(
+            timedelta(seconds=5), "n2 still runs on boot id boot-7"
+        )
+        assert isinstance(
+            then(state, Slept(), Probed(probe(boot_id="boot-8", stamp=9e5)), seconds=500), Diagnose
+        )
 
 
 def test_a_boot_id_of_before_is_kept_for_a_node_that_cannot_tell_it_any_more() -> None:
     state = told(silent(repair(power=True, boot_id="boot-1"), 0), SWITCHED, Slept(), seconds=181)
     assert isinstance(then(state, SAME, seconds=400), LookAgain)
-    assert isinstance(then(state, Probed(probe(boot_id="boot-2", stamp=1e6)), seconds=400), Diagnose)
-    assert isinstance(then(repair(power=True, boot_id="boot-0"), SAME), Diagnose), "it has rebooted meanwhile"
+    assert isinstance(
+        then(state, Probed(probe(boot_id="boot-2", stamp=1e6)), seconds=400), Diagnose
+    )
+    assert isinstance(then(repair(power=True, boot_id="boot-0"), SAME), Diagnose), (
+        "it has rebooted meanwhile"
+    )
 
 
 # --- cancelling
 
 
 def test_a_cancel_ends_what_has_not_begun() -> None:
-    for state in (repair(power=True), told(repair(power=True), SAME), silent(repair(power=True), 0), told(repair(), SAME, NO_REBOOT)):
+    for state in (
+        repair(power=True),
+        told(repair(power=True), SAME),
+        silent(repair(power=True), 0),
+        told(repair(), SAME, NO_REBOOT),
+    ):
         assert refusal(then(state, CancelAsked("enough"), seconds=200)) == "cancelled: enough"
 
 
 @pytest.mark.parametrize("further", [(), (SAME,), (GONE,)])
-def test_after_a_reboot_was_ordered_a_cancel_lets_it_come_to_its_end_and_no_power_is_cycled(further: tuple[Fact, ...]) -> None:
+def test_after_a_reboot_was_ordered_a_cancel_lets_it_come_to_its_end_and_no_power_is_cycled(
+    further: tuple[Fact, ...],
+) -> None:
     state = told(repair(), SAME, REBOOT_OK, GONE)
     state = told(state, GONE, *further, CancelAsked("enough"), seconds=1500)
     for seconds in (1505, 1800):

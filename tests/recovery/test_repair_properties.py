@@ -165,7 +165,11 @@ class Story:
             deadline=T0 + timedelta(minutes=25),
             approved_by="ada" if self.approved else "",
         )
-        if self.state.rules.power and self.state.strategy is Strategy.REBOOT_NODE and self.choice.once_in(3):
+        if (
+            self.state.rules.power
+            and self.state.strategy is Strategy.REBOOT_NODE
+            and self.choice.once_in(3)
+        ):
             self.state = replace(self.state, power=True)
 
     def told(self) -> Finish:
@@ -190,7 +194,11 @@ class Story:
     def _stray(self) -> Fact:
         """An answer that comes late, twice, or to nothing; to an order there is none before it was given."""
         given = not isinstance(next_step(self.state, self.now), ResetGpus | Reboot | PowerCycle)
-        return self.choice.among(STRAY if given else (Slept(), DeadlinePassed(), Answered(True, "eve", ""), Diagnosed(diag())))
+        return self.choice.among(
+            STRAY
+            if given
+            else (Slept(), DeadlinePassed(), Answered(True, "eve", ""), Diagnosed(diag()))
+        )
 
     def _learn(self, fact: Fact) -> None:
         by_power = self.state.power
@@ -205,7 +213,9 @@ class Story:
             assert STATES.validate_json(STATES.dump_json(self.state)) == self.state
             assert FACTS.validate_json(FACTS.dump_json(fact)) == fact
         assert isinstance(next_step(self.state, self.state.deadline), Finish)
-        assert len(self.state.log) <= 60 and (self.state.health is None or len(self.state.health.findings) <= 16)
+        assert len(self.state.log) <= 60 and (
+            self.state.health is None or len(self.state.health.findings) <= 16
+        )
 
     def _may_be_given(self, step: ResetGpus | Reboot | PowerCycle) -> None:
         rules = self.state.rules
@@ -215,7 +225,10 @@ class Story:
             assert rules.power and self.state.strategy is Strategy.REBOOT_NODE
             assert not any(isinstance(order, PowerCycle) for order in self.orders)
             assert not self.busy or self.state.unseen_since is not None
-            assert self.state.unseen_since is None or self.now - self.state.unseen_since >= timedelta(minutes=3)
+            assert (
+                self.state.unseen_since is None
+                or self.now - self.state.unseen_since >= timedelta(minutes=3)
+            )
             assert not rules.waited_for or self.now + step.within <= self.state.deadline
             self.orders.append(step)
             self.healthy = False
@@ -226,7 +239,13 @@ class Story:
             others = [one for one in self.facts["reboots"] if one["id"] != ID]
             assert len(others) < rules.max_reboots
         self.orders.append(step)
-        assert len(self.orders) <= 2 and len({order.boot_id for order in self.orders if isinstance(order, ResetGpus | Reboot)}) == 1
+        assert (
+            len(self.orders) <= 2
+            and len(
+                {order.boot_id for order in self.orders if isinstance(order, ResetGpus | Reboot)}
+            )
+            == 1
+        )
         self.healthy = False
 
     def _answer(self, step: Step) -> Fact:
@@ -236,8 +255,17 @@ class Story:
             return Slept()
         self.now += timedelta(seconds=self.choice.among((0, 0, 1, 20, 90)))
         if isinstance(step, AskPerson):
-            return self.choice.among((Answered(True, "ada", ""), Answered(True, "", ""), Answered(False, "ada", "no"), DeadlinePassed()))
-        if self.dark or self.choice.once_in(2 if isinstance(step, ResetGpus | Reboot | PowerCycle) else 6):
+            return self.choice.among(
+                (
+                    Answered(True, "ada", ""),
+                    Answered(True, "", ""),
+                    Answered(False, "ada", "no"),
+                    DeadlinePassed(),
+                )
+            )
+        if self.dark or self.choice.once_in(
+            2 if isinstance(step, ResetGpus | Reboot | PowerCycle) else 6
+        ):
             self.dark = self.dark and not self.choice.once_in(30)
             return NoAnswer("no route")
         if isinstance(step, Probe):
@@ -245,14 +273,27 @@ class Story:
         if isinstance(step, Diagnose):
             healthy = not self.choice.once_in(4)
             self.healthy = healthy
-            return Diagnosed(diag(**{"boot_id": f"boot-{self.boot}", **({} if healthy else self.choice.among(DIAGNOSED))}))
+            return Diagnosed(
+                diag(
+                    **{
+                        "boot_id": f"boot-{self.boot}",
+                        **({} if healthy else self.choice.among(DIAGNOSED)),
+                    }
+                )
+            )
         return ORDERED[0] if not self.choice.once_in(3) else self.choice.among(ORDERED)
 
     def _probed(self) -> Probed:
         if (self.orders and self.choice.once_in(3)) or self.choice.once_in(20):
             self.boot += 1
         self.busy = self.choice.once_in(12)
-        odd = self.choice.among(BUSY) if self.busy else self.choice.among(OTHERS) if self.choice.once_in(4) else {}
+        odd = (
+            self.choice.among(BUSY)
+            if self.busy
+            else self.choice.among(OTHERS)
+            if self.choice.once_in(4)
+            else {}
+        )
         facts = probe(**{"boot_id": f"boot-{self.boot}", "gpus": nvml(count=2), **odd})
         if facts["boot_id"] is not None and facts["outcome"] == "done":
             self.facts = facts
@@ -269,8 +310,12 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
     story = Story(number)
     end = story.told()
     state = story.state
-    assert state.deadline <= T0 + timedelta(minutes=90) and (state.rules.power or state.deadline == T0 + timedelta(minutes=25))
-    assert story.now <= state.deadline + timedelta(seconds=90)  # what is under way at the deadline is heard to its end
+    assert state.deadline <= T0 + timedelta(minutes=90) and (
+        state.rules.power or state.deadline == T0 + timedelta(minutes=25)
+    )
+    assert story.now <= state.deadline + timedelta(
+        seconds=90
+    )  # what is under way at the deadline is heard to its end
     assert end.reason and len(end.reason) <= 700
     if end.outcome == "done":
         assert end.verdict is Verdict.HEALTHY and story.healthy
@@ -286,9 +331,22 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
 def test_the_stories_reach_every_end() -> None:
     stories = [Story(number) for number in range(900)]
     ends = {(story.told().outcome, story.state.strategy, len(story.orders)) for story in stories}
-    powered = [story for story in stories if any(isinstance(order, PowerCycle) for order in story.orders)]
-    assert {"done", "refused", "ambiguous"} <= {story.state.outcome or next_step(story.state, story.now).outcome for story in powered}  # type: ignore[union-attr]
+    powered = [
+        story for story in stories if any(isinstance(order, PowerCycle) for order in story.orders)
+    ]
+    assert {"done", "refused", "ambiguous"} <= {
+        story.state.outcome or next_step(story.state, story.now).outcome for story in powered
+    }  # type: ignore[union-attr]
     assert {1, 2, 3} <= {len(story.orders) for story in powered}
     for strategy in (Strategy.RESET_GPU, Strategy.REBOOT_NODE):
-        assert {("done", strategy, 0), ("done", strategy, 1), ("refused", strategy, 0), ("refused", strategy, 1)} <= ends
-    assert {("ambiguous", Strategy.RESET_GPU, 2), ("done", Strategy.RESET_GPU, 2), ("refused", Strategy.REBOOT_NODE, 2)} <= ends
+        assert {
+            ("done", strategy, 0),
+            ("done", strategy, 1),
+            ("refused", strategy, 0),
+            ("refused", strategy, 1),
+        } <= ends
+    assert {
+        ("ambiguous", Strategy.RESET_GPU, 2),
+        ("done", Strategy.RESET_GPU, 2),
+        ("refused", Strategy.REBOOT_NODE, 2),
+    } <= ends

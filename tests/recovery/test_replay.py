@@ -28,7 +28,21 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.replay import CURRENT, Replayed, Step, difference, named, replay, simulate
-from relaunch.job.state import Decision, Diagnosis, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Slot, Stop, Try, Wait
+from relaunch.job.state import (
+    Decision,
+    Diagnosis,
+    Examine,
+    ExaminedNode,
+    Ignore,
+    JobState,
+    Phase,
+    Relaunch,
+    Repair,
+    Slot,
+    Stop,
+    Try,
+    Wait,
+)
 from relaunch.spec.policy import Policy, Strategy, preset
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, suspected
 
@@ -37,7 +51,9 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
 
 
 def boom(generation: int, seconds: float, node: str = "n2") -> FaultObserved:
-    return FaultObserved(generation, (exited(node=node, code=1, error=error(), seconds=seconds),), 0, at(seconds))
+    return FaultObserved(
+        generation, (exited(node=node, code=1, error=error(), seconds=seconds),), 0, at(seconds)
+    )
 
 
 def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
@@ -52,7 +68,11 @@ def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
 
 
 def three_faults() -> tuple[tuple[float, Event], ...]:
-    launches = [(g * 100.0, each) for g in (1, 2, 3, 4) for each in (NodesAcquired(SLOTS), Launched(g, at(g * 100), at(g * 100)))]
+    launches = [
+        (g * 100.0, each)
+        for g in (1, 2, 3, 4)
+        for each in (NodesAcquired(SLOTS), Launched(g, at(g * 100), at(g * 100)))
+    ]
     faults = [(g * 100.0 + 50, boom(g, g * 100 + 50)) for g in (1, 2, 3)]
     return ((0.0, Submitted("", "ada")), *sorted((*launches, *faults), key=lambda each: each[0]))
 
@@ -82,8 +102,15 @@ def test_where_the_strategy_differs_tries_are_counted_by_the_policy_that_is_trie
         ("Relaunch RESCHEDULE_JOB", "then Relaunch RESTART_IN_PLACE"),
         ("Stop FAILED", "then Relaunch RESTART_IN_PLACE"),
     ]
-    restarts = [one.decision.left for one in replayed if isinstance(one.decision, Relaunch) and one.decision.take]
-    assert restarts == ["0 RESTART_IN_PLACE for APPLICATION, 7 of 8 restarts", "0 RESCHEDULE_JOB for APPLICATION, 6 of 8 restarts"]
+    restarts = [
+        one.decision.left
+        for one in replayed
+        if isinstance(one.decision, Relaunch) and one.decision.take
+    ]
+    assert restarts == [
+        "0 RESTART_IN_PLACE for APPLICATION, 7 of 8 restarts",
+        "0 RESCHEDULE_JOB for APPLICATION, 6 of 8 restarts",
+    ]
 
 
 def test_after_another_kind_of_decision_the_replay_goes_on_as_it_really_went_on() -> None:
@@ -91,14 +118,27 @@ def test_after_another_kind_of_decision_the_replay_goes_on_as_it_really_went_on(
     job = new_job(policy=always)
     replayed = replay(application(FAIL), job, record(job, *three_faults()))
     assert marked(replayed) == [("Stop FAILED", "then Relaunch RESTART_IN_PLACE")] * 3
-    running = [one.decision.reason for one in replayed if isinstance(one.decision, Wait) and one.event == "Launched"]
-    assert running == [f"generation {g} runs on n1, n2" for g in (1, 2, 3, 4)], "generations stay those of the record"
+    running = [
+        one.decision.reason
+        for one in replayed
+        if isinstance(one.decision, Wait) and one.event == "Launched"
+    ]
+    assert running == [f"generation {g} runs on n1, n2" for g in (1, 2, 3, 4)], (
+        "generations stay those of the record"
+    )
 
 
 def test_a_change_of_the_policy_in_the_record_does_not_replace_the_one_that_is_tried() -> None:
     job = new_job(policy=application(RESTART))
-    steps = record(job, (0, Submitted("", "ada")), (1, PolicyChanged(application(FAIL), "", "ada")), (2, boom(1, 2)))
-    assert marked(replay(application(RESTART), job, steps)) == [("Relaunch RESTART_IN_PLACE", "then Stop FAILED")]
+    steps = record(
+        job,
+        (0, Submitted("", "ada")),
+        (1, PolicyChanged(application(FAIL), "", "ada")),
+        (2, boom(1, 2)),
+    )
+    assert marked(replay(application(RESTART), job, steps)) == [
+        ("Relaunch RESTART_IN_PLACE", "then Stop FAILED")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +146,19 @@ def test_a_change_of_the_policy_in_the_record_does_not_replace_the_one_that_is_t
     [
         (RESTART, {**RESTART, "delay": "5s"}, "then after 0s"),
         (RESTART, {**RESTART, "spends": False}, "then spending one of max_restarts"),
-        ({"strategy": "REPLACE_NODE", "isolate": True}, {"strategy": "REPLACE_NODE"}, "then isolating n2"),
+        (
+            {"strategy": "REPLACE_NODE", "isolate": True},
+            {"strategy": "REPLACE_NODE"},
+            "then isolating n2",
+        ),
         ({"strategy": "REPLACE_NODE"}, RESTART, "then Relaunch REPLACE_NODE"),
         ({**RESTART, "tries": 3}, {**RESTART, "tries": 2}, ""),
         ({**RESTART, "when": "UNKNOWN"}, RESTART, "then Examine"),
     ],
 )
-def test_what_differs_is_said_in_a_clause(then: dict[str, Any], now: dict[str, Any], differs: str) -> None:
+def test_what_differs_is_said_in_a_clause(
+    then: dict[str, Any], now: dict[str, Any], differs: str
+) -> None:
     job = new_job(policy=application(then))
     replayed = replay(application(now), job, record(job, *three_faults()[:4]))
     assert replayed[-1].differs == differs
@@ -121,7 +167,9 @@ def test_what_differs_is_said_in_a_clause(then: dict[str, Any], now: dict[str, A
 FAULT = suspected()
 
 
-def repair(*nodes: str, gpus: tuple[str, ...] = (), spent: bool = True, fault: Diagnosis = FAULT) -> Repair:
+def repair(
+    *nodes: str, gpus: tuple[str, ...] = (), spent: bool = True, fault: Diagnosis = FAULT
+) -> Repair:
     take = Try(T0, fault.cause, Strategy.RESET_GPU, "RESET_GPU", spent)
     return Repair(Strategy.RESET_GPU, nodes, gpus, fault, "", take, "", T0)
 
@@ -139,53 +187,119 @@ def examine(*nodes: str) -> Examine:
     [
         pytest.param(examine("n1"), examine("n1"), "", id="the same nodes are examined"),
         pytest.param(examine("n1"), examine("n2", "n3"), "then of n2, n3", id="others are"),
-        pytest.param(examine("n9"), examine("n1", "n2", "n3", "n4", "n5", "n6"), "then of n1, n2, n3, n4 and 2 more", id="many others are"),
+        pytest.param(
+            examine("n9"),
+            examine("n1", "n2", "n3", "n4", "n5", "n6"),
+            "then of n1, n2, n3, n4 and 2 more",
+            id="many others are",
+        ),
         pytest.param(repair("n1"), repair("n1"), "", id="the same node is repaired"),
         pytest.param(repair("n1"), repair("n2"), "then of n2", id="another is"),
-        pytest.param(repair("n1", gpus=("05",)), repair("n1"), "then of gpu none", id="one of its GPUs, not all of them"),
+        pytest.param(
+            repair("n1", gpus=("05",)),
+            repair("n1"),
+            "then of gpu none",
+            id="one of its GPUs, not all of them",
+        ),
         pytest.param(
             repair("n1", spent=False),
             repair("n2", gpus=("05", "06")),
             "then of n2, of gpu 05, 06, spending one of max_restarts",
             id="all of that",
         ),
-        pytest.param(launch(without=("n1",)), launch(without=("n2",)), "then without n2", id="another node is left out"),
-        pytest.param(launch(without=("n1",)), launch(), "then without none", id="no node was left out"),
-        pytest.param(launch(keep_nodes=False), launch(), "then on the same nodes", id="places were kept"),
-        pytest.param(launch(), launch(keep_nodes=False), "then with all places given anew", id="places were given anew"),
-        pytest.param(launch(delay=timedelta(seconds=5)), launch(), "then after 0s", id="it was not waited"),
-        pytest.param(launch(take=repair().take), launch(), "then spending nothing of max_restarts", id="nothing was spent"),
-        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.FAILED, "others", 1), "", id="only the reason differs"),
-        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.FAILED, "", 137), "then with exit code 137", id="another exit code"),
-        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.CANCELLED, "", 1), "then Stop CANCELLED", id="another end"),
-        pytest.param(Wait(Phase.RUNNING, "", ""), Wait(Phase.RUNNING, "", "", T0), "", id="a wait is a wait"),
-        pytest.param(Ignore(""), Wait(Phase.RUNNING, "", ""), "then Wait RUNNING", id="another kind"),
+        pytest.param(
+            launch(without=("n1",)),
+            launch(without=("n2",)),
+            "then without n2",
+            id="another node is left out",
+        ),
+        pytest.param(
+            launch(without=("n1",)), launch(), "then without none", id="no node was left out"
+        ),
+        pytest.param(
+            launch(keep_nodes=False), launch(), "then on the same nodes", id="places were kept"
+        ),
+        pytest.param(
+            launch(),
+            launch(keep_nodes=False),
+            "then with all places given anew",
+            id="places were given anew",
+        ),
+        pytest.param(
+            launch(delay=timedelta(seconds=5)), launch(), "then after 0s", id="it was not waited"
+        ),
+        pytest.param(
+            launch(take=repair().take),
+            launch(),
+            "then spending nothing of max_restarts",
+            id="nothing was spent",
+        ),
+        pytest.param(
+            Stop(Phase.FAILED, "", 1),
+            Stop(Phase.FAILED, "others", 1),
+            "",
+            id="only the reason differs",
+        ),
+        pytest.param(
+            Stop(Phase.FAILED, "", 1),
+            Stop(Phase.FAILED, "", 137),
+            "then with exit code 137",
+            id="another exit code",
+        ),
+        pytest.param(
+            Stop(Phase.FAILED, "", 1),
+            Stop(Phase.CANCELLED, "", 1),
+            "then Stop CANCELLED",
+            id="another end",
+        ),
+        pytest.param(
+            Wait(Phase.RUNNING, "", ""), Wait(Phase.RUNNING, "", "", T0), "", id="a wait is a wait"
+        ),
+        pytest.param(
+            Ignore(""), Wait(Phase.RUNNING, "", ""), "then Wait RUNNING", id="another kind"
+        ),
     ],
 )
-def test_each_thing_that_two_decisions_do_otherwise_is_named(now: Decision, then: Decision, differs: str) -> None:
+def test_each_thing_that_two_decisions_do_otherwise_is_named(
+    now: Decision, then: Decision, differs: str
+) -> None:
     assert differs == difference(now, then)
 
 
 def test_a_repair_that_differs_is_followed_as_it_was_and_one_that_does_not_is_counted() -> None:
-    reset = application({"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
+    reset = application(
+        {"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REBOOT_NODE", "tries": 1}, FAIL
+    )
     ended = RepairEnded(1, Strategy.RESET_GPU, ("n2",), "refused", "it is busy")
     steps = record(new_job(policy=reset), *three_faults()[:4], (160.0, ended))
     assert marked(replay(reset, new_job(), steps)) == []
     reboot = application({"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
-    assert marked(replay(reboot, new_job(), steps)) == [("Repair REBOOT_NODE", "then Repair RESET_GPU")], "not an answer nobody asked for"
+    assert marked(replay(reboot, new_job(), steps)) == [
+        ("Repair REBOOT_NODE", "then Repair RESET_GPU")
+    ], "not an answer nobody asked for"
 
 
 # --- written events -----------------------------------------------------------------------------------------------------------
 
 
 def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, str, str]]:
-    replayed = simulate(rules, new_job(policy=rules), [Step(at(seconds), event) for seconds, event in told])
-    return [((one.at - at(0)).total_seconds(), one.event, named(one.decision)) for one in replayed if one.decision.kind != "Ignore"]
+    replayed = simulate(
+        rules, new_job(policy=rules), [Step(at(seconds), event) for seconds, event in told]
+    )
+    return [
+        ((one.at - at(0)).total_seconds(), one.event, named(one.decision))
+        for one in replayed
+        if one.decision.kind != "Ignore"
+    ]
 
 
 def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() -> None:
-    refused = LaunchRefused(CURRENT, (NodeRefusal("n2", "expired", "it was prepared more than 90 s ago"),))
-    assert rehearsed(application(RESTART), (60, boom(CURRENT, 60)), (60, refused), (90, CancelRequested("", "")))[2:] == [
+    refused = LaunchRefused(
+        CURRENT, (NodeRefusal("n2", "expired", "it was prepared more than 90 s ago"),)
+    )
+    assert rehearsed(
+        application(RESTART), (60, boom(CURRENT, 60)), (60, refused), (90, CancelRequested("", ""))
+    )[2:] == [
         (60, "FaultObserved", "Relaunch RESTART_IN_PLACE"),
         (60, "LaunchRefused", "Relaunch RESTART_IN_PLACE"),
         (61, "Launched", "Wait RUNNING"),
@@ -193,25 +307,48 @@ def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() 
     ]
 
 
-def test_a_submission_that_somebody_wrote_down_is_the_first_event_and_is_not_made_up_again() -> None:
-    found = simulate(application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))])
-    assert [(one.at, one.event) for one in found] == [(at(7), "Submitted"), (at(7), "NodesAcquired"), (at(7), "Launched")]
+def test_a_submission_that_somebody_wrote_down_is_the_first_event_and_is_not_made_up_again() -> (
+    None
+):
+    found = simulate(
+        application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))]
+    )
+    assert [(one.at, one.event) for one in found] == [
+        (at(7), "Submitted"),
+        (at(7), "NodesAcquired"),
+        (at(7), "Launched"),
+    ]
     assert found[0].decision.reason == "submitted by grace: night run"
 
 
-def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_what_it_says() -> None:
+def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_what_it_says() -> (
+    None
+):
     rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}, FAIL)
-    assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == [(60, "FaultObserved", "Examine"), (60, "NodesExamined", "Stop FAILED")]
+    assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == [
+        (60, "FaultObserved", "Examine"),
+        (60, "NodesExamined", "Stop FAILED"),
+    ]
     verdict = NodesExamined(CURRENT, (ExaminedNode("n2", Verdict.UNHEALTHY, "DCGM 52"),))
-    found = simulate(rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)])
-    assert [named(one.decision) for one in found][-3:] == ["Relaunch REPLACE_NODE", "Ignore", "Wait RUNNING"]
-    assert found[-1].decision.reason == "generation 2 runs on n1, n3", "an isolated node does not come back"
+    found = simulate(
+        rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)]
+    )
+    assert [named(one.decision) for one in found][-3:] == [
+        "Relaunch REPLACE_NODE",
+        "Ignore",
+        "Wait RUNNING",
+    ]
+    assert found[-1].decision.reason == "generation 2 runs on n1, n3", (
+        "an isolated node does not come back"
+    )
 
 
 def test_a_person_who_does_not_answer_in_time_finds_the_job_failed() -> None:
     rules = application({"strategy": "ASK"}, timeouts={"answer_within": "2h"})
     asked, day = (60, "FaultObserved", "Ask"), 86400
-    assert rehearsed(rules, (60, boom(CURRENT, 60)), (3600, RetryRequested("fixed", "ada")))[2:4] == [
+    assert rehearsed(rules, (60, boom(CURRENT, 60)), (3600, RetryRequested("fixed", "ada")))[
+        2:4
+    ] == [
         asked,
         (3600, "RetryRequested", "Relaunch"),
     ]
@@ -222,14 +359,22 @@ def test_a_person_who_does_not_answer_in_time_finds_the_job_failed() -> None:
 
 
 def test_an_answer_that_comes_too_late_finds_the_deadline_passed() -> None:
-    rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, FAIL, timeouts={"examination": "10m"})
+    rules = application(
+        {"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, FAIL, timeouts={"examination": "10m"}
+    )
     verdict = NodesExamined(CURRENT, (ExaminedNode("n2", Verdict.UNHEALTHY, "DCGM 52"),))
-    assert rehearsed(rules, (60, boom(CURRENT, 60)), (700, verdict))[3:] == [(660, "DeadlinePassed", "Stop FAILED")]
+    assert rehearsed(rules, (60, boom(CURRENT, 60)), (700, verdict))[3:] == [
+        (660, "DeadlinePassed", "Stop FAILED")
+    ]
 
 
 def test_a_repair_is_done_unless_a_line_says_otherwise_and_then_the_ladder_is_climbed_on() -> None:
     rules = application({"strategy": "REBOOT_NODE", "tries": 1}, {"strategy": "REPLACE_NODE"})
-    done = [(60, "FaultObserved", "Repair REBOOT_NODE"), (60, "RepairEnded", "Relaunch"), (60, "Launched", "Wait RUNNING")]
+    done = [
+        (60, "FaultObserved", "Repair REBOOT_NODE"),
+        (60, "RepairEnded", "Relaunch"),
+        (60, "Launched", "Wait RUNNING"),
+    ]
     assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == done
     refused = RepairEnded(CURRENT, Strategy.REBOOT_NODE, (), "refused", "it did not come back")
     found = rehearsed(rules, (60, boom(CURRENT, 60)), (300, refused))
@@ -238,24 +383,36 @@ def test_a_repair_is_done_unless_a_line_says_otherwise_and_then_the_ladder_is_cl
 
 def test_progress_closes_the_incident_and_gives_tries_back() -> None:
     rules = application({**RESTART, "tries": 1}, FAIL)
-    told = [(60.0, boom(CURRENT, 60)), (120.0, ProgressSeen(CURRENT, 9, at(120))), (180.0, boom(CURRENT, 180))]
+    told = [
+        (60.0, boom(CURRENT, 60)),
+        (120.0, ProgressSeen(CURRENT, 9, at(120))),
+        (180.0, boom(CURRENT, 180)),
+    ]
     names = [name for _, event, name in rehearsed(rules, *told) if event == "FaultObserved"]
     assert names == ["Relaunch RESTART_IN_PLACE", "Relaunch RESTART_IN_PLACE"]
-    assert [name for _, event, name in rehearsed(rules, told[0], told[2]) if event == "FaultObserved"][1:] == ["Stop FAILED"]
+    assert [
+        name for _, event, name in rehearsed(rules, told[0], told[2]) if event == "FaultObserved"
+    ][1:] == ["Stop FAILED"]
 
 
 def test_an_hour_without_a_fault_passes_by_itself_only_before_another_line() -> None:
     rules = application({**RESTART, "tries": 1}, FAIL)
     found = rehearsed(rules, (60, boom(CURRENT, 60)), (4000, boom(CURRENT, 4000)))
     assert (3660, "DeadlinePassed", "Wait RUNNING") in found
-    assert found[-2:] == [(4000, "FaultObserved", "Relaunch RESTART_IN_PLACE"), (4000, "Launched", "Wait RUNNING")]
+    assert found[-2:] == [
+        (4000, "FaultObserved", "Relaunch RESTART_IN_PLACE"),
+        (4000, "Launched", "Wait RUNNING"),
+    ]
 
 
 def test_a_delayed_launch_has_happened_when_the_next_line_speaks_of_its_ranks() -> None:
     rules = application({**RESTART, "delay": "10m"})
     hung = RanksHung(CURRENT, (0,), "training stands still", at(90))
     found = rehearsed(rules, (60, boom(CURRENT, 60)), (90, hung))
-    assert found[3:5] == [(90, "Launched", "Wait RUNNING"), (90, "RanksHung", "Relaunch RESTART_IN_PLACE")]
+    assert found[3:5] == [
+        (90, "Launched", "Wait RUNNING"),
+        (90, "RanksHung", "Relaunch RESTART_IN_PLACE"),
+    ]
     assert rehearsed(rules, (60, boom(CURRENT, 60)))[-1] == (660, "Launched", "Wait RUNNING")
 
 
@@ -270,5 +427,8 @@ def test_what_comes_after_the_end_changes_nothing_in_any_preset() -> None:
 
 def test_the_same_events_are_decided_the_same_twice() -> None:
     told = [Step(at(60 * n), boom(CURRENT, 60 * n, node=f"n{n % 3 + 1}")) for n in range(1, 12)]
-    once, twice = (simulate(preset("modelarts"), replace(new_job(), submitted_at=at(0) + timedelta()), told) for _ in range(2))
+    once, twice = (
+        simulate(preset("modelarts"), replace(new_job(), submitted_at=at(0) + timedelta()), told)
+        for _ in range(2)
+    )
     assert once == twice

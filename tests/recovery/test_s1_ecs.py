@@ -66,20 +66,40 @@ def vanished(reason: str = "the node rebooted") -> FaultObserved:
         pytest.param(this(RanksSucceeded(1)), "SUCCEEDED 0", id="0 is COMPLETE"),
         pytest.param(died(1), "EXAMINE n2", id="1 has failed, and the node is examined"),
         pytest.param(raised(), "EXAMINE n2", id="1 with a traceback as well"),
-        pytest.param(sick(OFF_THE_BUS), "EXAMINE n2", id="1 with a fault of a GPU as well: here the exit code is what counts"),
-        pytest.param(this(CancelRequested("", "ada")), "CANCELLED 130", id="stopped by a user is USER_STOPPED"),
+        pytest.param(
+            sick(OFF_THE_BUS),
+            "EXAMINE n2",
+            id="1 with a fault of a GPU as well: here the exit code is what counts",
+        ),
+        pytest.param(
+            this(CancelRequested("", "ada")),
+            "CANCELLED 130",
+            id="stopped by a user is USER_STOPPED",
+        ),
         pytest.param(died(2), "FAILED 2", id="any other code is FAILED_OTHERS"),
         pytest.param(died(134), "FAILED 134", id="134, which the original ignored"),
         pytest.param(died(137), "FAILED 137", id="137"),
         pytest.param(died(139), "FAILED 139", id="139"),
         pytest.param(lambda j: fault(j, exited(3, signal=9)), "FAILED 137", id="a signal"),
-        pytest.param(lambda j: fault(j, exited(3, signal=1)), "FAILED 129", id="signal 1 is not exit code 1"),
-        pytest.param(sick(OFF_THE_BUS, code=139), "FAILED 139", id="a fault of a GPU with another exit code"),
+        pytest.param(
+            lambda j: fault(j, exited(3, signal=1)), "FAILED 129", id="signal 1 is not exit code 1"
+        ),
+        pytest.param(
+            sick(OFF_THE_BUS, code=139), "FAILED 139", id="a fault of a GPU with another exit code"
+        ),
         pytest.param(this(vanished()), "FAILED 1", id="no exit code at all"),
         pytest.param(hung(), "FAILED 1", id="a hang"),
-        pytest.param(this(LaunchFailed(1, ("n2",), False, at(0) - T0, "RunTask: capacity")), "FAILED 1", id="a start that failed"),
         pytest.param(
-            this(LaunchRefused(1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),))),
+            this(LaunchFailed(1, ("n2",), False, at(0) - T0, "RunTask: capacity")),
+            "FAILED 1",
+            id="a start that failed",
+        ),
+        pytest.param(
+            this(
+                LaunchRefused(
+                    1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),)
+                )
+            ),
             "FAILED 127",
             id="a command that is not there",
         ),
@@ -89,10 +109,14 @@ def test_s1_1_every_way_to_end_is_classified(ending: Any, expected: str) -> None
     walk(job(), (ending, expected))
 
 
-@pytest.mark.parametrize(("ending", "phase"), [(died(1), Phase.EXAMINING), (died(2), Phase.STOPPING)])
+@pytest.mark.parametrize(
+    ("ending", "phase"), [(died(1), Phase.EXAMINING), (died(2), Phase.STOPPING)]
+)
 def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, phase: Phase) -> None:
     after, _ = step(job(), ending(job()))
-    assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2")), "nobody counts as stopped before it is proven"
+    assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2")), (
+        "nobody counts as stopped before it is proven"
+    )
     partly, decision = step(after, RanksStopped(1, ("n1",), at(1)))
     assert (told(decision), partly.phase, partly.maybe_alive) == ("IGNORE", phase, ("n2",))
     assert step(partly, RanksStopped(1, ("n2",), at(2)))[0].maybe_alive == ()
@@ -101,18 +125,33 @@ def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, ph
 @pytest.mark.parametrize(
     ("observed", "expected"),
     [
-        pytest.param([exited(3, "n2", code=1)], "EXAMINE n2", id="the node of the failed rank, not the job's first"),
         pytest.param(
-            [exited(5, "n3", code=1, seconds=2), exited(3, "n2", code=1, seconds=1)], "EXAMINE n2", id="of several, that of the first"
+            [exited(3, "n2", code=1)],
+            "EXAMINE n2",
+            id="the node of the failed rank, not the job's first",
         ),
         pytest.param(
-            [exited(5, "n3", code=1, kernel=(OFF_THE_BUS,), seconds=2), exited(1, "n1", code=1, kernel=(OFF_THE_BUS,), seconds=1)],
+            [exited(5, "n3", code=1, seconds=2), exited(3, "n2", code=1, seconds=1)],
+            "EXAMINE n2",
+            id="of several, that of the first",
+        ),
+        pytest.param(
+            [
+                exited(5, "n3", code=1, kernel=(OFF_THE_BUS,), seconds=2),
+                exited(1, "n1", code=1, kernel=(OFF_THE_BUS,), seconds=1),
+            ],
             "EXAMINE n1 n3",
             id="every suspect, the failing node first",
         ),
         pytest.param(
             [
-                exited(0, "n1", code=1, seconds=1, log_tail=("ConnectionResetError: [Errno 104] Connection reset by peer",)),
+                exited(
+                    0,
+                    "n1",
+                    code=1,
+                    seconds=1,
+                    log_tail=("ConnectionResetError: [Errno 104] Connection reset by peer",),
+                ),
                 exited(5, "n3", code=1, seconds=2),
             ],
             "EXAMINE n3",
@@ -120,9 +159,13 @@ def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, ph
         ),
     ],
 )
-def test_s1_3_the_suspects_are_examined_once_their_ranks_have_stopped(observed: list[Any], expected: str) -> None:
+def test_s1_3_the_suspects_are_examined_once_their_ranks_have_stopped(
+    observed: list[Any], expected: str
+) -> None:
     after = walk(job(nodes=3), (lambda j: fault(j, *observed), expected))
-    assert after.maybe_alive == ("n1", "n2", "n3"), "they may hold the GPUs that the examination needs"
+    assert after.maybe_alive == ("n1", "n2", "n3"), (
+        "they may hold the GPUs that the examination needs"
+    )
 
 
 def test_s1_4_an_examination_has_a_phase_and_a_deadline_and_a_next_step() -> None:
@@ -137,9 +180,13 @@ def test_s1_4_an_examination_has_a_phase_and_a_deadline_and_a_next_step() -> Non
     "turns",
     [
         pytest.param([(died(1), "EXAMINE n2")], id="examining"),
-        pytest.param([(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2")], id="rebooting"),
+        pytest.param(
+            [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2")], id="rebooting"
+        ),
         pytest.param([(gone(), "WAIT NODE_LOST")], id="a node that does not answer"),
-        pytest.param([(this(NodesMissing("1 of 2 answer")), "WAIT WAITING_FOR_NODES")], id="too few nodes"),
+        pytest.param(
+            [(this(NodesMissing("1 of 2 answer")), "WAIT WAITING_FOR_NODES")], id="too few nodes"
+        ),
         pytest.param(
             [
                 (died(1), "EXAMINE n2"),
@@ -159,17 +206,34 @@ def test_s1_4_every_wait_has_a_deadline_and_a_next_step(turns: list[Turn]) -> No
 @pytest.mark.parametrize(
     "turns",
     [
-        pytest.param([(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")], id="healthy: a fault of the software"),
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")], id="an exit of the check that is neither 0 nor 1 is neither"
+            [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")],
+            id="healthy: a fault of the software",
         ),
-        pytest.param([(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2")], id="unhealthy the first time: reboot"),
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (mended(), "LAUNCH"), (died(1), "FAILED 1")],
+            [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")],
+            id="an exit of the check that is neither 0 nor 1 is neither",
+        ),
+        pytest.param(
+            [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2")],
+            id="unhealthy the first time: reboot",
+        ),
+        pytest.param(
+            [
+                (died(1), "EXAMINE n2"),
+                (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+                (mended(), "LAUNCH"),
+                (died(1), "FAILED 1"),
+            ],
             id="the second time: failed, whatever an examination would say",
         ),
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (mended(), "LAUNCH"), (died(1, "n1", 0), "FAILED 1")],
+            [
+                (died(1), "EXAMINE n2"),
+                (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+                (mended(), "LAUNCH"),
+                (died(1, "n1", 0), "FAILED 1"),
+            ],
             id="the second time on another node as well: the count is the job's",
         ),
         pytest.param(
@@ -189,7 +253,9 @@ def test_s1_5_the_verdict_and_the_retry_count_decide(turns: list[Turn]) -> None:
 
 def test_s1_6_the_job_is_launched_again_when_the_reboot_is_proven_and_counts_one_retry() -> None:
     after = walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"))
-    assert (after.phase, after.generation, after.restarts_spent) == (Phase.REPAIRING, 1, 1), "the retry is spent before the order"
+    assert (after.phase, after.generation, after.restarts_spent) == (Phase.REPAIRING, 1, 1), (
+        "the retry is spent before the order"
+    )
     after, decision = step(after, mended("done", "boot id b1 is b2")(after))
     assert isinstance(decision, Relaunch)
     assert (decision.generation, decision.keep_nodes, decision.without) == (2, True, ())
@@ -201,8 +267,14 @@ def test_s1_6_the_job_is_launched_again_when_the_reboot_is_proven_and_counts_one
     "event",
     [
         pytest.param(back("n2"), id="the node answers"),
-        pytest.param(lambda j: RepairEnded(j.generation, Strategy.RESET_GPU, ("n2",), "done", "reset"), id="another repair is done"),
-        pytest.param(lambda j: RepairEnded(j.generation, Strategy.REBOOT_NODE, ("n1",), "done", "boot id"), id="another node has rebooted"),
+        pytest.param(
+            lambda j: RepairEnded(j.generation, Strategy.RESET_GPU, ("n2",), "done", "reset"),
+            id="another repair is done",
+        ),
+        pytest.param(
+            lambda j: RepairEnded(j.generation, Strategy.REBOOT_NODE, ("n1",), "done", "boot id"),
+            id="another node has rebooted",
+        ),
         pytest.param(found(n2="HEALTHY"), id="it is found healthy"),
     ],
 )
@@ -210,31 +282,64 @@ def test_s1_6_nothing_but_proof_ends_a_reboot(event: Any) -> None:
     """The original launched 0.6 s after the order, and the reboot then ended the new rank."""
     rebooting = walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"))
     after, _ = step(rebooting, event(rebooting))
-    assert (after.phase, after.generation, after.recovering) == (Phase.REPAIRING, 1, rebooting.recovering)
+    assert (after.phase, after.generation, after.recovering) == (
+        Phase.REPAIRING,
+        1,
+        rebooting.recovering,
+    )
 
 
 GIVING_UP: list[tuple[str, list[Turn], str]] = [
-    ("healthy", [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")], "n2 examined: HEALTHY"),
-    ("no verdict", [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")], "n2 examined: UNKNOWN"),
-    ("a check that never ends", [(died(1), "EXAMINE n2"), (this(DeadlinePassed()), "FAILED 1")], "no answer within 30m"),
+    (
+        "healthy",
+        [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")],
+        "n2 examined: HEALTHY",
+    ),
+    (
+        "no verdict",
+        [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")],
+        "n2 examined: UNKNOWN",
+    ),
+    (
+        "a check that never ends",
+        [(died(1), "EXAMINE n2"), (this(DeadlinePassed()), "FAILED 1")],
+        "no answer within 30m",
+    ),
     (
         "a reboot that is refused",
-        [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (mended("refused", "not allowed"), "FAILED 1")],
+        [
+            (died(1), "EXAMINE n2"),
+            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (mended("refused", "not allowed"), "FAILED 1"),
+        ],
         "REBOOT_NODE refused: not allowed",
     ),
     (
         "a reboot that nobody can prove",
-        [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (mended("ambiguous", "same boot id"), "FAILED 1")],
+        [
+            (died(1), "EXAMINE n2"),
+            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (mended("ambiguous", "same boot id"), "FAILED 1"),
+        ],
         "REBOOT_NODE ambiguous: same boot id",
     ),
     (
         "a node that does not come back",
-        [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (this(DeadlinePassed()), "FAILED 1")],
+        [
+            (died(1), "EXAMINE n2"),
+            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (this(DeadlinePassed()), "FAILED 1"),
+        ],
         "the repair did not end within 25m",
     ),
     (
         "a second failure",
-        [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (mended(), "LAUNCH"), (died(1), "FAILED 1")],
+        [
+            (died(1), "EXAMINE n2"),
+            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (mended(), "LAUNCH"),
+            (died(1), "FAILED 1"),
+        ],
         "nothing left but to stop",
     ),
     ("another exit code", [(died(2), "FAILED 2")], "exited with code 2"),
@@ -242,7 +347,9 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("turns", "words"), [pytest.param(turns, words, id=name) for name, turns, words in GIVING_UP])
+@pytest.mark.parametrize(
+    ("turns", "words"), [pytest.param(turns, words, id=name) for name, turns, words in GIVING_UP]
+)
 def test_s1_7_whoever_gives_up_says_why(turns: list[Turn], words: str) -> None:
     """A notice is sent for each decision to stop, so each path has to end in one, and its words are the notice."""
     after = walk(job(), *turns)
@@ -254,7 +361,14 @@ def test_s1_7_whoever_gives_up_says_why(turns: list[Turn], words: str) -> None:
 
 
 def test_s1_11_the_retry_count_is_given_back_by_nothing_but_a_person() -> None:
-    once = relaunched(walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"), (mended(), "LAUNCH")))
+    once = relaunched(
+        walk(
+            job(),
+            (died(1), "EXAMINE n2"),
+            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (mended(), "LAUNCH"),
+        )
+    )
     stepped, _ = step(once, StepReached(2, 500, at(60)), at(60))
     healthy, _ = step(once, DeadlinePassed(), at(90_000))
     for renewed in (once, stepped, healthy):

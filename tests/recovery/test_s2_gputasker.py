@@ -67,8 +67,14 @@ def test_s2_2_a_start_is_numbered_before_it_is_ordered_and_never_ordered_twice()
 
 
 def test_s2_2_a_node_that_has_seen_this_start_already_does_not_get_it_again() -> None:
-    waiting, _ = play(new_job(policy=preset("gputasker")), Submitted("", "ada"), NodesAcquired((Slot("n1", "10.0.0.1"),)))
-    refused = LaunchRefused(1, (NodeRefusal("n1", "not_above", "generation 1 was launched before", (1000, 1)),))
+    waiting, _ = play(
+        new_job(policy=preset("gputasker")),
+        Submitted("", "ada"),
+        NodesAcquired((Slot("n1", "10.0.0.1"),)),
+    )
+    refused = LaunchRefused(
+        1, (NodeRefusal("n1", "not_above", "generation 1 was launched before", (1000, 1)),)
+    )
     walk(waiting, (this(refused), "FAILED 1"))
 
 
@@ -103,11 +109,22 @@ def test_s2_7_a_node_is_lost_after_180_seconds() -> None:
 @pytest.mark.parametrize(
     ("spec", "turns"),
     [
-        pytest.param(ONE, [(gone("n1"), "WAIT NODE_LOST"), (back("n1"), "WAIT RUNNING")], id="it comes back"),
-        pytest.param(TWO, [(gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")], id="one of two comes back"),
+        pytest.param(
+            ONE, [(gone("n1"), "WAIT NODE_LOST"), (back("n1"), "WAIT RUNNING")], id="it comes back"
+        ),
         pytest.param(
             TWO,
-            [(gone("n2"), "WAIT NODE_LOST"), (gone("n1"), "WAIT NODE_LOST"), (back("n2"), "WAIT NODE_LOST"), (back("n1"), "WAIT RUNNING")],
+            [(gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")],
+            id="one of two comes back",
+        ),
+        pytest.param(
+            TWO,
+            [
+                (gone("n2"), "WAIT NODE_LOST"),
+                (gone("n1"), "WAIT NODE_LOST"),
+                (back("n2"), "WAIT NODE_LOST"),
+                (back("n1"), "WAIT RUNNING"),
+            ],
             id="both do, one after the other",
         ),
         pytest.param(
@@ -127,9 +144,17 @@ def test_s2_7_a_node_is_lost_after_180_seconds() -> None:
         ),
     ],
 )
-def test_s2_8_a_node_that_comes_back_goes_on_by_itself_and_costs_nothing(spec: dict[str, Any], turns: list[Turn]) -> None:
+def test_s2_8_a_node_that_comes_back_goes_on_by_itself_and_costs_nothing(
+    spec: dict[str, Any], turns: list[Turn]
+) -> None:
     after = walk(job(**spec), *turns)
-    assert (after.phase, after.generation, after.lost, after.restarts_spent, after.incident) == (Phase.RUNNING, 1, (), 0, None)
+    assert (after.phase, after.generation, after.lost, after.restarts_spent, after.incident) == (
+        Phase.RUNNING,
+        1,
+        (),
+        0,
+        None,
+    )
     assert "came back by itself" in (after.incidents[-1].outcome or "")
 
 
@@ -138,7 +163,9 @@ def test_s2_8_the_gpus_of_a_lost_node_are_kept_until_its_ranks_are_gone() -> Non
     assert set(asked.maybe_alive) == {"n1", "n2"}
     retried, decision = step(asked, RetryRequested("go on without it", "ada"), at(10))
     assert isinstance(decision, Relaunch) and decision.without == ("n2",)
-    assert (retried.lost_names, set(retried.maybe_alive)) == (("n2",), {"n1", "n2"}), "the launch waits for what fences it"
+    assert (retried.lost_names, set(retried.maybe_alive)) == (("n2",), {"n1", "n2"}), (
+        "the launch waits for what fences it"
+    )
     assert safe_after(retried, at(10)) == at(0) + timedelta(seconds=60 + 60 + 15 + 5)
 
 
@@ -147,8 +174,14 @@ def test_s2_8_a_rank_that_failed_while_a_node_was_lost_has_failed_when_that_node
     walk(asked, (back("n2"), "FAILED 1"))
 
 
-def test_s2_8_a_fault_that_had_to_wait_for_a_lost_node_is_the_same_incident_when_it_is_dealt_with() -> None:
-    waiting = walk(job(gang="independent"), (gone("n2"), "WAIT NODE_LOST"), (raised(node="n1"), "WAIT NODE_LOST"))
+def test_s2_8_a_fault_that_had_to_wait_for_a_lost_node_is_the_same_incident_when_it_is_dealt_with() -> (
+    None
+):
+    waiting = walk(
+        job(gang="independent"),
+        (gone("n2"), "WAIT NODE_LOST"),
+        (raised(node="n1"), "WAIT NODE_LOST"),
+    )
     after = walk(waiting, (back("n2"), "FAILED 1"))
     assert after.incidents == (), "something was stopped: it did not just come back"
     assert after.incident is not None and after.incident.decisions[-1].decision == "Stop"
@@ -173,21 +206,49 @@ def test_s2_8_a_late_heartbeat_revives_nothing_that_has_ended(end: Any) -> None:
 @pytest.mark.parametrize(
     ("event", "expected", "phase", "generation"),
     [
-        pytest.param(CancelRequested("enough", "ada"), "CANCELLED 130", Phase.STOPPING, 1, id="cancel ends it"),
-        pytest.param(RetryRequested("", "ada"), "LAUNCH without n1", Phase.LAUNCHING, 2, id="retry starts it elsewhere"),
         pytest.param(
-            NodeDeclaredDead("n1", "burnt", "ada"), "ASK", Phase.WAITING_FOR_PERSON, 1, id="declared dead: nothing starts by itself"
+            CancelRequested("enough", "ada"),
+            "CANCELLED 130",
+            Phase.STOPPING,
+            1,
+            id="cancel ends it",
         ),
-        pytest.param(NodeDeclaredDead("n7", "burnt", "ada"), "IGNORE", Phase.NODE_LOST, 1, id="another node declared dead"),
+        pytest.param(
+            RetryRequested("", "ada"),
+            "LAUNCH without n1",
+            Phase.LAUNCHING,
+            2,
+            id="retry starts it elsewhere",
+        ),
+        pytest.param(
+            NodeDeclaredDead("n1", "burnt", "ada"),
+            "ASK",
+            Phase.WAITING_FOR_PERSON,
+            1,
+            id="declared dead: nothing starts by itself",
+        ),
+        pytest.param(
+            NodeDeclaredDead("n7", "burnt", "ada"),
+            "IGNORE",
+            Phase.NODE_LOST,
+            1,
+            id="another node declared dead",
+        ),
     ],
 )
-def test_s2_9_what_an_operator_may_do_about_a_lost_node(event: Any, expected: str, phase: Phase, generation: int) -> None:
+def test_s2_9_what_an_operator_may_do_about_a_lost_node(
+    event: Any, expected: str, phase: Phase, generation: int
+) -> None:
     after = walk(job(nodes=1), (gone("n1"), "WAIT NODE_LOST"), (this(event), expected))
     assert (after.phase, after.generation, after.restarts_spent) == (phase, generation, 0)
 
 
 def test_s2_9_a_node_declared_dead_holds_no_ranks_any_more_and_a_retry_may_follow() -> None:
-    dead = walk(job(nodes=1), (gone("n1"), "WAIT NODE_LOST"), (this(NodeDeclaredDead("n1", "burnt", "ada")), "ASK"))
+    dead = walk(
+        job(nodes=1),
+        (gone("n1"), "WAIT NODE_LOST"),
+        (this(NodeDeclaredDead("n1", "burnt", "ada")), "ASK"),
+    )
     assert (dead.maybe_alive, dead.lost) == ((), ())
     walk(dead, (this(RetryRequested("", "ada", ("n1",))), "LAUNCH avoiding n1"))
 

@@ -9,7 +9,14 @@ import pytest
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.observations import RanksVanished
-from relaunch.job.events import FaultObserved, LaunchRefused, NodeRefusal, RanksSucceeded, RetryRequested, StepReached
+from relaunch.job.events import (
+    FaultObserved,
+    LaunchRefused,
+    NodeRefusal,
+    RanksSucceeded,
+    RetryRequested,
+    StepReached,
+)
 from relaunch.job.state import JobState, Phase, Relaunch
 from relaunch.spec.policy import Policy, preset, resolve
 from tests.recovery.builders import (
@@ -41,11 +48,19 @@ WORKER_FAILURES = [
     pytest.param(raised(), id="an exception"),
     pytest.param(lambda j: fault(j, exited(0, "n1", signal=11)), id="a signal"),
     pytest.param(lambda j: fault(j, exited(0, "n1", signal=9)), id="SIGKILL"),
-    pytest.param(raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."), id="out of memory"),
-    pytest.param(sick(xid(79, "GPU has fallen off the bus.")), id="a fatal fault of a GPU, which it knows nothing of"),
+    pytest.param(
+        raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        id="out of memory",
+    ),
+    pytest.param(
+        sick(xid(79, "GPU has fallen off the bus.")),
+        id="a fatal fault of a GPU, which it knows nothing of",
+    ),
     pytest.param(sick(xid(31)), id="a page fault of a GPU"),
     pytest.param(sick(xid(95)), id="a GPU to be reset"),
-    pytest.param(raised("ConnectionResetError: [Errno 104] Connection reset by peer"), id="a lost connection"),
+    pytest.param(
+        raised("ConnectionResetError: [Errno 104] Connection reset by peer"), id="a lost connection"
+    ),
     pytest.param(raised("OSError: [Errno 116] Stale file handle"), id="a lost file system"),
     pytest.param(hung(), id="a rank past the exit barrier"),
 ]
@@ -61,7 +76,9 @@ def lost_and_missed(node: str = "n2") -> tuple[Turn, Turn]:
 
 
 @pytest.mark.parametrize("failure", WORKER_FAILURES)
-def test_s3_2_whatever_rank_fails_all_restart_in_place_up_to_max_restarts_and_then_the_job_fails(failure: Any) -> None:
+def test_s3_2_whatever_rank_fails_all_restart_in_place_up_to_max_restarts_and_then_the_job_fails(
+    failure: Any,
+) -> None:
     after = job()
     for spent in (1, 2, 3):
         after = walk(after, (failure, "RESTART_IN_PLACE"))
@@ -81,7 +98,11 @@ def test_s3_2_the_count_is_one_for_all_causes_and_survives_progress() -> None:
 @pytest.mark.parametrize("most", [0, 1, 5])
 def test_s3_2_max_restarts_is_the_number_of_restarts(most: int) -> None:
     turns: list[Turn] = [(died(1), "RESTART_IN_PLACE")] * most
-    walk(job(resolve({"extends": "torchelastic", "max_restarts": most})), *turns, (died(1), "FAILED 1"))
+    walk(
+        job(resolve({"extends": "torchelastic", "max_restarts": most})),
+        *turns,
+        (died(1), "FAILED 1"),
+    )
 
 
 def test_s3_3_a_change_of_membership_restarts_all_and_is_no_retry() -> None:
@@ -91,7 +112,13 @@ def test_s3_3_a_change_of_membership_restarts_all_and_is_no_retry() -> None:
         assert (after.phase, after.restarts_spent) == (Phase.LAUNCHING, 0)
     assert after.generation == 11
     after = walk(after, (this(RetryRequested("a node was added", "ada")), "LAUNCH"))
-    walk(after, (died(1), "RESTART_IN_PLACE"), (died(1), "RESTART_IN_PLACE"), (died(1), "RESTART_IN_PLACE"), (died(1), "FAILED 1"))
+    walk(
+        after,
+        (died(1), "RESTART_IN_PLACE"),
+        (died(1), "RESTART_IN_PLACE"),
+        (died(1), "RESTART_IN_PLACE"),
+        (died(1), "FAILED 1"),
+    )
 
 
 @pytest.mark.parametrize("cause", [Cause.NODE_LOST, Cause.NODE_FAULT, Cause.PREEMPTED])
@@ -111,22 +138,40 @@ def test_s3_3_a_node_that_comes_back_before_anybody_missed_it_restarts_nothing()
     ("observed", "expected"),
     [
         pytest.param(None, "SUCCEEDED 0", id="every rank"),
-        pytest.param([exited(0, "n1", code=0), exited(3, "n2", code=1, seconds=5)], "RESTART_IN_PLACE", id="one of many failed, the last"),
-        pytest.param([exited(3, "n2", code=1), exited(0, "n1", code=0, seconds=5)], "RESTART_IN_PLACE", id="one of many failed, the first"),
+        pytest.param(
+            [exited(0, "n1", code=0), exited(3, "n2", code=1, seconds=5)],
+            "RESTART_IN_PLACE",
+            id="one of many failed, the last",
+        ),
+        pytest.param(
+            [exited(3, "n2", code=1), exited(0, "n1", code=0, seconds=5)],
+            "RESTART_IN_PLACE",
+            id="one of many failed, the first",
+        ),
     ],
 )
 def test_s3_4_success_is_that_of_every_rank(observed: list[Any] | None, expected: str) -> None:
-    walk(job(), (this(RanksSucceeded(1)) if observed is None else lambda j: fault(j, *observed), expected))
+    walk(
+        job(),
+        (this(RanksSucceeded(1)) if observed is None else lambda j: fault(j, *observed), expected),
+    )
 
 
-def test_s3_5_past_the_exit_barrier_a_rank_that_runs_is_a_hang_and_all_zeros_are_a_success() -> None:
+def test_s3_5_past_the_exit_barrier_a_rank_that_runs_is_a_hang_and_all_zeros_are_a_success() -> (
+    None
+):
     assert preset("torchelastic").timeouts.exit_barrier == timedelta(seconds=300)
     after = walk(job(), (hung(3), "RESTART_IN_PLACE"))
-    assert after.incident is not None and (after.incident.cause, after.incident.ranks) == (Cause.HANG, (3,))
+    assert after.incident is not None and (after.incident.cause, after.incident.ranks) == (
+        Cause.HANG,
+        (3,),
+    )
     walk(relaunched(after), (this(RanksSucceeded(2)), "SUCCEEDED 0"))
 
 
-def test_s3_6_the_error_with_the_smallest_timestamp_is_the_root_cause_and_comes_with_its_traceback() -> None:
+def test_s3_6_the_error_with_the_smallest_timestamp_is_the_root_cause_and_comes_with_its_traceback() -> (
+    None
+):
     start = T0.timestamp()
     first = exited(2, "n2", code=1, seconds=9, error=error("KeyError: 'lr'", start + 1))
     others = [
@@ -144,9 +189,13 @@ def test_s3_6_the_error_with_the_smallest_timestamp_is_the_root_cause_and_comes_
 @pytest.mark.parametrize(
     ("whose", "event", "expected", "spent"),
     [
-        pytest.param("worker", died(1), "RESTART_IN_PLACE", 1, id="a worker's failure is the job's own"),
+        pytest.param(
+            "worker", died(1), "RESTART_IN_PLACE", 1, id="a worker's failure is the job's own"
+        ),
         pytest.param("worker", died(2), "RESTART_IN_PLACE", 1, id="whatever its exit code"),
-        pytest.param("worker", died(127), "RESTART_IN_PLACE", 1, id="also one that says its input is wrong"),
+        pytest.param(
+            "worker", died(127), "RESTART_IN_PLACE", 1, id="also one that says its input is wrong"
+        ),
         pytest.param(
             "platform",
             this(LaunchRefused(1, (NodeRefusal("n1", "expired", "the order came too late"),))),
@@ -156,21 +205,31 @@ def test_s3_6_the_error_with_the_smallest_timestamp_is_the_root_cause_and_comes_
         ),
         pytest.param(
             "infrastructure",
-            this(FaultObserved(1, (RanksVanished("n2", T0, "the node rebooted", rebooted=True),), 0, T0)),
+            this(
+                FaultObserved(
+                    1, (RanksVanished("n2", T0, "the node rebooted", rebooted=True),), 0, T0
+                )
+            ),
             "REPLACE_NODE without n2",
             0,
             id="nor is the host's",
         ),
         pytest.param(
             "user",
-            this(LaunchRefused(1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),))),
+            this(
+                LaunchRefused(
+                    1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),)
+                )
+            ),
             "FAILED 127",
             0,
             id="input that was wrong before any worker was started is nobody's to retry",
         ),
     ],
 )
-def test_s3_7_whose_fault_it_is_says_whose_budget_it_takes(whose: str, event: Any, expected: str, spent: int) -> None:
+def test_s3_7_whose_fault_it_is_says_whose_budget_it_takes(
+    whose: str, event: Any, expected: str, spent: int
+) -> None:
     assert walk(job(), (event, expected)).restarts_spent == spent, whose
 
 
@@ -190,11 +249,15 @@ def test_s3_7_a_platform_that_fails_again_and_again_fails_the_job_without_its_bu
     [
         pytest.param([{"strategy": "FAIL"}], "FAILED 1", id="the gang fails"),
         pytest.param(
-            [{"strategy": "REPLACE_NODE", "tries": 1}, {"strategy": "FAIL"}], "REPLACE_NODE without n2", id="the node is replaced"
+            [{"strategy": "REPLACE_NODE", "tries": 1}, {"strategy": "FAIL"}],
+            "REPLACE_NODE without n2",
+            id="the node is replaced",
         ),
         pytest.param([{"strategy": "ASK"}], "ASK", id="a person chooses"),
     ],
 )
-def test_s3_9_a_lost_node_fails_the_gang_or_is_replaced_as_the_policy_says(ladder: list[dict[str, Any]], expected: str) -> None:
+def test_s3_9_a_lost_node_fails_the_gang_or_is_replaced_as_the_policy_says(
+    ladder: list[dict[str, Any]], expected: str
+) -> None:
     policy = resolve({"extends": "torchelastic", "causes": {"NODE_LOST": ladder}})
     walk(job(policy), (gone("n2"), "WAIT NODE_LOST"), (hung(), expected))

@@ -12,7 +12,13 @@ import pytest
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.observations import RanksVanished
-from relaunch.job.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, StepReached
+from relaunch.job.events import (
+    DeadlinePassed,
+    FaultObserved,
+    LaunchFailed,
+    NodesAcquired,
+    StepReached,
+)
 from relaunch.job.ranks import rank_environments, seat
 from relaunch.job.state import JobState, Phase, Relaunch, Slot
 from relaunch.pool.messages import Place
@@ -55,18 +61,27 @@ def job(policy: Policy | None = None, **spec: Any) -> JobState:
 
 def without_pods(**more: str) -> Policy:
     """As a job file switches it on: everything but pod rescheduling."""
-    flags = {"fault-tolerance/job-unconditional-retry": "true", "fault-tolerance/hang-retry": "true"}
+    flags = {
+        "fault-tolerance/job-unconditional-retry": "true",
+        "fault-tolerance/hang-retry": "true",
+    }
     return annotated(preset("modelarts"), {RETRIES: "8", **flags, **more})
 
 
 def rebooted(node: str = "n2") -> Any:
-    return lambda j: FaultObserved(j.generation, (RanksVanished(node, T0, "the node rebooted", rebooted=True),), 0, T0)
+    return lambda j: FaultObserved(
+        j.generation, (RanksVanished(node, T0, "the node rebooted", rebooted=True),), 0, T0
+    )
 
 
 @pytest.mark.parametrize("line", [HEALS, HEALS_TOO, USERS])
-def test_s4_1_a_chip_that_heals_itself_is_reset_and_the_command_runs_again_in_the_same_place_for_nothing(line: str) -> None:
+def test_s4_1_a_chip_that_heals_itself_is_reset_and_the_command_runs_again_in_the_same_place_for_nothing(
+    line: str,
+) -> None:
     after = walk(job(), (sick(line), RESET))
-    assert (after.phase, after.generation) == (Phase.REPAIRING, 1), "all ranks are stopped before the chip is touched"
+    assert (after.phase, after.generation) == (Phase.REPAIRING, 1), (
+        "all ranks are stopped before the chip is touched"
+    )
     after, decision = step(after, mended("done", "reset")(after))
     assert isinstance(decision, Relaunch)
     assert (decision.keep_nodes, decision.without, decision.avoid) == (True, (), ())
@@ -98,18 +113,40 @@ def test_s4_2_a_reset_that_fails_isolates_the_node_and_reschedules(failure: Any,
 @pytest.mark.parametrize(
     ("met", "expected"),
     [
-        pytest.param([(0, HEALS), (HOUR, HEALS), (2 * HOUR, HEALS)], POD, id="the third time in a day: isolated"),
-        pytest.param([(0, HEALS), (HOUR, HEALS), (DAY, HEALS)], RESET, id="the first is a day old: not the third"),
-        pytest.param([(0, HEALS), (HOUR, HEALS), (DAY - 1, HEALS)], POD, id="a second less than a day is"),
-        pytest.param([(0, HEALS), (1, HEALS), (2, xid(64))], RESET, id="another code counts by itself"),
         pytest.param(
-            [(0, HEALS), (1, HEALS), (2, xid(95, gpu="0000:06:00"))], "RESET_GPU n2 0000:06:00", id="another chip counts by itself"
+            [(0, HEALS), (HOUR, HEALS), (2 * HOUR, HEALS)],
+            POD,
+            id="the third time in a day: isolated",
         ),
-        pytest.param([(0, USERS), (1, USERS), (2, USERS)], "RESCHEDULE_JOB", id="the user's doing: scheduled anew and not isolated"),
-        pytest.param([(0, USERS), (1, HEALS), (2, USERS)], RESET, id="the user's doing counts by itself"),
+        pytest.param(
+            [(0, HEALS), (HOUR, HEALS), (DAY, HEALS)],
+            RESET,
+            id="the first is a day old: not the third",
+        ),
+        pytest.param(
+            [(0, HEALS), (HOUR, HEALS), (DAY - 1, HEALS)], POD, id="a second less than a day is"
+        ),
+        pytest.param(
+            [(0, HEALS), (1, HEALS), (2, xid(64))], RESET, id="another code counts by itself"
+        ),
+        pytest.param(
+            [(0, HEALS), (1, HEALS), (2, xid(95, gpu="0000:06:00"))],
+            "RESET_GPU n2 0000:06:00",
+            id="another chip counts by itself",
+        ),
+        pytest.param(
+            [(0, USERS), (1, USERS), (2, USERS)],
+            "RESCHEDULE_JOB",
+            id="the user's doing: scheduled anew and not isolated",
+        ),
+        pytest.param(
+            [(0, USERS), (1, HEALS), (2, USERS)], RESET, id="the user's doing counts by itself"
+        ),
     ],
 )
-def test_s4_3_the_same_code_of_the_same_chip_three_times_in_24_hours_is_not_reset_again(met: list[tuple[int, str]], expected: str) -> None:
+def test_s4_3_the_same_code_of_the_same_chip_three_times_in_24_hours_is_not_reset_again(
+    met: list[tuple[int, str]], expected: str
+) -> None:
     after = job()
     for seconds, line in met[:-1]:
         after = walk(after, (sick(line), RESET), RESET_DONE, now=at(seconds))
@@ -144,19 +181,41 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
         pytest.param([R, R, R, (died(1), "FAILED 1")], id="the fourth in a row"),
         pytest.param([R, R, R, (died(9), "FAILED 9")], id="whatever the exit code"),
         pytest.param(
-            [R, (raised(), "RESCHEDULE_JOB"), R, (lambda j: fault(j, exited(0, "n1", signal=6)), "FAILED 134")], id="whatever the cause"
+            [
+                R,
+                (raised(), "RESCHEDULE_JOB"),
+                R,
+                (lambda j: fault(j, exited(0, "n1", signal=6)), "FAILED 134"),
+            ],
+            id="whatever the cause",
         ),
         pytest.param(
-            [R, R, R, (sick(HEALS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")], id="a fault of a chip in between begins anew"
+            [R, R, R, (sick(HEALS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")],
+            id="a fault of a chip in between begins anew",
         ),
-        pytest.param([R, R, (sick(FATAL), POD), R, R, R, (died(1), "FAILED 1")], id="a fatal one as well"),
-        pytest.param([R, R, (sick(USERS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")], id="one that the user caused as well"),
-        pytest.param([R, R, (rebooted(), POD), R, R, R, (died(1), "FAILED 1")], id="a fault of a node as well"),
-        pytest.param([R, R, (gone(), "WAIT NODE_LOST"), (hung(), POD), R, R, R, (died(1), "FAILED 1")], id="a lost node as well"),
-        pytest.param([R, R, (hung(), "RESTART_IN_PLACE"), R, (died(1), "FAILED 1")], id="a hang does not"),
+        pytest.param(
+            [R, R, (sick(FATAL), POD), R, R, R, (died(1), "FAILED 1")], id="a fatal one as well"
+        ),
+        pytest.param(
+            [R, R, (sick(USERS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")],
+            id="one that the user caused as well",
+        ),
+        pytest.param(
+            [R, R, (rebooted(), POD), R, R, R, (died(1), "FAILED 1")],
+            id="a fault of a node as well",
+        ),
+        pytest.param(
+            [R, R, (gone(), "WAIT NODE_LOST"), (hung(), POD), R, R, R, (died(1), "FAILED 1")],
+            id="a lost node as well",
+        ),
+        pytest.param(
+            [R, R, (hung(), "RESTART_IN_PLACE"), R, (died(1), "FAILED 1")], id="a hang does not"
+        ),
     ],
 )
-def test_s4_4_three_unconditional_reschedules_in_a_row_and_the_fourth_failure_is_the_codes(turns: list[Turn]) -> None:
+def test_s4_4_three_unconditional_reschedules_in_a_row_and_the_fourth_failure_is_the_codes(
+    turns: list[Turn],
+) -> None:
     walk(job(), *turns)
 
 
@@ -174,11 +233,19 @@ def test_s4_4_the_exit_code_of_the_last_failure_is_that_of_the_job() -> None:
     assert "exited with code 42" in after.reason
 
 
-@pytest.mark.parametrize("event", [pytest.param(sick(FATAL), id="a chip that does not heal"), pytest.param(rebooted(), id="a node")])
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(sick(FATAL), id="a chip that does not heal"),
+        pytest.param(rebooted(), id="a node"),
+    ],
+)
 def test_s4_5_the_faulty_node_is_isolated_before_the_job_is_scheduled_anew(event: Any) -> None:
     after = walk(job(without_pods()), (event, JOB_ISOLATED))
     assert ([one.node for one in after.avoided], after.restarts_spent) == (["n2"], 1)
-    assert after.slots[1].node == "n2", "the workflow acquires other nodes; what is decided is who is not among them"
+    assert after.slots[1].node == "n2", (
+        "the workflow acquires other nodes; what is decided is who is not among them"
+    )
 
 
 def test_s4_5_a_lost_node_is_isolated_and_the_job_scheduled_anew() -> None:
@@ -187,20 +254,40 @@ def test_s4_5_a_lost_node_is_isolated_and_the_job_scheduled_anew() -> None:
 
 def test_s4_5_it_ends_with_the_restarts() -> None:
     policy = without_pods(**{RETRIES: "2"})
-    after = walk(job(policy), (sick(FATAL), JOB_ISOLATED), (sick(FATAL), JOB_ISOLATED), (sick(FATAL), "FAILED 1"))
+    after = walk(
+        job(policy),
+        (sick(FATAL), JOB_ISOLATED),
+        (sick(FATAL), JOB_ISOLATED),
+        (sick(FATAL), "FAILED 1"),
+    )
     assert "all 2 restarts are spent" in after.reason
 
 
-@pytest.mark.parametrize("event", [pytest.param(sick(FATAL), id="a chip that does not heal"), pytest.param(rebooted(), id="a node")])
-def test_s4_6_only_the_faulty_pod_is_scheduled_elsewhere_and_its_node_is_isolated(event: Any) -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(sick(FATAL), id="a chip that does not heal"),
+        pytest.param(rebooted(), id="a node"),
+    ],
+)
+def test_s4_6_only_the_faulty_pod_is_scheduled_elsewhere_and_its_node_is_isolated(
+    event: Any,
+) -> None:
     after, decision = step(job(), event(job()))
     assert isinstance(decision, Relaunch) and told(decision) == POD
     assert decision.keep_nodes, "the other pods keep their containers"
-    assert ([one.node for one in after.avoided], after.restarts_spent) == (["n2"], 0), "pods have retries of their own"
+    assert ([one.node for one in after.avoided], after.restarts_spent) == (["n2"], 0), (
+        "pods have retries of their own"
+    )
 
 
 def test_s4_6_when_the_pods_retries_are_used_the_whole_job_is_scheduled_anew() -> None:
-    pods: list[Turn] = [(sick(FATAL), POD), (sick(HEALS), RESET), (mended("refused"), POD), (rebooted(), POD)]
+    pods: list[Turn] = [
+        (sick(FATAL), POD),
+        (sick(HEALS), RESET),
+        (mended("refused"), POD),
+        (rebooted(), POD),
+    ]
     after = walk(job(), *pods, (sick(FATAL), JOB_ISOLATED))
     assert after.restarts_spent == 1
     walk(after, (sick(HEALS), RESET), (mended("refused"), JOB_ISOLATED))
@@ -209,7 +296,9 @@ def test_s4_6_when_the_pods_retries_are_used_the_whole_job_is_scheduled_anew() -
 def test_s4_6_a_pod_that_cannot_be_scheduled_ends_in_a_reschedule_of_the_job() -> None:
     after = walk(job(), (sick(FATAL), POD))
     failures = 0
-    while "RESCHEDULE_JOB" not in told(decision := climbed(after, suspected(Cause.NODE_LOST, "n3"))[1]):
+    while "RESCHEDULE_JOB" not in told(
+        decision := climbed(after, suspected(Cause.NODE_LOST, "n3"))[1]
+    ):
         event = LaunchFailed(after.generation, ("n3",), False, timedelta(0), "no answer")
         after, decision = step(after, event)
         assert told(decision).startswith("REPLACE_NODE")
@@ -221,9 +310,14 @@ def test_s4_6_a_pod_that_cannot_be_scheduled_ends_in_a_reschedule_of_the_job() -
 @pytest.mark.parametrize(
     "turns",
     [
-        pytest.param([(hung(), "RESTART_IN_PLACE")] * 3 + [(hung(), "FAILED 1")], id="three in a row, and no more"),
         pytest.param(
-            [(hung(), "RESTART_IN_PLACE")] * 2 + [R, *[(hung(), "RESTART_IN_PLACE")] * 3, (hung(), "FAILED 1")], id="another fault between"
+            [(hung(), "RESTART_IN_PLACE")] * 3 + [(hung(), "FAILED 1")],
+            id="three in a row, and no more",
+        ),
+        pytest.param(
+            [(hung(), "RESTART_IN_PLACE")] * 2
+            + [R, *[(hung(), "RESTART_IN_PLACE")] * 3, (hung(), "FAILED 1")],
+            id="another fault between",
         ),
     ],
 )
@@ -232,7 +326,9 @@ def test_s4_7_a_hang_restarts_in_place_three_times_in_a_row(turns: list[Turn]) -
 
 
 def test_s4_7_a_hang_takes_no_restart_and_is_one_after_30_minutes() -> None:
-    after = walk(job(resolve({"extends": "modelarts", "max_restarts": 0})), (hung(), "RESTART_IN_PLACE"))
+    after = walk(
+        job(resolve({"extends": "modelarts", "max_restarts": 0})), (hung(), "RESTART_IN_PLACE")
+    )
     assert after.restarts_spent == 0
     assert preset("modelarts").hang.after == timedelta(minutes=30)
 
@@ -246,16 +342,32 @@ def test_s4_7_hangs_that_training_has_passed_are_no_row() -> None:
 @pytest.mark.parametrize(
     ("annotations", "turns"),
     [
-        pytest.param({}, [(died(1), "FAILED 1")], id="automatic restart alone: an exit of the program fails"),
+        pytest.param(
+            {}, [(died(1), "FAILED 1")], id="automatic restart alone: an exit of the program fails"
+        ),
         pytest.param({}, [(hung(), "FAILED 1")], id="automatic restart alone: a hang fails"),
-        pytest.param({}, [(sick(HEALS), RESET), RESET_DONE], id="automatic restart alone: in place"),
+        pytest.param(
+            {}, [(sick(HEALS), RESET), RESET_DONE], id="automatic restart alone: in place"
+        ),
         pytest.param({}, [(sick(FATAL), JOB_ISOLATED)], id="automatic restart alone: isolated"),
-        pytest.param({"fault-tolerance/job-unconditional-retry": "true"}, [R, R, R, (died(1), "FAILED 1")], id="unconditional"),
-        pytest.param({"fault-tolerance/hang-retry": "true"}, [(hung(), "RESTART_IN_PLACE")], id="hang"),
-        pytest.param({"fault-tolerance/pod-retry-num": "1"}, [(sick(FATAL), POD), (sick(FATAL), JOB_ISOLATED)], id="pod"),
+        pytest.param(
+            {"fault-tolerance/job-unconditional-retry": "true"},
+            [R, R, R, (died(1), "FAILED 1")],
+            id="unconditional",
+        ),
+        pytest.param(
+            {"fault-tolerance/hang-retry": "true"}, [(hung(), "RESTART_IN_PLACE")], id="hang"
+        ),
+        pytest.param(
+            {"fault-tolerance/pod-retry-num": "1"},
+            [(sick(FATAL), POD), (sick(FATAL), JOB_ISOLATED)],
+            id="pod",
+        ),
     ],
 )
-def test_s4_8_annotations_switch_each_recovery_on(annotations: dict[str, str], turns: list[Turn]) -> None:
+def test_s4_8_annotations_switch_each_recovery_on(
+    annotations: dict[str, str], turns: list[Turn]
+) -> None:
     walk(job(annotated(preset("modelarts"), {RETRIES: "8", **annotations})), *turns)
 
 
@@ -274,7 +386,9 @@ def test_s4_9_a_place_counts_its_nodes_and_the_starts_on_each() -> None:
     slots = seat(slots, (first, second))
     assert counters(slots) == [("1", "2"), ("1", "2")], "in place, and after a hang"
     slots = seat(slots, (first, spare))
-    assert counters(slots) == [("1", "3"), ("2", "1")], "the pod was scheduled elsewhere, the other one started once more"
+    assert counters(slots) == [("1", "3"), ("2", "1")], (
+        "the pod was scheduled elsewhere, the other one started once more"
+    )
     slots = seat(slots, (first, spare))
     assert counters(slots) == [("1", "4"), ("2", "2")]
 
@@ -284,7 +398,11 @@ def test_s4_9_a_job_that_is_scheduled_anew_is_so_in_every_place_even_where_a_nod
     before = job()
     after, decision = step(before, died(1)(before))
     assert isinstance(decision, Relaunch) and not decision.keep_nodes
-    slots = seat(after.slots, (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")), anew=not decision.keep_nodes)
+    slots = seat(
+        after.slots,
+        (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")),
+        anew=not decision.keep_nodes,
+    )
     assert counters(slots) == [("2", "1"), ("2", "1")]
 
 
@@ -295,4 +413,6 @@ def test_s4_9_the_counters_live_in_the_jobs_state() -> None:
 
 
 def test_s4_10_how_long_ranks_may_take_to_stop_is_a_value_of_the_policy() -> None:
-    assert resolve({"extends": "modelarts", "timeouts": {"stop_grace": "10s"}}).timeouts.stop_grace == timedelta(seconds=10)
+    assert resolve(
+        {"extends": "modelarts", "timeouts": {"stop_grace": "10s"}}
+    ).timeouts.stop_grace == timedelta(seconds=10)

@@ -13,7 +13,11 @@ from relaunch.spec.fleet import FleetLimits, FleetSpec, parse_jumps
 from relaunch.spec.job import JobSpec
 from tests.recovery.builders import spec
 
-FLEET: dict[str, Any] = {"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", "address": "10.0.0.1"}]}
+FLEET: dict[str, Any] = {
+    "name": "lab",
+    "backend": "ssh",
+    "nodes": [{"name": "n1", "address": "10.0.0.1"}],
+}
 NO_NAME = "is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit"
 NO_VARIABLE = "cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_"
 ONE_SOURCE = "a secret has exactly one source: file: PATH or env: NAME"
@@ -41,9 +45,21 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             "'python train.py' is one string: write a list, one item per argument, such as [python, train.py]",
             id="a command in one string",
         ),
-        pytest.param({"nodes": 0}, "nodes", "0 is not a number of nodes: at least 1", id="no nodes"),
-        pytest.param({"nodes": {"min": 3, "max": 2}}, "nodes", "min is 3 and max is 2: min must not exceed max", id="an empty range"),
-        pytest.param({"nodes": {"min": 0, "max": 2}}, "nodes", "min is 0: at least 1", id="a range that begins with nothing"),
+        pytest.param(
+            {"nodes": 0}, "nodes", "0 is not a number of nodes: at least 1", id="no nodes"
+        ),
+        pytest.param(
+            {"nodes": {"min": 3, "max": 2}},
+            "nodes",
+            "min is 3 and max is 2: min must not exceed max",
+            id="an empty range",
+        ),
+        pytest.param(
+            {"nodes": {"min": 0, "max": 2}},
+            "nodes",
+            "min is 0: at least 1",
+            id="a range that begins with nothing",
+        ),
         *(
             pytest.param(
                 {"nodes": written},
@@ -51,7 +67,17 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
                 f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)",
                 id=f"nodes {written}",
             )
-            for written in ({"min": 3}, {"min": 1, "max": 2, "step": 1}, {"min": "1", "max": 2}, "3:", "a:4", "few", 2.5, True, None)
+            for written in (
+                {"min": 3},
+                {"min": 1, "max": 2, "step": 1},
+                {"min": "1", "max": 2},
+                "3:",
+                "a:4",
+                "few",
+                2.5,
+                True,
+                None,
+            )
         ),
         pytest.param(
             {"progress": {"log_pattern": "step ("}},
@@ -72,21 +98,43 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             "look-ahead, look-behind or back references",
             id="a pattern that may take for ever",
         ),
-        pytest.param({"secrets": {"HF_TOKEN": {}}}, "secrets", ONE_SOURCE, id="a secret from nowhere"),
-        pytest.param({"secrets": {"HF_TOKEN": {"file": "/etc/hf", "env": "HF"}}}, "secrets", ONE_SOURCE, id="a secret from two places"),
+        pytest.param(
+            {"secrets": {"HF_TOKEN": {}}}, "secrets", ONE_SOURCE, id="a secret from nowhere"
+        ),
+        pytest.param(
+            {"secrets": {"HF_TOKEN": {"file": "/etc/hf", "env": "HF"}}},
+            "secrets",
+            ONE_SOURCE,
+            id="a secret from two places",
+        ),
         *(
-            pytest.param({key: {name: value}}, key, f"{name!r} {NO_VARIABLE}", id=f"the variable {name!r} in {key}")
+            pytest.param(
+                {key: {name: value}},
+                key,
+                f"{name!r} {NO_VARIABLE}",
+                id=f"the variable {name!r} in {key}",
+            )
             for key, value in (("env", "1"), ("secrets", {"env": "X"}))
             for name in ("RELAUNCH_JOB", "TORCHELASTIC_RUN_ID", "1ST", "A B", "")
         ),
-        pytest.param({"workdir": "train"}, "workdir", "'train' is a relative path: a folder's absolute path on the nodes", id="a workdir"),
+        pytest.param(
+            {"workdir": "train"},
+            "workdir",
+            "'train' is a relative path: a folder's absolute path on the nodes",
+            id="a workdir",
+        ),
     ],
 )
-def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(written: dict[str, Any], where: str, expected: str) -> None:
+def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
+    written: dict[str, Any], where: str, expected: str
+) -> None:
     with pytest.raises(ValidationError) as error:
         spec(**written)
     # Where a value may be of two kinds, pydantic says what is wrong with it as either.
-    told = [(str(next(iter(one["loc"]), "")), one["msg"].removeprefix("Value error, ")) for one in error.value.errors()]
+    told = [
+        (str(next(iter(one["loc"]), "")), one["msg"].removeprefix("Value error, "))
+        for one in error.value.errors()
+    ]
     assert (where, expected) in told
 
 
@@ -97,11 +145,15 @@ def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(written: dict[st
         pytest.param({"command": []}, "command", id="nothing to run"),
         pytest.param({"nproc_per_node": 0}, "nproc_per_node", id="no process"),
         pytest.param({"env": "DEBUG=1"}, "env", id="an environment that is no mapping"),
-        pytest.param({"env": {"DEBUG": True}}, "env.DEBUG", id="a yes that may mean 1, true or yes"),
+        pytest.param(
+            {"env": {"DEBUG": True}}, "env.DEBUG", id="a yes that may mean 1, true or yes"
+        ),
         pytest.param({"gang": "loose"}, "gang", id="a gang that nobody knows"),
     ],
 )
-def test_a_job_file_of_another_shape_is_refused_where_it_stands(written: dict[str, Any], where: str) -> None:
+def test_a_job_file_of_another_shape_is_refused_where_it_stands(
+    written: dict[str, Any], where: str
+) -> None:
     with pytest.raises(ValidationError) as error:
         spec(**written)
     assert where == refusal(error)[0]
@@ -112,17 +164,39 @@ def test_a_job_file_of_another_shape_is_refused_where_it_stands(written: dict[st
     [
         pytest.param({"nodes": 1, "nproc_per_node": 1}, 1, 1, 1, id="one process"),
         pytest.param({"nodes": 4, "nproc_per_node": 8}, 4, 8, 32, id="four nodes of eight"),
-        pytest.param({"nodes": {"min": 3, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="a range of one size"),
-        pytest.param({"nodes": {"min": 2, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="at most, where it may change"),
-        pytest.param({"nodes": 4, "nproc_per_node": 8, "launcher": "torchrun"}, 4, 8, 32, id="whoever starts them"),
+        pytest.param(
+            {"nodes": {"min": 3, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="a range of one size"
+        ),
+        pytest.param(
+            {"nodes": {"min": 2, "max": 3}, "nproc_per_node": 8},
+            3,
+            8,
+            24,
+            id="at most, where it may change",
+        ),
+        pytest.param(
+            {"nodes": 4, "nproc_per_node": 8, "launcher": "torchrun"},
+            4,
+            8,
+            32,
+            id="whoever starts them",
+        ),
     ],
 )
-def test_how_many_ranks_a_job_has(written: dict[str, Any], node_count: int, ranks_per_node: int, world_size: int) -> None:
+def test_how_many_ranks_a_job_has(
+    written: dict[str, Any], node_count: int, ranks_per_node: int, world_size: int
+) -> None:
     job = spec(**written)
-    assert (node_count, ranks_per_node, world_size) == (job.node_count, job.ranks_per_node, job.world_size)
+    assert (node_count, ranks_per_node, world_size) == (
+        job.node_count,
+        job.ranks_per_node,
+        job.world_size,
+    )
 
 
-@pytest.mark.parametrize(("launcher", "processes"), [("none", 8), ("torchrun", 1), ("ft_launcher", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "processes"), [("none", 8), ("torchrun", 1), ("ft_launcher", 1)]
+)
 def test_how_many_processes_relaunch_starts_on_a_node(launcher: str, processes: int) -> None:
     assert processes == spec(nproc_per_node=8, launcher=launcher).processes_per_node
 
@@ -136,14 +210,22 @@ def test_how_many_processes_relaunch_starts_on_a_node(launcher: str, processes: 
         (["ft_launcher", "train.py"], "ft_launcher"),
         (["accelerate", "launch", "train.py"], "accelerate"),
         (["python", "-m", "torch.distributed.run", "train.py"], "-m torch.distributed.run"),
-        (["/usr/bin/python3.11", "-u", "-m", "torch.distributed.launch", "train.py"], "-m torch.distributed.launch"),
+        (
+            ["/usr/bin/python3.11", "-u", "-m", "torch.distributed.launch", "train.py"],
+            "-m torch.distributed.launch",
+        ),
     ],
 )
-def test_two_launchers_one_within_the_other_are_refused(launcher: str, command: list[str], found: str) -> None:
+def test_two_launchers_one_within_the_other_are_refused(
+    launcher: str, command: list[str], found: str
+) -> None:
     with pytest.raises(ValidationError) as error:
         spec(command=command, launcher=launcher)
     told = f"launcher: {launcher} puts {launcher} before it"
-    assert refusal(error)[1] == f"command: {found} starts ranks itself: give the command of one rank; {told}"
+    assert (
+        refusal(error)[1]
+        == f"command: {found} starts ranks itself: give the command of one rank; {told}"
+    )
     assert spec(command=command).launcher == "none"
 
 
@@ -170,21 +252,45 @@ def test_a_command_that_only_mentions_a_launcher_is_a_rank(command: list[str]) -
         pytest.param("3:4", 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range as a flag has it"),
     ],
 )
-def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs(written: Any, fewest: int, most: int, size: str) -> None:
+def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs(
+    written: Any, fewest: int, most: int, size: str
+) -> None:
     job = spec(nodes=written)
-    assert (job.fewest_nodes, job.node_count, job.is_elastic, job.size) == (fewest, most, fewest < most, size)
+    assert (job.fewest_nodes, job.node_count, job.is_elastic, job.size) == (
+        fewest,
+        most,
+        fewest < most,
+        size,
+    )
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
 def test_numbers_in_the_environment_are_the_strings_that_everybody_means() -> None:
-    assert spec(env={"DEBUG": 1, "LR": 0.5, "MODE": "on"}).env == {"DEBUG": "1", "LR": "0.5", "MODE": "on"}
+    assert spec(env={"DEBUG": 1, "LR": 0.5, "MODE": "on"}).env == {
+        "DEBUG": "1",
+        "LR": "0.5",
+        "MODE": "on",
+    }
 
 
 def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     least = JobSpec.model_validate({"name": "l", "command": ["true"]})
-    assert (least.node_count, least.workdir, least.progress.log_pattern, least.policy) == (1, None, None, "default")
-    most = spec(workdir="/home/train", progress={"log_pattern": r"step (?P<step>\d+)"}, secrets={"A": {"file": "/a"}, "B": {"env": "b"}})
-    assert (most.workdir, most.secrets["A"].file, most.secrets["B"].env) == ("/home/train", "/a", "b")
+    assert (least.node_count, least.workdir, least.progress.log_pattern, least.policy) == (
+        1,
+        None,
+        None,
+        "default",
+    )
+    most = spec(
+        workdir="/home/train",
+        progress={"log_pattern": r"step (?P<step>\d+)"},
+        secrets={"A": {"file": "/a"}, "B": {"env": "b"}},
+    )
+    assert (most.workdir, most.secrets["A"].file, most.secrets["B"].env) == (
+        "/home/train",
+        "/a",
+        "b",
+    )
     assert spec(progress={"log_pattern": None}).progress.log_pattern is None
 
 
@@ -200,7 +306,10 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
             id="one name twice",
         ),
         pytest.param(
-            [{"name": "n1", "address": "10.0.0.1"}, {"name": "n2", "address": "10.0.0.1", "spare": True}],
+            [
+                {"name": "n1", "address": "10.0.0.1"},
+                {"name": "n2", "address": "10.0.0.1", "spare": True},
+            ],
             "nodes n1 and n2 have the same address '10.0.0.1': each node has its own",
             id="one machine twice",
         ),
@@ -213,7 +322,9 @@ def test_no_two_nodes_of_a_fleet_are_the_same(nodes: list[dict[str, Any]], expec
 
 
 def test_a_fleet_asks_before_it_repairs_unless_it_says_otherwise() -> None:
-    fleet = FleetSpec.model_validate({**FLEET, "nodes": [*FLEET["nodes"], {"name": "n2", "address": "10.0.0.2", "gpus": 8}]})
+    fleet = FleetSpec.model_validate(
+        {**FLEET, "nodes": [*FLEET["nodes"], {"name": "n2", "address": "10.0.0.2", "gpus": 8}]}
+    )
     assert (fleet.repairs, [node.name for node in fleet.nodes]) == ("ask", ["n1", "n2"])
 
 
@@ -238,7 +349,9 @@ DURATION: TypeAdapter[timedelta] = TypeAdapter(Duration)
         (timedelta(minutes=5), 300, "5m"),
     ],
 )
-def test_a_duration_is_read_and_written_as_people_write_it(written: Any, seconds: float, told: str) -> None:
+def test_a_duration_is_read_and_written_as_people_write_it(
+    written: Any, seconds: float, told: str
+) -> None:
     read = DURATION.validate_python(written)
     assert (timedelta(seconds=seconds), told) == (read, duration(read))
     assert read == DURATION.validate_python(duration(read)), "and what is written can be read"
@@ -247,8 +360,14 @@ def test_a_duration_is_read_and_written_as_people_write_it(written: Any, seconds
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        *((number, f"{number!r} has no unit: write a duration such as 30s, 5m or 1h30m") for number in (30, 1.5, 0, True)),
-        *((text, f"{text!r} is not a duration: write it like 30s, 5m or 1h30m") for text in ("soon", "30", "5m1h", "-5s", "5 m", "s")),
+        *(
+            (number, f"{number!r} has no unit: write a duration such as 30s, 5m or 1h30m")
+            for number in (30, 1.5, 0, True)
+        ),
+        *(
+            (text, f"{text!r} is not a duration: write it like 30s, 5m or 1h30m")
+            for text in ("soon", "30", "5m1h", "-5s", "5 m", "s")
+        ),
         (timedelta(seconds=-1), "-1 day, 23:59:59 is negative: a duration is 0s or more"),
     ],
 )
@@ -259,15 +378,20 @@ def test_what_is_no_duration_is_refused_with_a_sentence(written: Any, expected: 
 
 
 @pytest.mark.parametrize("written", ["", None, "P1X", [5]])
-def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(written: Any) -> None:
+def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(
+    written: Any,
+) -> None:
     with pytest.raises(ValidationError):
         DURATION.validate_python(written)
 
 
 @pytest.mark.parametrize(
-    ("limit", "nodes", "number"), [(3, 100, 3), ("25%", 100, 25), ("25%", 7, 1), ("25%", 2, 1), ("0%", 10, 1), ("100%", 8, 8)]
+    ("limit", "nodes", "number"),
+    [(3, 100, 3), ("25%", 100, 25), ("25%", 7, 1), ("25%", 2, 1), ("0%", 10, 1), ("100%", 8, 8)],
 )
-def test_a_limit_is_a_number_of_nodes_or_a_share_of_them_and_at_least_one(limit: int | str, nodes: int, number: int) -> None:
+def test_a_limit_is_a_number_of_nodes_or_a_share_of_them_and_at_least_one(
+    limit: int | str, nodes: int, number: int
+) -> None:
     limits = FleetLimits.model_validate({"nodes_out": limit, "repairs_at_once": limit})
     assert (limits.of("nodes_out", nodes), limits.of("repairs_at_once", nodes)) == (number, number)
 
@@ -290,15 +414,23 @@ def test_what_is_no_limit_is_refused_with_a_sentence(limit: int | str, expected:
 # --- ssh ------------------------------------------------------------------------------------------------------------------
 
 
-def ssh_fleet(node: dict[str, object] | None = None, ssh: dict[str, object] | None = None) -> FleetSpec:
+def ssh_fleet(
+    node: dict[str, object] | None = None, ssh: dict[str, object] | None = None
+) -> FleetSpec:
     nodes = [{"name": "gpu-01", "address": "10.0.0.11", **(node or {})}]
-    return FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh or {}})
+    return FleetSpec.model_validate(
+        {"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh or {}}
+    )
 
 
 @pytest.mark.parametrize(
     ("node", "ssh", "said"),
     [
-        ({"address": "me@10.0.0.11"}, {}, "'me@10.0.0.11' is not an address: a host's name or IP address alone"),
+        (
+            {"address": "me@10.0.0.11"},
+            {},
+            "'me@10.0.0.11' is not an address: a host's name or IP address alone",
+        ),
         ({"address": "-oProxyCommand=x"}, {}, "'-oProxyCommand=x' is not an address"),
         ({"network": "10.0.0.1/24"}, {}, "'10.0.0.1/24' is not an address"),
         ({"user": "-l root"}, {}, "'-l root' is not a user: a login name of the nodes"),
@@ -307,39 +439,58 @@ def ssh_fleet(node: dict[str, object] | None = None, ssh: dict[str, object] | No
         ({}, {"python": "python3; reboot"}, "'python3; reboot' is not a Python of the nodes"),
         ({}, {"python": "bin/python3"}, "'bin/python3' is not a Python of the nodes"),
         ({}, {"python": "-c"}, "'-c' is not a Python of the nodes"),
-        ({}, {"proxy_jump": "jump:99999"}, "'jump:99999' is no way to a node: hosts such as me@jump:22, separated by commas, or none"),
+        (
+            {},
+            {"proxy_jump": "jump:99999"},
+            "'jump:99999' is no way to a node: hosts such as me@jump:22, separated by commas, or none",
+        ),
         ({}, {"proxy_jump": "a,,b"}, "'a,,b' is no way to a node"),
         ({}, {"sudo": "perhaps"}, "valid boolean"),
         ({}, {"password": "secret"}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_an_ssh_fleet_cannot_mean_is_refused_with_a_sentence(node: dict[str, object], ssh: dict[str, object], said: str) -> None:
+def test_what_an_ssh_fleet_cannot_mean_is_refused_with_a_sentence(
+    node: dict[str, object], ssh: dict[str, object], said: str
+) -> None:
     with pytest.raises(ValidationError) as error:
         ssh_fleet(node, ssh)
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("python", ["python3", "python3.11", "/opt/conda/envs/a-b/bin/python3", "/usr/bin/python3.12"])
+@pytest.mark.parametrize(
+    "python", ["python3", "python3.11", "/opt/conda/envs/a-b/bin/python3", "/usr/bin/python3.12"]
+)
 def test_a_python_of_the_nodes_is_a_name_or_a_plain_path(python: str) -> None:
     assert ssh_fleet(ssh={"python": python}).ssh.python == python
 
 
 def test_what_an_ssh_fleet_says_is_kept_as_it_is_written() -> None:
-    fleet = ssh_fleet({"user": "train", "network": "192.168.7.12"}, {"user": "ops", "proxy_jump": "me@jump:22,other"})
+    fleet = ssh_fleet(
+        {"user": "train", "network": "192.168.7.12"},
+        {"user": "ops", "proxy_jump": "me@jump:22,other"},
+    )
     assert (fleet.nodes[0].user, fleet.nodes[0].network) == ("train", "192.168.7.12")
     assert (fleet.ssh.user, fleet.ssh.proxy_jump) == ("ops", "me@jump:22,other")
 
 
 def test_the_hosts_of_a_proxy_jump_are_read_in_order() -> None:
-    assert parse_jumps("me@jump:22, other,[fe80::1]:2222") == (("me", "jump", 22), (None, "other", None), (None, "fe80::1", 2222))
+    assert parse_jumps("me@jump:22, other,[fe80::1]:2222") == (
+        ("me", "jump", 22),
+        (None, "other", None),
+        (None, "fe80::1", 2222),
+    )
     assert parse_jumps("none") == ()
 
 
 def test_nodes_behind_one_address_are_told_apart_by_their_ports() -> None:
     nodes = [{"name": f"gpu-{port}", "address": "10.0.0.11", "port": port} for port in (2201, 2202)]
     FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
-    with pytest.raises(ValidationError, match=r"nodes gpu-2201 and gpu-2202 have the same address '10\.0\.0\.11'"):
-        FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": [{**node, "port": 22} for node in nodes]})
+    with pytest.raises(
+        ValidationError, match=r"nodes gpu-2201 and gpu-2202 have the same address '10\.0\.0\.11'"
+    ):
+        FleetSpec.model_validate(
+            {"name": "lab", "backend": "ssh", "nodes": [{**node, "port": 22} for node in nodes]}
+        )
 
 
 def test_a_reason_that_is_given_says_something() -> None:

@@ -11,7 +11,18 @@ boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 named = Path.home() / "sick"
 sick = named.exists() and named.read_text().strip() == boot
 with open(Path.home() / "dcgmi.calls", "a") as calls:
-    calls.write(json.dumps({"at": time.time(), "arguments": sys.argv[1:], "boot": boot, "sick": sick, "uid": os.geteuid()}) + "\n")
+    calls.write(
+        json.dumps(
+            {
+                "at": time.time(),
+                "arguments": sys.argv[1:],
+                "boot": boot,
+                "sick": sick,
+                "uid": os.geteuid(),
+            }
+        )
+        + "\n"
+    )
 said = json.loads(Path("/opt/doubles", "sick.json" if sick else "healthy.json").read_text())
 sys.stdout.write(said["stdout"])
 sys.exit(said["exit_code"])

@@ -44,7 +44,11 @@ class Image:
 
 def missing() -> str | None:
     """Return what has to be installed before anything can be built here."""
-    packages = {package for program, package in NEEDED.items() if shutil.which(program, path=_path()) is None}
+    packages = {
+        package
+        for program, package in NEEDED.items()
+        if shutil.which(program, path=_path()) is None
+    }
     if os.geteuid() != 0 and shutil.which("fakeroot") is None:
         packages.add("fakeroot")
     return f"apt-get install {' '.join(sorted(packages))}" if packages else None
@@ -53,7 +57,9 @@ def missing() -> str | None:
 def image() -> Image:
     """Return the image, built if there is none or if what it is made of has changed."""
     folder = Path(os.environ.get("RELAUNCH_VM") or ROOT / ".relaunch-vm")
-    key = hashlib.sha256("\0".join((SUITE, *PACKAGES, *UNREAD, SIZE, (HERE / "guest.sh").read_text())).encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        "\0".join((SUITE, *PACKAGES, *UNREAD, SIZE, (HERE / "guest.sh").read_text())).encode()
+    ).hexdigest()[:12]
     finished = folder / key
     if not finished.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +79,12 @@ def _path() -> str:
 def _build(folder: Path) -> None:
     archive, tree, made = folder / "root.tar", folder / "root", folder / "made"
     log = folder.parent / "build.log"
-    words = ["mmdebstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", '--aptopt=Apt::Install-Recommends "false"']
+    words = [
+        "mmdebstrap",
+        "--variant=minbase",
+        f"--include={','.join(PACKAGES)}",
+        '--aptopt=Apt::Install-Recommends "false"',
+    ]
     words += [f"--dpkgopt=path-exclude={pattern}" for pattern in UNREAD]
     words += [f'--customize-hook=chroot "$1" sh -s < {HERE / "guest.sh"}', SUITE, str(archive)]
     tree.mkdir()
@@ -88,6 +99,14 @@ def _build(folder: Path) -> None:
     as_root = [] if os.geteuid() == 0 else ["fakeroot"]
     with log.open("wb") as output:
         for command in (words, [*as_root, "sh", "-c", unpack]):
-            ran = subprocess.run(command, cwd=folder, env={**os.environ, "PATH": _path()}, stdout=output, stderr=subprocess.STDOUT)
+            ran = subprocess.run(
+                command,
+                cwd=folder,
+                env={**os.environ, "PATH": _path()},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
             if ran.returncode != 0:
-                raise RuntimeError(f"{command[0]} ended with {ran.returncode} while the image was built: see {log}")
+                raise RuntimeError(
+                    f"{command[0]} ended with {ran.returncode} while the image was built: see {log}"
+                )

@@ -31,9 +31,20 @@ RANK = ["/usr/bin/python3", "-S", "/opt/doubles/rank.py", "/home/train/run", "--
 """Steps of a second: a processor that is emulated beside others is not for more."""
 POLICY = {
     "extends": "ecs-reboot-once",
-    "causes": {"UNKNOWN": [{"strategy": "REBOOT_NODE", "when": "UNHEALTHY", "tries": 1}, {"strategy": "FAIL"}]},
+    "causes": {
+        "UNKNOWN": [
+            {"strategy": "REBOOT_NODE", "when": "UNHEALTHY", "tries": 1},
+            {"strategy": "FAIL"},
+        ]
+    },
     # An emulated machine that shares its core with a build needs seconds for what a real one does in milliseconds.
-    "timeouts": {"heartbeat": "5s", "lease": "60s", "lost_after": "60s", "fence_after": "30s", "reboot": "10m"},
+    "timeouts": {
+        "heartbeat": "5s",
+        "lease": "60s",
+        "lost_after": "60s",
+        "fence_after": "30s",
+        "reboot": "10m",
+    },
 }
 ANSWERS_WITHIN = 60
 """Seconds that the worker gives a node for an answer, for the same reason."""
@@ -44,7 +55,9 @@ LOOKED_EVERY = 3.0
 Found = TypeVar("Found")
 
 
-def eventually(what: Callable[[], Found | None], why: str, within: float, pause: float = LOOKED_EVERY) -> Found:
+def eventually(
+    what: Callable[[], Found | None], why: str, within: float, pause: float = LOOKED_EVERY
+) -> Found:
     deadline = time.monotonic() + within
     while not (found := what()):
         assert time.monotonic() < deadline, f"{why} within {within:g} s"
@@ -61,14 +74,24 @@ class Lab:
         tell_nvml(doubles, "driver 570.124.06\ngpus 1\n")
         for name, sick in (("sick", (Sick(remap_pending=0),)), ("healthy", ())):
             exit_code, stdout = diagnosed(1, 2, sick)
-            (doubles / f"{name}.json").write_text(json.dumps({"exit_code": exit_code, "stdout": stdout}))
+            (doubles / f"{name}.json").write_text(
+                json.dumps({"exit_code": exit_code, "stdout": stdout})
+            )
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-        self.machines = [Machine(f"vm{number}", number, self.folder, image(), key, doubles) for number in (1, 2)]
+        self.machines = [
+            Machine(f"vm{number}", number, self.folder, image(), key, doubles) for number in (1, 2)
+        ]
         self.state = self.folder / "state"
         self.times: list[tuple[str, list[tuple[str, float]]]] = []
         self._up: subprocess.Popen[bytes] | None = None
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
-        self._environment.update(RELAUNCH_STATE=str(self.state), RELAUNCH_ANSWER_WITHIN=str(ANSWERS_WITHIN))
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
+        }
+        self._environment.update(
+            RELAUNCH_STATE=str(self.state), RELAUNCH_ANSWER_WITHIN=str(ANSWERS_WITHIN)
+        )
 
     def __enter__(self) -> Lab:
         try:
@@ -105,15 +128,49 @@ class Lab:
             for machine in self.machines
         ]
         first = self.machines[0]
-        ssh = {"user": "train", "key": str(first.key), "known_hosts": str(first.known_hosts), "sudo": True}
+        ssh = {
+            "user": "train",
+            "key": str(first.key),
+            "known_hosts": str(first.known_hosts),
+            "sudo": True,
+        }
         # One node of two is half of them: the default of a quarter would open the breaker.
-        fleet = {"name": FLEET, "backend": "ssh", "repairs": "act", "nodes": nodes, "ssh": ssh, "limits": {"nodes_out": 2}}
+        fleet = {
+            "name": FLEET,
+            "backend": "ssh",
+            "repairs": "act",
+            "nodes": nodes,
+            "ssh": ssh,
+            "limits": {"nodes_out": 2},
+        }
         file = self.folder / "lab.yaml"
         file.write_text(yaml.safe_dump(fleet, sort_keys=False))
-        words = [*ENDS_WITH_US, sys.executable, str(ROOT / "starter.py"), "up", "--port", "0", "--ui-port", "0", "--fleet", str(file)]
+        words = [
+            *ENDS_WITH_US,
+            sys.executable,
+            str(ROOT / "starter.py"),
+            "up",
+            "--port",
+            "0",
+            "--ui-port",
+            "0",
+            "--fleet",
+            str(file),
+        ]
         with (self.folder / "up.log").open("wb") as log:
-            self._up = subprocess.Popen(words, env=self._environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        eventually(lambda: self.starter("jobs", "--json")[0] == 0, f"`up` does not come up: see {log.name}", 60)
+            self._up = subprocess.Popen(
+                words,
+                env=self._environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        eventually(
+            lambda: self.starter("jobs", "--json")[0] == 0,
+            f"`up` does not come up: see {log.name}",
+            60,
+        )
 
     def starter(self, *words: str) -> tuple[int, str]:
         ran = subprocess.run(
@@ -134,7 +191,13 @@ class Lab:
         return json.loads(text)
 
     def submit(self, name: str, policy: dict[str, Any]) -> None:
-        job = {"name": name, "command": RANK, "nodes": len(self.machines), "fleet": FLEET, "policy": policy}
+        job = {
+            "name": name,
+            "command": RANK,
+            "nodes": len(self.machines),
+            "fleet": FLEET,
+            "policy": policy,
+        }
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(job))
         for machine in self.machines:
@@ -149,12 +212,20 @@ class Lab:
         def advanced() -> dict[str, Any] | None:
             now = self.told("show", job)
             assert now["phase"] not in ("FAILED", "WAITING_FOR_PERSON"), now
-            if now["phase"] != "RUNNING" or now["generation"] < generation or now["progress"] is None:
+            if (
+                now["phase"] != "RUNNING"
+                or now["generation"] < generation
+                or now["progress"] is None
+            ):
                 return None
             known.append(now["progress"]["step"])
             return now if known[-1] >= known[0] + steps else None
 
-        return eventually(advanced, f"{job} does not train in generation {generation}: {self.told('show', job)}", within)
+        return eventually(
+            advanced,
+            f"{job} does not train in generation {generation}: {self.told('show', job)}",
+            within,
+        )
 
     def machine_of(self, job: str, rank: int) -> Machine:
         name = self.told("show", job)["nodes"][rank]

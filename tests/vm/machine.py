@@ -82,24 +82,72 @@ class Machine:
     def start(self) -> None:
         with socket.create_server((self.address, 0)) as free:
             self.port = free.getsockname()[1]
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", self.host_key], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", self.host_key],
+            check=True,
+        )
         algorithm, key, _ = self.host_key.with_suffix(".host_key.pub").read_text().split()
         with self.known_hosts.open("a") as file:
             file.write(f"[{self.address}]:{self.port} {algorithm} {key}\n")
         disk, seed = self.folder / f"{self.name}.qcow2", self.folder / f"{self.name}.seed"
-        subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", self.image.disk, "-F", "raw", disk], check=True)
+        subprocess.run(
+            ["qemu-img", "create", "-q", "-f", "qcow2", "-b", self.image.disk, "-F", "raw", disk],
+            check=True,
+        )
         self._write_seed(seed)
         identity = f"systemd.hostname={self.name} systemd.machine_id={uuid.uuid4().hex}"
-        words = [*ENDS_WITH_US, "qemu-system-x86_64", "-accel", ACCELERATOR, "-cpu", "qemu64", "-smp", "1", "-m", "512"]
+        words = [
+            *ENDS_WITH_US,
+            "qemu-system-x86_64",
+            "-accel",
+            ACCELERATOR,
+            "-cpu",
+            "qemu64",
+            "-smp",
+            "1",
+            "-m",
+            "512",
+        ]
         words += ["-nodefaults", "-display", "none"]
-        words += ["-kernel", str(self.image.kernel), "-initrd", str(self.image.initrd), "-append", f"{KERNEL} {identity}"]
-        words += ["-drive", f"file={disk},if=virtio,format=qcow2", "-drive", f"file={seed},if=virtio,format=raw,readonly=on"]
-        words += ["-netdev", f"user,id=control,restrict=on,hostfwd=tcp:{self.address}:{self.port}-:22"]
-        words += ["-netdev", f"socket,id=training,mcast=230.0.77.1:{_training_port(self.folder)},localaddr=127.0.0.1"]
+        words += [
+            "-kernel",
+            str(self.image.kernel),
+            "-initrd",
+            str(self.image.initrd),
+            "-append",
+            f"{KERNEL} {identity}",
+        ]
+        words += [
+            "-drive",
+            f"file={disk},if=virtio,format=qcow2",
+            "-drive",
+            f"file={seed},if=virtio,format=raw,readonly=on",
+        ]
+        words += [
+            "-netdev",
+            f"user,id=control,restrict=on,hostfwd=tcp:{self.address}:{self.port}-:22",
+        ]
+        words += [
+            "-netdev",
+            f"socket,id=training,mcast=230.0.77.1:{_training_port(self.folder)},localaddr=127.0.0.1",
+        ]
         for name in ("control", "training"):
-            words += ["-device", f"virtio-net-pci,netdev={name},mac=52:54:00:77:{int(name == 'training'):02x}:{self.number:02x},romfile="]
-        words += ["-object", "rng-random,id=entropy,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=entropy"]
-        words += ["-serial", f"file:{self.console}", "-qmp", f"unix:{self.power},server=on,wait=off"]
+            words += [
+                "-device",
+                f"virtio-net-pci,netdev={name},mac=52:54:00:77:{int(name == 'training'):02x}:{self.number:02x},romfile=",
+            ]
+        words += [
+            "-object",
+            "rng-random,id=entropy,filename=/dev/urandom",
+            "-device",
+            "virtio-rng-pci,rng=entropy",
+        ]
+        words += [
+            "-serial",
+            f"file:{self.console}",
+            "-qmp",
+            f"unix:{self.power},server=on,wait=off",
+        ]
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
 
     def _write_seed(self, path: Path) -> None:
@@ -108,7 +156,13 @@ class Machine:
 
             def put(name: str, content: bytes, mode: int = 0o644, user: int = 0) -> None:
                 entry = tarfile.TarInfo(name)
-                entry.size, entry.mode, entry.uid, entry.gid, entry.mtime = len(content), mode, user, user, int(time.time())
+                entry.size, entry.mode, entry.uid, entry.gid, entry.mtime = (
+                    len(content),
+                    mode,
+                    user,
+                    user,
+                    int(time.time()),
+                )
                 archive.addfile(entry, io.BytesIO(content))
 
             def own(name: str) -> None:
@@ -122,7 +176,12 @@ class Machine:
             put("etc/sudoers.d/relaunch", documented_sudoers(), 0o440)
             put("opt/at_boot.sh", (HERE / "at_boot.sh").read_bytes())
             own("home/train/.ssh")
-            put("home/train/.ssh/authorized_keys", self.key.with_suffix(".pub").read_bytes(), 0o600, TRAIN)
+            put(
+                "home/train/.ssh/authorized_keys",
+                self.key.with_suffix(".pub").read_bytes(),
+                0o600,
+                TRAIN,
+            )
             own("home/train/run")
             put("opt/doubles/rank.py", python.read_bytes())
             put("usr/local/bin/dcgmi", (HERE / "dcgmi.py").read_bytes(), 0o755)
@@ -151,7 +210,12 @@ class Machine:
 
     def greets(self) -> bool:
         """Whether its sshd says who it is, in time. QEMU accepts a connection to a machine that is off, too."""
-        with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=GREETS_WITHIN) as connection:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(
+                (self.address, self.port), timeout=GREETS_WITHIN
+            ) as connection,
+        ):
             return connection.recv(8).startswith(b"SSH-2.0")
         return False
 
@@ -159,20 +223,51 @@ class Machine:
         """Wait for sshd to be there, or to be gone; return when it was."""
         deadline = time.monotonic() + within
         while self.greets() is not greets:
-            if time.monotonic() > deadline or self.process is None or self.process.poll() is not None:
-                text = self.console.read_text(errors="replace")[-2000:] if self.console.exists() else ""
+            if (
+                time.monotonic() > deadline
+                or self.process is None
+                or self.process.poll() is not None
+            ):
+                text = (
+                    self.console.read_text(errors="replace")[-2000:]
+                    if self.console.exists()
+                    else ""
+                )
                 state = "not there" if greets else "still there"
-                raise AssertionError(f"the sshd of {self.name} is {state} after {within:g} s; its console:\n{text}")
+                raise AssertionError(
+                    f"the sshd of {self.name} is {state} after {within:g} s; its console:\n{text}"
+                )
             time.sleep(ASKED_EVERY)
         return time.monotonic()
 
     def ssh(self, command: str, check: bool = True) -> str:
         """Run something there by the ssh program."""
-        words = ["ssh", "-F", "none", "-i", str(self.key), "-p", str(self.port), "-o", f"UserKnownHostsFile={self.known_hosts}"]
-        words += ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", f"train@{self.address}", command]
+        words = [
+            "ssh",
+            "-F",
+            "none",
+            "-i",
+            str(self.key),
+            "-p",
+            str(self.port),
+            "-o",
+            f"UserKnownHostsFile={self.known_hosts}",
+        ]
+        words += [
+            "-o",
+            "StrictHostKeyChecking=yes",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "ConnectTimeout=30",
+            f"train@{self.address}",
+            command,
+        ]
         ran = subprocess.run(words, capture_output=True, text=True, timeout=90)
         if check and ran.returncode != 0:
-            raise AssertionError(f"ssh {self.name} {shlex.quote(command)} ended with {ran.returncode}: {ran.stdout}{ran.stderr}")
+            raise AssertionError(
+                f"ssh {self.name} {shlex.quote(command)} ended with {ran.returncode}: {ran.stdout}{ran.stderr}"
+            )
         return ran.stdout.strip()
 
     def boot_id(self) -> str:
@@ -196,8 +291,14 @@ TRAIN = 1000
 
 def documented_sudoers() -> bytes:
     """The lines that docs/ssh.md tells people to give the user whom relaunch logs in as, and no others."""
-    lines = [line.strip() for line in (ROOT / "docs" / "ssh.md").read_text().splitlines() if line.startswith("    train ALL=")]
-    assert len(lines) == 2, f"docs/ssh.md has {len(lines)} lines for sudoers, expected one for reboots and one for GPUs"
+    lines = [
+        line
+        for line in (ROOT / "docs" / "ssh.md").read_text().splitlines()
+        if line.startswith("train ALL=")
+    ]
+    assert len(lines) == 2, (
+        f"docs/ssh.md has {len(lines)} lines for sudoers, expected one for reboots and one for GPUs"
+    )
     return "\n".join((*lines, "")).encode()
 
 

@@ -49,7 +49,9 @@ def calls(machine: Machine) -> list[dict[str, Any]]:
 def reboots(machine: Machine) -> list[dict[str, Any]]:
     """The agent's own journal."""
     files = " ".join(f"/var/{root}/relaunch-*/*/reboots.jsonl" for root in ("lib", "tmp"))
-    return [json.loads(line) for line in machine.ssh(f"cat {files} 2>/dev/null || true").splitlines()]
+    return [
+        json.loads(line) for line in machine.ssh(f"cat {files} 2>/dev/null || true").splitlines()
+    ]
 
 
 def fail(machine: Machine) -> None:
@@ -62,17 +64,24 @@ def fail(machine: Machine) -> None:
 
 def end_well(lab: Lab, job: str, master: Machine) -> None:
     master.ssh("touch run/stop")
-    ended = eventually(lambda: (now := lab.told("show", job))["ended"] and now, f"{job} does not end", 180)
+    ended = eventually(
+        lambda: (now := lab.told("show", job))["ended"] and now, f"{job} does not end", 180
+    )
     assert (ended["phase"], ended["exit_code"]) == ("SUCCEEDED", 0)
 
 
-def note_times(lab: Lab, title: str, incident: dict[str, Any], sight: Sight, machine: Machine) -> None:
+def note_times(
+    lab: Lab, title: str, incident: dict[str, Any], sight: Sight, machine: Machine
+) -> None:
     """Seconds from the order to reboot."""
     times, opened = incident["times"], seconds(incident["opened"])
     ordered = reboots(machine)[-1]["at"]
     moments = [
         ("rank failed", opened),
-        ("suspect found UNHEALTHY by dcgmi, repair decided", seconds(incident["decisions"][1]["at"])),
+        (
+            "suspect found UNHEALTHY by dcgmi, repair decided",
+            seconds(incident["decisions"][1]["at"]),
+        ),
         ("node ordered to reboot (its own journal)", ordered),
         ("sshd gone", sight.gone(ordered)),
         ("sshd back", sight.back(ordered)),
@@ -84,7 +93,9 @@ def note_times(lab: Lab, title: str, incident: dict[str, Any], sight: Sight, mac
     lab.times.append((title, [(what, at - ordered) for what, at in moments]))
 
 
-def test_S1_3_S1_6_a_sick_machine_of_a_gang_is_really_rebooted_once_and_the_job_ends_well(lab: Lab) -> None:
+def test_S1_3_S1_6_a_sick_machine_of_a_gang_is_really_rebooted_once_and_the_job_ends_well(
+    lab: Lab,
+) -> None:
     lab.submit("reboots", POLICY)
     lab.until("reboots", generation=1, steps=3, within=TRAINS_WITHIN)
     machine, master = lab.machine_of("reboots", 1), lab.machine_of("reboots", 0)
@@ -94,11 +105,20 @@ def test_S1_3_S1_6_a_sick_machine_of_a_gang_is_really_rebooted_once_and_the_job_
     with Sight(machine) as sight:
         lab.until("reboots", generation=2, steps=3, within=TRAINS_WITHIN)
     assert machine.boot_id() != before
-    assert machine.boots() == [*known, machine.boot_id()], "exactly one boot more, by the machine's own count"
+    assert machine.boots() == [*known, machine.boot_id()], (
+        "exactly one boot more, by the machine's own count"
+    )
     assert master.boots() == others, "the healthy one is left alone"
     assert [one["boot_id"] for one in reboots(machine)] == [before]
-    assert [(one["boot"] == before, one["sick"], one["uid"]) for one in calls(machine)] == [(True, True, 1000), (False, False, 1000)]
-    (incident,) = eventually(lambda: [one for one in lab.told("history", "reboots") if one["closed"]], "the incident stays open", 120)
+    assert [(one["boot"] == before, one["sick"], one["uid"]) for one in calls(machine)] == [
+        (True, True, 1000),
+        (False, False, 1000),
+    ]
+    (incident,) = eventually(
+        lambda: [one for one in lab.told("history", "reboots") if one["closed"]],
+        "the incident stays open",
+        120,
+    )
     decided = [(one["decision"], one["strategy"]) for one in incident["decisions"]]
     assert decided == [("Examine", None), ("Repair", "REBOOT_NODE"), ("Relaunch", None)]
     note_times(lab, f"{machine.name} is rebooted: seconds from the order", incident, sight, machine)
@@ -107,7 +127,9 @@ def test_S1_3_S1_6_a_sick_machine_of_a_gang_is_really_rebooted_once_and_the_job_
 
 def repaired(lab: Lab, machine: Machine, *how: str) -> str:
     """Have it repaired by a person; return the last line of what that says."""
-    status, text = lab.starter("nodes", "repair", machine.name, *how, "--reason", "its owner says so", "--fleet", FLEET)
+    status, text = lab.starter(
+        "nodes", "repair", machine.name, *how, "--reason", "its owner says so", "--fleet", FLEET
+    )
     assert status == 0, text
     return text.strip().splitlines()[-1]
 
@@ -117,11 +139,16 @@ def test_an_ordinary_user_resets_gpus_by_the_line_of_sudoers_in_the_documentatio
     before = machine.boot_id()
     for how in ((), ("--gpu", GPU)):
         assert f"{machine.name}: done, HEALTHY" in repaired(lab, machine, "--reset-gpus", *how)
-    assert machine.ssh("cat /var/tmp/nvidia-smi.calls").splitlines() == ["0 --gpu-reset", f"0 --gpu-reset -i {GPU}"]
+    assert machine.ssh("cat /var/tmp/nvidia-smi.calls").splitlines() == [
+        "0 --gpu-reset",
+        f"0 --gpu-reset -i {GPU}",
+    ]
     assert machine.boot_id() == before
 
 
-def test_S1_6_a_machine_that_is_frozen_is_power_cycled_by_the_command_of_the_fleet_file(lab: Lab) -> None:
+def test_S1_6_a_machine_that_is_frozen_is_power_cycled_by_the_command_of_the_fleet_file(
+    lab: Lab,
+) -> None:
     machine = lab.machines[0]
     before, known, journal = machine.boot_id(), machine.boots(), reboots(machine)
     machine.freeze()
@@ -131,10 +158,23 @@ def test_S1_6_a_machine_that_is_frozen_is_power_cycled_by_the_command_of_the_fle
     ended = time.time()
     assert f"{machine.name}: done, HEALTHY: {machine.name} was power-cycled and is healthy" in said
     assert machine.boot_id() != before
-    assert machine.boots() == [*known, machine.boot_id()], "exactly one boot more, by the machine's own count"
+    assert machine.boots() == [*known, machine.boot_id()], (
+        "exactly one boot more, by the machine's own count"
+    )
     assert reboots(machine) == journal, "nobody could order anything of it"
     cycled, back = float(machine.cycled.read_text()), sight.back(frozen)
-    moments = (("its power is cycled", cycled), ("sshd back", back), ("rebooted and HEALTHY", ended))
-    lab.times.append((f"{machine.name} is frozen: seconds from then", [(what, at - frozen) for what, at in moments]))
-    (node,) = [one for one in lab.told("nodes", "list", "--fleet", FLEET) if one["name"] == machine.name]
+    moments = (
+        ("its power is cycled", cycled),
+        ("sshd back", back),
+        ("rebooted and HEALTHY", ended),
+    )
+    lab.times.append(
+        (
+            f"{machine.name} is frozen: seconds from then",
+            [(what, at - frozen) for what, at in moments],
+        )
+    )
+    (node,) = [
+        one for one in lab.told("nodes", "list", "--fleet", FLEET) if one["name"] == machine.name
+    ]
     assert (node["state"], node["health"]) == ("free", "HEALTHY")

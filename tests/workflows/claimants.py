@@ -87,11 +87,19 @@ class Claimant:
 
     async def grants(self) -> list[Grant]:
         """Answers to what was claimed last, without the news while it waits."""
-        grants = [GRANT.validate_python(message) for name, message in await self.told() if name == "granted"]
-        return [grant for grant in grants if grant.seq == self.claimed.seq and grant.kind != "waiting"]
+        grants = [
+            GRANT.validate_python(message)
+            for name, message in await self.told()
+            if name == "granted"
+        ]
+        return [
+            grant for grant in grants if grant.seq == self.claimed.seq and grant.kind != "waiting"
+        ]
 
     async def until_answered(self) -> Grant:
-        await eventually(self.grants, f"an answer to job {self.name}, seq {self.claimed.seq}", self.rig)
+        await eventually(
+            self.grants, f"an answer to job {self.name}, seq {self.claimed.seq}", self.rig
+        )
         return (await self.grants())[-1]
 
     async def nodes(self) -> list[str]:
@@ -111,12 +119,20 @@ class Claimant:
         """Have ranks of generation 1 live on them."""
         rig = self.rig
         spec = JobSpec.model_validate(
-            {"name": self.name, "command": ["train"], "nodes": len(places), "nproc_per_node": 1, "fleet": rig.fleets.known.name}
+            {
+                "name": self.name,
+                "command": ["train"],
+                "nodes": len(places),
+                "nproc_per_node": 1,
+                "fleet": rig.fleets.known.name,
+            }
         )
         token = Token(rig.client.namespace, self.name, self.submission, 1)
         slots = tuple(Slot(place.node, place.address, 1, 1) for place in places)
         order = LaunchRanksInput(token, spec, slots, policy().timeouts, 8, False)
-        output: LaunchRanksOutput = await environment().run(JobActivities(rig.fleets, None).launch_ranks, order)
+        output: LaunchRanksOutput = await environment().run(
+            JobActivities(rig.fleets, None).launch_ranks, order
+        )
         assert output.started_at is not None, output
 
 
@@ -134,9 +150,13 @@ async def claimants(rig: Rig) -> AsyncIterator[Callable[..., Any]]:
     async def begin(name: str = "") -> Claimant:
         name = name or f"j-{uuid.uuid4().hex[:8]}"
         memo = {"fleet": rig.fleets.known.name}
-        handle = await rig.client.start_workflow(StandIn.run, id=f"{WORKFLOW_ID_PREFIX}{name}", task_queue=queue, memo=memo)
+        handle = await rig.client.start_workflow(
+            StandIn.run, id=f"{WORKFLOW_ID_PREFIX}{name}", task_queue=queue, memo=memo
+        )
         begun.append(handle)
-        return Claimant(rig, name, handle, int((await handle.describe()).start_time.timestamp() * 1000))
+        return Claimant(
+            rig, name, handle, int((await handle.describe()).start_time.timestamp() * 1000)
+        )
 
     async with Worker(rig.client, task_queue=queue, workflows=[StandIn]):
         yield begin
@@ -160,5 +180,7 @@ async def until_fleet(rig: Rig, holds: Callable[[FleetState], bool], what: str) 
 async def eventually(holds: Callable[[], Any], what: str, rig: Rig) -> None:
     deadline = asyncio.get_running_loop().time() + PATIENCE
     while not await holds():
-        assert asyncio.get_running_loop().time() < deadline, f"never {what}: {await fleet_state(rig)}"
+        assert asyncio.get_running_loop().time() < deadline, (
+            f"never {what}: {await fleet_state(rig)}"
+        )
         await asyncio.sleep(0.05)

@@ -50,7 +50,11 @@ async def skipping() -> AsyncIterator[WorkflowEnvironment]:
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def short_server() -> AsyncIterator[Client]:
     """A real server that suggests to continue as new after 15 events."""
-    extra = [word for value in (*FAST, "limit.historyCount.suggestContinueAsNew=15") for word in ("--dynamic-config-value", value)]
+    extra = [
+        word
+        for value in (*FAST, "limit.historyCount.suggestContinueAsNew=15")
+        for word in ("--dynamic-config-value", value)
+    ]
     async with _dev(extra) as client:
         yield client
 

@@ -11,7 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowHistory
+from temporalio.client import (
+    Client,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowHistory,
+)
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
@@ -40,22 +46,45 @@ from tests.test_layering import CORE
 PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
 QUERY_TIMEOUT = timedelta(seconds=20)
-QUICK = {"heartbeat": "200ms", "lease": "20s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
+QUICK = {
+    "heartbeat": "200ms",
+    "lease": "20s",
+    "lost_after": "600ms",
+    "fence_after": "500ms",
+    "stop_grace": "200ms",
+}
 
 
 def policy(timeouts: dict[str, str] | None = None, **changes: Any) -> Policy:
     """The default policy with short timeouts. The lease stays long: a busy machine must not fence anybody."""
     wanted = {**QUICK, **(timeouts or {})}
-    seconds = {key: f"{float(value[:-2]) / 1000}s" if value.endswith("ms") else value for key, value in wanted.items()}
+    seconds = {
+        key: f"{float(value[:-2]) / 1000}s" if value.endswith("ms") else value
+        for key, value in wanted.items()
+    }
     return resolve({**changes, "timeouts": seconds})
 
 
-def fleet(nodes: int, spares: int = 0, gpus: int = 0, repairs: str = "act", name: str = "default", **more: Any) -> FleetSpec:
+def fleet(
+    nodes: int,
+    spares: int = 0,
+    gpus: int = 0,
+    repairs: str = "act",
+    name: str = "default",
+    **more: Any,
+) -> FleetSpec:
     named = [
-        {"name": f"n{i}", "address": f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", "spare": i > nodes, "gpus": gpus}
+        {
+            "name": f"n{i}",
+            "address": f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}",
+            "spare": i > nodes,
+            "gpus": gpus,
+        }
         for i in range(1, nodes + spares + 1)
     ]
-    return FleetSpec.model_validate({"name": name, "backend": "simulated", "repairs": repairs, "nodes": named, **more})
+    return FleetSpec.model_validate(
+        {"name": name, "backend": "simulated", "repairs": repairs, "nodes": named, **more}
+    )
 
 
 @dataclass
@@ -72,7 +101,9 @@ class SimulatedFleets:
 
     def spec(self, fleet: str) -> FleetSpec:
         if fleet != self.known.name:
-            raise KeyError(f"fleet {fleet!r} is not known to this worker, it serves {self.known.name}")
+            raise KeyError(
+                f"fleet {fleet!r} is not known to this worker, it serves {self.known.name}"
+            )
         return self.known
 
     def backend(self, fleet: str) -> SimulatedBackend:
@@ -107,7 +138,9 @@ class Job:
         """Return why workflow tasks of this run failed; those that timed out did not."""
         events = (await self.history()).events
         kind = "workflow_task_failed_event_attributes"
-        failed = [event.workflow_task_failed_event_attributes for event in events if event.HasField(kind)]
+        failed = [
+            event.workflow_task_failed_event_attributes for event in events if event.HasField(kind)
+        ]
         return [f"{one.failure.message}\n{one.failure.stack_trace}" for one in failed]
 
     async def until(self, holds: Callable[[JobState], bool], what: str = "") -> JobState:
@@ -123,7 +156,10 @@ class Job:
             await asyncio.sleep(0.05)
 
     async def until_phase(self, phase: Phase, generation: int | None = None) -> JobState:
-        return await self.until(lambda s: s.phase is phase and generation in (None, s.generation), f"{phase} in generation {generation}")
+        return await self.until(
+            lambda s: s.phase is phase and generation in (None, s.generation),
+            f"{phase} in generation {generation}",
+        )
 
     async def result(self) -> JobResult:
         """The result, also of a job that failed, where it rides in the failure's details."""
@@ -133,7 +169,9 @@ class Job:
             return failed_result(error)
         except TimeoutError:
             state = await self.state()
-            raise AssertionError(f"it never ended: {state.phase} because {state.reason}; next {state.next}; {state}") from None
+            raise AssertionError(
+                f"it never ended: {state.phase} because {state.reason}; next {state.next}; {state}"
+            ) from None
 
     async def history(self) -> WorkflowHistory:
         return await self.handle.fetch_history()
@@ -148,7 +186,9 @@ async def runs_of(client: Client, id_: str, run_id: str | None) -> list[Workflow
     while run_id:
         history = await client.get_workflow_handle(id_, run_id=run_id).fetch_history()
         found.append(history)
-        run_id = history.events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+        run_id = history.events[
+            -1
+        ].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
     return found
 
 
@@ -197,7 +237,10 @@ class Rig:
             if error.status is RPCStatusCode.NOT_FOUND:
                 return
             raise
-        if described.task_queue != self.queue or described.status is not WorkflowExecutionStatus.RUNNING:
+        if (
+            described.task_queue != self.queue
+            or described.status is not WorkflowExecutionStatus.RUNNING
+        ):
             return
         await self.fleet.terminate("the test is over")
         first = described.raw_description.workflow_execution_info.first_run_id or described.run_id
@@ -216,11 +259,20 @@ class Rig:
         name = name or f"job-{uuid.uuid4().hex[:8]}"
         known = self.fleets.known.name
         job_spec = JobSpec.model_validate(
-            {"name": name, "command": ["train"], "nodes": nodes, "nproc_per_node": ranks, "fleet": known, **spec}
+            {
+                "name": name,
+                "command": ["train"],
+                "nodes": nodes,
+                "nproc_per_node": ranks,
+                "fleet": known,
+                **spec,
+            }
         )
         handle = await self.client.start_workflow(
             TrainingJob.run,
-            TrainingJobInput(spec=job_spec, policy=policy_ or policy(), submitted_by="ada", **(start or {})),
+            TrainingJobInput(
+                spec=job_spec, policy=policy_ or policy(), submitted_by="ada", **(start or {})
+            ),
             id=f"job/{name}",
             task_queue=self.queue,
             task_timeout=timedelta(seconds=10),
@@ -238,13 +290,23 @@ class Rig:
         return found
 
     def orders(self, command: str) -> list[tuple[str, int]]:
-        return [(order.node, order.token.generation) for order in self.backend.orders if order.command == command]
+        return [
+            (order.node, order.token.generation)
+            for order in self.backend.orders
+            if order.command == command
+        ]
 
 
-def activities(fleets: SimulatedFleets, client: Client, archive: Path, queue: str) -> list[Callable[..., Any]]:
+def activities(
+    fleets: SimulatedFleets, client: Client, archive: Path, queue: str
+) -> list[Callable[..., Any]]:
     of_fleet = FleetActivities(fleets, client, queue)
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
-    records, logs, nodes = RecordActivities(archive), LogActivities(fleets, archive), NodeActivities(fleets)
+    records, logs, nodes = (
+        RecordActivities(archive),
+        LogActivities(fleets, archive),
+        NodeActivities(fleets),
+    )
     return [
         nodes.examine_nodes,
         nodes.check_nodes,
@@ -267,7 +329,9 @@ def activities(fleets: SimulatedFleets, client: Client, archive: Path, queue: st
     ]
 
 
-def worker(client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = 0) -> Worker:
+def worker(
+    client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = 0
+) -> Worker:
     return Worker(
         client,
         task_queue=queue,
@@ -308,12 +372,19 @@ async def rig(
             yield made
         finally:
             await made.end_jobs()
-            await made.end_fleet()  # the next rig's fleet may have the same name, and another worker
-        for history in [*made.fleet_histories, *[history for job in made.jobs for history in await job.runs()]]:
+            await (
+                made.end_fleet()
+            )  # the next rig's fleet may have the same name, and another worker
+        for history in [
+            *made.fleet_histories,
+            *[history for job in made.jobs for history in await job.runs()],
+        ]:
             await replay(history)
     if two_controllers:
         # Somebody else has launched higher tokens of the job before, so that ours are older ones for a while.
-        backend.calls[:] = [call for call in backend.calls if call.command not in ("prepare", "start")]
+        backend.calls[:] = [
+            call for call in backend.calls if call.command not in ("prepare", "start")
+        ]
     assert_invariants(backend, all_ended=all_ended)
 
 
@@ -324,6 +395,10 @@ async def replay(history: WorkflowHistory) -> None:
         NondeterminismError: it would have ordered something else.
     """
     # The core is pure, which tests/test_layering.py holds; types that only it names would be unknown in a sandbox that imports it again.
-    runner = SandboxedWorkflowRunner(SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2"))
+    runner = SandboxedWorkflowRunner(
+        SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2")
+    )
     workflows = [TrainingJob, NodeRepair, Fleet]
-    await Replayer(workflows=workflows, workflow_runner=runner, data_converter=data_converter()).replay_workflow(history)
+    await Replayer(
+        workflows=workflows, workflow_runner=runner, data_converter=data_converter()
+    ).replay_workflow(history)

@@ -34,18 +34,33 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 def size(value: object) -> int:
-    return sum(len(payload.SerializeToString()) for payload in data_converter().payload_converter.to_payloads([value]))
+    return sum(
+        len(payload.SerializeToString())
+        for payload in data_converter().payload_converter.to_payloads([value])
+    )
 
 
 def slots(nodes: int, letters: int = 20) -> tuple[Slot, ...]:
-    return tuple(Slot(f"node-{i}".ljust(letters, "x"), f"10.100.{i >> 8}.{i & 255}".ljust(letters, "x"), 1, 1) for i in range(nodes))
+    return tuple(
+        Slot(
+            f"node-{i}".ljust(letters, "x"), f"10.100.{i >> 8}.{i & 255}".ljust(letters, "x"), 1, 1
+        )
+        for i in range(nodes)
+    )
 
 
 @pytest.mark.parametrize("letters", [20, 63])
-async def test_the_orders_of_a_launch_on_2048_nodes_fit_into_one_workflow_task(letters: int) -> None:
-    job = replace(new_job(nodes=NODES, nproc_per_node=RANKS), generation=7, slots=slots(NODES, letters))
+async def test_the_orders_of_a_launch_on_2048_nodes_fit_into_one_workflow_task(
+    letters: int,
+) -> None:
+    job = replace(
+        new_job(nodes=NODES, nproc_per_node=RANKS), generation=7, slots=slots(NODES, letters)
+    )
     prepared = [
-        tuple(PreparedNode(s.node, s.address, 65000, 65001, 1e6 + i / 7, "f" * 32) for i, s in enumerate(part))
+        tuple(
+            PreparedNode(s.node, s.address, 65000, 65001, 1e6 + i / 7, "f" * 32)
+            for i, s in enumerate(part)
+        )
         for part in (job.slots[first : first + SHARD] for first in range(0, NODES, SHARD))
     ]
     orders = start_orders(job, job.token, job.slots, prepared)
@@ -57,7 +72,9 @@ async def test_the_orders_of_a_launch_on_2048_nodes_fit_into_one_workflow_task(l
         assert max(size(order) for order in orders) <= 256 * KIB
 
 
-@pytest.mark.parametrize("letter", ["\x1b", *(pytest.param(one, marks=pytest.mark.long) for one in ("x", "界", "😀"))])
+@pytest.mark.parametrize(
+    "letter", ["\x1b", *(pytest.param(one, marks=pytest.mark.long) for one in ("x", "界", "😀"))]
+)
 async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str) -> None:
     order = WatchRanksInput(
         Token("default", "llama", 1, 1),
@@ -74,7 +91,19 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
         node = f"node-{rank // RANKS}"
         gang._nodes[node].seq = 2**40
         tail = tuple(letter * 500 for _ in range(40))
-        gang.observed(node, RankExited(node, rank, rank % RANKS, 1, None, T0 + timedelta(milliseconds=rank), error=error, log_tail=tail))
+        gang.observed(
+            node,
+            RankExited(
+                node,
+                rank,
+                rank % RANKS,
+                1,
+                None,
+                T0 + timedelta(milliseconds=rank),
+                error=error,
+                log_tail=tail,
+            ),
+        )
     fault = gang._fault()
     report = gang._make(fault)
     assert size(report) <= 256 * KIB
@@ -95,7 +124,9 @@ def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> No
         job = _one_incident(job, number)
         while len(job.incidents) > KEPT_INCIDENTS:
             job = replace(
-                job, incidents=job.incidents[KEPT_INCIDENTS // 2 :], incidents_archived=job.incidents_archived + KEPT_INCIDENTS // 2
+                job,
+                incidents=job.incidents[KEPT_INCIDENTS // 2 :],
+                incidents_archived=job.incidents_archived + KEPT_INCIDENTS // 2,
             )
         largest = max(largest, size(job))
     assert job.incidents_archived + len(job.incidents) >= 490
@@ -106,13 +137,21 @@ def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> No
 def test_what_a_run_hands_on_with_every_node_lost_stays_below_what_a_payload_may_be() -> None:
     job = _started()
     for slot in job.slots:
-        job, _ = play(job, NodeUnreachable(job.generation, slot.node, timedelta(minutes=3), "the connection was closed"))
+        job, _ = play(
+            job,
+            NodeUnreachable(
+                job.generation, slot.node, timedelta(minutes=3), "the connection was closed"
+            ),
+        )
     assert len(job.lost) == NODES
     job, _ = play(job, RanksHung(job.generation, tuple(range(16)), "step 5 has not changed", T0))
     exited = {slot.node: tuple(range(8 * i, 8 * i + 8)) for i, slot in enumerate(job.slots)}
     carried = Carried((), {slot.node: 2**40 for slot in job.slots}, exited, (), T0)
     assert size(job) <= 1 * MIB
-    assert size(TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried)) < 2 * MIB
+    assert (
+        size(TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried))
+        < 2 * MIB
+    )
     assert all(size(incident) < 64 * KIB for incident in (job.incident, *job.incidents))
 
 
@@ -127,7 +166,12 @@ def _one_incident(job: JobState, number: int) -> JobState:
     job = replace(job, restarts_spent=0)
     error = RankError("E" * 2000, "T" * 8000, 1.0)
     for turn in range(6):
-        fault = FaultObserved(job.generation, (RankExited(job.slots[9].node, 77, 5, 1, None, now, error=error),), 16000, now)
+        fault = FaultObserved(
+            job.generation,
+            (RankExited(job.slots[9].node, 77, 5, 1, None, now, error=error),),
+            16000,
+            now,
+        )
         job = apply_event(job, fault, now)
         decision = decide(job, fault, now)
         job = apply_decision(replace(job, phase=Phase.RUNNING), decision, now)
@@ -142,12 +186,19 @@ def _one_incident(job: JobState, number: int) -> JobState:
     incident = job.incident
     assert incident is not None
     return replace(
-        job, incident=None, incidents=(*job.incidents, replace(incident, closed=now, recovered=now, outcome="training passed step 9"))
+        job,
+        incident=None,
+        incidents=(
+            *job.incidents,
+            replace(incident, closed=now, recovered=now, outcome="training passed step 9"),
+        ),
     )
 
 
 @pytest.mark.parametrize(("nodes", "allowed"), [(2, 30), (200, 30)])
-async def test_a_recovery_of_one_shard_costs_at_most_30_events(make_rig: MakeRig, nodes: int, allowed: int) -> None:
+async def test_a_recovery_of_one_shard_costs_at_most_30_events(
+    make_rig: MakeRig, nodes: int, allowed: int
+) -> None:
     script = Script(
         (
             Exit(generation=1, rank=1, exit_code=1, after=2.0),
@@ -157,7 +208,11 @@ async def test_a_recovery_of_one_shard_costs_at_most_30_events(make_rig: MakeRig
     )
     async with make_rig(script, nodes=nodes, cached=10) as rig:
         job = await rig.submit(
-            policy({"stop_grace": "10s", "heartbeat": "2s", "lost_after": "20s", "fence_after": "2s"}), nodes=nodes, ranks=1
+            policy(
+                {"stop_grace": "10s", "heartbeat": "2s", "lost_after": "20s", "fence_after": "2s"}
+            ),
+            nodes=nodes,
+            ranks=1,
         )
         await job.until(lambda s: s.generation == 2 and len(s.incidents) == 1, "a closed incident")
         history = await job.history()
@@ -172,7 +227,11 @@ async def test_a_recovery_of_one_shard_costs_at_most_30_events(make_rig: MakeRig
 def recovery_events(history: WorkflowHistory) -> list[str]:
     """Names of the events from the fault's report (its watch's start) to the end of the task that closed the incident."""
     events = list(history.events)
-    watches = {e.event_id for e in events if e.activity_task_scheduled_event_attributes.activity_type.name == "watch_ranks"}
+    watches = {
+        e.event_id
+        for e in events
+        if e.activity_task_scheduled_event_attributes.activity_type.name == "watch_ranks"
+    }
     completed = [
         e
         for e in events
@@ -181,25 +240,60 @@ def recovery_events(history: WorkflowHistory) -> list[str]:
     ]
     first = completed[0].activity_task_completed_event_attributes.started_event_id
     last = completed[-1].event_id
-    done = next(e.event_id for e in events if e.event_id > last and e.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED)
-    commands = [e.event_id for e in events if e.workflow_properties_modified_event_attributes.workflow_task_completed_event_id == done]
-    commands += [e.event_id for e in events if e.activity_task_scheduled_event_attributes.workflow_task_completed_event_id == done]
+    done = next(
+        e.event_id
+        for e in events
+        if e.event_id > last and e.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
+    )
+    commands = [
+        e.event_id
+        for e in events
+        if e.workflow_properties_modified_event_attributes.workflow_task_completed_event_id == done
+    ]
+    commands += [
+        e.event_id
+        for e in events
+        if e.activity_task_scheduled_event_attributes.workflow_task_completed_event_id == done
+    ]
     end = max([done, *commands])
-    return [EventType.Name(e.event_type).removeprefix("EVENT_TYPE_") for e in events if first <= e.event_id <= end]
+    return [
+        EventType.Name(e.event_type).removeprefix("EVENT_TYPE_")
+        for e in events
+        if first <= e.event_id <= end
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_2048_nodes_of_8_ranks_fail_at_once_and_recover(make_rig: MakeRig) -> None:
     script = Script(
-        (Exit(generation=1, exit_code=1, after=5.0, log_tail=("RuntimeError: NCCL error: remote process exited",)),), then="succeed"
+        (
+            Exit(
+                generation=1,
+                exit_code=1,
+                after=5.0,
+                log_tail=("RuntimeError: NCCL error: remote process exited",),
+            ),
+        ),
+        then="succeed",
     )
     async with make_rig(script, nodes=NODES, cached=10) as rig:
-        slow = policy({"heartbeat": "10s", "lease": "120s", "lost_after": "60s", "fence_after": "30s", "stop_grace": "15s"})
+        slow = policy(
+            {
+                "heartbeat": "10s",
+                "lease": "120s",
+                "lost_after": "60s",
+                "fence_after": "30s",
+                "stop_grace": "15s",
+            }
+        )
         job = await rig.submit(slow, nodes=NODES, ranks=RANKS)
         result = await asyncio.wait_for(job.handle.result(), 90)
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
         (incident,) = result.incidents
         assert incident.ranks
         histories = await job.runs()
-        assert max(len(event.SerializeToString()) for history in histories for event in history.events) < 2 * MIB
+        assert (
+            max(len(event.SerializeToString()) for history in histories for event in history.events)
+            < 2 * MIB
+        )

@@ -26,7 +26,10 @@ async def test_S5_1_many_recoveries_over_many_runs_are_counted_exactly_and_each_
     make_short_rig: MakeRig,
 ) -> None:
     faults = 5
-    script = Script(tuple(Exit(generation=g, rank=g % 4, exit_code=1) for g in range(1, faults + 1)), then="succeed")
+    script = Script(
+        tuple(Exit(generation=g, rank=g % 4, exit_code=1) for g in range(1, faults + 1)),
+        then="succeed",
+    )
     async with make_short_rig(script) as rig:
         job = await rig.submit(policy(max_restarts=100, causes=ALWAYS))
         result = await job.result()
@@ -34,29 +37,44 @@ async def test_S5_1_many_recoveries_over_many_runs_are_counted_exactly_and_each_
         assert result.state.restarts_spent == faults
         assert len(await job.runs()) >= 3
         starts = [o for o in rig.backend.orders if o.command == "start" and o.outcome == "done"]
-        assert sorted((o.node, o.token.generation) for o in starts) == sorted((n, g) for g in range(1, faults + 2) for n in ("n1", "n2"))
-        assert {generation for _, generation in rig.orders("stop")} == {faults + 1}, "only the end stops by order"
+        assert sorted((o.node, o.token.generation) for o in starts) == sorted(
+            (n, g) for g in range(1, faults + 2) for n in ("n1", "n2")
+        )
+        assert {generation for _, generation in rig.orders("stop")} == {faults + 1}, (
+            "only the end stops by order"
+        )
 
 
-async def test_a_signal_that_is_sent_while_the_job_continues_as_new_is_not_lost(make_short_rig: MakeRig) -> None:
+async def test_a_signal_that_is_sent_while_the_job_continues_as_new_is_not_lost(
+    make_short_rig: MakeRig,
+) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
         sent = 30
         for number in range(sent):
-            await job.handle.signal("force_retry" if number == sent - 1 else "report", {"reason": f"number {number}"})
+            await job.handle.signal(
+                "force_retry" if number == sent - 1 else "report", {"reason": f"number {number}"}
+            )
         state = await job.until_phase(Phase.RUNNING, 2)
         assert (await job.state()).reason.startswith("generation 2 runs")
         assert len(state.notices) == 5
         assert len(await job.runs()) >= 2
         assert rig.orders("stop") == []
         starts = [o for o in rig.backend.orders if o.command == "start"]
-        assert sorted((o.node, o.token.generation) for o in starts) == [("n1", 1), ("n1", 2), ("n2", 1), ("n2", 2)]
+        assert sorted((o.node, o.token.generation) for o in starts) == [
+            ("n1", 1),
+            ("n1", 2),
+            ("n2", 1),
+            ("n2", 2),
+        ]
         await job.handle.signal("cancel")
         await job.result()
 
 
-async def test_a_claim_that_the_fleet_asks_for_while_the_job_continues_as_new_is_told(make_short_rig: MakeRig) -> None:
+async def test_a_claim_that_the_fleet_asks_for_while_the_job_continues_as_new_is_told(
+    make_short_rig: MakeRig,
+) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
@@ -72,7 +90,10 @@ async def test_a_claim_that_the_fleet_asks_for_while_the_job_continues_as_new_is
         assert len(runs) >= 2
         for run in runs[:-1]:
             asked = {event.event_id for event in run.events if is_claim(event)}
-            told = {event.activity_task_completed_event_attributes.scheduled_event_id for event in run.events}
+            told = {
+                event.activity_task_completed_event_attributes.scheduled_event_id
+                for event in run.events
+            }
             assert asked <= told, "no claim is left half-way by a run that is continued"
 
 
@@ -80,7 +101,9 @@ def is_claim(event: HistoryEvent) -> bool:
     return event.activity_task_scheduled_event_attributes.activity_type.name == "tell_fleet"
 
 
-async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_stops_the_ranks(make_short_rig: MakeRig) -> None:
+async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_stops_the_ranks(
+    make_short_rig: MakeRig,
+) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
@@ -90,7 +113,9 @@ async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_sto
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_an_exit_with_0_before_the_job_continued_as_new_still_counts(make_short_rig: MakeRig) -> None:
+async def test_an_exit_with_0_before_the_job_continued_as_new_still_counts(
+    make_short_rig: MakeRig,
+) -> None:
     script = Script(
         (
             Exit(generation=1, rank=2, exit_code=1, after=0.3),
@@ -107,8 +132,12 @@ async def test_an_exit_with_0_before_the_job_continued_as_new_still_counts(make_
         assert len(await job.runs()) >= 2
 
 
-async def test_a_person_who_is_asked_is_still_asked_after_the_job_continued_as_new(make_short_rig: MakeRig) -> None:
-    async with make_short_rig(Script((Exit(generation=1, rank=0, exit_code=1),), then="succeed")) as rig:
+async def test_a_person_who_is_asked_is_still_asked_after_the_job_continued_as_new(
+    make_short_rig: MakeRig,
+) -> None:
+    async with make_short_rig(
+        Script((Exit(generation=1, rank=0, exit_code=1),), then="succeed")
+    ) as rig:
         job = await rig.submit(policy(causes={"APPLICATION": [{"strategy": "ASK"}]}))
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         deadline = (await job.state()).next.at
@@ -116,7 +145,11 @@ async def test_a_person_who_is_asked_is_still_asked_after_the_job_continued_as_n
             await job.handle.signal("report", {"reason": f"number {number}"})
         await _second_run(job)
         state = await job.state()
-        assert (state.phase, state.generation, state.next.at) == (Phase.WAITING_FOR_PERSON, 1, deadline)
+        assert (state.phase, state.generation, state.next.at) == (
+            Phase.WAITING_FOR_PERSON,
+            1,
+            deadline,
+        )
         # Its old exits are no news: a watch of the stopped generation would report them again.
         assert sum(c.command == "watch" for c in rig.backend.calls) == 2
         await job.handle.signal("force_retry")
@@ -124,7 +157,9 @@ async def test_a_person_who_is_asked_is_still_asked_after_the_job_continued_as_n
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
 
 
-async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(make_short_rig: MakeRig) -> None:
+async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(
+    make_short_rig: MakeRig,
+) -> None:
     async with make_short_rig(Script((Progress(rate=20.0, hangs=True),))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
@@ -142,39 +177,64 @@ async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(make_shor
 
 
 @pytest.mark.long
-async def test_closed_incidents_beyond_ten_go_to_the_archive_and_none_is_missing(make_rig: MakeRig) -> None:
+async def test_closed_incidents_beyond_ten_go_to_the_archive_and_none_is_missing(
+    make_rig: MakeRig,
+) -> None:
     faults = 13
     happenings = [Exit(generation=g, rank=0, exit_code=1, after=0.2) for g in range(1, faults + 1)]
     steps = [Progress(generation=g, steps=((0.0, 10 * g),)) for g in range(1, faults + 2)]
     async with make_rig(Script((*happenings, *steps), then="succeed")) as rig:
         job = await rig.submit()
         result = await job.result()
-        assert (result.phase, result.generation, result.state.restarts_spent) == (Phase.SUCCEEDED, faults + 1, 1)
+        assert (result.phase, result.generation, result.state.restarts_spent) == (
+            Phase.SUCCEEDED,
+            faults + 1,
+            1,
+        )
         archived = read_archive(rig.archive, "default", result.name)
         assert len(archived) == result.incidents_archived > 0
         assert [i.generation for i in (*archived, *result.incidents)] == list(range(1, faults + 1))
         assert len(result.incidents) <= 10
 
 
-async def test_after_a_reset_the_job_goes_on_above_the_highest_generation_its_nodes_have_seen(server: Client, make_rig: MakeRig) -> None:
-    script = Script((Exit(generation=1, rank=0, exit_code=1), Exit(generation=2, rank=0, exit_code=1), Progress(hangs=True)))
+async def test_after_a_reset_the_job_goes_on_above_the_highest_generation_its_nodes_have_seen(
+    server: Client, make_rig: MakeRig
+) -> None:
+    script = Script(
+        (
+            Exit(generation=1, rank=0, exit_code=1),
+            Exit(generation=2, rank=0, exit_code=1),
+            Progress(hangs=True),
+        )
+    )
     async with make_rig(script, two_controllers=True) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 3)
         history = await job.history()
-        first = next(event.event_id for event in history.events if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED)
+        first = next(
+            event.event_id
+            for event in history.events
+            if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
+        )
         reset = await server.workflow_service.reset_workflow_execution(
             ResetWorkflowExecutionRequest(
                 namespace="default",
-                workflow_execution=WorkflowExecution(workflow_id=job.handle.id, run_id=job.handle.first_execution_run_id or ""),
+                workflow_execution=WorkflowExecution(
+                    workflow_id=job.handle.id, run_id=job.handle.first_execution_run_id or ""
+                ),
                 reason="a test",
                 workflow_task_finish_event_id=first,
                 request_id="reset-1",
             )
         )
-        again = Job(server.get_workflow_handle_for(TrainingJob.run, job.handle.id, run_id=reset.run_id), server)
+        again = Job(
+            server.get_workflow_handle_for(TrainingJob.run, job.handle.id, run_id=reset.run_id),
+            server,
+        )
         rig.jobs[:] = []
-        state = await again.until(lambda s: s.phase is Phase.RUNNING and s.generation >= 4, "running above generation 3")
+        state = await again.until(
+            lambda s: s.phase is Phase.RUNNING and s.generation >= 4, "running above generation 3"
+        )
         assert state.generation == 4
         assert state.restarts_spent == 0
         await again.handle.signal("cancel")
@@ -187,8 +247,12 @@ async def test_failed_jobs_are_found_by_their_phase(server: Client, make_rig: Ma
         job = await rig.submit(policy(max_restarts=0))
         await job.result()
         deadline = asyncio.get_running_loop().time() + 10
-        while job.handle.id not in [w.id async for w in server.list_workflows('Phase = "FAILED" AND Generation = 1')]:
-            assert asyncio.get_running_loop().time() < deadline, "visibility is behind, but not by that much"
+        while job.handle.id not in [
+            w.id async for w in server.list_workflows('Phase = "FAILED" AND Generation = 1')
+        ]:
+            assert asyncio.get_running_loop().time() < deadline, (
+                "visibility is behind, but not by that much"
+            )
             await asyncio.sleep(0.1)
 
 

@@ -49,11 +49,17 @@ async def test_S5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> N
             await job.handle.cancel()
         await is_cancelled(rig, job)
         reason = (await job.result()).reason
-        assert reason == "cancelled by ada: enough" if way == "signal" else reason.startswith("cancelled")
+        assert (
+            reason == "cancelled by ada: enough"
+            if way == "signal"
+            else reason.startswith("cancelled")
+        )
 
 
 async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
-    faults = tuple(Fault(kind="delay", command="start", node=node, seconds=0.8) for node in ("n1", "n2"))
+    faults = tuple(
+        Fault(kind="delay", command="start", node=node, seconds=0.8) for node in ("n1", "n2")
+    )
     async with make_rig(Script(faults=faults)) as rig:
         job = await rig.submit()
         await job.until(lambda s: s.phase is Phase.LAUNCHING and bool(s.slots), "LAUNCHING")
@@ -62,9 +68,13 @@ async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
 
 
 async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),)), name=new_fleet()) as rig:
+    async with make_rig(
+        Script((Cut(generation=0, when="first_call", node="n2"),)), name=new_fleet()
+    ) as rig:
         job = await rig.submit()
-        state = await job.until(lambda s: s.phase is Phase.QUEUED and s.generation == 1, "in the queue")
+        state = await job.until(
+            lambda s: s.phase is Phase.QUEUED and s.generation == 1, "in the queue"
+        )
         assert state.reason.startswith("1 of 2 nodes: n2 does not answer")
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
@@ -99,7 +109,9 @@ async def test_a_cancel_waits_until_ranks_that_linger_are_gone(make_rig: MakeRig
         await is_cancelled(rig, job)
 
 
-async def test_a_cancel_while_the_job_stops_for_a_failure_makes_it_cancelled(make_rig: MakeRig) -> None:
+async def test_a_cancel_while_the_job_stops_for_a_failure_makes_it_cancelled(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(rank=0, after=0.2), Lingers(rank=3, seconds=60)))) as rig:
         job = await rig.submit(policy({"stop_grace": "2s"}, max_restarts=0))
         await job.until_phase(Phase.STOPPING)
@@ -119,11 +131,15 @@ async def test_two_cancels_of_both_kinds_end_the_job_once(make_rig: MakeRig) -> 
         assert (await job.result()).reason == "cancelled: first"
 
 
-async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_next_generation(make_rig: MakeRig) -> None:
+async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_next_generation(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(spares=1) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
-        await job.handle.signal("force_retry", {"reason": "n2 is slow", "by": "ada", "avoid_nodes": ["n2"]})
+        await job.handle.signal(
+            "force_retry", {"reason": "n2 is slow", "by": "ada", "avoid_nodes": ["n2"]}
+        )
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
         assert state.restarts_spent == 0
@@ -132,7 +148,10 @@ async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_n
 
 
 async def test_S5_4_force_retry_while_launching_gives_up_that_launch(make_rig: MakeRig) -> None:
-    faults = tuple(Fault(kind="delay", command="start", generation=1, node=node, seconds=1.0) for node in ("n1", "n2"))
+    faults = tuple(
+        Fault(kind="delay", command="start", generation=1, node=node, seconds=1.0)
+        for node in ("n1", "n2")
+    )
     async with make_rig(Script(faults=faults)) as rig:
         job = await rig.submit()
         await job.until(lambda s: s.phase is Phase.LAUNCHING and bool(s.slots), "LAUNCHING")
@@ -142,7 +161,9 @@ async def test_S5_4_force_retry_while_launching_gives_up_that_launch(make_rig: M
         await is_cancelled(rig, job)
 
 
-async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_told_to(make_rig: MakeRig) -> None:
+async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_told_to(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(generation=1, rank=0),), then="succeed")) as rig:
         job = await rig.submit(policy(causes=ASK))
         state = await job.until_phase(Phase.WAITING_FOR_PERSON)
@@ -152,8 +173,14 @@ async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_to
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
 
 
-async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), nodes=2, name=new_fleet()) as rig:
+async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(
+    make_rig: MakeRig,
+) -> None:
+    async with make_rig(
+        Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"),
+        nodes=2,
+        name=new_fleet(),
+    ) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.QUEUED, 1)
         rig.backend.heal("n2")
@@ -162,8 +189,12 @@ async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
 
 
-async def test_a_job_that_waits_for_nodes_goes_on_by_itself_when_they_answer(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), name=new_fleet()) as rig:
+async def test_a_job_that_waits_for_nodes_goes_on_by_itself_when_they_answer(
+    make_rig: MakeRig,
+) -> None:
+    async with make_rig(
+        Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), name=new_fleet()
+    ) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.QUEUED, 1)
         rig.backend.heal("n2")
@@ -176,7 +207,9 @@ async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: Mak
     async with make_rig(script) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
-        answer = await job.handle.execute_update("change_policy", {"policy": {"max_restarts": 0}, "reason": "budget", "by": "ada"})
+        answer = await job.handle.execute_update(
+            "change_policy", {"policy": {"max_restarts": 0}, "reason": "budget", "by": "ada"}
+        )
         assert answer == "the policy is in force from the next decision on"
         result = await job.result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
@@ -191,13 +224,18 @@ async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: Mak
         ([], "policy: missing, expected the keys to change"),
         ([{}], "policy: missing, expected the keys to change"),
         ([{"polizy": {}}], "polizy: unknown key"),
-        ([{"policy": {"max_restarts": -1}}], "max_restarts: Input should be greater than or equal to 0 (got -1)"),
+        (
+            [{"policy": {"max_restarts": -1}}],
+            "max_restarts: Input should be greater than or equal to 0 (got -1)",
+        ),
         ([{"policy": {"max_retries": 3}}], "max_retries: unknown key"),
         ([{"policy": {"timeouts": {"lease": "0.1s"}}}], "timeouts.lease is 0.1s"),
         (["nonsense"], "Input should be a valid dictionary"),
     ],
 )
-async def test_change_policy_is_refused_with_a_sentence(make_rig: MakeRig, sent: list[Any], sentence: str) -> None:
+async def test_change_policy_is_refused_with_a_sentence(
+    make_rig: MakeRig, sent: list[Any], sentence: str
+) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         before = (await job.until_phase(Phase.RUNNING)).policy
@@ -215,40 +253,64 @@ MALFORMED: list[tuple[str, list[Any], str]] = [
     ("cancel", [17], "cancel was not understood"),
     ("cancel", [["a", "list"]], "cancel was not understood"),
     ("cancel", [False], "cancel was not understood"),
-    ("cancel", [{"reason": 5}], "cancel was not understood: reason: Input should be a valid string (got 5)"),
+    (
+        "cancel",
+        [{"reason": 5}],
+        "cancel was not understood: reason: Input should be a valid string (got 5)",
+    ),
     ("cancel", [{"because": "x"}], "cancel was not understood: because: unknown key"),
     ("force_retry", [{"avoid_nodes": "n2"}], "force_retry was not understood: avoid_nodes"),
     ("force_retry", [{"avoid_nodes": [{"a": 1}]}], "force_retry was not understood: avoid_nodes.0"),
-    ("force_retry", [{"renew_budgets": "perhaps"}], "force_retry was not understood: renew_budgets"),
+    (
+        "force_retry",
+        [{"renew_budgets": "perhaps"}],
+        "force_retry was not understood: renew_budgets",
+    ),
     ("report", [], "report was not understood: node: missing"),
     ("report", [None], "report was not understood: node: missing"),
     ("report", [{"node": "n 2"}], "report was not understood: node: 'n 2' is not a name"),
     ("report", [{"node": "n2", "declared": "alive"}], "report was not understood: declared"),
     ("report", [{"node": "n2", "reason": ""}], "report was not understood: reason: it is empty"),
-    ("report", [{"node": "n2", "reason": "burnt"}], "report was refused: node n2 answers the job's watch"),
+    (
+        "report",
+        [{"node": "n2", "reason": "burnt"}],
+        "report was refused: node n2 answers the job's watch",
+    ),
 ]
 
 
-async def test_malformed_signals_change_nothing_are_visible_and_the_next_valid_one_works(make_rig: MakeRig) -> None:
+async def test_malformed_signals_change_nothing_are_visible_and_the_next_valid_one_works(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
         for name, sent, notice in MALFORMED:
             await job.handle.signal(name, args=sent)
-            state = await job.until(lambda s, notice=notice: notice in (s.notices or ("",))[-1], notice)  # type: ignore[misc]
-            assert (state.phase, state.generation, len(state.notices) <= 5) == (Phase.RUNNING, 1, True)
+            state = await job.until(
+                lambda s, notice=notice: notice in (s.notices or ("",))[-1], notice
+            )  # type: ignore[misc]
+            assert (state.phase, state.generation, len(state.notices) <= 5) == (
+                Phase.RUNNING,
+                1,
+                True,
+            )
         await job.handle.signal("cancel", {"by": "ada"})
         await is_cancelled(rig, job)
 
 
 @pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"reason": "b"}, {"by": "somebody"}]])
-async def test_a_signal_with_nothing_in_it_means_all_defaults_and_a_second_payload_is_left_out(make_rig: MakeRig, sent: list[Any]) -> None:
+async def test_a_signal_with_nothing_in_it_means_all_defaults_and_a_second_payload_is_left_out(
+    make_rig: MakeRig, sent: list[Any]
+) -> None:
     async with make_rig(Script((Progress(rank=0, hangs=True),))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
         await job.handle.signal("force_retry", args=sent)
         state = await job.until_phase(Phase.RUNNING, 2)
-        assert [notice.partition(" ")[2].partition(":")[0] for notice in state.notices] == ["generation 2"], "nothing was not understood"
+        assert [notice.partition(" ")[2].partition(":")[0] for notice in state.notices] == [
+            "generation 2"
+        ], "nothing was not understood"
         await job.handle.signal("cancel", args=sent)
         await is_cancelled(rig, job)
 
@@ -257,19 +319,30 @@ def decisions(state: JobState) -> list[str]:
     return [one.decision for one in state.incident.decisions] if state.incident is not None else []
 
 
-async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(make_rig: MakeRig) -> None:
+async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         await job.until_phase(Phase.WAITING_FOR_PERSON)
-        told = await job.handle.execute_update("answer", {"decision": "snooze", "by": "ada", "reason": "later", "within": "1s"})
+        told = await job.handle.execute_update(
+            "answer", {"decision": "snooze", "by": "ada", "reason": "later", "within": "1s"}
+        )
         assert told == "it is asked again in 1s"
         # A slow machine may see the snooze only when it is over: what it said is kept in the incident.
-        asked = await job.until(lambda s: decisions(s)[-3:] == ["Ask", "Wait", "Ask"] and "Without an answer" in s.next.what, "asked again")
+        asked = await job.until(
+            lambda s: (
+                decisions(s)[-3:] == ["Ask", "Wait", "Ask"] and "Without an answer" in s.next.what
+            ),
+            "asked again",
+        )
         assert asked.phase is Phase.WAITING_FOR_PERSON
         assert asked.incident is not None
         assert asked.incident.decisions[-2].reason.startswith("ada snoozed it: later; ")
         await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada"})
-        state = await job.until(lambda s: s.reason.startswith("ada has taken it over"), "taken over")
+        state = await job.until(
+            lambda s: s.reason.startswith("ada has taken it over"), "taken over"
+        )
         assert state.next.at is None
         assert not alive(rig.backend.lives)
         await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
@@ -277,7 +350,10 @@ async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await job.handle.execute_update("answer", {"decision": "deny"})
         assert isinstance(refused.value.cause, ApplicationError)
-        assert refused.value.cause.message == f"{job.handle.id.replace('/', ' ')} cannot be told deny: it is RUNNING and asks nothing"
+        assert (
+            refused.value.cause.message
+            == f"{job.handle.id.replace('/', ' ')} cannot be told deny: it is RUNNING and asks nothing"
+        )
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
 
@@ -286,7 +362,9 @@ async def test_a_job_that_is_denied_fails_and_names_who_denied_it(make_rig: Make
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         await job.until_phase(Phase.WAITING_FOR_PERSON)
-        await job.handle.execute_update("answer", {"decision": "deny", "by": "ada", "reason": "hopeless"})
+        await job.handle.execute_update(
+            "answer", {"decision": "deny", "by": "ada", "reason": "hopeless"}
+        )
         result = await job.result()
         assert result.phase is Phase.FAILED
         assert result.reason.startswith("ada denied a new launch: hopeless; ")
@@ -297,8 +375,13 @@ async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> 
     async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
         job = await rig.submit(policy(causes=ladder))
         await job.until_phase(Phase.LAUNCHING, 2)
-        await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada", "reason": "I look at it"})
-        await job.until(lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive, "taken over, with no rank left")
+        await job.handle.execute_update(
+            "answer", {"decision": "take-over", "by": "ada", "reason": "I look at it"}
+        )
+        await job.until(
+            lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive,
+            "taken over, with no rank left",
+        )
         assert not alive(rig.backend.lives)
         await job.handle.signal("force_retry", {"by": "ada"})
         await job.until_phase(Phase.RUNNING, 3)
@@ -306,11 +389,15 @@ async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> 
         await is_cancelled(rig, job)
 
 
-async def test_what_a_launch_that_is_given_up_has_started_is_stopped_before_the_next_one_elsewhere(make_rig: MakeRig) -> None:
+async def test_what_a_launch_that_is_given_up_has_started_is_stopped_before_the_next_one_elsewhere(
+    make_rig: MakeRig,
+) -> None:
     slow = Fault(node="n1", generation=1, command="start", kind="delay", seconds=4.0)
     async with make_rig(Script((Progress(hangs=True),), (slow,)), spares=1) as rig:
         job = await rig.submit()
-        await job.until(lambda s: any(life.node == "n2" for life in rig.backend.lives), "ranks on n2")
+        await job.until(
+            lambda s: any(life.node == "n2" for life in rig.backend.lives), "ranks on n2"
+        )
         assert (await job.state()).phase is Phase.LAUNCHING
         await job.handle.signal("force_retry", {"by": "ada", "avoid_nodes": ["n2"]})
         await job.until_phase(Phase.RUNNING, 2)
@@ -344,7 +431,9 @@ async def test_a_cancel_that_comes_while_ranks_are_stopped_begins_no_examination
         return stopping.result()
 
     monkeypatch.setattr(JobActivities, "stop_ranks", unheeding)
-    ladder = {"APPLICATION": [{"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, {"strategy": "FAIL"}]}
+    ladder = {
+        "APPLICATION": [{"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, {"strategy": "FAIL"}]
+    }
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ladder))
         await job.until_phase(Phase.EXAMINING)
@@ -354,15 +443,25 @@ async def test_a_cancel_that_comes_while_ranks_are_stopped_begins_no_examination
         await job.until(lambda s: s.ending is not None, "cancelled")
         go.set()
         await is_cancelled(rig, job)
-        names = [event.activity_task_scheduled_event_attributes.activity_type.name for event in (await job.history()).events]
+        names = [
+            event.activity_task_scheduled_event_attributes.activity_type.name
+            for event in (await job.history()).events
+        ]
         assert "examine_nodes" not in names
 
 
-@pytest.mark.parametrize("nonsense", [{}, {"decision": "perhaps"}, {"decision": "snooze", "within": "soon"}, "yes"])
-async def test_an_answer_that_is_none_is_refused_and_changes_nothing(make_rig: MakeRig, nonsense: Any) -> None:
+@pytest.mark.parametrize(
+    "nonsense", [{}, {"decision": "perhaps"}, {"decision": "snooze", "within": "soon"}, "yes"]
+)
+async def test_an_answer_that_is_none_is_refused_and_changes_nothing(
+    make_rig: MakeRig, nonsense: Any
+) -> None:
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
-        before = await job.until(lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive, "asking, with no rank left")
+        before = await job.until(
+            lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive,
+            "asking, with no rank left",
+        )
         with pytest.raises(WorkflowUpdateFailedError):
             await job.handle.execute_update("answer", nonsense)
         assert await job.state() == before

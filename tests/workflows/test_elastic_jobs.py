@@ -35,12 +35,19 @@ SOON: dict[str, Any] = {"grow_after": "1s"}
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
-    for module in (relaunch.pool.scheduler, relaunch.workflows.fleet.workflow):  # how soon it is seen that a node is back
+    for module in (
+        relaunch.pool.scheduler,
+        relaunch.workflows.fleet.workflow,
+    ):  # how soon it is seen that a node is back
         monkeypatch.setattr(module, "SWEEP", timedelta(seconds=3))
 
 
 def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:
-    return make_rig(Script(happenings or (RUNS,), then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **{"nodes": 3, "gpus": 8, **options})
+    return make_rig(
+        Script(happenings or (RUNS,), then="run"),
+        name=f"f-{uuid.uuid4().hex[:8]}",
+        **{"nodes": 3, "gpus": 8, **options},
+    )
 
 
 def nodes(state: JobState) -> list[str]:
@@ -53,7 +60,9 @@ def worlds(rig: Rig) -> dict[int, set[tuple[str, str]]]:
     for call in rig.backend.calls:
         if call.command == "start":
             order: Any = call.order
-            found.setdefault(order.token.generation, set()).add((order.env["WORLD_SIZE"], order.env["GROUP_WORLD_SIZE"]))
+            found.setdefault(order.token.generation, set()).add(
+                (order.env["WORLD_SIZE"], order.env["GROUP_WORLD_SIZE"])
+            )
     return found
 
 
@@ -81,20 +90,37 @@ async def ended(*jobs: Job) -> None:
         await job.result()
 
 
-async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_it_is_back_the_job_grows(make_rig: MakeRig) -> None:
+async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_it_is_back_the_job_grows(
+    make_rig: MakeRig,
+) -> None:
     still = tuple((0.1 * number, number) for number in range(30))
     script = (Progress(generation=1, steps=still, hangs=True), RUNS)
     async with make(make_rig, *script) as rig:
-        job = await rig.submit(policy(FENCING, hang={"after": "5s", "first_step": "60s"}, **SOON), nodes=RANGE, gpus_per_node=8)
-        await job.until(lambda _: any(call.command == "renew" and call.node == "n3" for call in rig.backend.calls), "a renewal")
+        job = await rig.submit(
+            policy(FENCING, hang={"after": "5s", "first_step": "60s"}, **SOON),
+            nodes=RANGE,
+            gpus_per_node=8,
+        )
+        await job.until(
+            lambda _: any(
+                call.command == "renew" and call.node == "n3" for call in rig.backend.calls
+            ),
+            "a renewal",
+        )
         rig.backend.cut("n3")
         state = await job.until_phase(Phase.RUNNING, 2)
-        assert (nodes(state), state.restarts_spent, [one.strategy for one in state.tries]) == (["n1", "n2"], 0, ["REPLACE_NODE"])
+        assert (nodes(state), state.restarts_spent, [one.strategy for one in state.tries]) == (
+            ["n1", "n2"],
+            0,
+            ["REPLACE_NODE"],
+        )
         assert state.fewer.startswith("2 of 3 nodes: ")
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n2"}, "n3 given back")
         rig.backend.heal("n3")
         # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before they are three.
-        state = await job.until(lambda s: s.phase is Phase.RUNNING and len(s.slots) == 3, "three nodes")
+        state = await job.until(
+            lambda s: s.phase is Phase.RUNNING and len(s.slots) == 3, "three nodes"
+        )
         assert (nodes(state), state.fewer, state.restarts_spent) == (["n1", "n2", "n3"], "", 0)
         assert [one.strategy for one in state.tries].count("REPLACE_NODE") == 1
         assert "GROW: the fleet offers n3: 2 -> 3 nodes" in state.notices[-1]
@@ -103,7 +129,13 @@ async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_i
         await ended(job)
 
 
-@pytest.mark.parametrize("which", [pytest.param("a server", marks=pytest.mark.long), "one that suggests to continue as new all the time"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("a server", marks=pytest.mark.long),
+        "one that suggests to continue as new all the time",
+    ],
+)
 async def test_s3_3_a_drained_node_without_a_replacement_shrinks_the_job_and_its_release_grows_it(
     make_rig: MakeRig, make_short_rig: MakeRig, which: str
 ) -> None:
@@ -112,27 +144,50 @@ async def test_s3_3_a_drained_node_without_a_replacement_shrinks_the_job_and_its
         await job.until_phase(Phase.RUNNING, 1)
         await quarantine(rig, "n2", drain=True, within="1s")
         state = await job.until_phase(Phase.RUNNING, 2)
-        assert (nodes(state), state.restarts_spent, state.tries, state.incidents) == (["n1", "n3"], 0, (), ())
-        assert "2 of 3 nodes: n2 is quarantined (a fan); it grows again when the fleet has more" in state.reason
-        assert "it takes more nodes when the fleet has them, by a restart of all ranks" in state.next.what
+        assert (nodes(state), state.restarts_spent, state.tries, state.incidents) == (
+            ["n1", "n3"],
+            0,
+            (),
+            (),
+        )
+        assert (
+            "2 of 3 nodes: n2 is quarantined (a fan); it grows again when the fleet has more"
+            in state.reason
+        )
+        assert (
+            "it takes more nodes when the fleet has them, by a restart of all ranks"
+            in state.next.what
+        )
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n3"}, "n2 left")
         await release(rig, "n2")
         state = await job.until_phase(Phase.RUNNING, 3)
-        assert (nodes(state), state.restarts_spent, state.incident, state.incidents) == (["n1", "n3", "n2"], 0, None, ())
+        assert (nodes(state), state.restarts_spent, state.incident, state.incidents) == (
+            ["n1", "n3", "n2"],
+            0,
+            None,
+            (),
+        )
         assert await strategy(job) == "GROW"
         assert rig.launches() == {1: ["n1", "n2", "n3"], 2: ["n1", "n3"], 3: ["n1", "n3", "n2"]}
         await ended(job)
 
 
-async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_somebody_waits_for(make_rig: MakeRig) -> None:
+async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_somebody_waits_for(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig) as rig:
         other = await rig.submit(nodes=1, gpus_per_node=8, ranks=1)
         await other.until_phase(Phase.RUNNING)
         job = await rig.submit(policy(**SOON), nodes={"min": 1, "max": 3}, gpus_per_node=8)
         state = await job.until_phase(Phase.RUNNING, 1)
-        assert nodes(state) == ["n2", "n3"] and f"2 of 3 nodes: job {(await other.state()).name} holds 1" in state.reason
+        assert (
+            nodes(state) == ["n2", "n3"]
+            and f"2 of 3 nodes: job {(await other.state()).name} holds 1" in state.reason
+        )
         third = await rig.submit(nodes=1, gpus_per_node=8, ranks=1)
-        await until_fleet(rig, lambda fleet: any(record.waits for record in fleet.claims), "that somebody waits")
+        await until_fleet(
+            rig, lambda fleet: any(record.waits for record in fleet.claims), "that somebody waits"
+        )
         await ended(other)
         assert nodes(await third.until_phase(Phase.RUNNING)) == ["n1"]
         assert (await job.state()).generation == 1
@@ -142,7 +197,9 @@ async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_someb
         await ended(job)
 
 
-async def test_s3_3_the_rung_shrink_leaves_the_suspect_and_takes_no_other_node(make_rig: MakeRig) -> None:
+async def test_s3_3_the_rung_shrink_leaves_the_suspect_and_takes_no_other_node(
+    make_rig: MakeRig,
+) -> None:
     breaks = Exit(generation=1, node="n2", rank=2, exit_code=1, after=0.3)
     rules = policy(causes={"APPLICATION": [{"strategy": "SHRINK"}, {"strategy": "FAIL"}]})
     async with make(make_rig, breaks, RUNS, spares=1) as rig:
@@ -152,7 +209,9 @@ async def test_s3_3_the_rung_shrink_leaves_the_suspect_and_takes_no_other_node(m
         assert state.fewer == "2 of 3 nodes: SHRINK left n2"
         assert [one.strategy for one in state.tries] == ["SHRINK"]
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n3"}, "n2 given back")
-        assert rig.orders("stop")[:3] == [("n1", 1), ("n2", 1), ("n3", 1)], "nothing is left on what is given back"
+        assert rig.orders("stop")[:3] == [("n1", 1), ("n2", 1), ("n3", 1)], (
+            "nothing is left on what is given back"
+        )
         await ended(job)
 
 
@@ -165,11 +224,17 @@ async def test_s3_3_shares_of_nodes_shrink_and_grow_too(make_rig: MakeRig) -> No
         assert nodes(await job.until_phase(Phase.RUNNING, 2)) == ["n1", "n2"]
         await release(rig, "n3")
         state = await job.until_phase(Phase.RUNNING, 3)
-        assert [(slot.node, slot.gpus) for slot in state.slots] == [("n1", (0, 1)), ("n2", (0, 1)), ("n3", (0, 1))]
+        assert [(slot.node, slot.gpus) for slot in state.slots] == [
+            ("n1", (0, 1)),
+            ("n2", (0, 1)),
+            ("n3", (0, 1)),
+        ]
         await ended(job)
 
 
-async def test_s3_3_a_rank_that_is_alone_is_stopped_before_it_becomes_part_of_a_gang(make_rig: MakeRig) -> None:
+async def test_s3_3_a_rank_that_is_alone_is_stopped_before_it_becomes_part_of_a_gang(
+    make_rig: MakeRig,
+) -> None:
     """It does not fence itself, so nobody could launch the gang elsewhere if its node were cut off on the way."""
     async with make(make_rig, nodes=2) as rig:
         await quarantine(rig, "n1")
@@ -183,31 +248,56 @@ async def test_s3_3_a_rank_that_is_alone_is_stopped_before_it_becomes_part_of_a_
 
 async def offer(job: Job, rig: Rig, *names: str, late: int = 0) -> None:
     """Offer it nodes in the fleet's name; `late`: to so many claims ago."""
-    claim = next(record.claim for record in (await fleet_state(rig)).claims if f"job/{record.claim.job}" == job.handle.id)
+    claim = next(
+        record.claim
+        for record in (await fleet_state(rig)).claims
+        if f"job/{record.claim.job}" == job.handle.id
+    )
     until = (datetime.now(UTC) + timedelta(minutes=2)).isoformat()
-    await job.handle.signal("nodes_offered", {"submission": claim.submission, "seq": claim.seq - late, "nodes": names, "until": until})
+    await job.handle.signal(
+        "nodes_offered",
+        {"submission": claim.submission, "seq": claim.seq - late, "nodes": names, "until": until},
+    )
 
 
-async def test_s3_3_an_offer_that_is_not_there_any_more_restarts_nothing_and_one_to_an_older_claim_is_ignored(make_rig: MakeRig) -> None:
+async def test_s3_3_an_offer_that_is_not_there_any_more_restarts_nothing_and_one_to_an_older_claim_is_ignored(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig) as rig:
         await quarantine(rig, "n3")
         job = await rig.submit(policy(grow_after="0s"), nodes=RANGE, gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
-        wishes = await until_fleet(rig, lambda fleet: any(one.claim.more_at for one in fleet.claims), "that it would take more")
+        wishes = await until_fleet(
+            rig,
+            lambda fleet: any(one.claim.more_at for one in fleet.claims),
+            "that it would take more",
+        )
         seq = wishes.claims[0].claim.seq
         await offer(job, rig, "n3", late=1)
         await job.handle.signal("nodes_offered", {"nodes": "n3"})
         state = await job.until(lambda state: bool(state.notices), "a notice")
-        assert state.reason.startswith("generation 1 runs on n1, n2") and state.notices[0].startswith("nodes_offered was not understood")
+        assert state.reason.startswith("generation 1 runs on n1, n2") and state.notices[
+            0
+        ].startswith("nodes_offered was not understood")
         await offer(job, rig, "n3")
-        state = await job.until(lambda state: "it was offered more and has not grown" in state.reason, "answered")
+        state = await job.until(
+            lambda state: "it was offered more and has not grown" in state.reason, "answered"
+        )
         assert (state.generation, state.phase, rig.orders("stop")) == (1, Phase.RUNNING, [])
-        await until_fleet(rig, lambda fleet: fleet.claims[0].claim.seq == seq + 2 and bool(fleet.claims[0].claim.more_at), "said again")
+        await until_fleet(
+            rig,
+            lambda fleet: (
+                fleet.claims[0].claim.seq == seq + 2 and bool(fleet.claims[0].claim.more_at)
+            ),
+            "said again",
+        )
         await ended(job)
 
 
 @pytest.mark.long
-async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its claim for more is under way when a person wants it launched anew: that one counts."""
     reached = stall_growth(monkeypatch)
     async with make(make_rig) as rig:
@@ -219,7 +309,13 @@ async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(make_rig
         await job.handle.signal("force_retry", {"reason": "now"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert nodes(state) == ["n1", "n2"]
-        await until_fleet(rig, lambda fleet: [one.places for one in fleet.offers] == [()] and held(fleet) == {"n1", "n2"}, "n3 free")
+        await until_fleet(
+            rig,
+            lambda fleet: (
+                [one.places for one in fleet.offers] == [()] and held(fleet) == {"n1", "n2"}
+            ),
+            "n3 free",
+        )
         assert await strategy(job) is None
         await ended(job)
 
@@ -235,7 +331,9 @@ def stall_growth(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
             told if isinstance(told, TellFleetInput) else TellFleetInput(**told)
         )  # the SDK reads no types of a method that is defined outside its class
         claim: dict[str, Any] = input.message if input.signal == "claim" else {"keep": ()}
-        asks_for_more = len(claim["keep"]) > 0 and claim["most"] > len(claim["keep"]) and not claim["more_at"]
+        asks_for_more = (
+            len(claim["keep"]) > 0 and claim["most"] > len(claim["keep"]) and not claim["more_at"]
+        )
         if asks_for_more and not reached.is_set():
             reached.set()
             await asyncio.Event().wait()
@@ -261,9 +359,15 @@ async def test_s3_3_a_worker_that_dies_between_the_offer_and_the_launch_changes_
         await release(rig, "n3")
         await asyncio.wait_for(reached.wait(), 30)
         state = await job.state()
-        assert (state.phase, state.generation, state.reason) == (Phase.RUNNING, 1, "the fleet offers n3: 2 -> 3 nodes")
+        assert (state.phase, state.generation, state.reason) == (
+            Phase.RUNNING,
+            1,
+            "the fleet offers n3: 2 -> 3 nodes",
+        )
         fleet_now = await fleet_state(rig)
-        assert [(one.job, [place.node for place in one.places]) for one in fleet_now.offers] == [(state.name, ["n3"])]
+        assert [(one.job, [place.node for place in one.places]) for one in fleet_now.offers] == [
+            (state.name, ["n3"])
+        ]
     assert rig.launches() == {1: ["n1", "n2"]}
     async with worker(server, rig.queue, fleets, tmp_path):
         state = await job.until_phase(Phase.RUNNING, 2)
@@ -276,35 +380,57 @@ async def test_s3_3_a_worker_that_dies_between_the_offer_and_the_launch_changes_
     assert_invariants(backend, all_ended=True)
 
 
-async def test_s3_3_a_fleet_that_is_lost_offers_again_what_its_jobs_would_take(make_rig: MakeRig) -> None:
+async def test_s3_3_a_fleet_that_is_lost_offers_again_what_its_jobs_would_take(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig) as rig:
         await quarantine(rig, "n3")
         job = await rig.submit(policy(grow_after="4s"), nodes=RANGE, gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
-        await until_fleet(rig, lambda fleet: any(one.claim.more_at for one in fleet.claims), "that it would take more")
+        await until_fleet(
+            rig,
+            lambda fleet: any(one.claim.more_at for one in fleet.claims),
+            "that it would take more",
+        )
         await rig.end_fleet()
         await release(rig, "n3")
         assert nodes(await job.until_phase(Phase.RUNNING, 2)) == ["n1", "n2", "n3"]
         await ended(job)
 
 
-async def test_s3_3_an_offer_is_on_the_page_and_nobody_else_is_given_the_nodes_until_it_is_over(make_rig: MakeRig) -> None:
+async def test_s3_3_an_offer_is_on_the_page_and_nobody_else_is_given_the_nodes_until_it_is_over(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig) as rig, claimants(rig) as begin:
         one = await begin()
         await one.claim(2, gpus=8)
         keep = tuple(await one.nodes())
         places = (await one.grants())[-1].places
-        await one.claim(2, keep=keep, holds=places, most=3, had=2, more_at=datetime.now(UTC), running=True)
+        await one.claim(
+            2, keep=keep, holds=places, most=3, had=2, more_at=datetime.now(UTC), running=True
+        )
         told = await one.until_told("nodes_offered")
-        assert (told["submission"], told["seq"], told["nodes"]) == (one.submission, one.claimed.seq, ["n3"])
-        assert f"n3 offered to job {one.name} until " in str(await rig.fleet.query("__temporal_workflow_metadata"))
+        assert (told["submission"], told["seq"], told["nodes"]) == (
+            one.submission,
+            one.claimed.seq,
+            ["n3"],
+        )
+        assert f"n3 offered to job {one.name} until " in str(
+            await rig.fleet.query("__temporal_workflow_metadata")
+        )
         other = await begin()
         await other.claim(1, gpus=8)
-        waiting = await until_fleet(rig, lambda fleet: any("n3 is offered to job" in record.said for record in fleet.claims), "told")
+        waiting = await until_fleet(
+            rig,
+            lambda fleet: any("n3 is offered to job" in record.said for record in fleet.claims),
+            "told",
+        )
         assert waiting.offers[0].places[0].node == "n3"
         await one.claim(2, keep=keep, holds=places, most=3, had=2, more_at=None, running=True)
         granted = await one.nodes()
-        assert sorted(granted) == ["n1", "n2", "n3"], "it is kept for the one that it was offered to"
+        assert sorted(granted) == ["n1", "n2", "n3"], (
+            "it is kept for the one that it was offered to"
+        )
         await one.give_back()
         await other.nodes()
         await other.give_back()

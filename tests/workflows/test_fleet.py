@@ -27,7 +27,9 @@ from tests.workflows.rig import Rig
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def make(make_rig: MakeRig, script: Script | None = None, **options: Any) -> AbstractAsyncContextManager[Rig]:
+def make(
+    make_rig: MakeRig, script: Script | None = None, **options: Any
+) -> AbstractAsyncContextManager[Rig]:
     """A rig whose fleet has a name of its own: the server outlives the test."""
     return make_rig(script or Script(then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **options)
 
@@ -37,22 +39,36 @@ def standing(state: FleetState, node: str) -> NodeStatus:
 
 
 def waits(state: FleetState, job: str) -> str:
-    return next((record.said for record in state.claims if record.claim.job == job and record.waits), "")
+    return next(
+        (record.said for record in state.claims if record.claim.job == job and record.waits), ""
+    )
 
 
-async def test_a_claim_is_granted_a_second_one_waits_and_says_for_whom_and_gets_what_is_returned(make_rig: MakeRig) -> None:
+async def test_a_claim_is_granted_a_second_one_waits_and_says_for_whom_and_gets_what_is_returned(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
         first, second = await begin(), await begin()
         await first.claim(2)
         grant = await first.until_answered()
-        assert [(place.node, place.address) for place in grant.places] == [("n1", "10.0.0.1"), ("n2", "10.0.0.2")]
+        assert [(place.node, place.address) for place in grant.places] == [
+            ("n1", "10.0.0.1"),
+            ("n2", "10.0.0.2"),
+        ]
         await second.claim(2)
-        said = waits(await until_fleet(rig, lambda state: bool(waits(state, second.name)), "a reason"), second.name)
+        said = waits(
+            await until_fleet(rig, lambda state: bool(waits(state, second.name)), "a reason"),
+            second.name,
+        )
         assert first.name in said
         assert await second.grants() == []
         await first.give_back()
         assert len(set(await second.nodes())) == 2
-        await until_fleet(rig, lambda state: [record.claim.job for record in state.claims] == [second.name], "one claim")
+        await until_fleet(
+            rig,
+            lambda state: [record.claim.job for record in state.claims] == [second.name],
+            "one claim",
+        )
 
 
 async def test_more_nodes_than_there_are_is_hopeless_and_said_at_once(make_rig: MakeRig) -> None:
@@ -64,7 +80,9 @@ async def test_more_nodes_than_there_are_is_hopeless_and_said_at_once(make_rig: 
         assert "3" in grant.reason and "2" in grant.reason
 
 
-async def test_what_a_terminated_job_held_is_cleaned_and_given_to_the_next(make_rig: MakeRig) -> None:
+async def test_what_a_terminated_job_held_is_cleaned_and_given_to_the_next(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
         first, second = await begin(), await begin()
         await first.claim(2)
@@ -73,7 +91,9 @@ async def test_what_a_terminated_job_held_is_cleaned_and_given_to_the_next(make_
         await first.claim(2, holds=grant.places, keep=("n1", "n2"), running=True)
         await first.handle.terminate("somebody pressed the wrong button")
         await second.claim(2)
-        await rig.tell_fleet("apply")  # checks who still runs, which is done every ten seconds while somebody waits
+        await rig.tell_fleet(
+            "apply"
+        )  # checks who still runs, which is done every ten seconds while somebody waits
         assert await second.nodes() == ["n1", "n2"]
         stopped = {call.node for call in rig.backend.calls if call.command == "stop"}
         assert stopped == {"n1", "n2"}
@@ -86,13 +106,17 @@ async def test_a_grant_that_reaches_nobody_is_taken_back(make_rig: MakeRig) -> N
         job = await begin()
         await job.handle.terminate("before it was granted anything")
         await job.claim(2)
-        await until_fleet(rig, lambda state: state.begun and not state.claims, "an empty list of claims")
+        await until_fleet(
+            rig, lambda state: state.begun and not state.claims, "an empty list of claims"
+        )
         other = await begin()
         await other.claim(2)
         assert await other.nodes() == ["n1", "n2"]
 
 
-async def test_ranks_that_no_job_answers_for_are_stopped_and_their_nodes_granted(make_rig: MakeRig) -> None:
+async def test_ranks_that_no_job_answers_for_are_stopped_and_their_nodes_granted(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
         lost, job = await begin(), await begin()
         await lost.claim(2)
@@ -101,11 +125,15 @@ async def test_ranks_that_no_job_answers_for_are_stopped_and_their_nodes_granted
         await lost.handle.terminate("together with its fleet")
         await job.claim(2)
         assert await job.nodes() == ["n1", "n2"]
-        assert all(not record.look.living for record in (await fleet_state(rig)).nodes if record.look)
+        assert all(
+            not record.look.living for record in (await fleet_state(rig)).nodes if record.look
+        )
         assert {call.node for call in rig.backend.calls if call.command == "stop"} == {"n1", "n2"}
 
 
-async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before_it_knows_who_has_what(make_rig: MakeRig) -> None:
+async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before_it_knows_who_has_what(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
         first, second = await begin(), await begin()
         await first.claim(2)
@@ -126,15 +154,23 @@ async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before
         assert await first.grants() == [], "it has what it wants, and knows that"
 
 
-async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has_quarantined(make_rig: MakeRig) -> None:
+async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has_quarantined(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
         await rig.tell_fleet("quarantine", {"node": "n1", "reason": "flaky NVLink", "by": "grace"})
         await rig.tell_fleet("pause", {"reason": "the cooling is being mended", "by": "grace"})
-        state = await until_fleet(rig, lambda state: bool(state.breaker.paused) and state.remembered, "repairs paused")
+        state = await until_fleet(
+            rig, lambda state: bool(state.breaker.paused) and state.remembered, "repairs paused"
+        )
         assert standing(state, "n1") is NodeStatus.QUARANTINED
         await rig.end_fleet()
         await rig.tell_fleet("quarantine", {"node": "n2", "reason": "loud fan", "by": "ada"})
-        await until_fleet(rig, lambda state: bool(state.nodes) and standing(state, "n2") is NodeStatus.QUARANTINED, "n2 quarantined")
+        await until_fleet(
+            rig,
+            lambda state: bool(state.nodes) and standing(state, "n2") is NodeStatus.QUARANTINED,
+            "n2 quarantined",
+        )
         await rig.end_fleet()  # whatever it had learned of the first by then
         await rig.tell_fleet("apply")
         await rig.end_fleet()  # most likely before any worker has taken it up
@@ -142,7 +178,10 @@ async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has
         await job.claim(1)
         assert await job.nodes() == ["n3"]
         state = await fleet_state(rig)
-        assert [(node.reason, node.by) for node in state.nodes[:2]] == [("flaky NVLink", "grace"), ("loud fan", "ada")]
+        assert [(node.reason, node.by) for node in state.nodes[:2]] == [
+            ("flaky NVLink", "grace"),
+            ("loud fan", "ada"),
+        ]
         assert "cooling" in state.breaker.paused
         said = "remembers 2 nodes out of service and a pause of repairs from the run before"
         assert [notice.split(" ", 1)[1] for notice in state.notices] == [said]
@@ -154,16 +193,24 @@ async def test_a_fleet_whose_runs_before_were_of_other_workers_begins_with_nothi
     name = f"f-{uuid.uuid4().hex[:8]}"
     async with make_rig(Script(then="run"), name=name) as rig:
         await rig.tell_fleet("quarantine", {"node": "n1", "reason": "flaky NVLink", "by": "grace"})
-        await until_fleet(rig, lambda state: bool(state.nodes) and standing(state, "n1") is NodeStatus.QUARANTINED, "n1 quarantined")
+        await until_fleet(
+            rig,
+            lambda state: bool(state.nodes) and standing(state, "n1") is NodeStatus.QUARANTINED,
+            "n1 quarantined",
+        )
     async with make_rig(Script(then="run"), name=name) as rig:
         await rig.tell_fleet("apply")
-        state = await until_fleet(rig, lambda state: state.remembered, "whether anything is remembered")
+        state = await until_fleet(
+            rig, lambda state: state.remembered, "whether anything is remembered"
+        )
         assert standing(state, "n1") is NodeStatus.IN_SERVICE
         (notice,) = state.notices
         assert "has to be said again" in notice and "was of workers on task queue" in notice
 
 
-async def test_a_job_that_ends_without_a_word_while_it_is_asked_is_not_awaited_any_more(make_rig: MakeRig) -> None:
+async def test_a_job_that_ends_without_a_word_while_it_is_asked_is_not_awaited_any_more(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=1) as rig, claimants(rig) as begin:
         job = await begin()
         running = f"WorkflowId = '{job.handle.id}' AND ExecutionStatus = 'Running'"
@@ -174,29 +221,56 @@ async def test_a_job_that_ends_without_a_word_while_it_is_asked_is_not_awaited_a
         await eventually(listed, "the job in the server's list", rig)
         await rig.end_fleet()
         await rig.tell_fleet("apply")
-        await until_fleet(rig, lambda state: job.name in (state.awaited or ()), "that the job is asked")
+        await until_fleet(
+            rig, lambda state: job.name in (state.awaited or ()), "that the job is asked"
+        )
         await job.handle.terminate("it never says what it holds")
         await rig.tell_fleet("apply")  # has it checked now
-        await until_fleet(rig, lambda state: job.name not in (state.awaited or ()), "that nobody waits for it")
+        await until_fleet(
+            rig, lambda state: job.name not in (state.awaited or ()), "that nobody waits for it"
+        )
 
 
-async def test_a_repair_that_asked_during_a_pause_is_followed_by_another_one_and_not_by_a_quarantine(make_rig: MakeRig) -> None:
-    faults = (Sick(node="n2", remap_pending=0, until="reset"), Takes(node="n2", command="diagnose", seconds=1.0))
-    async with make(make_rig, Script(faults, then="run"), nodes=2, gpus=1) as rig, claimants(rig) as begin:
+async def test_a_repair_that_asked_during_a_pause_is_followed_by_another_one_and_not_by_a_quarantine(
+    make_rig: MakeRig,
+) -> None:
+    faults = (
+        Sick(node="n2", remap_pending=0, until="reset"),
+        Takes(node="n2", command="diagnose", seconds=1.0),
+    )
+    async with (
+        make(make_rig, Script(faults, then="run"), nodes=2, gpus=1) as rig,
+        claimants(rig) as begin,
+    ):
         job = await begin()
-        blamed = Suspect("n2", datetime.now(UTC), 1, Cause.GPU_FATAL, "Xid 79 on n2", code="Xid 79", isolate=True)
+        blamed = Suspect(
+            "n2", datetime.now(UTC), 1, Cause.GPU_FATAL, "Xid 79 on n2", code="Xid 79", isolate=True
+        )
         await job.claim(0, suspects=(blamed,))
-        await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.REPAIRING, "a repair of n2")
+        await until_fleet(
+            rig, lambda state: standing(state, "n2") is NodeStatus.REPAIRING, "a repair of n2"
+        )
         await rig.fleet.signal("pause", {"reason": "the cooling is being mended", "by": "grace"})
-        first = (await until_fleet(rig, lambda state: bool(state.requests), "that it asks")).requests[0].run
+        first = (
+            (await until_fleet(rig, lambda state: bool(state.requests), "that it asks"))
+            .requests[0]
+            .run
+        )
         await rig.fleet.signal("resume", {"by": "grace"})
-        state = await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.IN_SERVICE, "n2 in service")
-        assert [(one.permit.run == first, one.permit.allowed, one.permit.stale) for one in state.answered] == [
+        state = await until_fleet(
+            rig, lambda state: standing(state, "n2") is NodeStatus.IN_SERVICE, "n2 in service"
+        )
+        assert [
+            (one.permit.run == first, one.permit.allowed, one.permit.stale)
+            for one in state.answered
+        ] == [
             (True, False, True),
             (False, True, False),
         ]
         assert state.nodes[1].verdict is Verdict.HEALTHY
-        assert [one.command for one in rig.backend.upkeep if one.kind == "began"].count("reset-gpus") == 1
+        assert [one.command for one in rig.backend.upkeep if one.kind == "began"].count(
+            "reset-gpus"
+        ) == 1
 
 
 async def test_a_silent_node_is_waited_for_and_granted_once_it_answers(make_rig: MakeRig) -> None:
@@ -218,12 +292,21 @@ async def test_persons_quarantine_drain_and_release_nodes_by_signals(make_rig: M
         await job.claim(1)
         assert await job.nodes() == ["n1"]
         before = datetime.now(UTC)
-        await rig.fleet.signal("quarantine", {"node": "n1", "reason": "new memory", "by": "grace", "drain": True, "within": "5m"})
+        await rig.fleet.signal(
+            "quarantine",
+            {"node": "n1", "reason": "new memory", "by": "grace", "drain": True, "within": "5m"},
+        )
         await rig.fleet.signal("quarantine", {"node": "n2", "reason": "loud fan", "by": "grace"})
         asked = await job.until_told("leave_node")
         assert (asked["node"], asked["reason"], asked["by"]) == ("n1", "new memory", "grace")
-        assert timedelta(minutes=4) < datetime.fromisoformat(asked["until"]) - before < timedelta(minutes=6)
-        state = await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.QUARANTINED, "n2 quarantined")
+        assert (
+            timedelta(minutes=4)
+            < datetime.fromisoformat(asked["until"]) - before
+            < timedelta(minutes=6)
+        )
+        state = await until_fleet(
+            rig, lambda state: standing(state, "n2") is NodeStatus.QUARANTINED, "n2 quarantined"
+        )
         n2 = state.nodes[1]
         assert (n2.reason, n2.by, n2.drain) == ("loud fan", "grace", None)
         assert len([notice for notice in state.notices if "grace" in notice]) == 2
@@ -245,9 +328,15 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
         await job.claim(2)
         await job.nodes()
         await rig.fleet.signal("pause", {"reason": "the cooling is being mended", "by": "grace"})
-        blamed = Suspect("n2", datetime.now(UTC), 1, Cause.GPU_FATAL, "Xid 79 on n2", code="Xid 79", isolate=True)
+        blamed = Suspect(
+            "n2", datetime.now(UTC), 1, Cause.GPU_FATAL, "Xid 79 on n2", code="Xid 79", isolate=True
+        )
         await job.claim(0, suspects=(blamed,))
-        state = await until_fleet(rig, lambda state: standing(state, "n2") is not NodeStatus.IN_SERVICE, "n2 out of service")
+        state = await until_fleet(
+            rig,
+            lambda state: standing(state, "n2") is not NodeStatus.IN_SERVICE,
+            "n2 out of service",
+        )
         assert (standing(state, "n2"), state.nodes[1].by) == (NodeStatus.SUSPECT, f"job {job.name}")
         assert "cooling" in state.breaker.paused
         again = await begin()
@@ -256,9 +345,13 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
         assert standing(await fleet_state(rig), "n2") is NodeStatus.SUSPECT
         await rig.fleet.signal("resume", {"by": "grace"})
         assert await again.nodes() == ["n1", "n2"]
-        repair = await rig.client.get_workflow_handle(f"repair/{rig.fleets.known.name}/n2").describe()
+        repair = await rig.client.get_workflow_handle(
+            f"repair/{rig.fleets.known.name}/n2"
+        ).describe()
         assert repair.parent_id == rig.fleet.id
-        assert [one.command for one in rig.backend.upkeep if one.kind == "began"] == ["diagnose"], "it was healthy"
+        assert [one.command for one in rig.backend.upkeep if one.kind == "began"] == ["diagnose"], (
+            "it was healthy"
+        )
 
 
 @pytest.mark.parametrize(
@@ -266,8 +359,16 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
     [
         ("quarantine", None, "quarantine: node: missing, expected the name of a node"),
         ("quarantine", {"node": "n1", "nod": "n2"}, "quarantine: nod: unknown key"),
-        ("quarantine", {"node": "n1", "drain": True, "within": 30}, "quarantine: within: 30 has no unit"),
-        ("quarantine", {"node": "n1", "within": "30m"}, "quarantine: within: it says how soon a node is left"),
+        (
+            "quarantine",
+            {"node": "n1", "drain": True, "within": 30},
+            "quarantine: within: 30 has no unit",
+        ),
+        (
+            "quarantine",
+            {"node": "n1", "within": "30m"},
+            "quarantine: within: it says how soon a node is left",
+        ),
         ("quarantine", {"node": "../n1"}, "quarantine: node: '../n1' is not a name"),
         ("quarantine", ["n1"], "quarantine: "),
         ("release", {"node": ""}, "release: node: missing"),
@@ -294,7 +395,9 @@ async def test_what_cannot_be_read_becomes_a_notice_and_changes_nothing(
         assert standing(state, "n1") is NodeStatus.IN_SERVICE
 
 
-async def test_no_hope_is_told_before_the_fleet_file_was_read_and_a_file_that_went_bad_changes_nothing(make_rig: MakeRig) -> None:
+async def test_no_hope_is_told_before_the_fleet_file_was_read_and_a_file_that_went_bad_changes_nothing(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2) as rig, claimants(rig) as begin:
         await rig.end_fleet()
         rig.fleets.wrong = "fleet.yaml:3: nodes: missing"
@@ -320,19 +423,30 @@ async def test_a_changed_fleet_file_is_applied_when_a_person_says_so(make_rig: M
         await job.claim(1)
         assert await job.nodes() == ["n1"]
         before = rig.fleets.known
-        rig.fleets.known = before.model_copy(update={"nodes": (FleetNode(name="n2", address="10.0.0.2", gpus=4),)})
+        rig.fleets.known = before.model_copy(
+            update={"nodes": (FleetNode(name="n2", address="10.0.0.2", gpus=4),)}
+        )
         await rig.tell_fleet("apply", {"reason": "n1 moves", "by": "grace"})
-        state = await until_fleet(rig, lambda state: standing(state, "n1") is NodeStatus.QUARANTINED, "n1 out of the file")
-        assert {one.name: (one.by, one.spec.gpus) for one in state.nodes} == {"n1": ("fleet file", 8), "n2": ("", 4)}
+        state = await until_fleet(
+            rig, lambda state: standing(state, "n1") is NodeStatus.QUARANTINED, "n1 out of the file"
+        )
+        assert {one.name: (one.by, one.spec.gpus) for one in state.nodes} == {
+            "n1": ("fleet file", 8),
+            "n2": ("", 4),
+        }
         await job.give_back()
         await until_fleet(rig, lambda state: [one.name for one in state.nodes] == ["n2"], "n1 gone")
 
 
-async def test_over_many_runs_no_claim_is_lost_and_nobody_is_granted_what_another_has(make_short_rig: MakeRig) -> None:
+async def test_over_many_runs_no_claim_is_lost_and_nobody_is_granted_what_another_has(
+    make_short_rig: MakeRig,
+) -> None:
     async with make(make_short_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
         jobs = [await begin() for _ in range(6)]
         for number, job in enumerate(jobs):
-            await job.claim(1 + number % 2, since=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=number))
+            await job.claim(
+                1 + number % 2, since=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=number)
+            )
         for job in jobs:
             nodes = await job.nodes()
             assert len(nodes) == job.claimed.nodes
@@ -347,26 +461,44 @@ async def test_over_many_runs_no_claim_is_lost_and_nobody_is_granted_what_anothe
         assert all(len(history.events) < 300 for history in rig.fleet_histories)
 
 
-async def test_signals_that_arrive_while_the_fleet_continues_as_new_are_not_lost(make_short_rig: MakeRig) -> None:
+async def test_signals_that_arrive_while_the_fleet_continues_as_new_are_not_lost(
+    make_short_rig: MakeRig,
+) -> None:
     async with make(make_short_rig, nodes=1) as rig:
         for number in range(30):
-            await rig.tell_fleet("pause" if number % 2 == 0 else "resume", {"reason": f"number {number}", "by": "grace"})
+            await rig.tell_fleet(
+                "pause" if number % 2 == 0 else "resume",
+                {"reason": f"number {number}", "by": "grace"},
+            )
         await rig.tell_fleet("quarantine", {"node": "n1", "reason": "the last", "by": "grace"})
-        state = await until_fleet(rig, lambda state: state.begun and standing(state, "n1") is NodeStatus.QUARANTINED, "n1 quarantined")
+        state = await until_fleet(
+            rig,
+            lambda state: state.begun and standing(state, "n1") is NodeStatus.QUARANTINED,
+            "n1 quarantined",
+        )
         assert state.breaker.paused == ""
         assert state.nodes[0].reason == "the last"
         await rig.end_fleet()
         assert len(rig.fleet_histories) >= 2
 
 
-async def test_what_begins_a_fleet_is_heard_although_its_nodes_are_not_known_yet(make_rig: MakeRig) -> None:
+async def test_what_begins_a_fleet_is_heard_although_its_nodes_are_not_known_yet(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=1) as rig:
-        await rig.tell_fleet("quarantine", {"node": "n1", "reason": "the first word", "by": "grace"})
+        await rig.tell_fleet(
+            "quarantine", {"node": "n1", "reason": "the first word", "by": "grace"}
+        )
         state = await until_fleet(rig, lambda state: state.begun, "every node looked at")
-        assert (state.nodes[0].standing, state.nodes[0].reason) == (NodeStatus.QUARANTINED, "the first word")
+        assert (state.nodes[0].standing, state.nodes[0].reason) == (
+            NodeStatus.QUARANTINED,
+            "the first word",
+        )
 
 
-async def test_a_job_that_claims_again_and_again_is_granted_once_for_each_claim_that_counts(make_rig: MakeRig) -> None:
+async def test_a_job_that_claims_again_and_again_is_granted_once_for_each_claim_that_counts(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
         job = await begin()
         await job.claim(1)
@@ -377,23 +509,33 @@ async def test_a_job_that_claims_again_and_again_is_granted_once_for_each_claim_
         await rig.tell_fleet("claim", first)  # late, after what took its place
         await rig.tell_fleet("claim", replace(first, seq=0))
         await rig.tell_fleet("pause", {"by": "grace"})
-        state = await until_fleet(rig, lambda state: bool(state.breaker.paused), "what was sent last")
+        state = await until_fleet(
+            rig, lambda state: bool(state.breaker.paused), "what was sent last"
+        )
         assert [record.claim.seq for record in state.claims] == [2]
         assert len(state.claims[0].places) == 2
 
 
-async def test_what_nobody_foresaw_fails_the_workflow_task_and_not_the_fleet(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_nobody_foresaw_fails_the_workflow_task_and_not_the_fleet(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def broken(self: FleetActivities, fleet: str) -> None:
         raise ApplicationError("a mistake in this program", non_retryable=True)
 
-    broken.__temporal_activity_definition = FleetActivities.read_fleet.__temporal_activity_definition  # type: ignore[attr-defined]
+    broken.__temporal_activity_definition = (
+        FleetActivities.read_fleet.__temporal_activity_definition
+    )  # type: ignore[attr-defined]
     monkeypatch.setattr(FleetActivities, "read_fleet", broken)
     async with make(make_rig, nodes=1) as rig:
         await rig.tell_fleet("pause")
 
         async def failed() -> list[Any]:
             events = (await rig.fleet.fetch_history()).events
-            return [event for event in events if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED]
+            return [
+                event
+                for event in events
+                if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED
+            ]
 
         await eventually(failed, "a failed workflow task", rig)
         assert "a mistake in this program" in str(await failed())

@@ -23,11 +23,24 @@ HISTORIES = Path(__file__).parents[1] / "histories"
 SCENARIOS: dict[str, tuple[Script, Policy]] = {
     "success": (Script(then="succeed"), policy()),
     "restart_in_place": (
-        Script((Exit(generation=1, rank=3, exit_code=1, error=error_file("ValueError: boom", "Traceback")),), then="succeed"),
+        Script(
+            (
+                Exit(
+                    generation=1,
+                    rank=3,
+                    exit_code=1,
+                    error=error_file("ValueError: boom", "Traceback"),
+                ),
+            ),
+            then="succeed",
+        ),
         policy(),
     ),
     "ladder_used_up": (Script((Exit(rank=0, exit_code=3),)), policy()),
-    "replace_node": (Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"), policy()),
+    "replace_node": (
+        Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"),
+        policy(),
+    ),
     "incident_closed_by_progress": (
         Script(
             (
@@ -51,7 +64,16 @@ SCENARIOS: dict[str, tuple[Script, Policy]] = {
     ),
     "node_lost_and_back": (
         Script(
-            (Cut(generation=1, node="n2", after=0.5, lasts=2.0, words=("controller-in", "controller-out")), Exit(exit_code=0, after=5.0))
+            (
+                Cut(
+                    generation=1,
+                    node="n2",
+                    after=0.5,
+                    lasts=2.0,
+                    words=("controller-in", "controller-out"),
+                ),
+                Exit(exit_code=0, after=5.0),
+            )
         ),
         policy(),
     ),
@@ -71,7 +93,9 @@ def test_each_scenario_has_its_history() -> None:
 
 def _write(name: str, history: WorkflowHistory) -> None:
     # Stack traces name the folder of whoever captured it.
-    text = json.dumps(json.loads(history.to_json()), indent=1).replace(f"{HISTORIES.parent.parent}/", "")
+    text = json.dumps(json.loads(history.to_json()), indent=1).replace(
+        f"{HISTORIES.parent.parent}/", ""
+    )
     (HISTORIES / f"{name}.json").write_text(text + "\n")
 
 
@@ -79,7 +103,9 @@ async def _capture(names: list[str]) -> None:
     """Those scenarios; none named: all."""
     from tests.workflows.conftest import FAST, _dev
 
-    async with _dev([word for value in FAST for word in ("--dynamic-config-value", value)]) as client:
+    async with _dev(
+        [word for value in FAST for word in ("--dynamic-config-value", value)]
+    ) as client:
         for name in names or SCENARIOS:
             script, rules = SCENARIOS[name]
             async with rig(client, Path(tempfile.mkdtemp()), script, spares=1, gpus=1) as one:
@@ -87,7 +113,10 @@ async def _capture(names: list[str]) -> None:
                 await job.result()
                 _write(name, await job.history())
                 if name == "examined_and_rebooted":
-                    _write(REPAIR, await client.get_workflow_handle("repair/default/n2").fetch_history())
+                    _write(
+                        REPAIR,
+                        await client.get_workflow_handle("repair/default/n2").fetch_history(),
+                    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ async def test_a_job_whose_ranks_all_exit_with_0_succeeds(make_rig: MakeRig) -> 
         assert rig.launches() == {1: ["n1", "n2"]}
 
 
-async def test_S2_2_each_launch_is_idempotent_when_messages_are_doubled_and_lost(make_rig: MakeRig) -> None:
+async def test_S2_2_each_launch_is_idempotent_when_messages_are_doubled_and_lost(
+    make_rig: MakeRig,
+) -> None:
     faults = (
         Fault(kind="double", command="prepare", node="n1"),
         Fault(kind="double", command="start", node="n2"),
@@ -39,28 +41,45 @@ async def test_S2_2_each_launch_is_idempotent_when_messages_are_doubled_and_lost
         await job.until_phase(Phase.RUNNING, 1)
         started = [(life.node, life.rank) for life in rig.backend.lives if life.kind == "started"]
         assert sorted(started) == [("n1", 0), ("n1", 1), ("n2", 2), ("n2", 3)]
-        assert sum(order.command == "start" and order.outcome == "done" for order in rig.backend.orders) > 2
+        assert (
+            sum(
+                order.command == "start" and order.outcome == "done" for order in rig.backend.orders
+            )
+            > 2
+        )
         await job.handle.signal("cancel")
         await job.result()
 
 
-async def test_S3_2_one_rank_fails_and_all_ranks_on_all_nodes_are_started_again(make_rig: MakeRig) -> None:
-    exit = Exit(generation=1, rank=3, exit_code=1, error=error_file("ValueError: boom", "Traceback: here"))
+async def test_S3_2_one_rank_fails_and_all_ranks_on_all_nodes_are_started_again(
+    make_rig: MakeRig,
+) -> None:
+    exit = Exit(
+        generation=1, rank=3, exit_code=1, error=error_file("ValueError: boom", "Traceback: here")
+    )
     async with make_rig(Script((exit,), then="succeed")) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
         assert rig.launches() == {1: ["n1", "n2"], 2: ["n1", "n2"]}
         (incident,) = result.incidents
-        assert (incident.cause, incident.nodes, incident.ranks) == (Cause.APPLICATION, ("n2",), (3,))
+        assert (incident.cause, incident.nodes, incident.ranks) == (
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+        )
         assert incident.reason == "rank 3 on n2 exited with code 1: ValueError: boom"
         assert incident.traceback == "Traceback: here"
-        assert [(d.decision, d.strategy, d.spent) for d in incident.decisions][:1] == [("Relaunch", "RESTART_IN_PLACE", True)]
+        assert [(d.decision, d.strategy, d.spent) for d in incident.decisions][:1] == [
+            ("Relaunch", "RESTART_IN_PLACE", True)
+        ]
         assert incident.detected and incident.decided and incident.stopped and incident.launched
         assert incident.stopped <= incident.launched
         assert result.state.restarts_spent == 1
 
 
-async def test_S3_2_when_the_budget_is_spent_the_job_fails_with_the_exit_code_of_the_rank(make_rig: MakeRig) -> None:
+async def test_S3_2_when_the_budget_is_spent_the_job_fails_with_the_exit_code_of_the_rank(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(rank=1, exit_code=7),))) as rig:
         job = await rig.submit(policy(max_restarts=2))
         result = await job.result()
@@ -70,15 +89,27 @@ async def test_S3_2_when_the_budget_is_spent_the_job_fails_with_the_exit_code_of
         assert [len(nodes) for nodes in rig.launches().values()] == [2, 2, 2]
 
 
-async def test_a_ladder_that_is_used_up_fails_the_job_and_the_result_rides_in_the_failure(make_rig: MakeRig) -> None:
+async def test_a_ladder_that_is_used_up_fails_the_job_and_the_result_rides_in_the_failure(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.exit_code, result.generation) == (Phase.FAILED, 3, 4)
         assert "the ladder of APPLICATION has nothing left but to stop" in result.reason
         # Without a spare the other node is the same one again.
-        assert [t.rung for t in result.state.tries] == ["RESTART_IN_PLACE"] * 2 + ["REPLACE_NODE when HEALTHY or UNKNOWN"]
+        assert [t.rung for t in result.state.tries] == ["RESTART_IN_PLACE"] * 2 + [
+            "REPLACE_NODE when HEALTHY or UNKNOWN"
+        ]
         (incident,) = result.incidents
-        assert [d.decision for d in incident.decisions] == ["Relaunch", "Relaunch", "Examine", "Relaunch", "Wait", "Examine", "Stop"]
+        assert [d.decision for d in incident.decisions] == [
+            "Relaunch",
+            "Relaunch",
+            "Examine",
+            "Relaunch",
+            "Wait",
+            "Examine",
+            "Stop",
+        ]
         assert incident.outcome == "the job ended: FAILED"
         assert incident.recovered is None
 
@@ -95,11 +126,17 @@ async def test_a_signal_gives_the_exit_code_that_a_shell_would_give(make_rig: Ma
         assert (result.phase, result.exit_code) == (Phase.FAILED, 139)
 
 
-async def test_generations_without_progress_end_the_job_before_its_budget_does(make_rig: MakeRig) -> None:
+async def test_generations_without_progress_end_the_job_before_its_budget_does(
+    make_rig: MakeRig,
+) -> None:
     script = Script((Exit(rank=0, exit_code=1, after=0.3), Progress(steps=((0.0, 5),))))
     ladder = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
     async with make_rig(script) as rig:
-        result = await (await rig.submit(policy(max_restarts=50, no_progress_stop=2, causes={**_defaults(), **ladder}))).result()
+        result = await (
+            await rig.submit(
+                policy(max_restarts=50, no_progress_stop=2, causes={**_defaults(), **ladder})
+            )
+        ).result()
         assert result.phase is Phase.FAILED
         assert result.reason.endswith("2 generations in a row ended without passing step 5")
         assert result.generation == 3
@@ -107,12 +144,18 @@ async def test_generations_without_progress_end_the_job_before_its_budget_does(m
 
 async def test_progress_that_was_never_reported_is_not_flat_progress(make_rig: MakeRig) -> None:
     ladder = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
-    async with make_rig(Script(tuple(Exit(generation=g, rank=0, exit_code=1) for g in (1, 2, 3, 4)), then="succeed")) as rig:
-        result = await (await rig.submit(policy(no_progress_stop=1, causes={**_defaults(), **ladder}))).result()
+    async with make_rig(
+        Script(tuple(Exit(generation=g, rank=0, exit_code=1) for g in (1, 2, 3, 4)), then="succeed")
+    ) as rig:
+        result = await (
+            await rig.submit(policy(no_progress_stop=1, causes={**_defaults(), **ladder}))
+        ).result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 5)
 
 
-async def test_passing_the_step_of_the_fault_closes_the_incident_and_renews_the_budget(make_rig: MakeRig) -> None:
+async def test_passing_the_step_of_the_fault_closes_the_incident_and_renews_the_budget(
+    make_rig: MakeRig,
+) -> None:
     script = Script(
         (
             Exit(generation=1, rank=0, exit_code=1, after=0.5),
@@ -122,23 +165,33 @@ async def test_passing_the_step_of_the_fault_closes_the_incident_and_renews_the_
     )
     async with make_rig(script) as rig:
         job = await rig.submit()
-        state = await job.until(lambda s: s.generation == 2 and len(s.incidents) == 1, "a closed incident")
+        state = await job.until(
+            lambda s: s.generation == 2 and len(s.incidents) == 1, "a closed incident"
+        )
         assert (state.phase, state.restarts_spent, state.furthest_step) == (Phase.RUNNING, 0, 10)
-        assert (state.incidents[0].reached, state.incidents[0].outcome) == (10, "training passed step 10")
+        assert (state.incidents[0].reached, state.incidents[0].outcome) == (
+            10,
+            "training passed step 10",
+        )
         await job.handle.signal("cancel")
         await job.result()
 
 
 async def test_S3_4_success_only_when_every_rank_succeeds(make_rig: MakeRig) -> None:
     script = Script(
-        (*(Exit(generation=1, rank=rank, exit_code=0) for rank in (0, 1, 2)), Exit(generation=1, rank=3, exit_code=1, after=0.4))
+        (
+            *(Exit(generation=1, rank=rank, exit_code=0) for rank in (0, 1, 2)),
+            Exit(generation=1, rank=3, exit_code=1, after=0.4),
+        )
     )
     async with make_rig(script) as rig:
         result = await (await rig.submit(policy(max_restarts=0))).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
 
 
-async def test_S3_4_an_exit_with_0_that_was_seen_by_an_earlier_watch_still_counts(make_rig: MakeRig) -> None:
+async def test_S3_4_an_exit_with_0_that_was_seen_by_an_earlier_watch_still_counts(
+    make_rig: MakeRig,
+) -> None:
     # Rank 0 ends, then the incident of generation 1 closes and the watch is ordered anew: rank 0's exit is behind it.
     script = Script(
         (
@@ -159,48 +212,81 @@ async def test_S3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig)
     async with make_rig(Script((Exit(generation=1, rank=0),), then="succeed")) as rig:
         job = await rig.submit(env={"MINE": "1"})
         await job.result()
-        prepares = {(c.node, c.token.generation): c.order for c in rig.backend.calls if c.command == "prepare" and c.token}
-        starts = {(c.node, c.token.generation): c.order for c in rig.backend.calls if c.token and isinstance(c.order, StartOrder)}
+        prepares = {
+            (c.node, c.token.generation): c.order
+            for c in rig.backend.calls
+            if c.command == "prepare" and c.token
+        }
+        starts = {
+            (c.node, c.token.generation): c.order
+            for c in rig.backend.calls
+            if c.token and isinstance(c.order, StartOrder)
+        }
         assert len(starts) == 4
         for (node, generation), order in starts.items():
             prepare = prepares[node, generation]
             assert isinstance(prepare, PrepareOrder)
             assert prepare.ranks == ((0, 1) if node == "n1" else (2, 3))
             assert [env["RANK"] for env in order.rank_env] == [str(rank) for rank in prepare.ranks]
-            assert (order.env["WORLD_SIZE"], order.env["MASTER_ADDR"], order.env["MINE"]) == ("4", "10.0.0.1", "1")
+            assert (order.env["WORLD_SIZE"], order.env["MASTER_ADDR"], order.env["MINE"]) == (
+                "4",
+                "10.0.0.1",
+                "1",
+            )
             assert order.env["TORCHELASTIC_RESTART_COUNT"] == str(generation - 1)
             assert [env["MA_PROC_START_CNT"] for env in order.rank_env] == [str(generation)] * 2
             assert [peer.node for peer in order.peers] == ["n2" if node == "n1" else "n1"]
         for generation in (1, 2):
-            assert len({str(starts[node, generation].env["MASTER_PORT"]) for node in ("n1", "n2")}) == 1
+            assert (
+                len({str(starts[node, generation].env["MASTER_PORT"]) for node in ("n1", "n2")})
+                == 1
+            )
             assert len({starts[node, generation].secret for node in ("n1", "n2")}) == 1
 
 
-async def test_S3_9_a_node_whose_keeper_died_is_replaced_when_restarting_did_not_help(make_rig: MakeRig) -> None:
+async def test_S3_9_a_node_whose_keeper_died_is_replaced_when_restarting_did_not_help(
+    make_rig: MakeRig,
+) -> None:
     script = Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed")
     async with make_rig(script, spares=1) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 4)
         assert rig.launches()[4] == ["n1", "n3"]
-        assert [t.strategy for t in result.state.tries] == ["RESTART_IN_PLACE", "RESTART_IN_PLACE", "REPLACE_NODE"]
+        assert [t.strategy for t in result.state.tries] == [
+            "RESTART_IN_PLACE",
+            "RESTART_IN_PLACE",
+            "REPLACE_NODE",
+        ]
         assert result.state.restarts_spent == 0
-        assert [(slot.node, slot.scheduled, slot.started) for slot in result.state.slots] == [("n1", 1, 4), ("n3", 2, 1)]
+        assert [(slot.node, slot.scheduled, slot.started) for slot in result.state.slots] == [
+            ("n1", 1, 4),
+            ("n3", 2, 1),
+        ]
         assert [avoided.node for avoided in result.state.avoided] == ["n2"]
 
 
 async def test_a_command_that_does_not_exist_fails_the_job_with_127(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Refuse(command="start", why="command_not_found", reason="no program 'tran'"),))) as rig:
+    async with make_rig(
+        Script((Refuse(command="start", why="command_not_found", reason="no program 'tran'"),))
+    ) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 127)
         assert "no program 'tran'" in result.reason
         assert rig.launches() == {}
 
 
-async def test_a_secret_that_the_worker_cannot_read_fails_the_job_and_says_which(make_rig: MakeRig) -> None:
+async def test_a_secret_that_the_worker_cannot_read_fails_the_job_and_says_which(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig() as rig:
-        result = await (await rig.submit(secrets={"HF_TOKEN": {"env": "RELAUNCH_TEST_NOT_SET"}})).result()
+        result = await (
+            await rig.submit(secrets={"HF_TOKEN": {"env": "RELAUNCH_TEST_NOT_SET"}})
+        ).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
-        assert "secret HF_TOKEN: variable RELAUNCH_TEST_NOT_SET cannot be read by the worker" in result.reason
+        assert (
+            "secret HF_TOKEN: variable RELAUNCH_TEST_NOT_SET cannot be read by the worker"
+            in result.reason
+        )
 
 
 async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -209,8 +295,12 @@ async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_
         job = await rig.submit(secrets={"HF_TOKEN": {"file": str(tmp_path / "token")}})
         await job.result()
         orders = [call.order for call in rig.backend.calls if call.command == "start"]
-        assert [order.secrets["HF_TOKEN"] for order in orders if isinstance(order, StartOrder)] == ["hf-very-secret"] * 2
-        assert b"very-secret" not in b"".join(event.SerializeToString() for event in (await job.history()).events)
+        assert [order.secrets["HF_TOKEN"] for order in orders if isinstance(order, StartOrder)] == [
+            "hf-very-secret"
+        ] * 2
+        assert b"very-secret" not in b"".join(
+            event.SerializeToString() for event in (await job.history()).events
+        )
 
 
 async def test_a_fleet_that_is_too_small_fails_the_job_at_once(make_rig: MakeRig) -> None:
@@ -232,7 +322,11 @@ async def test_a_node_that_has_seen_a_higher_generation_is_gone_on_above(make_ri
         job = await rig.submit()
         state = await job.until_phase(Phase.RUNNING, 1)
         # What a reset of the workflow leaves behind: a node that has obeyed a generation we know nothing of.
-        order = next(call.order for call in rig.backend.calls if call.command == "prepare" and call.node == "n2")
+        order = next(
+            call.order
+            for call in rig.backend.calls
+            if call.command == "prepare" and call.node == "n2"
+        )
         assert isinstance(order, PrepareOrder)
         await rig.backend.prepare("n2", replace(order, token=replace(state.token, generation=6)))
         state = await job.until_phase(Phase.RUNNING, 7)
@@ -242,20 +336,33 @@ async def test_a_node_that_has_seen_a_higher_generation_is_gone_on_above(make_ri
         await job.result()
 
 
-async def test_a_retry_of_a_closed_job_goes_on_with_its_budgets_and_new_tokens(make_rig: MakeRig) -> None:
+async def test_a_retry_of_a_closed_job_goes_on_with_its_budgets_and_new_tokens(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         first = await (await rig.submit(policy(max_restarts=1), name="again")).result()
         assert first.phase is Phase.FAILED
-        second = await rig.submit(policy(max_restarts=1), name="again", start={"previous": first.state, "avoid_nodes": ()})
+        second = await rig.submit(
+            policy(max_restarts=1), name="again", start={"previous": first.state, "avoid_nodes": ()}
+        )
         result = await second.result()
-        assert (result.phase, result.generation) == (Phase.FAILED, 1)  # the one restart was spent before
+        assert (result.phase, result.generation) == (
+            Phase.FAILED,
+            1,
+        )  # the one restart was spent before
         assert result.state.submission > first.state.submission
         assert len(result.incidents) == 2
-        renewed = await rig.submit(policy(max_restarts=1), name="again", start={"previous": result.state, "renew_budgets": True})
+        renewed = await rig.submit(
+            policy(max_restarts=1),
+            name="again",
+            start={"previous": result.state, "renew_budgets": True},
+        )
         assert (await renewed.result()).generation == 2
 
 
-async def test_a_job_shows_its_phase_to_whoever_looks_with_no_worker_alive(make_rig: MakeRig) -> None:
+async def test_a_job_shows_its_phase_to_whoever_looks_with_no_worker_alive(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         job = await rig.submit(policy(max_restarts=0))
         await job.result()
@@ -265,8 +372,16 @@ async def test_a_job_shows_its_phase_to_whoever_looks_with_no_worker_alive(make_
     assert memo["reason"].startswith("rank 0 on n1 exited with code 3")
     attributes = {pair.key.name: pair.value for pair in description.typed_search_attributes}
     attributes.pop("BuildIds", None)  # the server's own
-    assert attributes == {"Phase": "FAILED", "Generation": 1, "Cause": "APPLICATION", "Nodes": ["n1"]}
+    assert attributes == {
+        "Phase": "FAILED",
+        "Generation": 1,
+        "Cause": "APPLICATION",
+        "Nodes": ["n1"],
+    }
 
 
 def _defaults() -> dict[str, Any]:
-    return {str(cause): [rung.model_dump(mode="json") for rung in ladder] for cause, ladder in policy().causes.items()}
+    return {
+        str(cause): [rung.model_dump(mode="json") for rung in ladder]
+        for cause, ladder in policy().causes.items()
+    }

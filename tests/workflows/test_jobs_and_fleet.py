@@ -21,7 +21,9 @@ from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-XID_79 = (f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",)
+XID_79 = (
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",
+)
 
 
 def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:
@@ -44,11 +46,17 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         jobs = [await rig.submit(nodes=1, gpus_per_node=2) for _ in range(2)]
         for job in jobs:
             await job.until_phase(Phase.RUNNING)
-        shares = {call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"] for call in rig.backend.calls if call.command == "start"}
+        shares = {
+            call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"]
+            for call in rig.backend.calls
+            if call.command == "start"
+        }
         assert shares == {"0,1", "2,3"}
         third = await rig.submit(nodes=1, gpus_per_node=1)
         waiting = await third.until_phase(Phase.QUEUED, 1)
-        assert any(job.handle.id.removeprefix("job/") in waiting.reason for job in jobs), "it is told who has them"
+        assert any(job.handle.id.removeprefix("job/") in waiting.reason for job in jobs), (
+            "it is told who has them"
+        )
         await ended(jobs[0])
         await third.until_phase(Phase.RUNNING)
         await ended(jobs[1], third)
@@ -56,93 +64,179 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         assert [record.claim for record in state.claims] == []
 
 
-async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_node_is_told_who_is_there(make_rig: MakeRig) -> None:
+async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_node_is_told_who_is_there(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
         part = await rig.submit(nodes=1, gpus_per_node=2)
         await part.until_phase(Phase.RUNNING)
-        shares = {call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"] for call in rig.backend.calls if call.command == "start"}
+        shares = {
+            call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"]
+            for call in rig.backend.calls
+            if call.command == "start"
+        }
         assert shares == {"0,2"}
         await ended(part)
         whole = await rig.submit(nodes=1)
         said = "n1: GPU 1 is used by alice (python, pid 4242)"
-        await whole.until(lambda s: s.phase is Phase.QUEUED and said in s.reason, "told who is there")
+        await whole.until(
+            lambda s: s.phase is Phase.QUEUED and said in s.reason, "told who is there"
+        )
         record = (await fleet_state(rig)).nodes[0]
         assert record.inventory is not None
-        assert (record.inventory.model, record.inventory.driver) == ("NVIDIA H100 80GB HBM3", "570.148.08")
+        assert (record.inventory.model, record.inventory.driver) == (
+            "NVIDIA H100 80GB HBM3",
+            "570.148.08",
+        )
         await ended(whole)
 
 
 @pytest.mark.long  # a node on which a stranger was seen is read again after ten seconds
-async def test_s2_10_a_job_that_waits_for_a_stranger_runs_when_he_has_left(make_rig: MakeRig) -> None:
+async def test_s2_10_a_job_that_waits_for_a_stranger_runs_when_he_has_left(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
         job = await rig.submit(nodes=1)
-        await job.until(lambda s: s.phase is Phase.QUEUED and "GPU 1 is used by alice" in s.reason, "told who is there")
+        await job.until(
+            lambda s: s.phase is Phase.QUEUED and "GPU 1 is used by alice" in s.reason,
+            "told who is there",
+        )
         rig.backend.leave("n1")
         await job.until_phase(Phase.RUNNING)
         await ended(job)
 
 
-async def test_s2_10_a_node_that_has_lost_a_gpu_is_examined_and_repaired_before_a_job_lands_on_it(make_rig: MakeRig) -> None:
+async def test_s2_10_a_node_that_has_lost_a_gpu_is_examined_and_repaired_before_a_job_lands_on_it(
+    make_rig: MakeRig,
+) -> None:
     lost = Sick(node="n1", gpu_lost=3, until="reboot")
     async with make(make_rig, lost, nodes=1, gpus=4, limits={"nodes_out": "100%"}) as rig:
         job = await rig.submit(nodes=1)
         await job.until_phase(Phase.RUNNING)
-        first = min(index for index, call in enumerate(rig.backend.calls) if call.command == "prepare")
+        first = min(
+            index for index, call in enumerate(rig.backend.calls) if call.command == "prepare"
+        )
         before = [call.command for call in rig.backend.calls[:first]]
         assert "reboot" in before, "it was repaired first"
         assert standing(await fleet_state(rig), "n1") is NodeStatus.IN_SERVICE
         await ended(job)
 
 
-async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired_for_the_next_job(make_rig: MakeRig) -> None:
-    breaks = Exit(generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_79)
+async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired_for_the_next_job(
+    make_rig: MakeRig,
+) -> None:
+    breaks = Exit(
+        generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_79
+    )
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
-    async with make(make_rig, breaks, Progress(generation=2, steps=((0.0, 6),), hangs=True), sick, nodes=2, spares=1, gpus=8) as rig:
+    async with make(
+        make_rig,
+        breaks,
+        Progress(generation=2, steps=((0.0, 6),), hangs=True),
+        sick,
+        nodes=2,
+        spares=1,
+        gpus=8,
+    ) as rig:
         first = await rig.submit(gpus_per_node=8)
         state = await first.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
-        fleet = await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.IN_SERVICE and bool(rig.backend.upkeep), "n2 back")
-        assert [one.command for one in rig.backend.upkeep if one.kind == "began"][:2] == ["diagnose", "reboot"]
+        fleet = await until_fleet(
+            rig,
+            lambda state: (
+                standing(state, "n2") is NodeStatus.IN_SERVICE and bool(rig.backend.upkeep)
+            ),
+            "n2 back",
+        )
+        assert [one.command for one in rig.backend.upkeep if one.kind == "began"][:2] == [
+            "diagnose",
+            "reboot",
+        ]
         record = next(record for record in fleet.nodes if record.name == "n2")
-        assert [(mark.job, mark.code, bool(mark.retracted)) for mark in record.marks] == [(state.name, "Xid 79", True)]
+        assert [(mark.job, mark.code, bool(mark.retracted)) for mark in record.marks] == [
+            (state.name, "Xid 79", True)
+        ]
         await ended(first)
         second = await rig.submit(gpus_per_node=8, nodes=2)
         name = (await second.until_phase(Phase.RUNNING)).name
         # Its first generation breaks there as well, a moment later.
-        starts = [(call.node, call.token) for call in rig.backend.calls if call.command == "start" and call.token is not None]
-        assert {node for node, token in starts if (token.job, token.generation) == (name, 1)} == {"n1", "n2"}
+        starts = [
+            (call.node, call.token)
+            for call in rig.backend.calls
+            if call.command == "start" and call.token is not None
+        ]
+        assert {node for node, token in starts if (token.job, token.generation) == (name, 1)} == {
+            "n1",
+            "n2",
+        }
         await ended(second)
 
 
-async def test_a_second_bad_node_of_one_incident_is_given_to_no_other_job(make_rig: MakeRig) -> None:
-    first = Exit(generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_79)
-    second = Exit(generation=2, node="n1", rank=0, exit_code=None, signal=6, after=0.2, kernel=XID_79)
-    async with make(make_rig, first, second, nodes=2, spares=2, gpus=8, repairs="observe", limits={"nodes_out": "100%"}) as rig:
+async def test_a_second_bad_node_of_one_incident_is_given_to_no_other_job(
+    make_rig: MakeRig,
+) -> None:
+    first = Exit(
+        generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_79
+    )
+    second = Exit(
+        generation=2, node="n1", rank=0, exit_code=None, signal=6, after=0.2, kernel=XID_79
+    )
+    async with make(
+        make_rig,
+        first,
+        second,
+        nodes=2,
+        spares=2,
+        gpus=8,
+        repairs="observe",
+        limits={"nodes_out": "100%"},
+    ) as rig:
         job = await rig.submit(gpus_per_node=8)
         state = await job.until_phase(Phase.RUNNING, 3)
-        assert state.incident is not None, "training has passed no step, so both faults are of one incident"
+        assert state.incident is not None, (
+            "training has passed no step, so both faults are of one incident"
+        )
         assert (state.incident.nodes, len(state.incident.faults)) == (("n2", "n1"), 2)
-        fleet = await until_fleet(rig, lambda state: standing(state, "n1") is not NodeStatus.IN_SERVICE, "n1 is out of service")
+        fleet = await until_fleet(
+            rig,
+            lambda state: standing(state, "n1") is not NodeStatus.IN_SERVICE,
+            "n1 is out of service",
+        )
         assert standing(fleet, "n2") is not NodeStatus.IN_SERVICE
-        marks = {record.name: [(mark.generation, mark.code, mark.isolated) for mark in record.marks] for record in fleet.nodes}
+        marks = {
+            record.name: [(mark.generation, mark.code, mark.isolated) for mark in record.marks]
+            for record in fleet.nodes
+        }
         assert (marks["n2"], marks["n1"]) == ([(1, "Xid 79", True)], [(2, "Xid 79", True)])
         await ended(job)
 
 
-async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_place(make_rig: MakeRig) -> None:
-    async with make(make_rig, KeeperDies(generation=1, node="n2"), Progress(generation=2, steps=((0.0, 6),), hangs=True)) as rig:
+async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_place(
+    make_rig: MakeRig,
+) -> None:
+    async with make(
+        make_rig,
+        KeeperDies(generation=1, node="n2"),
+        Progress(generation=2, steps=((0.0, 6),), hangs=True),
+    ) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 2)
 
         def has_mark(state: FleetState) -> bool:
-            return any(mark.cause is Cause.NODE_FAULT for record in state.nodes for mark in record.marks)
+            return any(
+                mark.cause is Cause.NODE_FAULT for record in state.nodes for mark in record.marks
+            )
 
         fleet = await until_fleet(rig, has_mark, "the job, which runs on, has reported n2")
-        assert [record.claim.keep for record in fleet.claims] == [()], "by no claim: it is the first one that stands"
+        assert [record.claim.keep for record in fleet.claims] == [()], (
+            "by no claim: it is the first one that stands"
+        )
         await ended(job)
 
 
-async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(make_rig: MakeRig) -> None:
+async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2) as rig:
         name = f"job-{uuid.uuid4().hex[:8]}"
         later = 4_000_000_000_000  # a submission of the year 2096: the server's clock was far ahead then
@@ -150,31 +244,54 @@ async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(make_
         job = await rig.submit(name=name)
         state = await job.until_phase(Phase.RUNNING)
         assert state.submission == later + 1
-        assert {call.token for call in rig.backend.calls if call.command == "start"} == {state.token}
+        assert {call.token for call in rig.backend.calls if call.command == "start"} == {
+            state.token
+        }
         closed = await environment().run(
             FleetActivities(rig.fleets, rig.client, rig.queue).closed_jobs,
             ClosedJobsInput(rig.fleets.known.name, ((name, later), (name, later + 1))),
         )
-        assert closed == ((name, later),), "its number is known to those who ask which submission runs"
+        assert closed == ((name, later),), (
+            "its number is known to those who ask which submission runs"
+        )
         await ended(job)
 
 
-async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(make_rig: MakeRig) -> None:
+async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2, spares=1, gpus=8) as rig:
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
-        message = {"node": "n2", "reason": "new power supply", "by": "grace", "drain": True, "within": "1s"}
+        message = {
+            "node": "n2",
+            "reason": "new power supply",
+            "by": "grace",
+            "drain": True,
+            "within": "1s",
+        }
         await rig.fleet.signal("quarantine", message)
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
-        assert (state.restarts_spent, state.tries, state.incidents, state.leaving) == (0, (), (), ())
+        assert (state.restarts_spent, state.tries, state.incidents, state.leaving) == (
+            0,
+            (),
+            (),
+            (),
+        )
         assert any("grace wants n2" in notice for notice in state.notices)
-        fleet = await until_fleet(rig, lambda state: "n2" not in {place.node for one in state.claims for place in one.places}, "n2 left")
+        fleet = await until_fleet(
+            rig,
+            lambda state: "n2" not in {place.node for one in state.claims for place in one.places},
+            "n2 left",
+        )
         assert standing(fleet, "n2") is NodeStatus.QUARANTINED
         await ended(job)
 
 
-async def test_of_two_jobs_that_wait_for_each_others_nodes_the_younger_gives_way(make_rig: MakeRig) -> None:
+async def test_of_two_jobs_that_wait_for_each_others_nodes_the_younger_gives_way(
+    make_rig: MakeRig,
+) -> None:
     """Each loses a node for good and there is no other: without an end to it both would stand for ever."""
     breaks = [
         Exit(generation=1, node=node, rank=rank, exit_code=None, signal=6, after=3.0, kernel=XID_79)
@@ -189,14 +306,21 @@ async def test_of_two_jobs_that_wait_for_each_others_nodes_the_younger_gives_way
         await younger.until_phase(Phase.RUNNING, 1)
         state = await older.until_phase(Phase.RUNNING, 2)
         assert {slot.node for slot in state.slots} == {"n1", "n3"}
-        waiting = await younger.until(lambda s: s.phase is Phase.WAITING_FOR_NODES and not s.maybe_alive, "given way")
+        waiting = await younger.until(
+            lambda s: s.phase is Phase.WAITING_FOR_NODES and not s.maybe_alive, "given way"
+        )
         assert waiting.generation == 2
         await ended(older)
-        assert {slot.node for slot in (await younger.until_phase(Phase.RUNNING, 2)).slots} == {"n1", "n3"}
+        assert {slot.node for slot in (await younger.until_phase(Phase.RUNNING, 2)).slots} == {
+            "n1",
+            "n3",
+        }
         await ended(younger)
 
 
-async def test_a_job_that_is_submitted_again_after_a_terminate_stops_its_old_ranks_first(make_rig: MakeRig) -> None:
+async def test_a_job_that_is_submitted_again_after_a_terminate_stops_its_old_ranks_first(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig:
         name = f"job-{uuid.uuid4().hex[:8]}"
         first = await rig.submit(gpus_per_node=8, name=name)
@@ -204,29 +328,54 @@ async def test_a_job_that_is_submitted_again_after_a_terminate_stops_its_old_ran
         await first.handle.terminate("by mistake")
         second = await rig.submit(gpus_per_node=8, name=name)
         state = await second.until_phase(Phase.RUNNING)
-        old = {life.token.submission for life in rig.backend.lives if life.token.submission < state.submission}
+        old = {
+            life.token.submission
+            for life in rig.backend.lives
+            if life.token.submission < state.submission
+        }
         assert len(old) == 1
         living = [life for life in rig.backend.lives if life.token.submission in old]
-        assert [one.kind for one in living].count("ended") == [one.kind for one in living].count("started") == 4
+        assert (
+            [one.kind for one in living].count("ended")
+            == [one.kind for one in living].count("started")
+            == 4
+        )
         await ended(second)
 
 
-async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(make_rig: MakeRig) -> None:
+async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig) as rig:
         result = await (await rig.submit(fleet="nowhere")).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
         assert "fleet 'nowhere' is not known" in result.reason
 
 
-async def test_a_job_that_asks_keeps_its_nodes_and_one_in_the_queue_waits_for_as_long_as_it_takes(make_rig: MakeRig) -> None:
+async def test_a_job_that_asks_keeps_its_nodes_and_one_in_the_queue_waits_for_as_long_as_it_takes(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, Exit(generation=1, rank=0, after=0.2), nodes=2, gpus=8) as rig:
-        job = await rig.submit(policy(causes={"APPLICATION": [{"strategy": "ASK"}]}), gpus_per_node=8)
+        job = await rig.submit(
+            policy(causes={"APPLICATION": [{"strategy": "ASK"}]}), gpus_per_node=8
+        )
         await job.until_phase(Phase.WAITING_FOR_PERSON)
-        assert {place.node for one in (await fleet_state(rig)).claims for place in one.places} == {"n1", "n2"}
+        assert {place.node for one in (await fleet_state(rig)).claims for place in one.places} == {
+            "n1",
+            "n2",
+        }
         other = await rig.submit(policy({"answer_within": "1s"}), gpus_per_node=8)
-        await other.until(lambda s: s.phase is Phase.QUEUED and s.generation == 1 and s.next.at is None, "in the queue, without a deadline")
+        await other.until(
+            lambda s: s.phase is Phase.QUEUED and s.generation == 1 and s.next.at is None,
+            "in the queue, without a deadline",
+        )
         await job.handle.signal("force_retry")
-        assert {slot.node for slot in (await job.until_phase(Phase.RUNNING, 2)).slots} == {"n1", "n2"}
+        assert {slot.node for slot in (await job.until_phase(Phase.RUNNING, 2)).slots} == {
+            "n1",
+            "n2",
+        }
         await ended(job)
-        await other.until_phase(Phase.RUNNING)  # in its second generation, perhaps: a rank of the first exits there as well
+        await other.until_phase(
+            Phase.RUNNING
+        )  # in its second generation, perhaps: a rank of the first exits there as well
         await ended(other)

@@ -16,7 +16,13 @@ from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-LONG = {"heartbeat": "100ms", "lease": "1s", "lost_after": "60s", "fence_after": "2s", "stop_grace": "200ms"}
+LONG = {
+    "heartbeat": "100ms",
+    "lease": "1s",
+    "lost_after": "60s",
+    "fence_after": "2s",
+    "stop_grace": "200ms",
+}
 RUNS = Script((Progress(rate=20.0, hangs=True),))
 
 
@@ -27,7 +33,10 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def renewed(rig: Rig, job: Job) -> JobState:
-    return await job.until(lambda _: any(call.command == "renew" and call.node == "n2" for call in rig.backend.calls), "a renewal")
+    return await job.until(
+        lambda _: any(call.command == "renew" and call.node == "n2" for call in rig.backend.calls),
+        "a renewal",
+    )
 
 
 async def change_policy(job: Job, **changes: object) -> None:
@@ -35,12 +44,16 @@ async def change_policy(job: Job, **changes: object) -> None:
     await job.handle.execute_update("change_policy", change)
 
 
-async def test_a_changed_policy_does_not_shorten_the_fence_of_ranks_that_run(make_rig: MakeRig) -> None:
+async def test_a_changed_policy_does_not_shorten_the_fence_of_ranks_that_run(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(RUNS) as rig:
         job = await rig.submit(policy(LONG), ranks=1)
         state = await renewed(rig, job)
         assert [one.fence_after for one in state.launched] == [timedelta(seconds=2)]
-        await change_policy(job, timeouts={"fence_after": "0.1s", "lease": "0.3s", "heartbeat": "0.1s"})
+        await change_policy(
+            job, timeouts={"fence_after": "0.1s", "lease": "0.3s", "heartbeat": "0.1s"}
+        )
         rig.backend.cut("n2")
         await job.handle.signal("cancel")
         result = await job.result()
@@ -49,37 +62,53 @@ async def test_a_changed_policy_does_not_shorten_the_fence_of_ranks_that_run(mak
 
 
 @pytest.mark.long
-async def test_strict_lease_does_not_count_for_ranks_that_were_launched_without_it(make_rig: MakeRig) -> None:
+async def test_strict_lease_does_not_count_for_ranks_that_were_launched_without_it(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(RUNS) as rig:
-        job = await rig.submit(policy({**LONG, "fence_after": "200ms"}), ranks=1, gang="independent")
+        job = await rig.submit(
+            policy({**LONG, "fence_after": "200ms"}), ranks=1, gang="independent"
+        )
         await renewed(rig, job)
         await change_policy(job, strict_lease=True)
         rig.backend.cut("n2")
         await job.handle.signal("cancel")
         await job.until(lambda state: state.phase is Phase.STOPPING, "stopping")
         await asyncio.sleep(3)  # a lease, a fence, a grace and the margin: 2.4 s
-        assert (await job.state()).phase is Phase.STOPPING, "its ranks go on, and no wait is long enough"
+        assert (await job.state()).phase is Phase.STOPPING, (
+            "its ranks go on, and no wait is long enough"
+        )
         rig.backend.heal("n2")
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_a_later_submission_judges_the_ranks_of_an_earlier_one_by_their_own_times(make_rig: MakeRig) -> None:
+async def test_a_later_submission_judges_the_ranks_of_an_earlier_one_by_their_own_times(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(RUNS, nodes=3, all_ended=False) as rig:
         first = await rig.submit(policy({**LONG, "fence_after": "4s"}), ranks=1, name="llama")
         submission = (await renewed(rig, first)).submission
         rig.backend.cut("n2")
         await first.handle.terminate("an operator")
-        second = await rig.submit(policy({**LONG, "fence_after": "100ms", "lease": "1.5s"}), ranks=1, name="llama")
+        second = await rig.submit(
+            policy({**LONG, "fence_after": "100ms", "lease": "1.5s"}), ranks=1, name="llama"
+        )
         state = await second.until(lambda state: state.launched_at is not None, "a launch")
         assert "n2" not in {slot.node for slot in state.slots}
-        assert [token for token, _, _ in alive(rig.backend.lives) if token.submission == submission] == []
-        assert [one.fence_after for one in state.launched] == [timedelta(seconds=0.1)], "its own launch is judged by its own times"
+        assert [
+            token for token, _, _ in alive(rig.backend.lives) if token.submission == submission
+        ] == []
+        assert [one.fence_after for one in state.launched] == [timedelta(seconds=0.1)], (
+            "its own launch is judged by its own times"
+        )
         await second.handle.signal("cancel")
         await second.result()
 
 
 @pytest.mark.long
-async def test_a_person_ends_the_wait_for_ranks_of_an_earlier_submission_that_never_fence(make_rig: MakeRig) -> None:
+async def test_a_person_ends_the_wait_for_ranks_of_an_earlier_submission_that_never_fence(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(RUNS, nodes=3, all_ended=False) as rig:
         first = await rig.submit(policy(LONG), ranks=1, name="llama", gang="independent")
         await renewed(rig, first)

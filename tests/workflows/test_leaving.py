@@ -21,17 +21,27 @@ from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-XID_79 = (f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",)
+XID_79 = (
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",
+)
 DRAIN = {"node": "n2", "reason": "swap its PSU", "by": "carol", "drain": True, "within": "2h"}
 
 
 def saving(every: float = 0.5, **more: Any) -> Progress:
     """Rank 0 finishes a checkpoint of ten more steps each time."""
-    return Progress(rank=0, steps=((0.0, 5),), checkpoints=tuple((every * n, 10 * n) for n in range(1, 200)), hangs=True, **more)
+    return Progress(
+        rank=0,
+        steps=((0.0, 5),),
+        checkpoints=tuple((every * n, 10 * n) for n in range(1, 200)),
+        hangs=True,
+        **more,
+    )
 
 
 def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:
-    return make_rig(Script(happenings, then="run"), name=f"f-{uuid.uuid4().hex[:8]}", gpus=8, **options)
+    return make_rig(
+        Script(happenings, then="run"), name=f"f-{uuid.uuid4().hex[:8]}", gpus=8, **options
+    )
 
 
 def nodes_of(state: JobState) -> list[str]:
@@ -39,7 +49,9 @@ def nodes_of(state: JobState) -> list[str]:
 
 
 def standing(node: str, wanted: NodeStatus) -> Callable[[FleetState], bool]:
-    return lambda state: any(record.name == node and record.standing is wanted for record in state.nodes)
+    return lambda state: any(
+        record.name == node and record.standing is wanted for record in state.nodes
+    )
 
 
 async def ended(*jobs: Job) -> None:
@@ -60,18 +72,34 @@ async def checkpoint_seen(job: Job, least: int) -> None:
         assert (await job.state()).phase is Phase.RUNNING
 
 
-async def test_a_job_leaves_a_drained_node_right_after_its_next_checkpoint_and_loses_nothing(make_rig: MakeRig) -> None:
+async def test_a_job_leaves_a_drained_node_right_after_its_next_checkpoint_and_loses_nothing(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, saving(generation=1), nodes=2, spares=1) as rig:
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)
         state = await job.until_phase(Phase.RUNNING, 2)
         assert nodes_of(state) == ["n1", "n3"]
-        assert (state.restarts_spent, state.tries, state.incidents, state.incident, state.leaving) == (0, (), (), None, ())
-        told = [event.workflow_execution_signaled_event_attributes.signal_name async for event in job.handle.fetch_history_events()]
+        assert (
+            state.restarts_spent,
+            state.tries,
+            state.incidents,
+            state.incident,
+            state.leaving,
+        ) == (0, (), (), None, ())
+        told = [
+            event.workflow_execution_signaled_event_attributes.signal_name
+            async for event in job.handle.fetch_history_events()
+        ]
         assert told.count("leave_node") == 1
-        launched = await job.until(lambda s: any("checkpoint of step" in notice for notice in s.notices), "told why")
-        assert any("carol wants n2: swap its PSU; checkpoint of step" in notice for notice in launched.notices)
+        launched = await job.until(
+            lambda s: any("checkpoint of step" in notice for notice in s.notices), "told why"
+        )
+        assert any(
+            "carol wants n2: swap its PSU; checkpoint of step" in notice
+            for notice in launched.notices
+        )
         watches = [
             event
             async for event in job.handle.fetch_history_events()
@@ -82,24 +110,38 @@ async def test_a_job_leaves_a_drained_node_right_after_its_next_checkpoint_and_l
         await ended(job)
 
 
-async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says_now(make_rig: MakeRig) -> None:
+async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says_now(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, saving(0.2, generation=2), nodes=2, spares=1) as rig:
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)
         await job.until(lambda s: bool(s.leaving), "asked to leave")
-        said = await job.handle.execute_update("answer", {"decision": "deny", "node": "n2", "reason": "evaluation", "by": "alice"})
+        said = await job.handle.execute_update(
+            "answer", {"decision": "deny", "node": "n2", "reason": "evaluation", "by": "alice"}
+        )
         assert said.startswith("it stays on n2 until ")
         await job.handle.signal("force_retry")
         state = await job.until_phase(Phase.RUNNING, 2)
-        assert nodes_of(state) == ["n1", "n2"] and state.leaving[0].denied == "alice said no: evaluation"
+        assert (
+            nodes_of(state) == ["n1", "n2"]
+            and state.leaving[0].denied == "alice said no: evaluation"
+        )
         await checkpoint_seen(job, 30)
         assert nodes_of(await job.state()) == ["n1", "n2"], "checkpoints pass"
         assert "alice said no: evaluation" in (await job.handle.query("next"))["what"]
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await job.handle.execute_update("answer", {"decision": "approve", "node": "n1"})
-        assert str(refused.value.cause).endswith(f"cannot be told approve: nobody wants n1 of {state.name}")
-        assert await job.handle.execute_update("answer", {"decision": "approve", "node": "n2", "by": "alice"}) == "n2 is left at once"
+        assert str(refused.value.cause).endswith(
+            f"cannot be told approve: nobody wants n1 of {state.name}"
+        )
+        assert (
+            await job.handle.execute_update(
+                "answer", {"decision": "approve", "node": "n2", "by": "alice"}
+            )
+            == "n2 is left at once"
+        )
         state = await job.until_phase(Phase.RUNNING, 3)
         assert (nodes_of(state), state.leaving, state.restarts_spent) == (["n1", "n3"], (), 0)
         await ended(job)
@@ -132,27 +174,47 @@ async def test_a_drain_that_is_taken_back_leaves_the_job_where_it_is(make_rig: M
 
 
 @pytest.mark.long
-async def test_whoever_shares_a_suspect_leaves_it_at_a_checkpoint_and_it_is_examined_after_that(make_rig: MakeRig) -> None:
+async def test_whoever_shares_a_suspect_leaves_it_at_a_checkpoint_and_it_is_examined_after_that(
+    make_rig: MakeRig,
+) -> None:
     """Both jobs have half of n1. The first to break is the one whose rank 1 exits."""
-    breaks = Exit(generation=1, node="n1", rank=1, exit_code=None, signal=6, after=1.0, kernel=XID_79)
+    breaks = Exit(
+        generation=1, node="n1", rank=1, exit_code=None, signal=6, after=1.0, kernel=XID_79
+    )
     sick = Sick(node="n1", remap_pending=0, until="reboot", when="running")
     async with make(make_rig, breaks, saving(0.5, generation=1), sick, nodes=2) as rig:
         one = await rig.submit(nodes=1, ranks=2, gpus_per_node=4)
         other = await rig.submit(nodes=1, ranks=1, gpus_per_node=4)
         moved = await other.until_phase(Phase.RUNNING, 2)
         assert nodes_of(moved) == ["n2"] and (moved.restarts_spent, moved.incidents) == (0, ())
-        assert any("fleet f-" in notice and "wants n1" in notice and "checkpoint of step" in notice for notice in moved.notices)
+        assert any(
+            "fleet f-" in notice and "wants n1" in notice and "checkpoint of step" in notice
+            for notice in moved.notices
+        )
         assert nodes_of(await one.until_phase(Phase.RUNNING, 2)) == ["n2"]
         await until_fleet(rig, standing("n1", NodeStatus.IN_SERVICE), "n1 back")
-        began = [upkeep for upkeep in rig.backend.upkeep if upkeep.kind == "began" and upkeep.node == "n1"]
+        began = [
+            upkeep
+            for upkeep in rig.backend.upkeep
+            if upkeep.kind == "began" and upkeep.node == "n1"
+        ]
         left = max(life.number for life in rig.backend.lives if life.node == "n1")
-        assert began and all(upkeep.number > left for upkeep in began), "nothing was done to it while somebody lived there"
+        assert began and all(upkeep.number > left for upkeep in began), (
+            "nothing was done to it while somebody lived there"
+        )
         await ended(one, other)
 
 
 @pytest.mark.long
-async def test_a_job_that_continues_as_new_still_waits_for_a_checkpoint(make_short_rig: MakeRig) -> None:
-    async with make_short_rig(Script((saving(1.0, generation=1),), then="run"), gpus=8, spares=1, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
+async def test_a_job_that_continues_as_new_still_waits_for_a_checkpoint(
+    make_short_rig: MakeRig,
+) -> None:
+    async with make_short_rig(
+        Script((saving(1.0, generation=1),), then="run"),
+        gpus=8,
+        spares=1,
+        name=f"f-{uuid.uuid4().hex[:8]}",
+    ) as rig:
         job = await rig.submit(policy(), gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)

@@ -29,7 +29,9 @@ def stopped(rig: Rig) -> list[tuple[str, int]]:
     return rig.orders("stop")
 
 
-async def test_S2_8_a_lost_node_that_returns_goes_on_and_nothing_was_stopped(make_rig: MakeRig) -> None:
+async def test_S2_8_a_lost_node_that_returns_goes_on_and_nothing_was_stopped(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
@@ -55,7 +57,9 @@ async def test_S2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) 
             rig.backend.cut("n1", "controller-out")
             await job.until_phase(Phase.NODE_LOST)
             rig.backend.heal("n1")
-            await job.until(lambda s, times=times: s.phase is Phase.RUNNING and len(s.incidents) == times)  # type: ignore[misc]
+            await job.until(
+                lambda s, times=times: s.phase is Phase.RUNNING and len(s.incidents) == times
+            )  # type: ignore[misc]
         assert stopped(rig) == []
         await job.handle.signal("cancel")
         await job.result()
@@ -66,22 +70,45 @@ async def test_a_gang_that_is_stuck_without_a_lost_node_is_launched_elsewhere_on
 ) -> None:
     # n2 is cut off from everybody; n1's rank stands still a little later.
     steps = tuple((0.1 * number, number) for number in range(50))
-    script = Script((Progress(generation=1, steps=steps), Progress(generation=2, rate=20.0, hangs=True)))
+    script = Script(
+        (Progress(generation=1, steps=steps), Progress(generation=2, rate=20.0, hangs=True))
+    )
     async with make_rig(script, spares=1) as rig:
         job = await rig.submit(policy(FENCING, hang={**HANG, "after": "3s"}), ranks=1)
-        await job.until(lambda _: any(call.command == "renew" and call.node == "n2" for call in rig.backend.calls), "a renewal")
+        await job.until(
+            lambda _: any(
+                call.command == "renew" and call.node == "n2" for call in rig.backend.calls
+            ),
+            "a renewal",
+        )
         rig.backend.cut("n2")
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
-        ends = {life.node: life.at for life in rig.backend.lives if life.kind == "ended" and life.token.generation == 1}
-        begins = [life.at for life in rig.backend.lives if life.kind == "started" and life.token.generation == 2]
+        ends = {
+            life.node: life.at
+            for life in rig.backend.lives
+            if life.kind == "ended" and life.token.generation == 1
+        }
+        begins = [
+            life.at
+            for life in rig.backend.lives
+            if life.kind == "started" and life.token.generation == 2
+        ]
         assert set(ends) == {"n1", "n2"}
         assert max(ends.values()) < min(begins)
         # Not before t0, the proof that a node is stopped, and the time that the lost one needs to notice.
         timeouts = policy(FENCING).timeouts
         assert min(begins) >= ends["n1"] + fence_wait(timeouts, 2).total_seconds() - 0.05
-        heard = max(call.at for call in rig.backend.calls if call.command == "renew" and call.node == "n2")
-        assert min(begins) >= heard - timeouts.lease.total_seconds() / 4 + (timeouts.lease + fence_wait(timeouts, 2)).total_seconds() - 0.3
+        heard = max(
+            call.at for call in rig.backend.calls if call.command == "renew" and call.node == "n2"
+        )
+        assert (
+            min(begins)
+            >= heard
+            - timeouts.lease.total_seconds() / 4
+            + (timeouts.lease + fence_wait(timeouts, 2)).total_seconds()
+            - 0.3
+        )
         assert state.restarts_spent == 0
         assert [t.strategy for t in state.tries] == ["REPLACE_NODE"]
         rig.backend.heal("n2")
@@ -90,9 +117,20 @@ async def test_a_gang_that_is_stuck_without_a_lost_node_is_launched_elsewhere_on
 
 
 @pytest.mark.long
-async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(make_rig: MakeRig) -> None:
+async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(
+    make_rig: MakeRig,
+) -> None:
     script = Script(
-        (Exit(generation=1, rank=0, exit_code=1, after=2.5, log_tail=("RuntimeError: Connection reset by peer",)),), then="succeed"
+        (
+            Exit(
+                generation=1,
+                rank=0,
+                exit_code=1,
+                after=2.5,
+                log_tail=("RuntimeError: Connection reset by peer",),
+            ),
+        ),
+        then="succeed",
     )
     async with make_rig(script, spares=1) as rig:
         job = await rig.submit(policy(FENCING), ranks=1)
@@ -105,11 +143,18 @@ async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(ma
         rig.backend.heal("n2")
 
 
-async def test_a_job_submitted_again_with_its_fleet_terminated_too_waits_for_its_silent_ranks_to_fence(make_rig: MakeRig) -> None:
+async def test_a_job_submitted_again_with_its_fleet_terminated_too_waits_for_its_silent_ranks_to_fence(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,)), nodes=3, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
         first = await rig.submit(policy(FENCING))
         name = (await first.until_phase(Phase.RUNNING, 1)).name
-        await first.until(lambda _: any(call.command == "renew" and call.node == "n2" for call in rig.backend.calls), "a renewal")
+        await first.until(
+            lambda _: any(
+                call.command == "renew" and call.node == "n2" for call in rig.backend.calls
+            ),
+            "a renewal",
+        )
         rig.backend.cut("n2")
         await first.handle.terminate("an operator")
         await rig.fleet.terminate("an operator")
@@ -117,8 +162,14 @@ async def test_a_job_submitted_again_with_its_fleet_terminated_too_waits_for_its
         state = await second.until_phase(Phase.RUNNING, 1)
         assert "n2" not in {slot.node for slot in state.slots}
         token = state.token
-        ends = {life.node: life.at for life in rig.backend.lives if life.kind == "ended" and life.token.submission < token.submission}
-        begins = [life.at for life in rig.backend.lives if life.kind == "started" and life.token == token]
+        ends = {
+            life.node: life.at
+            for life in rig.backend.lives
+            if life.kind == "ended" and life.token.submission < token.submission
+        }
+        begins = [
+            life.at for life in rig.backend.lives if life.kind == "started" and life.token == token
+        ]
         assert set(ends) == {"n1", "n2"}
         assert max(ends.values()) < min(begins)
         rig.backend.heal("n2")
@@ -145,7 +196,9 @@ async def test_while_every_node_is_lost_the_job_waits_and_stops_nothing(make_rig
         await job.result()
 
 
-async def test_a_single_lost_node_is_asked_about_after_a_while_and_returns_by_itself(make_rig: MakeRig) -> None:
+async def test_a_single_lost_node_is_asked_about_after_a_while_and_returns_by_itself(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,)), nodes=1) as rig:
         job = await rig.submit(policy({"ask_after": "500ms"}), nodes=1)
         await job.until_phase(Phase.RUNNING, 1)
@@ -174,7 +227,9 @@ async def test_a_node_that_a_person_declares_dead_is_replaced_at_once(make_rig: 
         await job.result()
 
 
-async def test_a_report_about_a_node_that_the_job_does_not_use_changes_nothing(make_rig: MakeRig) -> None:
+async def test_a_report_about_a_node_that_the_job_does_not_use_changes_nothing(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(spares=1) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
@@ -192,14 +247,19 @@ async def test_stopping_lasts_until_an_unreachable_node_answers(make_rig: MakeRi
         rig.backend.cut("n1")
         await job.handle.signal("cancel")
         state = await job.until(
-            lambda s: s.phase is Phase.STOPPING and any(c.command == "stop" for c in rig.backend.calls), "a try to stop"
+            lambda s: (
+                s.phase is Phase.STOPPING and any(c.command == "stop" for c in rig.backend.calls)
+            ),
+            "a try to stop",
         )
         assert state.maybe_alive == ("n1",)
         rig.backend.heal("n1")
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_stopping_lasts_until_an_unreachable_node_must_have_fenced_itself(make_rig: MakeRig) -> None:
+async def test_stopping_lasts_until_an_unreachable_node_must_have_fenced_itself(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,))) as rig:
         job = await rig.submit(policy(FENCING))
         await job.until_phase(Phase.RUNNING, 1)
@@ -210,7 +270,9 @@ async def test_stopping_lasts_until_an_unreachable_node_must_have_fenced_itself(
         assert ("n2", 1) not in stopped(rig)
 
 
-async def test_stopping_does_not_wait_for_a_node_that_a_person_declares_dead(make_rig: MakeRig) -> None:
+async def test_stopping_does_not_wait_for_a_node_that_a_person_declares_dead(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,)), nodes=1, all_ended=False) as rig:
         job = await rig.submit(nodes=1)
         await job.until_phase(Phase.RUNNING, 1)
@@ -221,15 +283,22 @@ async def test_stopping_does_not_wait_for_a_node_that_a_person_declares_dead(mak
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_however_stuck_the_rest_is(make_rig: MakeRig) -> None:
+async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_however_stuck_the_rest_is(
+    make_rig: MakeRig,
+) -> None:
     script = Script(
-        (Progress(generation=1, node="n1", steps=((0.0, 1), (0.1, 2))), Progress(generation=1, node="n2", rate=20.0, hangs=True))
+        (
+            Progress(generation=1, node="n1", steps=((0.0, 1), (0.1, 2))),
+            Progress(generation=1, node="n2", rate=20.0, hangs=True),
+        )
     )
     async with make_rig(script, spares=1) as rig:
         job = await rig.submit(policy(hang={**HANG, "after": "3s"}), gang="independent")
         await job.until_phase(Phase.RUNNING, 1)
         rig.backend.cut("n2", "controller-in", "controller-out")
-        state = await job.until(lambda s: s.deferred_fault is not None, "a hang that waits for the lost node")
+        state = await job.until(
+            lambda s: s.deferred_fault is not None, "a hang that waits for the lost node"
+        )
         assert (state.phase, state.generation) == (Phase.NODE_LOST, 1)
         before = len((await job.history()).events)
         rig.backend.heal("n2")
@@ -240,27 +309,39 @@ async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_ho
         await job.result()
 
 
-async def test_a_node_that_does_not_take_the_start_is_replaced_when_it_must_have_given_up(make_rig: MakeRig) -> None:
+async def test_a_node_that_does_not_take_the_start_is_replaced_when_it_must_have_given_up(
+    make_rig: MakeRig,
+) -> None:
     script = Script((Cut(generation=1, node="n2", when="start"),), then="succeed")
     async with make_rig(script, spares=1) as rig:
         job = await rig.submit(policy(FENCING), ranks=1)
         result = await job.result()
-        assert (result.phase, [slot.node for slot in result.state.slots]) == (Phase.SUCCEEDED, ["n1", "n3"])
+        assert (result.phase, [slot.node for slot in result.state.slots]) == (
+            Phase.SUCCEEDED,
+            ["n1", "n3"],
+        )
         assert result.state.restarts_spent == 0
 
 
-async def test_a_node_that_does_not_answer_prepare_and_has_no_ranks_is_replaced_at_once(make_rig: MakeRig) -> None:
+async def test_a_node_that_does_not_answer_prepare_and_has_no_ranks_is_replaced_at_once(
+    make_rig: MakeRig,
+) -> None:
     script = Script((Cut(generation=1, node="n2", when="prepare"),), then="succeed")
     async with make_rig(script, spares=1) as rig:
         job = await rig.submit(policy({"lease": "600s"}))
         result = await job.result()
-        assert (result.phase, [slot.node for slot in result.state.slots]) == (Phase.SUCCEEDED, ["n1", "n3"])
+        assert (result.phase, [slot.node for slot in result.state.slots]) == (
+            Phase.SUCCEEDED,
+            ["n1", "n3"],
+        )
         assert list(rig.launches()) == [2]
 
 
 async def test_when_nobody_answers_in_time_the_job_fails(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(rank=0),))) as rig:
-        job = await rig.submit(policy({"answer_within": "3s"}, causes={"APPLICATION": [{"strategy": "ASK"}]}))
+        job = await rig.submit(
+            policy({"answer_within": "3s"}, causes={"APPLICATION": [{"strategy": "ASK"}]})
+        )
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         result = await job.result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)

@@ -21,7 +21,9 @@ ASK = {"APPLICATION": [{"strategy": "ASK"}], "UNKNOWN": [{"strategy": "ASK"}]}
 async def scheduled(job: Job, activity: str) -> int:
     kind = EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED
     events = [e async for e in job.handle.fetch_history_events() if e.event_type == kind]
-    return sum(e.activity_task_scheduled_event_attributes.activity_type.name == activity for e in events)
+    return sum(
+        e.activity_task_scheduled_event_attributes.activity_type.name == activity for e in events
+    )
 
 
 async def test_S1_7_people_are_told_when_a_job_is_given_up(make_rig: MakeRig) -> None:
@@ -34,15 +36,23 @@ async def test_S1_7_people_are_told_when_a_job_is_given_up(make_rig: MakeRig) ->
         assert result.reason in text and f"relaunch retry {result.name}" in text
 
 
-async def test_S1_7_people_are_told_when_one_of_them_is_asked_and_after_a_snooze_again(make_rig: MakeRig) -> None:
+async def test_S1_7_people_are_told_when_one_of_them_is_asked_and_after_a_snooze_again(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=1),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         state = await job.until_phase(Phase.WAITING_FOR_PERSON)
         await _until_told(rig.backend, 1)
         subject, text = rig.backend.told[0]
         assert subject == f"relaunch: job {state.name} waits for a person"
-        assert state.reason in text and state.next.what in text and f"relaunch answer {state.name} approve|deny|snooze|take-over" in text
-        await job.handle.execute_update("answer", {"decision": "snooze", "within": "1s", "by": "ada"})
+        assert (
+            state.reason in text
+            and state.next.what in text
+            and f"relaunch answer {state.name} approve|deny|snooze|take-over" in text
+        )
+        await job.handle.execute_update(
+            "answer", {"decision": "snooze", "within": "1s", "by": "ada"}
+        )
         await _until_told(rig.backend, 2)
         await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})
         assert (await job.result()).phase is Phase.FAILED
@@ -57,7 +67,9 @@ async def test_S1_7_a_job_that_succeeds_or_is_cancelled_wakes_nobody(make_rig: M
         assert rig.backend.told == [] and await scheduled(job, "tell_people") == 0
 
 
-async def test_S1_7_a_job_ends_also_when_nobody_can_be_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_S1_7_a_job_ends_also_when_nobody_can_be_told(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("relaunch.workflows.training_job.notices.WITHIN", timedelta(seconds=2))
 
     async def fail(self: SimulatedBackend, subject: str, text: str) -> str:
@@ -69,11 +81,18 @@ async def test_S1_7_a_job_ends_also_when_nobody_can_be_told(make_rig: MakeRig, m
         assert (await job.result()).phase is Phase.FAILED
 
 
-async def test_S1_9_a_hint_has_the_ranks_looked_at_anew_once_for_each_version(make_rig: MakeRig) -> None:
+async def test_S1_9_a_hint_has_the_ranks_looked_at_anew_once_for_each_version(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         state = await job.until_phase(Phase.RUNNING)
-        hint = {"what": "task/1", "version": 3, "submission": state.submission, "generation": state.generation}
+        hint = {
+            "what": "task/1",
+            "version": 3,
+            "submission": state.submission,
+            "generation": state.generation,
+        }
         for stale in ({**hint, "generation": 7}, {**hint, "submission": 1}):
             await job.handle.signal("hint", stale)
         await job.handle.signal("hint", hint)
@@ -81,10 +100,14 @@ async def test_S1_9_a_hint_has_the_ranks_looked_at_anew_once_for_each_version(ma
         for again in (hint, {**hint, "version": 2}):
             await job.handle.signal("hint", again)
         await job.handle.signal("hint", {"version": "x"})
-        await job.until(lambda s: any("hint" in notice for notice in s.notices), "told that it cannot be read")
+        await job.until(
+            lambda s: any("hint" in notice for notice in s.notices), "told that it cannot be read"
+        )
         await job.handle.signal("hint", {**hint, "version": 4})
         await _until(lambda: scheduled(job, "watch_ranks"), 3)
-        assert (await job.state()).generation == state.generation, "a hint is looked at, and not believed"
+        assert (await job.state()).generation == state.generation, (
+            "a hint is looked at, and not believed"
+        )
         await job.handle.signal("cancel")
         await job.result()
 

@@ -23,22 +23,34 @@ ELSEWHERE = "answers, but from another machine than the one generation 1 was sta
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
-    monkeypatch.setattr(relaunch.activities.launch, "LAUNCH_RETRY_DELAY", timedelta(milliseconds=50))
+    monkeypatch.setattr(
+        relaunch.activities.launch, "LAUNCH_RETRY_DELAY", timedelta(milliseconds=50)
+    )
 
 
 def ends(rig: Rig, generation: int = 1) -> dict[str, float]:
-    return {life.node: life.at for life in rig.backend.lives if life.kind == "ended" and life.token.generation == generation}
+    return {
+        life.node: life.at
+        for life in rig.backend.lives
+        if life.kind == "ended" and life.token.generation == generation
+    }
 
 
 def begins(rig: Rig, generation: int = 2) -> list[float]:
-    return [life.at for life in rig.backend.lives if life.kind == "started" and life.token.generation == generation]
+    return [
+        life.at
+        for life in rig.backend.lives
+        if life.kind == "started" and life.token.generation == generation
+    ]
 
 
 def is_renewed(rig: Rig, node: str) -> bool:
     return any(call.command == "renew" and call.node == node for call in rig.backend.calls)
 
 
-async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before_must_have_fenced(make_rig: MakeRig) -> None:
+async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before_must_have_fenced(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,)), spares=1) as rig:
         job = await rig.submit(policy(FENCING), ranks=1)
         await job.until(lambda _: is_renewed(rig, "n2"), "a renewal")
@@ -51,14 +63,21 @@ async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before
         assert set(stopped) == {"n1", "n2"}
         assert min(begins(rig, 3)) >= max(stopped.values())
         # The first proof of n1's end is the preparation; the wait begins no earlier than the stop that came after it.
-        assert min(begins(rig, 3)) >= stopped["n1"] + fence_wait(policy(FENCING).timeouts, 2).total_seconds() - 0.05
-        assert ELSEWHERE in (state.incident or state.incidents[-1]).reason, "it closes as training goes on"
+        assert (
+            min(begins(rig, 3))
+            >= stopped["n1"] + fence_wait(policy(FENCING).timeouts, 2).total_seconds() - 0.05
+        )
+        assert ELSEWHERE in (state.incident or state.incidents[-1]).reason, (
+            "it closes as training goes on"
+        )
         assert [place.generation for place in state.places] == [3]
         await job.handle.signal("cancel")
         await job.result()
 
 
-async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(make_rig: MakeRig) -> None:
+async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,))) as rig:
         job = await rig.submit(policy({**FENCING, "lease": "20s", "fence_after": "20s"}))
         await job.until(lambda _: is_renewed(rig, "n2"), "a renewal")
@@ -74,7 +93,9 @@ async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(ma
         await job.result()
 
 
-async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before(make_rig: MakeRig) -> None:
+async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((RUNS,)), nodes=1, spares=1) as rig:
         job = await rig.submit(policy({**FENCING, "ask_after": "500ms"}), nodes=1)
         await job.until(lambda _: is_renewed(rig, "n1"), "a renewal")
@@ -84,7 +105,10 @@ async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before
         assert "declare-dead" in state.next.what
         await job.handle.signal("force_retry", {"reason": "go on"})
         await job.until(lambda s: s.generation == 2, "the person's launch")
-        await job.until(lambda _: sum(order == ("n1", 1) for order in rig.orders("stop")) > 0, "an order to stop")
+        await job.until(
+            lambda _: sum(order == ("n1", 1) for order in rig.orders("stop")) > 0,
+            "an order to stop",
+        )
         assert (ends(rig), begins(rig)) == ({}, [])
         rig.backend.move("n1", 0)
         state = await job.until_phase(Phase.RUNNING, 2)
@@ -94,7 +118,9 @@ async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before
 
 
 @pytest.mark.parametrize("fleet_ends", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_earlier_one(make_rig: MakeRig, fleet_ends: bool) -> None:
+async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_earlier_one(
+    make_rig: MakeRig, fleet_ends: bool
+) -> None:
     async with make_rig(Script((RUNS,)), nodes=3, all_ended=False) as rig:
         first = await rig.submit(policy(FENCING), ranks=1, name="llama")
         await first.until(lambda _: is_renewed(rig, "n2"), "a renewal")
@@ -102,7 +128,10 @@ async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_e
         await first.handle.terminate("an operator")
         rig.backend.move("n2", 1)
         specs = rig.fleets.known.nodes
-        moved = tuple(spec.model_copy(update={"address": "10.9.9.9"}) if spec.name == "n2" else spec for spec in specs)
+        moved = tuple(
+            spec.model_copy(update={"address": "10.9.9.9"}) if spec.name == "n2" else spec
+            for spec in specs
+        )
         rig.fleets.known = rig.fleets.known.model_copy(update={"nodes": moved})
         if fleet_ends:
             await rig.end_fleet()
@@ -110,8 +139,16 @@ async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_e
             await rig.tell_fleet("apply", {"reason": "n2 has another address", "by": "ada"})
         second = await rig.submit(policy(FENCING), ranks=1, name="llama")
         await second.until(lambda state: state.launched_at is not None, "a launch")
-        old = [life for life in rig.backend.lives if life.token.submission == submission and life.kind == "ended"]
-        new = [life for life in rig.backend.lives if life.token.submission > submission and life.kind == "started"]
+        old = [
+            life
+            for life in rig.backend.lives
+            if life.token.submission == submission and life.kind == "ended"
+        ]
+        new = [
+            life
+            for life in rig.backend.lives
+            if life.token.submission > submission and life.kind == "started"
+        ]
         assert {life.node for life in old} == {"n1", "n2"}
         assert min(life.at for life in new) >= max(life.at for life in old)
         await second.handle.signal("cancel")

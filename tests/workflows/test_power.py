@@ -78,9 +78,15 @@ class World:
     @property
     def asked(self) -> list[tuple[str, bool]]:
         """What the fleet was asked for: its step, and whether it is by power."""
-        return [(message["step"], message["power"]) for signal_, message in self.told.messages if signal_ == "repair_wanted"]
+        return [
+            (message["step"], message["power"])
+            for signal_, message in self.told.messages
+            if signal_ == "repair_wanted"
+        ]
 
-    async def order(self, strategy: Strategy | None = Strategy.REBOOT_NODE, **changes: Any) -> WorkflowHandle[Any, NodeRepairResult]:
+    async def order(
+        self, strategy: Strategy | None = Strategy.REBOOT_NODE, **changes: Any
+    ) -> WorkflowHandle[Any, NodeRepairResult]:
         values = {
             "fleet": self.fleet,
             "node": "n1",
@@ -102,7 +108,9 @@ class World:
         self.repairs.append(handle)
         return handle
 
-    async def ended(self, strategy: Strategy | None = Strategy.REBOOT_NODE, **changes: Any) -> NodeRepairResult:
+    async def ended(
+        self, strategy: Strategy | None = Strategy.REBOOT_NODE, **changes: Any
+    ) -> NodeRepairResult:
         return await asyncio.wait_for((await self.order(strategy, **changes)).result(), PATIENCE)
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:
@@ -112,7 +120,10 @@ class World:
             await asyncio.sleep(0.05)
 
     async def until_state(
-        self, repair: WorkflowHandle[Any, NodeRepairResult], holds: Callable[[RepairState], bool], what: str
+        self,
+        repair: WorkflowHandle[Any, NodeRepairResult],
+        holds: Callable[[RepairState], bool],
+        what: str,
     ) -> RepairState:
         deadline = asyncio.get_running_loop().time() + PATIENCE
         while True:
@@ -149,11 +160,15 @@ async def made(
     folder = state / "nodes" / "n1"
     given = None if power is None else Power(cycle=power(state, folder))
     node = FleetNode(name="n1", address="127.0.0.1", power=given)
-    spec = FleetSpec.model_validate({"name": name, "backend": "local", "repairs": repairs, "nodes": [node]})
+    spec = FleetSpec.model_validate(
+        {"name": name, "backend": "local", "repairs": repairs, "nodes": [node]}
+    )
     backend, kept = LocalBackend(spec, state, agent, answer_within=10.0), local_power.command
     if reboots is not None:
         local_power.command = lambda folder: reboots
-    one = World(client, f"q-{uuid.uuid4().hex[:8]}", name, state, backend, Told(client, name, answers))
+    one = World(
+        client, f"q-{uuid.uuid4().hex[:8]}", name, state, backend, Told(client, name, answers)
+    )
     try:
         await one.boot()
         nodes = NodeActivities(OneNode(spec, backend))
@@ -161,7 +176,12 @@ async def made(
             client,
             task_queue=one.queue,
             workflows=[NodeRepair],
-            activities=[nodes.read_terms, nodes.check_nodes, nodes.order_repair, one.told.tell_fleet],
+            activities=[
+                nodes.read_terms,
+                nodes.check_nodes,
+                nodes.order_repair,
+                one.told.tell_fleet,
+            ],
             workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
             max_cached_workflows=0,
             max_heartbeat_throttle_interval=timedelta(milliseconds=100),
@@ -177,7 +197,9 @@ async def made(
         local_power.reboot(folder)
 
 
-async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_examined(server: Client, tmp_path: Path, agent: Path) -> None:
+async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_examined(
+    server: Client, tmp_path: Path, agent: Path
+) -> None:
     async with made(server, tmp_path, agent) as world:
         before = await world.boot()
         ended = await world.ended(power=True, approved_by="ada")
@@ -189,7 +211,9 @@ async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_exam
         assert "hunter2" not in history, "what the command is given may be a password"
 
 
-async def test_a_node_that_cannot_reboot_has_its_power_cycled(server: Client, tmp_path: Path, agent: Path) -> None:
+async def test_a_node_that_cannot_reboot_has_its_power_cycled(
+    server: Client, tmp_path: Path, agent: Path
+) -> None:
     async with made(server, tmp_path, agent, reboots=["false"]) as world:
         ended = await world.ended()
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
@@ -217,9 +241,13 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
         assert (refused.outcome, world.cycles) == ("refused", 0)
         assert refused.reason.startswith(f"fleet {world.fleet} does not let it power cycle n1")
         # Nobody had read a boot id, and the uptime of a local node is its machine's: the answer after it proves nothing by itself.
-        repair = await world.order(power=True, approved_by="ada", deadline=datetime.now(UTC) + timedelta(seconds=40))
+        repair = await world.order(
+            power=True, approved_by="ada", deadline=datetime.now(UTC) + timedelta(seconds=40)
+        )
         await world.until(lambda: world.cycles == 1, "its power was cycled")
-        await world.until_state(repair, lambda state: state.boot_id not in ("", before), "its boot id was read")
+        await world.until_state(
+            repair, lambda state: state.boot_id not in ("", before), "its boot id was read"
+        )
         await repair.cancel()
         assert [request["power"] for request in seen] == [True, True]
         await repair.terminate("it would look until its deadline")
@@ -234,14 +262,23 @@ async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
         ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=12))
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
         assert world.asked == [("reboot", False), ("reboot", True)]
-        assert [message["restarts"] for signal, message in world.told.messages if signal == "repair_wanted"] == [0, 1]
+        assert [
+            message["restarts"]
+            for signal, message in world.told.messages
+            if signal == "repair_wanted"
+        ] == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("power", "reason"),
     [
         pytest.param(
-            ("/bin/sh", "-c", "echo Error: Unable to establish IPMI v2 session >&2; exit 1", "hunter2"),
+            (
+                "/bin/sh",
+                "-c",
+                "echo Error: Unable to establish IPMI v2 session >&2; exit 1",
+                "hunter2",
+            ),
             "sh, which was to cycle the power of n1, ended with 1: Error: Unable to establish IPMI v2 session",
             id="it fails",
         ),
@@ -261,7 +298,9 @@ async def test_a_power_command_that_fails_is_said_in_a_sentence(
         assert "hunter2" not in str((await world.repairs[0].fetch_history()).to_json())
 
 
-async def test_a_node_without_a_power_command_is_refused_one(server: Client, tmp_path: Path, agent: Path) -> None:
+async def test_a_node_without_a_power_command_is_refused_one(
+    server: Client, tmp_path: Path, agent: Path
+) -> None:
     async with made(server, tmp_path, agent, power=None) as world:
         ended = await world.ended(power=True, approved_by="ada")
         assert (ended.outcome, ended.reason) == (
@@ -283,7 +322,9 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
         repair = await world.order(power=True, approved_by="ada")
         await world.until_state(repair, lambda state: bool(state.attempts), "it was given up")
         state = await world.until_state(
-            repair, lambda state: state.log[-1].reason == f"n1 still runs on boot id {state.boot_id}", "looked at"
+            repair,
+            lambda state: state.log[-1].reason == f"n1 still runs on boot id {state.boot_id}",
+            "looked at",
         )
         assert any("sh did not end within 1 s" in one.reason for one in state.log)
         (pid,) = (tmp_path / "ran").read_text().split()
@@ -291,15 +332,23 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
         local_power.reboot(world.folder)  # it happens after all
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, world.cycles) == ("done", 1)
-        assert ended.reason.startswith("n1 was rebooted and is healthy"), "by its power or not, nobody knows"
+        assert ended.reason.startswith("n1 was rebooted and is healthy"), (
+            "by its power or not, nobody knows"
+        )
 
 
 @pytest.mark.long
-async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(server: Client, tmp_path: Path, agent: Path) -> None:
+async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(
+    server: Client, tmp_path: Path, agent: Path
+) -> None:
     async with made(server, tmp_path, agent, reboots=["false"], repairs="ask") as world:
         repair = await world.order(approved_by="ada")
-        await world.until_state(repair, lambda state: state.stage is Stage.ASKING and state.power, "a question")
+        await world.until_state(
+            repair, lambda state: state.stage is Stage.ASKING and state.power, "a question"
+        )
         assert world.cycles == 0
-        await repair.execute_update("answer", {"decision": "approve", "by": "bo", "reason": "do it"})
+        await repair.execute_update(
+            "answer", {"decision": "approve", "by": "bo", "reason": "do it"}
+        )
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, world.cycles) == ("done", 1)

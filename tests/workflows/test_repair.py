@@ -17,7 +17,17 @@ from relaunch.job.state import Phase
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
 from relaunch.spec.policy import Policy, Strategy
 from tests.backends.upkeep_invariants import assert_upkeep
-from tests.fakes.nodes import DiagHangs, Exit, Fault, Progress, RebootFails, RebootHangs, Script, Sick, Takes
+from tests.fakes.nodes import (
+    DiagHangs,
+    Exit,
+    Fault,
+    Progress,
+    RebootFails,
+    RebootHangs,
+    Script,
+    Sick,
+    Takes,
+)
 from tests.fakes.nodes.health import bus_id
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, Rig, policy
@@ -28,8 +38,12 @@ RUNS = Progress(generation=1, steps=((0.0, 5),), hangs=True)
 TRAINS = Progress(generation=2, steps=((0.0, 6),))
 GPU_0 = bus_id(0)[4:-2]
 """As the kernel writes it."""
-XID_119 = (f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!",)
-GPU_HANGS = Exit(generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_119)
+XID_119 = (
+    f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!",
+)
+GPU_HANGS = Exit(
+    generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_119
+)
 
 
 def reboot_once(**changes: Any) -> Policy:
@@ -37,9 +51,16 @@ def reboot_once(**changes: Any) -> Policy:
     return policy(extends="ecs-reboot-once", **changes)
 
 
-def make(make_rig: MakeRig, *happenings: Any, faults: tuple[Fault, ...] = (), **options: Any) -> AbstractAsyncContextManager[Rig]:
+def make(
+    make_rig: MakeRig, *happenings: Any, faults: tuple[Fault, ...] = (), **options: Any
+) -> AbstractAsyncContextManager[Rig]:
     """A rig whose fleet has a name of its own: repairs are named after fleet and node, and the server outlives the test."""
-    return make_rig(Script((RUNS, TRAINS, *happenings), faults, then="succeed"), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}", **options)
+    return make_rig(
+        Script((RUNS, TRAINS, *happenings), faults, then="succeed"),
+        gpus=1,
+        name=f"f-{uuid.uuid4().hex[:8]}",
+        **options,
+    )
 
 
 def did(rig: Rig, *kinds: str) -> list[tuple[str, str]]:
@@ -47,20 +68,35 @@ def did(rig: Rig, *kinds: str) -> list[tuple[str, str]]:
 
 
 def decided(state: Any) -> list[tuple[str, str | None]]:
-    return [(d.decision, d.strategy) for incident in (*state.incidents, state.incident) if incident for d in incident.decisions]
+    return [
+        (d.decision, d.strategy)
+        for incident in (*state.incidents, state.incident)
+        if incident
+        for d in incident.decisions
+    ]
 
 
 async def repair_of(rig: Rig, job: Job, node: str = "n2") -> WorkflowHandle[Any, Any]:
     await job.until_phase(Phase.REPAIRING)
-    return rig.client.get_workflow_handle(f"repair/{rig.fleets.known.name}/{node}", result_type=NodeRepairResult)
+    return rig.client.get_workflow_handle(
+        f"repair/{rig.fleets.known.name}/{node}", result_type=NodeRepairResult
+    )
 
 
-async def test_S1_5_an_unhealthy_node_is_rebooted_once_proven_and_examined_before_the_job_goes_on(make_rig: MakeRig) -> None:
-    async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running")) as rig:
+async def test_S1_5_an_unhealthy_node_is_rebooted_once_proven_and_examined_before_the_job_goes_on(
+    make_rig: MakeRig,
+) -> None:
+    async with make(
+        make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    ) as rig:
         job = await rig.submit(reboot_once())
         result = await job.result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
-        assert decided(result.state) == [("Examine", None), ("Repair", "REBOOT_NODE"), ("Relaunch", None)]
+        assert decided(result.state) == [
+            ("Examine", None),
+            ("Repair", "REBOOT_NODE"),
+            ("Relaunch", None),
+        ]
         assert did(rig, "rebooted") == [("n2", "reboot")]
         order = [one.command for one in rig.backend.upkeep if one.kind == "began"]
         assert order == ["diagnose", "reboot", "diagnose"]
@@ -71,11 +107,15 @@ async def test_S1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: M
     async with make(make_rig, FAILS) as rig:
         result = await (await rig.submit(reboot_once())).result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
-        assert "dcgmi diag -r 2" in str([one.reason for one in result.incidents[0].decisions]), "what was examined is said"
+        assert "dcgmi diag -r 2" in str([one.reason for one in result.incidents[0].decisions]), (
+            "what was examined is said"
+        )
         assert did(rig, "rebooted") == []
 
 
-async def test_S1_4_an_examination_that_never_ends_has_a_deadline_and_is_neither_healthy_nor_unhealthy(make_rig: MakeRig) -> None:
+async def test_S1_4_an_examination_that_never_ends_has_a_deadline_and_is_neither_healthy_nor_unhealthy(
+    make_rig: MakeRig,
+) -> None:
     async with make(make_rig, FAILS, DiagHangs(node="n2")) as rig:
         result = await (await rig.submit(reboot_once(timeouts={"examination": "12s"}))).result()
         assert result.phase is Phase.FAILED
@@ -83,34 +123,57 @@ async def test_S1_4_an_examination_that_never_ends_has_a_deadline_and_is_neither
         assert "UNKNOWN" in str(result.incidents[0].decisions)
 
 
-async def test_S4_1_a_gpu_that_heals_by_a_reset_is_reset_and_the_job_goes_on_in_its_place(make_rig: MakeRig) -> None:
-    async with make(make_rig, GPU_HANGS, Sick(node="n2", remap_pending=0, until="reset", when="running")) as rig:
+async def test_S4_1_a_gpu_that_heals_by_a_reset_is_reset_and_the_job_goes_on_in_its_place(
+    make_rig: MakeRig,
+) -> None:
+    async with make(
+        make_rig, GPU_HANGS, Sick(node="n2", remap_pending=0, until="reset", when="running")
+    ) as rig:
         result = await (await rig.submit(policy())).result()
-        assert (result.phase, result.generation, result.state.restarts_spent) == (Phase.SUCCEEDED, 2, 0)
+        assert (result.phase, result.generation, result.state.restarts_spent) == (
+            Phase.SUCCEEDED,
+            2,
+            0,
+        )
         assert [slot.node for slot in result.state.slots] == ["n1", "n2"]
         assert [one for one in did(rig, "began") if one[1] != "diagnose"] == [("n2", "reset-gpus")]
 
 
-async def test_S4_2_where_the_reset_does_not_help_the_node_is_left_and_another_takes_its_place(make_rig: MakeRig) -> None:
-    async with make(make_rig, GPU_HANGS, Sick(node="n2", remap_failed=0, when="running"), spares=1) as rig:
+async def test_S4_2_where_the_reset_does_not_help_the_node_is_left_and_another_takes_its_place(
+    make_rig: MakeRig,
+) -> None:
+    async with make(
+        make_rig, GPU_HANGS, Sick(node="n2", remap_failed=0, when="running"), spares=1
+    ) as rig:
         result = await (await rig.submit(policy())).result()
-        assert (result.phase, [slot.node for slot in result.state.slots]) == (Phase.SUCCEEDED, ["n1", "n3"])
+        assert (result.phase, [slot.node for slot in result.state.slots]) == (
+            Phase.SUCCEEDED,
+            ["n1", "n3"],
+        )
         assert decided(result.state) == [("Repair", "RESET_GPU"), ("Relaunch", "REPLACE_NODE")]
         assert [avoided.node for avoided in result.state.avoided] == ["n2"]
 
 
-async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(make_rig: MakeRig) -> None:
+async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(
+    make_rig: MakeRig,
+) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
-    async with make(make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="reboot", node="n2"),)) as rig:
+    async with make(
+        make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="reboot", node="n2"),)
+    ) as rig:
         result = await (await rig.submit(reboot_once())).result()
         assert result.phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
 
 
 @pytest.mark.long
-async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_what_is_there(make_rig: MakeRig) -> None:
+async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_what_is_there(
+    make_rig: MakeRig,
+) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
-    async with make(make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="diagnose", node="n2"),)) as rig:
+    async with make(
+        make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="diagnose", node="n2"),)
+    ) as rig:
         result = await (await rig.submit(reboot_once())).result()
         assert result.phase is Phase.SUCCEEDED
         assert decided(result.state)[:2] == [("Examine", None), ("Repair", "REBOOT_NODE")]
@@ -119,52 +182,91 @@ async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_w
 @pytest.mark.parametrize(
     ("happening", "reason"),
     [
-        pytest.param(RebootFails(node="n2"), "sudo: a password is required", id="the command fails"),
-        pytest.param(RebootHangs(node="n2", answers=True), "boot id", id="it goes on running with the old boot id"),
-        pytest.param(RebootHangs(node="n2"), "no answer to probe", id="it does not come back", marks=pytest.mark.long),
+        pytest.param(
+            RebootFails(node="n2"), "sudo: a password is required", id="the command fails"
+        ),
+        pytest.param(
+            RebootHangs(node="n2", answers=True),
+            "boot id",
+            id="it goes on running with the old boot id",
+        ),
+        pytest.param(
+            RebootHangs(node="n2"),
+            "no answer to probe",
+            id="it does not come back",
+            marks=pytest.mark.long,
+        ),
     ],
 )
-async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(make_rig: MakeRig, happening: Any, reason: str) -> None:
+async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(
+    make_rig: MakeRig, happening: Any, reason: str
+) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
     async with make(make_rig, FAILS, sick, happening) as rig:
-        result = await (await rig.submit(reboot_once(timeouts={"reboot": "25s", "lease": "4s"}))).result()
+        result = await (
+            await rig.submit(reboot_once(timeouts={"reboot": "25s", "lease": "4s"}))
+        ).result()
         assert result.phase is Phase.FAILED
         assert reason in result.reason
         assert did(rig, "rebooted") == []
 
 
-async def test_a_repair_that_has_to_be_asked_for_waits_and_the_job_says_for_what(make_rig: MakeRig) -> None:
-    async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running"), repairs="ask") as rig:
+async def test_a_repair_that_has_to_be_asked_for_waits_and_the_job_says_for_what(
+    make_rig: MakeRig,
+) -> None:
+    async with make(
+        make_rig,
+        FAILS,
+        Sick(node="n2", remap_pending=0, until="reboot", when="running"),
+        repairs="ask",
+    ) as rig:
         job = await rig.submit(reboot_once())
         repair = await repair_of(rig, job)
-        state = await job.until(lambda s: "n2" in s.next.what and "?" in s.next.what, "a question on the job's page")
+        state = await job.until(
+            lambda s: "n2" in s.next.what and "?" in s.next.what, "a question on the job's page"
+        )
         assert state.phase is Phase.REPAIRING
         assert did(rig, "rebooted") == []
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await repair.execute_update("answer", {"decision": "perhaps"})
         assert "decision" in str(refused.value.cause)
-        await repair.execute_update("answer", {"decision": "approve", "by": "grace", "reason": "nobody else is on it"})
+        await repair.execute_update(
+            "answer", {"decision": "approve", "by": "grace", "reason": "nobody else is on it"}
+        )
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
-        assert await questions(job) == ["asked", ""], "its page asks no longer once there is an answer"
+        assert await questions(job) == ["asked", ""], (
+            "its page asks no longer once there is an answer"
+        )
 
 
 async def questions(job: Job) -> list[str]:
     """What repairs have told the job that they ask, in order."""
-    signals = [event.workflow_execution_signaled_event_attributes for event in (await job.history()).events]
+    signals = [
+        event.workflow_execution_signaled_event_attributes for event in (await job.history()).events
+    ]
     told = [one.input.payloads for one in signals if one.signal_name == "repair_asks"]
     messages = [json.loads(payloads[0].data) for payloads in told]
     return ["asked" if "?" in message["question"] else message["question"] for message in messages]
 
 
 @pytest.mark.parametrize(("repairs", "reason"), [("ask", "grace"), ("observe", "observe")])
-async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_on(make_rig: MakeRig, repairs: str, reason: str) -> None:
-    async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running"), repairs=repairs) as rig:
+async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_on(
+    make_rig: MakeRig, repairs: str, reason: str
+) -> None:
+    async with make(
+        make_rig,
+        FAILS,
+        Sick(node="n2", remap_pending=0, until="reboot", when="running"),
+        repairs=repairs,
+    ) as rig:
         job = await rig.submit(reboot_once())
         if repairs == "ask":
             repair = await repair_of(rig, job)
             await job.until(lambda s: "?" in s.next.what, "a question")
-            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "reason": "mine"})
+            await repair.execute_update(
+                "answer", {"decision": "deny", "by": "grace", "reason": "mine"}
+            )
         result = await job.result()
         assert result.phase is Phase.FAILED
         assert reason in result.reason
@@ -172,7 +274,9 @@ async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_o
 
 
 @pytest.mark.long
-async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_it_come_to_its_end(make_rig: MakeRig) -> None:
+async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_it_come_to_its_end(
+    make_rig: MakeRig,
+) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
     async with make(make_rig, FAILS, sick, repairs="ask") as rig:
         job = await rig.submit(reboot_once())
@@ -194,9 +298,13 @@ async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_waits(make_rig: MakeRig, others: int) -> None:
+async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_waits(
+    make_rig: MakeRig, others: int
+) -> None:
     examined = Takes(node="n2", command="diagnose", seconds=600.0)
-    async with make_rig(Script((examined,), then="run"), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}", nodes=2 + others) as rig:
+    async with make_rig(
+        Script((examined,), then="run"), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}", nodes=2 + others
+    ) as rig:
         checking = asyncio.create_task(rig.backend.diagnose("n2", "a person", 2, 600.0))
         while not did(rig, "began"):  # noqa: ASYNC110  (the record of a simulated node tells nobody)
             await asyncio.sleep(0.01)
@@ -205,7 +313,9 @@ async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_
             state = await job.until_phase(Phase.RUNNING)
             assert [slot.node for slot in state.slots] == ["n1", "n3"]
         else:
-            state = await job.until(lambda s: s.phase is Phase.QUEUED and "a person" in s.reason, "told who works at n2")
+            state = await job.until(
+                lambda s: s.phase is Phase.QUEUED and "a person" in s.reason, "told who works at n2"
+            )
         checking.cancel()
         if not others:
             state = await job.until_phase(Phase.RUNNING)
@@ -229,7 +339,11 @@ async def test_a_node_is_never_repaired_by_two_nor_while_ranks_run_on_it(make_ri
             approved_by="grace",
         )
         ended = await rig.client.execute_workflow(
-            "NodeRepair", order, id=f"repair/{fleet}/n2", task_queue=rig.queue, result_type=NodeRepairResult
+            "NodeRepair",
+            order,
+            id=f"repair/{fleet}/n2",
+            task_queue=rig.queue,
+            result_type=NodeRepairResult,
         )
         assert ended.outcome == "refused"
         assert job.handle.id.removeprefix("job/") in ended.reason, "it names who uses the node"

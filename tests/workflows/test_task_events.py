@@ -24,7 +24,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 class ListQueue:
     """Gives each batch once, and what was not deleted again."""
 
-    def __init__(self, *events: TaskEvent | None, follows: tuple[str, ...] = (), fails: int = 0) -> None:
+    def __init__(
+        self, *events: TaskEvent | None, follows: tuple[str, ...] = (), fails: int = 0
+    ) -> None:
         self.left = {str(number): event for number, event in enumerate(events)}
         self.follows = follows
         self.fails = fails
@@ -59,11 +61,16 @@ async def run(client: Client, queue: ListQueue, rounds: int = 1) -> None:
 
 
 async def hints(job: Job) -> list[str]:
-    signals = [e.workflow_execution_signaled_event_attributes async for e in job.handle.fetch_history_events()]
+    signals = [
+        e.workflow_execution_signaled_event_attributes
+        async for e in job.handle.fetch_history_events()
+    ]
     return [signal.signal_name for signal in signals if signal.signal_name == "hint"]
 
 
-async def test_S1_9_an_event_is_taken_off_the_queue_when_its_job_was_told(make_rig: MakeRig) -> None:
+async def test_S1_9_an_event_is_taken_off_the_queue_when_its_job_was_told(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         token = (await job.until_phase(Phase.RUNNING)).token
@@ -76,13 +83,21 @@ async def test_S1_9_an_event_is_taken_off_the_queue_when_its_job_was_told(make_r
         assert len(await hints(job)) == 3, "the job knows which of them are news"
 
 
-async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(make_rig: MakeRig) -> None:
+async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         token = (await job.until_phase(Phase.RUNNING)).token
         ours = TaskEvent("task/1", 4, token, ended=True)
-        others = (replace(ours, token=None), replace(ours, token=replace(token, namespace="elsewhere")), replace(ours, ended=False))
-        nobodys = replace(ours, what="task/2", token=Token(rig.client.namespace, "no-such-job", 1, 1))
+        others = (
+            replace(ours, token=None),
+            replace(ours, token=replace(token, namespace="elsewhere")),
+            replace(ours, ended=False),
+        )
+        nobodys = replace(
+            ours, what="task/2", token=Token(rig.client.namespace, "no-such-job", 1, 1)
+        )
         queue = ListQueue(ours, *others, nobodys, follows=("task/1",))
         await run(rig.client, queue)
         assert queue.left == {} and queue.hinted == ["task/1", "task/2"]
@@ -91,7 +106,9 @@ async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(make_r
         await job.result()
 
 
-async def test_S1_9_an_event_stays_in_the_queue_while_the_server_is_away(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_S1_9_an_event_stays_in_the_queue_while_the_server_is_away(
+    server: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("relaunch.activities.task_events.SIGNAL_WITHIN", 0.5)
     host, _, port = server.service_client.config.target_host.rpartition(":")
     with socket.socket() as free:

@@ -56,20 +56,34 @@ class Told:
     @activity.defn
     async def tell_fleet(self, input: TellFleetInput) -> None:
         if input.fleet != self.fleet:
-            raise ApplicationError(f"there is no fleet {input.fleet}", type=FLEET_UNKNOWN, non_retryable=True)
+            raise ApplicationError(
+                f"there is no fleet {input.fleet}", type=FLEET_UNKNOWN, non_retryable=True
+            )
         if self.deaf:
             raise ApplicationError("the fleet cannot be told")
         self.messages.append((input.signal, input.message))
-        if input.signal == "repair_wanted" and (allowed := await self.answers(input.message)) is not None:
+        if (
+            input.signal == "repair_wanted"
+            and (allowed := await self.answers(input.message)) is not None
+        ):
             await self.answer(input.message, allowed)
 
     async def answer(self, request: dict[str, Any], allowed: bool) -> None:
-        permit = Permit(request["run"], request["seq"], allowed, "1 of 2 repairs" if allowed else "its breaker is open")
+        permit = Permit(
+            request["run"],
+            request["seq"],
+            allowed,
+            "1 of 2 repairs" if allowed else "its breaker is open",
+        )
         await self.client.get_workflow_handle(request["workflow"]).signal("permitted", permit)
 
     @property
     def requests(self) -> list[tuple[int, str]]:
-        return [(message["seq"], message["step"]) for signal, message in self.messages if signal == "repair_wanted"]
+        return [
+            (message["seq"], message["step"])
+            for signal, message in self.messages
+            if signal == "repair_wanted"
+        ]
 
     @property
     def signals(self) -> list[str]:
@@ -125,9 +139,17 @@ class World:
 
     async def end_of(self, repair: Repair) -> NodeRepairResult:
         result = await asyncio.wait_for(repair.result(), PATIENCE)
-        signal, message = self.told.messages[-1] if self.told.messages else ("repair_ended", {**asdict(result), "job": ""})
+        signal, message = (
+            self.told.messages[-1]
+            if self.told.messages
+            else ("repair_ended", {**asdict(result), "job": ""})
+        )
         assert signal == "repair_ended", "whatever the end, the fleet is told"
-        assert (message["node"], message["outcome"], message["verdict"]) == (result.node, result.outcome, result.verdict)
+        assert (message["node"], message["outcome"], message["verdict"]) == (
+            result.node,
+            result.outcome,
+            result.verdict,
+        )
         assert message["reason"] == result.reason
         return result
 
@@ -139,7 +161,9 @@ class World:
     async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
         deadline = asyncio.get_running_loop().time() + PATIENCE
         while not await holds():
-            assert asyncio.get_running_loop().time() < deadline, f"never {what}: {self.told.messages} {self.did}"
+            assert asyncio.get_running_loop().time() < deadline, (
+                f"never {what}: {self.told.messages} {self.did}"
+            )
             await asyncio.sleep(0.02)
 
     async def until_next(self, repair: Repair, words: str) -> None:
@@ -180,15 +204,27 @@ async def world(
 ) -> AsyncIterator[World]:
     """One node with one GPU, its worker, and somebody in its fleet's place. Leaving it replays each history and checks the records."""
     name = f"f-{uuid.uuid4().hex[:8]}"
-    spec = FleetSpec(name=name, backend="simulated", repairs=repairs, nodes=(FleetNode(name="n1", address="10.0.0.1", gpus=1),))
+    spec = FleetSpec(
+        name=name,
+        backend="simulated",
+        repairs=repairs,
+        nodes=(FleetNode(name="n1", address="10.0.0.1", gpus=1),),
+    )
     backend = SimulatedBackend(spec, Script(happenings, faults))
-    made = World(client, f"q-{uuid.uuid4().hex[:8]}", name, backend, Told(client, name, answers, deaf))
+    made = World(
+        client, f"q-{uuid.uuid4().hex[:8]}", name, backend, Told(client, name, answers, deaf)
+    )
     nodes = NodeActivities(OneNode(spec, backend))
     async with Worker(
         client,
         task_queue=made.queue,
         workflows=[NodeRepair],
-        activities=[nodes.read_terms, nodes.check_nodes, order_repair or nodes.order_repair, made.told.tell_fleet],
+        activities=[
+            nodes.read_terms,
+            nodes.check_nodes,
+            order_repair or nodes.order_repair,
+            made.told.tell_fleet,
+        ],
         workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
         max_cached_workflows=0,  # each task replays the repair from its beginning
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
@@ -219,18 +255,42 @@ async def test_a_healthy_node_is_examined_and_left_as_it_is(server: Client, repa
 @pytest.mark.parametrize(
     ("sick", "did", "requests", "outcome", "verdict"),
     [
-        pytest.param(BY_RESET, ["reset-gpus"], [(1, "reset")], "done", Verdict.HEALTHY, id="a reset heals it"),
         pytest.param(
-            BY_REBOOT, ["reset-gpus", "reboot"], [(1, "reset"), (2, "reboot")], "done", Verdict.HEALTHY, id="the reset was not enough"
+            BY_RESET, ["reset-gpus"], [(1, "reset")], "done", Verdict.HEALTHY, id="a reset heals it"
         ),
         pytest.param(
-            Sick(node="n1", recovery_action=(0, 2), until="reboot"), ["reboot"], [(1, "reboot")], "done", Verdict.HEALTHY, id="a reboot"
+            BY_REBOOT,
+            ["reset-gpus", "reboot"],
+            [(1, "reset"), (2, "reboot")],
+            "done",
+            Verdict.HEALTHY,
+            id="the reset was not enough",
         ),
-        pytest.param(BY_NOTHING, ["reboot"], [(1, "reboot")], "refused", Verdict.UNHEALTHY, id="nothing heals it"),
+        pytest.param(
+            Sick(node="n1", recovery_action=(0, 2), until="reboot"),
+            ["reboot"],
+            [(1, "reboot")],
+            "done",
+            Verdict.HEALTHY,
+            id="a reboot",
+        ),
+        pytest.param(
+            BY_NOTHING,
+            ["reboot"],
+            [(1, "reboot")],
+            "refused",
+            Verdict.UNHEALTHY,
+            id="nothing heals it",
+        ),
     ],
 )
 async def test_a_node_gets_what_its_examination_calls_for_and_then_what_comes_above_it(
-    skipping: WorkflowEnvironment, sick: Sick, did: list[str], requests: list[tuple[int, str]], outcome: str, verdict: Verdict
+    skipping: WorkflowEnvironment,
+    sick: Sick,
+    did: list[str],
+    requests: list[tuple[int, str]],
+    outcome: str,
+    verdict: Verdict,
 ) -> None:
     async with world(skipping.client, sick) as one:
         ended = await one.ended()
@@ -244,11 +304,18 @@ async def test_a_node_gets_what_its_examination_calls_for_and_then_what_comes_ab
     ("happening", "reason"),
     [
         pytest.param(Cut(node="n1", when="first_call"), "n1 does not answer", id="it is silent"),
-        pytest.param(Sick(node="n1", nvml_unreadable="NVML did not answer"), "NVML did not answer", id="NVML is"),
+        pytest.param(
+            Sick(node="n1", nvml_unreadable="NVML did not answer"),
+            "NVML did not answer",
+            id="NVML is",
+        ),
     ],
 )
 async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
-    skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch, happening: Happening, reason: str
+    skipping: WorkflowEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    happening: Happening,
+    reason: str,
 ) -> None:
     monkeypatch.setattr(relaunch.activities.examine, "PROBE_AGAIN", 0.01)
     async with world(skipping.client, happening) as one:
@@ -270,7 +337,9 @@ async def test_a_node_that_answers_the_second_time_is_judged_by_that(
         assert one.did == ["diagnose"]
 
 
-async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_been_done(server: Client) -> None:
+async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_been_done(
+    server: Client,
+) -> None:
     async with world(server, BY_RESET, repairs="observe") as one:
         ended = await one.ended()
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNHEALTHY)
@@ -278,7 +347,9 @@ async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_bee
         assert one.did == ["diagnose"] and one.told.requests == []
 
 
-@pytest.mark.parametrize("sick", [BY_RESET, BY_REBOOT], ids=["a reset heals it", "the reset was not enough"])
+@pytest.mark.parametrize(
+    "sick", [BY_RESET, BY_REBOOT], ids=["a reset heals it", "the reset was not enough"]
+)
 async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick: Sick) -> None:
     async with world(server, sick, repairs="ask") as one:
         repair = await one.order()
@@ -287,9 +358,15 @@ async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick:
         await repair.execute_update("answer", {"decision": "approve", "by": "grace"})
         if sick is BY_REBOOT:
             await one.until_asked(repair, Strategy.REBOOT_NODE)
-            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "reason": "mine"})
+            await repair.execute_update(
+                "answer", {"decision": "deny", "by": "grace", "reason": "mine"}
+            )
             ended = await one.end_of(repair)
-            assert (ended.outcome, ended.verdict, ended.reason) == ("refused", Verdict.UNHEALTHY, "grace said no: mine")
+            assert (ended.outcome, ended.verdict, ended.reason) == (
+                "refused",
+                Verdict.UNHEALTHY,
+                "grace said no: mine",
+            )
         else:
             ended = await one.end_of(repair)
             assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
@@ -299,7 +376,11 @@ async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick:
 async def test_a_reset_that_its_tool_refuses_is_no_treatment_and_the_node_is_examined_again_before_its_reboot(
     skipping: WorkflowEnvironment,
 ) -> None:
-    lost = Sick(node="n1", kernel=("[ 1.0] NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=python, Timeout",), until="reboot")
+    lost = Sick(
+        node="n1",
+        kernel=("[ 1.0] NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=python, Timeout",),
+        until="reboot",
+    )
 
     async with world(skipping.client, lost, ResetFails(node="n1")) as one:
         ended = await one.ended()
@@ -325,29 +406,51 @@ async def test_a_cancelled_examination_ends_at_once(server: Client) -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy.RESET_GPU, Strategy.REBOOT_NODE])
-async def test_what_the_fleet_does_not_permit_is_not_done(server: Client, strategy: Strategy | None) -> None:
+async def test_what_the_fleet_does_not_permit_is_not_done(
+    server: Client, strategy: Strategy | None
+) -> None:
     async with world(server, BY_RESET, answers=forbids) as one:
         ended = await one.ended(strategy)
         assert ended.outcome == "refused"
-        assert ended.reason.endswith(": its breaker is open") and f"fleet {one.fleet} does not let it" in ended.reason
+        assert (
+            ended.reason.endswith(": its breaker is open")
+            and f"fleet {one.fleet} does not let it" in ended.reason
+        )
         assert not {"reset-gpus", "reboot"} & set(one.did)
 
 
-async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(server: Client) -> None:
+async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(
+    server: Client,
+) -> None:
     async with world(server, BY_RESET, answers=says_nothing) as one:
         repair = await one.order(Strategy.RESET_GPU)
         await repair.signal("permitted", Permit(repair.result_run_id or "", 1, True, "too early"))
-        await one.until_next(repair, f"it waits for the permission of fleet {one.fleet} to reset all GPUs of n1")
+        await one.until_next(
+            repair, f"it waits for the permission of fleet {one.fleet} to reset all GPUs of n1"
+        )
 
         async def is_asked() -> bool:
             return bool(one.told.requests)
 
         await one.until(is_asked, "asked")
-        request = next(message for signal, message in one.told.messages if signal == "repair_wanted")
+        request = next(
+            message for signal, message in one.told.messages if signal == "repair_wanted"
+        )
         assert (request["seq"], request["node"], request["run"]) == (1, "n1", repair.result_run_id)
         metadata = await repair.query("__temporal_workflow_metadata")
         assert f"It waits for `fleet/{one.fleet}`" in str(metadata)
-        for message in (None, "", "yes", 7, [], {}, {"allowed": True}, {**request}, Permit("another", 1, True, ""), [[[]]]):
+        for message in (
+            None,
+            "",
+            "yes",
+            7,
+            [],
+            {},
+            {"allowed": True},
+            {**request},
+            Permit("another", 1, True, ""),
+            [[[]]],
+        ):
             await repair.signal("permitted", message)
         await repair.signal("permitted", args=[])
         await repair.signal("permitted", args=[1, 2, 3])
@@ -375,15 +478,24 @@ async def test_a_fleet_that_never_answers_is_asked_again_until_the_deadline_and_
 
 
 @pytest.mark.parametrize("used", [False, True])
-async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(skipping: WorkflowEnvironment, used: bool) -> None:
-    async with world(skipping.client, BY_RESET, Takes(node="n1", command="diagnose", seconds=600.0), answers=says_nothing) as one:
+async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(
+    skipping: WorkflowEnvironment, used: bool
+) -> None:
+    async with world(
+        skipping.client,
+        BY_RESET,
+        Takes(node="n1", command="diagnose", seconds=600.0),
+        answers=says_nothing,
+    ) as one:
         holding: list[asyncio.Task[Any]] = []
 
         async def the_second_time(_: dict[str, Any]) -> bool | None:
             if len(one.told.requests) < 2:
                 return None
             if used:
-                holding.append(asyncio.create_task(one.backend.diagnose("n1", "a person", 1, 600.0)))
+                holding.append(
+                    asyncio.create_task(one.backend.diagnose("n1", "a person", 1, 600.0))
+                )
                 await one.until(is_held, "held")
             return True
 
@@ -393,9 +505,14 @@ async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(ski
         one.told.answers = the_second_time
         ended = await one.ended(Strategy.RESET_GPU, level=0)
         assert one.told.requests == [(1, "reset"), (1, "reset")]
-        probes = [call.command for call in one.backend.calls if call.command in ("probe", "reset-gpus")]
+        probes = [
+            call.command for call in one.backend.calls if call.command in ("probe", "reset-gpus")
+        ]
         if used:
-            assert ended.outcome == "refused" and "n1 is in use: diagnose of a person holds it" in ended.reason
+            assert (
+                ended.outcome == "refused"
+                and "n1 is in use: diagnose of a person holds it" in ended.reason
+            )
             assert probes == ["probe", "probe"]
         else:
             assert (ended.outcome, probes) == ("done", ["probe", "probe", "reset-gpus", "probe"])
@@ -403,8 +520,12 @@ async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(ski
             task.cancel()
 
 
-async def test_each_order_is_asked_for_also_the_one_that_repeats_another(skipping: WorkflowEnvironment) -> None:
-    async with world(skipping.client, BY_RESET, faults=(Fault(kind="lose_order", command="reset-gpus"),)) as one:
+async def test_each_order_is_asked_for_also_the_one_that_repeats_another(
+    skipping: WorkflowEnvironment,
+) -> None:
+    async with world(
+        skipping.client, BY_RESET, faults=(Fault(kind="lose_order", command="reset-gpus"),)
+    ) as one:
         ended = await one.ended(Strategy.RESET_GPU)
         assert ended.outcome == "done"
         assert one.told.requests == [(1, "reset"), (2, "reset")]
@@ -441,7 +562,11 @@ async def test_of_a_repair_that_fails_the_fleet_is_told_as_well(server: Client) 
         with pytest.raises(WorkflowFailureError):
             await one.ended()
         signal, message = one.told.messages[-1]
-        assert (signal, message["outcome"], message["verdict"]) == ("repair_ended", "ambiguous", "UNKNOWN")
+        assert (signal, message["outcome"], message["verdict"]) == (
+            "repair_ended",
+            "ambiguous",
+            "UNKNOWN",
+        )
 
 
 async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
@@ -455,20 +580,37 @@ async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
         assert one.did == []
 
 
-async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_asked_anew_afterwards(make_rig: MakeRig) -> None:
+async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_asked_anew_afterwards(
+    make_rig: MakeRig,
+) -> None:
     async with make_rig(Script((BY_RESET,)), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
-        one = World(rig.client, rig.queue, rig.fleets.known.name, rig.backend, Told(rig.client, rig.fleets.known.name, says_nothing))
+        one = World(
+            rig.client,
+            rig.queue,
+            rig.fleets.known.name,
+            rig.backend,
+            Told(rig.client, rig.fleets.known.name, says_nothing),
+        )
         await rig.tell_fleet("pause", {"reason": "an audit", "by": "grace"})
         repair = await one.order(by="ada")
-        await one.until_next(repair, f"it waits for the permission of fleet {one.fleet} to reset GPU")
+        await one.until_next(
+            repair, f"it waits for the permission of fleet {one.fleet} to reset GPU"
+        )
         await until_fleet(rig, lambda fleet: bool(fleet.requests), "was asked for the permission")
         assert one.did == ["diagnose"]
         await rig.tell_fleet("resume", {"reason": "it is over", "by": "grace"})
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
-        assert ended.outcome == "refused" and f"fleet {one.fleet} does not let it reset GPU" in ended.reason
+        assert (
+            ended.outcome == "refused"
+            and f"fleet {one.fleet} does not let it reset GPU" in ended.reason
+        )
         assert one.did == ["diagnose"]
         ended = await asyncio.wait_for((await one.order(by="ada")).result(), PATIENCE)
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
         assert one.did[-2:] == ["reset-gpus", "diagnose"]
         for each in one.repairs:
-            await replay(await rig.client.get_workflow_handle(each.id, run_id=each.result_run_id).fetch_history())
+            await replay(
+                await rig.client.get_workflow_handle(
+                    each.id, run_id=each.result_run_id
+                ).fetch_history()
+            )

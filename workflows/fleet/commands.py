@@ -13,7 +13,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, RetryState, WorkflowAlreadyStartedError, is_cancelled_exception
+from temporalio.exceptions import (
+    ActivityError,
+    RetryState,
+    WorkflowAlreadyStartedError,
+    is_cancelled_exception,
+)
 from temporalio.workflow import ParentClosePolicy
 
 with workflow.unsafe.imports_passed_through():
@@ -82,7 +87,9 @@ async def read_fleet(fleet: str) -> FleetFile | None:
     )
 
 
-async def closed_jobs(fleet: str, claims: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...] | None:
+async def closed_jobs(
+    fleet: str, claims: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, int], ...] | None:
     return await _answer(
         workflow.execute_activity_method(
             FleetActivities.closed_jobs,
@@ -179,4 +186,8 @@ async def _answer(asked: Awaitable[Answer]) -> Answer | None:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"
+    return (
+        ", ".join(names[:3])
+        if len(names) <= 3
+        else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"
+    )

@@ -41,14 +41,25 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
     gpus = [f"**{node.name}** {said}" for node in state.nodes if (said := _gpus(node))]
     lines += _section("GPUs that strangers use, that are missing or cannot be read", gpus)
     lines += _section("Waiting for nodes", [_waiting_line(record) for record in waiting])
-    asked = [f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.reason)}" for one in state.requests]
+    asked = [
+        f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.reason)}"
+        for one in state.requests
+    ]
     open_offers = [one for one in state.offers if one.places]
-    offers = [f"{_some([place.node for place in one.places])} offered to job {one.job} until {_clock(one.until)}" for one in open_offers]
+    offers = [
+        f"{_some([place.node for place in one.places])} offered to job {one.job} until {_clock(one.until)}"
+        for one in open_offers
+    ]
     lines += _section("Offered to jobs that would take more", offers)
     lines += _section("Repairs that wait for a permit", asked)
     lines += _section("In use", [_using_line(record) for record in using])
     if state.notices:
-        lines += ["### Notices, newest first", "", *(f"- {_cut(notice)}" for notice in reversed(state.notices[-MOST_SHOWN:])), ""]
+        lines += [
+            "### Notices, newest first",
+            "",
+            *(f"- {_cut(notice)}" for notice in reversed(state.notices[-MOST_SHOWN:])),
+            "",
+        ]
     lines += [
         "### To overrule it",
         "",
@@ -61,11 +72,19 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         "- `apply` reads the fleet file again now",
     ]
     text = "\n".join(lines)
-    return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+    return (
+        text
+        if len(text.encode()) <= DETAILS_LIMIT
+        else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+    )
 
 
 def _summary(
-    state: FleetState, out: Sequence[NodeRecord], odd: Sequence[NodeRecord], using: Sequence[ClaimRecord], waiting: Sequence[ClaimRecord]
+    state: FleetState,
+    out: Sequence[NodeRecord],
+    odd: Sequence[NodeRecord],
+    using: Sequence[ClaimRecord],
+    waiting: Sequence[ClaimRecord],
 ) -> str:
     parts = [f"{len(state.nodes)} nodes"]
     for standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
@@ -87,15 +106,22 @@ def _stands_still(state: FleetState) -> list[str]:
             "",
         ]
     if breaker.paused:
-        lines += [f"**Repairs are paused{_since(breaker.paused_since)}** {_cut(breaker.paused)}. To end it: {HOW_TO_RESUME}.", ""]
+        lines += [
+            f"**Repairs are paused{_since(breaker.paused_since)}** {_cut(breaker.paused)}. To end it: {HOW_TO_RESUME}.",
+            "",
+        ]
     if not breaker.is_open and not breaker.paused:
         lines += [
-            "**Breaker** closed; repairs are " + {"act": "done", "ask": "asked for", "observe": "only written down"}[state.repairs],
+            "**Breaker** closed; repairs are "
+            + {"act": "done", "ask": "asked for", "observe": "only written down"}[state.repairs],
             "",
         ]
     if state.awaited:
         until = f" until {_clock(state.settles_at)}" if state.settles_at else ""
-        lines += [f"**Begun anew** nothing is granted{until}, unless these jobs say before what they hold: {_some(state.awaited)}", ""]
+        lines += [
+            f"**Begun anew** nothing is granted{until}, unless these jobs say before what they hold: {_some(state.awaited)}",
+            "",
+        ]
     return lines
 
 
@@ -106,7 +132,9 @@ def _odd(node: NodeRecord) -> bool:
 
 def _out_line(node: NodeRecord) -> str:
     by = f" by {node.by}" if node.by else ""
-    return f"**{node.name}** {node.standing}{_since(node.since)}{by}: {_cut(node.reason)}{_more(node)}"
+    return (
+        f"**{node.name}** {node.standing}{_since(node.since)}{by}: {_cut(node.reason)}{_more(node)}"
+    )
 
 
 def _odd_line(node: NodeRecord) -> str:
@@ -132,9 +160,13 @@ def _more(node: NodeRecord) -> str:
     if node.repair:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
-        parts.append(f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.reason)})")
+        parts.append(
+            f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.reason)})"
+        )
     elif node.leave is not None and node.told:
-        parts.append(f"{_some(node.told)} asked to leave it by {_clock(node.leave.until)}, so that it can be examined")
+        parts.append(
+            f"{_some(node.told)} asked to leave it by {_clock(node.leave.until)}, so that it can be examined"
+        )
     return "".join(f"; {part}" for part in parts)
 
 
@@ -148,10 +180,21 @@ def _waiting_line(record: ClaimRecord) -> str:
 
 
 def _using_line(record: ClaimRecord) -> str:
-    names = [place.node + (f" (GPUs {','.join(map(str, place.gpus))})" if place.gpus else "") for place in record.places]
-    closed = "; its workflow has ended, what is left of its ranks is being stopped" if record.closed else ""
+    names = [
+        place.node + (f" (GPUs {','.join(map(str, place.gpus))})" if place.gpus else "")
+        for place in record.places
+    ]
+    closed = (
+        "; its workflow has ended, what is left of its ranks is being stopped"
+        if record.closed
+        else ""
+    )
     claim = record.claim
-    more = "" if claim.more_at is None else f"; takes up to {claim.most} from {_clock(claim.more_at)} on"
+    more = (
+        ""
+        if claim.more_at is None
+        else f"; takes up to {claim.most} from {_clock(claim.more_at)} on"
+    )
     return f"**{claim.job}** {_some(names)}{more}{closed}"
 
 
@@ -159,8 +202,18 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
     # Lists, not tables: the web UI renders the cells of a table without space between them.
     if not lines:
         return []
-    more = [f"- and {len(lines) - MOST_SHOWN} more: the query `state` has them"] if len(lines) > MOST_SHOWN else []
-    return [f"### {title} ({len(lines)})", "", *(f"- {line}" for line in lines[:MOST_SHOWN]), *more, ""]
+    more = (
+        [f"- and {len(lines) - MOST_SHOWN} more: the query `state` has them"]
+        if len(lines) > MOST_SHOWN
+        else []
+    )
+    return [
+        f"### {title} ({len(lines)})",
+        "",
+        *(f"- {line}" for line in lines[:MOST_SHOWN]),
+        *more,
+        "",
+    ]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -33,8 +33,26 @@ with workflow.unsafe.imports_passed_through():
         short,
     )
     from relaunch.messages.jobs import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
-    from relaunch.pool.facts import Applied, Fact, JobsClosed, JobsFound, Looked, Reclaimed, Rejected
-    from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
+    from relaunch.pool.facts import (
+        Applied,
+        Fact,
+        JobsClosed,
+        JobsFound,
+        Looked,
+        Reclaimed,
+        Rejected,
+    )
+    from relaunch.pool.orders import (
+        AskToClaim,
+        AskToLeave,
+        Look,
+        Order,
+        Reclaim,
+        StartRepair,
+        TellJob,
+        TellOffer,
+        TellRepair,
+    )
     from relaunch.pool.restore import is_restoring
     from relaunch.pool.scheduler import SWEEP, learn, next_wake, settle
     from relaunch.pool.state import FleetState
@@ -89,11 +107,15 @@ class Fleet:
                 self._checked_at, self._check_asked = workflow.now(), False
                 self._ask(CHECK, self._check)
             if self._is_news():
-                if self._state.applied:  # before that, a job would get the answer that there are no nodes
+                if (
+                    self._state.applied
+                ):  # before that, a job would get the answer that there are no nodes
                     self._settle()
                     self._wake = next_wake(self._state, workflow.now())
                 self._settled = (self._state, frozenset(self._asking))
-                workflow.set_current_details(fleet_details(self._state, workflow.now(), self._doing(), self.next()))
+                workflow.set_current_details(
+                    fleet_details(self._state, workflow.now(), self._doing(), self.next())
+                )
             await self._news()
             self._forget_ended()
             if workflow.info().is_continue_as_new_suggested() and self._state.applied:
@@ -124,12 +146,18 @@ class Fleet:
         """Wait until a message arrives, a task under way has ended, or it is time."""
 
         def news() -> bool:
-            return bool(self._inbox) or (self._check_asked and CHECK not in self._asking) or any(task.done() for task in self._under_way())
+            return (
+                bool(self._inbox)
+                or (self._check_asked and CHECK not in self._asking)
+                or any(task.done() for task in self._under_way())
+            )
 
         wake = self._check_due() if self._wake is None else min(self._check_due(), self._wake)
         try:
             wait = max(SHORTEST_WAIT, wake - workflow.now())
-            await workflow.wait_condition(news, timeout=wait, timeout_summary="until it looks again, if nothing happens")
+            await workflow.wait_condition(
+                news, timeout=wait, timeout_summary="until it looks again, if nothing happens"
+            )
         except TimeoutError:
             return
 
@@ -208,8 +236,12 @@ class Fleet:
 
     async def _repair(self, order: StartRepair) -> None:
         def is_awaited() -> bool:
-            ordered = f"{REPAIR_ID_PREFIX}{self._name}/{order.node}"  # once begun, the run follows in it
-            return any(node.name == order.node and node.repair == ordered for node in self._state.nodes)
+            ordered = (
+                f"{REPAIR_ID_PREFIX}{self._name}/{order.node}"  # once begun, the run follows in it
+            )
+            return any(
+                node.name == order.node and node.repair == ordered for node in self._state.nodes
+            )
 
         await commands.start_repair(self._name, order, is_awaited)
 
@@ -228,7 +260,9 @@ class Fleet:
             signal, message = self._outbox[receiver].pop(0)
             try:
                 await handle.signal(signal, message)
-            except ApplicationError as error:  # the receiver has ended; if it held nodes, the check finds that out
+            except (
+                ApplicationError
+            ) as error:  # the receiver has ended; if it held nodes, the check finds that out
                 workflow.logger.info("%s could not be told %s: %s", receiver, signal, error)
                 self._check_asked = self._check_asked or receiver.startswith(WORKFLOW_ID_PREFIX)
         del self._outbox[receiver], self._telling[receiver]
@@ -252,10 +286,16 @@ class Fleet:
         run repeats the questions."""
         for task in self._asking.values():
             task.cancel()
-        await workflow.wait_condition(lambda: all(task.done() for task in self._under_way()) and workflow.all_handlers_finished())
+        await workflow.wait_condition(
+            lambda: (
+                all(task.done() for task in self._under_way()) and workflow.all_handlers_finished()
+            )
+        )
         self._forget_ended()
         checked_at = None if self._check_asked else self._checked_at
-        workflow.continue_as_new(FleetInput(self._name, self._state, tuple(self._inbox), checked_at))
+        workflow.continue_as_new(
+            FleetInput(self._name, self._state, tuple(self._inbox), checked_at)
+        )
 
     # --- timing
 
@@ -265,7 +305,10 @@ class Fleet:
         if self._checked_at is None or self._check_asked:
             return workflow.now()
         lately = workflow.now() - HURRY_FOR
-        hurries = any(record.waits and (record.waiting_since or lately) > lately for record in self._state.claims)
+        hurries = any(
+            record.waits and (record.waiting_since or lately) > lately
+            for record in self._state.claims
+        )
         return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP)
 
     def _doing(self) -> list[str]:
@@ -279,7 +322,9 @@ class Fleet:
 
     # --- signals from programs and people: any message may arrive, and none raises
 
-    @workflow.signal(description="A job says all that it wants and all that it holds. Nobody else sends it.")
+    @workflow.signal(
+        description="A job says all that it wants and all that it holds. Nobody else sends it."
+    )
     def claim(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("claim", message, claim_fact))
 
@@ -291,7 +336,9 @@ class Fleet:
     def repair_began(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_began", message, repair_began_fact))
 
-    @workflow.signal(description="A repair asks whether it may act on its node. Nobody else sends it.")
+    @workflow.signal(
+        description="A repair asks whether it may act on its node. Nobody else sends it."
+    )
     def repair_wanted(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_wanted", message, repair_wanted_fact))
 
@@ -299,23 +346,33 @@ class Fleet:
     def repair_ended(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_ended", message, repair_ended_fact))
 
-    @workflow.signal(description='Give a node to nobody: {"node": "n2", "reason", "by", "drain": false, "within": "30m"}.')
+    @workflow.signal(
+        description='Give a node to nobody: {"node": "n2", "reason", "by", "drain": false, "within": "30m"}.'
+    )
     def quarantine(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("quarantine", message, quarantine_fact))
 
-    @workflow.signal(description='Take a node into service again; you vouch for it: {"node": "n2", "reason", "by"}.')
+    @workflow.signal(
+        description='Take a node into service again; you vouch for it: {"node": "n2", "reason", "by"}.'
+    )
     def release(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("release", message, release_fact))
 
-    @workflow.signal(description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "reason", "by"}.')
+    @workflow.signal(
+        description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "reason", "by"}.'
+    )
     def declare_dead(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("declare_dead", message, dead_fact))
 
-    @workflow.signal(description='Stop all repairs, until `resume`: {"reason", "by"}, all optional.')
+    @workflow.signal(
+        description='Stop all repairs, until `resume`: {"reason", "by"}, all optional.'
+    )
     def pause(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("pause", message, pause_fact))
 
-    @workflow.signal(description='End a pause and close the breaker: {"reason", "by"}, all optional.')
+    @workflow.signal(
+        description='End a pause and close the breaker: {"reason", "by"}, all optional.'
+    )
     def resume(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("resume", message, resume_fact))
 
@@ -347,4 +404,6 @@ class Fleet:
         if not state.begun:
             return "every node is looked at once, before anything is granted"
         waiting = sum(record.waits for record in state.claims)
-        return f"{waiting} jobs wait for nodes" if waiting else "it waits until somebody wants nodes"
+        return (
+            f"{waiting} jobs wait for nodes" if waiting else "it waits until somebody wants nodes"
+        )

@@ -72,7 +72,9 @@ class Permits:
                 summary=f"tell fleet {self._fleet}: {signal}",
             )
         except ActivityError as error:
-            workflow.logger.warning("fleet %s could not be told %s: %s", self._fleet, signal, error.cause or error)
+            workflow.logger.warning(
+                "fleet %s could not be told %s: %s", self._fleet, signal, error.cause or error
+            )
 
     def hear(self, message: Any) -> None:
         """Take an answer; ignore one that does not belong to the open request."""
@@ -81,7 +83,11 @@ class Permits:
         except ValidationError:
             workflow.logger.info("a permit cannot be read: %.200r", message)
             return
-        if permit.run == workflow.info().run_id and permit.seq == self._seq and self._answer is None:
+        if (
+            permit.run == workflow.info().run_id
+            and permit.seq == self._seq
+            and self._answer is None
+        ):
             self._answer = permit
 
     async def ask(
@@ -133,7 +139,9 @@ class Permits:
         )
         self.waits = f"it waits for the permission of fleet {self._fleet} to {what}, until {until:%Y-%m-%d %H:%M:%S} UTC"
         show()
-        while self._answer is None and not heard() and (left := until - workflow.now()) > timedelta(0):
+        while (
+            self._answer is None and not heard() and (left := until - workflow.now()) > timedelta(0)
+        ):
             await self.tell("repair_wanted", request, min(TELL_WITHIN, left))
             await self._answered(until, heard)
         self.waits = ""
@@ -148,7 +156,9 @@ class Permits:
         self._lasts = what, workflow.now() + LASTS
         return Permitted(True, self._answer.reason)
 
-    async def why_not(self, reason: str, heard: Callable[[], bool], show: Callable[[], None], job: str) -> str:
+    async def why_not(
+        self, reason: str, heard: Callable[[], bool], show: Callable[[], None], job: str
+    ) -> str:
         """Ask the fleet what speaks against a repair that is already refused.
 
         Returns an empty string if nothing does, or if no answer comes in time.
@@ -161,4 +171,6 @@ class Permits:
         left = max(timedelta(0), min(ASK_AGAIN, until - workflow.now()))
         summary = f"for the permission of fleet {self._fleet}"
         with suppress(TimeoutError):
-            await workflow.wait_condition(lambda: self._answer is not None or heard(), timeout=left, timeout_summary=summary)
+            await workflow.wait_condition(
+                lambda: self._answer is not None or heard(), timeout=left, timeout_summary=summary
+            )

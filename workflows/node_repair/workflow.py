@@ -23,7 +23,13 @@ from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_
 with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
-    from relaunch.activities.examine import DIAGNOSE_WITHIN, NodeActivities, NodeInput, NodeTerms, RepairOrder
+    from relaunch.activities.examine import (
+        DIAGNOSE_WITHIN,
+        NodeActivities,
+        NodeInput,
+        NodeTerms,
+        RepairOrder,
+    )
     from relaunch.evidence.catalog import catalog
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
@@ -52,7 +58,15 @@ with workflow.unsafe.imports_passed_through():
         Slept,
         Step,
     )
-    from relaunch.repair.treatment import Course, Examine, Treat, Treatment, examined, next_treatment, treated
+    from relaunch.repair.treatment import (
+        Course,
+        Examine,
+        Treat,
+        Treatment,
+        examined,
+        next_treatment,
+        treated,
+    )
     from relaunch.spec.policy import Strategy
     from relaunch.workflows.node_repair.permits import LAST_WORD, Permits
     from relaunch.workflows.search_attributes import NODES, STRATEGY, course_details, repair_details
@@ -92,9 +106,7 @@ class NodeRepair:
         self._terms = await self._carried_out(self._read_terms())
         unknown = self._terms.unknown
         if not unknown and start.power and not self._terms.power:
-            unknown = (
-                f"the power of {start.node} cannot be cycled: the file of fleet {start.fleet} gives it no power: {{cycle: [COMMAND, …]}}"
-            )
+            unknown = f"the power of {start.node} cannot be cycled: the file of fleet {start.fleet} gives it no power: {{cycle: [COMMAND, …]}}"
         if unknown:
             return await self._ended(Finish("refused", Verdict.UNKNOWN, unknown))
         info = workflow.info()
@@ -102,19 +114,37 @@ class NodeRepair:
         await self._carried_out(self._fleet.tell("repair_began", began))
         try:
             if start.strategy is None:
-                course = Course(start.node, start.reason, power=self._terms.power, after_reboot=start.after_reboot)
+                course = Course(
+                    start.node,
+                    start.reason,
+                    power=self._terms.power,
+                    after_reboot=start.after_reboot,
+                )
                 end = await self._treated(course)
             else:
-                end = await self._repaired(start.strategy, start.gpus, start.reason, power=start.power)
+                end = await self._repaired(
+                    start.strategy, start.gpus, start.reason, power=start.power
+                )
         except BaseException as error:
             if workflow.is_failure_exception(error):
-                await self._ended(Finish("ambiguous", Verdict.UNKNOWN, f"the repair failed: {error}"))
+                await self._ended(
+                    Finish("ambiguous", Verdict.UNKNOWN, f"the repair failed: {error}")
+                )
             raise
         return await self._ended(end)
 
     async def _ended(self, end: Finish) -> NodeRepairResult:
         start, info = self._start, workflow.info()
-        ended = RepairEnded(start.node, info.workflow_id, info.run_id, start.by, start.job, end.outcome, end.verdict, end.reason)
+        ended = RepairEnded(
+            start.node,
+            info.workflow_id,
+            info.run_id,
+            start.by,
+            start.job,
+            end.outcome,
+            end.verdict,
+            end.reason,
+        )
         await self._carried_out(self._fleet.tell("repair_ended", ended, LAST_WORD))
         return NodeRepairResult(start.node, end.outcome, end.reason, end.verdict)
 
@@ -128,24 +158,32 @@ class NodeRepair:
             self._course = course
             step = self._step = next_treatment(course, self._start.deadline - workflow.now())
             workflow.logger.info("%s: %s", step.kind, step.reason)
-            workflow.set_current_details(course_details(course, step, self._start.by, self._start.deadline))
+            workflow.set_current_details(
+                course_details(course, step, self._start.by, self._start.deadline)
+            )
             match step:
                 case Finish():
                     return step
                 case Examine():
                     # Once something was done to the node, its state must be known; before that an
                     # examination may be cancelled.
-                    health = await self._carried_out(self._examined(course, step), stops=not course.acted)
+                    health = await self._carried_out(
+                        self._examined(course, step), stops=not course.acted
+                    )
                     if health is not None:
                         course = examined(course, health, workflow.now())
                 case Treat():
-                    end = await self._repaired(step.strategy, step.gpus, step.reason, power=step.power)
+                    end = await self._repaired(
+                        step.strategy, step.gpus, step.reason, power=step.power
+                    )
                     assert self._state is not None
                     course = treated(course, self._state, end, workflow.now())
                 case _:
                     assert_never(step)
 
-    async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], reason: str, *, power: bool = False) -> Finish:
+    async def _repaired(
+        self, strategy: Strategy, gpus: tuple[str, ...], reason: str, *, power: bool = False
+    ) -> Finish:
         """Carry out one strategy, from the first probe to the examination that proves it."""
         start = self._start
         last = self._state.health if self._state is not None else None
@@ -169,7 +207,9 @@ class NodeRepair:
             ),
             # One strategy must not use up the time of all: a node that never comes back from a
             # reboot would leave no time for the others.
-            deadline=start.deadline if start.strategy else min(start.deadline, workflow.now() + TREATMENT_WITHIN),
+            deadline=start.deadline
+            if start.strategy
+            else min(start.deadline, workflow.now() + TREATMENT_WITHIN),
             now=workflow.now(),
             approved_by=start.approved_by,
             power=power,
@@ -192,16 +232,26 @@ class NodeRepair:
         """
         state, job = self._state, self._start.job
         assert state is not None
-        if not job or end.outcome != "refused" or state.attempts or state.health is None or not state.health.busy:
+        if (
+            not job
+            or end.outcome != "refused"
+            or state.attempts
+            or state.health is None
+            or not state.health.busy
+        ):
             return end
-        why = await self._carried_out(self._fleet.why_not(state.reason, lambda: bool(self._told), self._show, job))
+        why = await self._carried_out(
+            self._fleet.why_not(state.reason, lambda: bool(self._told), self._show, job)
+        )
         return replace(end, reason=f"{end.reason}; {why}") if why else end
 
     def _show(self) -> None:
         assert self._state is not None
         assert self._step is not None
         assert not isinstance(self._step, Examine | Treat)
-        workflow.set_current_details(repair_details(self._state, self._step, self._course, self._fleet.waits))
+        workflow.set_current_details(
+            repair_details(self._state, self._step, self._course, self._fleet.waits)
+        )
 
     @staticmethod
     def _id() -> str:
@@ -212,7 +262,9 @@ class NodeRepair:
         while self._told:
             self._state = learn(self._state, self._told.pop(0), self._catalog, workflow.now())
 
-    async def _carried_out(self, step: Coroutine[Any, Any, Result], *, stops: bool = False) -> Result:
+    async def _carried_out(
+        self, step: Coroutine[Any, Any, Result], *, stops: bool = False
+    ) -> Result:
         """Wait for a step to end, even if the workflow is cancelled: an order under way cannot be
         taken back.
 
@@ -223,7 +275,11 @@ class NodeRepair:
             try:
                 await workflow.wait([task])
             except asyncio.CancelledError as error:
-                self._told.append(CancelAsked(workflow.cancellation_reason() or str(error) or "the repair was cancelled"))
+                self._told.append(
+                    CancelAsked(
+                        workflow.cancellation_reason() or str(error) or "the repair was cancelled"
+                    )
+                )
                 if stops:
                     task.cancel()
             else:
@@ -236,9 +292,19 @@ class NodeRepair:
             case AskPerson():
                 return await self._ask(step)
             case Probe():
-                return await self._order("probe", step.within, f"look at {self._start.node}", kernel_since=step.kernel_since)
+                return await self._order(
+                    "probe",
+                    step.within,
+                    f"look at {self._start.node}",
+                    kernel_since=step.kernel_since,
+                )
             case Diagnose():
-                return await self._order("diagnose", step.within, f"dcgmi diag -r {step.level} on {self._start.node}", level=step.level)
+                return await self._order(
+                    "diagnose",
+                    step.within,
+                    f"dcgmi diag -r {step.level} on {self._start.node}",
+                    level=step.level,
+                )
             case ResetGpus() | Reboot() | PowerCycle():
                 return await self._fleet_lets(step) or await self._act(step)
             case _:
@@ -265,12 +331,22 @@ class NodeRepair:
             case ResetGpus():
                 what = ", ".join(step.gpus[:4]) or "all GPUs"
                 summary = f"reset {what} of {self._start.node}"
-                return await self._order("reset-gpus", step.within, summary, boot_id=step.boot_id, gpus=step.gpus)
+                return await self._order(
+                    "reset-gpus", step.within, summary, boot_id=step.boot_id, gpus=step.gpus
+                )
             case Reboot():
                 why = step.reason
-                return await self._order("reboot", REBOOT_WITHIN, f"reboot {self._start.node}", boot_id=step.boot_id, reason=why)
+                return await self._order(
+                    "reboot",
+                    REBOOT_WITHIN,
+                    f"reboot {self._start.node}",
+                    boot_id=step.boot_id,
+                    reason=why,
+                )
             case PowerCycle():
-                return await self._order("power-cycle", step.within, f"cycle the power of {self._start.node}")
+                return await self._order(
+                    "power-cycle", step.within, f"cycle the power of {self._start.node}"
+                )
             case _:
                 assert_never(step)
 
@@ -291,7 +367,9 @@ class NodeRepair:
                     id=self._id(),
                     level=start.level,
                     within=within,
-                    kernel_since=None if course.kernel_from is None else workflow.now() - course.kernel_from,
+                    kernel_since=None
+                    if course.kernel_from is None
+                    else workflow.now() - course.kernel_from,
                     catalog=start.catalog,
                 ),
                 start_to_close_timeout=within + timedelta(minutes=1),
@@ -299,13 +377,16 @@ class NodeRepair:
                 heartbeat_timeout=BEAT,
                 retry_policy=KEEP_TRYING,
                 cancellation_type=DETACH,
-                summary=f"examine {start.node}" + (f" (dcgmi diag -r {start.level})" if start.level and self._terms.gpus else ""),
+                summary=f"examine {start.node}"
+                + (f" (dcgmi diag -r {start.level})" if start.level and self._terms.gpus else ""),
             )
         except (ActivityError, asyncio.CancelledError) as error:
             if is_cancelled_exception(error):
                 return None
             cause = getattr(error, "cause", None) or error
-            return Health(Verdict.UNKNOWN, f"the examination of {start.node} came to nothing: {cause}")
+            return Health(
+                Verdict.UNKNOWN, f"the examination of {start.node} came to nothing: {cause}"
+            )
         return found.health
 
     async def _read_terms(self) -> NodeTerms:
@@ -331,7 +412,18 @@ class NodeRepair:
     ) -> Fact:
         assert self._state is not None
         acts = verb in ("reset-gpus", "reboot", "power-cycle")
-        order = RepairOrder(self._start.fleet, self._start.node, self._state.id, verb, within, boot_id, gpus, level, reason, kernel_since)
+        order = RepairOrder(
+            self._start.fleet,
+            self._start.node,
+            self._state.id,
+            verb,
+            within,
+            boot_id,
+            gpus,
+            level,
+            reason,
+            kernel_since,
+        )
         try:
             return await workflow.execute_activity_method(
                 NodeActivities.order_repair,
@@ -344,7 +436,9 @@ class NodeRepair:
         except ActivityError as error:
             if not acts:
                 raise
-            return NoAnswer(f"the order to {verb} was on its way when its worker died ({error.cause or error})")
+            return NoAnswer(
+                f"the order to {verb} was on its way when its worker died ({error.cause or error})"
+            )
 
     # --- waiting
 
@@ -357,7 +451,9 @@ class NodeRepair:
         answer = f"`relaunch answer {self._start.job} approve` or `deny`"
         question = f"may {self._start.node} be treated with {self._state.strategy}? {answer}; without an answer it is not done"
         await self._show_question(question, step.until)
-        is_answered = await self._until(step.until, f"without an answer: no {self._state.strategy} of {self._start.node}")
+        is_answered = await self._until(
+            step.until, f"without an answer: no {self._state.strategy} of {self._start.node}"
+        )
         await self._show_question("", None)
         return Slept() if is_answered else DeadlinePassed()
 
@@ -366,24 +462,34 @@ class NodeRepair:
         if (job := workflow.info().parent) is None or not self._start.job:
             return
         handle = workflow.get_external_workflow_handle(job.workflow_id)
-        message = {"node": self._start.node, "question": question, "until": until.isoformat() if until else None}
+        message = {
+            "node": self._start.node,
+            "question": question,
+            "until": until.isoformat() if until else None,
+        }
         try:
             await handle.signal("repair_asks", message)
-        except ApplicationError as error:  # the job has ended; the page of the repair still shows the question
+        except (
+            ApplicationError
+        ) as error:  # the job has ended; the page of the repair still shows the question
             workflow.logger.info("%s could not be told: %s", job.workflow_id, error)
 
     async def _until(self, at: datetime, summary: str) -> bool:
         """Wait until then; return whether a message arrived before."""
         wait = max(timedelta(0), at - workflow.now())
         try:
-            await workflow.wait_condition(lambda: bool(self._told), timeout=wait, timeout_summary=summary[:200])
+            await workflow.wait_condition(
+                lambda: bool(self._told), timeout=wait, timeout_summary=summary[:200]
+            )
         except TimeoutError:
             return False
         return True
 
     # --- messages from people and the fleet
 
-    @workflow.update(description='Answer what this repair asks: {"decision": "approve" | "deny", "reason": "…", "by": "…"}.')
+    @workflow.update(
+        description='Answer what this repair asks: {"decision": "approve" | "deny", "reason": "…", "by": "…"}.'
+    )
     async def answer(self, message: Any = None, *_more: Any) -> str:
         answered = AnswerMessage.model_validate(message)
         self._told.append(Answered(answered.decision == "approve", answered.by, answered.reason))
@@ -399,17 +505,23 @@ class NodeRepair:
             said = f"decision: {answered.decision or 'missing'}, expected approve or deny"
             raise ApplicationError(said, type="BadInput", non_retryable=True)
         if not isinstance(self._step, AskPerson):
-            raise ApplicationError(f"nothing is asked: {self._what()}", type="BadInput", non_retryable=True)
+            raise ApplicationError(
+                f"nothing is asked: {self._what()}", type="BadInput", non_retryable=True
+            )
 
     @workflow.signal(description="The fleet's answer to what this repair asked of it.")
     def permitted(self, message: Any = None, *_more: Any) -> None:
         self._fleet.hear(message)
 
-    @workflow.query(description="Everything this repair knows: of the treatment that is under way, or was the last.")
+    @workflow.query(
+        description="Everything this repair knows: of the treatment that is under way, or was the last."
+    )
     def state(self) -> RepairState | None:
         return self._state
 
-    @workflow.query(description="What was found and done so far, where the examination says what is done.")
+    @workflow.query(
+        description="What was found and done so far, where the examination says what is done."
+    )
     def course(self) -> Course | None:
         return self._course
 

@@ -31,7 +31,9 @@ GRANT = TypeAdapter(Grant)
 
 
 class Claims:
-    def __init__(self, job: Callable[[], JobState], tell: Callable[[Event], None], carried: ClaimsCarried) -> None:
+    def __init__(
+        self, job: Callable[[], JobState], tell: Callable[[Event], None], carried: ClaimsCarried
+    ) -> None:
         self._job = job
         self._tell = tell
         self._seq = carried.seq
@@ -58,13 +60,22 @@ class Claims:
 
     @property
     def carried(self) -> ClaimsCarried:
-        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, launched=self._launched, reported=self._reported)
+        return ClaimsCarried(
+            self._seq,
+            self.nodes,
+            self.more_at,
+            self._more,
+            launched=self._launched,
+            reported=self._reported,
+        )
 
     @property
     def waits(self) -> bool:
         return self._wants is not None
 
-    async def _ask(self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False) -> None:
+    async def _ask(
+        self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False
+    ) -> None:
         """Send a claim; `_answer` returns the answer."""
         self.nodes = keep
         self._wants = lambda seq: claim(self._job(), seq, keep=keep, avoid=avoid, queue=queue)
@@ -74,7 +85,11 @@ class Claims:
         await workflow.wait_condition(lambda: bool(self._answers))
         grant = self._answers.pop(0)
         if grant.kind == "granted":
-            self.nodes, self._wants, self.fewer = tuple(place.node for place in grant.places), None, grant.fewer
+            self.nodes, self._wants, self.fewer = (
+                tuple(place.node for place in grant.places),
+                None,
+                grant.fewer,
+            )
         return grant
 
     # --- more nodes for a running job
@@ -123,7 +138,10 @@ class Claims:
 
     def is_current(self, offer: Offer) -> bool:
         """Return whether the offer belongs to the job's last claim."""
-        return self._wants is None and (offer.submission, offer.seq) == (self._job().submission, self._seq)
+        return self._wants is None and (offer.submission, offer.seq) == (
+            self._job().submission,
+            self._seq,
+        )
 
     def leave(self, slots: tuple[Slot, ...]) -> tuple[Place, ...]:
         """Continue with some of the nodes; `say_what_is_left` informs the fleet once no rank lives
@@ -136,7 +154,11 @@ class Claims:
     async def acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[Place, ...]:
         """Have the fleet grant all the nodes that are wanted; return none if it never can."""
         # Nodes of its slots that were given back may belong to another job by now.
-        mine = [slot.node for slot in self._job().slots if slot.node in self.nodes] if decision.keep_nodes else []
+        mine = (
+            [slot.node for slot in self._job().slots if slot.node in self.nodes]
+            if decision.keep_nodes
+            else []
+        )
         keep = tuple(node for node in mine if node not in excluded)
         waits = False
         await self._ask(keep, excluded)
@@ -155,16 +177,25 @@ class Claims:
             if grant.kind == "yield" or not waits:
                 # The job may wait for hours, and its ranks are not watched meanwhile.
                 if alive := self._job().maybe_alive:
-                    self._tell(await commands.prove_stopped(self._job(), decision.generation - 1, alive, "stop what waits for nodes"))
+                    self._tell(
+                        await commands.prove_stopped(
+                            self._job(), decision.generation - 1, alive, "stop what waits for nodes"
+                        )
+                    )
                     await workflow.wait_condition(lambda: not self._job().maybe_alive)
                 # No other nodes are available. A node that was only lost is good again once it
                 # answers, because its old ranks are stopped first.
-                unwanted = (*left_out(self._job(), workflow.now()), *(avoided.node for avoided in self._job().avoided))
+                unwanted = (
+                    *left_out(self._job(), workflow.now()),
+                    *(avoided.node for avoided in self._job().avoided),
+                )
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:
             self._tell(_ranks_found(grant))
-            await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job().maybe_alive))
+            await workflow.wait_condition(
+                lambda: set(grant.holding) <= set(self._job().maybe_alive)
+            )
         return keep_places(self._job().slots if keep else (), grant.places)
 
     def must_tell_times(self, launch: LaunchedGeneration) -> bool:
@@ -218,7 +249,11 @@ class Claims:
         self._seq += 1
         self._answers.clear()
         job, message = self._job(), make(self._seq)
-        self.more_at, self._launched, self._reported = message.more_at, message.launched, message.suspects
+        self.more_at, self._launched, self._reported = (
+            message.more_at,
+            message.launched,
+            message.suspects,
+        )
         unknown = await self._signal("claim", message, _summary(message, job.spec.fleet))
         if unknown and self._wants is not None and message.seq == self._seq:
             self._answers.append(Grant(job.submission, message.seq, "hopeless", reason=unknown))
@@ -265,7 +300,9 @@ class Claims:
 
 def _ranks_found(grant: Grant) -> RanksFound:
     moved = StartedPlaces(0, 0, dict.fromkeys(grant.moved, MOVED))
-    return RanksFound(grant.holding, launched=grant.launched, places=(moved,) if grant.moved else ())
+    return RanksFound(
+        grant.holding, launched=grant.launched, places=(moved,) if grant.moved else ()
+    )
 
 
 def _summary(message: Claim, fleet: str) -> str:
@@ -275,4 +312,8 @@ def _summary(message: Claim, fleet: str) -> str:
     kept = f", keeping {len(message.keep)}" if message.keep else ""
     if message.up_to > message.nodes:
         return f"ask fleet {fleet} for {message.nodes} to {message.most} nodes{kept}"
-    return f"ask fleet {fleet} for {new} node{'s' * (new != 1)}{kept}" if new else f"tell fleet {fleet} which nodes are in use"
+    return (
+        f"ask fleet {fleet} for {new} node{'s' * (new != 1)}{kept}"
+        if new
+        else f"tell fleet {fleet} which nodes are in use"
+    )

@@ -11,19 +11,44 @@ from typing import TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflowError, WorkflowAlreadyStartedError, is_cancelled_exception
-from temporalio.workflow import ActivityCancellationType, ChildWorkflowCancellationType, ParentClosePolicy
+from temporalio.exceptions import (
+    ActivityError,
+    ApplicationError,
+    ChildWorkflowError,
+    WorkflowAlreadyStartedError,
+    is_cancelled_exception,
+)
+from temporalio.workflow import (
+    ActivityCancellationType,
+    ChildWorkflowCancellationType,
+    ParentClosePolicy,
+)
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.examine import NodeActivities
-    from relaunch.activities.launch import JobActivities, LaunchRanksInput, LaunchRanksOutput, PreparedNode, gang_of
+    from relaunch.activities.launch import (
+        JobActivities,
+        LaunchRanksInput,
+        LaunchRanksOutput,
+        PreparedNode,
+        gang_of,
+    )
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
     from relaunch.activities.reports import WatchRanksInput, WatchReport
     from relaunch.activities.stop import StopRanksInput
     from relaunch.activities.watch import WatchActivities, beat_interval
     from relaunch.generation import Token
     from relaunch.job.drain import at_checkpoint
-    from relaunch.job.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded
+    from relaunch.job.events import (
+        Event,
+        Launched,
+        LaunchFailed,
+        LaunchRefused,
+        NodeRefusal,
+        NodesExamined,
+        RanksStopped,
+        RepairEnded,
+    )
     from relaunch.job.fencing import living_generations, running_timeouts, will_fence
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
@@ -39,10 +64,18 @@ events a generation."""
 BEAT = timedelta(seconds=6)
 """Heartbeat timeout of launches and stops, which heartbeat every second: how soon the work of a
 dead worker is taken over."""
-KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=10))
+KEEP_TRYING = RetryPolicy(
+    initial_interval=timedelta(milliseconds=200),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=10),
+)
 """For activities that may be repeated without effect. They end by an answer, never by a number of
 attempts."""
-REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
+REATTACH = RetryPolicy(
+    initial_interval=timedelta(milliseconds=100),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=5),
+)
 """For watches: a new one re-attaches, so a retry spends nothing."""
 REPAIR_MARGIN = timedelta(seconds=15)
 """Time between the end of a repair and the end of the wait for it."""
@@ -73,7 +106,9 @@ def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [names[first : first + SHARD] for first in range(0, len(names), SHARD)]
 
 
-async def launch(job: JobState, token: Token, slots: tuple[Slot, ...], sent: dict[str, str]) -> Event:
+async def launch(
+    job: JobState, token: Token, slots: tuple[Slot, ...], sent: dict[str, str]
+) -> Event:
     """Prepare and start every shard; across shards this workflow is the barrier between the two
     rounds.
 
@@ -83,14 +118,22 @@ async def launch(job: JobState, token: Token, slots: tuple[Slot, ...], sent: dic
     whole = _launch_orders(job, token, slots)
     if len(whole) == 1:
         return _outcome(job, token, [await _launch_shard(job, whole[0], "launch", sent)])
-    prepared = await asyncio.gather(*(_launch_shard(job, replace(order, prepare_only=True), "prepare", {}) for order in whole))
+    prepared = await asyncio.gather(
+        *(_launch_shard(job, replace(order, prepare_only=True), "prepare", {}) for order in whole)
+    )
     if any(output.refusals or output.unreachable for output in prepared):
         return _outcome(job, token, prepared)
     orders = start_orders(job, token, slots, [output.prepared for output in prepared])
-    return _outcome(job, token, await asyncio.gather(*(_launch_shard(job, order, "start", sent) for order in orders)))
+    return _outcome(
+        job,
+        token,
+        await asyncio.gather(*(_launch_shard(job, order, "start", sent) for order in orders)),
+    )
 
 
-def start_orders(job: JobState, token: Token, slots: tuple[Slot, ...], prepared: list[tuple[PreparedNode, ...]]) -> list[LaunchRanksInput]:
+def start_orders(
+    job: JobState, token: Token, slots: tuple[Slot, ...], prepared: list[tuple[PreparedNode, ...]]
+) -> list[LaunchRanksInput]:
     gang = gang_of([node for shard in prepared for node in shard])
     orders = zip(_launch_orders(job, token, slots), prepared, strict=True)
     return [replace(order, prepared=shard, gang=gang) for order, shard in orders]
@@ -112,7 +155,9 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
     ]
 
 
-async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str, sent: dict[str, str]) -> LaunchRanksOutput:
+async def _launch_shard(
+    job: JobState, order: LaunchRanksInput, verb: str, sent: dict[str, str]
+) -> LaunchRanksOutput:
     names = tuple(slot.node for slot in order.slots)
 
     async def ordered() -> LaunchRanksOutput:
@@ -150,13 +195,20 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
         # A node that did not answer may still take the order to start, as long as it is valid.
         within = job.policy.timeouts.valid_for if started else timedelta(0)
         elsewhere = tuple(node for output in outputs for node in output.elsewhere)
-        return LaunchFailed(token.generation, unreachable, started, within, reason, places, elsewhere)
+        return LaunchFailed(
+            token.generation, unreachable, started, within, reason, places, elsewhere
+        )
     stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
     started_at = [output.started_at for output in outputs if output.started_at is not None]
     return Launched(token.generation, max(stopped), max(started_at), places)
 
 
-async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int], exited: dict[str, tuple[int, ...]]) -> WatchReport:
+async def watch(
+    job: JobState,
+    nodes: tuple[str, ...],
+    after_seq: dict[str, int],
+    exited: dict[str, tuple[int, ...]],
+) -> WatchReport:
     timeouts = running_timeouts(job)
     names = set(nodes)
     return await workflow.execute_activity_method(
@@ -172,7 +224,9 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             after_seq={node: seq for node, seq in after_seq.items() if node in names},
             exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
-            elsewhere=tuple(lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names),
+            elsewhere=tuple(
+                lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names
+            ),
             hang_known=job.deferred_fault is not None,
             # One shard reports it for all: each watch that did would end, and would have to be
             # replaced.
@@ -188,7 +242,11 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
         retry_policy=REATTACH,
         cancellation_type=DETACH,
         summary=f"watch generation {job.generation} on {_names(nodes)}"
-        + (f" until it passes step {job.incident.reached}" if job.incident and job.incident.reached is not None else "")
+        + (
+            f" until it passes step {job.incident.reached}"
+            if job.incident and job.incident.reached is not None
+            else ""
+        )
         + (" until a checkpoint is finished" if at_checkpoint(job) else ""),
     )
 
@@ -200,12 +258,18 @@ def _first_rank(job: JobState, node: str) -> int | None:
     return next((processes_of(group, job.spec)[0] for group in groups), None)
 
 
-async def prove_stopped(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
+async def prove_stopped(
+    job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False
+) -> RanksStopped:
     """Stop a generation and all earlier ones.
 
     Returns when every node is proven clean or must have fenced; with `once`, after one try.
     """
-    unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
+    unreachable = (
+        f"; {_names(job.lost_names)} cannot be reached and must fence first"
+        if job.lost and not once
+        else ""
+    )
     stopped = await unless_cancelled(
         workflow.execute_activity_method(
             JobActivities.stop_ranks,
@@ -254,7 +318,8 @@ async def examine(job: JobState, decision: Examine) -> NodesExamined:
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             cancellation_type=DETACH,
-            summary=f"examine {_names(decision.nodes)}" + (f" (dcgmi diag -r {level} where there are GPUs)" if level else ""),
+            summary=f"examine {_names(decision.nodes)}"
+            + (f" (dcgmi diag -r {level} where there are GPUs)" if level else ""),
         )
     )
     return NodesExamined(job.generation, examined)
@@ -268,7 +333,13 @@ async def repair(job: JobState, decision: Repair) -> RepairEnded:
     ended = await asyncio.gather(*(_repair_one(job, decision, node) for node in decision.nodes))
     worst = next((one for one in ended if one.outcome != "done"), None)
     reason = worst.reason if worst else "; ".join(one.reason for one in ended[:4])
-    return RepairEnded(job.generation, decision.strategy, decision.nodes, worst.outcome if worst else "done", reason)
+    return RepairEnded(
+        job.generation,
+        decision.strategy,
+        decision.nodes,
+        worst.outcome if worst else "done",
+        reason,
+    )
 
 
 async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairResult:
@@ -303,7 +374,11 @@ async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairR
     except ChildWorkflowError as error:
         if is_cancelled_exception(error):
             raise
-        return NodeRepairResult(node, "ambiguous", f"the repair of {node} was ended from outside: {error.cause or error}")
+        return NodeRepairResult(
+            node,
+            "ambiguous",
+            f"the repair of {node} was ended from outside: {error.cause or error}",
+        )
 
 
 async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:
@@ -318,4 +393,8 @@ async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:
 
 def _names(names: tuple[str, ...]) -> str:
     """Return the names in short, for a summary, which holds 200 bytes."""
-    return ", ".join(names[:3]) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"
+    return (
+        ", ".join(names[:3])
+        if len(names) <= 3
+        else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"
+    )

@@ -29,7 +29,9 @@ class Deadline:
             self._timer.cancel()
         self.at, self._timer = until, None
         if until is not None:
-            self._timer = asyncio.create_task(self._wait(until, f"if nothing happens: {self._what()}"[:200]))
+            self._timer = asyncio.create_task(
+                self._wait(until, f"if nothing happens: {self._what()}"[:200])
+            )
 
     async def _wait(self, until: datetime, summary: str) -> None:
         await workflow.sleep(max(0.0, (until - workflow.now()).total_seconds()), summary=summary)

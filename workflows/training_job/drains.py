@@ -36,7 +36,9 @@ class Leaves:
 
     async def _leave(self, leaving: Leaving) -> None:
         left = max(0.0, (leaving.until - workflow.now()).total_seconds())
-        await workflow.sleep(left, summary=f"until {leaving.node} has to be left: {leaving.reason}"[:200])
+        await workflow.sleep(
+            left, summary=f"until {leaving.node} has to be left: {leaving.reason}"[:200]
+        )
         while True:  # repeat until it has left: another event of the same moment may be taken first
             await workflow.wait_condition(lambda: self._job().phase is Phase.RUNNING)
             self._tell(DrainDue(leaving.node))

@@ -46,26 +46,36 @@ class Mailbox:
     _claims: Claims
     _watches: Watches
 
-    @workflow.signal(description='Stop every rank and end the job. {"reason": "…", "by": "…"}, all optional.')
+    @workflow.signal(
+        description='Stop every rank and end the job. {"reason": "…", "by": "…"}, all optional.'
+    )
     def cancel(self, message: Any = None, *_more: Any) -> None:
         self._receive("cancel", message, cancel_event)
 
-    @workflow.signal(description='Launch a new generation now. {"reason", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
+    @workflow.signal(
+        description='Launch a new generation now. {"reason", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.'
+    )
     def force_retry(self, message: Any = None, *_more: Any) -> None:
         self._receive("force_retry", message, retry_event)
 
-    @workflow.signal(description="A repair that this job waits for tells that it waits for a person. Nobody else sends it.")
+    @workflow.signal(
+        description="A repair that this job waits for tells that it waits for a person. Nobody else sends it."
+    )
     def repair_asks(self, message: Any = None, *_more: Any) -> None:
         self._receive("repair_asks", message, repair_asks_event)
 
-    @workflow.signal(description="What the fleet answers to what this job wants. Nobody else sends it.")
+    @workflow.signal(
+        description="What the fleet answers to what this job wants. Nobody else sends it."
+    )
     def granted(self, message: Any = None, *_more: Any) -> None:
         try:
             self._claims.receive(message)
         except ValidationError as error:
             self._inbox.append(MessageRejected("granted", explain(error)))
 
-    @workflow.signal(description="The fleet has more nodes for this job, if it wants to grow. Nobody else sends it.")
+    @workflow.signal(
+        description="The fleet has more nodes for this job, if it wants to grow. Nobody else sends it."
+    )
     def nodes_offered(self, message: Any = None, *_more: Any) -> None:
         try:
             offer = OFFER.validate_python(message)
@@ -75,15 +85,21 @@ class Mailbox:
         if self._claims.is_current(offer):
             self._inbox.append(NodesOffered(offer.nodes, offer.until))
 
-    @workflow.signal(description="A node is wanted, or is not any more. Nobody but the fleet sends it.")
+    @workflow.signal(
+        description="A node is wanted, or is not any more. Nobody but the fleet sends it."
+    )
     def leave_node(self, message: Any = None, *_more: Any) -> None:
         self._receive("leave_node", message, leave_event)
 
-    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "reason": "…", "by": "…", "force": false}.')
+    @workflow.signal(
+        description='Vouch for a node: {"node": "n2", "declared": "dead", "reason": "…", "by": "…", "force": false}.'
+    )
     def report(self, message: Any = None, *_more: Any) -> None:
         self._receive("report", message, lambda raw: report_event(raw, self._job))
 
-    @workflow.signal(description="Something may have happened to a rank: whoever watches looks again. Nobody else sends it.")
+    @workflow.signal(
+        description="Something may have happened to a rank: whoever watches looks again. Nobody else sends it."
+    )
     def hint(self, message: Any = None, *_more: Any) -> None:
         try:
             self._watches.look_again(HintMessage.model_validate(message or {}))
@@ -96,10 +112,14 @@ class Mailbox:
         except ValidationError as error:
             self._inbox.append(MessageRejected(name, explain(error)))
 
-    @workflow.update(description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "reason": "…", "by": "…"}.')
+    @workflow.update(
+        description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "reason": "…", "by": "…"}.'
+    )
     def change_policy(self, message: Any = None, *_more: Any) -> str:
         changed = PolicyMessage.model_validate(message or {})
-        self._inbox.append(PolicyChanged(overlay(self._job.policy, changed.policy), changed.reason, changed.by))
+        self._inbox.append(
+            PolicyChanged(overlay(self._job.policy, changed.policy), changed.reason, changed.by)
+        )
         return "the policy is in force from the next decision on"
 
     @change_policy.validator
@@ -112,7 +132,9 @@ class Mailbox:
         except ValueError as error:
             raise ApplicationError(str(error), type="BadInput", non_retryable=True) from None
         if not changed.policy:
-            raise ApplicationError("policy: missing, expected the keys to change", type="BadInput", non_retryable=True)
+            raise ApplicationError(
+                "policy: missing, expected the keys to change", type="BadInput", non_retryable=True
+            )
 
     @workflow.update(
         description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "reason": "…", "by": "…", "within": "2h"}.'
@@ -146,7 +168,11 @@ class Mailbox:
             said = "decision: missing, expected approve, deny, snooze or take-over"
             raise ApplicationError(said, type="BadInput", non_retryable=True)
         if why := may_answer(self._job, answered.decision, workflow.now(), answered.node):
-            raise ApplicationError(f"job {self._job.name} cannot be told {answered.decision}: {why}", type="BadInput", non_retryable=True)
+            raise ApplicationError(
+                f"job {self._job.name} cannot be told {answered.decision}: {why}",
+                type="BadInput",
+                non_retryable=True,
+            )
 
     @workflow.query(description="Everything the job knows about itself.")
     def state(self) -> JobState:

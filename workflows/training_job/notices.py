@@ -20,7 +20,11 @@ with workflow.unsafe.imports_passed_through():
 WITHIN = timedelta(minutes=2)
 """After this a job ends without having notified anyone: its page and its result say the same."""
 ONE_TRY = timedelta(seconds=20)
-TRY_AGAIN = RetryPolicy(initial_interval=timedelta(seconds=1), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=20))
+TRY_AGAIN = RetryPolicy(
+    initial_interval=timedelta(seconds=1),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=20),
+)
 
 
 async def tell(fleet: str, subject: str, text: str) -> None:
@@ -70,16 +74,24 @@ def _news(job: JobState) -> str | None:
 
 
 def _subject(job: JobState) -> str:
-    return f"relaunch: job {job.name} " + ("has failed" if job.phase is Phase.FAILED else "waits for a person")
+    return f"relaunch: job {job.name} " + (
+        "has failed" if job.phase is Phase.FAILED else "waits for a person"
+    )
 
 
 def _text(job: JobState) -> str:
     lines = [f"{_subject(job).removeprefix('relaunch: ')}: {job.reason}", ""]
     if job.phase is Phase.FAILED:
-        lines += [f"Nothing of it runs any more. To start it again: relaunch retry {job.name} --reason …"]
+        lines += [
+            f"Nothing of it runs any more. To start it again: relaunch retry {job.name} --reason …"
+        ]
     else:
         answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …"
         lines += [f"If nobody answers: {job.next.what}", f"To answer: {answer}"]
     nodes = ", ".join(slot.node for slot in job.slots[:16])
-    lines += ["", f"generation {job.generation}" + (f" on {nodes}" if nodes else ""), f"submitted by {job.submitted_by or 'nobody named'}"]
+    lines += [
+        "",
+        f"generation {job.generation}" + (f" on {nodes}" if nodes else ""),
+        f"submitted by {job.submitted_by or 'nobody named'}",
+    ]
     return "\n".join(lines)

@@ -63,7 +63,9 @@ class RecordedJob(TrainingJob):
         super()._carry_out(decision)
 
 
-async def recording(histories: Iterable[WorkflowHistory], namespace: str, converter: DataConverter) -> Recording:
+async def recording(
+    histories: Iterable[WorkflowHistory], namespace: str, converter: DataConverter
+) -> Recording:
     """Read the runs of one submission, the oldest first.
 
     Raises:

@@ -55,23 +55,42 @@ class Watches:
         job = self._job()
         # Not while the job waits for a person and its ranks are gone: their old exits would be
         # reported again.
-        if not (job.phase in (Phase.RUNNING, Phase.NODE_LOST) or (job.phase is Phase.WAITING_FOR_PERSON and job.lost)):
+        if not (
+            job.phase in (Phase.RUNNING, Phase.NODE_LOST)
+            or (job.phase is Phase.WAITING_FOR_PERSON and job.lost)
+        ):
             return
         for index, nodes in enumerate(commands.shards(tuple(slot.node for slot in job.slots))):
             running = self._watches.get(index)
             if (running is None or running.done()) and not self._succeeded(nodes):
                 self._watches[index] = asyncio.create_task(self._watch(nodes))
-                self._reporting = {*self._reporting, index} if at_checkpoint(job) else self._reporting - {index}
+                self._reporting = (
+                    {*self._reporting, index} if at_checkpoint(job) else self._reporting - {index}
+                )
 
     def stop(self) -> None:
         for watch in self._watches.values():
             watch.cancel()
-        self._watches, self.after_seq, self.exited, self._reporting, self._hints = {}, {}, {}, set(), {}
+        self._watches, self.after_seq, self.exited, self._reporting, self._hints = (
+            {},
+            {},
+            {},
+            set(),
+            {},
+        )
 
     def report_checkpoints(self) -> None:
         """If nodes are to be left at a checkpoint, replace the watches that do not report one."""
-        deaf = tuple(watch for index, watch in self._watches.items() if index not in self._reporting and not watch.done())
-        if deaf and at_checkpoint(self._job()) and (self.exchanging is None or self.exchanging.done()):
+        deaf = tuple(
+            watch
+            for index, watch in self._watches.items()
+            if index not in self._reporting and not watch.done()
+        )
+        if (
+            deaf
+            and at_checkpoint(self._job())
+            and (self.exchanging is None or self.exchanging.done())
+        ):
             self.exchanging = asyncio.create_task(self._exchange(deaf))
 
     def look_again(self, hint: HintMessage) -> None:
@@ -97,7 +116,9 @@ class Watches:
         self.keep()  # resumes after the last report: what the old watches saw and did not report is reported again
 
     def _succeeded(self, nodes: tuple[str, ...]) -> bool:
-        return all(len(self.exited.get(node, ())) == self._job().spec.processes_per_node for node in nodes)
+        return all(
+            len(self.exited.get(node, ())) == self._job().spec.processes_per_node for node in nodes
+        )
 
     async def _watch(self, nodes: tuple[str, ...]) -> None:
         generation = self._job().generation

@@ -38,7 +38,18 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.ladder import left_with, why_left
     from relaunch.job.places import StartedPlaces
     from relaunch.job.ranks import seat
-    from relaunch.job.state import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+    from relaunch.job.state import (
+        Ask,
+        Decision,
+        Examine,
+        Ignore,
+        JobState,
+        Phase,
+        Relaunch,
+        Repair,
+        Stop,
+        Wait,
+    )
     from relaunch.messages.jobs import Carried, JobResult, TrainingJobInput
     from relaunch.pool.messages import Place
     from relaunch.spec.policy import Strategy
@@ -59,7 +70,9 @@ below 512 KiB."""
 def _cancelled(error: asyncio.CancelledError) -> CancelRequested:
     """Return the cancel of the workflow as a cancel of the job: its ranks are stopped before it
     ends."""
-    return CancelRequested(reason=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by="")
+    return CancelRequested(
+        reason=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by=""
+    )
 
 
 @workflow.defn
@@ -79,7 +92,9 @@ class TrainingJob(Mailbox):
         self._launched_generation = 0
         self._sent: dict[str, str] = {}
         """Places of the nodes that got the order to start, as `commands.launch` fills it in."""
-        self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
+        self._watches = Watches(
+            lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited
+        )
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
@@ -88,7 +103,9 @@ class TrainingJob(Mailbox):
         self._reporting: asyncio.Task[None] | None = None
         self._notices = Notices(lambda: self._job, start.carried.told)
         self._leaves = Leaves(lambda: self._job, self._inbox.append)
-        self._deadline = Deadline(lambda: self._job.next.what, lambda until: self._inbox.append(DeadlinePassed(until)))
+        self._deadline = Deadline(
+            lambda: self._job.next.what, lambda until: self._inbox.append(DeadlinePassed(until))
+        )
         self._attributes: dict[str, object] = {}
         self._memo: dict[str, object] = {}
         if start.resume is not None:
@@ -97,7 +114,14 @@ class TrainingJob(Mailbox):
             return
         if start.previous is not None:
             submission = max(submission, start.previous.submission + 1)
-            self._job = resubmit(start.previous, submission, start.submitted_by, now, start.renew_budgets, start.avoid_nodes)
+            self._job = resubmit(
+                start.previous,
+                submission,
+                start.submitted_by,
+                now,
+                start.renew_budgets,
+                start.avoid_nodes,
+            )
             self._job = replace(self._job, spec=start.spec, policy=start.policy)
         else:
             self._job = JobState(
@@ -119,7 +143,9 @@ class TrainingJob(Mailbox):
             self._leaves.keep()
         while True:
             try:
-                await workflow.wait_condition(lambda: bool(self._inbox) or self._may_end() or self._broken() is not None)
+                await workflow.wait_condition(
+                    lambda: bool(self._inbox) or self._may_end() or self._broken() is not None
+                )
             except asyncio.CancelledError as error:
                 self._inbox.append(_cancelled(error))
             if (broken := self._broken()) is not None:
@@ -144,7 +170,14 @@ class TrainingJob(Mailbox):
         why."""
         all_of_them = (*self._doing, *self._watches.tasks, *self._leaves.tasks)
         tasks = [task for task in all_of_them if task is not None and task.done()]
-        return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
+        return next(
+            (
+                error
+                for task in tasks
+                if not task.cancelled() and (error := task.exception()) is not None
+            ),
+            None,
+        )
 
     @property
     def _doing(self) -> tuple[asyncio.Task[None] | None, ...]:
@@ -168,22 +201,40 @@ class TrainingJob(Mailbox):
         self._job = apply_decision(self._job, decision, now)
         match event:
             case NodesAcquired():
-                self._dead = tuple(node for node in self._dead if node not in {slot.node for slot in event.slots})
+                self._dead = tuple(
+                    node for node in self._dead if node not in {slot.node for slot in event.slots}
+                )
             case NodeDeclaredDead():
                 self._dead = tuple(dict.fromkeys((*self._dead, event.node)))
                 if (ending := self._job.ending) is not None:
-                    self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # stop without that node
-                elif isinstance(decision, Ignore) and event.node in waited_for and self._relaunching is not None:
+                    self._replace_act(
+                        lambda: self._stop(once=ending.phase is Phase.SUCCEEDED)
+                    )  # stop without that node
+                elif (
+                    isinstance(decision, Ignore)
+                    and event.node in waited_for
+                    and self._relaunching is not None
+                ):
                     # The node is of an earlier submission: its ranks are stopped before the launch,
                     # which then continues.
                     relaunching = self._relaunching
                     self._replace_act(lambda: self._relaunch(relaunching))
         if not isinstance(decision, Ignore):
-            workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.reason, extra={"generation": self._job.generation})
+            workflow.logger.info(
+                "%s -> %s: %s",
+                event.kind,
+                decision.kind,
+                decision.reason,
+                extra={"generation": self._job.generation},
+            )
         if not isinstance(decision, Ignore | Wait) or isinstance(event, NodesGranted):
             self._stop_asking_for_more(decision)
         self._carry_out(decision)
-        if isinstance(event, NodesOffered) and isinstance(decision, Wait) and not self._claims.is_asking_for_more:
+        if (
+            isinstance(event, NodesOffered)
+            and isinstance(decision, Wait)
+            and not self._claims.is_asking_for_more
+        ):
             self._growing = asyncio.create_task(self._claims.ask_for_more(self._job.generation))
         if isinstance(event, CheckpointSaved) and isinstance(decision, Ignore):
             self._watches.keep()  # the watch that saw the checkpoint has ended
@@ -231,7 +282,9 @@ class TrainingJob(Mailbox):
 
         async def carry_out() -> None:
             if leaving:
-                await workflow.wait(leaving)  # their orders must be released before anything else is ordered
+                await workflow.wait(
+                    leaving
+                )  # their orders must be released before anything else is ordered
             await self._find_half_launched()
             try:
                 await act()
@@ -249,7 +302,11 @@ class TrainingJob(Mailbox):
         if self._launching:
             found = RanksFound(
                 tuple(slot.node for slot in self._job.slots if slot.node not in self._dead),
-                places=(StartedPlaces(self._job.submission, self._launched_generation, dict(self._sent)),),
+                places=(
+                    StartedPlaces(
+                        self._job.submission, self._launched_generation, dict(self._sent)
+                    ),
+                ),
             )
             self._inbox.append(found)
             await workflow.wait_condition(lambda: found not in self._inbox)
@@ -260,33 +317,63 @@ class TrainingJob(Mailbox):
             return decision.generation != self._job.generation or self._job.ending is not None
 
         if decision.delay:
-            await workflow.sleep(decision.delay.total_seconds(), summary=f"delay before generation {decision.generation}")
+            await workflow.sleep(
+                decision.delay.total_seconds(),
+                summary=f"delay before generation {decision.generation}",
+            )
         leaving = left_out(self._job, workflow.now())
-        excluded = tuple(dict.fromkeys((*decision.without, *leaving, *(avoided.node for avoided in self._job.avoided))))
+        excluded = tuple(
+            dict.fromkeys(
+                (*decision.without, *leaving, *(avoided.node for avoided in self._job.avoided))
+            )
+        )
         places = tuple(Place(slot.node, slot.address, slot.gpus) for slot in self._job.slots)
-        is_ours = bool(places) and not self._claims.waits and {place.node for place in places} == set(self._claims.nodes)
+        is_ours = (
+            bool(places)
+            and not self._claims.waits
+            and {place.node for place in places} == set(self._claims.nodes)
+        )
         fewer, left = self._job.fewer, left_with(self._job, excluded)
-        has_them = not self._claims.waits and {slot.node for slot in left} <= set(self._claims.nodes)
-        shrinks = decision.strategy is Strategy.SHRINK and has_them and len(left) >= self._job.spec.fewest_nodes
+        has_them = not self._claims.waits and {slot.node for slot in left} <= set(
+            self._claims.nodes
+        )
+        shrinks = (
+            decision.strategy is Strategy.SHRINK
+            and has_them
+            and len(left) >= self._job.spec.fewest_nodes
+        )
         if decision.strategy is Strategy.GROW and self._claims.is_asking_for_more:
             places, fewer = self._claims.take_more(), self._claims.fewer
         elif shrinks:
             places, fewer = self._claims.leave(left), why_left(self._job, left)
-        elif not (decision.keep_nodes and is_ours) or any(place.node in excluded for place in places):
+        elif not (decision.keep_nodes and is_ours) or any(
+            place.node in excluded for place in places
+        ):
             places = await self._claims.acquire(decision, excluded)
             if not places or superseded():
                 return
             fewer = self._claims.fewer
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
-        left_behind = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
+        left_behind = [
+            node for node in self._job.maybe_alive if node not in {place.node for place in places}
+        ]
         # Ranks launched without fencing (such as those of a single node) never fence themselves,
         # but as part of a fencing gang they would be taken for ranks that do.
-        alone = bool(self._job.maybe_alive) and not fences(self._job) and will_fence(self._job, len(slots))
+        alone = (
+            bool(self._job.maybe_alive)
+            and not fences(self._job)
+            and will_fence(self._job, len(slots))
+        )
         if left_behind or alone:
             # Stop ranks on all nodes, not only on those: a node that was cut off stops its ranks
             # only when no other node vouches for it.
             before = decision.generation - 1
-            gone = await commands.prove_stopped(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
+            gone = await commands.prove_stopped(
+                self._job,
+                before,
+                self._job.maybe_alive,
+                f"stop generation {before} before another starts",
+            )
             self._inbox.append(gone)
             if superseded():
                 return
@@ -323,16 +410,27 @@ class TrainingJob(Mailbox):
     def _keep_wish(self) -> None:
         """Inform the fleet when the job would take more nodes, if that has changed."""
         job, said = self._job, self._saying_again
-        if not job.spec.is_elastic or job.phase is not Phase.RUNNING or job.leaving or job.incident is not None:
+        if (
+            not job.spec.is_elastic
+            or job.phase is not Phase.RUNNING
+            or job.leaving
+            or job.incident is not None
+        ):
             return
-        busy = self._claims.waits or self._claims.is_asking_for_more or (said is not None and not said.done())
+        busy = (
+            self._claims.waits
+            or self._claims.is_asking_for_more
+            or (said is not None and not said.done())
+        )
         if not busy and more_at(job) != self._claims.more_at:
             self._saying_again = asyncio.create_task(self._claims.resend())
 
     def _stop_asking_for_more(self, decision: Decision) -> None:
         """Withdraw a request for more nodes unless the job grows with it: the fleet may grant them
         to others."""
-        if not self._claims.is_asking_for_more or (isinstance(decision, Relaunch) and decision.strategy is Strategy.GROW):
+        if not self._claims.is_asking_for_more or (
+            isinstance(decision, Relaunch) and decision.strategy is Strategy.GROW
+        ):
             return
         self._claims.forget_more()
         self._saying_again = asyncio.create_task(self._claims.resend())
@@ -352,7 +450,12 @@ class TrainingJob(Mailbox):
         generation = self._job.generation
         if self._job.maybe_alive:
             what = "examining" if isinstance(decision, Examine) else decision.strategy
-            gone = await commands.prove_stopped(self._job, generation, self._job.maybe_alive, f"stop generation {generation} before {what}")
+            gone = await commands.prove_stopped(
+                self._job,
+                generation,
+                self._job.maybe_alive,
+                f"stop generation {generation} before {what}",
+            )
             self._inbox.append(gone)
         if isinstance(decision, Examine):
             self._inbox.append(await commands.examine(self._job, decision))
@@ -367,17 +470,32 @@ class TrainingJob(Mailbox):
         if once:
             alive, places = (), tuple(dict.fromkeys((*alive, *places)))
         if alive:
-            self._inbox.append(await commands.prove_stopped(self._job, generation, alive, f"stop generation {generation}"))
+            self._inbox.append(
+                await commands.prove_stopped(
+                    self._job, generation, alive, f"stop generation {generation}"
+                )
+            )
         if rest := tuple(node for node in places if node not in alive):
             # Proven gone earlier; one of these nodes may be dead, so do not wait for it.
             self._inbox.append(
-                await commands.prove_stopped(self._job, generation, rest, f"clean up after generation {generation}", once=True)
+                await commands.prove_stopped(
+                    self._job,
+                    generation,
+                    rest,
+                    f"clean up after generation {generation}",
+                    once=True,
+                )
             )
 
     # --- end and continue-as-new
 
     def _may_end(self) -> bool:
-        return self._job.ending is not None and not self._inbox and self._act is not None and self._act.done()
+        return (
+            self._job.ending is not None
+            and not self._inbox
+            and self._act is not None
+            and self._act.done()
+        )
 
     async def _end(self) -> JobResult:
         if self._act is not None:
@@ -394,7 +512,16 @@ class TrainingJob(Mailbox):
         await workflow.wait_condition(workflow.all_handlers_finished)
         job, ending = self._job, self._job.ending
         assert ending is not None
-        result = JobResult(job.name, job.phase, ending.exit_code, job.reason, job.generation, job.incidents, job.incidents_archived, job)
+        result = JobResult(
+            job.name,
+            job.phase,
+            ending.exit_code,
+            job.reason,
+            job.generation,
+            job.incidents,
+            job.incidents_archived,
+            job,
+        )
         if job.phase is Phase.FAILED:
             # Shown red in the web UI's list, with the reason; the details carry the result.
             raise ApplicationError(job.reason, result, type="JobFailed", non_retryable=True)
@@ -426,7 +553,11 @@ class TrainingJob(Mailbox):
             self._notices.told,
             self._claims.carried,
         )
-        workflow.continue_as_new(TrainingJobInput(spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried))
+        workflow.continue_as_new(
+            TrainingJobInput(
+                spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried
+            )
+        )
 
     async def _settled(self, tasks: list[asyncio.Task[None]]) -> CancelRequested | None:
         """Wait until the tasks and all handlers are done, despite cancels; return a cancel that
@@ -434,7 +565,9 @@ class TrainingJob(Mailbox):
         cancelled = None
         while True:
             try:
-                await workflow.wait_condition(lambda: all(task.done() for task in tasks) and workflow.all_handlers_finished())
+                await workflow.wait_condition(
+                    lambda: all(task.done() for task in tasks) and workflow.all_handlers_finished()
+                )
             except asyncio.CancelledError as error:
                 cancelled = _cancelled(error)
             else:
@@ -460,6 +593,8 @@ class TrainingJob(Mailbox):
             workflow.upsert_memo(page)
             self._memo = page
 
-    @workflow.signal(description="The fleet was begun anew and asks what this job has. Nobody else sends it.")
+    @workflow.signal(
+        description="The fleet was begun anew and asks what this job has. Nobody else sends it."
+    )
     def claim_again(self, *_more: Any) -> None:
         self._saying_again = asyncio.create_task(self._claims.resend())

@@ -41,7 +41,13 @@ DRAINED_WITHIN = 5.0
 BEAT = 3600.0
 """Heartbeat interval of the container's own watch, in seconds; it only waits for exits."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
-MISUSED, NOT_RUN, NOT_FOUND, KILLED, ASKED_TO_GO = 2, 126, 127, 128 + signal.SIGKILL, 128 + signal.SIGTERM
+MISUSED, NOT_RUN, NOT_FOUND, KILLED, ASKED_TO_GO = (
+    2,
+    126,
+    127,
+    128 + signal.SIGKILL,
+    128 + signal.SIGTERM,
+)
 
 
 def main(arguments: List[str]) -> int:
@@ -132,7 +138,9 @@ class _Container:
             self._launch(text)
         except Refused as refused:
             _say(str(refused.answer["reason"]))
-            return {"command_not_found": NOT_FOUND, "bad_order": MISUSED}.get(refused.answer["why"], NOT_RUN)
+            return {"command_not_found": NOT_FOUND, "bad_order": MISUSED}.get(
+                refused.answer["why"], NOT_RUN
+            )
         self._supervise()
         return self._code()
 
@@ -158,7 +166,9 @@ class _Container:
         self.grace = min(LONGEST_GRACE, order.number("stop_grace"))
         self.state = open_state()
         if number is not None:
-            self.door = port.Listener(number, os.environ.get("RELAUNCH_AGENT_KEY", ""), self.state, self.telling, _say)
+            self.door = port.Listener(
+                number, os.environ.get("RELAUNCH_AGENT_KEY", ""), self.state, self.telling, _say
+            )
         prepared = self._done(
             "prepare",
             ranks=self.ranks,
@@ -189,7 +199,9 @@ class _Container:
         if answer is None:
             raise Refused("cannot_start", f"the agent could not {command} the ranks")
         if answer["outcome"] != "done":
-            raise Refused(answer["why"], f"the agent could not {command} the ranks: {answer['reason']}")
+            raise Refused(
+                answer["why"], f"the agent could not {command} the ranks: {answer['reason']}"
+            )
         return answer
 
     def _begin(self, command: str, /, **order: Any) -> Child:
@@ -284,12 +296,20 @@ class _Container:
         elif not data:  # the watch sent its end, or was killed
             watch.close()
             os.close(watch.from_child)
-            self.watch = None if self.until is not None else self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
+            self.watch = (
+                None
+                if self.until is not None
+                else self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
+            )
 
     def _observed(self, observation: Json) -> None:
         self.seen = observation["seq"]
         if observation["kind"] == "RankExited":
-            code = observation["exit_code"] if observation["signal"] is None else 128 + observation["signal"]
+            code = (
+                observation["exit_code"]
+                if observation["signal"] is None
+                else 128 + observation["signal"]
+            )
             self.exited[observation["rank"]] = -1 if observation["stopped"] else code
         elif observation["kind"] in ("KeeperDied", "RanksVanished"):
             self.lost = True
@@ -300,7 +320,9 @@ class _Container:
         self._drain()
         if self.until is None:
             # The sender of SIGTERM waits for the exit, and knows its reason.
-            lingers = self.door is not None and self.door.listener is not None and not self.asked_to_go
+            lingers = (
+                self.door is not None and self.door.listener is not None and not self.asked_to_go
+            )
             self.until = time.monotonic() + (LINGER if lingers else 0.0)
 
     # --- the output of the ranks
@@ -338,5 +360,7 @@ def _kept() -> Dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("RELAUNCH_", "TORCHELASTIC_")) and not name.startswith("RELAUNCH_AGENT_") and name != "RELAUNCH_ORDER"
+        if name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
+        and not name.startswith("RELAUNCH_AGENT_")
+        and name != "RELAUNCH_ORDER"
     }

@@ -93,7 +93,9 @@ def _listen(port: int) -> socket.socket:
 class Listener:
     """The listening socket, and one process for each connection."""
 
-    def __init__(self, number: int, key: str, state: Path, told: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, number: int, key: str, state: Path, told: int, say: Callable[[str], None]
+    ) -> None:
         """Make a listener for a port and a key.
 
         Args:
@@ -116,8 +118,14 @@ class Listener:
             return
         self.again_at = None
         if len(self.key) < LEAST_KEY:
-            found = f"has {len(self.key)} bytes, expected at least {LEAST_KEY}" if self.key else "is not set"
-            self.say(f"RELAUNCH_AGENT_KEY {found}: no port is opened, and nothing but exit codes is told")
+            found = (
+                f"has {len(self.key)} bytes, expected at least {LEAST_KEY}"
+                if self.key
+                else "is not set"
+            )
+            self.say(
+                f"RELAUNCH_AGENT_KEY {found}: no port is opened, and nothing but exit codes is told"
+            )
             return
         try:
             self.listener = _listen(self.number)
@@ -125,7 +133,9 @@ class Listener:
             self.again_at = time.monotonic() + LISTEN_AGAIN
             if not self.complained:
                 self.complained = True
-                self.say(f"port {self.number} cannot be opened ({error}): nothing but exit codes is told until it can")
+                self.say(
+                    f"port {self.number} cannot be opened ({error}): nothing but exit codes is told until it can"
+                )
 
     def accept(self) -> None:
         assert self.listener is not None
@@ -137,7 +147,9 @@ class Listener:
             connection.setblocking(True)
             if len(self.connections) < CONNECTIONS:
                 own = os.getpid()
-                self.connections.append(processes.fork(lambda: serve(self.state, connection, self.key, self.told, own)))
+                self.connections.append(
+                    processes.fork(lambda: serve(self.state, connection, self.key, self.told, own))
+                )
 
     def reaped(self, pid: int) -> None:
         if pid in self.connections:
@@ -154,7 +166,9 @@ def greet(connection: socket.socket, key: bytes) -> bytes:
     proof = answer.get("mac") if answer is not None else None
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce) or not isinstance(proof, str):
         raise AuthenticationError
-    if not hmac.compare_digest(proof.encode(), mac(key, f"{challenge}client{nonce}".encode()).encode()):
+    if not hmac.compare_digest(
+        proof.encode(), mac(key, f"{challenge}client{nonce}".encode()).encode()
+    ):
         raise AuthenticationError
     connection.sendall(line({"mac": mac(key, f"{nonce}agent{challenge}".encode())}))
     return hmac.new(key, f"{challenge}session{nonce}".encode(), hashlib.sha256).digest()
@@ -255,7 +269,10 @@ class _Relay:
                 # parse them differently.
                 write(self.orders, line(value))
                 continue
-            for answer in ({"id": value.get("id"), "line": refusal}, {"id": value.get("id"), "exit": 0}):
+            for answer in (
+                {"id": value.get("id"), "line": refusal},
+                {"id": value.get("id"), "exit": 0},
+            ):
                 self.connection.sendall(self.outgoing.seal(line(answer).rstrip(b"\n")))
         if len(self.heard) > LONGEST_ORDER:
             raise AuthenticationError
@@ -264,7 +281,9 @@ class _Relay:
         """Wait until the other machine has received all: the network may end with the container."""
         until = time.monotonic() + DELIVERED_WITHIN
         while time.monotonic() < until:
-            (left,) = struct.unpack("i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
+            (left,) = struct.unpack(
+                "i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, b"\0" * 4)
+            )
             if not left:
                 os.write(self.told, b".")
                 return
@@ -276,5 +295,6 @@ def _refusal(value: Json) -> Optional[Json]:
     if "command" not in value or command in TELLS:
         return None
     return Refused(
-        "bad_order", f"the agent in a container is asked and not ordered: {str(command)[:40]!r} is none of {', '.join(TELLS)}"
+        "bad_order",
+        f"the agent in a container is asked and not ordered: {str(command)[:40]!r} is none of {', '.join(TELLS)}",
     ).answer

@@ -108,7 +108,14 @@ def _short_enough(answer: Json) -> str:
     lines = answer["kernel"]["lines"] if isinstance(answer.get("kernel"), dict) else []
     while len(text) > LONGEST and lines:
         lines = lines[(len(lines) + 1) // 2 :]
-        answer = {**answer, "kernel": {"unreadable": "its oldest lines are left out: it is too long", **answer["kernel"], "lines": lines}}
+        answer = {
+            **answer,
+            "kernel": {
+                "unreadable": "its oldest lines are left out: it is too long",
+                **answer["kernel"],
+                "lines": lines,
+            },
+        }
         text = _text(answer)
     return text
 

@@ -77,7 +77,9 @@ def _unpacked(state: str, source: bytes) -> Optional[str]:
 def _holds(folder: str, source: bytes) -> bool:
     path, compiled = os.path.join(folder, FILE), os.path.join(folder, "__pycache__")
     try:
-        if not (_is_safe(folder) and _is_safe(path)) or (os.path.lexists(compiled) and not _is_safe(compiled)):
+        if not (_is_safe(folder) and _is_safe(path)) or (
+            os.path.lexists(compiled) and not _is_safe(compiled)
+        ):
             return False
         with open(path, "rb") as file:
             return file.read() == source

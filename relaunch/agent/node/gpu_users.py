@@ -34,7 +34,9 @@ def using(reading: Json, living_only: bool = False) -> List[Tuple[int, str]]:
     for gpu in reading.get("gpus", ()):
         for each in _listed(gpu):
             process = processes.look(each["pid"])
-            if not living_only or (process is not None and process.lives and not hold.doomed(each["pid"])):
+            if not living_only or (
+                process is not None and process.lives and not hold.doomed(each["pid"])
+            ):
                 found.append((each["pid"], gpu["bus_id"]))
     return found
 
@@ -49,7 +51,9 @@ def describe(pids: List[int]) -> str:
     named = []
     for pid in few:
         who = found.get(str(pid)) or {}
-        named.append(f"pid {pid} ({who.get('user') or 'user unknown'}, {who.get('program') or 'program unknown'})")
+        named.append(
+            f"pid {pid} ({who.get('user') or 'user unknown'}, {who.get('program') or 'program unknown'})"
+        )
     more = len(pids) - len(few)
     return ", ".join(named) + (f" and {more} more" if more else "")
 
@@ -67,14 +71,25 @@ def told(state: Path, reading: Json) -> Json:
         return reading
     mine = ours(state, pids)
     foreign_processes = [pid for pid in pids if pid not in mine]
-    names = tools.bounded(lambda: {str(pid): _who(pid) for pid in foreign_processes}, NAMED_WITHIN) if foreign_processes else {}
+    names = (
+        tools.bounded(lambda: {str(pid): _who(pid) for pid in foreign_processes}, NAMED_WITHIN)
+        if foreign_processes
+        else {}
+    )
     unknown = {"user": None, "program": None}
 
     def named(each: Json) -> Json:
         pid = each["pid"]
-        return {**each, "ours": True} if pid in mine else {**each, "ours": False, **(names or {}).get(str(pid), unknown)}
+        return (
+            {**each, "ours": True}
+            if pid in mine
+            else {**each, "ours": False, **(names or {}).get(str(pid), unknown)}
+        )
 
-    gpus = [{**gpu, "processes": [named(each) for each in _listed(gpu)]} if _listed(gpu) else gpu for gpu in reading["gpus"]]
+    gpus = [
+        {**gpu, "processes": [named(each) for each in _listed(gpu)]} if _listed(gpu) else gpu
+        for gpu in reading["gpus"]
+    ]
     return {**reading, "gpus": gpus}
 
 

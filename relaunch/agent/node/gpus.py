@@ -17,7 +17,14 @@ eight."""
 
 def read(state: Path, within: float = WITHIN, inventory_only: bool = False) -> Json:
     """Return {"driver", "nvml", "gpus"} or {"unreadable": reason}."""
-    words = [sys.executable, "-S", os.path.abspath(sys.argv[0]), "nvml", "inventory" if inventory_only else "all", str(state)]
+    words = [
+        sys.executable,
+        "-S",
+        os.path.abspath(sys.argv[0]),
+        "nvml",
+        "inventory" if inventory_only else "all",
+        str(state),
+    ]
     ran = tools.run(words, within)
     if ran.exit_code is None:
         stuck = " and does not die" if ran.left else ""
@@ -28,4 +35,7 @@ def read(state: Path, within: float = WITHIN, inventory_only: bool = False) -> J
         return answer
     how = f"by signal {-ran.exit_code}" if ran.exit_code < 0 else f"with exit code {ran.exit_code}"
     words_of = ran.stderr.strip().splitlines()
-    return {"unreadable": f"the process that asked NVML ended {how}" + (f": {words_of[-1][:200]}" if words_of else "")}
+    return {
+        "unreadable": f"the process that asked NVML ended {how}"
+        + (f": {words_of[-1][:200]}" if words_of else "")
+    }

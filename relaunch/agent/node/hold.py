@@ -75,7 +75,11 @@ def held(state: Path) -> Optional[Json]:
         return None
     except BlockingIOError:
         known = read_json(state / HELD) or {}
-        told = {"by": known.get("by", "unknown"), "id": known.get("id", ""), "since": known.get("since", now())}
+        told = {
+            "by": known.get("by", "unknown"),
+            "id": known.get("id", ""),
+            "since": known.get("since", now()),
+        }
         return {**told, "fleet": known["fleet"]} if known.get("fleet") else told
     finally:
         os.close(handle)
@@ -102,10 +106,18 @@ def shared(state: Path, fleet: str = "") -> Iterator[None]:
     try:
         going = reboots.under_way(state)
         if going is not None:
-            raise Refused("rebooting", f"this node was ordered to reboot ({going['id']}) and has not yet", id=going["id"])
+            raise Refused(
+                "rebooting",
+                f"this node was ordered to reboot ({going['id']}) and has not yet",
+                id=going["id"],
+            )
         left = _clear(state)
         if left:
-            raise Refused("stuck", f"processes {left[:NAMED]} of an examination that was killed do not die", pids=left)
+            raise Refused(
+                "stuck",
+                f"processes {left[:NAMED]} of an examination that was killed do not die",
+                pids=left,
+            )
         yield
     finally:
         os.close(handle)
@@ -121,7 +133,11 @@ def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[i
         left = _clear(state)
         if not left:
             try:
-                write_json(state / HELD, {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()}, durable=False)
+                write_json(
+                    state / HELD,
+                    {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()},
+                    durable=False,
+                )
             except OSError:
                 # it serves messages and the sweep; a full disk must not prevent a repair
                 pass
@@ -170,7 +186,9 @@ def _may_run(generation: Generation) -> bool:
     keeper = processes.look(identity[0]) if identity is not None else None
     if identity is None or keeper is None or keeper.started != identity[1]:
         return False
-    helpers = [known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None]
+    helpers = [
+        known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None
+    ]
     return bool(processes.list_below(keeper, without=helpers))
 
 
@@ -259,7 +277,10 @@ def refuse_if_busy(state: Path, doomed_too: bool = True, fleet: str = "") -> Non
     for each in jobs:
         if is_other(each.get("fleet", ""), fleet):
             raise _lives_here(each, fleet, few, jobs=jobs, pids=pids)
-    names = ", ".join(f"job {each['job']} generation {each['generation']}" for each in jobs) or "something that a rank started"
+    names = (
+        ", ".join(f"job {each['job']} generation {each['generation']}" for each in jobs)
+        or "something that a rank started"
+    )
     raise Refused("busy", f"{names} runs on this node{few}", jobs=jobs, pids=pids)
 
 
@@ -335,5 +356,8 @@ def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
             continue
         for generation in JobState.named(state, highest).generations()[-1:]:
             other = (generation.given or {}).get("fleet", "")
-            if is_other(other, fleet) and (_may_run(generation) or any(processes.lives(*rank) for rank in generation.groups.items())):
+            if is_other(other, fleet) and (
+                _may_run(generation)
+                or any(processes.lives(*rank) for rank in generation.groups.items())
+            ):
                 raise _lives_here({"job": highest["job"], "fleet": other}, fleet)

@@ -169,7 +169,9 @@ def _alone(generation: Generation, since: Mark) -> Mark:
     if since.handle < 0:
         return since
     try:
-        os.close(os.open(generation.path / "kernel.begun", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(
+            os.open(generation.path / "kernel.begun", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        )
     except OSError:
         return replace(since, handle=-1)
     return since
@@ -196,7 +198,11 @@ def read(since: Mark, most: int = LINES, patience: float = PATIENCE) -> Json:
         # EPERM is the kernel's own check; without permission on the device file the error is
         # EACCES.
         restricted = " (kernel.dmesg_restrict)" if error.errno == errno.EPERM else ""
-        why = "permission denied" if isinstance(error, PermissionError) else str(error.strerror).lower()
+        why = (
+            "permission denied"
+            if isinstance(error, PermissionError)
+            else str(error.strerror).lower()
+        )
         return _unreadable(f"{why}: {since.path}{restricted}")
 
 
@@ -210,7 +216,9 @@ def _read_device(since: Mark, most: int, patience: float) -> Json:
         os.close(handle)
 
 
-def read_records(handle: int, path: str, uptime: float = 0.0, most: int = LINES, patience: float = PATIENCE) -> Json:
+def read_records(
+    handle: int, path: str, uptime: float = 0.0, most: int = LINES, patience: float = PATIENCE
+) -> Json:
     """Read up to the last record, from any writer: fault injection also writes into the device.
 
     A record is `priority,sequence,microseconds,flags;message`, followed by lines that are left out.
@@ -253,7 +261,11 @@ def _read_file(since: Mark, most: int) -> Json:
     first = data.find(b"\n") + 1 if start > begin else 0
     found = [_text(line) for line in _lines_with_marks(data, first, most)]
     part = start > begin and len(found) < most
-    lost = f"of {since.path} only the last {TAIL // 1024} KiB were read; more was written since this generation began" if part else None
+    lost = (
+        f"of {since.path} only the last {TAIL // 1024} KiB were read; more was written since this generation began"
+        if part
+        else None
+    )
     return {"kernel": list(found), "kernel_unreadable": lost}
 
 

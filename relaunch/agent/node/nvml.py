@@ -27,7 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: `inventory`, to read only that, or another word; then the node's state folder.
     """
-    said = _ask(INVENTORY if arguments[:1] == ["inventory"] else None, arguments[1] if len(arguments) > 1 else None)
+    said = _ask(
+        INVENTORY if arguments[:1] == ["inventory"] else None,
+        arguments[1] if len(arguments) > 1 else None,
+    )
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
     return 0
@@ -38,7 +41,11 @@ def _ask(names: Optional[Sequence[str]], state: Optional[str]) -> Json:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
         missing = "cannot open shared object file" in str(error)
-        return {"unreadable": f"{LIBRARY} is not on this node" if missing else f"{LIBRARY} cannot be loaded: {error}"}
+        return {
+            "unreadable": f"{LIBRARY} is not on this node"
+            if missing
+            else f"{LIBRARY} cannot be loaded: {error}"
+        }
     return Nvml(bindings.load(state), names).everything()
 
 
@@ -50,7 +57,11 @@ class Nvml:
         """Make the readings in `names`; None: all."""
         self.nvml = nvml
         prefix = "NVML_ERROR_"
-        self.words: Dict[int, str] = {getattr(nvml, name): name[len(prefix) :] for name in dir(nvml) if name.startswith(prefix)}
+        self.words: Dict[int, str] = {
+            getattr(nvml, name): name[len(prefix) :]
+            for name in dir(nvml)
+            if name.startswith(prefix)
+        }
         readings: Dict[str, Reading] = {
             "name": lambda gpu: _text(nvml.nvmlDeviceGetName(gpu)),
             "memory": self._memory,
@@ -58,18 +69,27 @@ class Nvml:
             "ecc": self._ecc,
             "remapped": self._remapped,
             "retired_pending": lambda gpu: bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)),
-            "recovery_action": lambda gpu: self._fields(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0],
+            "recovery_action": lambda gpu: self._fields(
+                gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+            )[0],
             "throttle": lambda gpu: self._first_of(
-                "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons", gpu
+                "nvmlDeviceGetCurrentClocksEventReasons",
+                "nvmlDeviceGetCurrentClocksThrottleReasons",
+                gpu,
             ),
             "nvlink_errors": self._nvlink_errors,
             "nvlink_inactive": self._nvlink_inactive,
             "temperature": lambda gpu: self._first_of(
-                "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", gpu, nvml.NVML_TEMPERATURE_GPU
+                "nvmlDeviceGetTemperature",
+                "nvmlDeviceGetTemperatureV",
+                gpu,
+                nvml.NVML_TEMPERATURE_GPU,
             ),
             "pcie_replays": nvml.nvmlDeviceGetPcieReplayCounter,
         }
-        self.readings = {name: ask for name, ask in readings.items() if names is None or name in names}
+        self.readings = {
+            name: ask for name, ask in readings.items() if names is None or name in names
+        }
 
     def everything(self) -> Json:
         try:
@@ -97,7 +117,11 @@ class Nvml:
         try:
             gpu = self.nvml.nvmlDeviceGetHandleByIndex(index)
             bus_id = _text(self.nvml.nvmlDeviceGetPciInfo(gpu).busId)
-            found: Json = {"index": index, "uuid": _text(self.nvml.nvmlDeviceGetUUID(gpu)), "bus_id": bus_id}
+            found: Json = {
+                "index": index,
+                "uuid": _text(self.nvml.nvmlDeviceGetUUID(gpu)),
+                "bus_id": bus_id,
+            }
             for name, ask in self.readings.items():
                 try:
                     found[name] = ask(gpu)
@@ -132,13 +156,19 @@ class Nvml:
         try:
             listed += self.nvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)
         except self.nvml.NVMLError as error:
-            if error.value not in (self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND, self.nvml.NVML_ERROR_NOT_SUPPORTED):
+            if error.value not in (
+                self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+                self.nvml.NVML_ERROR_NOT_SUPPORTED,
+            ):
                 raise
         used = {each.pid: each.usedGpuMemory for each in listed}
         return [{"pid": pid, "used": used[pid]} for pid in sorted(used)]
 
     def _ecc(self, gpu: Any) -> Json:
-        total, kind = self.nvml.nvmlDeviceGetTotalEccErrors, self.nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        total, kind = (
+            self.nvml.nvmlDeviceGetTotalEccErrors,
+            self.nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        )
         return {
             "volatile_uncorrected": total(gpu, kind, self.nvml.NVML_VOLATILE_ECC),
             "aggregate_uncorrected": total(gpu, kind, self.nvml.NVML_AGGREGATE_ECC),
@@ -146,7 +176,12 @@ class Nvml:
 
     def _remapped(self, gpu: Any) -> Json:
         correctable, uncorrectable, pending, failed = self.nvml.nvmlDeviceGetRemappedRows(gpu)
-        return {"correctable": correctable, "uncorrectable": uncorrectable, "pending": bool(pending), "failed": bool(failed)}
+        return {
+            "correctable": correctable,
+            "uncorrectable": uncorrectable,
+            "pending": bool(pending),
+            "failed": bool(failed),
+        }
 
     def _nvlink_errors(self, gpu: Any) -> Json:
         nvml = self.nvml
@@ -166,7 +201,10 @@ class Nvml:
                 if not self.nvml.nvmlDeviceGetNvLinkState(gpu, link):
                     inactive.append(link)
             except self.nvml.NVMLError as error:
-                past_the_last = (self.nvml.NVML_ERROR_INVALID_ARGUMENT, self.nvml.NVML_ERROR_NOT_SUPPORTED)
+                past_the_last = (
+                    self.nvml.NVML_ERROR_INVALID_ARGUMENT,
+                    self.nvml.NVML_ERROR_NOT_SUPPORTED,
+                )
                 if link == 0 or error.value not in past_the_last:
                     raise
                 break

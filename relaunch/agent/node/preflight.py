@@ -78,7 +78,9 @@ def _session() -> Optional[str]:
             parts = [part for text in file for part in text.strip().split("/")]
     except OSError:
         return None
-    return next((part for part in parts if part.startswith("session-") and part.endswith(".scope")), None)
+    return next(
+        (part for part in parts if part.startswith("session-") and part.endswith(".scope")), None
+    )
 
 
 def _tried(words: List[str], until: float) -> Json:
@@ -127,7 +129,11 @@ def _allowed(words: List[str], until: float) -> Json:
         return {**answer, "cannot": f"sudo cannot be run: {error.strerror}"}
     if ran.exit_code == 0:
         return answer
-    said = ran.last_words[-SAID:] if ran.exit_code is not None else f"it did not answer within {TOOL:g} s"
+    said = (
+        ran.last_words[-SAID:]
+        if ran.exit_code is not None
+        else f"it did not answer within {TOOL:g} s"
+    )
     return {**answer, "cannot": f"sudo -n does not allow it{f': {said}' if said else ''}"}
 
 
@@ -161,7 +167,13 @@ def _leave(address: str, stay: float) -> Json:
         finally:
             os.close(reading)
         started = None if found is None else found.started
-        return {"pid": pid, "started": started, "address": address, "port": listener.getsockname()[1], "word": word}
+        return {
+            "pid": pid,
+            "started": started,
+            "address": address,
+            "port": listener.getsockname()[1],
+            "word": word,
+        }
 
 
 def _stay(listener: socket.socket, word: str, stay: float) -> None:
@@ -224,5 +236,7 @@ def _met(address: str, port: int, word: str) -> Json:
         except OSError as error:
             return {"cannot": f"{address} port {port}: {error.strerror}"}
     if said.strip() != word.encode():
-        return {"cannot": f"somebody else answers at {address} port {port}: two machines have this address, or something is between"}
+        return {
+            "cannot": f"somebody else answers at {address} port {port}: two machines have this address, or something is between"
+        }
     return {"took": time.monotonic() - began}

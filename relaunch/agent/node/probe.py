@@ -52,7 +52,9 @@ def _memory() -> Json:
     try:
         with open("/proc/meminfo") as file:
             lines = dict(text.split(":", 1) for text in file)
-        total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        total, available = (
+            int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
+        )
     except (OSError, KeyError, ValueError) as error:
         return {"unreadable": f"/proc/meminfo: {error}"}
     return {"total": total, "available": available}
@@ -66,7 +68,14 @@ def _disks(state: Path, within: float) -> List[Json]:
         answer = tools.bounded(lambda path=path: _disk(path, writes=path == state), within)  # type: ignore[misc]
         if answer is None:
             unknown = {"total": 0, "free": 0, "inodes_free": None}
-            rows.append({"path": str(path), **unknown, "writable": False, "reason": f"it did not answer within {within:g} s"})
+            rows.append(
+                {
+                    "path": str(path),
+                    **unknown,
+                    "writable": False,
+                    "reason": f"it did not answer within {within:g} s",
+                }
+            )
         elif answer["device"] is not None and answer["device"] not in seen:
             seen.add(answer.pop("device"))
             rows.append(answer)
@@ -82,7 +91,13 @@ def _disk(path: Path, writes: bool) -> Json:
     except OSError as error:
         row = {"device": f"{path}", "path": str(path), "total": 0, "free": 0, "inodes_free": None}
         return {**row, "writable": False, "reason": str(error.strerror)}
-    reason = "it is mounted read-only" if found.f_flag & os.ST_RDONLY else _write(path) if writes else None
+    reason = (
+        "it is mounted read-only"
+        if found.f_flag & os.ST_RDONLY
+        else _write(path)
+        if writes
+        else None
+    )
     row = {
         "device": device,
         "path": str(path),

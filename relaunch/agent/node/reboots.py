@@ -49,7 +49,11 @@ def _entries(state: Path) -> List[Json]:
         if not isinstance(entry, dict):
             continue
         if "undone" in entry:
-            found = [one for one in found if (one["id"], one["boot_id"]) != (entry.get("id"), entry.get("boot_id"))]
+            found = [
+                one
+                for one in found
+                if (one["id"], one["boot_id"]) != (entry.get("id"), entry.get("boot_id"))
+            ]
         elif {"at", "id", "reason", "boot_id"} <= set(entry):
             found.append(entry)
     return found
@@ -72,7 +76,9 @@ def record(state: Path, id: str, reason: str) -> None:
     """
     boot = boot_id(state)
     if not any((entry["id"], entry["boot_id"]) == (id, boot) for entry in _entries(state)):
-        _append(state, {"at": time.time(), "id": id, "reason": reason[:MAX_REASON], "boot_id": boot})
+        _append(
+            state, {"at": time.time(), "id": id, "reason": reason[:MAX_REASON], "boot_id": boot}
+        )
     known = under_way(state)
     if known is None or known.get("id") != id:
         write_json(state / UNDER_WAY, {"boot_id": boot, "id": id, "ran": None})
@@ -82,7 +88,9 @@ def record(state: Path, id: str, reason: str) -> None:
 def ran(state: Path, id: str) -> None:
     """Record that the command has been run."""
     try:
-        write_json(state / UNDER_WAY, {"boot_id": boot_id(state), "id": id, "ran": now()}, durable=False)
+        write_json(
+            state / UNDER_WAY, {"boot_id": boot_id(state), "id": id, "ran": now()}, durable=False
+        )
     except OSError:
         # it was run anyway; a repeated order would run it again, on a boot that ends in any case
         pass
@@ -91,7 +99,10 @@ def ran(state: Path, id: str) -> None:
 def withdraw(state: Path, id: str, reason: str) -> None:
     """Cancel an entry whose command failed: the node runs on, and the entry does not count."""
     (state / UNDER_WAY).unlink()
-    _append(state, {"id": id, "boot_id": boot_id(state), "undone": reason[:MAX_REASON], "at": time.time()})
+    _append(
+        state,
+        {"id": id, "boot_id": boot_id(state), "undone": reason[:MAX_REASON], "at": time.time()},
+    )
 
 
 def _append(state: Path, entry: Json) -> None:
@@ -117,7 +128,9 @@ def tend(state: Path) -> None:
     if mark.handle >= 0:
         os.close(mark.handle)
     try:
-        write_json(state / TENDED, {**kernel_log.written(mark), "boot_id": boot_id(state), "stamp": now()})
+        write_json(
+            state / TENDED, {**kernel_log.written(mark), "boot_id": boot_id(state), "stamp": now()}
+        )
     except OSError:  # old lines then count again, which cannot make a node look healthy
         pass
 

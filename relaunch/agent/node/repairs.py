@@ -45,14 +45,29 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
         _refuse_if_used(state, left, until, fleet)
         words = _tool("dcgmi", ["diag", "-r", str(level), "-j"])
         if words is None:
-            return {"outcome": "done", "boot_id": boot_id(state), "missing": "dcgmi is not on this node's PATH"}
+            return {
+                "outcome": "done",
+                "boot_id": boot_id(state),
+                "missing": "dcgmi is not on this node's PATH",
+            }
         ran = _run(state, "diagnose", words, until, caller)
-        answer = {"outcome": "done", "boot_id": boot_id(state), "exit_code": ran.exit_code, "stdout": ran.stdout, "stderr": ran.stderr}
+        answer = {
+            "outcome": "done",
+            "boot_id": boot_id(state),
+            "exit_code": ran.exit_code,
+            "stdout": ran.stdout,
+            "stderr": ran.stderr,
+        }
         return {**answer, **({"cut": True} if ran.cut else {}), "took": ran.took}
 
 
 def reset_gpus(state: Path, order: Fields) -> Json:
-    id, expected, ids, fleet = order.text("id"), order.text("boot_id"), order.strings("gpus"), order.fleet()
+    id, expected, ids, fleet = (
+        order.text("id"),
+        order.text("boot_id"),
+        order.strings("gpus"),
+        order.fleet(),
+    )
     for each in ids:
         if not BUS_ID.fullmatch(each):
             bad("gpus", each, "bus ids like 00000000:05:00.0")
@@ -60,17 +75,34 @@ def reset_gpus(state: Path, order: Fields) -> Json:
     with hold.exclusive(state, "reset-gpus", id, fleet) as left:
         _refuse_another_boot(state, expected)
         _refuse_if_used(state, left, until, fleet)
-        words = _tool("nvidia-smi", ["--gpu-reset", *(["-i", ",".join(sorted(set(ids)))] if ids else [])])
+        words = _tool(
+            "nvidia-smi", ["--gpu-reset", *(["-i", ",".join(sorted(set(ids)))] if ids else [])]
+        )
         if words is None:
-            return {"outcome": "done", "boot_id": expected, "missing": "nvidia-smi is not on this node's PATH"}
+            return {
+                "outcome": "done",
+                "boot_id": expected,
+                "missing": "nvidia-smi is not on this node's PATH",
+            }
         reboots.tend(state)
         ran = _run(state, "reset-gpus", [*by_root(), *words], until)
-        return {"outcome": "done", "boot_id": expected, "exit_code": ran.exit_code, "output": ran.last_words, "took": ran.took}
+        return {
+            "outcome": "done",
+            "boot_id": expected,
+            "exit_code": ran.exit_code,
+            "output": ran.last_words,
+            "took": ran.took,
+        }
 
 
 def reboot(state: Path, order: Fields) -> Json:
     """End this boot. A repeated order for the same boot cannot cause a second reboot."""
-    id, expected, reason, fleet = order.text("id"), order.text("boot_id"), order.text("reason"), order.fleet()
+    id, expected, reason, fleet = (
+        order.text("id"),
+        order.text("boot_id"),
+        order.text("reason"),
+        order.fleet(),
+    )
     command = reboot_command()
     with hold.exclusive(state, "reboot", id, fleet):
         _refuse_another_boot(state, expected)
@@ -85,7 +117,10 @@ def reboot(state: Path, order: Fields) -> Json:
         try:
             reboots.record(state, id, reason)
         except OSError as error:
-            raise Refused("cannot_reboot", f"the journal of reboots cannot be written: {error.strerror or error}") from error
+            raise Refused(
+                "cannot_reboot",
+                f"the journal of reboots cannot be written: {error.strerror or error}",
+            ) from error
         reach_failpoint(state, "reboot.recorded")
         failed = _order_reboot(command)
         if failed is not None:
@@ -100,9 +135,13 @@ def _tool(name: str, arguments: List[str]) -> Optional[List[str]]:
     return None if path is None else [path, *arguments]
 
 
-def _run(state: Path, hold_of: str, words: List[str], until: float, caller: Optional[int] = None) -> tools.Ran:
+def _run(
+    state: Path, hold_of: str, words: List[str], until: float, caller: Optional[int] = None
+) -> tools.Ran:
     try:
-        return tools.run(words, max(0.1, until - time.monotonic()), tools.marked(state, hold_of), caller)
+        return tools.run(
+            words, max(0.1, until - time.monotonic()), tools.marked(state, hold_of), caller
+        )
     except OSError as error:
         raise Refused("cannot_start", f"{words[0]} cannot be run: {error.strerror}") from error
 
@@ -118,8 +157,16 @@ def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> N
     """Refuse while ranks live here or a GPU is in use; without NVML, the tool decides."""
     hold.refuse_if_busy(state, fleet=fleet)
     if left:
-        raise Refused("busy", f"processes {left[: hold.NAMED]} of an examination that was killed do not die", pids=left)
-    gpu_users.refuse(gpu_users.using(gpus.read(state, min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))))
+        raise Refused(
+            "busy",
+            f"processes {left[: hold.NAMED]} of an examination that was killed do not die",
+            pids=left,
+        )
+    gpu_users.refuse(
+        gpu_users.using(
+            gpus.read(state, min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))
+        )
+    )
 
 
 def reboot_command() -> List[str]:
@@ -129,8 +176,15 @@ def reboot_command() -> List[str]:
             words = json.loads(given)
         except ValueError:
             words = None
-        if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
-            raise Refused("cannot_reboot", f"RELAUNCH_REBOOT_COMMAND is {given[:120]!r}; expected a JSON list of words")
+        if (
+            not isinstance(words, list)
+            or not words
+            or not all(isinstance(word, str) and word for word in words)
+        ):
+            raise Refused(
+                "cannot_reboot",
+                f"RELAUNCH_REBOOT_COMMAND is {given[:120]!r}; expected a JSON list of words",
+            )
         return list(words)
     if os.geteuid() != 0 and not by_root():
         name = f"uid {os.geteuid()}"

@@ -86,4 +86,8 @@ def told(generation: Generation, observation: Json, kernel: Json | None) -> Json
         }
         for one, (pid, _) in generation.launched.items()
     ]
-    return {**seen, "log_tail": tail(generation.log(rank), LAUNCHER_LINES, LAUNCHER_BYTES), "launched": below}
+    return {
+        **seen,
+        "log_tail": tail(generation.log(rank), LAUNCHER_LINES, LAUNCHER_BYTES),
+        "launched": below,
+    }

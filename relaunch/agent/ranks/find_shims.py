@@ -78,7 +78,11 @@ def _is_of_this_node(pid: int, places: List[str]) -> bool:
     except OSError:
         return False
     prefix = b"RELAUNCH_AGENT_STATE="
-    given = [os.fsdecode(variable[len(prefix) :]) for variable in variables if variable.startswith(prefix)]
+    given = [
+        os.fsdecode(variable[len(prefix) :])
+        for variable in variables
+        if variable.startswith(prefix)
+    ]
     if not given:
         return len(places) > 1
     # A relative path cannot be compared: it is relative to the other process's working directory.

@@ -27,7 +27,15 @@ PAUSES = (0.02, 1.0)
 """Backoff in seconds between scans for survivors while killing: the first and the longest."""
 
 
-def run(token: Token, order: Json, state: str, keeper: processes.Process, link: int, extensions: int, news: Json) -> None:
+def run(
+    token: Token,
+    order: Json,
+    state: str,
+    keeper: processes.Process,
+    link: int,
+    extensions: int,
+    news: Json,
+) -> None:
     """Run the guard in a process that was just forked from the shim.
 
     Args:
@@ -48,7 +56,16 @@ def run(token: Token, order: Json, state: str, keeper: processes.Process, link: 
 
 
 class Guard:
-    def __init__(self, token: Token, order: Json, state: str, keeper: processes.Process, link: int, extensions: int, news: Json) -> None:
+    def __init__(
+        self,
+        token: Token,
+        order: Json,
+        state: str,
+        keeper: processes.Process,
+        link: int,
+        extensions: int,
+        news: Json,
+    ) -> None:
         self.token = token
         self.order = order
         self.node_state = state

@@ -98,7 +98,9 @@ class Journal:
         """
         for kind, fields in observations:
             self.seq += 1
-            self._pending += line({"seq": self.seq, "kind": kind, "at": time.time(), "stamp": now(), **fields})
+            self._pending += line(
+                {"seq": self.seq, "kind": kind, "at": time.time(), "stamp": now(), **fields}
+            )
         self._write_pending()
 
     def _write_pending(self) -> None:

@@ -50,10 +50,14 @@ def _say(text: str, code: int) -> int:
 
 
 def _whose(env: os._Environ[str]) -> tuple[Generation, int]:
-    text, state, rank = (env.get(name, "") for name in ("RELAUNCH_TOKEN", "RELAUNCH_NODE_STATE", "RANK"))
+    text, state, rank = (
+        env.get(name, "") for name in ("RELAUNCH_TOKEN", "RELAUNCH_NODE_STATE", "RANK")
+    )
     token = parse_token(text)
     if token is None or not state:
-        raise Astray(f"RELAUNCH_TOKEN is {text!r}; expected the one that the launcher was started with")
+        raise Astray(
+            f"RELAUNCH_TOKEN is {text!r}; expected the one that the launcher was started with"
+        )
     if not rank.isdigit():
         raise Astray(f"RANK is {rank!r}; expected the number that the launcher gives")
     return JobState.of(Path(state), token).generation(token.order), int(rank)
@@ -100,7 +104,11 @@ def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
     found = processes.look(os.getpid())
     if found is not None:
         local = os.environ.get("LOCAL_RANK", "")
-        record = {"pid": found.pid, "started": found.started, "local_rank": int(local) if local.isdecimal() else 0}
+        record = {
+            "pid": found.pid,
+            "started": found.started,
+            "local_rank": int(local) if local.isdecimal() else 0,
+        }
         write_json(generation.launched_file(rank), record, durable=False)
 
 

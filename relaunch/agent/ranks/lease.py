@@ -81,7 +81,10 @@ class Lease:
         if self.ends is None or now < self.ends:
             return None
         if not self.renewed:
-            return "never_watched", f"nobody watched this generation within {self.lease:g} s of its start"
+            return (
+                "never_watched",
+                f"nobody watched this generation within {self.lease:g} s of its start",
+            )
         return (
             "isolated",
             f"no renewal for {now - self.leased_until + self.lease:.1f} s; "

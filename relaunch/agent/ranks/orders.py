@@ -19,10 +19,28 @@ from relaunch.agent import disk
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import parse
 from relaunch.agent.node import hold
-from relaunch.agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
+from relaunch.agent.protocol import (
+    Becoming,
+    Fields,
+    Json,
+    NoAnswer,
+    Refused,
+    Token,
+    bad,
+    environment,
+    line,
+    now,
+)
 from relaunch.agent.ranks import peers, retention, shim, spawn
 from relaunch.agent.ranks.stop import await_records, find_living, stop_all
-from relaunch.agent.state import KEPT_GENERATIONS, Generation, JobState, boot_id, try_lock, write_json
+from relaunch.agent.state import (
+    KEPT_GENERATIONS,
+    Generation,
+    JobState,
+    boot_id,
+    try_lock,
+    write_json,
+)
 
 LOCK_PATIENCE = 120.0
 """Seconds to wait for another command on the same job.
@@ -54,7 +72,9 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
     stopped = highest.stopped
     prepared = max(filter(None, (highest.prepared, *(each.order for each in living))), default=None)
     if stopped is not None and token.order <= stopped:
-        raise Refused("stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped))
+        raise Refused(
+            "stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped)
+        )
     if prepared is not None and token.order < prepared:
         raise _not_above(token, prepared, "this node has seen a higher one")
     return prepared == token.order
@@ -93,10 +113,15 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
         "address": order.text("address"),
         "ranks": order.items("ranks"),
         **{name: order.number(name) for name in ("stop_grace", "stuck_after")},
-        **{name: order.number(name, least=0.001) for name in ("lease", "fence_after", "valid_for", "heartbeat")},
+        **{
+            name: order.number(name, least=0.001)
+            for name in ("lease", "fence_after", "valid_for", "heartbeat")
+        },
         "fleet": order.fleet(),
     }
-    if not given["ranks"] or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in given["ranks"]):
+    if not given["ranks"] or not all(
+        isinstance(rank, int) and not isinstance(rank, bool) for rank in given["ranks"]
+    ):
         bad("ranks", given["ranks"], "a list of global ranks")
     if min(given["ranks"]) < 0 or len(set(given["ranks"])) < len(given["ranks"]):
         bad("ranks", given["ranks"], "global ranks of at least 0, each once")
@@ -110,13 +135,21 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
         known = generation.given
         if again:
             if job.highest().boot_id not in (None, boot_id(state)):
-                raise _not_above(token, token.order, "it was prepared before this node rebooted, and may have been launched")
+                raise _not_above(
+                    token,
+                    token.order,
+                    "it was prepared before this node rebooted, and may have been launched",
+                )
             if generation.keeper_lives() and known is not None:
                 return dict(known["answer"])
             if generation.keeper_lives() and not generation.is_recorded():
-                raise NoAnswer(f"generation {token.generation} lives, and its keeper has not written its records again")
+                raise NoAnswer(
+                    f"generation {token.generation} lives, and its keeper has not written its records again"
+                )
             if generation.started is not None or any(each.order == token.order for each in living):
-                raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
+                raise _not_above(
+                    token, token.order, "it was launched before, and a generation is launched once"
+                )
         with hold.shared(state, given["fleet"]):
             hold.refuse_other_fleet(state, given["fleet"], job.path)
             disk.refuse_if_full(state, "nothing was prepared, and nothing was stopped")
@@ -125,19 +158,33 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
             job.reserve(prepared=token.order)
             reach_failpoint(state, "prepare.reserved")
             others = _up_to(token.order, job.generations(), living)
-            reason = f"generation {token.generation} of submission {token.submission} takes its place"
-            stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], reason)
+            reason = (
+                f"generation {token.generation} of submission {token.submission} takes its place"
+            )
+            stopped = stop_all(
+                job, others, token.order, given["stop_grace"], given["stuck_after"], reason
+            )
             reach_failpoint(state, "prepare.stopped")
-            return _make_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
+            return _make_keeper(
+                job,
+                generation,
+                token,
+                given,
+                [list(other) for other in stopped if other != token.order],
+            )
 
 
-def _up_to(order: tuple[int, int], recorded: list[Generation], living: list[Generation]) -> list[Generation]:
+def _up_to(
+    order: tuple[int, int], recorded: list[Generation], living: list[Generation]
+) -> list[Generation]:
     """Return the generations up to an order, oldest first, each once."""
     found = {each.order: each for each in (*living, *recorded) if each.order <= order}
     return [found[each] for each in sorted(found)]
 
 
-def _make_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Becoming:
+def _make_keeper(
+    job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]
+) -> Becoming:
     """Create the folder, lock, sockets and records of a shim.
 
     The returned `Becoming` turns this process into the shim once the answer was sent.
@@ -161,9 +208,21 @@ def _make_keeper(job: JobState, generation: Generation, token: Token, given: Jso
         raise
 
 
-def _born(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]], lock: int) -> Becoming:
+def _born(
+    job: JobState,
+    generation: Generation,
+    token: Token,
+    given: Json,
+    stopped: list[list[int]],
+    lock: int,
+) -> Becoming:
     listener = peers.listen(given["address"])
-    sockets = shim.Sockets(generation.listen("orders"), generation.listen("sock"), listener, hold_port(given["address"]))
+    sockets = shim.Sockets(
+        generation.listen("orders"),
+        generation.listen("sock"),
+        listener,
+        hold_port(given["address"]),
+    )
     stamp = now()
     answer: Json = {
         "outcome": "done",
@@ -190,7 +249,10 @@ def _start_order(order: Fields, count: int | None) -> Json:
         bad("command", command, "a program and its arguments")
     own = order.items("rank_env")
     if count is not None and len(own) != count:
-        raise Refused("bad_order", f"rank_env has {len(own)} entries; expected {count}, one for each prepared rank")
+        raise Refused(
+            "bad_order",
+            f"rank_env has {len(own)} entries; expected {count}, one for each prepared rank",
+        )
     others = []
     for index, peer in enumerate(order.items("peers")):
         fields = Fields(peer, f"peers[{index}].")
@@ -198,7 +260,9 @@ def _start_order(order: Fields, count: int | None) -> Json:
         _, target = peers.resolve(fields.text("address"), port)
         others.append({"node": fields.text("node"), "address": target[0], "port": port})
     if len(others) > MOST_PEERS:
-        raise Refused("bad_order", f"peers has {len(others)} entries; expected at most {MOST_PEERS}")
+        raise Refused(
+            "bad_order", f"peers has {len(others)} entries; expected at most {MOST_PEERS}"
+        )
     secret = order.text("secret")
     if not re.fullmatch("([0-9a-fA-F]{2})+", secret):
         raise Refused("bad_order", "secret is not hex")
@@ -216,7 +280,9 @@ def _start_order(order: Fields, count: int | None) -> Json:
         "command": command,
         "workdir": None if workdir is None else order.text("workdir"),
         "env": environment(order.get("env", "an object"), "env"),
-        "rank_env": [environment(variables, f"rank_env[{index}]") for index, variables in enumerate(own)],
+        "rank_env": [
+            environment(variables, f"rank_env[{index}]") for index, variables in enumerate(own)
+        ],
         "peers": others,
         "prepared": order.number("prepared"),
         "node": order.text("node"),
@@ -234,9 +300,15 @@ def _launched(order: Fields) -> Json:
     command, ranks_below = order.strings("command"), order.items("ranks")
     if not command or not command[0]:
         bad("launched.command", command, "a program and its arguments")
-    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks_below):
+    if not all(
+        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks_below
+    ):
         bad("launched.ranks", ranks_below, "global ranks of at least 0")
-    return {"command": command, "ranks": ranks_below, "env": environment(order.get("env", "an object"), "launched.env")}
+    return {
+        "command": command,
+        "ranks": ranks_below,
+        "env": environment(order.get("env", "an object"), "launched.env"),
+    }
 
 
 def start(state: Path, order: Fields) -> Json:
@@ -249,21 +321,33 @@ def start(state: Path, order: Fields) -> Json:
         known = generation.given
         given = _start_order(order, len(known["ranks"]) if known else None)
         if not _refuse_lower(job, token) or known is None:
-            raise Refused("not_prepared", f"generation {token.generation} was not prepared on this node")
+            raise Refused(
+                "not_prepared", f"generation {token.generation} was not prepared on this node"
+            )
         launch = generation.started
         if launch is None and generation.keeper_lives():
             return _ask_keeper(generation, given)
         if launch is None:
             if known["answer"]["boot_id"] == boot_id(state) and now() > known["valid_until"]:
                 raise Refused("expired", f"it was prepared more than {known['valid_for']:g} s ago")
-            raise Refused("not_prepared", f"generation {token.generation} was prepared, but its keeper is gone")
+            raise Refused(
+                "not_prepared",
+                f"generation {token.generation} was prepared, but its keeper is gone",
+            )
         if launch.get("refused"):
             return dict(launch["refused"])
         if launch["pids"] is None:
             if generation.keeper_lives():
                 return _ask_keeper(generation, given)
-            raise Refused("cannot_start", "its keeper died while it was starting ranks; a generation is launched once")
-        return {"outcome": "done", "pids": {rank: pid for rank, (pid, _) in launch["pids"].items()}, "already": True}
+            raise Refused(
+                "cannot_start",
+                "its keeper died while it was starting ranks; a generation is launched once",
+            )
+        return {
+            "outcome": "done",
+            "pids": {rank: pid for rank, (pid, _) in launch["pids"].items()},
+            "already": True,
+        }
 
 
 def _ask_keeper(generation: Generation, order: Json) -> Json:
@@ -293,7 +377,11 @@ def stop(state: Path, order: Fields) -> Json:
             reach_failpoint(state, "stop.reserved")
             stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
             reach_failpoint(state, "stop.killed")
-            return {"outcome": "done", "stopped": [list(one) for one in stopped], "place": job.place}
+            return {
+                "outcome": "done",
+                "stopped": [list(one) for one in stopped],
+                "place": job.place,
+            }
 
     try:
         return carry_out()

@@ -60,12 +60,21 @@ def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, .
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise Refused("cannot_start", f"the address {address} cannot be resolved: {error}") from None
+        raise Refused(
+            "cannot_start", f"the address {address} cannot be resolved: {error}"
+        ) from None
     return family, target
 
 
 class Peers:
-    def __init__(self, loop: Loop, job: JobState, token: Token, listener: socket.socket, vitals: Callable[[], tuple[bool, bool]]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        job: JobState,
+        token: Token,
+        listener: socket.socket,
+        vitals: Callable[[], tuple[bool, bool]],
+    ) -> None:
         self.loop = loop
         self.vitals = vitals
         """Returns (alive, leased) of this node's part of the generation at this moment."""
@@ -129,7 +138,15 @@ class Peers:
             channel.error = errno.ECONNREFUSED
         self.questions[node] = (channel, asked)
         proof = mac(order["secret"], "ask", self.token.text, order["node"], nonce)
-        channel.send({"token": self.token.json, "from": order["node"], "nonce": nonce, "clock": True, "mac": proof})
+        channel.send(
+            {
+                "token": self.token.json,
+                "from": order["node"],
+                "nonce": nonce,
+                "clock": True,
+                "mac": proof,
+            }
+        )
 
     def _forget(self, node: str) -> None:
         question = self.questions.pop(node, None)
@@ -141,12 +158,16 @@ class Peers:
         """Return whether the round is over, a peer refused the connection, and none answered."""
         return bool(self.refused) and not self.heard and not self.questions
 
-    def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]) -> None:
+    def _hear_answer(
+        self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]
+    ) -> None:
         if node in self.questions:
             self.questions[node][0].drop()
         if self.order is None or now() > asked + TIMEOUT or cut(self.job.state, "peers"):
             return
-        highest, stopped, alive, leased = (answer.get(name) for name in ("highest", "stopped", "alive", "leased"))
+        highest, stopped, alive, leased = (
+            answer.get(name) for name in ("highest", "stopped", "alive", "leased")
+        )
         stamp = answer.get("stamp")
         clock = () if stamp is None else (stamp,)
         proof = mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock)
@@ -159,7 +180,11 @@ class Peers:
         elif highest is not None and self._order(highest) > self.token.order:
             reason = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
         known = isinstance(stamp, float) and math.isfinite(stamp)
-        answered(Answer(node, asked, reason, alive is True, leased is True, now(), stamp if known else None))
+        answered(
+            Answer(
+                node, asked, reason, alive is True, leased is True, now(), stamp if known else None
+            )
+        )
 
     @staticmethod
     def _order(pair: Any) -> Order:
@@ -214,7 +239,9 @@ class Peers:
             "alive": alive,
             "leased": leased,
             **({"stamp": clock[0]} if clock else {}),
-            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock),
+            "mac": mac(
+                self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock
+            ),
         }
         channel.send(answer)
         channel.finish()
@@ -232,7 +259,9 @@ def listen(address: str) -> socket.socket:
         listener.bind(target)
     except OSError as error:
         listener.close()
-        raise Refused("cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}") from None
+        raise Refused(
+            "cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}"
+        ) from None
     listener.listen(CALLERS)
     listener.setblocking(False)
     return listener

@@ -91,13 +91,17 @@ def parse_file(text: str) -> Json:
     values = {
         name: number
         for name, number in value.items()
-        if name not in ("step", "phase", "checkpoint") and isinstance(number, (int, float)) and not isinstance(number, bool)
+        if name not in ("step", "phase", "checkpoint")
+        and isinstance(number, (int, float))
+        and not isinstance(number, bool)
     }
     phase = value.get("phase")
     return {
         "step": _step(value["step"]),
         **_bounded(values, phase),
-        "checkpoint": None if value.get("checkpoint") is None else _step(value["checkpoint"], "checkpoint"),
+        "checkpoint": None
+        if value.get("checkpoint") is None
+        else _step(value["checkpoint"], "checkpoint"),
     }
 
 
@@ -122,7 +126,11 @@ def parse_match(match: re.Match[str]) -> Json:
             values[name] = float(text)
         except ValueError:
             continue
-    step = None if checkpoint is not None and match.group("step") is None else _matched("step", match.group("step"))
+    step = (
+        None
+        if checkpoint is not None and match.group("step") is None
+        else _matched("step", match.group("step"))
+    )
     saved = None if checkpoint is None else _matched("checkpoint", checkpoint)
     return {"step": step, **_bounded(values, phase), "checkpoint": saved}
 
@@ -131,7 +139,9 @@ def _matched(name: str, text: Optional[str]) -> int:
     try:
         value = int(str(text))
     except ValueError:
-        raise Unreadable(f"the pattern's {name} is {str(text)[:40]!r}; expected a whole number") from None
+        raise Unreadable(
+            f"the pattern's {name} is {str(text)[:40]!r}; expected a whole number"
+        ) from None
     return _step(value, name)
 
 
@@ -167,7 +177,11 @@ class RankProgress:
         if self.reading is None and self.checkpoint is None:
             return None
         reading = self.reading or {"step": None, "values": {}, "phase": None}
-        return {**reading, "checkpoint": self.checkpoint, "age": round(max(0.0, now() - self.changed_at), 3)}
+        return {
+            **reading,
+            "checkpoint": self.checkpoint,
+            "age": round(max(0.0, now() - self.changed_at), 3),
+        }
 
     def _accept(self, reading: Json, written: float) -> None:
         self.unreadable = None
@@ -202,7 +216,11 @@ class RankProgress:
             if now() - self._torn_since > TORN_FOR:
                 self.unreadable = str(error)
             return True
-        if self.reading is not None and reading["step"] < self.reading["step"] and self._doubted != reading["step"]:
+        if (
+            self.reading is not None
+            and reading["step"] < self.reading["step"]
+            and self._doubted != reading["step"]
+        ):
             # A half-written "1234" reads as 12: accept a lower step only when it is read twice.
             self._doubted = reading["step"]
             return True

@@ -73,7 +73,10 @@ def make_room(state: Path, own: Path) -> None:
 
 def _looked_lately(state: Path) -> bool:
     try:
-        return 0 <= time.time() - (state / LOOKED).stat().st_mtime < PAUSE and VARIABLE not in os.environ
+        return (
+            0 <= time.time() - (state / LOOKED).stat().st_mtime < PAUSE
+            and VARIABLE not in os.environ
+        )
     except OSError:
         return False
 
@@ -124,7 +127,15 @@ def _generations(state: Path) -> List[Old]:
         generations = job.generations()
         for generation in generations:
             since = generation.path.stat().st_mtime
-            found.append(Old(since, _size(generation.path / "logs"), generation, folder, generation is generations[-1]))
+            found.append(
+                Old(
+                    since,
+                    _size(generation.path / "logs"),
+                    generation,
+                    folder,
+                    generation is generations[-1],
+                )
+            )
     return found
 
 
@@ -147,7 +158,11 @@ def cut_live_logs(generation: Generation) -> None:
     """
     try:
         with os.scandir(generation.path / "logs") as files:
-            logs = [(file.path, file.stat(follow_symlinks=False)) for file in files if file.is_file(follow_symlinks=False)]
+            logs = [
+                (file.path, file.stat(follow_symlinks=False))
+                for file in files
+                if file.is_file(follow_symlinks=False)
+            ]
         share = budget(generation.state) // max(1, len(logs))
     except OSError:  # the folder was removed; the shim creates it again
         return

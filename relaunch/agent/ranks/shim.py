@@ -50,7 +50,12 @@ class Sockets:
 
     @property
     def handles(self) -> list[int]:
-        return [self.orders.fileno(), self.watch.fileno(), self.peers.fileno(), self.master.fileno()]
+        return [
+            self.orders.fileno(),
+            self.watch.fileno(),
+            self.peers.fileno(),
+            self.master.fileno(),
+        ]
 
 
 def sign(generation: Generation) -> None:
@@ -84,7 +89,9 @@ def become(generation: Generation, token: Token, order: Json, sockets: Sockets, 
 
 
 class Keeper:
-    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+    def __init__(
+        self, generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int
+    ) -> None:
         self.generation = generation
         self.token = token
         self.order = order
@@ -136,8 +143,12 @@ class Keeper:
         """A pipe from every supervisor to every guard, for the current time of the fence."""
         for handle in self.extensions:
             os.set_blocking(handle, False)
-        self.link = ChildLink(self.loop, generation, "supervisor", self._become_supervisor, self._hear_supervisor)
-        self.guard = ChildLink(self.loop, generation, "guard", self._become_guard, lambda told: None)
+        self.link = ChildLink(
+            self.loop, generation, "supervisor", self._become_supervisor, self._hear_supervisor
+        )
+        self.guard = ChildLink(
+            self.loop, generation, "guard", self._become_guard, lambda told: None
+        )
 
     def run(self) -> None:
         waking, woken = os.pipe()
@@ -222,7 +233,11 @@ class Keeper:
         if self.state == "running":
             self.state = "stopping"
             ends = self.lease.ends if self.lease is not None else None
-            self.kill_at = now() + grace if ends is None else min(now() + grace, ends + self.order["stop_grace"])
+            self.kill_at = (
+                now() + grace
+                if ends is None
+                else min(now() + grace, ends + self.order["stop_grace"])
+            )
             self._tell_supervisor()  # first: it tells peers whether this node is alive
             for pid in self.alive.values():
                 self.asked.add(pid)
@@ -290,7 +305,11 @@ class Keeper:
         self.reported_stuck.clear()
 
     def _fence_if_due(self) -> None:
-        if self.state == "running" and self.lease is not None and self.lease.fenced(now()) is not None:
+        if (
+            self.state == "running"
+            and self.lease is not None
+            and self.lease.fenced(now()) is not None
+        ):
             self.link.hear_pending()  # if this process was stopped, renewals may be waiting unread
             fenced = self.lease.fenced(now())
             if fenced is not None:
@@ -298,7 +317,11 @@ class Keeper:
 
     def _tick(self) -> None:
         self._fence_if_due()
-        if self.state == "running" and self.launcher_kill_at is not None and now() >= self.launcher_kill_at:
+        if (
+            self.state == "running"
+            and self.launcher_kill_at is not None
+            and now() >= self.launcher_kill_at
+        ):
             self.launcher_kill_at = float("inf")
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
@@ -323,13 +346,25 @@ class Keeper:
             self.journal.append(("Fenced", {"why": why, "reason": reason}))
 
     def _next_deadline(self) -> float:
-        times = [now() + IDLE, self.link.next_deadline, self.guard.next_deadline, self.upkeep.due_at]
+        times = [
+            now() + IDLE,
+            self.link.next_deadline,
+            self.guard.next_deadline,
+            self.upkeep.due_at,
+        ]
         if self.journal.pending:
             times.append(self.journal_due_at)
         if self.state == "prepared":
             times.append(self.order["valid_until"])
         elif self.state == "running":
-            times += [at for at in (self.launcher_kill_at, self.lease.ends if self.lease is not None else None) if at is not None]
+            times += [
+                at
+                for at in (
+                    self.launcher_kill_at,
+                    self.lease.ends if self.lease is not None else None,
+                )
+                if at is not None
+            ]
         elif self.state == "stopping":
             times.append(self.sweep_at)
         elif self.state == "ended" and not self.watchers:
@@ -364,7 +399,12 @@ class Keeper:
             caller, _ = self.sockets.orders.accept()
         except OSError:  # the caller hung up before accept
             return
-        channel = Channel(self.loop, caller.detach(), lambda order: self._obey(channel, order), lambda: self.callers.remove(channel))
+        channel = Channel(
+            self.loop,
+            caller.detach(),
+            lambda order: self._obey(channel, order),
+            lambda: self.callers.remove(channel),
+        )
         self.callers.append(channel)
 
     def _obey(self, caller: Channel, order: Json) -> None:
@@ -384,20 +424,34 @@ class Keeper:
 
     def _start(self, order: Json) -> Json:
         if self.started is not None:
-            return {**self.started, "already": True} if self.started["outcome"] == "done" else self.started
+            return (
+                {**self.started, "already": True}
+                if self.started["outcome"] == "done"
+                else self.started
+            )
         if self.leaving:
             return Refused("expired", "an order to stop came first").answer
         if order["prepared"] != self.order["answer"]["stamp"]:
-            return Refused("expired", "this order goes with another preparation of the generation").answer
+            return Refused(
+                "expired", "this order goes with another preparation of the generation"
+            ).answer
         if now() > self.order["valid_until"]:
-            return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
+            return Refused(
+                "expired", f"prepared more than {self.order['valid_for']:g} s ago"
+            ).answer
         reach_failpoint(self.generation.state, "start.received")
         boot = boot_id(self.generation.state)
         # The record is not synced: the page cache survives any process, and a loss of power that
         # destroys it ends the ranks as well.
         self.cgroup = cgroup.make(self.generation.path)
         kernel = kernel_log.written(self.kernel)
-        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel, "cgroup": self.cgroup, "pids": None}
+        launching = {
+            "stamp": now(),
+            "boot_id": boot,
+            "kernel": kernel,
+            "cgroup": self.cgroup,
+            "pids": None,
+        }
         try:
             self._record_launch(launching)
         except Refused as refused:
@@ -410,7 +464,11 @@ class Keeper:
             spawn.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
             pids = {str(rank): pid for rank, pid in self.alive.items()}
             found = {rank: processes.look(pid) for rank, pid in pids.items()}
-            identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
+            identities = {
+                rank: (process.pid, process.started)
+                for rank, process in found.items()
+                if process is not None
+            }
             self.groups = list(identities.values())
             self._record_launch({**launching, "stamp": now(), "pids": identities})
         except Refused as refused:
@@ -438,7 +496,9 @@ class Keeper:
 
     def _become_guard(self, link: int) -> None:
         state = str(self.generation.state)
-        guard.run(self.token, self.order, state, self.own, link, self.extensions[0], self._guard_news())
+        guard.run(
+            self.token, self.order, state, self.own, link, self.extensions[0], self._guard_news()
+        )
 
     def _inform_guard(self) -> None:
         self.guard.send(self._guard_news())
@@ -447,7 +507,9 @@ class Keeper:
         ends = self.lease.ends if self.lease is not None else self.launch_ends
         kill_at = self.kill_at if self.state == "stopping" else None
         may_run = self.launch_ends is not None
-        return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup)
+        return guard.news_of(
+            self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup
+        )
 
     def _record_launch(self, record: Json) -> None:
         """Write started.json.
@@ -497,8 +559,18 @@ class Keeper:
     # --- the supervisor ---
 
     def _become_supervisor(self, link: int) -> None:
-        sockets = supervisor.Sockets(self.sockets.watch, self.sockets.peers, link, self.extensions[1])
-        supervisor.run(self.generation, self.token, self.order, self.own, sockets, self.kernel, self._news(begin=True))
+        sockets = supervisor.Sockets(
+            self.sockets.watch, self.sockets.peers, link, self.extensions[1]
+        )
+        supervisor.run(
+            self.generation,
+            self.token,
+            self.order,
+            self.own,
+            sockets,
+            self.kernel,
+            self._news(begin=True),
+        )
 
     def _publish(self) -> None:
         """Sync the journal, then let the supervisor send the new observations to its watchers."""

@@ -26,8 +26,14 @@ Ranks = Dict[int, int]
 """Pid by global rank."""
 
 
-def rank_environment(base: dict[str, str], order: Json, generation: Generation, token: Token, index: int, rank: int) -> dict[str, str]:
-    kept = {name: value for name, value in base.items() if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))}
+def rank_environment(
+    base: dict[str, str], order: Json, generation: Generation, token: Token, index: int, rank: int
+) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
+    }
     return {
         **kept,
         **order["env"],
@@ -39,7 +45,14 @@ def rank_environment(base: dict[str, str], order: Json, generation: Generation, 
     }
 
 
-def _become(order: Json, command: list[str], environment: dict[str, str], log: int, failure: int, keeper: int) -> NoReturn:
+def _become(
+    order: Json,
+    command: list[str],
+    environment: dict[str, str],
+    log: int,
+    failure: int,
+    keeper: int,
+) -> NoReturn:
     """Turn this newly forked process into the rank. An error is written to the pipe `failure`."""
     step = "prepare the process"
     try:
@@ -66,14 +79,22 @@ def _become(order: Json, command: list[str], environment: dict[str, str], log: i
 def _refusal(order: Json, rank: int, report: Json) -> Refused:
     program = order["command"][0]
     if report["step"] == "workdir" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
-        return Refused("workdir_missing", f"workdir {order['workdir']} is not a folder on this node")
+        return Refused(
+            "workdir_missing", f"workdir {order['workdir']} is not a folder on this node"
+        )
     if report["step"] == "exec" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
-        return Refused("command_not_found", f"the command {program} is not found on this node's PATH")
-    subject = f"the command {program}" if report["step"] == "exec" else f"workdir {order['workdir']}"
+        return Refused(
+            "command_not_found", f"the command {program} is not found on this node's PATH"
+        )
+    subject = (
+        f"the command {program}" if report["step"] == "exec" else f"workdir {order['workdir']}"
+    )
     return Refused("cannot_start", f"rank {rank} cannot be started: {subject}: {report['text']}")
 
 
-def launch(generation: Generation, token: Token, ranks: list[int], order: Json, started: Ranks) -> None:
+def launch(
+    generation: Generation, token: Token, ranks: list[int], order: Json, started: Ranks
+) -> None:
     """Start all ranks, and add each to `started` as soon as it is forked.
 
     Raises:
@@ -82,7 +103,11 @@ def launch(generation: Generation, token: Token, ranks: list[int], order: Json, 
     keeper = os.getpid()
     base = dict(os.environ)
     own = order.get("launched")
-    command = order["command"] if own is None else [*order["command"], *launched.before(own["command"], own["env"])]
+    command = (
+        order["command"]
+        if own is None
+        else [*order["command"], *launched.before(own["command"], own["env"])]
+    )
     reports: dict[int, int] = {}
     try:
         for index, rank in enumerate(ranks):
@@ -121,7 +146,10 @@ def _await_exec(order: Json, waiting: dict[int, int]) -> None:
             poll.register(reading, select.POLLIN)
         ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not ready:
-            raise Refused("cannot_start", f"the command {order['command'][0]} was not begun within {EXEC_PATIENCE:g} s")
+            raise Refused(
+                "cannot_start",
+                f"the command {order['command'][0]} was not begun within {EXEC_PATIENCE:g} s",
+            )
         for reading, _ in ready:
             report = os.read(reading, 65536)
             rank = waiting.pop(reading)

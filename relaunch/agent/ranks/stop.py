@@ -32,7 +32,14 @@ GOING = 2.0
 """Seconds after the grace period for a shim to kill its ranks, reap them and confirm."""
 
 
-def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float, stuck_after: float, reason: str) -> list[Order]:
+def stop_all(
+    job: JobState,
+    orders: list[Generation],
+    below: Order,
+    grace: float,
+    stuck_after: float,
+    reason: str,
+) -> list[Order]:
     """Stop these generations and every process with a token of the job up to `below`.
 
     Return the generations that were alive.
@@ -82,7 +89,9 @@ def find_living(job: JobState) -> list[Generation]:
         # Most likely the first launch of a job. Reading the environment of a process that hangs in
         # the kernel may block; the timeout keeps it from blocking every launch on this node.
         answer = tools.bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
-        orders = {(submission, number) for submission, number in (answer or {"orders": []})["orders"]}
+        orders = {
+            (submission, number) for submission, number in (answer or {"orders": []})["orders"]
+        }
     return [job.generation(order) for order in sorted(orders)]
 
 
@@ -147,7 +156,9 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
     return suspects
 
 
-def _ask_keeper(generation: Generation, grace: float, stuck_after: float, reason: str) -> Json | None:
+def _ask_keeper(
+    generation: Generation, grace: float, stuck_after: float, reason: str
+) -> Json | None:
     """Have the shim stop its ranks; return its confirmation that none is left, or None.
 
     Raises:
@@ -165,7 +176,11 @@ def _ask_keeper(generation: Generation, grace: float, stuck_after: float, reason
                         confirmed = parse(answers.readline())
                         if confirmed is not None and "stuck" in confirmed:
                             confirmed = _await_end(caller, answers, confirmed, stuck_after)
-                        return {**confirmed, "already": confirmed["already"] and attempt == 0} if confirmed else None
+                        return (
+                            {**confirmed, "already": confirmed["already"] and attempt == 0}
+                            if confirmed
+                            else None
+                        )
                 except OSError:  # silent or gone: the check below finds out which
                     pass
         if not generation.keeper_lives():
@@ -175,7 +190,9 @@ def _ask_keeper(generation: Generation, grace: float, stuck_after: float, reason
     return None
 
 
-def _await_end(caller: socket.socket, answers: BinaryIO, said: Json, stuck_after: float) -> Json | None:
+def _await_end(
+    caller: socket.socket, answers: BinaryIO, said: Json, stuck_after: float
+) -> Json | None:
     """Wait for the shim's confirmation that nothing is left; `said` is its latest message.
 
     Raises:
@@ -227,24 +244,38 @@ def _end_keeper(generation: Generation) -> None:
         _signal(identity, signal.SIGKILL)
         if time.monotonic() > deadline:
             number = generation.order[1]
-            raise Refused("stuck", f"the keeper of generation {number} does not die", pids=[identity[0]] if identity else [])
+            raise Refused(
+                "stuck",
+                f"the keeper of generation {number} does not die",
+                pids=[identity[0]] if identity else [],
+            )
         time.sleep(0.005)
 
 
 def _end_supervisor(generation: Generation) -> None:
     """Kill the supervisor of a generation whose shim is gone."""
     deadline = time.monotonic() + GOING
-    while _signal(generation.identity("supervisor"), signal.SIGKILL) and time.monotonic() < deadline:
+    while (
+        _signal(generation.identity("supervisor"), signal.SIGKILL) and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
 
 
 def _order_of(rest: str) -> Order | None:
     submission, _, generation = rest.partition("/")
-    return (int(submission), int(generation)) if submission.isdigit() and generation.isdigit() else None
+    return (
+        (int(submission), int(generation))
+        if submission.isdigit() and generation.isdigit()
+        else None
+    )
 
 
 def _kill_what_is_left(
-    job: JobState, unproven: list[Generation], unrecorded: dict[int, int], below: Order, stuck_after: float
+    job: JobState,
+    unproven: list[Generation],
+    unrecorded: dict[int, int],
+    below: Order,
+    stuck_after: float,
 ) -> set[Order]:
     """Kill until a full scan of /proc and of the generations' control groups finds no process.
 
@@ -254,8 +285,15 @@ def _kill_what_is_left(
         Refused: Something is left after `stuck_after` seconds.
     """
     seen: set[Order] = set()
-    groups = {**unrecorded, **{pid: started for generation in unproven for pid, started in generation.groups.items()}}
-    cgroups = [(generation.order, folder) for generation in unproven if (folder := generation.cgroup) is not None]
+    groups = {
+        **unrecorded,
+        **{pid: started for generation in unproven for pid, started in generation.groups.items()},
+    }
+    cgroups = [
+        (generation.order, folder)
+        for generation in unproven
+        if (folder := generation.cgroup) is not None
+    ]
 
     def wanted(rest: str) -> bool:
         order = _order_of(rest)
@@ -268,7 +306,9 @@ def _kill_what_is_left(
     pause = 0.005
     killed: list[processes.Process] = []
     while True:
-        left = processes.with_dying(processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups), killed)
+        left = processes.with_dying(
+            processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups), killed
+        )
         for order, folder in cgroups:
             members = cgroup.members(folder)
             if members:

@@ -70,7 +70,9 @@ class Watcher:
     @property
     def slow(self) -> bool:
         """Return whether data is queued and it read none for three heartbeats (at least 1 s)."""
-        return self.channel.behind and now() > self.channel.written_at + max(1.0, 3 * self.heartbeat)
+        return self.channel.behind and now() > self.channel.written_at + max(
+            1.0, 3 * self.heartbeat
+        )
 
 
 def _is_time(value: object) -> bool:
@@ -208,7 +210,9 @@ class Supervisor:
         self.fences = order["fences"]
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self.vouchers = Vouchers(peer["node"] for peer in order["peers"])
-        self.pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
+        self.pattern = (
+            re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
+        )
         self.launches = order.get("launched") is not None
         self._follow(order["launched"]["ranks"] if self.launches else self.order["ranks"])
 
@@ -253,7 +257,9 @@ class Supervisor:
         while True:
             if folder is not None:
                 cgroup.kill(folder)
-            named = processes.of_token(self.token.text, lambda rest: rest == "", str(self.generation.state), groups)
+            named = processes.of_token(
+                self.token.text, lambda rest: rest == "", str(self.generation.state), groups
+            )
             left = processes.with_dying(named, killed)
             left += cgroup.members(folder) if folder is not None else []
             if not left or time.monotonic() > deadline:
@@ -312,7 +318,11 @@ class Supervisor:
             else:
                 self._look()
                 self._beat(watcher)
-        elif "renew" in line and isinstance(line["renew"], dict) and _is_time(line["renew"].get("stamp")):
+        elif (
+            "renew" in line
+            and isinstance(line["renew"], dict)
+            and _is_time(line["renew"].get("stamp"))
+        ):
             age = line["renew"].get("age", 0.0)
             if _is_time(age):
                 self._renew(float(line["renew"]["stamp"]), float(age))
@@ -366,7 +376,13 @@ class Supervisor:
             for observation in self.observations[watcher.seq :]:
                 reach_failpoint(self.generation.state, "supervisor.sending")
                 watcher.seq = observation["seq"]
-                watcher.channel.send({"observation": evidence.told(self.generation, observation, self.kernel_reading)})
+                watcher.channel.send(
+                    {
+                        "observation": evidence.told(
+                            self.generation, observation, self.kernel_reading
+                        )
+                    }
+                )
 
     def _say_end(self) -> None:
         for watcher in list(self.watchers):
@@ -379,10 +395,19 @@ class Supervisor:
         if watcher.channel.behind:
             return  # a queued heartbeat would be stale when it is read
         runs = self.leased_until is not None and self.alive_until is not None
-        left = round(max(0.0, self.leased_until - now()), 3) if runs and self.leased_until is not None else None
+        left = (
+            round(max(0.0, self.leased_until - now()), 3)
+            if runs and self.leased_until is not None
+            else None
+        )
         reports = {str(rank): progress.report() for rank, progress in self.progress.items()}
         reported = {rank: report for rank, report in reports.items() if report is not None}
-        heartbeat: Json = {"stamp": now(), "alive": self._find_alive(), "lease_left": left, "progress": reported}
+        heartbeat: Json = {
+            "stamp": now(),
+            "alive": self._find_alive(),
+            "lease_left": left,
+            "progress": reported,
+        }
         if self._keeper_silence is not None:
             heartbeat["keeper_silent"] = round(self._keeper_silence, 1)
         watcher.channel.send({"heartbeat": heartbeat})
@@ -396,7 +421,11 @@ class Supervisor:
         if self._keeper_silence is None:
             return self.alive
         found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
-        return [rank for rank in self.alive if rank in found and (process := found[rank]) is not None and process.lives]
+        return [
+            rank
+            for rank in self.alive
+            if rank in found and (process := found[rank]) is not None and process.lives
+        ]
 
     @property
     def _keeper_silence(self) -> float | None:
@@ -410,7 +439,11 @@ class Supervisor:
         """Return when to kill what shim and guard should have killed; None if never."""
         if self.link.closed or self.state not in ("running", "stopping"):
             return None
-        ends = None if self.lease is None or self.lease.ends is None else self.lease.ends + float(self.order["stop_grace"])
+        ends = (
+            None
+            if self.lease is None or self.lease.ends is None
+            else self.lease.ends + float(self.order["stop_grace"])
+        )
         due = ends if self.state == "running" else self.kill_at
         return None if due is None else max(due + OVERDUE, self.killed_at + OVERDUE)
 
@@ -452,7 +485,10 @@ class Supervisor:
         if all(processes.lives(*one) for one in launched.values()):
             return
         if self.failed_at is None:
-            if any(FAILED in line for line in evidence.tail(self.generation.log(self.order["ranks"][0]))):
+            if any(
+                FAILED in line
+                for line in evidence.tail(self.generation.log(self.order["ranks"][0]))
+            ):
                 self.failed_at = now()
         elif now() > self.failed_at + LAUNCHER_PATIENCE:
             self.link.send({"failed_below": True})
@@ -487,7 +523,10 @@ class Supervisor:
         often = self.asked_at + min(1.0, float(self.order["fence_after"]) / 5)
         if not self.fences or now() >= self.leased_until:
             return max(self.leased_until, often)
-        return min(max(self.leased_until, often), self.asked_at + min(COMPARE[1], max(COMPARE[0], float(self.order["lease"]) / 6)))
+        return min(
+            max(self.leased_until, often),
+            self.asked_at + min(COMPARE[1], max(COMPARE[0], float(self.order["lease"]) / 6)),
+        )
 
     def _tick(self) -> None:
         if now() >= self.pinged_at + PING:
@@ -527,8 +566,15 @@ class Supervisor:
         """
         self.link.hear_pending()
         at = now()
-        alive = self.state == "running" and bool(self.alive) and (self.alive_until is None or at < self.alive_until)
-        return alive, alive and self.renewed and self.leased_until is not None and at < self.leased_until
+        alive = (
+            self.state == "running"
+            and bool(self.alive)
+            and (self.alive_until is None or at < self.alive_until)
+        )
+        return (
+            alive,
+            alive and self.renewed and self.leased_until is not None and at < self.leased_until,
+        )
 
     def _see_alone(self) -> None:
         """Fence if a peer refused the connection, no peer answers and no controller watches here.
@@ -536,11 +582,20 @@ class Supervisor:
         This covers a machine that was paused while its gang was stopped elsewhere: no peer is left
         whose clock would show the pause.
         """
-        if self.state != "running" or not self.renewed or not self.fences or not self.peers.is_alone:
+        if (
+            self.state != "running"
+            or not self.renewed
+            or not self.fences
+            or not self.peers.is_alone
+        ):
             return
         if not self.watchers:
             named = ", ".join(sorted(self.peers.refused))
-            self.link.send({"alone": f"no controller watches here, no peer answers, and nothing of this generation lives on {named}"})
+            self.link.send(
+                {
+                    "alone": f"no controller watches here, no peer answers, and nothing of this generation lives on {named}"
+                }
+            )
             self.peers.refused.clear()
             return
         # Sending a heartbeat soon detects watchers that are gone.
@@ -549,7 +604,9 @@ class Supervisor:
 
     def _peer_answered(self, answer: Answer) -> None:
         if answer.stamp is not None:
-            self._count_standstill(self.clocks.compare(answer.node, answer.asked, answer.answered, answer.stamp))
+            self._count_standstill(
+                self.clocks.compare(answer.node, answer.asked, answer.answered, answer.stamp)
+            )
         if answer.superseded is not None:
             self.link.send({"superseded": answer.superseded})
             return

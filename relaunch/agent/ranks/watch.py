@@ -90,7 +90,9 @@ class Watch:
     def _relay(self, supervisor: socket.socket) -> bool:
         """Relay lines in both directions; return whether the supervisor announced the end."""
         try:
-            supervisor.sendall(line({"watch": {"after_seq": self.after, "heartbeat": self.heartbeat}}))
+            supervisor.sendall(
+                line({"watch": {"after_seq": self.after, "heartbeat": self.heartbeat}})
+            )
         except OSError:  # it died just now: the caller tries again
             return False
         heard = bytearray()
@@ -174,9 +176,19 @@ class Watch:
                 observations = [*journal.read(self.generation.journal), *record.pending]
         if not self.greeted:
             boot = boot_id(self.generation.state)
-            hello = {"token": self.token.json, "boot_id": boot, "state": "gone", "ranks": self.ranks, "stamp": now()}
+            hello = {
+                "token": self.token.json,
+                "boot_id": boot,
+                "state": "gone",
+                "ranks": self.ranks,
+                "stamp": now(),
+            }
             self._write(line({"hello": {**hello, "place": self.job.place}}))
-        reading = kernel_log.reading_of(self.generation, None) if kernel_log.asked_for(observations[self.after :]) else None
+        reading = (
+            kernel_log.reading_of(self.generation, None)
+            if kernel_log.asked_for(observations[self.after :])
+            else None
+        )
         for observation in observations[self.after :]:
             self._write(line({"observation": evidence.told(self.generation, observation, reading)}))
         self._write(line({"end": {"seq": len(observations)}}))
@@ -192,7 +204,10 @@ class Watch:
         born = (read_json(self.generation.path / "keeper.json") or {}).get("boot_id")
         rebooted = born != boot_id(self.generation.state)
         how = "the node rebooted" if rebooted else "the keeper and its supervisor died"
-        return {"reason": f"{how}; the exits of ranks {missing} are not known", "rebooted": rebooted}
+        return {
+            "reason": f"{how}; the exits of ranks {missing} are not known",
+            "rebooted": rebooted,
+        }
 
 
 def watch(state: Path, order: Fields, reading: int, writing: int) -> None:

@@ -27,9 +27,18 @@ RATES = {"read": (10.0, 50), "modify": (20.0, 50)}
 Reference, request throttling), because other programs use the account too.
 """
 READS = frozenset(
-    {"DescribeTasks", "ListTasks", "DescribeContainerInstances", "ListContainerInstances", "DescribeClusters", "ListAttributes"}
+    {
+        "DescribeTasks",
+        "ListTasks",
+        "DescribeContainerInstances",
+        "ListContainerInstances",
+        "DescribeClusters",
+        "ListAttributes",
+    }
 )
-MODIFIES = frozenset({"RunTask", "StopTask", "PutAttributes", "DeleteAttributes", "UpdateContainerInstancesState"})
+MODIFIES = frozenset(
+    {"RunTask", "StopTask", "PutAttributes", "DeleteAttributes", "UpdateContainerInstancesState"}
+)
 THROTTLES = (
     "Throttl",
     "RequestLimitExceeded",
@@ -68,7 +77,9 @@ class Kind(StrEnum):
 
 
 class AwsError(Exception):
-    def __init__(self, reason: str, code: str, kind: Kind, response: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, reason: str, code: str, kind: Kind, response: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.code = code
@@ -116,10 +127,14 @@ class Aws:
         Raises:
             AwsError: There was no answer, or the answer is an error.
         """
-        if service == "ecs" and (kind := "read" if operation in READS else "modify" if operation in MODIFIES else None):
+        if service == "ecs" and (
+            kind := "read" if operation in READS else "modify" if operation in MODIFIES else None
+        ):
             await self._buckets[kind].take()
         self.calls[f"{service}.{operation}"] += 1
-        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._send, service, operation, request)
+        answer = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._send, service, operation, request
+        )
         return answer
 
     async def close(self) -> None:
@@ -148,7 +163,9 @@ class Aws:
 
         what = f"{service.upper()} {operation}"
         try:
-            answer: dict[str, Any] = getattr(self._client(service), xform_name(operation))(**request)
+            answer: dict[str, Any] = getattr(self._client(service), xform_name(operation))(
+                **request
+            )
         except ClientError as error:
             raise _told(what, error.response) from error
         except (
@@ -182,14 +199,19 @@ class Aws:
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     max_pool_connections=THREADS,
                 )
-                self._clients[service] = boto3.session.Session().client(service, region_name=self._region, config=config)
+                self._clients[service] = boto3.session.Session().client(
+                    service, region_name=self._region, config=config
+                )
             return self._clients[service]
 
 
 def _told(what: str, response: Mapping[str, Any]) -> AwsError:
     """Return the classified error for an error response of AWS."""
     error = response.get("Error") or {}
-    code, status = str(error.get("Code") or ""), int((response.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0)
+    code, status = (
+        str(error.get("Code") or ""),
+        int((response.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0),
+    )
     if code.startswith(THROTTLES) or status == 429:
         kind = Kind.THROTTLED
     elif status >= 500:
@@ -198,5 +220,8 @@ def _told(what: str, response: Mapping[str, Any]) -> AwsError:
         kind = Kind.DENIED
     else:
         kind = Kind.REFUSED
-    said = ": ".join(part for part in (code, str(error.get("Message") or "")) if part) or f"HTTP status {status}"
+    said = (
+        ": ".join(part for part in (code, str(error.get("Message") or "")) if part)
+        or f"HTTP status {status}"
+    )
     return AwsError(f"{what}: {said}", code, kind, response)

@@ -71,7 +71,9 @@ class EcsBackend:
             ValueError: No cluster is named.
         """
         if options.cluster is None:
-            raise ValueError(f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster")
+            raise ValueError(
+                f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster"
+            )
         self._nodes = {node.name: node for node in spec.nodes}
         self.server = ""
         self._settles = settles
@@ -84,16 +86,30 @@ class EcsBackend:
         self._node_tasks = NodeTasks(self.cluster, self.aws, options, self.repairs)
         self.options = options
         self._topic = Topic(self.aws, options.topic) if options.topic else None
-        self._events = SqsEvents(self.aws, options.queue, spec.name, self.cluster.hint) if options.queue else None
+        self._events = (
+            SqsEvents(self.aws, options.queue, spec.name, self.cluster.hint)
+            if options.queue
+            else None
+        )
         tables: FleetMirror | None = None
         if any(options.tables.model_dump().values()):
-            tables = FleetMirror(spec.name, options.cluster, Mirror(self.aws, options.tables), self.cluster, self.node)
+            tables = FleetMirror(
+                spec.name,
+                options.cluster,
+                Mirror(self.aws, options.tables),
+                self.cluster,
+                self.node,
+            )
         self._marks = Marks(spec.name, self.cluster, self.node, tables)
 
     def node(self, name: str) -> FleetNode:
         node = self._nodes[name]
         address = self._launcher.address(node.address)
-        return node if node.network is not None or address is None else node.model_copy(update={"network": address})
+        return (
+            node
+            if node.network is not None or address is None
+            else node.model_copy(update={"network": address})
+        )
 
     # --- ranks
 
@@ -107,7 +123,9 @@ class EcsBackend:
         return await self._launcher.stop(node, self._ec2_id(node), order)
 
     @asynccontextmanager
-    async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[WatchStream]:
+    async def watch(
+        self, node: str, token: Token, after_seq: int, heartbeat: float
+    ) -> AsyncIterator[WatchStream]:
         ec2_id = self._ec2_id(node)
         with _asked(node):
             arn = await self._find(ec2_id, token)
@@ -118,7 +136,18 @@ class EcsBackend:
         with self.cluster.follow(arn) as followed:
             feed = Feed(self._agents, followed, node, token, after_seq, heartbeat)
             try:
-                yield TaskStream(self.cluster, followed, node, ec2_id, token, after_seq, heartbeat, self._logs.tail, self._settles, feed)
+                yield TaskStream(
+                    self.cluster,
+                    followed,
+                    node,
+                    ec2_id,
+                    token,
+                    after_seq,
+                    heartbeat,
+                    self._logs.tail,
+                    self._settles,
+                    feed,
+                )
             finally:
                 await feed.close()
 
@@ -145,14 +174,28 @@ class EcsBackend:
             # The census has just read the instance too: a fleet lists every node every minute.
             instance = await self.cluster.instance(ec2_id, max_age=JUST_NOW)
             if (silent := self.cluster.silent_for(instance.arn)) > AGENT_FLAPS:
-                raise Unreachable(node, f"the ECS agent of {ec2_id} has not been connected for {silent:.0f} s")
+                raise Unreachable(
+                    node, f"the ECS agent of {ec2_id} has not been connected for {silent:.0f} s"
+                )
         held = occupants(task for task in tasks if not task.stopped).held
         jobs = jobs_of(tasks, instance.attributes)
-        answer = {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": jobs, "held": held}
+        answer = {
+            "outcome": "done",
+            "protocol": PROTOCOL,
+            "boot_id": "",
+            "jobs": jobs,
+            "held": held,
+        }
         return {**answer, "gpus": NOT_READ} if gpus and held is None else answer
 
     async def logs(
-        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+        self,
+        node: str,
+        token: Token,
+        offsets: Mapping[int, int] | None,
+        max_bytes: int,
+        wait: float,
+        tail: int | None,
     ) -> Logs | Refused:
         task = await self._task(node, token)
         if (agent := self._agents_of(node, task)) is not None:
@@ -173,7 +216,9 @@ class EcsBackend:
         with _asked(node):
             return await self.cluster.task_of(self._ec2_id(node), started_by(token))
 
-    def _agents_of(self, node: str, task: Task | None) -> AbstractAsyncContextManager[AgentSession] | None:
+    def _agents_of(
+        self, node: str, task: Task | None
+    ) -> AbstractAsyncContextManager[AgentSession] | None:
         """Return a session with the agent in a task; None if there is none that can be asked."""
         if task is None or task.stopped or task.port is None or self.options.agent_key is None:
             return None
@@ -200,20 +245,34 @@ class EcsBackend:
 
     # --- machines
 
-    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+    async def probe(
+        self, node: str, within: float, kernel_since: float | None
+    ) -> Mapping[str, Any]:
         with _asked(node):
             return await self._node_tasks.probe(self._ec2_id(node), node, within, kernel_since)
 
-    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def diagnose(
+        self, node: str, id: str, level: int, within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         with _asked(node):
-            return await self._node_tasks.diagnose(self._ec2_id(node), node, id, level, within, self._nodes[node].gpus)
+            return await self._node_tasks.diagnose(
+                self._ec2_id(node), node, id, level, within, self._nodes[node].gpus
+            )
 
     async def reset_gpus(
-        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+        self,
+        node: str,
+        id: str,
+        boot_id: str,
+        gpus: tuple[str, ...],
+        within: float,
+        fleet: str = "",
     ) -> Mapping[str, Any] | Refused:
         return self.repairs.reset_gpus(node)
 
-    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reboot(
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         ec2_id = self._ec2_id(node)
 
         def probe() -> Awaitable[Mapping[str, Any]]:
@@ -270,13 +329,19 @@ def jobs_of(tasks: Iterable[Task], attributes: Mapping[str, str]) -> list[dict[s
         token = token_of(task.started_by)
         if token is not None:
             generations = jobs.setdefault((token.namespace, token.job), {})
-            ranks = [{"rank": rank, "pid": None, "alive": not task.stopped} for rank in task.ranks or (task.rank,)]
+            ranks = [
+                {"rank": rank, "pid": None, "alive": not task.stopped}
+                for rank in task.ranks or (task.rank,)
+            ]
             generations.setdefault(key(token), []).extend(ranks)
     return [_job(*names, generations, attributes) for names, generations in sorted(jobs.items())]
 
 
 def _job(
-    namespace: str, job: str, generations: Mapping[tuple[int, int], list[dict[str, Any]]], attributes: Mapping[str, str]
+    namespace: str,
+    job: str,
+    generations: Mapping[tuple[int, int], list[dict[str, Any]]],
+    attributes: Mapping[str, str],
 ) -> dict[str, Any]:
     fence = Fence.read(attributes.get(job_attribute(namespace, job)))
     rows = [
@@ -289,5 +354,8 @@ def _job(
         }
         for (submission, generation), ranks in sorted(generations.items())
     ]
-    told = {state: list(fence.highest) if fence is not None and fence.state == state else None for state in ("prepared", "stopped")}
+    told = {
+        state: list(fence.highest) if fence is not None and fence.state == state else None
+        for state in ("prepared", "stopped")
+    }
     return {"namespace": namespace, "job": job, **told, "generations": rows}

@@ -17,7 +17,16 @@ from typing import Any
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.batch import Batch
 from relaunch.backends.ecs.follow import Followed, Follower
-from relaunch.backends.ecs.tasks import Definition, Failure, Instance, Task, read_definition, read_instance, read_task, seconds
+from relaunch.backends.ecs.tasks import (
+    Definition,
+    Failure,
+    Instance,
+    Task,
+    read_definition,
+    read_instance,
+    read_task,
+    seconds,
+)
 
 AT_ONCE = 100
 """Limit of ids per call of DescribeTasks and DescribeContainerInstances, and the largest page size
@@ -127,9 +136,15 @@ class Cluster:
     async def put_attributes(self, arn: str, attributes: Mapping[str, str | None]) -> None:
         """Set attributes of a container instance; the value None removes an attribute."""
         target = {"targetType": "container-instance", "targetId": arn}
-        if unwanted := [{"name": name, **target} for name, value in attributes.items() if value is None]:
+        if unwanted := [
+            {"name": name, **target} for name, value in attributes.items() if value is None
+        ]:
             await self._ecs("DeleteAttributes", attributes=unwanted)
-        if wanted := [{"name": name, "value": value, **target} for name, value in attributes.items() if value is not None]:
+        if wanted := [
+            {"name": name, "value": value, **target}
+            for name, value in attributes.items()
+            if value is not None
+        ]:
             await self._ecs("PutAttributes", attributes=wanted)
 
     # --- tasks
@@ -177,7 +192,9 @@ class Cluster:
         if tasks := answer.get("tasks"):
             return read_task(tasks[0])
         failures = list(answer.get("failures") or ())
-        own: Mapping[str, Any] = next((one for one in failures if one.get("arn") == at), failures[0] if failures else {})
+        own: Mapping[str, Any] = next(
+            (one for one in failures if one.get("arn") == at), failures[0] if failures else {}
+        )
         return Failure(str(own.get("reason") or "UNKNOWN"), str(own.get("detail") or ""))
 
     async def stop(self, arn: str, reason: str) -> None:
@@ -200,7 +217,13 @@ class Cluster:
             TimeoutError: Some have not stopped in time.
             AwsError: The time is over and the latest call failed.
         """
-        return dict(zip(arns, await asyncio.gather(*(self._stopped(arn, within) for arn in arns)), strict=True))
+        return dict(
+            zip(
+                arns,
+                await asyncio.gather(*(self._stopped(arn, within) for arn in arns)),
+                strict=True,
+            )
+        )
 
     async def _stopped(self, arn: str, within: float) -> Task | None:
         pause, until = FIRST_LOOK, time.monotonic() + within
@@ -244,18 +267,36 @@ class Cluster:
 
     async def close(self) -> None:
         await self._follower.close()
-        for batch in (self._instances, self._census, self._tasks, self._machines, self._definitions):
+        for batch in (
+            self._instances,
+            self._census,
+            self._tasks,
+            self._machines,
+            self._definitions,
+        ):
             await batch.close()
 
     # --- batched calls
 
     async def describe_tasks(self, arns: Iterable[str]) -> dict[str, Task | None]:
-        found: dict[str, Task | None] = {arn: self._ended[arn][0] for arn in arns if arn in self._ended}
+        found: dict[str, Task | None] = {
+            arn: self._ended[arn][0] for arn in arns if arn in self._ended
+        }
         asked = [arn for arn in arns if arn not in found]
-        for answer in await _all(self._ecs("DescribeTasks", tasks=part) for part in _parts(asked, AT_ONCE)):
+        for answer in await _all(
+            self._ecs("DescribeTasks", tasks=part) for part in _parts(asked, AT_ONCE)
+        ):
             found.update({task.arn: task for task in map(read_task, answer.get("tasks") or ())})
-            found.update({str(one.get("arn")): None for one in answer.get("failures") or () if one.get("reason") == "MISSING"})
-        self._remember(task for arn in asked if (task := found.get(arn)) is not None and task.stopped)
+            found.update(
+                {
+                    str(one.get("arn")): None
+                    for one in answer.get("failures") or ()
+                    if one.get("reason") == "MISSING"
+                }
+            )
+        self._remember(
+            task for arn in asked if (task := found.get(arn)) is not None and task.stopped
+        )
         if left_out := [arn for arn in asked if arn not in found]:
             raise AwsError(f"ECS DescribeTasks says nothing of {left_out[0]}", "", Kind.UNAVAILABLE)
         return found
@@ -265,9 +306,12 @@ class Cluster:
         found: dict[str, Instance | None] = dict.fromkeys(asked)
         request = {"include": ["CONTAINER_INSTANCE_HEALTH"]}
         for answer in await _all(
-            self._ecs("DescribeContainerInstances", containerInstances=part, **request) for part in _parts(asked, AT_ONCE)
+            self._ecs("DescribeContainerInstances", containerInstances=part, **request)
+            for part in _parts(asked, AT_ONCE)
         ):
-            found.update({one.arn: one for one in map(read_instance, answer.get("containerInstances") or ())})
+            found.update(
+                {one.arn: one for one in map(read_instance, answer.get("containerInstances") or ())}
+            )
         for arn, instance in found.items():
             if instance is None or instance.agent_connected:
                 self._silent.pop(arn, None)
@@ -281,18 +325,31 @@ class Cluster:
         for part in _parts(asked, AT_ONCE):
             # Filter instead of InstanceIds, because an id that EC2 has forgotten would fail the
             # whole call.
-            async for answer in self._pages("ec2", "DescribeInstances", "NextToken", Filters=[{"Name": "instance-id", "Values": part}]):
+            async for answer in self._pages(
+                "ec2",
+                "DescribeInstances",
+                "NextToken",
+                Filters=[{"Name": "instance-id", "Values": part}],
+            ):
                 for reservation in answer.get("Reservations") or ():
                     for one in reservation.get("Instances") or ():
                         state = str((one.get("State") or {}).get("Name") or "")
                         found[str(one["InstanceId"])] = Machine(
-                            state, str(one.get("PrivateIpAddress") or ""), seconds(one.get("LaunchTime"))
+                            state,
+                            str(one.get("PrivateIpAddress") or ""),
+                            seconds(one.get("LaunchTime")),
                         )
         return found
 
     async def _ask_instances(self, ec2_ids: tuple[str, ...]) -> dict[str, tuple[Instance, ...]]:
-        filters = [f"ec2InstanceId in [{', '.join(repr(one) for one in part)}]" for part in _parts(ec2_ids, IDS_AT_ONCE)]
-        listed = await _all(self._list("ListContainerInstances", "containerInstanceArns", filter=one) for one in filters)
+        filters = [
+            f"ec2InstanceId in [{', '.join(repr(one) for one in part)}]"
+            for part in _parts(ec2_ids, IDS_AT_ONCE)
+        ]
+        listed = await _all(
+            self._list("ListContainerInstances", "containerInstanceArns", filter=one)
+            for one in filters
+        )
         described = await self.describe_instances([arn for arns in listed for arn in arns])
         found: dict[str, list[Instance]] = {ec2_id: [] for ec2_id in ec2_ids}
         for instance in described.values():
@@ -300,7 +357,10 @@ class Cluster:
                 found[instance.ec2_id].append(instance)
         now = time.monotonic()
         for ec2_id, instances in found.items():
-            instances.sort(key=lambda one: (one.agent_connected, one.registered_at or 0.0, one.arn), reverse=True)
+            instances.sort(
+                key=lambda one: (one.agent_connected, one.registered_at or 0.0, one.arn),
+                reverse=True,
+            )
             if instances:
                 self._known[ec2_id] = (instances[0], now)
             else:
@@ -310,41 +370,66 @@ class Cluster:
     async def _ask_census(self, ec2_ids: tuple[str, ...]) -> dict[str, tuple[Task, ...] | None]:
         instances = await self._ask_instances(ec2_ids)
         lives_on = {one.arn: ec2_id for ec2_id, several in instances.items() for one in several}
-        wheres: list[dict[str, str]] = [{"containerInstance": arn} for arn in lives_on] if len(lives_on) <= FEW else [{}]
-        asked = [{**where, "desiredStatus": status} for where in wheres for status in ("RUNNING", "STOPPED")]
+        wheres: list[dict[str, str]] = (
+            [{"containerInstance": arn} for arn in lives_on] if len(lives_on) <= FEW else [{}]
+        )
+        asked = [
+            {**where, "desiredStatus": status}
+            for where in wheres
+            for status in ("RUNNING", "STOPPED")
+        ]
         listed = await _all(self._list("ListTasks", "taskArns", **request) for request in asked)
         arns = dict.fromkeys(arn for page in listed for arn in page)
         # A task never moves: skip those known to run elsewhere.
         here = {"", *lives_on}
-        described = await self.describe_tasks([arn for arn in arns if self._placed.get(arn, "") in here])
+        described = await self.describe_tasks(
+            [arn for arn in arns if self._placed.get(arn, "") in here]
+        )
         if {} in wheres:
             places = {arn: task.instance_arn for arn, task in described.items() if task is not None}
-            self._placed = {arn: place for arn in arns if (place := places.get(arn) or self._placed.get(arn))}
-        found: dict[str, list[Task]] = {ec2_id: [] for ec2_id, several in instances.items() if several}
+            self._placed = {
+                arn: place for arn in arns if (place := places.get(arn) or self._placed.get(arn))
+            }
+        found: dict[str, list[Task]] = {
+            ec2_id: [] for ec2_id, several in instances.items() if several
+        }
         for task in described.values():
             if task is not None and task.instance_arn in lives_on:
                 found[lives_on[task.instance_arn]].append(task)
         return {ec2_id: tuple(found[ec2_id]) if ec2_id in found else None for ec2_id in ec2_ids}
 
     async def _ask_definitions(self, names: tuple[str, ...]) -> dict[str, Definition]:
-        answers = await _all(self.aws.call("ecs", "DescribeTaskDefinition", taskDefinition=name) for name in names)
-        found = {name: read_definition(answer.get("taskDefinition") or {}) for name, answer in zip(names, answers, strict=True)}
-        self._defined.update({name: (definition, time.monotonic()) for name, definition in found.items()})
+        answers = await _all(
+            self.aws.call("ecs", "DescribeTaskDefinition", taskDefinition=name) for name in names
+        )
+        found = {
+            name: read_definition(answer.get("taskDefinition") or {})
+            for name, answer in zip(names, answers, strict=True)
+        }
+        self._defined.update(
+            {name: (definition, time.monotonic()) for name, definition in found.items()}
+        )
         return found
 
     def _remember(self, ended: Iterable[Task]) -> None:
         now = time.monotonic()
-        self._ended = {arn: kept for arn, kept in self._ended.items() if now - kept[1] < STOPPED_KEPT}
+        self._ended = {
+            arn: kept for arn, kept in self._ended.items() if now - kept[1] < STOPPED_KEPT
+        }
         self._ended.update({task.arn: (task, now) for task in ended})
 
     async def _list(self, operation: str, what: str, **request: Any) -> list[str]:
         return [
             str(arn)
-            async for answer in self._pages("ecs", operation, "nextToken", cluster=self.name, maxResults=AT_ONCE, **request)
+            async for answer in self._pages(
+                "ecs", operation, "nextToken", cluster=self.name, maxResults=AT_ONCE, **request
+            )
             for arn in answer.get(what) or ()
         ]
 
-    async def _pages(self, service: str, operation: str, next_: str, **request: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _pages(
+        self, service: str, operation: str, next_: str, **request: Any
+    ) -> AsyncIterator[dict[str, Any]]:
         page: dict[str, str] = {}
         while True:
             answer = await self.aws.call(service, operation, **request, **page)

@@ -69,7 +69,9 @@ def port_of(definition: Definition, container: str) -> int | None:
     if written is None:
         return None
     if not written.isdecimal() or not 1024 <= int(written) <= 65535:
-        raise ValueError(f"{PORT} of container {container} of {definition.arn} is {written!r}, expected a port from 1024 to 65535")
+        raise ValueError(
+            f"{PORT} of container {container} of {definition.arn} is {written!r}, expected a port from 1024 to 65535"
+        )
     return int(written)
 
 
@@ -80,11 +82,20 @@ def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> 
     """
     token, first = start.token, start.rank_env[0]
     own = [
-        {name: value for name, value in env.items() if first.get(name) != value and name != "CUDA_VISIBLE_DEVICES"}
+        {
+            name: value
+            for name, value in env.items()
+            if first.get(name) != value and name != "CUDA_VISIBLE_DEVICES"
+        }
         for env in start.rank_env
     ]
     said = {
-        "token": {"namespace": token.namespace, "job": token.job, "submission": token.submission, "generation": token.generation},
+        "token": {
+            "namespace": token.namespace,
+            "job": token.job,
+            "submission": token.submission,
+            "generation": token.generation,
+        },
         "ranks": [int(env["RANK"]) for env in start.rank_env],
         "rank_env": own,
         "log_pattern": start.log_pattern,
@@ -98,7 +109,9 @@ def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> 
 class Agents:
     """Agent sessions of one fleet: one per task, open as long as it has a user."""
 
-    def __init__(self, key: SecretReference | None, address: Callable[[str], Awaitable[str]]) -> None:
+    def __init__(
+        self, key: SecretReference | None, address: Callable[[str], Awaitable[str]]
+    ) -> None:
         self._key = key
         self._address = address
         self._sessions: dict[tuple[str, str], tuple[AgentSession, int]] = {}
@@ -121,7 +134,9 @@ class Agents:
         if name not in self._sessions:
 
             async def connect() -> wire.WirePipe:
-                return await wire.connect(node, await self._address(node), port, self._read_key(node))
+                return await wire.connect(
+                    node, await self._address(node), port, self._read_key(node)
+                )
 
             self._sessions[name] = AgentSession(node, connect, silence_breaks=True), 0
         session, users = self._sessions[name]
@@ -151,19 +166,36 @@ class Agents:
         assert self._key is not None  # `session` has checked it
         where = f"file {self._key.file}" if self._key.file else f"variable {self._key.env}"
         try:
-            text = Path(self._key.file).expanduser().read_text() if self._key.file else os.environ[self._key.env or ""]
+            text = (
+                Path(self._key.file).expanduser().read_text()
+                if self._key.file
+                else os.environ[self._key.env or ""]
+            )
         except (OSError, KeyError) as error:
-            raise Unreachable(node, f"ecs.agent_key: {where} cannot be read by the worker") from error
+            raise Unreachable(
+                node, f"ecs.agent_key: {where} cannot be read by the worker"
+            ) from error
         key = text.strip().encode()
         if len(key) < wire.LEAST_KEY:
-            raise Unreachable(node, f"ecs.agent_key: {where} has {len(key)} bytes, expected at least {wire.LEAST_KEY}")
+            raise Unreachable(
+                node,
+                f"ecs.agent_key: {where} has {len(key)} bytes, expected at least {wire.LEAST_KEY}",
+            )
         return key
 
 
 class Feed:
     """Feed of the lines that the agent in one task reports to one watch."""
 
-    def __init__(self, agents: Agents, followed: Followed, node: str, token: Token, after_seq: int, heartbeat: float) -> None:
+    def __init__(
+        self,
+        agents: Agents,
+        followed: Followed,
+        node: str,
+        token: Token,
+        after_seq: int,
+        heartbeat: float,
+    ) -> None:
         self._agents = agents
         self._followed = followed
         self._node = node
@@ -198,13 +230,21 @@ class Feed:
 
         That proves that the container runs, regardless of what AWS reports.
         """
-        return self.connected and self._heard_at is not None and time.monotonic() - self._heard_at < SILENT_BEATS * self._heartbeat
+        return (
+            self.connected
+            and self._heard_at is not None
+            and time.monotonic() - self._heard_at < SILENT_BEATS * self._heartbeat
+        )
 
     @property
     def waits_until(self) -> float | None:
         """Return until when to wait for the agent's first line; None if not waiting."""
         until = self._begun + AT_FIRST
-        return until if self._task is not None and not self._tried and time.monotonic() < until else None
+        return (
+            until
+            if self._task is not None and not self._tried and time.monotonic() < until
+            else None
+        )
 
     def next(self) -> Line | None:
         if self._task is not None and self._task.done() and not self._task.cancelled():
@@ -242,8 +282,14 @@ class Feed:
             finally:
                 self.connected, self._tried = False, True
                 self._followed.nudge()
-            running = self._followed.task is not None and self._followed.task.last_status == "RUNNING"
-            if not self._over and running and time.monotonic() - max(self._begun, self._heard_at or 0.0) >= COMPLAIN_AFTER:
+            running = (
+                self._followed.task is not None and self._followed.task.last_status == "RUNNING"
+            )
+            if (
+                not self._over
+                and running
+                and time.monotonic() - max(self._begun, self._heard_at or 0.0) >= COMPLAIN_AFTER
+            ):
                 self._agents.complain(self._node, task, reason)
             try:
                 async with asyncio.timeout(0.0 if self._over else pause):
@@ -254,9 +300,12 @@ class Feed:
     def _hear(self, line: Line, task: Task) -> None:
         if line.get("outcome") == "refused":
             raise Unreachable(self._node, str(line.get("reason")))
-        if (hello := line.get("hello")) is not None and list(hello.get("ranks") or ()) != list(task.ranks):
+        if (hello := line.get("hello")) is not None and list(hello.get("ranks") or ()) != list(
+            task.ranks
+        ):
             raise Unreachable(
-                self._node, f"the agent there has ranks {hello.get('ranks')}, expected {list(task.ranks)}: is it another node's?"
+                self._node,
+                f"the agent there has ranks {hello.get('ranks')}, expected {list(task.ranks)}: is it another node's?",
             )
         self._heard_at, self.connected, self._tried = time.monotonic(), True, True
         if (observation := line.get("observation")) is not None:
@@ -265,5 +314,9 @@ class Feed:
         self._over = "end" in line
         if "hello" not in line and not self._hushed:
             # Report no lease: the rank can be stopped through ECS.
-            self._lines.append({"heartbeat": {**line["heartbeat"], "lease_left": None}} if "heartbeat" in line else line)
+            self._lines.append(
+                {"heartbeat": {**line["heartbeat"], "lease_left": None}}
+                if "heartbeat" in line
+                else line
+            )
         self._followed.nudge()

@@ -41,9 +41,13 @@ def unfit(node: str, instance: Instance) -> Refused | None:
     if not instance.agent_connected:
         raise Unreachable(node, f"the ECS agent of {instance.ec2_id} is not connected")
     if instance.status != "ACTIVE":
-        return Refused(node, "held", f"{instance.ec2_id} is {instance.status} in ECS and takes no tasks")
+        return Refused(
+            node, "held", f"{instance.ec2_id} is {instance.status} in ECS and takes no tasks"
+        )
     if QUARANTINE in instance.attributes:
-        return Refused(node, "held", f"{instance.ec2_id} has the attribute {QUARANTINE} and takes no ranks")
+        return Refused(
+            node, "held", f"{instance.ec2_id} has the attribute {QUARANTINE} and takes no ranks"
+        )
     return None
 
 
@@ -51,14 +55,17 @@ def forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
     if set_ is None or set_.highest < fence.key(token):
         return None
     if set_.state == "stopped":
-        return Refused(node, "stopped", f"generation {token.generation} was stopped on {node} for ever", set_.highest)
+        return Refused(
+            node,
+            "stopped",
+            f"generation {token.generation} was stopped on {node} for ever",
+            set_.highest,
+        )
     return not_above(node, token, set_.highest) if set_.highest > fence.key(token) else None
 
 
 def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
-    reason = (
-        f"{node} was prepared for generation {highest[1]} of submission {highest[0]}, and this is {token.generation} of {token.submission}"
-    )
+    reason = f"{node} was prepared for generation {highest[1]} of submission {highest[0]}, and this is {token.generation} of {token.submission}"
     return Refused(node, "not_above", reason, highest)
 
 
@@ -97,5 +104,7 @@ def not_placed(node: str, ec2_id: str, failure: Failure) -> Refused:
     if failure.reason in GONE_AGENT:
         raise Unreachable(node, f"ECS cannot reach {ec2_id}: {said}")
     if failure.reason.startswith("RESOURCE"):
-        return Refused(node, "held", f"{ec2_id} has not what the task needs, or others have it: {said}")
+        return Refused(
+            node, "held", f"{ec2_id} has not what the task needs, or others have it: {said}"
+        )
     return Refused(node, "held", f"ECS places no task on {ec2_id}: {said}")

@@ -39,7 +39,9 @@ def read_event(body: str) -> TaskEvent | None:
         token = token_of(str(detail.get("startedBy") or ""))
         # Until the task has stopped, ECS reports no exit code. Tasks that relaunch stopped itself
         # need no event.
-        ended = detail.get("lastStatus") == STOPPED and not is_ours(str(detail.get("stoppedReason") or ""))
+        ended = detail.get("lastStatus") == STOPPED and not is_ours(
+            str(detail.get("stoppedReason") or "")
+        )
         return TaskEvent(str(detail["taskArn"]), int(detail["version"]), token, ended)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no event of EventBridge: {type(error).__name__} {error}") from None
@@ -56,24 +58,42 @@ class SqsEvents:
 
     async def receive(self) -> Sequence[TaskMessage]:
         try:
-            answer = await self._aws.call("sqs", "ReceiveMessage", QueueUrl=self._url, MaxNumberOfMessages=AT_ONCE, WaitTimeSeconds=WAIT)
+            answer = await self._aws.call(
+                "sqs",
+                "ReceiveMessage",
+                QueueUrl=self._url,
+                MaxNumberOfMessages=AT_ONCE,
+                WaitTimeSeconds=WAIT,
+            )
         except AwsError as error:
             raise Unreachable(self._fleet, error.reason) from error
         found = []
         for message in answer.get("Messages", ()):
             try:
-                found.append(TaskMessage(message["ReceiptHandle"], read_event(message.get("Body") or "")))
+                found.append(
+                    TaskMessage(message["ReceiptHandle"], read_event(message.get("Body") or ""))
+                )
             except ValueError as error:
                 # SQS delivers it again, and after some attempts moves it to the dead-letter queue,
                 # where it can be inspected.
-                log.warning("a message in the queue of fleet %s cannot be read: %s", self._fleet, error)
+                log.warning(
+                    "a message in the queue of fleet %s cannot be read: %s", self._fleet, error
+                )
         return found
 
     async def delete(self, messages: Sequence[TaskMessage]) -> None:
-        entries = [{"Id": str(index), "ReceiptHandle": message.receipt} for index, message in enumerate(messages)]
+        entries = [
+            {"Id": str(index), "ReceiptHandle": message.receipt}
+            for index, message in enumerate(messages)
+        ]
         for first in range(0, len(entries), AT_ONCE):
             try:
-                await self._aws.call("sqs", "DeleteMessageBatch", QueueUrl=self._url, Entries=entries[first : first + AT_ONCE])
+                await self._aws.call(
+                    "sqs",
+                    "DeleteMessageBatch",
+                    QueueUrl=self._url,
+                    Entries=entries[first : first + AT_ONCE],
+                )
             except AwsError as error:
                 raise Unreachable(self._fleet, error.reason) from error
 

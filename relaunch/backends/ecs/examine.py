@@ -51,13 +51,17 @@ _ANSWER = re.compile(r"relaunch-answer(?: (\d{1,4})/(\d{1,4}))?: (.*)", re.DOTAL
 
 
 class NodeTasks:
-    def __init__(self, cluster: Cluster, aws: Aws, options: EcsOptions, repairs: Repairs | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, aws: Aws, options: EcsOptions, repairs: Repairs | None = None
+    ) -> None:
         self._cluster = cluster
         self._aws = aws
         self._options = options
         self._repairs = repairs or Repairs(cluster, aws, options)
 
-    async def probe(self, ec2_id: str, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+    async def probe(
+        self, ec2_id: str, node: str, within: float, kernel_since: float | None
+    ) -> Mapping[str, Any]:
         """Probe a node, once every order to it is finished.
 
         Raises:
@@ -65,7 +69,8 @@ class NodeTasks:
         """
         if self._options.node_task is None and self._options.health_check is None:
             raise Unreachable(
-                node, "nothing can be run on it to look: set ecs.node_task in the fleet file to the node image's task definition"
+                node,
+                "nothing can be run on it to look: set ecs.node_task in the fleet file to the node image's task definition",
             )
         until = time.monotonic() + within + PLACED_WITHIN
         journal = await self._repairs.settle(node, ec2_id, min(SETTLED_WITHIN, within))
@@ -88,7 +93,9 @@ class NodeTasks:
             "ecs_gpus": len(instance.gpus),
         }
 
-    async def diagnose(self, ec2_id: str, node: str, id: str, level: int, within: float, gpus: int) -> Mapping[str, Any] | Refused:
+    async def diagnose(
+        self, ec2_id: str, node: str, id: str, level: int, within: float, gpus: int
+    ) -> Mapping[str, Any] | Refused:
         """Examine the GPUs of a node by a task that reserves all of them.
 
         If an examination with this id is already running, wait for it.
@@ -99,17 +106,32 @@ class NodeTasks:
         until = time.monotonic() + within
         name = self._options.health_check or self._options.node_task
         if name is None:
-            return Refused(node, "cannot_start", "neither ecs.node_task nor ecs.health_check is set in the fleet file")
+            return Refused(
+                node,
+                "cannot_start",
+                "neither ecs.node_task nor ecs.health_check is set in the fleet file",
+            )
         by_agent = self._options.health_check is None
         with _asking(node):
             instance = await self._instance(node, ec2_id)
             definition = await self._cluster.definition(name)
             if (container := _examiner(definition)) is None:
                 several = ", ".join(definition.essential) or "none"
-                return Refused(node, "cannot_start", f"{definition.arn} has not one essential container, but {several}: which examines?")
-            order = {"protocol": PROTOCOL, "id": id, "level": level, "within": max(1.0, until - time.monotonic())}
+                return Refused(
+                    node,
+                    "cannot_start",
+                    f"{definition.arn} has not one essential container, but {several}: which examines?",
+                )
+            order = {
+                "protocol": PROTOCOL,
+                "id": id,
+                "level": level,
+                "within": max(1.0, until - time.monotonic()),
+            }
             command = ("diagnose", json.dumps(order)) if by_agent else ()
-            task = await self._alone(node, instance, id, definition, container, command, gpus, until)
+            task = await self._alone(
+                node, instance, id, definition, container, command, gpus, until
+            )
             if isinstance(task, Refused):
                 return task
             try:
@@ -120,11 +142,21 @@ class NodeTasks:
                 return _inconclusive("ECS does not know its task any more")
             if ended.started_at is None and _code(ended, container) is None:
                 return Refused(node, "cannot_start", f"the examination never ran: {_words(ended)}")
-            answer = await self._read(definition, container, ended, min(until, time.monotonic() + LOGGED_WITHIN)) if by_agent else None
+            answer = (
+                await self._read(
+                    definition, container, ended, min(until, time.monotonic() + LOGGED_WITHIN)
+                )
+                if by_agent
+                else None
+            )
             if answer is None:
                 return await self._by_exit_code(ec2_id, ended, container)
         if answer.get("outcome") == "refused":
-            return Refused(node, str(answer.get("why") or "cannot_start"), str(answer.get("reason") or "it does not say why"))
+            return Refused(
+                node,
+                str(answer.get("why") or "cannot_start"),
+                str(answer.get("reason") or "it does not say why"),
+            )
         return answer
 
     # --- facts from ECS and EC2 alone
@@ -141,7 +173,9 @@ class NodeTasks:
             "outcome": "done",
             "unprobed": True,
             "boot_id": boot_id,
-            "stamp": None if machine.launched_at is None else max(0.0, time.time() - machine.launched_at),
+            "stamp": None
+            if machine.launched_at is None
+            else max(0.0, time.time() - machine.launched_at),
             "jobs": list(on_it.jobs),
             "held": on_it.held,
             "reboots": journal.told(boot_id, machine.launched_at),
@@ -155,29 +189,43 @@ class NodeTasks:
         0 is healthy and 1 is faulty; every other code, such as 226 of dcgmi, is inconclusive.
         """
         code = _code(task, container)
-        word = {0: "healthy", 1: "faulty"}.get(code, "inconclusive") if code is not None else "inconclusive"
+        word = (
+            {0: "healthy", 1: "faulty"}.get(code, "inconclusive")
+            if code is not None
+            else "inconclusive"
+        )
         answer = {"outcome": "done", "contract": word, "reason": _words(task), "exit_code": code}
         if self._options.node_task is not None:
             return answer  # the boot id would be the kernel's, which an exit code does not report
-        return {**answer, "boot_id": _boot_of_ec2(ec2_id, (await self._cluster.machine(ec2_id)).launched_at)}
+        return {
+            **answer,
+            "boot_id": _boot_of_ec2(ec2_id, (await self._cluster.machine(ec2_id)).launched_at),
+        }
 
     async def _instance(self, node: str, ec2_id: str) -> Instance:
         instance = await self._cluster.instance(ec2_id)
         if not instance.agent_connected:
             raise Unreachable(node, f"the ECS agent of {ec2_id} is not connected")
         if instance.status != "ACTIVE":
-            raise Unreachable(node, f"its container instance is {instance.status}, so ECS places no task there to look at it")
+            raise Unreachable(
+                node,
+                f"its container instance is {instance.status}, so ECS places no task there to look at it",
+            )
         return instance
 
     # --- tasks
 
-    async def _probed(self, node: str, instance: Instance, kind: str, order: Mapping[str, Any], until: float) -> Mapping[str, Any]:
+    async def _probed(
+        self, node: str, instance: Instance, kind: str, order: Mapping[str, Any], until: float
+    ) -> Mapping[str, Any]:
         assert self._options.node_task is not None
         definition = await self._cluster.definition(self._options.node_task)
         container = _examiner(definition)
         if container is None or container not in definition.logs:
             wanted = "one essential container with logDriver awslogs, awslogs-group and awslogs-stream-prefix"
-            raise Unreachable(node, f"task definition {definition.arn} cannot be read from: expected {wanted}")
+            raise Unreachable(
+                node, f"task definition {definition.arn} cannot be read from: expected {wanted}"
+            )
         started_by = node_task(kind)
         task = await self._running(instance.ec2_id, started_by)
         if task is None:
@@ -197,18 +245,32 @@ class NodeTasks:
         try:
             ended = await self._wait(task, until)
         except TimeoutError:
-            raise Unreachable(node, f"the task that looks at it, {task.short}, has not ended in time: pulled or placed late") from None
+            raise Unreachable(
+                node,
+                f"the task that looks at it, {task.short}, has not ended in time: pulled or placed late",
+            ) from None
         if ended is None or _code(ended, container) is None:
             words = "ECS does not know it any more" if ended is None else _words(ended)
-            raise Unreachable(node, f"the task that was to look at it, {task.short}, ended without an answer: {words}")
+            raise Unreachable(
+                node,
+                f"the task that was to look at it, {task.short}, ended without an answer: {words}",
+            )
         now = time.monotonic()
-        answer = await self._read(definition, container, ended, min(max(until, now + LOG_LOOK), now + LOGGED_WITHIN))
+        answer = await self._read(
+            definition, container, ended, min(max(until, now + LOG_LOOK), now + LOGGED_WITHIN)
+        )
         if answer is None:
             log = definition.logs[container]
             stream = log.stream(container, task.short)
-            raise Unreachable(node, f"what looked at it ({_words(ended)}) left no answer in log group {log.group}, stream {stream}")
+            raise Unreachable(
+                node,
+                f"what looked at it ({_words(ended)}) left no answer in log group {log.group}, stream {stream}",
+            )
         if answer.get("outcome") != "done":
-            raise Unreachable(node, f"what looked at it could not: {answer.get('reason') or 'it does not say why'}")
+            raise Unreachable(
+                node,
+                f"what looked at it could not: {answer.get('reason') or 'it does not say why'}",
+            )
         return answer
 
     async def _alone(
@@ -234,7 +296,12 @@ class NodeTasks:
                 if task.started_by == started_by:
                     return task
                 if kind == "diagnose":
-                    return Refused(node, "held", f"this node is being examined (diagnose, {other})", held_by=other)
+                    return Refused(
+                        node,
+                        "held",
+                        f"this node is being examined (diagnose, {other})",
+                        held_by=other,
+                    )
             asked = run_task(
                 self._cluster.name,
                 instance.ec2_id,
@@ -251,13 +318,24 @@ class NodeTasks:
             if placed.reason == "AGENT":
                 raise Unreachable(node, f"ECS placed no task to examine it: {_failed(placed)}")
             if not placed.reason.startswith("RESOURCE:"):
-                return Refused(node, "cannot_start", f"ECS placed no task to examine it: {_failed(placed)}")
+                return Refused(
+                    node, "cannot_start", f"ECS placed no task to examine it: {_failed(placed)}"
+                )
             if time.monotonic() + FREE_LOOK >= free_until:
-                return Refused(node, "busy", f"ECS has not its GPUs free to examine it: {_failed(placed)}")
+                return Refused(
+                    node, "busy", f"ECS has not its GPUs free to examine it: {_failed(placed)}"
+                )
             await asyncio.sleep(FREE_LOOK)
 
     async def _running(self, ec2_id: str, started_by: str) -> Task | None:
-        return next((task for task in await self._cluster.tasks_on(ec2_id) if task.started_by == started_by), None)
+        return next(
+            (
+                task
+                for task in await self._cluster.tasks_on(ec2_id)
+                if task.started_by == started_by
+            ),
+            None,
+        )
 
     async def _ended(self, task: Task, until: float) -> Task | None:
         """Wait for an examination. Stop its task if the wait is cancelled or times out."""
@@ -274,23 +352,31 @@ class NodeTasks:
         """
         known_by = time.monotonic() + KNOWN_WITHIN
         while True:
-            found = (await self._cluster.wait_stopped([task.arn], max(0.0, until - time.monotonic())))[task.arn]
+            found = (
+                await self._cluster.wait_stopped([task.arn], max(0.0, until - time.monotonic()))
+            )[task.arn]
             if found is not None or time.monotonic() >= min(until, known_by):
                 return found
             await asyncio.sleep(LOG_LOOK)
 
     # --- logs
 
-    async def _read(self, definition: Definition, container: str, task: Task, until: float) -> dict[str, Any] | None:
+    async def _read(
+        self, definition: Definition, container: str, task: Task, until: float
+    ) -> dict[str, Any] | None:
         """Return the answer that a task printed; None if it cannot be read."""
         log = definition.logs.get(container)
-        if log is None or (log.region and self._options.region and log.region != self._options.region):
+        if log is None or (
+            log.region and self._options.region and log.region != self._options.region
+        ):
             return None
         while True:
             try:
                 answer = _answer(await self._lines(log.group, log.stream(container, task.short)))
             except AwsError as error:
-                if error.kind is Kind.DENIED or (error.kind is Kind.REFUSED and error.code != "ResourceNotFoundException"):
+                if error.kind is Kind.DENIED or (
+                    error.kind is Kind.REFUSED and error.code != "ResourceNotFoundException"
+                ):
                     return None
                 answer = None
             if answer is not None or time.monotonic() + LOG_LOOK >= until:

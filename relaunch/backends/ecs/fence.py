@@ -37,7 +37,13 @@ class Fence:
     def read(cls, value: str | None) -> Self | None:
         """Parse an attribute; None if it is missing or was not written by relaunch."""
         match = _VALUE.fullmatch(value or "")
-        return None if match is None else cls("prepared" if match[1] == "prepared" else "stopped", int(match[2]), int(match[3]))
+        return (
+            None
+            if match is None
+            else cls(
+                "prepared" if match[1] == "prepared" else "stopped", int(match[2]), int(match[3])
+            )
+        )
 
     def __str__(self) -> str:
         # Starts with a letter, so that the cluster query language cannot parse it as a number.
@@ -58,7 +64,9 @@ def only_for(attribute: str, token: Token) -> str:
     return f"attribute:{attribute} == {Fence.of(token, 'prepared')}"
 
 
-def to_forget(attributes: Mapping[str, str], attribute: str, living: Iterable[str]) -> tuple[str, ...]:
+def to_forget(
+    attributes: Mapping[str, str], attribute: str, living: Iterable[str]
+) -> tuple[str, ...]:
     """Return the attributes of other jobs to remove before `attribute` can be set, oldest first.
 
     Only jobs without tasks on the instance are considered.
@@ -73,7 +81,9 @@ def to_forget(attributes: Mapping[str, str], attribute: str, living: Iterable[st
     kept = set(living)
     # Stopped generations go first: ranks of a generation that is only prepared may still be
     # started.
-    oldest = sorted((name for name in jobs if name not in kept), key=lambda name: _age(attributes[name]))
+    oldest = sorted(
+        (name for name in jobs if name not in kept), key=lambda name: _age(attributes[name])
+    )
     return tuple(oldest[: max(0, excess)])
 
 

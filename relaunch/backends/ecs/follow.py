@@ -125,12 +125,21 @@ class Follower:
                 await asyncio.sleep(GATHER)
                 arns = list(self._hinted)
             self._hinted = {arn: None for arn in self._hinted if arn not in arns}
-            await asyncio.gather(*(self._look(arns[first : first + AT_ONCE]) for first in range(0, len(arns), AT_ONCE)))
+            await asyncio.gather(
+                *(
+                    self._look(arns[first : first + AT_ONCE])
+                    for first in range(0, len(arns), AT_ONCE)
+                )
+            )
 
     async def _look(self, arns: list[str]) -> None:
         try:
             tasks = await self._looks.describe_tasks(arns)
-            living = {task.instance_arn for task in tasks.values() if task is not None and not task.stopped and task.instance_arn}
+            living = {
+                task.instance_arn
+                for task in tasks.values()
+                if task is not None and not task.stopped and task.instance_arn
+            }
             instances = await self._looks.describe_instances(sorted(living)) if living else {}
         except AwsError as error:
             for followed in self._of(arns):

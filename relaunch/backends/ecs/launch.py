@@ -12,12 +12,29 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from relaunch.backends.base import Gone, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    Gone,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from relaunch.backends.ecs import container as inside
 from relaunch.backends.ecs import fence
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.backends.ecs.cluster import GONE, Cluster, Machine, UnknownInstance
-from relaunch.backends.ecs.errors import by_aws, cannot, forbidden, no_network, not_above, not_placed, unfit
+from relaunch.backends.ecs.errors import (
+    by_aws,
+    cannot,
+    forbidden,
+    no_network,
+    not_above,
+    not_placed,
+    unfit,
+)
 from relaunch.backends.ecs.fence import Fence
 from relaunch.backends.ecs.stream import SETTLES
 from relaunch.backends.ecs.tasks import (
@@ -99,14 +116,18 @@ class Launcher:
         if highest > fence.key(token):
             # A later controller prepared the node between our read and our write: set the fence to
             # its generation again.
-            await self._cluster.put_attributes(instance.arn, {attribute: str(Fence("prepared", *highest))})
+            await self._cluster.put_attributes(
+                instance.arn, {attribute: str(Fence("prepared", *highest))}
+            )
             return not_above(node, token, highest)
         mine = [task for task in own if token_of(task.started_by) == token]
         if mine and all(task.stopped for task in mine):
             reason = f"generation {token.generation} was started on {node} already and has ended: a generation is launched once"
             return Refused(node, "not_above", reason, fence.key(token))
         older = [task for task in own if not task.stopped and task not in mine]
-        if (refused := await self._end(node, ec2_id, older, order.stop_grace + order.stuck_after)) is not None:
+        if (
+            refused := await self._end(node, ec2_id, older, order.stop_grace + order.stuck_after)
+        ) is not None:
             return refused
         return Prepared(
             node,
@@ -120,7 +141,11 @@ class Launcher:
     async def _learn_address(self, node: str, ec2_id: str) -> None:
         machine = await self._cluster.machine(ec2_id)
         if machine.state != "running" or not machine.address:
-            raise Unreachable(node, f"{ec2_id} is {_said(machine)}" + ("" if machine.address else " and has no private address"))
+            raise Unreachable(
+                node,
+                f"{ec2_id} is {_said(machine)}"
+                + ("" if machine.address else " and has no private address"),
+            )
         self._addresses[ec2_id] = machine.address
 
     async def _put(self, instance: Instance, ec2_id: str, attribute: str, word: Fence) -> None:
@@ -137,7 +162,11 @@ class Launcher:
     async def start(self, node: str, ec2_id: str, order: StartOrder) -> Started | Refused:
         token = order.token
         if order.prepared != stamp(token, node):
-            return Refused(node, "expired", f"the order to start {token} belongs to another preparation of {node}")
+            return Refused(
+                node,
+                "expired",
+                f"the order to start {token} belongs to another preparation of {node}",
+            )
         if (reason := cannot(order)) is not None:
             return Refused(node, "cannot_start", reason)
         given = order.ecs
@@ -152,7 +181,9 @@ class Launcher:
                 return Refused(node, "cannot_start", f"task definition {name!r}: {error.reason}")
             return by_aws(node, error)
         try:
-            container = the_container(definition, (given.container if given else None) or self._options.container)
+            container = the_container(
+                definition, (given.container if given else None) or self._options.container
+            )
             port = inside.port_of(definition, container)
         except ValueError as error:
             return Refused(node, "cannot_start", str(error))
@@ -174,12 +205,13 @@ class Launcher:
             gpus=order.gpus,
             started_by=started_by(token),
             client_token=client_token("start", str(token), node),
-            only_where=(fence.only_for(job_attribute(token.namespace, token.job), token), f"attribute:{QUARANTINE} not_exists"),
+            only_where=(
+                fence.only_for(job_attribute(token.namespace, token.job), token),
+                f"attribute:{QUARANTINE} not_exists",
+            ),
         )
         if (length := overrides_length(request)) > LONGEST_OVERRIDES:
-            reason = (
-                f"command and environment are {length} characters, of which ECS takes {LONGEST_OVERRIDES}: put what is constant into {name}"
-            )
+            reason = f"command and environment are {length} characters, of which ECS takes {LONGEST_OVERRIDES}: put what is constant into {name}"
             return Refused(node, "cannot_start", reason)
         try:
             return await self._run(node, ec2_id, token, request)
@@ -193,10 +225,16 @@ class Launcher:
             return {}
         wanted = self._wanted.get(ec2_id)
         known = wanted is not None and wanted.token == order.token
-        grace, beat = (wanted.stop_grace, wanted.heartbeat) if wanted is not None and known else (inside.GRACE, inside.HEARTBEAT)
+        grace, beat = (
+            (wanted.stop_grace, wanted.heartbeat)
+            if wanted is not None and known
+            else (inside.GRACE, inside.HEARTBEAT)
+        )
         return {inside.ORDER: inside.order(order, port, grace, beat)}
 
-    async def _run(self, node: str, ec2_id: str, token: Token, request: dict[str, Any]) -> Started | Refused:
+    async def _run(
+        self, node: str, ec2_id: str, token: Token, request: dict[str, Any]
+    ) -> Started | Refused:
         # Look for the task before running it: ECS forgets a client token an hour after its task has
         # ended.
         known = await self._cluster.task_of(ec2_id, started_by(token))
@@ -263,7 +301,11 @@ class Launcher:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
         instance = await self._cluster.instance(ec2_id)
         before = Fence.read(instance.attributes.get(attribute))
-        if before is None or before.highest < fence.key(token) or before == Fence.of(token, "prepared"):
+        if (
+            before is None
+            or before.highest < fence.key(token)
+            or before == Fence.of(token, "prepared")
+        ):
             await self._put(instance, ec2_id, attribute, Fence.of(token, "stopped"))
         own = await self._own(ec2_id, token, before or Fence.of(token, "prepared"))
         living = [task for task in own if not task.stopped and _key(task) <= fence.key(token)]
@@ -282,21 +324,31 @@ class Launcher:
                 seconds.
         """
         own = [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
-        if before is None or before.state == "stopped" or any(_key(task) == before.highest for task in own):
+        if (
+            before is None
+            or before.state == "stopped"
+            or any(_key(task) == before.highest for task in own)
+        ):
             return own
         await asyncio.sleep(self._settles)
         return [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
 
-    async def _gone_with_machine(self, node: str, ec2_id: str, token: Token, error: UnknownInstance) -> Gone:
+    async def _gone_with_machine(
+        self, node: str, ec2_id: str, token: Token, error: UnknownInstance
+    ) -> Gone:
         try:
             machine = await self._cluster.machine(ec2_id)
         except AwsError as failed:
             raise Unreachable(node, failed.reason) from failed
         if machine.state in GONE or not machine.state:
             return Gone(node)
-        raise Unreachable(node, f"{error.reason}, and it is {_said(machine)}: what runs there cannot be seen") from error
+        raise Unreachable(
+            node, f"{error.reason}, and it is {_said(machine)}: what runs there cannot be seen"
+        ) from error
 
-    async def _end(self, node: str, ec2_id: str, tasks: Iterable[Task], within: float) -> Refused | None:
+    async def _end(
+        self, node: str, ec2_id: str, tasks: Iterable[Task], within: float
+    ) -> Refused | None:
         """Stop tasks and wait until they have stopped; return a refusal if ECS cannot stop them.
 
         Raises:
@@ -317,10 +369,16 @@ class Launcher:
                 return None
             instance = await self._cluster.instance(ec2_id)
             if not instance.agent_connected:
-                reason = f"its ECS agent is not connected, and {len(living)} of its tasks may run yet"
+                reason = (
+                    f"its ECS agent is not connected, and {len(living)} of its tasks may run yet"
+                )
                 raise Unreachable(node, f"{ec2_id} is {_said(machine)}, {reason}") from None
             names = ", ".join(task.short for task in living[:4])
-            return Refused(node, "stuck", f"ECS could not stop task {names} within {within:g} s: {node} needs a reboot")
+            return Refused(
+                node,
+                "stuck",
+                f"ECS could not stop task {names} within {within:g} s: {node} needs a reboot",
+            )
         return None
 
 

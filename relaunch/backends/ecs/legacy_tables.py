@@ -17,7 +17,15 @@ from typing import Any, Protocol
 
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ecs.aws import Aws, AwsError
-from relaunch.backends.ecs.legacy_rows import JobRow, NodeRow, TaskRow, TaskStatus, job_status, node_status, task_status
+from relaunch.backends.ecs.legacy_rows import (
+    JobRow,
+    NodeRow,
+    TaskRow,
+    TaskStatus,
+    job_status,
+    node_status,
+    task_status,
+)
 from relaunch.backends.ecs.tasks import Instance, Task, is_ours, started_by
 from relaunch.generation import Token
 from relaunch.job.state import JobState
@@ -63,7 +71,9 @@ class Mirror:
     It sets the documented attributes and `relaunch_seq`; other attributes of a row are left alone.
     """
 
-    def __init__(self, aws: Aws, tables: EcsTables, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(
+        self, aws: Aws, tables: EcsTables, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
         self._aws = aws
         self._tables = tables
         self._clock = clock
@@ -104,26 +114,42 @@ class Mirror:
         }
         # At equal relaunch_seq, a final status replaces IN_PROGRESS: a task may end after the last
         # update of its job.
-        also = ("task_status", TaskStatus.IN_PROGRESS.value) if row.status is not TaskStatus.IN_PROGRESS else None
-        return await self._write(self._tables.task, {"ecs_task_id": row.task_id}, row.seq, values, also)
+        also = (
+            ("task_status", TaskStatus.IN_PROGRESS.value)
+            if row.status is not TaskStatus.IN_PROGRESS
+            else None
+        )
+        return await self._write(
+            self._tables.task, {"ecs_task_id": row.task_id}, row.seq, values, also
+        )
 
     async def node(self, row: NodeRow) -> bool:
         values: dict[str, object] = {"cluster_name": row.cluster, "node_status": row.status.value}
         if row.container_instance is not None:
-            values |= {"container_instance_id": _short(row.container_instance), "container_instance_arn": row.container_instance}
+            values |= {
+                "container_instance_id": _short(row.container_instance),
+                "container_instance_arn": row.container_instance,
+            }
         if row.ip is not None:
             values["ip"] = row.ip
         return await self._write(self._tables.node, {"node_name": row.node_name}, row.seq, values)
 
     async def _write(
-        self, table: str | None, key: Mapping[str, object], seq: int, values: Mapping[str, object], also: tuple[str, str] | None = None
+        self,
+        table: str | None,
+        key: Mapping[str, object],
+        seq: int,
+        values: Mapping[str, object],
+        also: tuple[str, str] | None = None,
     ) -> bool:
         if table is None:
             return False
         now = self._clock().isoformat()
         # Numbered placeholders, because `status` and others are reserved words of DynamoDB.
         names = {f"#{index}": name for index, name in enumerate([*values, "updated_at", SEQ])}
-        given = {f":{index}": _value(value) for index, value in enumerate([*values.values(), now, seq])}
+        given = {
+            f":{index}": _value(value) for index, value in enumerate([*values.values(), now, seq])
+        }
         condition = "attribute_not_exists(#seq) OR #seq < :seq"
         names |= {"#created": "created_at", "#seq": SEQ}
         given |= {":now": _value(now), ":seq": _value(seq)}
@@ -157,7 +183,14 @@ class FleetMirror:
 
     wants_jobs = True
 
-    def __init__(self, fleet: str, cluster: str, mirror: Mirror, places: Places, node: Callable[[str], FleetNode]) -> None:
+    def __init__(
+        self,
+        fleet: str,
+        cluster: str,
+        mirror: Mirror,
+        places: Places,
+        node: Callable[[str], FleetNode],
+    ) -> None:
         """Create the writer without writing anything.
 
         Args:
@@ -190,7 +223,9 @@ class FleetMirror:
         try:
             return await self._job(state, seq, terminated)
         except AwsError as error:
-            raise Unreachable(self._fleet, f"the tables were not written: {error.reason}") from error
+            raise Unreachable(
+                self._fleet, f"the tables were not written: {error.reason}"
+            ) from error
 
     async def nodes(self, state: FleetState, seq: int) -> None:
         """Write the rows of the nodes that have changed.
@@ -205,13 +240,22 @@ class FleetMirror:
         rows = []
         for record in state.nodes:
             node = self._known(record.name) or record.spec
-            row = NodeRow(record.name, seq, node_status(record, record.name in used), self._cluster, None, node.network)
+            row = NodeRow(
+                record.name,
+                seq,
+                node_status(record, record.name in used),
+                self._cluster,
+                None,
+                node.network,
+            )
             if self._nodes.get(record.name) != (row.status, row.ip, node.address):
                 rows.append((row, node.address))
         try:
             await asyncio.gather(*(self._write_node(row, ec2_id) for row, ec2_id in rows))
         except AwsError as error:
-            raise Unreachable(self._fleet, f"the tables were not written: {error.reason}") from error
+            raise Unreachable(
+                self._fleet, f"the tables were not written: {error.reason}"
+            ) from error
 
     async def _write_node(self, row: NodeRow, ec2_id: str) -> None:
         # Concurrently, so that the lookups are batched into one call.
@@ -232,10 +276,20 @@ class FleetMirror:
         found = [one for token in tokens for one in await self._tasks(state, seq, token)]
         before = self._going.get(state.name, {})
         newest = {row.task_id for _, _, row, _ in found}
-        found += await self._ended_since([one for task, one in before.items() if task not in newest], seq)
+        found += await self._ended_since(
+            [one for task, one in before.items() if task not in newest], seq
+        )
         await asyncio.gather(*(self._write_task(row) for _, _, row, _ in found))
-        going = {row.task_id: (ec2_id, by, row) for ec2_id, by, row, _ in found if row.status is TaskStatus.IN_PROGRESS}
-        current = [(row, task) for _, by, row, task in found if task is not None and by == _name(state.token)]
+        going = {
+            row.task_id: (ec2_id, by, row)
+            for ec2_id, by, row, _ in found
+            if row.status is TaskStatus.IN_PROGRESS
+        }
+        current = [
+            (row, task)
+            for _, by, row, task in found
+            if task is not None and by == _name(state.token)
+        ]
         ended = terminated or state.phase.is_final
         if ended and not going:
             self._going.pop(state.name, None)
@@ -257,7 +311,9 @@ class FleetMirror:
         )
         return not (ended and going)
 
-    async def _tasks(self, state: JobState, seq: int, token: Token) -> list[tuple[str, str, TaskRow, Task | None]]:
+    async def _tasks(
+        self, state: JobState, seq: int, token: Token
+    ) -> list[tuple[str, str, TaskRow, Task | None]]:
         """Return the tasks of one generation that ECS knows, in the order of its nodes."""
         by = _name(token)
         if by is None or not token.generation:
@@ -286,10 +342,14 @@ class FleetMirror:
             )
             return node.address, by, row, task
 
-        looked = await asyncio.gather(*(one(index, slot.node) for index, slot in enumerate(state.slots)))
+        looked = await asyncio.gather(
+            *(one(index, slot.node) for index, slot in enumerate(state.slots))
+        )
         return [each for each in looked if each is not None]
 
-    async def _ended_since(self, going: list[tuple[str, str, TaskRow]], seq: int) -> list[tuple[str, str, TaskRow, Task | None]]:
+    async def _ended_since(
+        self, going: list[tuple[str, str, TaskRow]], seq: int
+    ) -> list[tuple[str, str, TaskRow, Task | None]]:
         """Look up again tasks of earlier generations and of nodes that the job has left."""
 
         async def one(ec2_id: str, by: str, row: TaskRow) -> tuple[str, str, TaskRow, Task | None]:
@@ -330,7 +390,9 @@ def _status(task: Task) -> TaskStatus:
     # A nonzero exit code takes precedence: the other containers were stopped because of that
     # failure.
     worst = next((code for code in codes if code), None if None in codes or not codes else 0)
-    return task_status(task.last_status, worst, is_ours(task.stopped_reason) or task.stop_code == "UserInitiated")
+    return task_status(
+        task.last_status, worst, is_ours(task.stopped_reason) or task.stop_code == "UserInitiated"
+    )
 
 
 def _short(arn: str) -> str:

@@ -40,7 +40,11 @@ def occupants(tasks: Iterable[Task]) -> Occupants:
             continue
         elif token is not None:
             named = {"namespace": token.namespace, "job": token.job}
-            jobs[task.started_by] = {**named, "submission": token.submission, "generation": token.generation}
+            jobs[task.started_by] = {
+                **named,
+                "submission": token.submission,
+                "generation": token.generation,
+            }
         else:
             by = f" of {task.started_by}" if task.started_by else ""
             jobs[task.arn] = {"namespace": "", "job": f"ECS task {task.short}{by}"}
@@ -52,7 +56,9 @@ def names(held_or_job: dict[str, Any]) -> str:
     if "by" in held_or_job:
         return f"{held_or_job['by']} of {held_or_job['id']}"
     generation = held_or_job.get("generation")
-    return f"job {held_or_job['job']}" + (f" generation {generation}" if generation is not None else "")
+    return f"job {held_or_job['job']}" + (
+        f" generation {generation}" if generation is not None else ""
+    )
 
 
 def node_task(kind: str, id: str = "") -> str:

@@ -24,7 +24,9 @@ need not change their settings.
 INSTANCE_ID = re.compile(r"i-[0-9a-f]{8}(?:[0-9a-f]{9})?")
 """Ids from before 2018 have 8 digits."""
 CLUSTER = re.compile(r"(?:arn:aws[a-z-]*:ecs:[a-z0-9-]+:\d{12}:cluster/)?[A-Za-z0-9_-]{1,255}")
-TASK_DEFINITION = re.compile(r"(?:arn:aws[a-z-]*:ecs:[a-z0-9-]+:\d{12}:task-definition/)?[A-Za-z0-9_-]{1,255}(?::[1-9]\d*)?")
+TASK_DEFINITION = re.compile(
+    r"(?:arn:aws[a-z-]*:ecs:[a-z0-9-]+:\d{12}:task-definition/)?[A-Za-z0-9_-]{1,255}(?::[1-9]\d*)?"
+)
 TOPIC = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:\d{12}:[A-Za-z0-9_-]{1,256}")
 TABLE = re.compile(r"(?:arn:aws[a-z-]*:dynamodb:[a-z0-9-]+:\d{12}:table/)?[A-Za-z0-9_.-]{3,255}")
 LEAST_POLL = 1.0
@@ -42,9 +44,15 @@ def options(spec: FleetSpec, environ: Mapping[str, str]) -> EcsOptions:
         ValueError: An option is missing or invalid; the message is one sentence.
     """
     given = spec.ecs
-    found = {name: environ.get(variable) or None for name, variable in VARIABLES.items() if getattr(given, name) is None}
+    found = {
+        name: environ.get(variable) or None
+        for name, variable in VARIABLES.items()
+        if getattr(given, name) is None
+    }
     tables = {
-        name: environ.get(variable) or None if (written := getattr(given.tables, name)) is None else written
+        name: environ.get(variable) or None
+        if (written := getattr(given.tables, name)) is None
+        else written
         for name, variable in TABLES.items()
     }
     filled = given.model_copy(update={**found, "tables": EcsTables(**tables)})
@@ -70,14 +78,24 @@ def _check(spec: FleetSpec, filled: EcsOptions, from_environment: set[str]) -> N
     if filled.queue is not None and not _is_url(filled.queue):
         refuse("queue", filled.queue, "the URL of an SQS queue, which starts with https://")
     if filled.topic is not None and not TOPIC.fullmatch(filled.topic):
-        refuse("topic", filled.topic, "the ARN of a standard SNS topic, such as arn:aws:sns:eu-west-1:123456789012:relaunch")
+        refuse(
+            "topic",
+            filled.topic,
+            "the ARN of a standard SNS topic, such as arn:aws:sns:eu-west-1:123456789012:relaunch",
+        )
     for name, variable in TABLES.items():
         value = getattr(filled.tables, name)
         if value is not None and not TABLE.fullmatch(value):
             where = f"ecs.tables.{name}" if getattr(spec.ecs.tables, name) is not None else variable
-            raise ValueError(f"fleet {spec.name}: {where} is {value!r}, expected the name or ARN of a DynamoDB table")
+            raise ValueError(
+                f"fleet {spec.name}: {where} is {value!r}, expected the name or ARN of a DynamoDB table"
+            )
     if filled.poll.total_seconds() < LEAST_POLL:
-        refuse("poll", f"{filled.poll.total_seconds():g}s", f"{LEAST_POLL:g}s or more, because AWS limits how often it is asked")
+        refuse(
+            "poll",
+            f"{filled.poll.total_seconds():g}s",
+            f"{LEAST_POLL:g}s or more, because AWS limits how often it is asked",
+        )
     for node in spec.nodes:
         if not INSTANCE_ID.fullmatch(node.address):
             raise ValueError(
@@ -92,4 +110,9 @@ def _is_url(value: str) -> bool:
     except ValueError:
         return False
     # Plain HTTP is allowed for a local stand-in of SQS.
-    return parts.scheme in ("https", "http") and bool(parts.hostname) and len(parts.path) > 1 and not re.search(r"\s", value)
+    return (
+        parts.scheme in ("https", "http")
+        and bool(parts.hostname)
+        and len(parts.path) > 1
+        and not re.search(r"\s", value)
+    )

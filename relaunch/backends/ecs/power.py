@@ -67,11 +67,15 @@ class PowerCycle:
             entry = await journal.write(replace(entry, standby=True))
             request = {"AutoScalingGroupName": group, "ShouldDecrementDesiredCapacity": True}
             try:
-                await self._aws.call("autoscaling", "EnterStandby", InstanceIds=[journal.ec2_id], **request)
+                await self._aws.call(
+                    "autoscaling", "EnterStandby", InstanceIds=[journal.ec2_id], **request
+                )
             except AwsError as error:
                 return await self._given_up(journal, replace(entry, standby=False), error)
         if state not in ("", "Standby"):
-            return Waiting(f"its Auto Scaling group {group} has it {state}; it is stopped when that says Standby")
+            return Waiting(
+                f"its Auto Scaling group {group} has it {state}; it is stopped when that says Standby"
+            )
         try:
             await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
@@ -90,17 +94,23 @@ class PowerCycle:
     async def _stopping(self, journal: Journal, entry: Entry) -> Waiting:
         since = self._now() - entry.at
         if since < FORCE_AFTER or entry.forced:
-            return Waiting(f"EC2 has been stopping it for {since:.0f} s{' by force' if entry.forced else ''}")
+            return Waiting(
+                f"EC2 has been stopping it for {since:.0f} s{' by force' if entry.forced else ''}"
+            )
         await journal.write(replace(entry, forced=True))
         await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id], Force=True)
-        return Waiting(f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was told to stop it by force")
+        return Waiting(
+            f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was told to stop it by force"
+        )
 
     async def _start(self, journal: Journal, entry: Entry) -> Waiting:
         try:
             await self._aws.call("ec2", "StartInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
             if error.code.startswith("Insufficient"):
-                return Waiting(f"it is stopped, and EC2 cannot start it: {error.reason}", NO_CAPACITY)
+                return Waiting(
+                    f"it is stopped, and EC2 cannot start it: {error.reason}", NO_CAPACITY
+                )
             if error.kind in (Kind.REFUSED, Kind.DENIED) and error.code != "IncorrectInstanceState":
                 return Waiting(f"it is stopped, and was not started: {error.reason}", FAILED)
             return Waiting(error.reason)
@@ -122,11 +132,18 @@ class PowerCycle:
             return
         group, state = await self._group(journal.ec2_id)
         if state == "Standby":
-            await self._aws.call("autoscaling", "ExitStandby", InstanceIds=[journal.ec2_id], AutoScalingGroupName=group)
+            await self._aws.call(
+                "autoscaling",
+                "ExitStandby",
+                InstanceIds=[journal.ec2_id],
+                AutoScalingGroupName=group,
+            )
 
     async def _group(self, ec2_id: str) -> tuple[str, str]:
         """Return the Auto Scaling group and lifecycle state of an instance; both empty if none."""
-        answer = await self._aws.call("autoscaling", "DescribeAutoScalingInstances", InstanceIds=[ec2_id])
+        answer = await self._aws.call(
+            "autoscaling", "DescribeAutoScalingInstances", InstanceIds=[ec2_id]
+        )
         for one in answer.get("AutoScalingInstances") or ():
             return str(one.get("AutoScalingGroupName") or ""), str(one.get("LifecycleState") or "")
         return "", ""

@@ -31,7 +31,13 @@ class Marks:
     Both follow the state of the fleet in the same way.
     """
 
-    def __init__(self, fleet: str, cluster: Cluster, node: Callable[[str], FleetNode], tables: FleetMirror | None) -> None:
+    def __init__(
+        self,
+        fleet: str,
+        cluster: Cluster,
+        node: Callable[[str], FleetNode],
+        tables: FleetMirror | None,
+    ) -> None:
         self._fleet = fleet
         self._cluster = cluster
         self._node = node
@@ -52,14 +58,22 @@ class Marks:
         # places no other job there.
         used = {place.node for claim in state.claims for place in claim.places}
         wanted = {
-            record.name: record.standing is NodeStatus.QUARANTINED and record.name not in used for record in state.nodes if not record.gone
+            record.name: record.standing is NodeStatus.QUARANTINED and record.name not in used
+            for record in state.nodes
+            if not record.gone
         }
         now = time.monotonic()
-        new = [name for name, quarantined in wanted.items() if not self._is_written(name, quarantined, now)]
+        new = [
+            name
+            for name, quarantined in wanted.items()
+            if not self._is_written(name, quarantined, now)
+        ]
         try:
             await asyncio.gather(*(self._write(name, wanted[name]) for name in new))
         except AwsError as error:
-            raise Unreachable(self._fleet, f"quarantines were not written: {error.reason}") from error
+            raise Unreachable(
+                self._fleet, f"quarantines were not written: {error.reason}"
+            ) from error
         if self._tables is not None:
             await self._tables.nodes(state, seq)
 

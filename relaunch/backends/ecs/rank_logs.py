@@ -59,7 +59,12 @@ class RankLogs:
     async def _newest(self, group: str, stream: str) -> list[str]:
         try:
             answer = await self._cluster.aws.call(
-                "logs", "GetLogEvents", logGroupName=group, logStreamName=stream, limit=TAIL_LINES, startFromHead=False
+                "logs",
+                "GetLogEvents",
+                logGroupName=group,
+                logStreamName=stream,
+                limit=TAIL_LINES,
+                startFromHead=False,
             )
         except AwsError as error:
             if error.code == "ResourceNotFoundException":

@@ -92,9 +92,22 @@ def read(key: str, value: str) -> Entry | None:
     at, _, rest = rest.partition(" ")
     before, _, id = rest.partition(" ")
     phase, *marks = state.split("+")
-    if not key.startswith(PREFIX) or way not in tuple(Way) or phase not in tuple(Phase) or not at.isdecimal() or not id:
+    if (
+        not key.startswith(PREFIX)
+        or way not in tuple(Way)
+        or phase not in tuple(Phase)
+        or not at.isdecimal()
+        or not id
+    ):
         return None
-    return Entry(Way(way), id, float(at), "" if before == "-" else before, Phase(phase), **{mark: mark in marks for mark in _MARKS})
+    return Entry(
+        Way(way),
+        id,
+        float(at),
+        "" if before == "-" else before,
+        Phase(phase),
+        **{mark: mark in marks for mark in _MARKS},
+    )
 
 
 class Journal:
@@ -111,7 +124,9 @@ class Journal:
         return cls(aws, ec2_id, await _entries(aws, ec2_id))
 
     def unfinished(self, way: Way) -> Entry | None:
-        return next((one for one in reversed(self.entries) if one.way is way and not one.over), None)
+        return next(
+            (one for one in reversed(self.entries) if one.way is way and not one.over), None
+        )
 
     def of_repair(self, way: Way, id: str) -> Entry | None:
         key = Entry(way, id, 0.0, "").key
@@ -125,10 +140,17 @@ class Journal:
         Raises:
             TimeoutError: EC2 does not show the entry within `VISIBLE_WITHIN` seconds.
         """
-        await self._aws.call("ec2", "CreateTags", Resources=[self.ec2_id], Tags=[{"Key": entry.key, "Value": written(entry)}])
+        await self._aws.call(
+            "ec2",
+            "CreateTags",
+            Resources=[self.ec2_id],
+            Tags=[{"Key": entry.key, "Value": written(entry)}],
+        )
         others = [one for one in self.entries if one.key != entry.key]
         old = [one for one in others if one.over][: max(0, len(others) + 1 - KEPT)]
-        self.entries = tuple(sorted((*(one for one in others if one not in old), entry), key=lambda one: one.at))
+        self.entries = tuple(
+            sorted((*(one for one in others if one not in old), entry), key=lambda one: one.at)
+        )
         if old:
             await self._forget(old)
         if entry.phase is Phase.INTENT:
@@ -143,18 +165,28 @@ class Journal:
     def told(self, boot_id: str, launched_at: float | None) -> list[dict[str, Any]]:
         """Return the reboots that happened or are about to, in the format of a probe's answer."""
         return [
-            {"at": one.at, "id": one.id, "reason": _reason(one), "boot_id": one.before if one.way is Way.REBOOT else ""}
+            {
+                "at": one.at,
+                "id": one.id,
+                "reason": _reason(one),
+                "boot_id": one.before if one.way is Way.REBOOT else "",
+            }
             for one in self.entries
             if one.sent or one.before != (boot_id if one.way is Way.REBOOT else launch(launched_at))
         ]
 
     async def _forget(self, entries: Sequence[Entry]) -> None:
-        await self._aws.call("ec2", "DeleteTags", Resources=[self.ec2_id], Tags=[{"Key": one.key} for one in entries])
+        await self._aws.call(
+            "ec2", "DeleteTags", Resources=[self.ec2_id], Tags=[{"Key": one.key} for one in entries]
+        )
 
     async def _visible(self, entry: Entry) -> None:
         async with asyncio.timeout(VISIBLE_WITHIN):
             while True:
-                if any(one.key == entry.key and written(one) == written(entry) for one in await _entries(self._aws, self.ec2_id)):
+                if any(
+                    one.key == entry.key and written(one) == written(entry)
+                    for one in await _entries(self._aws, self.ec2_id)
+                ):
                     return
                 await asyncio.sleep(VISIBLE_LOOK)
 
@@ -169,6 +201,11 @@ def _reason(entry: Entry) -> str:
 
 
 async def _entries(aws: Aws, ec2_id: str) -> tuple[Entry, ...]:
-    answer: Mapping[str, Any] = await aws.call("ec2", "DescribeTags", Filters=[{"Name": "resource-id", "Values": [ec2_id]}])
-    found = [read(str(tag.get("Key") or ""), str(tag.get("Value") or "")) for tag in answer.get("Tags") or ()]
+    answer: Mapping[str, Any] = await aws.call(
+        "ec2", "DescribeTags", Filters=[{"Name": "resource-id", "Values": [ec2_id]}]
+    )
+    found = [
+        read(str(tag.get("Key") or ""), str(tag.get("Value") or ""))
+        for tag in answer.get("Tags") or ()
+    ]
     return tuple(sorted((one for one in found if one is not None), key=lambda one: one.at))

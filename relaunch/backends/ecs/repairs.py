@@ -33,11 +33,21 @@ RETIRED = ("instance-retirement", "instance-stop")
 """Events that EC2 schedules for failing hardware: a reboot keeps the instance on it, a stop and
 start moves it to other hardware.
 """
-LOST_BY_A_STOP = "stopped and started by EC2, on other hardware; what was on instance store volumes is lost"
+LOST_BY_A_STOP = (
+    "stopped and started by EC2, on other hardware; what was on instance store volumes is lost"
+)
 
 
 class Repairs:
-    def __init__(self, cluster: Cluster, aws: Aws, options: EcsOptions, *, look: float = 2.0, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        aws: Aws,
+        options: EcsOptions,
+        *,
+        look: float = 2.0,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._cluster = cluster
         self._aws = aws
         self._options = options
@@ -48,7 +58,13 @@ class Repairs:
     # --- reboot
 
     async def reboot(
-        self, node: str, ec2_id: str, id: str, boot_id: str, reason: str, probe: Callable[[], Awaitable[Mapping[str, Any]]]
+        self,
+        node: str,
+        ec2_id: str,
+        id: str,
+        boot_id: str,
+        reason: str,
+        probe: Callable[[], Awaitable[Mapping[str, Any]]],
     ) -> Mapping[str, Any] | Refused:
         """Tell EC2 to reboot an instance if it still runs this boot and nothing runs there.
 
@@ -67,7 +83,11 @@ class Repairs:
                 return {"outcome": "done", "boot_id": mine.before, "already": True}
             instance = await self._cluster.instance(ec2_id)
             if instance.status != "ACTIVE" and going is None:
-                return Refused(node, "held", f"its container instance is {instance.status}, which relaunch did not make it")
+                return Refused(
+                    node,
+                    "held",
+                    f"its container instance is {instance.status}, which relaunch did not make it",
+                )
             facts = await probe()
             if refused := _unlike(node, boot_id, facts) or await self._cannot(node, ec2_id):
                 return refused
@@ -75,7 +95,9 @@ class Repairs:
             journal = await Journal.of(self._aws, ec2_id)
             return await self._ordered(node, journal, Entry(Way.REBOOT, id, self._now(), boot_id))
 
-    async def _ordered(self, node: str, journal: Journal, entry: Entry) -> Mapping[str, Any] | Refused:
+    async def _ordered(
+        self, node: str, journal: Journal, entry: Entry
+    ) -> Mapping[str, Any] | Refused:
         instance = await self._cluster.instance(journal.ec2_id)
         await journal.write(entry)
         await self._set_state(instance, "DRAINING")
@@ -109,13 +131,25 @@ class Repairs:
 
         A reboot would leave the instance on the same hardware.
         """
-        answer = await self._aws.call("ec2", "DescribeInstanceStatus", InstanceIds=[ec2_id], IncludeAllInstances=True)
+        answer = await self._aws.call(
+            "ec2", "DescribeInstanceStatus", InstanceIds=[ec2_id], IncludeAllInstances=True
+        )
         for one in answer.get("InstanceStatuses") or ():
             if (one.get("SystemStatus") or {}).get("Status") == "impaired":
-                return Refused(node, "cannot_reboot", "EC2 says that the system below it is impaired: it needs other hardware")
+                return Refused(
+                    node,
+                    "cannot_reboot",
+                    "EC2 says that the system below it is impaired: it needs other hardware",
+                )
             for event in one.get("Events") or ():
-                if event.get("Code") in RETIRED and not str(event.get("Description") or "").startswith("[Completed]"):
-                    return Refused(node, "cannot_reboot", f"EC2 has scheduled its {event['Code']}: it needs other hardware")
+                if event.get("Code") in RETIRED and not str(
+                    event.get("Description") or ""
+                ).startswith("[Completed]"):
+                    return Refused(
+                        node,
+                        "cannot_reboot",
+                        f"EC2 has scheduled its {event['Code']}: it needs other hardware",
+                    )
         return None
 
     # --- interrupted orders
@@ -176,7 +210,9 @@ class Repairs:
 
     # --- power
 
-    async def cycle_power(self, node: str, ec2_id: str, id: str, within: float) -> Mapping[str, Any]:
+    async def cycle_power(
+        self, node: str, ec2_id: str, id: str, within: float
+    ) -> Mapping[str, Any]:
         """Have EC2 stop and start an instance, as far as that goes within this time.
 
         Every later probe of the node continues it.
@@ -232,14 +268,22 @@ def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refused | None
     """Return a refusal if the answer of a probe rules out a reboot."""
     present = str(facts.get("boot_id") or "")
     if present != boot_id:
-        reason = f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
+        reason = (
+            f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
+        )
         return Refused(node, "boot_changed", reason, boot_id=present)
     using = [*(facts.get("jobs") or ()), *filter(None, [facts.get("held")])]
     if using:
-        return Refused(node, "busy", f"{', '.join(names(one) for one in using[:8])} runs on this node")
+        return Refused(
+            node, "busy", f"{', '.join(names(one) for one in using[:8])} runs on this node"
+        )
     gpus = facts.get("gpus")
     rows = gpus.get("gpus") or () if isinstance(gpus, Mapping) else ()
-    pids = [f"pid {one.get('pid')} uses GPU {row.get('bus_id')}" for row in rows for one in _processes(row)]
+    pids = [
+        f"pid {one.get('pid')} uses GPU {row.get('bus_id')}"
+        for row in rows
+        for one in _processes(row)
+    ]
     return Refused(node, "busy", ", ".join(pids[:8])) if pids else None
 
 
@@ -262,4 +306,6 @@ def _asking(node: str) -> Iterator[None]:
     except (AwsError, UnknownInstance) as error:
         raise Unreachable(node, error.reason) from error
     except TimeoutError as error:
-        raise Unreachable(node, "EC2 does not show what was written to its tags: nothing was ordered") from error
+        raise Unreachable(
+            node, "EC2 does not show what was written to its tags: nothing was ordered"
+        ) from error

@@ -19,7 +19,20 @@ LONGEST_MESSAGE = 262_144
 as a whole.
 """
 CUT = "\n[cut: a message of Amazon SNS has at most 256 KiB]"
-_PLAIN = str.maketrans({"…": "...", "–": "-", "—": "-", "→": "->", "×": "x", "·": "-", "‘": "'", "’": "'", "“": '"', "”": '"'})
+_PLAIN = str.maketrans(
+    {
+        "…": "...",
+        "–": "-",
+        "—": "-",
+        "→": "->",
+        "×": "x",
+        "·": "-",
+        "‘": "'",
+        "’": "'",
+        "“": '"',
+        "”": '"',
+    }
+)
 
 
 class Topic:
@@ -27,7 +40,9 @@ class Topic:
         self._aws = aws
         self._arn = arn
 
-    async def tell(self, subject: str, text: str, attributes: Mapping[str, str] | None = None) -> None:
+    async def tell(
+        self, subject: str, text: str, attributes: Mapping[str, str] | None = None
+    ) -> None:
         """Publish a message. A repeated call publishes a second message.
 
         Args:
@@ -42,14 +57,18 @@ class Topic:
         """
         plain = plain_subject(subject)
         sent = {name: value for name, value in (attributes or {}).items() if value}
-        beside = len(plain) + sum(len(name.encode()) + len("String") + len(value.encode()) for name, value in sent.items())
+        beside = len(plain) + sum(
+            len(name.encode()) + len("String") + len(value.encode()) for name, value in sent.items()
+        )
         await self._aws.call(
             "sns",
             "Publish",
             TopicArn=self._arn,
             Subject=plain,
             Message=fitting(text.strip() or plain, LONGEST_MESSAGE - beside),
-            MessageAttributes={name: {"DataType": "String", "StringValue": value} for name, value in sent.items()},
+            MessageAttributes={
+                name: {"DataType": "String", "StringValue": value} for name, value in sent.items()
+            },
         )
 
 
@@ -61,8 +80,16 @@ def plain_subject(text: str) -> str:
     split = unicodedata.normalize("NFKD", text.translate(_PLAIN))
     bare = "".join(letter for letter in split if not unicodedata.combining(letter))
     ascii_only = bare.encode("ascii", "replace").decode()
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in ascii_only).split())
-    return line if 0 < len(line) <= LONGEST_SUBJECT else f"{line[: LONGEST_SUBJECT - 3].rstrip()}..." if line else "relaunch"
+    line = " ".join(
+        "".join(letter if letter.isprintable() else " " for letter in ascii_only).split()
+    )
+    return (
+        line
+        if 0 < len(line) <= LONGEST_SUBJECT
+        else f"{line[: LONGEST_SUBJECT - 3].rstrip()}..."
+        if line
+        else "relaunch"
+    )
 
 
 def fitting(text: str, most: int) -> str:

@@ -87,8 +87,15 @@ class TaskStream:
                 # A rank whose agent is heard is alive, whatever AWS reports.
                 wake = max(wake, time.monotonic() + self._heartbeat)
             elif time.monotonic() >= stale_at:
-                raise Unreachable(self._node, followed.failing.reason if followed.failing else "AWS does not answer")
-            if followed.missing and followed.task is None and time.monotonic() - self._opened < self._settles:
+                raise Unreachable(
+                    self._node,
+                    followed.failing.reason if followed.failing else "AWS does not answer",
+                )
+            if (
+                followed.missing
+                and followed.task is None
+                and time.monotonic() - self._opened < self._settles
+            ):
                 wake = time.monotonic() + LOOK_AGAIN
                 self._cluster.hint(followed.arn)
             elif followed.looked_at is not None:
@@ -108,13 +115,23 @@ class TaskStream:
                         return
                 for seq, end in enumerate(ends, ECS_SEQ):
                     if self._after_seq < seq:
-                        yield {"observation": {"seq": seq, "at": time.time(), "stamp": time.monotonic(), **end}}
+                        yield {
+                            "observation": {
+                                "seq": seq,
+                                "at": time.time(),
+                                "stamp": time.monotonic(),
+                                **end,
+                            }
+                        }
                 if ends:
                     yield {"end": {}}
                     return
                 if (waits := self._feed.waits_until) is not None:
                     wake = min(wake, waits)
-                elif not self._feed.connected and time.monotonic() - seen <= FRESH_POLLS * self._cluster.poll:
+                elif (
+                    not self._feed.connected
+                    and time.monotonic() - seen <= FRESH_POLLS * self._cluster.poll
+                ):
                     if time.monotonic() >= due:
                         due = time.monotonic() + self._heartbeat
                         yield {"heartbeat": self._beat()}
@@ -129,11 +146,28 @@ class TaskStream:
     def _hello(self) -> Line:
         task = self._followed.task
         ended = task is None or task.stopped
-        state = "ended" if ended else "running" if task is not None and task.last_status == "RUNNING" else "prepared"
+        state = (
+            "ended"
+            if ended
+            else "running"
+            if task is not None and task.last_status == "RUNNING"
+            else "prepared"
+        )
         ranks = [] if task is None else list(task.ranks)
         token = self._token
-        named = {"namespace": token.namespace, "job": token.job, "submission": token.submission, "generation": token.generation}
-        return {"token": named, "boot_id": "", "state": state, "ranks": ranks, "stamp": time.monotonic()}
+        named = {
+            "namespace": token.namespace,
+            "job": token.job,
+            "submission": token.submission,
+            "generation": token.generation,
+        }
+        return {
+            "token": named,
+            "boot_id": "",
+            "state": state,
+            "ranks": ranks,
+            "stamp": time.monotonic(),
+        }
 
     def _beat(self) -> Line:
         task = self._followed.task
@@ -148,19 +182,34 @@ class TaskStream:
         """
         followed = self._followed
         if followed.missing:
-            return [vanished(f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how")]
+            return [
+                vanished(
+                    f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how"
+                )
+            ]
         task = followed.task
         if task is None:
             return []
         if task.stopped:
             end = ending(task)
             if end["kind"] == "RankExited" and end["exit_code"] == 0:
-                return [{**end, "rank": rank, "local_rank": number} for number, rank in enumerate(task.ranks or (0,))]
+                return [
+                    {**end, "rank": rank, "local_rank": number}
+                    for number, rank in enumerate(task.ranks or (0,))
+                ]
             failed = end["kind"] == "RankExited" and not end["stopped"]
-            return [{**end, "log_tail": await self._tail(task)} if failed and self._after_seq < ECS_SEQ else end]
+            return [
+                {**end, "log_tail": await self._tail(task)}
+                if failed and self._after_seq < ECS_SEQ
+                else end
+            ]
         state = await self._state()
         if state is not None and (state in GONE or not state):
-            return [vanished(f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it")]
+            return [
+                vanished(
+                    f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it"
+                )
+            ]
         return []
 
     async def _state(self) -> str | None:
@@ -173,7 +222,10 @@ class TaskStream:
             return None
         if self._machine[0] != self._followed.looked_at:
             try:
-                self._machine = self._followed.looked_at, await self._cluster.ec2_state(self._ec2_id)
+                self._machine = (
+                    self._followed.looked_at,
+                    await self._cluster.ec2_state(self._ec2_id),
+                )
             except AwsError:
                 # Try again after the next poll; until then the state of the machine is unknown.
                 self._machine = self._followed.looked_at, None
@@ -184,11 +236,19 @@ class TaskStream:
         if instance is not None:
             self._unregistered = None
             if (silent := self._cluster.silent_for(instance.arn)) > AGENT_FLAPS:
-                raise Unreachable(self._node, f"the ECS agent of {self._ec2_id} has not been connected for {silent:.0f} s")
+                raise Unreachable(
+                    self._node,
+                    f"the ECS agent of {self._ec2_id} has not been connected for {silent:.0f} s",
+                )
             return
-        self._unregistered = self._unregistered if self._unregistered is not None else time.monotonic()
+        self._unregistered = (
+            self._unregistered if self._unregistered is not None else time.monotonic()
+        )
         if time.monotonic() - self._unregistered > AGENT_FLAPS:
-            raise Unreachable(self._node, f"{self._ec2_id} is registered no more with ECS cluster {self._cluster.name}, and runs")
+            raise Unreachable(
+                self._node,
+                f"{self._ec2_id} is registered no more with ECS cluster {self._cluster.name}, and runs",
+            )
 
 
 class EndedStream:
@@ -201,7 +261,14 @@ class EndedStream:
 
     async def lines(self) -> AsyncIterator[Line]:
         if self._after_seq < ECS_SEQ:
-            yield {"observation": {"seq": ECS_SEQ, "at": time.time(), "stamp": time.monotonic(), **vanished(self._reason)}}
+            yield {
+                "observation": {
+                    "seq": ECS_SEQ,
+                    "at": time.time(),
+                    "stamp": time.monotonic(),
+                    **vanished(self._reason),
+                }
+            }
         yield {"end": {}}
 
     async def renew(self, stamp: float, age: float = 0.0) -> None:
@@ -213,7 +280,11 @@ def ending(task: Task) -> dict[str, Any]:
     ours = is_ours(task.stopped_reason)
     if task.stop_code == USER and not ours and not task.stopped_reason.startswith("Host EC2"):
         said = f": {task.stopped_reason}" if task.stopped_reason else ""
-        return {"kind": "StoppedByUser", "reason": f"task {task.short} of rank {task.rank} was stopped by a user{said}", "by": "ECS"}
+        return {
+            "kind": "StoppedByUser",
+            "reason": f"task {task.short} of rank {task.rank} was stopped by a user{said}",
+            "by": "ECS",
+        }
     trainer = next((one for one in task.containers if one.name == task.trainer), None)
     code = trainer.exit_code if trainer is not None else None
     if code == 0 and task.stop_code not in BY_ITSELF:
@@ -232,12 +303,21 @@ def ending(task: Task) -> dict[str, Any]:
         "log_tail": [],
         "kernel": [],
         "kernel_unreadable": NO_KERNEL_LOG if failed else None,
-        "ecs": {"stop_code": task.stop_code, "reason": "; ".join(dict.fromkeys(reason for reason in reasons if reason))},
+        "ecs": {
+            "stop_code": task.stop_code,
+            "reason": "; ".join(dict.fromkeys(reason for reason in reasons if reason)),
+        },
     }
 
 
 def vanished(reason: str) -> dict[str, Any]:
-    return {"kind": "RanksVanished", "reason": reason, "rebooted": False, "kernel": [], "kernel_unreadable": NO_KERNEL_LOG}
+    return {
+        "kind": "RanksVanished",
+        "reason": reason,
+        "rebooted": False,
+        "kernel": [],
+        "kernel_unreadable": NO_KERNEL_LOG,
+    }
 
 
 def short(arn: str) -> str:

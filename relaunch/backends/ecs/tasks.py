@@ -148,13 +148,20 @@ def read_task(raw: Mapping[str, Any]) -> Task:
 
 def _container(raw: Mapping[str, Any]) -> Container:
     code = raw.get("exitCode")
-    return Container(str(raw.get("name") or ""), None if code is None else int(code), str(raw.get("reason") or ""))
+    return Container(
+        str(raw.get("name") or ""),
+        None if code is None else int(code),
+        str(raw.get("reason") or ""),
+    )
 
 
 def _trainer(overrides: Mapping[str, Any]) -> tuple[str, int | None, tuple[int, ...], int | None]:
     """Return the training container, its first rank, all its ranks, and the port of its agent."""
     for container in overrides.get("containerOverrides") or ():
-        variables = {str(one.get("name")): str(one.get("value")) for one in container.get("environment") or ()}
+        variables = {
+            str(one.get("name")): str(one.get("value"))
+            for one in container.get("environment") or ()
+        }
         if (written := variables.get("RANK", "")).isdecimal():
             name, rank = str(container.get("name") or ""), int(written)
             if "RELAUNCH_ORDER" not in variables:
@@ -172,7 +179,9 @@ def read_instance(raw: Mapping[str, Any]) -> Instance:
         ec2_id=str(raw.get("ec2InstanceId") or ""),
         status=str(raw.get("status") or ""),
         agent_connected=bool(raw.get("agentConnected")),
-        attributes={str(one["name"]): str(one.get("value") or "") for one in raw.get("attributes") or ()},
+        attributes={
+            str(one["name"]): str(one.get("value") or "") for one in raw.get("attributes") or ()
+        },
         gpus=tuple(str(uuid) for one in gpus for uuid in one.get("stringSetValue") or ()),
         version=int(raw.get("version") or 0),
         health=str((raw.get("healthStatus") or {}).get("overallStatus") or ""),
@@ -187,21 +196,38 @@ def read_definition(raw: Mapping[str, Any]) -> Definition:
         # The default of ECS for Linux.
         network_mode=str(raw.get("networkMode") or "bridge"),
         containers=tuple(str(one["name"]) for one in containers),
-        essential=tuple(str(one["name"]) for one in containers if one.get("essential") is not False),
+        essential=tuple(
+            str(one["name"]) for one in containers if one.get("essential") is not False
+        ),
         variables={str(one["name"]): _variables(one) for one in containers},
-        logs={str(one["name"]): log for one in containers if (log := _log(one.get("logConfiguration") or {})) is not None},
+        logs={
+            str(one["name"]): log
+            for one in containers
+            if (log := _log(one.get("logConfiguration") or {})) is not None
+        },
     )
 
 
 def _variables(container: Mapping[str, Any]) -> dict[str, str]:
-    return {str(one.get("name")): str(one.get("value") or "") for one in container.get("environment") or ()}
+    return {
+        str(one.get("name")): str(one.get("value") or "")
+        for one in container.get("environment") or ()
+    }
 
 
 def _log(raw: Mapping[str, Any]) -> Log | None:
     options = raw.get("options") or {}
-    if raw.get("logDriver") != "awslogs" or not options.get("awslogs-group") or not options.get("awslogs-stream-prefix"):
+    if (
+        raw.get("logDriver") != "awslogs"
+        or not options.get("awslogs-group")
+        or not options.get("awslogs-stream-prefix")
+    ):
         return None
-    return Log(str(options["awslogs-group"]), str(options["awslogs-stream-prefix"]), options.get("awslogs-region"))
+    return Log(
+        str(options["awslogs-group"]),
+        str(options["awslogs-stream-prefix"]),
+        options.get("awslogs-region"),
+    )
 
 
 def seconds(value: object) -> float | None:
@@ -228,7 +254,9 @@ def the_container(definition: Definition, named: str | None) -> str:
     if named is not None:
         if named not in definition.containers:
             known = ", ".join(definition.containers) or "none"
-            raise ValueError(f"task definition {definition.arn} has no container {named!r}: it has {known}")
+            raise ValueError(
+                f"task definition {definition.arn} has no container {named!r}: it has {known}"
+            )
         return named
     if len(definition.essential) == 1:
         return definition.essential[0]
@@ -247,7 +275,15 @@ def started_by(token: Token) -> str:
     Raises:
         ValueError: The token cannot be written there.
     """
-    name = "/".join(("relaunch", _escaped(token.namespace), _escaped(token.job), str(token.submission), str(token.generation)))
+    name = "/".join(
+        (
+            "relaunch",
+            _escaped(token.namespace),
+            _escaped(token.job),
+            str(token.submission),
+            str(token.generation),
+        )
+    )
     if len(name) > LONGEST_STARTED_BY:
         raise ValueError(
             f"{token} makes {len(name)} letters of startedBy, of which ECS takes {LONGEST_STARTED_BY}: give the job a shorter name"
@@ -257,7 +293,9 @@ def started_by(token: Token) -> str:
 
 def _escaped(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise ValueError(f"{name!r} cannot be part of a task's startedBy: letters, digits, '.', '_' and '-'")
+        raise ValueError(
+            f"{name!r} cannot be part of a task's startedBy: letters, digits, '.', '_' and '-'"
+        )
     return name.replace("_", "__").replace(".", "_d")
 
 
@@ -266,7 +304,10 @@ def token_of(started_by: str) -> Token | None:
     match = re.fullmatch(r"relaunch/([A-Za-z0-9_-]+)/([A-Za-z0-9_-]+)/(\d+)/(\d+)", started_by)
     if match is None:
         return None
-    namespace, job = (re.sub(r"__|_d", lambda found: "_" if found[0] == "__" else ".", part) for part in match.groups()[:2])
+    namespace, job = (
+        re.sub(r"__|_d", lambda found: "_" if found[0] == "__" else ".", part)
+        for part in match.groups()[:2]
+    )
     return Token(namespace, job, int(match[3]), int(match[4]))
 
 
@@ -333,7 +374,9 @@ def run_task(
     if command:
         override["command"] = list(command)
     if environment:
-        override["environment"] = [{"name": name, "value": value} for name, value in sorted(environment.items())]
+        override["environment"] = [
+            {"name": name, "value": value} for name, value in sorted(environment.items())
+        ]
     if gpus:
         override["resourceRequirements"] = [{"type": "GPU", "value": str(gpus)}]
     where = " and ".join((f"ec2InstanceId == {ec2_id}", *only_where))

@@ -46,7 +46,9 @@ class WirePipe:
     last_words = ""
     """Always empty: the agent's last output goes to the log of its task."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
+    ) -> None:
         self._reader, self._writer = reader, writer
         self._outgoing, self._incoming = _Sealed(key, "client"), _Sealed(key, "agent")
         self._ended: str | None = None
@@ -111,9 +113,14 @@ async def connect(node: str, address: str, port: int, key: bytes) -> WirePipe:
     where = f"{address}:{port}"
     try:
         async with asyncio.timeout(CONNECTED_WITHIN):
-            reader, writer = await asyncio.open_connection(address, port, limit=LINE_LIMIT + _MAC + 2)
+            reader, writer = await asyncio.open_connection(
+                address, port, limit=LINE_LIMIT + _MAC + 2
+            )
     except TimeoutError:
-        raise Unreachable(node, f"{where} did not answer within {CONNECTED_WITHIN:g} s: is the port open in its security group?") from None
+        raise Unreachable(
+            node,
+            f"{where} did not answer within {CONNECTED_WITHIN:g} s: is the port open in its security group?",
+        ) from None
     except OSError as error:
         raise Unreachable(node, f"{where}: {error.strerror or error}") from error
     own: bytes | None = None
@@ -121,9 +128,13 @@ async def connect(node: str, address: str, port: int, key: bytes) -> WirePipe:
         async with asyncio.timeout(CONNECTED_WITHIN):
             own = await _greeted(node, where, reader, writer, key)
     except TimeoutError:
-        raise Unreachable(node, f"what listens at {where} did not greet within {CONNECTED_WITHIN:g} s") from None
+        raise Unreachable(
+            node, f"what listens at {where} did not greet within {CONNECTED_WITHIN:g} s"
+        ) from None
     except (ConnectionError, ValueError) as error:
-        raise Unreachable(node, f"what listens at {where} speaks another protocol, or broke off: {error}") from error
+        raise Unreachable(
+            node, f"what listens at {where} speaks another protocol, or broke off: {error}"
+        ) from error
     finally:
         if own is None:
             writer.transport.abort()
@@ -132,7 +143,9 @@ async def connect(node: str, address: str, port: int, key: bytes) -> WirePipe:
     return WirePipe(reader, writer, own)
 
 
-async def _greeted(node: str, where: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> bytes:
+async def _greeted(
+    node: str, where: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
+) -> bytes:
     challenge = _text(await reader.readline(), "challenge")
     if not _CHALLENGE.fullmatch(challenge):
         raise ValueError(f"its challenge is {challenge[:80]!r}")
@@ -143,7 +156,9 @@ async def _greeted(node: str, where: str, reader: asyncio.StreamReader, writer: 
     line = await reader.readline()
     if not line:
         raise Unreachable(node, f"the agent at {where} has another key")
-    if not hmac.compare_digest(_text(line, "mac").encode(), _mac(key, f"{nonce}agent{challenge}".encode()).encode()):
+    if not hmac.compare_digest(
+        _text(line, "mac").encode(), _mac(key, f"{nonce}agent{challenge}".encode()).encode()
+    ):
         raise Unreachable(node, f"what listens at {where} does not have the key")
     return hmac.new(key, f"{challenge}session{nonce}".encode(), hashlib.sha256).digest()
 

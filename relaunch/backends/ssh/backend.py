@@ -22,7 +22,17 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.session import ANSWER_WITHIN
 from relaunch.backends.sessions import SessionBackend
 from relaunch.backends.ssh.channel import ChannelPipe
-from relaunch.backends.ssh.connection import AUTHENTICATION, BANNER, IDLE_LOOK, KEY_EXCHANGE, LOGINS, TCP, Connection, Failed, connect
+from relaunch.backends.ssh.connection import (
+    AUTHENTICATION,
+    BANNER,
+    IDLE_LOOK,
+    KEY_EXCHANGE,
+    LOGINS,
+    TCP,
+    Connection,
+    Failed,
+    connect,
+)
 from relaunch.backends.ssh.route import Hop, SshConfigError, check, read_config, route
 from relaunch.backends.ssh.ship import Artifact, NotStarted, remote_command, start_agent
 from relaunch.spec.fleet import FleetNode, FleetSpec
@@ -89,7 +99,9 @@ class SshBackend(SessionBackend):
         """Bytes of the agent that were sent to each node at its last connection."""
         config = read_config(spec.ssh)
         for node in spec.nodes:
-            self._nodes[node.name] = node.model_copy(update={"network": node.network or route(spec.ssh, node, config).node.host})
+            self._nodes[node.name] = node.model_copy(
+                update={"network": node.network or route(spec.ssh, node, config).node.host}
+            )
         self._connects = ThreadPoolExecutor(CONNECTS, thread_name_prefix="ssh-connect")
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="ssh-write")
         self._peace: dict[str, Backoff] = {}
@@ -119,9 +131,17 @@ class SshBackend(SessionBackend):
         try:
             self._newest[name] = await self._open(self._nodes[name])
         except Failed as failed:
-            kind = NeedsPerson if failed.lasting else NoAgent if isinstance(failed, NotStarted) else Unreachable
+            kind = (
+                NeedsPerson
+                if failed.lasting
+                else NoAgent
+                if isinstance(failed, NotStarted)
+                else Unreachable
+            )
             error = kind(name, failed.reason)
-            self._leave_in_peace(name, loop.time(), error, quick=kind is Unreachable and loop.time() - began < QUICK)
+            self._leave_in_peace(
+                name, loop.time(), error, quick=kind is Unreachable and loop.time() - began < QUICK
+            )
             log.info("node %s cannot be reached: %s", name, failed.reason)
             raise error from failed
         return self._newest[name]
@@ -133,7 +153,12 @@ class SshBackend(SessionBackend):
             return
         died, lived = before.life
         if lived < SHORT_LIFE:
-            self._leave_in_peace(name, died, Unreachable(name, before.ended or "the session has ended"), quick=before.lost)
+            self._leave_in_peace(
+                name,
+                died,
+                Unreachable(name, before.ended or "the session has ended"),
+                quick=before.lost,
+            )
         else:
             self._peace.pop(name, None)
 
@@ -142,7 +167,9 @@ class SshBackend(SessionBackend):
         delay = min(BACKOFF[1], before.delay * 2) if before is not None else BACKOFF[0]
         if quick:
             delay = min(delay, 2 * QUICK)
-        self._peace[name] = Backoff(since + delay * random.uniform(1 - JITTER, 1 + JITTER), delay, error)
+        self._peace[name] = Backoff(
+            since + delay * random.uniform(1 - JITTER, 1 + JITTER), delay, error
+        )
 
     async def _open(self, node: FleetNode) -> ChannelPipe:
         connection = Connection()
@@ -151,10 +178,14 @@ class SshBackend(SessionBackend):
             channel = await self._in_thread(connection, node)
             pipe = ChannelPipe(connection, channel, self._writers)
             async with asyncio.timeout(STARTED_WITHIN):
-                self.shipped[node.name] = await start_agent(pipe, self._artifact, self._environment(), self._options.python)
+                self.shipped[node.name] = await start_agent(
+                    pipe, self._artifact, self._environment(), self._options.python
+                )
         except TimeoutError:
             connection.abort()
-            raise NotStarted(f"the agent could not be started within {STARTED_WITHIN:g} s: the node is logged in to, and silent") from None
+            raise NotStarted(
+                f"the agent could not be started within {STARTED_WITHIN:g} s: the node is logged in to, and silent"
+            ) from None
         except ConnectionError as error:
             connection.abort()
             raise Failed(str(error)) from error
@@ -184,7 +215,9 @@ class SshBackend(SessionBackend):
         except SshConfigError as error:
             raise Failed(str(error), lasting=True) from error
         within = len(way.hops) * (TCP + BANNER + KEY_EXCHANGE + AUTHENTICATION) + TCP
-        watchdog = threading.Timer(within, connection.abort, (f"it took more than {within:g} s to log in",))
+        watchdog = threading.Timer(
+            within, connection.abort, (f"it took more than {within:g} s to log in",)
+        )
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -195,7 +228,9 @@ class SshBackend(SessionBackend):
             return channel
         except (paramiko.SSHException, EOFError, OSError) as error:
             connection.abort()
-            raise Failed(f"{way.node.user} is logged in, and may run no command: {error}") from error
+            raise Failed(
+                f"{way.node.user} is logged in, and may run no command: {error}"
+            ) from error
         except Failed:
             connection.abort()
             raise

@@ -43,7 +43,9 @@ def own(folder: str) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise Cannot(f"{folder} is no folder")
     if found.st_uid != os.geteuid():
-        raise Cannot(f"the folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}")
+        raise Cannot(
+            f"the folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
+        )
     if found.st_mode & 0o077:
         os.chmod(folder, 0o700)
 
@@ -136,19 +138,28 @@ def sweep(folder: str, kept: str) -> None:
     for pid in os.listdir("/proc"):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
-                used.update(os.path.basename(word).decode(errors="replace") for word in file.read().split(b"\0"))
+                used.update(
+                    os.path.basename(word).decode(errors="replace")
+                    for word in file.read().split(b"\0")
+                )
         except OSError:
             continue
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
-            if path != kept and name not in used and os.lstat(path).st_mtime < time.time() - UNUSED_FOR:
+            if (
+                path != kept
+                and name not in used
+                and os.lstat(path).st_mtime < time.time() - UNUSED_FOR
+            ):
                 os.unlink(path)
         except OSError:
             continue
 
 
-def main(name: str, size: int, sha256: str, environment: dict[str, str], unset: tuple[str, ...]) -> None:
+def main(
+    name: str, size: int, sha256: str, environment: dict[str, str], unset: tuple[str, ...]
+) -> None:
     path = name
     try:
         folder = place()

@@ -52,7 +52,9 @@ class _Wake:
 
 
 class ChannelPipe:
-    def __init__(self, connection: Connection, channel: paramiko.Channel, threads: Executor) -> None:
+    def __init__(
+        self, connection: Connection, channel: paramiko.Channel, threads: Executor
+    ) -> None:
         self._connection = connection
         self._channel = channel
         self._threads = threads
@@ -98,7 +100,11 @@ class ChannelPipe:
     @property
     def exit_status(self) -> int | None:
         """The exit status of the command, if it has ended and the node has reported it."""
-        return self._channel.exit_status if self._channel.status_event.is_set() and self._channel.exit_status >= 0 else None
+        return (
+            self._channel.exit_status
+            if self._channel.status_event.is_set() and self._channel.exit_status >= 0
+            else None
+        )
 
     @property
     def life(self) -> tuple[float, float] | None:
@@ -178,7 +184,9 @@ class ChannelPipe:
             (channel.recv_stderr_ready, channel.recv_stderr, self._take_words),
             (channel.recv_ready, channel.recv, self._take),
         ):
-            if not ready() or (take == self._take and len(self._data) >= AHEAD and b"\n" in self._data):
+            if not ready() or (
+                take == self._take and len(self._data) >= AHEAD and b"\n" in self._data
+            ):
                 continue
             room = channel.in_window_threshold - channel.in_window_sofar
             if room <= 0 and not ended:

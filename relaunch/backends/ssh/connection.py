@@ -189,7 +189,9 @@ def _shut(raw: socket.socket) -> None:
         raw.shutdown(socket.SHUT_RDWR)
 
 
-def connect(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> None:
+def connect(
+    connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]
+) -> None:
     """Connect and log in to each host in turn.
 
     Raises:
@@ -199,7 +201,9 @@ def connect(connection: Connection, route: Route, gate: Callable[[Hop], threadin
     _log_in(connection, route.node, f"relaunch nodes trust {route.name}")
 
 
-def look(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> ServerKey:
+def look(
+    connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]
+) -> ServerKey:
     """Connect until the node has proven its key, and return the key with its known_hosts status.
 
     Logs in to the jump hosts only.
@@ -215,7 +219,9 @@ def _pass(connection: Connection, route: Route, gate: Callable[[Hop], threading.
             with gate(hop):
                 _log_in(connection, hop, f"ssh {hop.name}")
         except Failed as failed:
-            raise Failed(f"the jump host {hop.name} failed: {failed.reason}", failed.lasting) from failed
+            raise Failed(
+                f"the jump host {hop.name} failed: {failed.reason}", failed.lasting
+            ) from failed
 
 
 def _log_in(connection: Connection, hop: Hop, trusted_by: str) -> None:
@@ -242,7 +248,9 @@ def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
         return _dial(connection, hop)
     before = connection.transport
     try:
-        return Through(before.open_channel("direct-tcpip", (hop.host, hop.port), ("127.0.0.1", 0), timeout=TCP))
+        return Through(
+            before.open_channel("direct-tcpip", (hop.host, hop.port), ("127.0.0.1", 0), timeout=TCP)
+        )
     except paramiko.ChannelException as error:
         raise Failed(f"the jump host cannot reach {hop.place}: {error.text}") from error
     except (paramiko.SSHException, EOFError, OSError) as error:
@@ -256,9 +264,13 @@ def _dial(connection: Connection, hop: Hop) -> socket.socket:
         found = socket.getaddrinfo(hop.host, hop.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         lasting = error.errno != socket.EAI_AGAIN
-        raise Failed(f"the name {hop.host!r} does not resolve: {error.strerror}", lasting) from error
+        raise Failed(
+            f"the name {hop.host!r} does not resolve: {error.strerror}", lasting
+        ) from error
     except UnicodeError as error:
-        raise Failed(f"the name {hop.host!r} does not resolve: it is no name of a host", lasting=True) from error
+        raise Failed(
+            f"the name {hop.host!r} does not resolve: it is no name of a host", lasting=True
+        ) from error
     until = time.monotonic() + TCP
     failed = Failed(f"{hop.place} gave no answer to TCP within {TCP:g} s")
     for position, (family, kind_, protocol, _, address) in enumerate(found):
@@ -296,11 +308,18 @@ def _not_reached(hop: Hop, error: OSError) -> Failed:
 def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...]) -> ServerKey:
     stream = _reach(connection, hop)
     transport = paramiko.Transport(cast(socket.socket, stream))
-    transport.banner_timeout, transport.handshake_timeout, transport.auth_timeout = BANNER, KEY_EXCHANGE, AUTHENTICATION
+    transport.banner_timeout, transport.handshake_timeout, transport.auth_timeout = (
+        BANNER,
+        KEY_EXCHANGE,
+        AUTHENTICATION,
+    )
     transport.channel_timeout = TCP
     transport.clear_to_send_timeout = KEY_EXCHANGE
     options = transport.get_security_options()
-    options.key_types = _preferred(tuple(options.key_types), known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.port)))
+    options.key_types = _preferred(
+        tuple(options.key_types),
+        known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.port)),
+    )
     connection.add(transport, stream)
     done = threading.Event()
     transport.start_client(event=done)
@@ -318,7 +337,12 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
 
 def _preferred(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
     """Return the key algorithms by preference: those of known keys first, as in OpenSSH."""
-    wanted = [name for kind_ in known for name in (("rsa-sha2-512", "rsa-sha2-256") if kind_ == "ssh-rsa" else (kind_,)) if name in offered]
+    wanted = [
+        name
+        for kind_ in known
+        for name in (("rsa-sha2-512", "rsa-sha2-256") if kind_ == "ssh-rsa" else (kind_,))
+        if name in offered
+    ]
     return (*wanted, *(name for name in offered if name not in wanted))
 
 
@@ -328,14 +352,18 @@ def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
         if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
             return Failed(f"its sshd and we have no algorithm in common: {error}", lasting=True)
         if error is None or isinstance(error, EOFError):
-            return Failed(f"{hop.place} said that it speaks SSH and nothing more: the exchange of keys did not end")
+            return Failed(
+                f"{hop.place} said that it speaks SSH and nothing more: the exchange of keys did not end"
+            )
         return Failed(f"the exchange of keys with {hop.place} failed: {error}")
     if error is not None and isinstance(error.__context__, EOFError | ConnectionResetError):
         why = "too many logins at once (MaxStartups), not allowed, or it only begins to run"
         return Failed(f"{hop.place} closed the connection before it said who it is: {why}")
     if error is not None and error.__context__ is None:
         return Failed(f"what listens at {hop.place} is no SSH server")
-    return Failed(f"{hop.place} answers to TCP but says nothing: its sshd hangs, or something else listens there (waited {BANNER:g} s)")
+    return Failed(
+        f"{hop.place} answers to TCP but says nothing: its sshd hangs, or something else listens there (waited {BANNER:g} s)"
+    )
 
 
 def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
@@ -345,7 +373,9 @@ def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
     """
     where = f"{key.entry.file}:{key.entry.line}" if key.entry is not None else ""
     if key.standing is KeyStatus.UNKNOWN:
-        file = hop.known_hosts[0] if hop.known_hosts else "any known_hosts"  # the first is the user's
+        file = (
+            hop.known_hosts[0] if hop.known_hosts else "any known_hosts"
+        )  # the first is the user's
         reason = f"its host key ({key.text}) is not in {file}: compare it with the machine's own, then `{trusted_by}`"
         raise Failed(reason, lasting=True)
     if key.standing is KeyStatus.CHANGED and key.entry is not None:
@@ -379,13 +409,18 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                 break
             except paramiko.AuthenticationException as error:
                 if _silent(transport, error):
-                    raise Failed(f"no answer to the authentication of {hop.user} within {AUTHENTICATION:g} s") from error
+                    raise Failed(
+                        f"no answer to the authentication of {hop.user} within {AUTHENTICATION:g} s"
+                    ) from error
                 if not transport.is_active():
                     break
                 continue
             if not rest:
                 return
-            raise Failed(f"{hop.user} is asked for {' and '.join(rest)} after the key: expected a login by key alone", lasting=True)
+            raise Failed(
+                f"{hop.user} is asked for {' and '.join(rest)} after the key: expected a login by key alone",
+                lasting=True,
+            )
         if transport.is_active() and not allowed:
             # Some servers authenticate by source (none) and need no key. The others answer with the
             # types that they accept.
@@ -398,13 +433,19 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
         if connection.aborted is not None:
             raise Failed(connection.aborted) from error
         if not isinstance(error, paramiko.AuthenticationException) and not offered:
-            raise Failed(f"the connection was lost during the authentication: {_how(error, 'the node')}") from error
+            raise Failed(
+                f"the connection was lost during the authentication: {_how(error, 'the node')}"
+            ) from error
     finally:
         found.close()
     tried = ", ".join(identity.text for identity in offered) or "no key"
-    beside = f"; {'; '.join(found.unusable)}" if found.unusable and (hop.chosen or not offered) else ""
+    beside = (
+        f"; {'; '.join(found.unusable)}" if found.unusable and (hop.chosen or not offered) else ""
+    )
     takes = f"; it takes {', '.join(allowed)}" if allowed and "publickey" not in allowed else ""
-    raise Failed(f"the login of {hop.user} was refused: offered {tried}{beside}{takes}", lasting=True)
+    raise Failed(
+        f"the login of {hop.user} was refused: offered {tried}{beside}{takes}", lasting=True
+    )
 
 
 def _silent(transport: paramiko.Transport, error: paramiko.AuthenticationException) -> bool:
@@ -413,4 +454,8 @@ def _silent(transport: paramiko.Transport, error: paramiko.AuthenticationExcepti
     paramiko has no separate exception for that, and leaves no other exception behind when no answer
     comes.
     """
-    return transport.is_active() and type(error) is paramiko.AuthenticationException and str(error) == "Authentication timeout."
+    return (
+        transport.is_active()
+        and type(error) is paramiko.AuthenticationException
+        and str(error) == "Authentication timeout."
+    )

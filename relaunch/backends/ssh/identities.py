@@ -66,7 +66,9 @@ def identities(hop: Hop) -> Identities:
         except OSError as error:
             found.unusable.append(f"{file} cannot be read: {error.strerror}")
         except (paramiko.PasswordRequiredException, TypeError):  # raised by its key library
-            found.unusable.append(f"{file} is locked by a passphrase and its key is not in the SSH agent")
+            found.unusable.append(
+                f"{file} is locked by a passphrase and its key is not in the SSH agent"
+            )
         except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError) as error:
             found.unusable.append(f"{file} is no private key that can be read: {error}")
     if not hop.only_these:

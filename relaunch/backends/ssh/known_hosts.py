@@ -94,7 +94,11 @@ def read(files: Iterable[str]) -> tuple[Entry, ...]:
                 blob = base64.b64decode(fields[2], validate=True)
             except (ValueError, binascii.Error):
                 continue
-            found.append(Entry(file, number, tuple(fields[0].split(",")), fields[1], blob, marker == "@revoked"))
+            found.append(
+                Entry(
+                    file, number, tuple(fields[0].split(",")), fields[1], blob, marker == "@revoked"
+                )
+            )
     return tuple(found)
 
 
@@ -105,7 +109,9 @@ def name_of(host: str, port: int) -> str:
 
 def algorithms(entries: Iterable[Entry], name: str) -> tuple[str, ...]:
     """Return the algorithms of a host's known keys, in the order of the lines."""
-    return tuple(dict.fromkeys(entry.algorithm for entry in entries if not entry.revoked and entry.of(name)))
+    return tuple(
+        dict.fromkeys(entry.algorithm for entry in entries if not entry.revoked and entry.of(name))
+    )
 
 
 def judge(entries: Iterable[Entry], host: str, port: int, blob: bytes) -> Judgement:

@@ -83,17 +83,23 @@ def read_config(options: SshOptions) -> paramiko.SSHConfig:
     try:
         return paramiko.SSHConfig.from_text("\n".join(lines))
     except (ConfigParseError, ValueError) as error:
-        raise SshConfigError(f"the SSH configuration {' and '.join(files)} cannot be read: {error}") from None
+        raise SshConfigError(
+            f"the SSH configuration {' and '.join(files)} cannot be read: {error}"
+        ) from None
 
 
 def _lines(path: Path, depth: int) -> list[str]:
     """Return a file's lines, with each Include replaced by its files: paramiko has no Include."""
     if depth > DEEPEST_INCLUDE:
-        raise SshConfigError(f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep")
+        raise SshConfigError(
+            f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep"
+        )
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
-        raise SshConfigError(f"the SSH configuration {path} cannot be read: {error.strerror}") from None
+        raise SshConfigError(
+            f"the SSH configuration {path} cannot be read: {error.strerror}"
+        ) from None
     found: list[str] = []
     header = "Host *"
     for line in text.splitlines():
@@ -122,18 +128,24 @@ def route(options: SshOptions, node: FleetNode, config: paramiko.SSHConfig) -> R
     return Route(node.name, (*_jumps(config, options, node.address, options.proxy_jump, 0), last))
 
 
-def _jumps(config: paramiko.SSHConfig, options: SshOptions, to: str, given: str | None, depth: int) -> tuple[Hop, ...]:
+def _jumps(
+    config: paramiko.SSHConfig, options: SshOptions, to: str, given: str | None, depth: int
+) -> tuple[Hop, ...]:
     """Return the jump hosts before `to`.
 
     The first may itself have jump hosts from the configuration; those before the others are all
     listed here.
     """
     if depth > MOST_JUMPS:
-        raise SshConfigError(f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle")
+        raise SshConfigError(
+            f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle"
+        )
     found = _lookup(config, to)
     text = given if given is not None else found.get("proxyjump")
     if text is None and found.get("proxycommand") is not None:
-        raise SshConfigError(f"the SSH configuration has a ProxyCommand for {to}, which is not supported: expected ProxyJump")
+        raise SshConfigError(
+            f"the SSH configuration has a ProxyCommand for {to}, which is not supported: expected ProxyJump"
+        )
     try:
         jumps = parse_jumps(text) if text is not None else ()
     except ValueError as error:
@@ -144,15 +156,23 @@ def _jumps(config: paramiko.SSHConfig, options: SshOptions, to: str, given: str 
     return (*before, *(_hop(config, options, host, user, port) for user, host, port in jumps))
 
 
-def _hop(config: paramiko.SSHConfig, options: SshOptions, name: str, user: str | None, port: int | None) -> Hop:
+def _hop(
+    config: paramiko.SSHConfig, options: SshOptions, name: str, user: str | None, port: int | None
+) -> Hop:
     found = _lookup(config, name)
     host = found.get("hostname") or name
     given = found.get("port", "22")
     if port is None and not (given.isdigit() and 0 < int(given) < 2**16):
-        raise SshConfigError(f"the SSH configuration has port {given!r} for {name}: expected a number up to 65535")
+        raise SshConfigError(
+            f"the SSH configuration has port {given!r} for {name}: expected a number up to 65535"
+        )
     configured = [key for key in found.get("identityfile", []) if key.lower() != "none"]
     keys = [options.key] if options.key is not None else configured or list(IDENTITIES)
-    own = [options.known_hosts] if options.known_hosts is not None else found.get("userknownhostsfile", "").split() or list(KNOWN_HOSTS)
+    own = (
+        [options.known_hosts]
+        if options.known_hosts is not None
+        else found.get("userknownhostsfile", "").split() or list(KNOWN_HOSTS)
+    )
     everybodys = found.get("globalknownhostsfile", "").split() or list(KNOWN_TO_ALL)
     return Hop(
         name=name,
@@ -181,7 +201,11 @@ def check(options: SshOptions, nodes: tuple[FleetNode, ...]) -> None:
     Raises:
         SshConfigError: a file is missing or unreadable, or a route cannot be used.
     """
-    for what, file in (("config", options.config), ("known_hosts", options.known_hosts), ("key", options.key)):
+    for what, file in (
+        ("config", options.config),
+        ("known_hosts", options.known_hosts),
+        ("key", options.key),
+    ):
         if file is None:
             continue
         path = Path(file).expanduser()

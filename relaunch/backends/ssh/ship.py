@@ -68,7 +68,9 @@ def first_line(artifact: Artifact, environment: Mapping[str, str]) -> bytes:
     return f"{begin}; REQUEST = {request!a}; exec({source!a} if V >= {OLDEST} else {TOO_OLD!a})\n".encode()
 
 
-async def start_agent(pipe: ChannelPipe, artifact: Artifact, environment: Mapping[str, str], python: str) -> int:
+async def start_agent(
+    pipe: ChannelPipe, artifact: Artifact, environment: Mapping[str, str], python: str
+) -> int:
     """Start the agent at the other end; its own lines come next.
 
     Return how many bytes of the agent were sent: 0 if it was already there.
@@ -110,6 +112,10 @@ def _not_started(pipe: ChannelPipe, noise: bytes, python: str) -> str:
     if len(noise) > NOISE:
         return f"the agent could not be started: the login shell printed more than {NOISE} bytes first: {words[:NOTICED]!r}"
     if status is None:
-        return f"the agent could not be started: {pipe.ended or 'the session has ended'}" + (f": {words[-NOTICED:]!r}" if words else "")
+        return f"the agent could not be started: {pipe.ended or 'the session has ended'}" + (
+            f": {words[-NOTICED:]!r}" if words else ""
+        )
     missing = f", which is how a shell says that there is no {python}" if status == 127 else ""
-    return f"the agent could not be started: `{python}` ended with {status}{missing}" + (f": {words[-NOTICED:]}" if words else "")
+    return f"the agent could not be started: `{python}` ended with {status}{missing}" + (
+        f": {words[-NOTICED:]}" if words else ""
+    )

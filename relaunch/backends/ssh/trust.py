@@ -67,7 +67,9 @@ async def host_key(spec: FleetSpec, node: FleetNode, gates: Gates | None = None)
         ValueError: the SSH configuration cannot be used.
     """
     connection = Connection()
-    asked = asyncio.ensure_future(asyncio.to_thread(_host_key, connection, spec, node, gates or Gates()))
+    asked = asyncio.ensure_future(
+        asyncio.to_thread(_host_key, connection, spec, node, gates or Gates())
+    )
     try:
         return await asyncio.shield(asked)
     except Failed as failed:
@@ -87,7 +89,9 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
         refuse(way.node, key, f"relaunch nodes trust {node.name}")
     except Failed as failed:
         reason = failed.reason
-    line = known_hosts.line_for(way.node.known_as, way.node.port, key.algorithm, key.blob, way.node.hash_known_hosts)
+    line = known_hosts.line_for(
+        way.node.known_as, way.node.port, key.algorithm, key.blob, way.node.hash_known_hosts
+    )
     return HostKey(
         node=node.name,
         algorithm=known_hosts.kind(key.blob),
@@ -103,7 +107,9 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
 
 def _file(way: Route) -> str:
     if not way.node.known_hosts:
-        raise SshConfigError(f"the SSH configuration has no known_hosts file for {way.node.name}: expected UserKnownHostsFile to name one")
+        raise SshConfigError(
+            f"the SSH configuration has no known_hosts file for {way.node.name}: expected UserKnownHostsFile to name one"
+        )
     return way.node.known_hosts[0]
 
 

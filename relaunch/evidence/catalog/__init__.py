@@ -13,8 +13,22 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides, LogOverride, XidOverride
-from relaunch.evidence.catalog.rows import Catalog, EcsStopRow, ExitRow, KernelRow, LogRow, NvlinkRule, RecoveryAction, XidRow
+from relaunch.evidence.catalog.overrides import (
+    NO_OVERRIDES,
+    CatalogOverrides,
+    LogOverride,
+    XidOverride,
+)
+from relaunch.evidence.catalog.rows import (
+    Catalog,
+    EcsStopRow,
+    ExitRow,
+    KernelRow,
+    LogRow,
+    NvlinkRule,
+    RecoveryAction,
+    XidRow,
+)
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Role
@@ -52,7 +66,9 @@ def _built_in() -> Catalog:
     log = _table("log_lines")
     return Catalog(
         xids={row["code"]: XidRow(**_read(row)) for row in xids["rows"]},
-        recovery_actions={row["number"]: RecoveryAction(**_read(row)) for row in xids["recovery_actions"]},
+        recovery_actions={
+            row["number"]: RecoveryAction(**_read(row)) for row in xids["recovery_actions"]
+        },
         nvlink=tuple(NvlinkRule(**row) for row in _table("nvlink")["rows"]),
         exits={row["key"]: ExitRow(**_read(row)) for row in _table("exits")["rows"]},
         log_lines=tuple(LogRow(**_read(row)) for row in log["rows"]),
@@ -89,18 +105,26 @@ def _overridden(canonical: str) -> Catalog:
     tables = _built_in()
     return replace(
         tables,
-        xids=tables.xids | {code: _xid(code, wish, tables.xids.get(code)) for code, wish in overrides.xid.items()},
+        xids=tables.xids
+        | {code: _xid(code, wish, tables.xids.get(code)) for code, wish in overrides.xid.items()},
         exits=tables.exits
-        | {key: ExitRow(key, wish.cause, wish.role or Role.ROOT, wish.meaning, YOURS) for key, wish in overrides.exit.items()},
+        | {
+            key: ExitRow(key, wish.cause, wish.role or Role.ROOT, wish.meaning, YOURS)
+            for key, wish in overrides.exit.items()
+        },
         log_lines=_log_lines(tables.log_lines, overrides.log),
         dcgm={error: wish.advice for error, wish in overrides.dcgm.items()},
     )
 
 
 def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
-    row = known or XidRow(code, "", "", "", "", wish.effective_role, None, "a code that our catalog does not know", "")
+    row = known or XidRow(
+        code, "", "", "", "", wish.effective_role, None, "a code that our catalog does not know", ""
+    )
     reason = f" ({YOURS}: {wish.reason})" if wish.reason else f" ({YOURS})"
-    return replace(row, role=wish.effective_role, cause=wish.cause, meaning=row.meaning + reason, by_user=True)
+    return replace(
+        row, role=wish.effective_role, cause=wish.cause, meaning=row.meaning + reason, by_user=True
+    )
 
 
 def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple[LogRow, ...]:
@@ -108,9 +132,15 @@ def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple
 
     A known id keeps its position; new ones come first, in the user's order.
     """
-    yours = {w.id: LogRow(w.id, compile_pattern(w.pattern), w.role, w.cause, w.meaning, YOURS) for w in wishes}
+    yours = {
+        w.id: LogRow(w.id, compile_pattern(w.pattern), w.role, w.cause, w.meaning, YOURS)
+        for w in wishes
+    }
     known = {row.id for row in rows}
-    return (*(row for id_, row in yours.items() if id_ not in known), *(yours.get(row.id, row) for row in rows))
+    return (
+        *(row for id_, row in yours.items() if id_ not in known),
+        *(yours.get(row.id, row) for row in rows),
+    )
 
 
 def exit_meaning(exit_code: int | None, signal: int | None) -> ExitRow | None:

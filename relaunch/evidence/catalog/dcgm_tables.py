@@ -49,7 +49,10 @@ class DcgmErrorRow:
     @property
     def title(self) -> str:
         """The name as text for people: `NVLink effective BER threshold`."""
-        return " ".join(word if word in _CAPITALS else _SPELLING.get(word, word.lower()) for word in self.name.split("_"))
+        return " ".join(
+            word if word in _CAPITALS else _SPELLING.get(word, word.lower())
+            for word in self.name.split("_")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,14 @@ class DcgmExitRow:
     meaning: str
 
 
-_SPELLING = {"NVLINK": "NVLink", "NVLINKS": "NVLinks", "NVSWITCH": "NVSwitch", "PCIE": "PCIe", "XID": "Xid", "SXID": "SXid"}
+_SPELLING = {
+    "NVLINK": "NVLink",
+    "NVLINKS": "NVLinks",
+    "NVSWITCH": "NVSwitch",
+    "PCIE": "PCIe",
+    "XID": "Xid",
+    "SXID": "SXid",
+}
 _CAPITALS = frozenset(
     [
         "API",
@@ -93,10 +103,16 @@ def _rows(file: str) -> list[dict[str, Any]]:
 
 @cache
 def dcgm_errors() -> dict[int, DcgmErrorRow]:
-    return {row["id"]: DcgmErrorRow(**(row | {"advice": Advice(row["advice"])})) for row in _rows("dcgm_errors.json")}
+    return {
+        row["id"]: DcgmErrorRow(**(row | {"advice": Advice(row["advice"])}))
+        for row in _rows("dcgm_errors.json")
+    }
 
 
 @cache
 def dcgm_exits() -> dict[int, DcgmExitRow]:
     """Return the rows by exit code, which is DCGM's return value modulo 256."""
-    return {row["exit"]: DcgmExitRow(row["exit"], row["name"], Advice(row["advice"]), row["meaning"]) for row in _rows("dcgm_exits.json")}
+    return {
+        row["exit"]: DcgmExitRow(row["exit"], row["name"], Advice(row["advice"]), row["meaning"])
+        for row in _rows("dcgm_exits.json")
+    }

@@ -15,7 +15,9 @@ from relaunch.evidence.findings import Role
 
 XIDS = range(144, 151)
 
-_WORDS = re.compile(r"(?P<unit>[A-Z][A-Z0-9_]*)\b.*?\((?P<info>0x[0-9a-fA-F]{1,8})[ ,]+(?P<status>0x[0-9a-fA-F]{1,8})[ ,)]")
+_WORDS = re.compile(
+    r"(?P<unit>[A-Z][A-Z0-9_]*)\b.*?\((?P<info>0x[0-9a-fA-F]{1,8})[ ,]+(?P<status>0x[0-9a-fA-F]{1,8})[ ,)]"
+)
 
 _GRAVITY = {"RESET_GPU": 2, "XID_154_EVAL": 1, "IGNORE": 0}
 
@@ -26,7 +28,11 @@ def decode(xid: int, text: str, rules: Iterable[NvlinkRule]) -> NvlinkRule | str
     if words is None:
         return "not decoded: the line is cut off"
     unit, info, status = words["unit"], int(words["info"], 16), int(words["status"], 16)
-    fits = [rule for rule in rules if rule.xid == xid and _matches(rule, info) and unit in rule.unit.split("/")]
+    fits = [
+        rule
+        for rule in rules
+        if rule.xid == xid and _matches(rule, info) and unit in rule.unit.split("/")
+    ]
     for rule in fits:
         if int(rule.error_status, 16) == status:
             return rule
@@ -47,7 +53,9 @@ def reading(rule: NvlinkRule) -> tuple[Role, Cause | None]:
             # only when it needs something.
             return Role.ROOT, Cause.GPU_TRANSIENT
         case _:
-            return (Role.INFORMATION if rule.severity.startswith("Non-fatal") else Role.SYMPTOM), None
+            return (
+                Role.INFORMATION if rule.severity.startswith("Non-fatal") else Role.SYMPTOM
+            ), None
 
 
 def _matches(rule: NvlinkRule, info: int) -> bool:
@@ -59,4 +67,6 @@ def _matches(rule: NvlinkRule, info: int) -> bool:
 @cache
 def _bits(pattern: str) -> tuple[int, int]:
     """Return the mask of the bits that a pattern compares, and their required values."""
-    return int("".join("0" if bit == "-" else "1" for bit in pattern), 2), int(pattern.replace("-", "0"), 2)
+    return int("".join("0" if bit == "-" else "1" for bit in pattern), 2), int(
+        pattern.replace("-", "0"), 2
+    )

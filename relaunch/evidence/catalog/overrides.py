@@ -24,8 +24,12 @@ MAX_WORDS = 200
 
 
 def _exit_key(key: Any) -> Any:
-    if key not in SIGNALS.values() and not (isinstance(key, str) and re.fullmatch(r"exit (25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)", key)):
-        raise ValueError(f"{key!r} names no exit: expected a code from 1 to 255 such as 'exit 42', or a signal such as SIGUSR1")
+    if key not in SIGNALS.values() and not (
+        isinstance(key, str) and re.fullmatch(r"exit (25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)", key)
+    ):
+        raise ValueError(
+            f"{key!r} names no exit: expected a code from 1 to 255 such as 'exit 42', or a signal such as SIGUSR1"
+        )
     if key == "exit 0":
         raise ValueError("'exit 0' is success and means nothing else")
     return key
@@ -45,7 +49,9 @@ def _dcgm_code(code: int) -> int:
 
 def _needs_cause(role: Role, cause: Cause | None, what: str) -> None:
     if role is Role.ROOT and cause is None:
-        raise ValueError(f"{what} is a root and names no cause: say which, such as cause: GPU_RESET, or another role")
+        raise ValueError(
+            f"{what} is a root and names no cause: say which, such as cause: GPU_RESET, or another role"
+        )
 
 
 Words = Annotated[str, Field(max_length=MAX_WORDS)]
@@ -97,7 +103,9 @@ class LogOverride(Strict):
     @classmethod
     def _is_a_word(cls, value: str) -> str:
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", value):
-            raise ValueError(f"{value!r} is no id: expected lower-case letters, digits and _, such as cuda_oom, at most 40")
+            raise ValueError(
+                f"{value!r} is no id: expected lower-case letters, digits and _, such as cuda_oom, at most 40"
+            )
         return value
 
     @field_validator("pattern")
@@ -125,15 +133,21 @@ class DcgmOverride(Strict):
 
 class CatalogOverrides(Strict):
     xid: dict[Annotated[int, AfterValidator(_xid_code)], XidOverride] = Field(default_factory=dict)
-    exit: dict[Annotated[str, BeforeValidator(_exit_key)], ExitOverride] = Field(default_factory=dict)
+    exit: dict[Annotated[str, BeforeValidator(_exit_key)], ExitOverride] = Field(
+        default_factory=dict
+    )
     log: tuple[LogOverride, ...] = ()
-    dcgm: dict[Annotated[int, AfterValidator(_dcgm_code)], DcgmOverride] = Field(default_factory=dict)
+    dcgm: dict[Annotated[int, AfterValidator(_dcgm_code)], DcgmOverride] = Field(
+        default_factory=dict
+    )
 
     @model_validator(mode="after")
     def _is_bounded(self) -> Self:
         entries = len(self.xid) + len(self.exit) + len(self.log) + len(self.dcgm)
         if entries > MAX_ENTRIES:
-            raise ValueError(f"{entries} overrides: at most {MAX_ENTRIES}, because they travel in the job's state")
+            raise ValueError(
+                f"{entries} overrides: at most {MAX_ENTRIES}, because they travel in the job's state"
+            )
         ids = [line.id for line in self.log]
         if twice := next((id_ for id_ in ids if ids.count(id_) > 1), None):
             raise ValueError(f"the line {twice} is written twice: each id has one row")

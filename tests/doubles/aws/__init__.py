@@ -30,7 +30,28 @@ By hand: python -m tests.doubles.aws --instances 2 --gpus 0
 """
 
 from tests.doubles.aws.double import AwsDouble, Instance
-from tests.doubles.aws.faults import DENIED, LOST, RESET, SERVER_ERROR, THROTTLE, error, failure, slow
+from tests.doubles.aws.faults import (
+    DENIED,
+    LOST,
+    RESET,
+    SERVER_ERROR,
+    THROTTLE,
+    error,
+    failure,
+    slow,
+)
 from tests.doubles.aws.machines import Delays
 
-__all__ = ["DENIED", "LOST", "RESET", "SERVER_ERROR", "THROTTLE", "AwsDouble", "Delays", "Instance", "error", "failure", "slow"]
+__all__ = [
+    "DENIED",
+    "LOST",
+    "RESET",
+    "SERVER_ERROR",
+    "THROTTLE",
+    "AwsDouble",
+    "Delays",
+    "Instance",
+    "error",
+    "failure",
+    "slow",
+]

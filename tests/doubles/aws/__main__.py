@@ -12,7 +12,11 @@ from tests.doubles.aws import AwsDouble
 
 _LOGS = {
     "logDriver": "awslogs",
-    "options": {"awslogs-group": "/relaunch/node", "awslogs-region": "us-east-1", "awslogs-stream-prefix": "node"},
+    "options": {
+        "awslogs-group": "/relaunch/node",
+        "awslogs-region": "us-east-1",
+        "awslogs-stream-prefix": "node",
+    },
 }
 
 
@@ -37,7 +41,10 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, default=None, help="where instances keep their state and output (a new one in the temporary folder)"
+        "--folder",
+        type=Path,
+        default=None,
+        help="where instances keep their state and output (a new one in the temporary folder)",
     )
     given = parser.parse_args()
     over = threading.Event()
@@ -45,9 +52,17 @@ def main() -> None:
         signal.signal(number, lambda *_: over.set())
     folder = given.folder or Path(tempfile.mkdtemp(prefix="aws-double-"))
     with AwsDouble(folder, port=given.port) as aws:
-        nodes = [aws.add_instance(given.gpus, name=f"n{number}") for number in range(given.instances)]
-        aws.register("train", [{"name": "trainer", "image": "any", "command": ["true"]}], networkMode="host")
-        aws.register("relaunch-node", [{"name": "node", "image": "relaunch-node", "logConfiguration": _LOGS}], networkMode="host")
+        nodes = [
+            aws.add_instance(given.gpus, name=f"n{number}") for number in range(given.instances)
+        ]
+        aws.register(
+            "train", [{"name": "trainer", "image": "any", "command": ["true"]}], networkMode="host"
+        )
+        aws.register(
+            "relaunch-node",
+            [{"name": "node", "image": "relaunch-node", "logConfiguration": _LOGS}],
+            networkMode="host",
+        )
         for name, value in aws.environment().items():
             print(f"export {name}={value}")
         print(f"# instances in {folder}; a fleet file:\n{_fleet(aws, nodes)}", flush=True)

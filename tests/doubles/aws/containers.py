@@ -149,7 +149,9 @@ class ContainerProcess:
             said(data.decode(errors="replace").splitlines())
 
 
-def container_environment(instance: Mapping[str, str], given: Mapping[str, str], gpu_ids: Sequence[str], task_id: str) -> dict[str, str]:
+def container_environment(
+    instance: Mapping[str, str], given: Mapping[str, str], gpu_ids: Sequence[str], task_id: str
+) -> dict[str, str]:
     """A container has nothing of the machine that it runs on but what the agent and the GPU runtime put there."""
     own = {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -89,7 +89,12 @@ class AwsDouble:
     """See the package."""
 
     def __init__(
-        self, folder: Path, cluster: str = "training", port: int = 0, agent: Path | None = None, delays: Delays | None = None
+        self,
+        folder: Path,
+        cluster: str = "training",
+        port: int = 0,
+        agent: Path | None = None,
+        delays: Delays | None = None,
     ) -> None:
         self.folder, self.cluster = folder, cluster
         self.lock = threading.RLock()
@@ -112,7 +117,15 @@ class AwsDouble:
         self.ecs = Ecs(self._clockwork, self.changed, self.lock)
         self.ecs.clusters[self.cluster] = Cluster(self.cluster)
         self._front = Front(self.ecs, self._moto.app, self.power)
-        self._node = Node(self._clockwork, self._spawner, self.delays, self.changed, self._agent_path, self._logs, self._moto.set_state)
+        self._node = Node(
+            self._clockwork,
+            self._spawner,
+            self.delays,
+            self.changed,
+            self._agent_path,
+            self._logs,
+            self._moto.set_state,
+        )
         self._server = Server(self._front, self._port)
         self._moto.url = self._server.url
         return self
@@ -183,11 +196,21 @@ class AwsDouble:
         ec2_id = self._moto.run_instance(kind, address or f"127.0.0.{number + 1}")
         folder = self.folder / (name or ec2_id)
         names = tuple(f"GPU-{number:08x}-{index:04x}" for index in range(gpus))
-        machine = Machine(self._node, ec2_id, folder, agent_state or folder / "state", names, environment or {}, kind)
+        machine = Machine(
+            self._node,
+            ec2_id,
+            folder,
+            agent_state or folder / "state",
+            names,
+            environment or {},
+            kind,
+        )
         with self.lock:
             self._machines[ec2_id] = machine
             if registered:
-                machine.registration = self.new_registration(self.ecs.clusters[self.cluster], machine)
+                machine.registration = self.new_registration(
+                    self.ecs.clusters[self.cluster], machine
+                )
                 self.changed(machine.registration)
         return ec2_id
 
@@ -199,14 +222,18 @@ class AwsDouble:
     def instance(self, ec2_id: str) -> Instance:
         return Instance(self, self._machines[ec2_id])
 
-    def register(self, family: str, containers: Sequence[Mapping[str, Any]], **definition: Any) -> str:
+    def register(
+        self, family: str, containers: Sequence[Mapping[str, Any]], **definition: Any
+    ) -> str:
         """The ARN of a new revision; log groups that it names are there afterwards."""
         rows = [dict(one) for one in containers]
         for row in rows:
             options = row.get("logConfiguration", {}).get("options", {})
             if "awslogs-group" in options:
                 self._moto.create_log_group(options["awslogs-group"])
-        answer = self.ecs.answer("RegisterTaskDefinition", {"family": family, "containerDefinitions": rows, **definition})
+        answer = self.ecs.answer(
+            "RegisterTaskDefinition", {"family": family, "containerDefinitions": rows, **definition}
+        )
         return str(answer["taskDefinition"]["taskDefinitionArn"])
 
     def script(
@@ -230,7 +257,19 @@ class AwsDouble:
         `stuck`: SIGKILL neither. `stop_code="TaskFailedToStart"`: it never ran.
         `times`: for so many tasks; what was told first counts first.
         """
-        script = Script(wanted, exit_code, reason, stop_code, stopped_reason, never_starts, after, tuple(stdout), stubborn, stuck, times)
+        script = Script(
+            wanted,
+            exit_code,
+            reason,
+            stop_code,
+            stopped_reason,
+            never_starts,
+            after,
+            tuple(stdout),
+            stubborn,
+            stuck,
+            times,
+        )
         return self.ecs.scripts.add(script)
 
     def create_queue(self, name: str) -> str:
@@ -247,25 +286,36 @@ class AwsDouble:
     def expire(self, task_arn: str) -> None:
         """Make a stopped task one that DescribeTasks does not know any more."""
         task = self._task(task_arn)
-        assert task.stopped_at is not None, f"{task_arn} is {task.last_status}; only a stopped task ages out"
+        assert task.stopped_at is not None, (
+            f"{task_arn} is {task.last_status}; only a stopped task ages out"
+        )
         task.stopped_at -= HOUR
 
     # What tests look at.
 
-    def tasks(self, family: str | None = None, status: str | None = None) -> tuple[dict[str, Any], ...]:
+    def tasks(
+        self, family: str | None = None, status: str | None = None
+    ) -> tuple[dict[str, Any], ...]:
         """Every task there ever was, as DescribeTasks would tell it with tags; `status` is its last one."""
         with self.lock:
-            tasks = [task for cluster in self.ecs.clusters.values() for task in cluster.tasks.values()]
+            tasks = [
+                task for cluster in self.ecs.clusters.values() for task in cluster.tasks.values()
+            ]
             return tuple(
                 task.told(tags=True)
                 for task in tasks
-                if (family is None or task.definition.family == family) and (status is None or task.last_status == status)
+                if (family is None or task.definition.family == family)
+                and (status is None or task.last_status == status)
             )
 
     def pids(self, task_arn: str) -> dict[str, int]:
         """Of the containers that run, by name."""
         running = {one.name: one.process for one in self._task(task_arn).containers}
-        return {name: process.pid for name, process in running.items() if process and process.pid and not process.ended}
+        return {
+            name: process.pid
+            for name, process in running.items()
+            if process and process.pid and not process.ended
+        }
 
     def output(self, task_arn: str, container: str) -> str:
         """What a container of a real process has printed."""
@@ -276,7 +326,9 @@ class AwsDouble:
     def _task(self, task_arn: str) -> Task:
         with self.lock:
             return next(
-                cluster.tasks[task_arn.rsplit("/", 1)[-1]] for cluster in self.ecs.clusters.values() if f"/{cluster.name}/" in task_arn
+                cluster.tasks[task_arn.rsplit("/", 1)[-1]]
+                for cluster in self.ecs.clusters.values()
+                if f"/{cluster.name}/" in task_arn
             )
 
     # What its parts ask of each other.
@@ -315,6 +367,8 @@ class AwsDouble:
             if delay == 0:
                 self._moto.put_lines(group, stream, lines, self._clockwork.now())
             else:
-                self._clockwork.later(delay, lambda: self._moto.put_lines(group, stream, lines, self._clockwork.now()))
+                self._clockwork.later(
+                    delay, lambda: self._moto.put_lines(group, stream, lines, self._clockwork.now())
+                )
 
         return said

@@ -57,7 +57,8 @@ class Ecs(ContainerInstances):
         handler = getattr(self, re.sub(r"(?<!^)([A-Z])", r"_\1", operation).lower(), None)
         if handler is None or operation not in OPERATIONS:
             raise AwsRefusal(
-                "InvalidAction", f"the double of ECS has no operation {operation}; expected one of {', '.join(sorted(OPERATIONS))}"
+                "InvalidAction",
+                f"the double of ECS has no operation {operation}; expected one of {', '.join(sorted(OPERATIONS))}",
             )
         with self.lock:
             answer: dict[str, Any] = handler(request)
@@ -77,12 +78,21 @@ class Ecs(ContainerInstances):
         return {"taskDefinition": definition.told()}
 
     def describe_task_definition(self, request: Request) -> dict[str, Any]:
-        return {"taskDefinition": self._definition(request["taskDefinition"], "Unable to describe task definition.").told(), "tags": []}
+        return {
+            "taskDefinition": self._definition(
+                request["taskDefinition"], "Unable to describe task definition."
+            ).told(),
+            "tags": [],
+        }
 
     def _definition(self, name: str, otherwise: str = "TaskDefinition not found.") -> Definition:
         family, _, revision = str(name).rsplit("/", 1)[-1].partition(":")
         revisions = self.definitions.get(family, [])
-        found = [one for one in revisions if one.status == "ACTIVE" and revision in ("", "*", str(one.revision))]
+        found = [
+            one
+            for one in revisions
+            if one.status == "ACTIVE" and revision in ("", "*", str(one.revision))
+        ]
         if not found:
             raise AwsRefusal("ClientException", otherwise)
         return found[-1]
@@ -103,7 +113,10 @@ class Ecs(ContainerInstances):
         self._check_run(request, definition)
         tests = [
             parse(one["expression"])
-            for one in [*definition.registered.get("placementConstraints", []), *request.get("placementConstraints", [])]
+            for one in [
+                *definition.registered.get("placementConstraints", []),
+                *request.get("placementConstraints", []),
+            ]
             if one["type"] == "memberOf"
         ]
         instances = [one for one in cluster.instances.values() if one.status == "ACTIVE"]
@@ -123,9 +136,16 @@ class Ecs(ContainerInstances):
     def _again(known: Token, asked: Request) -> dict[str, Any]:
         if asked != known.request:
             arns = [task.arn for task in known.tasks]
-            raise AwsRefusal("ConflictException", "The clientToken is already in use with a different request.", resourceIds=arns)
+            raise AwsRefusal(
+                "ConflictException",
+                "The clientToken is already in use with a different request.",
+                resourceIds=arns,
+            )
         short = ("taskArn", "lastStatus", "desiredStatus")
-        told = [{key: task.told()[key] for key in short} if task.over else task.told(tags=True) for task in known.tasks]
+        told = [
+            {key: task.told()[key] for key in short} if task.over else task.told(tags=True)
+            for task in known.tasks
+        ]
         return {"tasks": told, "failures": []}
 
     @staticmethod
@@ -134,15 +154,22 @@ class Ecs(ContainerInstances):
             raise invalid("count must be between 1 and 10.")
         started_by = request.get("startedBy")
         if started_by is not None and not _STARTED_BY.fullmatch(started_by):
-            raise invalid("startedBy must be up to 128 letters, numbers, hyphens, forward slashes and underscores.")
-        constraints = [*definition.registered.get("placementConstraints", []), *request.get("placementConstraints", [])]
+            raise invalid(
+                "startedBy must be up to 128 letters, numbers, hyphens, forward slashes and underscores."
+            )
+        constraints = [
+            *definition.registered.get("placementConstraints", []),
+            *request.get("placementConstraints", []),
+        ]
         if len(constraints) > 10:
             raise invalid("Too many placement constraints: up to 10 per task.")
         if request.get("launchType", "EC2") != "EC2":
             raise invalid("the double of ECS has the launch type EC2 only")
         awsvpc = definition.registered.get("networkMode") == "awsvpc"
         if awsvpc != ("networkConfiguration" in request):
-            raise invalid("Network Configuration is not valid for the given networkMode of this task definition.")
+            raise invalid(
+                "Network Configuration is not valid for the given networkMode of this task definition."
+            )
         overrides = request.get("overrides", {})
         # The limit counts the characters of the JSON.
         if len(json.dumps(overrides, separators=(",", ":"), ensure_ascii=False)) > _MAX_OVERRIDES:
@@ -150,13 +177,24 @@ class Ecs(ContainerInstances):
         names = [one["name"] for one in definition.containers]
         for override in overrides.get("containerOverrides", []):
             if override.get("name") not in names:
-                raise invalid(f"Override for container named {override.get('name')} is not a container in the TaskDefinition.")
+                raise invalid(
+                    f"Override for container named {override.get('name')} is not a container in the TaskDefinition."
+                )
 
     def _place(
-        self, cluster: Cluster, definition: Definition, instances: list[ContainerInstance], tests: list[Any], request: Request
+        self,
+        cluster: Cluster,
+        definition: Definition,
+        instances: list[ContainerInstance],
+        tests: list[Any],
+        request: Request,
     ) -> tuple[Task | None, list[dict[str, str]]]:
-        overrides = {one["name"]: one for one in request.get("overrides", {}).get("containerOverrides", [])}
-        containers = [Container(one, overrides.get(one["name"], {})) for one in definition.containers]
+        overrides = {
+            one["name"]: one for one in request.get("overrides", {}).get("containerOverrides", [])
+        }
+        containers = [
+            Container(one, overrides.get(one["name"], {})) for one in definition.containers
+        ]
         failures: list[dict[str, str]] = []
         for instance in instances:
             if not all(test(instance) for test in tests):
@@ -164,7 +202,11 @@ class Ecs(ContainerInstances):
             elif not instance.agent_connected:
                 reason = "AGENT"
             else:
-                lacks = [kind for kind in ("CPU", "MEMORY", "GPU") if sum(one.wants(kind) for one in containers) > instance.free(kind)]
+                lacks = [
+                    kind
+                    for kind in ("CPU", "MEMORY", "GPU")
+                    if sum(one.wants(kind) for one in containers) > instance.free(kind)
+                ]
                 reason = f"RESOURCE:{lacks[0]}" if lacks else ""
             if not reason:
                 return self._new_task(cluster, instance, definition, containers, request), []
@@ -172,10 +214,24 @@ class Ecs(ContainerInstances):
         return None, failures
 
     def _new_task(
-        self, cluster: Cluster, instance: ContainerInstance, definition: Definition, containers: list[Container], request: Request
+        self,
+        cluster: Cluster,
+        instance: ContainerInstance,
+        definition: Definition,
+        containers: list[Container],
+        request: Request,
     ) -> Task:
         now = self.clockwork.now()
-        task = Task(cluster, instance, definition, containers, dict(request), now, now + self.lag, tags=list(request.get("tags", [])))
+        task = Task(
+            cluster,
+            instance,
+            definition,
+            containers,
+            dict(request),
+            now,
+            now + self.lag,
+            tags=list(request.get("tags", [])),
+        )
         free = instance.free_gpus()
         for container in containers:
             wanted = container.wants("GPU")
@@ -205,7 +261,11 @@ class Ecs(ContainerInstances):
         """A stopped task is known for at least an hour; here for exactly one."""
         task = cluster.tasks.get(str(name).rsplit("/", 1)[-1])
         now = self.clockwork.now()
-        if task is None or (task.stopped_at is not None and now >= task.stopped_at + HOUR) or now < task.seen_from:
+        if (
+            task is None
+            or (task.stopped_at is not None and now >= task.stopped_at + HOUR)
+            or now < task.seen_from
+        ):
             return None
         return task
 
@@ -218,16 +278,31 @@ class Ecs(ContainerInstances):
             raise invalid("Tasks cannot have more than 100 elements.")
         tags = "TAGS" in request.get("include", [])
         found = {name: self._known(cluster, name) for name in names}
-        missing = [{"arn": _task_arn(cluster, name), "reason": "MISSING"} for name, task in found.items() if task is None]
+        missing = [
+            {"arn": _task_arn(cluster, name), "reason": "MISSING"}
+            for name, task in found.items()
+            if task is None
+        ]
         return {"tasks": [task.told(tags) for task in found.values() if task], "failures": missing}
 
     def list_tasks(self, request: Request) -> dict[str, Any]:
         cluster = self.cluster_of(request)
-        filters = {"containerInstance", "family", "serviceName", "desiredStatus", "launchType", "startedBy"} & set(request)
+        filters = {
+            "containerInstance",
+            "family",
+            "serviceName",
+            "desiredStatus",
+            "launchType",
+            "startedBy",
+        } & set(request)
         if "startedBy" in filters and len(filters) > 1:
             raise invalid("cannot specify startedBy with other arguments.")
         desired = request.get("desiredStatus", "RUNNING")
-        tasks = [task for task in cluster.tasks.values() if self._known(cluster, task.id) and task.desired_status == desired]
+        tasks = [
+            task
+            for task in cluster.tasks.values()
+            if self._known(cluster, task.id) and task.desired_status == desired
+        ]
         if "containerInstance" in request:
             instance = self.instance_of(cluster, request["containerInstance"])
             if instance is None:
@@ -236,7 +311,9 @@ class Ecs(ContainerInstances):
         if "family" in request:
             tasks = [task for task in tasks if task.definition.family == request["family"]]
         if "startedBy" in request:
-            tasks = [task for task in tasks if task.request.get("startedBy") == request["startedBy"]]
+            tasks = [
+                task for task in tasks if task.request.get("startedBy") == request["startedBy"]
+            ]
         if "serviceName" in request:
             tasks = []
         return page("taskArns", [task.arn for task in tasks], request)

@@ -69,7 +69,9 @@ class Events:
                 "detail-type": kind,
                 "source": "aws.ecs",
                 "account": ACCOUNT,
-                "time": datetime.fromtimestamp(self.now(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+                "time": datetime.fromtimestamp(self.now(), UTC)
+                .isoformat(timespec="seconds")
+                .replace("+00:00", "Z"),
                 "region": REGION,
                 "resources": [arn],
                 "detail": detail,

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 from tests.doubles.aws.values import ContainerInstance, invalid
 
-_WORD = re.compile(r"""\s*(\(|\)|\[|\]|,|&&|\|\||==|!=|=~|!~|>=|<=|>|<|!(?=[\s(a-z])|"[^"]*"|'[^']*'|[^\s()\[\],=!<>&|]+)""")
+_WORD = re.compile(
+    r"""\s*(\(|\)|\[|\]|,|&&|\|\||==|!=|=~|!~|>=|<=|>|<|!(?=[\s(a-z])|"[^"]*"|'[^']*'|[^\s()\[\],=!<>&|]+)"""
+)
 Test = Callable[[ContainerInstance], bool]
 
 
@@ -84,11 +86,15 @@ class _Reader:
             operator += self._next()
         if operator in ("exists", "!exists", "not_exists"):
             wanted = operator == "exists"
-            return lambda instance: (_subject(instance, subject, self._unreadable) is not None) is wanted
+            return lambda instance: (
+                (_subject(instance, subject, self._unreadable) is not None) is wanted
+            )
         if operator in ("in", "!in", "not_in"):
             values = self._list()
             wanted = operator == "in"
-            return lambda instance: (_subject(instance, subject, self._unreadable) in values) is wanted
+            return lambda instance: (
+                (_subject(instance, subject, self._unreadable) in values) is wanted
+            )
         value = self._value(self._next())
         match operator:
             case "==" | "equals":
@@ -96,9 +102,14 @@ class _Reader:
             case "!=" | "not_equals":
                 return lambda instance: _subject(instance, subject, self._unreadable) != value
             case "=~" | "matches":
-                return lambda instance: re.search(value, _subject(instance, subject, self._unreadable) or "") is not None
+                return lambda instance: (
+                    re.search(value, _subject(instance, subject, self._unreadable) or "")
+                    is not None
+                )
             case "!~" | "not_matches":
-                return lambda instance: re.search(value, _subject(instance, subject, self._unreadable) or "") is None
+                return lambda instance: (
+                    re.search(value, _subject(instance, subject, self._unreadable) or "") is None
+                )
         raise self._unreadable()
 
     def _list(self) -> list[str]:
@@ -117,7 +128,9 @@ class _Reader:
         return word.strip("\"'")
 
 
-def _subject(instance: ContainerInstance, subject: str, unreadable: Callable[[], Exception]) -> str | None:
+def _subject(
+    instance: ContainerInstance, subject: str, unreadable: Callable[[], Exception]
+) -> str | None:
     if subject.startswith("attribute:"):
         told = {one["name"]: one.get("value", "") for one in instance.told()["attributes"]}
         return told.get(subject.removeprefix("attribute:"))

@@ -19,8 +19,15 @@ class Kind:
 
 THROTTLE = Kind("throttle")
 """ThrottlingException (400); of EC2 RequestLimitExceeded (503). Nothing was applied."""
-SERVER_ERROR = Kind("server_error", "ServerException", "Service Unavailable. Please try again later.", 500)
-DENIED = Kind("denied", "AccessDeniedException", "User: arn:aws:iam::123456789012:user/double is not authorized to perform this.", 400)
+SERVER_ERROR = Kind(
+    "server_error", "ServerException", "Service Unavailable. Please try again later.", 500
+)
+DENIED = Kind(
+    "denied",
+    "AccessDeniedException",
+    "User: arn:aws:iam::123456789012:user/double is not authorized to perform this.",
+    400,
+)
 RESET = Kind("reset")
 """The connection ends before anything was applied."""
 LOST = Kind("lost")
@@ -62,11 +69,17 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(
-        self, operation: str, kind: Kind | str, times: int | None = 1, when: Callable[[Mapping[str, Any]], bool] | None = None
+        self,
+        operation: str,
+        kind: Kind | str,
+        times: int | None = 1,
+        when: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> Fault:
         """`operation` as "RunTask", "ecs.RunTask", or "ecs.*"; `times` None: until it is removed; `when` is given the request."""
         if isinstance(kind, str) and kind not in _NAMED:
-            raise ValueError(f"fault {kind!r} has no such name; expected one of {', '.join(_NAMED)}, or slow(), failure(), error()")
+            raise ValueError(
+                f"fault {kind!r} has no such name; expected one of {', '.join(_NAMED)}, or slow(), failure(), error()"
+            )
         fault = Fault(operation, _NAMED[kind] if isinstance(kind, str) else kind, times, when)
         with self._lock:
             self._told.append(fault)
@@ -84,7 +97,11 @@ class Faults:
         """The first that fits; it is spent."""
         with self._lock:
             for fault in self._told:
-                if fault.left == 0 or fault.operation not in (operation, f"{service}.{operation}", f"{service}.*"):
+                if fault.left == 0 or fault.operation not in (
+                    operation,
+                    f"{service}.{operation}",
+                    f"{service}.*",
+                ):
                     continue
                 if fault.when is not None and not fault.when(request):
                     continue

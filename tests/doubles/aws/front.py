@@ -66,7 +66,10 @@ class Front:
         answer = self._refused(call, fault) or self._answer(call, environ, body)
         if fault == LOST:
             return _hang_up(environ, start)
-        start(f"{answer.status} double", [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body)))])
+        start(
+            f"{answer.status} double",
+            [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body)))],
+        )
         return [answer.body]
 
     @staticmethod
@@ -74,12 +77,19 @@ class Front:
         if fault is None or fault in (RESET, LOST) or fault.name == "slow":
             return None
         if fault.name == "failure":
-            one = {"arn": arn("container-instance", "double"), "reason": fault.code} | ({"detail": fault.message} if fault.message else {})
+            one = {"arn": arn("container-instance", "double"), "reason": fault.code} | (
+                {"detail": fault.message} if fault.message else {}
+            )
             return _json(200, {"tasks": [], "containerInstances": [], "failures": [one]})
         if fault.name == "throttle":
             if call.service == "ec2":
                 return error(call, "RequestLimitExceeded", "Request limit exceeded.", 503)
-            return error(call, "Throttling" if call.service in ("sns", "autoscaling") else "ThrottlingException", "Rate exceeded", 400)
+            return error(
+                call,
+                "Throttling" if call.service in ("sns", "autoscaling") else "ThrottlingException",
+                "Rate exceeded",
+                400,
+            )
         return error(call, fault.code, fault.message, fault.status)
 
     def _answer(self, call: Call, environ: dict[str, Any], body: bytes) -> Answer:
@@ -87,7 +97,10 @@ class Front:
             try:
                 return _json(200, self.ecs.answer(call.operation, call.request))
             except AwsRefusal as refusal:
-                return _json(refusal.status, {"__type": refusal.code, "message": refusal.message} | refusal.members)
+                return _json(
+                    refusal.status,
+                    {"__type": refusal.code, "message": refusal.message} | refusal.members,
+                )
 
         def by_moto() -> Answer:
             return self._by_moto(environ, body)
@@ -99,8 +112,12 @@ class Front:
     def _by_moto(self, environ: dict[str, Any], body: bytes) -> Answer:
         given: dict[str, Any] = {}
 
-        def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Callable[[bytes], object]:
-            given.update(status=int(status.split(maxsplit=1)[0]), type=dict(headers).get("Content-Type", ""))
+        def start(
+            status: str, headers: list[tuple[str, str]], exc_info: Any = None
+        ) -> Callable[[bytes], object]:
+            given.update(
+                status=int(status.split(maxsplit=1)[0]), type=dict(headers).get("Content-Type", "")
+            )
             return lambda data: None
 
         answered = self.moto({**environ, "wsgi.input": io.BytesIO(body)}, start)
@@ -133,11 +150,21 @@ def _read(environ: Mapping[str, Any], body: bytes) -> Call:
         service = "ecs" if target.startswith(ECS_TARGET) else _signed_for(environ)
         return Call(time.monotonic(), service, target.rpartition(".")[2], json.loads(body or b"{}"))
     form = dict(parse_qsl(body.decode(errors="replace")))
-    return Call(time.monotonic(), _signed_for(environ), form.get("Action", environ.get("PATH_INFO", "")), dict(form))
+    return Call(
+        time.monotonic(),
+        _signed_for(environ),
+        form.get("Action", environ.get("PATH_INFO", "")),
+        dict(form),
+    )
 
 
 def _signed_for(environ: Mapping[str, Any]) -> str:
-    scope = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].partition(",")[0].split("/")
+    scope = (
+        environ.get("HTTP_AUTHORIZATION", "")
+        .partition("Credential=")[2]
+        .partition(",")[0]
+        .split("/")
+    )
     return scope[3] if len(scope) == 5 else ""
 
 
@@ -157,9 +184,16 @@ class Server:
     """Serves an application on the loopback interface, one thread a request."""
 
     def __init__(self, application: Any, port: int = 0) -> None:
-        self._server = make_server("127.0.0.1", port, application, threaded=True, request_handler=_Quiet)
+        self._server = make_server(
+            "127.0.0.1", port, application, threaded=True, request_handler=_Quiet
+        )
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="aws-double", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.05},
+            name="aws-double",
+            daemon=True,
+        )
         self._thread.start()
 
     def close(self) -> None:

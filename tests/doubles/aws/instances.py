@@ -43,7 +43,11 @@ class ContainerInstances:
     def describe_clusters(self, request: Request) -> dict[str, Any]:
         names = [str(name).rsplit("/", 1)[-1] for name in request.get("clusters") or ["default"]]
         known = [_told_cluster(self.clusters[name]) for name in names if name in self.clusters]
-        unknown = [{"arn": Cluster(name).arn, "reason": "MISSING"} for name in names if name not in self.clusters]
+        unknown = [
+            {"arn": Cluster(name).arn, "reason": "MISSING"}
+            for name in names
+            if name not in self.clusters
+        ]
         return {"clusters": known, "failures": unknown}
 
     def instance_of(self, cluster: Cluster, name: str) -> ContainerInstance | None:
@@ -56,7 +60,8 @@ class ContainerInstances:
         found = [
             one.arn
             for one in cluster.instances.values()
-            if (one.status == status or (status is None and one.status != "INACTIVE")) and (test is None or test(one))
+            if (one.status == status or (status is None and one.status != "INACTIVE"))
+            and (test is None or test(one))
         ]
         return page("containerInstanceArns", found, request)
 
@@ -74,7 +79,9 @@ class ContainerInstances:
         if not 1 <= len(names) <= 10:
             raise invalid("Container instances must have between 1 and 10 elements.")
         if request["status"] not in ("ACTIVE", "DRAINING"):
-            raise invalid(f"Container instance status {request['status']} is not one of ACTIVE, DRAINING.")
+            raise invalid(
+                f"Container instance status {request['status']} is not one of ACTIVE, DRAINING."
+            )
 
         def update(instance: ContainerInstance) -> dict[str, Any]:
             if instance.status != request["status"]:
@@ -89,11 +96,18 @@ class ContainerInstances:
         cluster = self.cluster_of(request)
         found = {name: self.instance_of(cluster, name) for name in names}
         missing = [
-            {"arn": cluster.arn.replace(":cluster/", ":container-instance/") + f"/{name.rsplit('/', 1)[-1]}", "reason": "MISSING"}
+            {
+                "arn": cluster.arn.replace(":cluster/", ":container-instance/")
+                + f"/{name.rsplit('/', 1)[-1]}",
+                "reason": "MISSING",
+            }
             for name, one in found.items()
             if one is None
         ]
-        return {"containerInstances": [tell(one) for one in found.values() if one], "failures": missing}
+        return {
+            "containerInstances": [tell(one) for one in found.values() if one],
+            "failures": missing,
+        }
 
     def put_attributes(self, request: Request) -> dict[str, Any]:
         wanted = self._attributes(request)
@@ -105,7 +119,10 @@ class ContainerInstances:
                 raise invalid(f"Attribute value {value!r} is invalid.")
             names = set(instance.attributes) | {put["name"] for put, of in wanted if of is instance}
             if len(names) > _MAX_ATTRIBUTES:
-                raise AwsRefusal("AttributeLimitExceededException", "You can apply up to 10 custom attributes for each resource.")
+                raise AwsRefusal(
+                    "AttributeLimitExceededException",
+                    "You can apply up to 10 custom attributes for each resource.",
+                )
         for one, instance in wanted:
             instance.attributes[one["name"]] = one.get("value")
             instance.version += 1
@@ -139,10 +156,12 @@ class ContainerInstances:
     def list_attributes(self, request: Request) -> dict[str, Any]:
         cluster = self.cluster_of(request)
         rows = [
-            {"name": name, "targetType": "container-instance", "targetId": instance.arn} | ({"value": value} if value is not None else {})
+            {"name": name, "targetType": "container-instance", "targetId": instance.arn}
+            | ({"value": value} if value is not None else {})
             for instance in cluster.instances.values()
             for name, value in sorted(instance.attributes.items())
-            if request.get("attributeName", name) == name and request.get("attributeValue", value) == value
+            if request.get("attributeName", name) == name
+            and request.get("attributeValue", value) == value
         ]
         return page("attributes", rows, request)
 

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.doubles.aws.clockwork import Clockwork
-from tests.doubles.aws.containers import CannotStart, ContainerProcess, Spawner, container_environment
+from tests.doubles.aws.containers import (
+    CannotStart,
+    ContainerProcess,
+    Spawner,
+    container_environment,
+)
 from tests.doubles.aws.scripts import ScriptedProcess
 from tests.doubles.aws.values import Changed, Container, ContainerInstance, Task
 
@@ -100,7 +105,9 @@ class Machine:
         if task.last_status == "PENDING":
             if task.desired_status == "RUNNING":
                 self._start(task)
-            if task.desired_status == "STOPPED" and not any(container.process for container in task.containers):
+            if task.desired_status == "STOPPED" and not any(
+                container.process for container in task.containers
+            ):
                 self._over(task)
             return
         self._collect(task)
@@ -114,7 +121,9 @@ class Machine:
             try:
                 self._run(task, container)
             except CannotStart as reason:
-                container.reason = f"CannotStartContainerError: Error response from daemon: {reason}"
+                container.reason = (
+                    f"CannotStartContainerError: Error response from daemon: {reason}"
+                )
                 self.end(task, "TaskFailedToStart", "Task failed to start")
                 break
         if not any(container.process for container in task.containers):
@@ -133,25 +142,42 @@ class Machine:
         said = self.node.logs(task, container)
         if task.script is not None:
             if task.script.stop_code == "TaskFailedToStart":
-                self.end(task, "TaskFailedToStart", task.script.stopped_reason or "Task failed to start")
+                self.end(
+                    task, "TaskFailedToStart", task.script.stopped_reason or "Task failed to start"
+                )
                 container.reason = task.script.reason
                 return
-            container.process = ScriptedProcess(task.script, self.node.clockwork, said or (lambda lines: None), ended)
+            container.process = ScriptedProcess(
+                task.script, self.node.clockwork, said or (lambda lines: None), ended
+            )
             return
-        environment = container_environment(self.environment, environment_of(container), container.gpu_ids, task.id)
+        environment = container_environment(
+            self.environment, environment_of(container), container.gpu_ids, task.id
+        )
         if container.definition.get("image") == NODE_IMAGE:
             environment["RELAUNCH_AGENT_STATE"] = str(self.state)
             # Where tests install doubles of dcgmi and of NVML's library.
             environment["PATH"] = f"{self.state / 'bin'}:{environment['PATH']}"
             environment["LD_LIBRARY_PATH"] = str(self.state / "lib")
         folder = self.folder / task.id
-        container.process = ContainerProcess(self.node.spawner, self._argv(container), environment, folder, container.name, said, ended)
+        container.process = ContainerProcess(
+            self.node.spawner,
+            self._argv(container),
+            environment,
+            folder,
+            container.name,
+            said,
+            ended,
+        )
 
     def _argv(self, container: Container) -> Sequence[str]:
         entry = container.definition.get("entryPoint") or []
         if container.definition.get("image") == NODE_IMAGE and not entry:
             entry = [sys.executable, str(self.node.agent()), "task"]
-        argv = [*entry, *(container.override.get("command") or container.definition.get("command") or [])]
+        argv = [
+            *entry,
+            *(container.override.get("command") or container.definition.get("command") or []),
+        ]
         if not argv:
             raise CannotStart("no command specified")
         return argv
@@ -180,7 +206,11 @@ class Machine:
         self._changed(task)
 
     def _stop(self, task: Task) -> None:
-        live = [container for container in task.containers if container.process and not container.process.ended]
+        live = [
+            container
+            for container in task.containers
+            if container.process and not container.process.ended
+        ]
         if not live:
             self._over(task)
         for container in live:
@@ -190,7 +220,9 @@ class Machine:
                 container.last_status = "STOPPING"
                 process.ask()
                 seconds = container.definition.get("stopTimeout", self.node.delays.stop_timeout)
-                self.node.clockwork.later(seconds, lambda process=process: None if process.ended else process.kill())  # type: ignore[misc]
+                self.node.clockwork.later(
+                    seconds, lambda process=process: None if process.ended else process.kill()
+                )  # type: ignore[misc]
 
     def _over(self, task: Task) -> None:
         task.last_status, task.stopped_at = "STOPPED", self.node.clockwork.now()
@@ -286,5 +318,8 @@ class Machine:
 
 
 def environment_of(container: Container) -> dict[str, str]:
-    given = [*container.definition.get("environment", []), *container.override.get("environment", [])]
+    given = [
+        *container.definition.get("environment", []),
+        *container.override.get("environment", []),
+    ]
     return {one["name"]: one["value"] for one in given}

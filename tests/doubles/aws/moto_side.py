@@ -33,17 +33,24 @@ class Moto:
         self._client = Client(self.app)
 
     def json(self, service: str, operation: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        headers = {"X-Amz-Target": f"{_TARGETS[service]}.{operation}", "Content-Type": "application/x-amz-json-1.1"}
+        headers = {
+            "X-Amz-Target": f"{_TARGETS[service]}.{operation}",
+            "Content-Type": "application/x-amz-json-1.1",
+        }
         answer = json.loads(self._send(service, json.dumps(request), headers) or "{}")
         return dict(answer)
 
     def ec2(self, operation: str, **request: str) -> str:
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        return self._send("ec2", urlencode({"Action": operation, "Version": "2016-11-15"} | request), headers)
+        return self._send(
+            "ec2", urlencode({"Action": operation, "Version": "2016-11-15"} | request), headers
+        )
 
     def _send(self, service: str, body: str, headers: Mapping[str, str]) -> str:
         credential = f"AWS4-HMAC-SHA256 Credential=double/20200101/{REGION}/{service}/aws4_request, SignedHeaders=host, Signature=double"
-        response = self._client.post("/", base_url=self.url, data=body, headers={**headers, "Authorization": credential})
+        response = self._client.post(
+            "/", base_url=self.url, data=body, headers={**headers, "Authorization": credential}
+        )
         text = response.get_data(as_text=True)
         response.close()
         if response.status_code >= 300:
@@ -52,7 +59,9 @@ class Moto:
 
     def run_instance(self, kind: str, address: str) -> str:
         """The EC2 id of a new one, at that private address: ranks on one machine have to reach each other."""
-        answer = self.ec2("RunInstances", ImageId="ami-12c6146b", InstanceType=kind, MinCount="1", MaxCount="1")
+        answer = self.ec2(
+            "RunInstances", ImageId="ami-12c6146b", InstanceType=kind, MinCount="1", MaxCount="1"
+        )
         found = re.search(r"<instanceId>(i-[0-9a-f]+)</instanceId>", answer)
         assert found is not None, answer
         for nic in self._instance(found.group(1)).nics.values():
@@ -72,7 +81,9 @@ class Moto:
         instance._state.name, instance._state.code = state, _CODES[state]
         if state == "pending":
             # EC2 tells it in whole seconds, which a stop and a start of its double may take together.
-            instance.launch_time = max(datetime.now(UTC).replace(tzinfo=None), instance.launch_time + timedelta(seconds=1))
+            instance.launch_time = max(
+                datetime.now(UTC).replace(tzinfo=None), instance.launch_time + timedelta(seconds=1)
+            )
 
     def send_message(self, queue_url: str, body: str) -> None:
         self.json("sqs", "SendMessage", {"QueueUrl": queue_url, "MessageBody": body})
@@ -92,7 +103,11 @@ class Moto:
         # An event without text is refused; Docker's driver drops empty lines as well.
         events = [{"timestamp": int(now * 1000), "message": line} for line in lines if line]
         if events:
-            self.json("logs", "PutLogEvents", {"logGroupName": group, "logStreamName": stream, "logEvents": events})
+            self.json(
+                "logs",
+                "PutLogEvents",
+                {"logGroupName": group, "logStreamName": stream, "logEvents": events},
+            )
 
     @staticmethod
     def forget() -> None:

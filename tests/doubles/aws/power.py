@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 from tests.doubles.aws.front import Answer, Call, error
 from tests.doubles.aws.machines import Machine
 
-_ITEM = re.compile(r"<item><availabilityZone>.*?<instanceId>(i-[0-9a-f]+)</instanceId>.*?</systemStatus></item>", re.S)
-_DONE = Answer(200, "text/xml", b"<RebootInstancesResponse><return>true</return></RebootInstancesResponse>")
+_ITEM = re.compile(
+    r"<item><availabilityZone>.*?<instanceId>(i-[0-9a-f]+)</instanceId>.*?</systemStatus></item>",
+    re.S,
+)
+_DONE = Answer(
+    200, "text/xml", b"<RebootInstancesResponse><return>true</return></RebootInstancesResponse>"
+)
 
 
 @dataclass
@@ -23,7 +28,11 @@ class Power:
 
     def __call__(self, call: Call, by_moto: Callable[[], Answer]) -> Answer:
         """Answer a call to EC2, whose state `by_moto` keeps."""
-        ids = [str(value) for key, value in call.request.items() if re.fullmatch(r"InstanceId\.\d+", key)]
+        ids = [
+            str(value)
+            for key, value in call.request.items()
+            if re.fullmatch(r"InstanceId\.\d+", key)
+        ]
         machines = [self.machines[one] for one in ids if one in self.machines]
         if call.operation == "DescribeInstanceStatus":
             answer = by_moto()
@@ -32,7 +41,11 @@ class Power:
         with self.lock:
             if call.operation == "RebootInstances" and machines and len(machines) == len(ids):
                 return self._reboot(call, machines)
-            if early := [one for one in machines if call.operation == "StartInstances" and one.power == "stopping"]:
+            if early := [
+                one
+                for one in machines
+                if call.operation == "StartInstances" and one.power == "stopping"
+            ]:
                 words = f"The instance '{early[0].ec2_id}' is not in a state from which it can be started."
                 return error(call, "IncorrectInstanceState", words, 400)
             answer = by_moto()
@@ -50,7 +63,12 @@ class Power:
     def _reboot(call: Call, machines: list[Machine]) -> Answer:
         """Not for moto, which revives what was terminated; AWS documents that it passes that over."""
         if off := [one for one in machines if one.power not in ("running", "terminated")]:
-            return error(call, "IncorrectState", f"Instance {off[0].ec2_id} is not in a state from which it can be rebooted.", 400)
+            return error(
+                call,
+                "IncorrectState",
+                f"Instance {off[0].ec2_id} is not in a state from which it can be rebooted.",
+                400,
+            )
         for machine in machines:
             if machine.power == "running":
                 machine.reboot()
@@ -67,4 +85,6 @@ class Power:
             return item
         told = f"<code>{event}</code><description>{event}</description><instanceEventId>instance-event-0</instanceEventId>"
         when = "<notBefore>2030-01-01T00:00:00.000Z</notBefore>"
-        return item.replace("<instanceId>", f"<eventsSet><item>{told}{when}</item></eventsSet><instanceId>", 1)
+        return item.replace(
+            "<instanceId>", f"<eventsSet><item>{told}{when}</item></eventsSet><instanceId>", 1
+        )

@@ -58,7 +58,13 @@ class Scripts:
 class ScriptedProcess:
     """Stands where a container's process would."""
 
-    def __init__(self, script: Script, clockwork: Clockwork, said: Callable[[list[str]], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        script: Script,
+        clockwork: Clockwork,
+        said: Callable[[list[str]], None],
+        ended: Callable[[], None],
+    ) -> None:
         self._script, self._clockwork, self._ended = script, clockwork, ended
         self._lock = threading.Lock()
         self.ended = False

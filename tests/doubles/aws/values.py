@@ -49,7 +49,11 @@ def in_words_of_events(detail: Mapping[str, Any]) -> dict[str, Any]:
     said = dict(detail)
     for key in _TIMES:
         if key in said:
-            said[key] = datetime.fromtimestamp(said[key], UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            said[key] = (
+                datetime.fromtimestamp(said[key], UTC)
+                .isoformat(timespec="milliseconds")
+                .replace("+00:00", "Z")
+            )
     return said
 
 
@@ -70,7 +74,9 @@ class Definition:
 
     def told(self) -> dict[str, Any]:
         return (
-            {"networkMode": "bridge"} | self.registered | {"taskDefinitionArn": self.arn, "revision": self.revision, "status": self.status}
+            {"networkMode": "bridge"}
+            | self.registered
+            | {"taskDefinitionArn": self.arn, "revision": self.revision, "status": self.status}
         )
 
 
@@ -95,11 +101,17 @@ class Container:
 
     def wants(self, kind: str) -> int:
         if kind == "GPU":
-            given = self.override.get("resourceRequirements") or self.definition.get("resourceRequirements") or []
+            given = (
+                self.override.get("resourceRequirements")
+                or self.definition.get("resourceRequirements")
+                or []
+            )
             return sum(int(one["value"]) for one in given if one["type"] == "GPU")
         if kind == "CPU":
             return int(self.override.get("cpu") or self.definition.get("cpu") or 0)
-        reserved = self.override.get("memoryReservation") or self.definition.get("memoryReservation")
+        reserved = self.override.get("memoryReservation") or self.definition.get(
+            "memoryReservation"
+        )
         return int(reserved or self.override.get("memory") or self.definition.get("memory") or 0)
 
 
@@ -149,7 +161,8 @@ class Task:
                 "lastStatus": self.last_status,
                 "desiredStatus": self.desired_status,
                 "connectivity": "CONNECTED" if self.last_status != "PENDING" else None,
-                "overrides": {"containerOverrides": [], "inferenceAcceleratorOverrides": []} | self.request.get("overrides", {}),
+                "overrides": {"containerOverrides": [], "inferenceAcceleratorOverrides": []}
+                | self.request.get("overrides", {}),
                 "startedBy": self.request.get("startedBy"),
                 "version": self.version,
                 "createdAt": self.created_at,
@@ -212,10 +225,17 @@ class ContainerInstance:
         return arn("container-instance", self.cluster.name, self.id)
 
     def tasks(self) -> list[Task]:
-        return [task for task in self.cluster.tasks.values() if task.instance is self and not task.over]
+        return [
+            task for task in self.cluster.tasks.values() if task.instance is self and not task.over
+        ]
 
     def free_gpus(self) -> list[str]:
-        used = {gpu for task in self.tasks() for container in task.containers for gpu in container.gpu_ids}
+        used = {
+            gpu
+            for task in self.tasks()
+            for container in task.containers
+            for gpu in container.gpu_ids
+        }
         return [gpu for gpu in self.machine.gpus if gpu not in used]
 
     def free(self, kind: str) -> int:
@@ -242,9 +262,16 @@ class ContainerInstance:
                 "registeredAt": self.registered_at,
                 "runningTasksCount": sum(task.last_status == "RUNNING" for task in tasks),
                 "pendingTasksCount": sum(task.last_status == "PENDING" for task in tasks),
-                "registeredResources": self._resources(self.machine.capacity, list(self.machine.gpus)),
-                "remainingResources": self._resources({kind: self.free(kind) for kind in ("CPU", "MEMORY")}, self.free_gpus()),
-                "attributes": [without_nothing({"name": name, "value": value}) for name, value in sorted(attributes.items())],
+                "registeredResources": self._resources(
+                    self.machine.capacity, list(self.machine.gpus)
+                ),
+                "remainingResources": self._resources(
+                    {kind: self.free(kind) for kind in ("CPU", "MEMORY")}, self.free_gpus()
+                ),
+                "attributes": [
+                    without_nothing({"name": name, "value": value})
+                    for name, value in sorted(attributes.items())
+                ],
                 "attachments": [],
                 "tags": [],
                 "healthStatus": self._health() if health and self.health else None,
@@ -252,11 +279,17 @@ class ContainerInstance:
         )
 
     def _health(self) -> dict[str, Any]:
-        return {"overallStatus": self.health, "details": [{"type": "CONTAINER_RUNTIME", "status": self.health}]}
+        return {
+            "overallStatus": self.health,
+            "details": [{"type": "CONTAINER_RUNTIME", "status": self.health}],
+        }
 
     @staticmethod
     def _resources(numbers: Mapping[str, int], gpus: list[str]) -> list[dict[str, Any]]:
-        given: list[dict[str, Any]] = [{"name": kind, "type": "INTEGER", "integerValue": numbers[kind]} for kind in ("CPU", "MEMORY")]
+        given: list[dict[str, Any]] = [
+            {"name": kind, "type": "INTEGER", "integerValue": numbers[kind]}
+            for kind in ("CPU", "MEMORY")
+        ]
         return [*given, {"name": "GPU", "type": "STRINGSET", "stringSetValue": gpus}]
 
     def event(self) -> dict[str, Any]:

@@ -123,11 +123,15 @@ class SimulatedBackend:
 
     def node(self, name: str) -> FleetNode:
         if name not in self._specs:
-            raise KeyError(f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}")
+            raise KeyError(
+                f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}"
+            )
         return self._specs[name]
 
     async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
-        return await self._order(node, "prepare", order.token, order, lambda one: one.prepare(order))
+        return await self._order(
+            node, "prepare", order.token, order, lambda one: one.prepare(order)
+        )
 
     async def start(self, node: str, order: StartOrder) -> Started | Refused:
         return await self._order(node, "start", order.token, order, lambda one: one.start(order))
@@ -143,7 +147,13 @@ class SimulatedBackend:
         return await self._call(node, "list", None, None, ask)
 
     async def logs(
-        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+        self,
+        node: str,
+        token: Token,
+        offsets: Mapping[int, int] | None,
+        max_bytes: int,
+        wait: float,
+        tail: int | None,
     ) -> Logs | Refused:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Logs | Refused:
             return await one.logs(token, offsets, max_bytes, wait, tail)
@@ -157,7 +167,9 @@ class SimulatedBackend:
         return await self._call(node, "stacks", token, rank, ask)
 
     @asynccontextmanager
-    async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[Stream]:
+    async def watch(
+        self, node: str, token: Token, after_seq: int, heartbeat: float
+    ) -> AsyncIterator[Stream]:
         async def connect(one: Node, faults: tuple[Fault, ...]) -> int | None:
             return min((fault.lines for fault in faults if fault.kind == "break"), default=None)
 
@@ -170,7 +182,9 @@ class SimulatedBackend:
             self._streams.discard(stream)
             stream.drop("the watch was left")
 
-    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+    async def probe(
+        self, node: str, within: float, kernel_since: float | None
+    ) -> Mapping[str, Any]:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any]:
             return await one.machine.probe(within, kernel_since)
 
@@ -178,23 +192,43 @@ class SimulatedBackend:
 
     # A simulated node is of one fleet: whose order it is makes no difference to it.
 
-    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def diagnose(
+        self, node: str, id: str, level: int, within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         order = {"id": id, "level": level, "within": within}
         try:
-            return await self._order(node, "diagnose", None, order, lambda one: one.machine.diagnose(id, level, within))
+            return await self._order(
+                node, "diagnose", None, order, lambda one: one.machine.diagnose(id, level, within)
+            )
         except asyncio.CancelledError:
             self._node(node).machine.hang_up(id)
             raise
 
     async def reset_gpus(
-        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+        self,
+        node: str,
+        id: str,
+        boot_id: str,
+        gpus: tuple[str, ...],
+        within: float,
+        fleet: str = "",
     ) -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
-        return await self._order(node, "reset-gpus", None, order, lambda one: one.machine.reset_gpus(id, boot_id, gpus, within))
+        return await self._order(
+            node,
+            "reset-gpus",
+            None,
+            order,
+            lambda one: one.machine.reset_gpus(id, boot_id, gpus, within),
+        )
 
-    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reboot(
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "reason": reason}
-        return await self._order(node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, reason))
+        return await self._order(
+            node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, reason)
+        )
 
     async def close(self) -> None:
         self._closed = True
@@ -207,7 +241,9 @@ class SimulatedBackend:
         self.node(name)
         return self._world.nodes[name]
 
-    async def _order(self, name: str, command: Command, token: Token | None, order: object, obey: Obey[T]) -> T:
+    async def _order(
+        self, name: str, command: Command, token: Token | None, order: object, obey: Obey[T]
+    ) -> T:
         world = self._world
 
         async def carry_out(node: Node, copy: bool) -> T:
@@ -283,7 +319,9 @@ class SimulatedBackend:
             # An order that has arrived is carried out, whatever becomes of its sender.
             answer: T = await asyncio.shield(world.spawn(arrive()))
         except NoAnswer:
-            raise Unreachable(node.name, f"no answer to {command}: the node is cut off, down or rebooting") from None
+            raise Unreachable(
+                node.name, f"no answer to {command}: the node is cut off, down or rebooting"
+            ) from None
         if "lose_answer" in kinds or not node.speaks:
             raise Unreachable(node.name, f"no answer to {command}: the answer was lost")
         return answer

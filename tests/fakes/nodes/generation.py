@@ -63,8 +63,12 @@ class Generation:
             return self.started
         if self.state != "prepared":
             if self.node.clock.time() >= self._valid_until:
-                return Refused(self.node.name, "expired", f"prepared more than {self.order.valid_for:g} s ago")
-            return Refused(self.node.name, "not_prepared", "it was prepared, but its keeper is gone")
+                return Refused(
+                    self.node.name, "expired", f"prepared more than {self.order.valid_for:g} s ago"
+                )
+            return Refused(
+                self.node.name, "not_prepared", "it was prepared, but its keeper is gone"
+            )
         refused = self.node.scripted_refusal("start", self.token.generation)
         if refused is not None:
             self.started = refused
@@ -74,7 +78,9 @@ class Generation:
         for local, rank in enumerate(self.order.ranks):
             self.ranks[rank] = Rank(rank, local, self.node.take_pid(), now)
             self._live("started", rank)
-        self.started = Started(self.node.name, {rank: one.pid for rank, one in self.ranks.items()}, False)
+        self.started = Started(
+            self.node.name, {rank: one.pid for rank, one in self.ranks.items()}, False
+        )
         self.start_order = order
         self.state = "running"
         self._leased_until = self._alive_until = now + self.order.lease
@@ -111,7 +117,11 @@ class Generation:
     def renew(self, stamp: float) -> None:
         now = self.node.clock.time()
         sent = self.node.time_of(stamp)
-        if self.state != "running" or sent > now or sent + self.order.lease + self.order.fence_after <= now:
+        if (
+            self.state != "running"
+            or sent > now
+            or sent + self.order.lease + self.order.fence_after <= now
+        ):
             return
         until = sent + self.order.lease
         self._leased_until = max(self._leased_until, until) if self._renewed else until
@@ -150,7 +160,9 @@ class Generation:
                     "checkpoint": saved,
                 }
         if self._launched is not None:
-            return {str(rank): dict(report) for report in told.values() for rank in self._launched.ranks}
+            return {
+                str(rank): dict(report) for report in told.values() for rank in self._launched.ranks
+            }
         return told
 
     def next_news(self) -> float:
@@ -163,14 +175,24 @@ class Generation:
             return dict(observation)
         evidence = self.evidence.get(observation["seq"])
         if evidence is None:
-            return {**observation, "error": None, "log_tail": [], "kernel": [], "kernel_unreadable": None}
+            return {
+                **observation,
+                "error": None,
+                "log_tail": [],
+                "kernel": [],
+                "kernel_unreadable": None,
+            }
         printed = self.ranks[observation["rank"]].log(self.node.clock.time()).decode().splitlines()
         tail = list(evidence.log_tail) or printed
         if not tail and evidence.exit_code and evidence.signal is None and evidence.error is None:
             tail = ["ValueError: so the script says"]
         explained = not observation["stopped"] and observation["exit_code"] != 0
         below = self._launched
-        left = {"log_tail": tail[-40:]} if below is None else launcher.told(below, int(observation["pid"]), evidence, tail[-40:])
+        left = (
+            {"log_tail": tail[-40:]}
+            if below is None
+            else launcher.told(below, int(observation["pid"]), evidence, tail[-40:])
+        )
         return {
             **observation,
             "error": evidence.error if below is None else None,
@@ -199,11 +221,15 @@ class Generation:
         if self.state != "gone" or not self.ranks:
             return
         seen = {told["rank"] for told in self.journal if told["kind"] == "RankExited"}
-        if len(seen) == len(self.ranks) or any(told["kind"] in ("KeeperDied", "RanksVanished") for told in self.journal):
+        if len(seen) == len(self.ranks) or any(
+            told["kind"] in ("KeeperDied", "RanksVanished") for told in self.journal
+        ):
             return
         rebooted = self.boot != self.node.boot
         reason = "the node rebooted" if rebooted else "the keeper and its supervisor died"
-        self._observe("RanksVanished", reason=reason, rebooted=rebooted, kernel=[], kernel_unreadable=None)
+        self._observe(
+            "RanksVanished", reason=reason, rebooted=rebooted, kernel=[], kernel_unreadable=None
+        )
 
     def wanted(self) -> None:
         self._wanted_at = self.node.clock.time()
@@ -268,10 +294,17 @@ class Generation:
             self.node.machine.kernel_says(death.kernel)
             for rank in self.alive():
                 self._end(self.ranks[rank], "the keeper died")
-            self._observe("KeeperDied", reason="the keeper was killed", kernel=list(death.kernel), kernel_unreadable=None)
+            self._observe(
+                "KeeperDied",
+                reason="the keeper was killed",
+                kernel=list(death.kernel),
+                kernel_unreadable=None,
+            )
             self.leave()
 
-    def _exit(self, one: Rank, code: int | None, signal: int | None, evidence: Exit | None = None) -> None:
+    def _exit(
+        self, one: Rank, code: int | None, signal: int | None, evidence: Exit | None = None
+    ) -> None:
         stopped = self.state == "stopping"
         self._end(one, f"signal {signal}" if code is None else f"exit code {code}")
         seq = self._observe(
@@ -325,16 +358,24 @@ class Generation:
                 self.state = "ended"
                 self._wanted_at = now
                 self._notify()
-        if self.state == "ended" and (self._leaving or (not self.watchers and now >= self._wanted_at + self.order.lease)):
+        if self.state == "ended" and (
+            self._leaving or (not self.watchers and now >= self._wanted_at + self.order.lease)
+        ):
             self.leave()
         self._arm()
 
     def _tend_lease(self, now: float) -> None:
         if self._fences and now >= self._alive_until:
             if not self._renewed:
-                self._fence("never_watched", f"nobody watched this generation within {self.order.lease:g} s of its start")
+                self._fence(
+                    "never_watched",
+                    f"nobody watched this generation within {self.order.lease:g} s of its start",
+                )
             else:
-                self._fence("isolated", f"no renewal and no word from its peers for {self.order.fence_after:g} s")
+                self._fence(
+                    "isolated",
+                    f"no renewal and no word from its peers for {self.order.fence_after:g} s",
+                )
         elif self._renewed and now >= self._leased_until and now >= self._ask_at:
             self._ask_at = now + min(ASK_EVERY, self.order.fence_after / 5)
             self._ask_peers(now)
@@ -354,7 +395,9 @@ class Generation:
             if alive:
                 self._asked[peer.node] = now
         if self.start_order.peers and len(self._asked) == len(self.start_order.peers):
-            self._alive_until = max(self._alive_until, min(self._asked.values()) + self.order.fence_after)
+            self._alive_until = max(
+                self._alive_until, min(self._asked.values()) + self.order.fence_after
+            )
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -370,26 +413,44 @@ class Generation:
         elif self.state == "stopping":
             waits = [self.ranks[rank].lingers for rank in self.alive()]
             due = min(
-                [max(one, 0.0) if one < self._kill_at else self._kill_at for one in waits if one < math.inf],
+                [
+                    max(one, 0.0) if one < self._kill_at else self._kill_at
+                    for one in waits
+                    if one < math.inf
+                ],
                 default=math.inf,
             )
         elif self.state == "ended" and not self.watchers:
             due = self._wanted_at + self.order.lease
         if due < math.inf:
-            self._timer = self.node.clock.call_later(max(0.0, due - self.node.clock.time()), self._tend)
+            self._timer = self.node.clock.call_later(
+                max(0.0, due - self.node.clock.time()), self._tend
+            )
 
     # --- what is written down ---
 
     def _observe(self, kind: str, **fields: Any) -> int:
         seq = len(self.journal) + 1
         wall = self.node.clock.wall()
-        self.journal.append({"seq": seq, "kind": kind, "at": wall, "stamp": self.node.stamp(), **fields})
+        self.journal.append(
+            {"seq": seq, "kind": kind, "at": wall, "stamp": self.node.stamp(), **fields}
+        )
         self._notify()
         return seq
 
     def _live(self, kind: Literal["started", "ended"], rank: int, reason: str = "") -> None:
         record = self.node.record
-        record.lives.append(Life(record.number(), self.node.clock.wall(), kind, self.token, self.node.name, rank, reason))
+        record.lives.append(
+            Life(
+                record.number(),
+                self.node.clock.wall(),
+                kind,
+                self.token,
+                self.node.name,
+                rank,
+                reason,
+            )
+        )
 
     def _end(self, one: Rank, reason: str) -> None:
         one.ended = self.node.clock.time()

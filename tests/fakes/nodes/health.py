@@ -55,7 +55,13 @@ def condition(sick: Sequence[Sick]) -> dict[str, Any]:
         "memory": {"total": 2048 * _GIB, "available": 1990 * _GIB},
         "disks": [
             {"path": "/var/tmp/relaunch", "total": 879 * _GIB, **disk},
-            {"path": "/dev/shm", "total": 1024 * _GIB, "free": 1024 * _GIB, "inodes_free": 258_000_000, "writable": True},
+            {
+                "path": "/dev/shm",
+                "total": 1024 * _GIB,
+                "free": 1024 * _GIB,
+                "inodes_free": 258_000_000,
+                "writable": True,
+            },
         ],
     }
 
@@ -63,7 +69,9 @@ def condition(sick: Sequence[Sick]) -> dict[str, Any]:
 Process = Mapping[str, Any]
 
 
-def gpus(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[Process]]) -> dict[str, Any]:
+def gpus(
+    node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[Process]]
+) -> dict[str, Any]:
     """Return what NVML tells of the GPUs.
 
     Args:
@@ -77,24 +85,39 @@ def gpus(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequenc
     for one in sick:
         if one.nvml_unreadable is not None:
             return {"unreadable": one.nvml_unreadable}
-    return {"driver": _DRIVER, "nvml": _NVML, "gpus": [_gpu(node, index, sick, used.get(index, ())) for index in range(count)]}
+    return {
+        "driver": _DRIVER,
+        "nvml": _NVML,
+        "gpus": [_gpu(node, index, sick, used.get(index, ())) for index in range(count)],
+    }
 
 
-def inventory(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[Process]]) -> dict[str, Any]:
+def inventory(
+    node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[Process]]
+) -> dict[str, Any]:
     """Return the part of it that a look at the node asks for."""
     known = gpus(node, count, sick, used)
     if "gpus" not in known:
         return known
     names = ("index", "uuid", "bus_id", "name", "memory", "processes", "lost")
-    return {**known, "gpus": [{name: gpu[name] for name in names if name in gpu} for gpu in known["gpus"]]}
+    return {
+        **known,
+        "gpus": [{name: gpu[name] for name in names if name in gpu} for gpu in known["gpus"]],
+    }
 
 
-def _gpu(node: str, index: int, sick: Sequence[Sick], processes: Sequence[Process]) -> dict[str, Any]:
+def _gpu(
+    node: str, index: int, sick: Sequence[Sick], processes: Sequence[Process]
+) -> dict[str, Any]:
     if any(one.gpu_lost == index for one in sick):
         return {"index": index, "lost": "GPU_IS_LOST", "bus_id": bus_id(index)}
     pending = any(one.remap_pending == index for one in sick)
     failed = any(one.remap_failed == index for one in sick)
-    actions = [one.recovery_action[1] for one in sick if one.recovery_action is not None and one.recovery_action[0] == index]
+    actions = [
+        one.recovery_action[1]
+        for one in sick
+        if one.recovery_action is not None and one.recovery_action[0] == index
+    ]
     errors = int(pending or failed)
     return {
         "index": index,
@@ -104,7 +127,12 @@ def _gpu(node: str, index: int, sick: Sequence[Sick], processes: Sequence[Proces
         "memory": {"total": _MEMORY, "used": len(processes) * _GIB},
         "processes": [{**process, "used": _GIB} for process in processes],
         "ecc": {"volatile_uncorrected": errors, "aggregate_uncorrected": errors},
-        "remapped": {"correctable": 0, "uncorrectable": errors, "pending": pending, "failed": failed},
+        "remapped": {
+            "correctable": 0,
+            "uncorrectable": errors,
+            "pending": pending,
+            "failed": failed,
+        },
         "retired_pending": {"unreadable": "NOT_SUPPORTED"},  # rows are remapped since Ampere
         "recovery_action": max(actions, default=0),
         "throttle": 0 if processes else 1,  # idle
@@ -118,7 +146,9 @@ def _gpu(node: str, index: int, sick: Sequence[Sick], processes: Sequence[Proces
 def diagnosed(count: int, level: int, sick: Sequence[Sick]) -> tuple[int, str]:
     """Return how `dcgmi diag -r LEVEL -j` ends, and the document that it prints."""
     errors = {index: list(_errors(index, sick)) for index in range(count)}
-    isolates = any(error["error_severity"] == _ISOLATE for found in errors.values() for error in found)
+    isolates = any(
+        error["error_severity"] == _ISOLATE for found in errors.values() for error in found
+    )
     fails = any(errors.values())
     categories: dict[str, list[dict[str, Any]]] = {}
     for since, category, names in _TESTS:
@@ -126,7 +156,11 @@ def diagnosed(count: int, level: int, sick: Sequence[Sick]) -> tuple[int, str]:
         if since <= level and (since == 1 or not fails):
             categories.setdefault(category, []).extend(_test(name, errors) for name in names)
     document = {
-        "DCGM Diagnostic": {"test_categories": [{"category": name, "tests": tests} for name, tests in categories.items()]},
+        "DCGM Diagnostic": {
+            "test_categories": [
+                {"category": name, "tests": tests} for name, tests in categories.items()
+            ]
+        },
         "entity_groups": [
             {
                 "entities": [{"device_id": "2330", "entity_id": index} for index in range(count)],
@@ -136,7 +170,9 @@ def diagnosed(count: int, level: int, sick: Sequence[Sick]) -> tuple[int, str]:
         ],
         "metadata": {"Driver Version Detected": _DRIVER, "version": _DCGM},
     }
-    return _ISOLATE_EXIT if isolates else _ERROR_EXIT if fails else 0, json.dumps(document, indent=1)
+    return _ISOLATE_EXIT if isolates else _ERROR_EXIT if fails else 0, json.dumps(
+        document, indent=1
+    )
 
 
 def _test(name: str, errors: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -145,7 +181,11 @@ def _test(name: str, errors: Mapping[int, list[dict[str, Any]]]) -> dict[str, An
         warnings = {"warnings": found} if found else {}
         of = {"entity_group": "GPU", "entity_group_id": 1, "entity_id": index}
         results.append({**of, "status": "Fail" if found else "Pass", **warnings})
-    return {"name": name, "results": results, "test_summary": {"status": "Fail" if any(errors.values()) else "Pass"}}
+    return {
+        "name": name,
+        "results": results,
+        "test_summary": {"status": "Fail" if any(errors.values()) else "Pass"},
+    }
 
 
 def _errors(index: int, sick: Iterable[Sick]) -> Iterator[dict[str, Any]]:
@@ -153,9 +193,17 @@ def _errors(index: int, sick: Iterable[Sick]) -> Iterator[dict[str, Any]]:
         if one.gpu_lost == index:
             yield _error(_FALLEN_OFF, _ISOLATE, f"GPU {index} has fallen off the bus.")
         if one.remap_pending == index:
-            yield _error(_REMAP_PENDING, _RESET, f"GPU {index} had memory errors and row remappings are pending Reset GPU.")
+            yield _error(
+                _REMAP_PENDING,
+                _RESET,
+                f"GPU {index} had memory errors and row remappings are pending Reset GPU.",
+            )
         if one.remap_failed == index:
-            yield _error(_REMAP_FAILED, _RESET, f"GPU {index} had uncorrectable memory errors and row remapping failed.")
+            yield _error(
+                _REMAP_FAILED,
+                _RESET,
+                f"GPU {index} had uncorrectable memory errors and row remapping failed.",
+            )
         if one.dcgm_error is not None and one.dcgm_error[0] == index:
             yield _error(one.dcgm_error[1], _RESET, f"GPU {index} has what the script says.")
 
@@ -164,7 +212,9 @@ def _error(code: int, severity: int, text: str) -> dict[str, Any]:
     return {"error_category": 10, "error_id": code, "error_severity": severity, "warning": text}
 
 
-def reset(count: int, named: Sequence[str], sick: Sequence[Sick]) -> tuple[int, str, tuple[int, ...]]:
+def reset(
+    count: int, named: Sequence[str], sick: Sequence[Sick]
+) -> tuple[int, str, tuple[int, ...]]:
     """Return how `nvidia-smi --gpu-reset` ends, what it prints, and the indices of the GPUs that it has reset."""
     known = {bus_id(index): index for index in range(count)}
     done: list[int] = []

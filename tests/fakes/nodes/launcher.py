@@ -13,7 +13,9 @@ def first_failed(launched: BelowLauncher, exit: Exit) -> int:
     return launched.ranks[0] if exit.rank is None else exit.rank
 
 
-def told(launched: BelowLauncher, launcher_pid: int, exit: Exit | None, printed: list[str]) -> dict[str, Any]:
+def told(
+    launched: BelowLauncher, launcher_pid: int, exit: Exit | None, printed: list[str]
+) -> dict[str, Any]:
     """What the launcher logs of the rank that failed (torch 2.13.0, ChildFailedError.format_msg), and what each rank left."""
     if exit is None or exit.exit_code == 0:
         return {"launched": [], "log_tail": []}

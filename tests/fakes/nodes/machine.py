@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from relaunch.backends.base import Refused
 from tests.fakes.nodes import health
 from tests.fakes.nodes.clock import wait_for
-from tests.fakes.nodes.script import DiagHangs, Fails, RebootFails, RebootHangs, RepairCommand, ResetFails, Sick, Stranger, Takes
+from tests.fakes.nodes.script import (
+    DiagHangs,
+    Fails,
+    RebootFails,
+    RebootHangs,
+    RepairCommand,
+    ResetFails,
+    Sick,
+    Stranger,
+    Takes,
+)
 
 if TYPE_CHECKING:
     from tests.fakes.nodes.node import Node
@@ -83,7 +93,9 @@ class Machine:
 
     def leave(self, stranger: Stranger | None = None) -> None:
         """None: all of them."""
-        self._strangers = () if stranger is None else tuple(one for one in self._strangers if one is not stranger)
+        self._strangers = (
+            () if stranger is None else tuple(one for one in self._strangers if one is not stranger)
+        )
 
     def kernel_says(self, lines: tuple[str, ...]) -> None:
         now = self._node.clock.time()
@@ -115,7 +127,11 @@ class Machine:
         if not await self._comes_true(lambda: self.held is None):
             yield self._refused_because_held()
         elif self._rebooting is not None:
-            yield Refused(node.name, "rebooting", f"this node was ordered to reboot ({self._rebooting[0]}) and has not yet")
+            yield Refused(
+                node.name,
+                "rebooting",
+                f"this node was ordered to reboot ({self._rebooting[0]}) and has not yet",
+            )
         else:
             self._preparing += 1
             try:
@@ -125,21 +141,31 @@ class Machine:
                     self._preparing -= 1
                     self._wake()
 
-    async def _take(self, command: RepairCommand, id: str, boot_id: str | None = None) -> Refused | None:
+    async def _take(
+        self, command: RepairCommand, id: str, boot_id: str | None = None
+    ) -> Refused | None:
         node = self._node
         refused = node.scripted_refusal(command, 0)
-        if refused is None and not await self._comes_true(lambda: self.held is None and self._preparing == 0):
+        if refused is None and not await self._comes_true(
+            lambda: self.held is None and self._preparing == 0
+        ):
             refused = self._refused_because_held()
         if refused is None and boot_id not in (None, node.boot_id):
             reason = f"this node runs boot {node.boot_id}; the order was decided on boot {boot_id}"
             refused = Refused(node.name, "boot_changed", reason, boot_id=node.boot_id)
-        if refused is None and command == "reboot" and (lately := self._ordered_lately()) not in (None, id):
+        if (
+            refused is None
+            and command == "reboot"
+            and (lately := self._ordered_lately()) not in (None, id)
+        ):
             refused = Refused(node.name, "held", f"this node is being rebooted (reboot, {lately})")
         if refused is None and (living := node.living()):
             names = ", ".join(f"job {token.job} generation {token.generation}" for token in living)
             refused = Refused(node.name, "busy", f"{names} runs on this node")
         if refused is None and self._strangers:
-            uses = ", ".join(f"pid {each.pid} uses GPU {health.bus_id(each.gpu)}" for each in self._strangers)
+            uses = ", ".join(
+                f"pid {each.pid} uses GPU {health.bus_id(each.gpu)}" for each in self._strangers
+            )
             refused = Refused(node.name, "busy", uses)
         if refused is None:
             self.held = Held(command, id, node.stamp())
@@ -150,7 +176,10 @@ class Machine:
 
     def _ordered_lately(self) -> str | None:
         """Return the repair that has told this boot to end a moment ago."""
-        if self._rebooting is None or self._node.clock.time() - self._rebooting[1] >= ORDERED_LATELY:
+        if (
+            self._rebooting is None
+            or self._node.clock.time() - self._rebooting[1] >= ORDERED_LATELY
+        ):
             return None
         return self._rebooting[0]
 
@@ -170,7 +199,12 @@ class Machine:
         if self.held is None:
             return Refused(self._node.name, "held", "a launch is being prepared on this node")
         doing = _DOING[self.held.by]
-        return Refused(self._node.name, "held", f"{doing} ({self.held.by}, {self.held.id})", held_by=self.held.id)
+        return Refused(
+            self._node.name,
+            "held",
+            f"{doing} ({self.held.by}, {self.held.id})",
+            held_by=self.held.id,
+        )
 
     # --- orders ---
 
@@ -178,7 +212,9 @@ class Machine:
         node = self._node
         await self._pass(min(within, self._takes("probe")))
         now, wall = node.clock.time(), node.clock.wall()
-        lines = [line for at, line in self._kernel if kernel_since is None or at >= now - kernel_since]
+        lines = [
+            line for at, line in self._kernel if kernel_since is None or at >= now - kernel_since
+        ]
         return {
             "outcome": "done",
             "boot_id": node.boot_id,
@@ -207,7 +243,9 @@ class Machine:
             if self._gpus:
                 found.setdefault(one.local % self._gpus, []).append({"pid": one.pid, "ours": True})
         for each in self._strangers:
-            found.setdefault(each.gpu, []).append({"pid": each.pid, "ours": False, "user": each.user, "program": each.program})
+            found.setdefault(each.gpu, []).append(
+                {"pid": each.pid, "ours": False, "user": each.user, "program": each.program}
+            )
         return found
 
     def hang_up(self, id: str) -> None:
@@ -231,12 +269,23 @@ class Machine:
                     ended("closed")
                     raise NoAnswer
                 # What a killed one had printed until then is nothing: it prints its document at the end.
-                code, stdout = health.diagnosed(self._gpus, level, self.sick) if takes <= within else (None, "")
-                answer |= {"exit_code": code, "stdout": stdout, "stderr": "", "took": min(takes, within)}
+                code, stdout = (
+                    health.diagnosed(self._gpus, level, self.sick)
+                    if takes <= within
+                    else (None, "")
+                )
+                answer |= {
+                    "exit_code": code,
+                    "stdout": stdout,
+                    "stderr": "",
+                    "took": min(takes, within),
+                }
             ended("done")
             return answer
 
-    async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+    async def reset_gpus(
+        self, id: str, boot_id: str, gpus: tuple[str, ...], within: float
+    ) -> Mapping[str, Any] | Refused:
         if refused := await self._take("reset-gpus", id, boot_id):
             return refused
         with self._holding("reset-gpus", id) as ended:
@@ -256,7 +305,11 @@ class Machine:
         if (fails := self._fails(ResetFails)) is not None:
             return {"exit_code": fails.exit_code, "output": fails.output}
         code, output, done = health.reset(self._gpus, named, self.sick)
-        self.sick = tuple(one for one in self.sick if one.until != "reset" or health.of_gpu(one) not in (None, *done))
+        self.sick = tuple(
+            one
+            for one in self.sick
+            if one.until != "reset" or health.of_gpu(one) not in (None, *done)
+        )
         return {"exit_code": code, "output": output}
 
     async def reboot(self, id: str, boot_id: str, reason: str) -> Mapping[str, Any] | Refused:
@@ -273,7 +326,9 @@ class Machine:
                 ended("refused:cannot_reboot")
                 return Refused(node.name, "cannot_reboot", fails.reason)
             if len(entries) == len(self._reboots):
-                self._reboots.append({"at": node.clock.wall(), "id": id, "reason": reason, "boot_id": boot_id})
+                self._reboots.append(
+                    {"at": node.clock.wall(), "id": id, "reason": reason, "boot_id": boot_id}
+                )
             self._rebooting = (id, node.clock.time())
             ended("done")
         self._go_down()
@@ -301,7 +356,14 @@ class Machine:
     # --- the script and the time ---
 
     def _takes(self, command: str) -> float:
-        return next((one.seconds for one in self._node.script.of(Takes, 0, self._node.name) if one.command == command), 0.0)
+        return next(
+            (
+                one.seconds
+                for one in self._node.script.of(Takes, 0, self._node.name)
+                if one.command == command
+            ),
+            0.0,
+        )
 
     def _fails(self, kind: type[F]) -> F | None:
         for one in self._node.script.of(kind, 0, self._node.name):
@@ -318,7 +380,12 @@ class Machine:
         end = node.clock.time() + seconds
         self._waiting.add(over)
         try:
-            while (left := end - node.clock.time()) > 0 and boot == node.boot and not node.down and not over_early():
+            while (
+                (left := end - node.clock.time()) > 0
+                and boot == node.boot
+                and not node.down
+                and not over_early()
+            ):
                 over.clear()
                 await wait_for(node.clock, over, left)
         finally:

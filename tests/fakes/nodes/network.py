@@ -37,7 +37,9 @@ class Simulation:
         self.record = Record()
         self.nodes: dict[str, Node] = {}
         for number, node in enumerate(spec.nodes):
-            self.nodes[node.name] = Node(node.name, number, node.gpus, clock, self.record, script, self.nodes)
+            self.nodes[node.name] = Node(
+                node.name, number, node.gpus, clock, self.record, script, self.nodes
+            )
         self.tasks: set[asyncio.Task[Any]] = set()
         self._begun = False
         self._messages: dict[str, int] = {}
@@ -56,7 +58,11 @@ class Simulation:
         found = []
         for fault in self.script.faults:
             generation = None if token is None else token.generation
-            if fault.command == command and fault.node in (None, node) and fault.generation in (None, generation):
+            if (
+                fault.command == command
+                and fault.node in (None, node)
+                and fault.generation in (None, generation)
+            ):
                 count = self._matched[id(fault)] = self._matched.get(id(fault), 0) + 1
                 if fault.nth in (None, count):
                     found.append(fault)
@@ -80,16 +86,26 @@ class Simulation:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def copy(self, node: Node, token: Token | None, fault: Fault, deliver: Callable[[], Awaitable[object]]) -> None:
+    def copy(
+        self,
+        node: Node,
+        token: Token | None,
+        fault: Fault,
+        deliver: Callable[[], Awaitable[object]],
+    ) -> None:
         # The order itself is the first of those that the copy waits for.
         line = _line(node, token)
         due = self._obeyed.get(line, 0) + 1 + fault.after_orders
         self._copies.setdefault(line, []).append(_Copy(deliver, fault.seconds, due))
 
-    def obeyed(self, node: Node, command: Command, token: Token | None, answer: object, copy: bool) -> None:
+    def obeyed(
+        self, node: Node, command: Command, token: Token | None, answer: object, copy: bool
+    ) -> None:
         if token is not None:
             number, at = self.record.number(), self.clock.wall()
-            self.record.orders.append(Obeyed(number, at, node.name, command, token, outcome(answer), copy))
+            self.record.orders.append(
+                Obeyed(number, at, node.name, command, token, outcome(answer), copy)
+            )
         line = _line(node, token)
         self._obeyed[line] = self._obeyed.get(line, 0) + 1
         waiting = self._copies.get(line)

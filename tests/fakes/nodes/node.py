@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from relaunch.backends.base import Gone, LogChunk, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder
+from relaunch.backends.base import (
+    Gone,
+    LogChunk,
+    Logs,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+)
 from relaunch.generation import Token
 from relaunch.job.places import parse_place
 from tests.fakes.nodes.clock import Clock, wait_for
@@ -19,7 +29,17 @@ from tests.fakes.nodes.generation import Generation
 from tests.fakes.nodes.machine import Machine, NoAnswer
 from tests.fakes.nodes.rank import Rank
 from tests.fakes.nodes.record import Record
-from tests.fakes.nodes.script import Befalls, Cut, Reboot, Refuse, RepairCommand, Script, Sick, Stranger, When
+from tests.fakes.nodes.script import (
+    Befalls,
+    Cut,
+    Reboot,
+    Refuse,
+    RepairCommand,
+    Script,
+    Sick,
+    Stranger,
+    When,
+)
 
 KEEP = 10
 """Generations of a job that stay on a node."""
@@ -38,7 +58,16 @@ def _order(token: Token | None) -> tuple[int, int] | None:
 
 
 class Node:
-    def __init__(self, name: str, number: int, gpus: int, clock: Clock, record: Record, script: Script, nodes: Mapping[str, Node]) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        gpus: int,
+        clock: Clock,
+        record: Record,
+        script: Script,
+        nodes: Mapping[str, Node],
+    ) -> None:
         self.name = name
         self.clock = clock
         self.record = record
@@ -84,13 +113,19 @@ class Node:
     def take_answer(self, token: Token, stamp: float) -> Prepared:
         nonce = hashlib.sha256(f"{self.name}/{token}/{stamp}".encode()).hexdigest()[:32]
         ports = next(self._ports), next(self._ports)
-        return Prepared(self.name, self.boot_id, *ports, stamp, nonce, parse_place(self.place(token)))
+        return Prepared(
+            self.name, self.boot_id, *ports, stamp, nonce, parse_place(self.place(token))
+        )
 
     def place(self, token: Token) -> dict[str, Any]:
         """Return where the orders of a job are carried out, as an agent tells it."""
         machine = f"{self.name}-{self.host}"
         known = (token.namespace, token.job) in self.jobs
-        state = hashlib.sha256(f"{machine}/{token.namespace}/{token.job}".encode()).hexdigest()[:16] if known else ""
+        state = (
+            hashlib.sha256(f"{machine}/{token.namespace}/{token.job}".encode()).hexdigest()[:16]
+            if known
+            else ""
+        )
         return {"machine": machine, "boot_id": self.boot_id, "uid": 0, "state": state}
 
     # --- what befalls it ---
@@ -184,7 +219,11 @@ class Node:
         token, job = order.token, self.job(order.token)
         async with job.lock:
             if job.stopped is not None and token <= job.stopped:
-                return self._refuse("stopped", f"generation {job.stopped.generation} was stopped for ever", job.stopped)
+                return self._refuse(
+                    "stopped",
+                    f"generation {job.stopped.generation} was stopped for ever",
+                    job.stopped,
+                )
             if job.prepared is not None and token < job.prepared:
                 return self._not_above(job.prepared)
             same = job.generations.get(token)
@@ -200,7 +239,9 @@ class Node:
         refused = self.scripted_refusal("prepare", token.generation)
         if refused is None:
             older = [one for seen, one in job.generations.items() if seen < token]
-            refused = await self._stop(older, order.stop_grace, order.stuck_after, f"{token} was prepared")
+            refused = await self._stop(
+                older, order.stop_grace, order.stuck_after, f"{token} was prepared"
+            )
         if refused is not None:
             return refused
         for seen in sorted(job.generations)[: max(0, len(job.generations) + 1 - KEEP)]:
@@ -212,7 +253,11 @@ class Node:
         token, job = order.token, self.job(order.token)
         async with job.lock:
             if job.stopped is not None and token <= job.stopped:
-                return self._refuse("stopped", f"generation {job.stopped.generation} was stopped for ever", job.stopped)
+                return self._refuse(
+                    "stopped",
+                    f"generation {job.stopped.generation} was stopped for ever",
+                    job.stopped,
+                )
             if job.prepared is None or token > job.prepared:
                 return self._refuse("not_prepared", f"{token} was never prepared here")
             if token < job.prepared:
@@ -234,10 +279,14 @@ class Node:
             refused = self.scripted_refusal("stop", token.generation)
             if refused is None:
                 which = [one for seen, one in job.generations.items() if seen <= token]
-                refused = await self._stop(which, order.stop_grace, order.stuck_after, "an order came")
+                refused = await self._stop(
+                    which, order.stop_grace, order.stuck_after, "an order came"
+                )
             return refused or Gone(self.name, parse_place(self.place(token)))
 
-    async def _stop(self, which: list[Generation], grace: float, stuck_after: float, reason: str) -> Refused | None:
+    async def _stop(
+        self, which: list[Generation], grace: float, stuck_after: float, reason: str
+    ) -> Refused | None:
         boot = self.boot
         living = [one for one in which if one.state != "gone"]
         for one in living:
@@ -255,7 +304,10 @@ class Node:
         for (namespace, name), job in self.jobs.items():
             generations = []
             for token, one in job.generations.items():
-                ranks = [{"rank": rank.rank, "pid": rank.pid, "alive": rank.ended is None} for rank in one.ranks.values()]
+                ranks = [
+                    {"rank": rank.rank, "pid": rank.pid, "alive": rank.ended is None}
+                    for rank in one.ranks.values()
+                ]
                 whose = {"fleet": one.order.fleet} if one.order.fleet else {}
                 generations.append({**_named(token), "state": one.state, "ranks": ranks, **whose})
             prepared, stopped = _order(job.prepared), _order(job.stopped)
@@ -266,17 +318,35 @@ class Node:
             }
             jobs.append({"namespace": namespace, "job": name, **told})
         held = None if self.machine.held is None else self.machine.held.told()
-        return {"outcome": "done", "boot_id": self.boot_id, "protocol": 1, "jobs": jobs, "held": held}
+        return {
+            "outcome": "done",
+            "boot_id": self.boot_id,
+            "protocol": 1,
+            "jobs": jobs,
+            "held": held,
+        }
 
     def living(self) -> tuple[Token, ...]:
         """Return the generations that have ranks here, or may yet start some."""
-        return tuple(token for job in self.jobs.values() for token, one in job.generations.items() if one.state not in ("ended", "gone"))
+        return tuple(
+            token
+            for job in self.jobs.values()
+            for token, one in job.generations.items()
+            if one.state not in ("ended", "gone")
+        )
 
     def ranks_alive(self) -> tuple[Rank, ...]:
         generations = [one for job in self.jobs.values() for one in job.generations.values()]
         return tuple(one.ranks[rank] for one in generations for rank in one.alive())
 
-    async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
+    async def logs(
+        self,
+        token: Token,
+        offsets: Mapping[int, int] | None,
+        max_bytes: int,
+        wait: float,
+        tail: int | None,
+    ) -> Logs | Refused:
         generation = self.generation(token)
         if generation is None:
             return self._refuse("no_such_generation", f"{token} was never prepared here")
@@ -287,11 +357,17 @@ class Node:
             unread = False
             for rank in generation.ranks:
                 data = generation.ranks[rank].log(now)
-                offset = _tail(data, tail) if offsets is None or rank not in offsets else min(offsets[rank], len(data))
+                offset = (
+                    _tail(data, tail)
+                    if offsets is None or rank not in offsets
+                    else min(offsets[rank], len(data))
+                )
                 piece = data[offset : offset + max_bytes]
                 unread = unread or offset + len(piece) < len(data)
                 if piece:
-                    text = piece.decode(errors="ignore")  # a letter that is cut in two is left for the next time
+                    text = piece.decode(
+                        errors="ignore"
+                    )  # a letter that is cut in two is left for the next time
                     chunks.append(LogChunk(rank, offset, offset + len(text.encode()), text))
             over = generation.state in ("ended", "gone")
             if chunks or now >= deadline or (over and not unread):
@@ -301,12 +377,24 @@ class Node:
     def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         if self.generation(token) is None:
             return self._refuse("no_such_generation", f"{token} was never prepared here")
-        return {"outcome": "done", "stacks": [{"rank": rank, "pid": None, "unreadable": "a simulated rank is nowhere"}]}
+        return {
+            "outcome": "done",
+            "stacks": [{"rank": rank, "pid": None, "unreadable": "a simulated rank is nowhere"}],
+        }
 
     async def _log_grows(self, generation: Generation, now: float, deadline: float) -> None:
         due = deadline
         for rank in generation.ranks.values():
-            due = min([due, *(rank.started + one.after for one in rank.prints if rank.started + one.after > now)])
+            due = min(
+                [
+                    due,
+                    *(
+                        rank.started + one.after
+                        for one in rank.prints
+                        if rank.started + one.after > now
+                    ),
+                ]
+            )
         changed = asyncio.Event()
         generation.listeners.add(changed)
         try:
@@ -344,10 +432,14 @@ class Node:
 
     # --- refusals ---
 
-    def scripted_refusal(self, command: Literal["prepare", "start", "stop"] | RepairCommand, generation: int) -> Refused | None:
+    def scripted_refusal(
+        self, command: Literal["prepare", "start", "stop"] | RepairCommand, generation: int
+    ) -> Refused | None:
         for refusal in self.script.of(Refuse, generation, self.name):
             count = self._refused.get(id(refusal), 0)
-            if refusal.command == command and count < (math.inf if refusal.times is None else refusal.times):
+            if refusal.command == command and count < (
+                math.inf if refusal.times is None else refusal.times
+            ):
                 self._refused[id(refusal)] = count + 1
                 return self._refuse(refusal.why, refusal.reason)
         return None

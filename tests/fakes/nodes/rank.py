@@ -40,7 +40,11 @@ class Rank:
 
     def checkpoint(self, now: float) -> int | None:
         """Return the step of the newest finished one; None: it never said."""
-        finished = [step for at, step in (self.progress.checkpoints if self.progress else ()) if at <= self.elapsed(now)]
+        finished = [
+            step
+            for at, step in (self.progress.checkpoints if self.progress else ())
+            if at <= self.elapsed(now)
+        ]
         return finished[-1] if finished else None
 
     def next_news(self, now: float) -> float:
@@ -48,7 +52,9 @@ class Rank:
         if self.progress is None or self.ended is not None or self.progress.unreadable is not None:
             return math.inf
         elapsed = self.elapsed(now)
-        saved = next((self.started + at for at, _ in self.progress.checkpoints if at > elapsed), math.inf)
+        saved = next(
+            (self.started + at for at, _ in self.progress.checkpoints if at > elapsed), math.inf
+        )
         return min(saved, self._next_step(self.progress, elapsed, now))
 
     def _next_step(self, progress: Progress, elapsed: float, now: float) -> float:
@@ -60,4 +66,6 @@ class Rank:
 
     def log(self, now: float) -> bytes:
         elapsed = self.elapsed(now)
-        return b"".join(printed.text.encode() for printed in self.prints if printed.after <= elapsed)
+        return b"".join(
+            printed.text.encode() for printed in self.prints if printed.after <= elapsed
+        )

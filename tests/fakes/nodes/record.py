@@ -94,7 +94,9 @@ class Record:
     ) -> None:
         self.upkeep.append(Upkeep(self.number(), at, kind, node, command, id, boot_id, reason))
 
-    def call(self, at: float, node: str, command: Command, token: Token | None, order: object) -> int:
+    def call(
+        self, at: float, node: str, command: Command, token: Token | None, order: object
+    ) -> int:
         """Return the place of the call, for `answered`."""
         self.calls.append(Call(self.number(), at, node, command, token, order))
         return len(self.calls) - 1

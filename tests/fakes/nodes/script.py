@@ -11,7 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-Command = Literal["prepare", "start", "stop", "watch", "renew", "list", "logs", "stacks", "probe", "diagnose", "reset-gpus", "reboot"]
+Command = Literal[
+    "prepare",
+    "start",
+    "stop",
+    "watch",
+    "renew",
+    "list",
+    "logs",
+    "stacks",
+    "probe",
+    "diagnose",
+    "reset-gpus",
+    "reboot",
+]
 RepairCommand = Literal["diagnose", "reset-gpus", "reboot"]
 """Those that hold the whole node and carry the id of a repair instead of a token."""
 When = Literal["first_call", "prepare", "start", "running"]
@@ -254,7 +267,9 @@ class Script:
     def _index(self) -> dict[tuple[type, int | None, str | None], list[Happening]]:
         index: dict[tuple[type, int | None, str | None], list[Happening]] = {}
         for happening in self.happenings:
-            index.setdefault((type(happening), happening.generation, happening.node), []).append(happening)
+            index.setdefault((type(happening), happening.generation, happening.node), []).append(
+                happening
+            )
         return index
 
     def of(self, kind: type[T], generation: int, node: str) -> Iterator[T]:

@@ -19,7 +19,15 @@ STEP_PAUSE = 1.0
 
 
 class Stream:
-    def __init__(self, world: Simulation, node: Node, token: Token, after_seq: int, heartbeat: float, breaks_after: int | None) -> None:
+    def __init__(
+        self,
+        world: Simulation,
+        node: Node,
+        token: Token,
+        after_seq: int,
+        heartbeat: float,
+        breaks_after: int | None,
+    ) -> None:
         self._world = world
         self._node = node
         self._boot, self._host = node.boot, node.host
@@ -50,7 +58,14 @@ class Stream:
         if generation is None:
             reason = f"{self._token} was never prepared here"
             place = self._node.place(self._token)
-            yield self._line({"outcome": "refused", "why": "no_such_generation", "reason": reason, "place": place})
+            yield self._line(
+                {
+                    "outcome": "refused",
+                    "why": "no_such_generation",
+                    "reason": reason,
+                    "place": place,
+                }
+            )
             return
         yield self._line({"hello": self._hello(generation)})
         beat = step_at = -math.inf
@@ -80,7 +95,11 @@ class Stream:
             return
 
         async def arrive() -> None:
-            if node.hears and (self._boot, self._host) == (node.boot, node.host) and self._generation is not None:
+            if (
+                node.hears
+                and (self._boot, self._host) == (node.boot, node.host)
+                and self._generation is not None
+            ):
                 self._generation.renew(stamp)
 
         delay = sum(fault.seconds for fault in faults if fault.kind == "delay")
