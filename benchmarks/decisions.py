@@ -17,11 +17,10 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from relaunch.evidence.observations import RankError, RankExited
-from relaunch.job.apply import apply_event
-from relaunch.job.decide import decide
 from relaunch.job.diagnose import diagnose
 from relaunch.job.events import FaultObserved
 from relaunch.job.state import JobState, Phase, Slot
+from relaunch.job.step import step
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import preset
 
@@ -84,7 +83,6 @@ def measure_decisions(nodes: int) -> list[dict[str, object]]:
     for kind in KINDS:
         ranks = nodes * RANKS_PER_NODE
         fault = FaultObserved(1, tuple(rank(n, ranks, kind) for n in range(ranks)), 0, AT)
-        met = apply_event(job, fault, AT)
         found = diagnose(job, fault)
         result = {
             "nodes": nodes,
@@ -92,7 +90,7 @@ def measure_decisions(nodes: int) -> list[dict[str, object]]:
             "kind": kind,
             "cause": found.cause.value,
             "diagnose_ms": best_ms(lambda fault=fault: diagnose(job, fault)),  # type: ignore[misc]
-            "decide_ms": best_ms(lambda met=met, fault=fault: decide(met, fault, AT)),  # type: ignore[misc]
+            "step_ms": best_ms(lambda fault=fault: step(job, fault, AT)),  # type: ignore[misc]
         }
         tracemalloc.start()
         diagnose(job, fault)

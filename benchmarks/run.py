@@ -125,7 +125,7 @@ def main() -> int:
             f"{recovery['events']} history events ({recovery['bytes']} bytes) a recovery with {recovery['nodes']} simulated nodes"
         )
     for one in decisions:
-        took = f"diagnose {one['diagnose_ms']} ms, decide {one['decide_ms']} ms"
+        took = f"diagnose {one['diagnose_ms']} ms, step {one['step_ms']} ms"
         print(f"{one['ranks']} ranks of {one['nodes']} nodes fail at once ({one['kind']}): {took}")
     if many:
         tasks = f"{many['workflow_tasks_failed']} failed and {many['workflow_tasks_timed_out']} timed-out workflow tasks"

@@ -1,7 +1,7 @@
-"""Apply events and decisions to the state of a job.
+"""Record events and decisions in the state of a job.
 
-`apply_event` records what an event says, `apply_decision` records a decision. Choosing the
-decision is the task of `decide`.
+`apply_event` records what an event says, `apply_decision` records a decision. Both are parts of
+`step`; choosing the decision is the task of `decide`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import assert_never
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
-from relaunch.job.decide import answers, explain_unreachable, is_echo, is_stale
-from relaunch.job.diagnose import Fault, diagnose
+from relaunch.job.decide import answers, explain_unreachable, is_late
+from relaunch.job.diagnose import Fault, blame_lost_nodes
 from relaunch.job.drain import clock, may_answer_leave, wanted
 from relaunch.job.events import (
     Answered,
@@ -96,13 +96,26 @@ NAMED_VERDICTS = 4
 """Maximum number of verdicts that the reason of an incident's fault names."""
 
 
-def apply_event(job: JobState, event: Event, now: datetime) -> JobState:
-    """Return the job's state with an event recorded, before anything is decided about it."""
+def apply_event(
+    job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime
+) -> JobState:
+    """Return the job's state with an event recorded, before anything is decided about it.
+
+    Args:
+        job: The state before the event.
+        event: What happened.
+        diagnosis: The root cause by the event's own evidence; None where the event is no fault, or
+            comes too late to count (`is_late`).
+        now: The time of the workflow.
+    """
     if isinstance(event, LaunchOrdered):
         # Recorded even if the job has decided something else since: the order may have
         # reached a node.
         return reserve_launch(job, event.launch)
-    after = _absorb(job, event, now)
+    if is_late(job, event):
+        after = _apply_late_event(job, event)
+    else:
+        after = _apply_event(job, event, diagnosis, now)
     if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
         # Also for a launch that was given up: its orders may have been carried out.
         older = () if isinstance(event, Launched) and after is not job else after.places
@@ -116,12 +129,12 @@ def apply_event(job: JobState, event: Event, now: datetime) -> JobState:
     return after
 
 
-def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
-    if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
-        return _absorb_late(job, event)
+def _apply_event(
+    job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime
+) -> JobState:
     match event:
         case NodesAcquired():
-            return _acquired(job, event, now)
+            return _apply_grant(job, event, now)
         case RanksFound():
             return add_found(job, event.nodes, event.launched)
         case Launched():
@@ -133,31 +146,31 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
             job = complete_launch(job, event.generation)
             return replace(job, lost=(), launched_at=event.started_at, incident=incident)
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
-            return _absorb_examination(job, job.recovering, event, now)
+            return _apply_examination(job, job.recovering, event, now)
         case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
             late = f"no answer within {duration(job.policy.timeouts.examination)}"
             nodes = job.recovering.fault.nodes or tuple(slot.node for slot in job.slots)
             examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
             return replace(job, recovering=replace(job.recovering, examined=examined))
         case RepairEnded() if event.outcome != "done" and answers(job, event):
-            return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.reason}")
+            return _apply_failed_repair(job, f"{event.strategy} {event.outcome}: {event.reason}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
-            return _repair_failed(
+            return _apply_failed_repair(
                 job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}"
             )
         case RepairAsks() if job.phase is Phase.REPAIRING and job.recovering is not None:
-            return _absorb_question(job, job.recovering, event)
+            return _apply_question(job, job.recovering, event)
         case LaunchFailed():
-            return _absorb_failed_launch(job, event, now)
+            return _apply_failed_launch(job, event, diagnosis, now)
         case LaunchRefused():
             job = settle_failed_launch(job, event.generation, started=event.started)
-            return _absorb_fault(job, event, now)
+            return _apply_fault(job, event, diagnosis, now)
         case FaultObserved() | RanksHung():
-            return _absorb_fault(_hear_ages(job, event), event, now)
+            return _apply_fault(_update_silence(job, event), event, diagnosis, now)
         case NodeUnreachable():
-            return _absorb_lost(job, event, now)
+            return _apply_loss(job, event, now)
         case NodeReturned():
-            return _absorb_return(job, event, now)
+            return _apply_return(job, event, now)
         case ProgressSeen():
             if job.progress is None or event.step > job.progress.step:
                 job = replace(job, progress=Progress(event.step, event.at))
@@ -180,7 +193,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
             incident = replace(job.incident, stopped=event.at) if job.incident else None
             return replace(prove_stopped(job, event.nodes), incident=incident)
         case DrainRequested() if event.node in {slot.node for slot in job.slots}:
-            return _asked_to_leave(job, event)
+            return _apply_drain_request(job, event)
         case DrainCancelled() if wanted(job, event.node) is not None:
             job = replace(job, leaving=tuple(one for one in job.leaving if one.node != event.node))
             return _notice(
@@ -191,7 +204,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case Answered() if event.node and not may_answer_leave(
             job, event.decision, event.node, now
         ):
-            return _answered_leave(job, event, now)
+            return _apply_drain_answer(job, event, now)
         case NodeDeclaredDead():
             job = forget_node(job, event.node)
             return _notice(
@@ -232,7 +245,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return job
 
 
-def _absorb_late(job: JobState, event: Event) -> JobState:
+def _apply_late_event(job: JobState, event: Event) -> JobState:
     """Record an event about a generation that was given up: only whether its ranks may be alive."""
     match event:
         case Launched():
@@ -243,7 +256,7 @@ def _absorb_late(job: JobState, event: Event) -> JobState:
             return job
 
 
-def _absorb_examination(
+def _apply_examination(
     job: JobState, recovering: Recovering, event: NodesExamined, now: datetime
 ) -> JobState:
     unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
@@ -256,7 +269,7 @@ def _absorb_examination(
     )
 
 
-def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
+def _apply_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
     job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
     job = withdraw_loss(job, event.node)
     if (
@@ -269,7 +282,7 @@ def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobStat
     return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
 
 
-def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
+def _apply_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
     """Record a repair's question or its end.
 
     `next` shows the newest open question; when none is open, it shows again what follows the
@@ -285,7 +298,7 @@ def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -
     )
 
 
-def _asked_to_leave(job: JobState, event: DrainRequested) -> JobState:
+def _apply_drain_request(job: JobState, event: DrainRequested) -> JobState:
     known = wanted(job, event.node)
     # A repeated request by the same requester for the same reason keeps its denial: a fleet
     # workflow that was started again repeats its requests.
@@ -306,7 +319,7 @@ def _asked_to_leave(job: JobState, event: DrainRequested) -> JobState:
     )
 
 
-def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
+def _apply_drain_answer(job: JobState, event: Answered, now: datetime) -> JobState:
     one = wanted(job, event.node)
     assert one is not None, "else it is no answer"
     who, reason = event.by or "a person", f": {event.reason}" if event.reason else ""
@@ -321,7 +334,7 @@ def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
     return _notice(job, f"{who} said that {one.node} is {said}{reason}")
 
 
-def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
+def _apply_grant(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
     used = {slot.node for slot in event.slots}
     if event.fewer and len(event.slots) < len(job.slots):
         job = _notice(
@@ -359,7 +372,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             if decision.renew_budgets:
                 job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
             if decision.take is not None:
-                job = _take(job, decision.take)
+                job = _count_try(job, decision.take)
             furthest = job.furthest_step
             if job.progress is not None:
                 furthest = max(
@@ -399,7 +412,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
         case Repair():
             on = f" gpu {', '.join(decision.gpus)}" if decision.gpus else ""
             return replace(
-                _take(job, decision.take),
+                _count_try(job, decision.take),
                 phase=Phase.REPAIRING,
                 reason=decision.reason,
                 next=Next(
@@ -444,7 +457,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             assert_never(decision)
 
 
-def _take(job: JobState, take: Try) -> JobState:
+def _count_try(job: JobState, take: Try) -> JobState:
     return replace(
         job, tries=(*job.tries, take)[-KEPT_TRIES:], restarts_spent=job.restarts_spent + take.spent
     )
@@ -527,8 +540,9 @@ def resubmit(
     )
 
 
-def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
-    diagnosis = diagnose(job, fault)
+def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: datetime) -> JobState:
+    assert own is not None, "a fault is diagnosed before it is recorded"
+    diagnosis = blame_lost_nodes(job, fault, own)
     job = replace(job, recovering=None)
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
@@ -544,12 +558,12 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
         job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
     if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
         # A gang that hangs continues when its lost node does; a rank that failed stays failed.
-        job = replace(job, deferred_fault=diagnose(replace(job, lost=()), fault))
+        job = replace(job, deferred_fault=own)
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
     return open_incident(job, diagnosis, opened, now)
 
 
-def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
+def _apply_loss(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
     gone = LostNode(
         event.node,
         now - event.unheard_for,
@@ -562,7 +576,7 @@ def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobSta
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
 
 
-def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
+def _update_silence(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
     """Update how long the lost nodes have been silent; the longer of the two ages counts."""
     ages = dict(fault.unheard)
     lost = tuple(
@@ -572,7 +586,7 @@ def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
     return replace(job, lost=lost)
 
 
-def _repair_failed(job: JobState, reason: str) -> JobState:
+def _apply_failed_repair(job: JobState, reason: str) -> JobState:
     """Record that a repair failed: its rung is skipped for this fault, and its try stays spent."""
     assert job.recovering is not None, "a repair is of something"
     fault = replace(job.recovering.fault, reason=f"{job.recovering.fault.reason}; {reason}")
@@ -584,7 +598,10 @@ def _repair_failed(job: JobState, reason: str) -> JobState:
     )
 
 
-def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> JobState:
+def _apply_failed_launch(
+    job: JobState, event: LaunchFailed, diagnosis: Diagnosis | None, now: datetime
+) -> JobState:
+    assert diagnosis is not None, "a fault is diagnosed before it is recorded"
     job = settle_failed_launch(job, event.generation, started=event.started)
     known, wait = set(job.lost_names), event.may_start_within
     silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
@@ -595,7 +612,7 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
         for node in silent
     )
     job = replace(job, lost=(*job.lost, *newly))
-    return open_incident(job, diagnose(job, event), now, now)
+    return open_incident(job, diagnosis, now, now)
 
 
 def changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:

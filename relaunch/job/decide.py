@@ -1,6 +1,7 @@
 """Decide what a job does next: one decision with its reason for each event.
 
-Recording the decision and counting budgets is the task of `apply_decision`.
+`decide` is a part of `step`. Recording the decision and counting budgets is the task of
+`apply_decision`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from typing import assert_never
 from relaunch.evidence.causes import Cause
 from relaunch.fields import duration
 from relaunch.job.claim import more_at
-from relaunch.job.diagnose import CLAIMED, Fault, diagnose, find_highest, has_gone_above
+from relaunch.job.diagnose import (
+    CLAIMED,
+    blame_lost_nodes,
+    find_highest,
+    has_gone_above,
+)
 from relaunch.job.drain import at_checkpoint, may_answer_leave, wanted, why
 from relaunch.job.events import (
     Answered,
@@ -72,8 +78,15 @@ CANCELLED_EXIT_CODE = 130
 """128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""
 
 
-def decide(job: JobState, event: Event, now: datetime) -> Decision:
-    """Return the next decision for a job that has already absorbed `event`."""
+def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime) -> Decision:
+    """Return the next decision for a job in whose state `event` is already recorded.
+
+    Args:
+        job: The state after `apply_event`.
+        event: What happened.
+        diagnosis: The root cause by the event's own evidence, as it was given to `apply_event`.
+        now: The time of the workflow.
+    """
     if is_stale(job, event):
         return Ignore(
             f"{event.kind} is about an earlier generation than {job.generation}, or an earlier wait"
@@ -133,12 +146,15 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return _running(job, _runs(job), now)
         case LaunchRefused() if (higher := _seen_higher(job, event, now)) is not None:
             return higher
-        case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
+        case LaunchFailed(started=False) if diagnosis is not None and not (
+            set(event.unreachable) & set(job.maybe_alive)
+        ):
             # No rank of this job ever ran there, so there is nothing to fence: take another node
             # at once.
-            return climb(job, Recovering(diagnose(job, event)), now, without=event.unreachable)
+            return climb(job, Recovering(diagnosis), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
-            return _on_fault(job, event, now)
+            assert diagnosis is not None, "a fault is diagnosed before it is decided about"
+            return _on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
         case RanksSucceeded():
             return Stop(
                 Phase.SUCCEEDED,
@@ -214,6 +230,11 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Ignore(f"{event.kind} asks for nothing")
         case _:
             assert_never(event)
+
+
+def is_late(job: JobState, event: Event) -> bool:
+    """Return whether an event comes too late to count: the job has ended, or has gone on."""
+    return job.phase.is_final or is_stale(job, event) or is_echo(job, event)
 
 
 def is_stale(job: JobState, event: Event) -> bool:
@@ -545,8 +566,7 @@ def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision
     return Relaunch(generation + 1, reason, take=take)
 
 
-def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
-    diagnosis = diagnose(job, fault)
+def _on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Decision:
     if diagnosis.do_not_restart:
         return Stop(
             Phase.FAILED,

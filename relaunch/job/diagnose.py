@@ -79,29 +79,17 @@ Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
 def diagnose(job: JobState, fault: Fault) -> Diagnosis:
-    """Return the root cause of a fault.
+    """Return the root cause of a fault by its own evidence, whether or not nodes of the job are lost.
 
     A cascade is never the cause while there is a root. Among roots the earliest wins, and a node's
-    own evidence outweighs a program's messages.
+    own evidence outweighs a program's messages. This reads all evidence of the fault, so it is done
+    once; `blame_lost_nodes` then takes the lost nodes into account.
     """
-    known = _Readers(catalog(job.policy.catalog))
     match fault:
         case LaunchFailed():
             return Diagnosis(Cause.NODE_LOST, fault.reason, nodes=fault.unreachable)
         case LaunchRefused():
             return _of_claim(job, fault) or _of_refusal(fault)
-        case RanksHung() | FaultObserved() if job.lost:
-            silent = ", ".join(job.lost_names[:4]) + (
-                f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else ""
-            )
-            then = (
-                fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
-            )
-            return Diagnosis(
-                Cause.NODE_LOST,
-                f"{silent}: no answer ({job.lost[0].reason}); then {then}",
-                nodes=job.lost_names,
-            )
         case RanksHung() if fault.silent and fences(job):
             # A gang that hangs while one of its nodes is silent is waiting for that node.
             nodes = tuple(node for node, _ in fault.silent)
@@ -113,6 +101,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case RanksHung():
             return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks)
         case FaultObserved():
+            known = _Readers(catalog(job.policy.catalog))
             diagnosis = _of_observations(fault.observations, fault.more, known)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
@@ -124,6 +113,27 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
             return diagnosis
         case _:
             assert_never(fault)
+
+
+def blame_lost_nodes(job: JobState, fault: Fault, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of a fault that came while nodes were lost: their loss is the cause.
+
+    Args:
+        job: The job, whose `lost` may be empty.
+        fault: The fault.
+        diagnosis: The root cause by the fault's own evidence; the result if no node is lost.
+    """
+    if not job.lost or isinstance(fault, LaunchFailed | LaunchRefused):
+        return diagnosis
+    silent = ", ".join(job.lost_names[:4]) + (
+        f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else ""
+    )
+    then = fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
+    return Diagnosis(
+        Cause.NODE_LOST,
+        f"{silent}: no answer ({job.lost[0].reason}); then {then}",
+        nodes=job.lost_names,
+    )
 
 
 def is_root(observation: Observation, known: Catalog | None = None) -> bool:

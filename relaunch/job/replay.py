@@ -17,8 +17,7 @@ from typing import Any
 
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
-from relaunch.job.apply import apply_decision, apply_event, finish
-from relaunch.job.decide import decide
+from relaunch.job.apply import apply_decision, finish
 from relaunch.job.events import (
     DeadlinePassed,
     Event,
@@ -50,6 +49,7 @@ from relaunch.job.state import (
     Stop,
     Wait,
 )
+from relaunch.job.step import evaluate_event
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy
 
@@ -135,8 +135,7 @@ def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
         if isinstance(step.event, PolicyChanged)
         else step.event
     )
-    job = apply_event(job, event, step.at)
-    decision = decide(job, event, step.at)
+    job, decision = evaluate_event(job, event, step.at)
     taken, differs = decision, ""
     if step.decided is not None:
         taken, differs = _followed(decision, step.decided), difference(decision, step.decided)

@@ -40,6 +40,7 @@ from relaunch.job.fencing import (
 )
 from relaunch.job.places import Place, StartedPlaces, find_doubt, limit_places, record_places
 from relaunch.job.state import JobState, Phase, Slot
+from relaunch.job.step import diagnose_event
 from relaunch.pool.messages import Place as FleetPlace
 from relaunch.pool.state import ClaimRecord
 from relaunch.spec.job import JobSpec
@@ -114,7 +115,8 @@ class Controller:
         )
 
     def _take(self, event: Event, now: float) -> None:
-        job = apply_event(self.job, event, EPOCH + TICK * (now + self.wall))
+        at = EPOCH + TICK * (now + self.wall)
+        job = apply_event(self.job, event, diagnose_event(self.job, event), at)
         self.job = replace(job, incident=None, incidents=(), notices=(), deferred_fault=None)
         if self.places:
             self.places = limit_places(self.places, self.job.maybe_alive)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import RankError, RankExited
+from relaunch.job import step as core
 from relaunch.job.apply import apply_decision, apply_event
-from relaunch.job.decide import decide
 from relaunch.job.events import (
     Event,
     FaultObserved,
@@ -77,9 +77,12 @@ def new_job(*, policy: Policy | None = None, **spec_changes: Any) -> JobState:
 
 def step(job: JobState, event: Event, now: datetime = T0) -> tuple[JobState, Decision]:
     """One turn of the workflow's loop."""
-    job = apply_event(job, event, now)
-    decision = decide(job, event, now)
-    return apply_decision(job, decision, now), decision
+    return core.step(job, event, now)
+
+
+def record(job: JobState, event: Event, now: datetime = T0) -> JobState:
+    """Record an event without deciding about it."""
+    return apply_event(job, event, core.diagnose_event(job, event), now)
 
 
 def play(job: JobState, *events: Event, now: datetime = T0) -> tuple[JobState, Decision]:

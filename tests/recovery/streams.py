@@ -9,8 +9,7 @@ from typing import Literal, TypeVar, cast
 
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
-from relaunch.job.apply import apply_decision, apply_event, finish
-from relaunch.job.decide import decide
+from relaunch.job.apply import apply_decision, finish
 from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
@@ -54,6 +53,7 @@ from relaunch.job.state import (
     Stop,
     Wait,
 )
+from relaunch.job.step import evaluate_event
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, error, new_job
@@ -103,7 +103,7 @@ class Turn:
     event: Event
     now: datetime
     before: JobState
-    absorbed: JobState
+    recorded: JobState
     decision: Decision
     after: JobState
 
@@ -139,10 +139,9 @@ class Run:
 
     def take(self, event: Event) -> Turn:
         before = self.job
-        absorbed = apply_event(before, event, self.now)
-        decision = decide(absorbed, event, self.now)
-        self.job = apply_decision(absorbed, decision, self.now)
-        turn = Turn(event, self.now, before, absorbed, decision, self.job)
+        recorded, decision = evaluate_event(before, event, self.now)
+        self.job = apply_decision(recorded, decision, self.now)
+        turn = Turn(event, self.now, before, recorded, decision, self.job)
         self.turns.append(turn)
         match decision:
             case Relaunch():

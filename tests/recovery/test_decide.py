@@ -1,4 +1,4 @@
-"""What follows from an event: tables over decide, walks over absorb, decide, evolve."""
+"""What follows from an event: tables over decide, walks over whole steps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,15 @@ from relaunch.evidence.observations import (
     RanksFenced,
     RanksVanished,
 )
-from relaunch.job.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
+from relaunch.job.diagnose import (
+    AHEAD,
+    BEHIND,
+    CLOCKS_AGREE,
+    RIVALS,
+    blame_lost_nodes,
+    diagnose,
+    is_root,
+)
 from relaunch.job.events import (
     FaultObserved,
     LaunchRefused,
@@ -465,14 +473,15 @@ def test_a_node_without_peers_comes_before_one_that_was_never_watched() -> None:
 
 def test_a_silent_node_comes_before_one_that_was_never_watched() -> None:
     job, _ = step(running(), NodeUnreachable(1, "n1", timedelta(0), "no answer"))
-    diagnosis = diagnose(job, fault(job, LATE))
+    late = fault(job, LATE)
+    diagnosis = blame_lost_nodes(job, late, diagnose(job, late))
     assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n1",))
 
 
 def test_what_fails_while_a_node_is_lost_is_laid_to_the_loss() -> None:
     job, _ = step(running(), NodeUnreachable(1, "n2", timedelta(0), "no answer"))
     for event in (fault(job, ECHO_BY_LOG), RanksHung(1, (0,), "step 7 has not changed", T0)):
-        diagnosis = diagnose(job, event)
+        diagnosis = blame_lost_nodes(job, event, diagnose(job, event))
         assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n2",))
 
 
@@ -550,5 +559,6 @@ def test_no_evidence_at_all_says_which_launcher_ended_first() -> None:
         running(launcher="torchrun"),
         NodeUnreachable(1, "n1", timedelta(minutes=3), "no route to host"),
     )
-    found = diagnose(job, FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0))
+    event = FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0)
+    found = blame_lost_nodes(job, event, diagnose(job, event))
     assert "the launcher on n2 ended with SIGKILL" in found.reason

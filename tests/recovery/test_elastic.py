@@ -539,7 +539,7 @@ def test_s3_3_a_generation_is_never_smaller_than_the_least_nor_larger_than_the_m
             Strategy.SHRINK,
             Strategy.GROW,
         ):
-            assert spec.is_elastic and turn.after.restarts_spent == turn.absorbed.restarts_spent
+            assert spec.is_elastic and turn.after.restarts_spent == turn.recorded.restarts_spent
         if isinstance(turn.decision, Relaunch) and turn.decision.strategy is Strategy.GROW:
             assert (turn.after.incident, turn.after.tries) == (None, turn.before.tries), (
                 "it is an answer to no fault"

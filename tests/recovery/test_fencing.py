@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from relaunch.generation import LaunchedGeneration
-from relaunch.job.apply import apply_event, resubmit
+from relaunch.job.apply import resubmit
 from relaunch.job.claim import claim, give_back, is_known_by
 from relaunch.job.events import (
     Answered,
@@ -44,7 +44,7 @@ from relaunch.job.fencing import (
 from relaunch.job.state import JobState, Phase, Relaunch, Slot, Wait
 from relaunch.pool.messages import Place
 from relaunch.pool.state import ClaimRecord
-from tests.recovery.builders import T0, at, exited, new_job, play, policy, running, step
+from tests.recovery.builders import T0, at, exited, new_job, play, policy, record, running, step
 
 LEASE, FENCE, GRACE, VALID = 60.0, 20.0, 5.0, 90.0
 WAIT = FENCE + GRACE + FENCE_MARGIN.total_seconds()
@@ -168,7 +168,7 @@ def test_a_changed_policy_changes_the_next_launch_and_no_rank_that_runs() -> Non
         running(), NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), now=at(120)
     )
     before = safe_after(job, at(120))
-    changed = apply_event(job, short(job), at(121))
+    changed = record(job, short(job), at(121))
     assert safe_after(changed, at(120)) == before
     times = running_timeouts(changed)
     assert (times.lease, times.fence_after, times.stop_grace) == tuple(
@@ -184,7 +184,7 @@ def test_heartbeats_come_often_enough_for_the_lease_that_runs() -> None:
     slow = policy(
         timeouts={"lease": "600s", "heartbeat": "120s", "lost_after": "600s", "fence_after": "120s"}
     )
-    changed = apply_event(running(), PolicyChanged(slow, "", ""), T0)
+    changed = record(running(), PolicyChanged(slow, "", ""), T0)
     assert (running_timeouts(changed).lease, running_timeouts(changed).heartbeat) == (
         timedelta(seconds=60),
         timedelta(seconds=20),
@@ -193,7 +193,7 @@ def test_heartbeats_come_often_enough_for_the_lease_that_runs() -> None:
 
 
 def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
-    job = apply_event(running(gang="independent"), short(new_job()), T0)
+    job = record(running(gang="independent"), short(new_job()), T0)
     assert not fences(job)
     job, decision = play(
         job,
@@ -208,22 +208,22 @@ def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_w
     None
 ):
     job, _ = step(new_job(), Submitted("", "ada"))
-    job = apply_event(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
+    job = record(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     launch = plan_generation(job, 1, ("n1", "n2"))
-    job = apply_event(replace(job, generation=2), LaunchOrdered(1, launch), T0)
+    job = record(replace(job, generation=2), LaunchOrdered(1, launch), T0)
     assert job.launched == (launch,)
 
 
 def ordered(*, generation: int = 2) -> JobState:
     """Generation 1 runs, and the next one is on its way to the same nodes."""
     job = replace(running(), generation=generation)
-    return apply_event(
+    return record(
         job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0
     )
 
 
 def test_the_ranks_before_are_forgotten_when_a_launch_is_complete() -> None:
-    job = apply_event(ordered(), Launched(2, T0, T0), T0)
+    job = record(ordered(), Launched(2, T0, T0), T0)
     assert [(one.generation, one.complete, one.nodes) for one in job.launched] == [
         (2, True, ("n1", "n2"))
     ]
@@ -237,15 +237,15 @@ def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_t
     failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
     kept = [1, 2] if started else [1]
     for event in (refused, failed):
-        job = apply_event(ordered(), event, T0)
+        job = record(ordered(), event, T0)
         assert [one.generation for one in job.launched] == kept
 
 
 def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
-    job = apply_event(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
+    job = record(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     refused = LaunchRefused(1, (NodeRefusal("n2", "cannot_start", "no memory"),), started=True)
-    after = apply_event(job, refused, T0)
+    after = record(job, refused, T0)
     assert (after.maybe_alive, [one.nodes for one in after.launched]) == (
         ("n1", "n2"),
         [("n1", "n2")],
@@ -265,38 +265,36 @@ def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_al
         failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
         done = (Launched(2, T0, T0),) if started else ()
         for event in (refused, failed, *done):
-            after = apply_event(job, event, T0)
+            after = record(job, event, T0)
             assert set(after.maybe_alive) == alive
             assert after.lost == ()
             assert [one.generation for one in after.launched] == ([1, 2] if started else [1])
-    assert apply_event(later, Launched(1, T0, T0), T0) == later
+    assert record(later, Launched(1, T0, T0), T0) == later
     known = replace(later, maybe_alive=("n1", "n2", "n9"))
-    assert apply_event(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
+    assert record(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
     nothing = replace(later, launched=())
-    assert apply_event(nothing, Launched(2, T0, T0), T0) == nothing, (
+    assert record(nothing, Launched(2, T0, T0), T0) == nothing, (
         "nothing was ordered of which it could be the end"
     )
 
 
 def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
-    job = apply_event(
-        ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0
-    )
+    job = record(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
     assert [(lost.node, lost.unheard_for) for lost in job.lost] == [("n2", timedelta(seconds=-90))]
 
 
 def test_launches_are_kept_until_they_are_proven_stopped_on_every_node() -> None:
-    job = apply_event(ordered(), RanksStopped(2, ("n1",), T0), T0)
+    job = record(ordered(), RanksStopped(2, ("n1",), T0), T0)
     assert [(one.generation, one.stopped) for one in job.launched] == [(1, ("n1",)), (2, ("n1",))]
-    assert apply_event(job, RanksStopped(2, ("n2",), T0), T0).launched == ()
-    assert apply_event(ordered(), RanksSucceeded(2), T0).launched == ()
+    assert record(job, RanksStopped(2, ("n2",), T0), T0).launched == ()
+    assert record(ordered(), RanksSucceeded(2), T0).launched == ()
 
 
 def test_attempts_that_differ_by_their_number_only_take_no_room() -> None:
     job = running()
     for generation in range(2, 50):
         job = replace(job, generation=generation)
-        job = apply_event(
+        job = record(
             job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0
         )
     assert [(one.generation, one.complete) for one in job.launched] == [
@@ -307,10 +305,10 @@ def test_attempts_that_differ_by_their_number_only_take_no_room() -> None:
 
 
 def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None:
-    job = apply_event(running(), NodeDeclaredDead("n1", "no power", "ada"), T0)
+    job = record(running(), NodeDeclaredDead("n1", "no power", "ada"), T0)
     assert [(one.nodes, one.size, one.stopped) for one in job.launched] == [(("n2",), 2, ())]
     assert safe_launch_at(job.launched, 0.0, {}, {}) is None
-    assert apply_event(job, NodeDeclaredDead("n2", "no power", "ada"), T0).launched == ()
+    assert record(job, NodeDeclaredDead("n2", "no power", "ada"), T0).launched == ()
 
 
 def test_a_state_without_launches_is_judged_by_its_policy() -> None:
@@ -350,7 +348,7 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
         ("n3", timedelta(seconds=3)),
         ("n9", timedelta(seconds=9)),
     )
-    after = apply_event(job, RanksHung(1, (0,), "flat", T0, unheard=ages), at(500))
+    after = record(job, RanksHung(1, (0,), "flat", T0, unheard=ages), at(500))
     assert [(lost.node, lost.unheard_for.total_seconds()) for lost in after.lost] == [
         ("n2", 500.0),
         ("n3", 20.0),
@@ -362,21 +360,17 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
 
 def test_ranks_of_an_earlier_submission_are_judged_by_their_own_launch() -> None:
     old = launched("n1", "n2", "n3", submission=900)
-    job = apply_event(
-        new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0
-    )
+    job = record(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
     assert job.maybe_alive == ("n1", "n2")
     assert job.launched == (replace(old, stopped=("n3",)),), (
         "n3 is held no more: it was proven stopped"
     )
-    again = apply_event(job, RanksFound(("n1", "n2"), (old,)), T0)
+    again = record(job, RanksFound(("n1", "n2"), (old,)), T0)
     assert again.launched == job.launched
 
 
 def test_of_ranks_that_no_launch_is_known_of_silence_proves_nothing() -> None:
-    job = apply_event(
-        new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0
-    )
+    job = record(new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0)
     assert job.launched[0] == unknown_generation(("n4",))
     assert not fences(job)
     assert safe_after(job, T0) is None
@@ -389,7 +383,7 @@ def test_a_retry_goes_on_with_the_launches_of_the_submission_before() -> None:
 
 
 def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None:
-    job = apply_event(running(), RanksStopped(1, ("n1",), T0), T0)
+    job = record(running(), RanksStopped(1, ("n1",), T0), T0)
     living, planned = claim(job, 7, keep=("n1",)).launched
     assert (living.nodes, living.complete, living.stopped) == (("n1", "n2"), False, ())
     assert (planned.generation, planned.nodes, planned.size, planned.fences) == (1, (), 2, True)

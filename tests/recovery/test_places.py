@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.job.apply import apply_event, resubmit
-from relaunch.job.decide import decide
+from relaunch.job.apply import resubmit
 from relaunch.job.events import (
     DeadlinePassed,
     Launched,
@@ -35,7 +34,7 @@ from relaunch.job.places import (
     record_places,
 )
 from relaunch.job.state import Ask, JobState, Phase, Slot, Wait
-from tests.recovery.builders import T0, new_job, play
+from tests.recovery.builders import T0, new_job, play, record, step
 
 TOLD: dict[str, Any] = {
     "machine": "f29984fb3bef03b3",
@@ -183,7 +182,7 @@ def test_places_are_kept_once_and_for_nodes_where_ranks_may_live() -> None:
 def running(nodes: int = 2) -> JobState:
     names = [f"n{number}" for number in range(1, nodes + 1)]
     job = replace(new_job(nodes=nodes), generation=3, phase=Phase.LAUNCHING)
-    job = apply_event(job, NodesAcquired(tuple(Slot(name, name) for name in names)), T0)
+    job = record(job, NodesAcquired(tuple(Slot(name, name) for name in names)), T0)
     job, _ = play(job, Launched(3, T0, T0, dict.fromkeys(names, STARTED.text)))
     return job
 
@@ -191,19 +190,17 @@ def running(nodes: int = 2) -> JobState:
 def test_a_launch_is_remembered_until_its_nodes_are_proven_clean() -> None:
     job = running()
     assert job.places == (started(3, n1=STARTED, n2=STARTED),)
-    assert apply_event(job, RanksStopped(3, ("n1",), T0), T0).places == (started(3, n2=STARTED),)
-    assert apply_event(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (
-        started(3, n1=STARTED),
-    )
-    assert apply_event(job, RanksSucceeded(3), T0).places == ()
+    assert record(job, RanksStopped(3, ("n1",), T0), T0).places == (started(3, n2=STARTED),)
+    assert record(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (started(3, n1=STARTED),)
+    assert record(job, RanksSucceeded(3), T0).places == ()
 
 
 def test_a_launch_that_completes_takes_the_place_of_all_before_it() -> None:
     job = replace(running(), generation=4)
-    assert apply_event(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (
+    assert record(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (
         started(4, n1=ELSEWHERE),
     )
-    stale = apply_event(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
+    stale = record(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
     assert stale.places == job.places, (
         "what is told of a generation that was given up adds to what is known"
     )
@@ -218,7 +215,7 @@ def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(faile
         if failed
         else LaunchRefused(4, (NodeRefusal("n1", "cannot_start", "x"),), places=told)
     )
-    assert apply_event(job, event, T0).places == (
+    assert record(job, event, T0).places == (
         started(3, n2=STARTED),
         started(4, n1=STARTED, n2=ELSEWHERE),
     )
@@ -227,7 +224,7 @@ def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(faile
 def test_a_launch_that_was_given_up_half_way_is_remembered() -> None:
     job = replace(running(), generation=4)
     half = StartedPlaces(job.submission, 4, {"n2": ELSEWHERE.text, "n3": STARTED.text})
-    found = apply_event(job, RanksFound(("n2", "n3"), places=(half,)), T0)
+    found = record(job, RanksFound(("n2", "n3"), places=(half,)), T0)
     assert found.places == (started(3, n1=STARTED, n2=STARTED), half)
 
 
@@ -248,7 +245,7 @@ def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> N
     job, decision = play(job, DeadlinePassed())
     assert isinstance(decision, Ask)
     assert decision.reason == said
-    decision = decide(replace(job, phase=Phase.WAITING_FOR_PERSON), DeadlinePassed(), T0)
+    _, decision = step(replace(job, phase=Phase.WAITING_FOR_PERSON), DeadlinePassed())
     assert isinstance(decision, Ask)
     assert decision.reason == f"{said}, and nobody has said what to do"
 

@@ -15,8 +15,6 @@ from relaunch.converter import shared_converter
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import Observation
-from relaunch.job.apply import apply_decision, apply_event
-from relaunch.job.decide import decide
 from relaunch.job.events import (
     DeadlinePassed,
     Event,
@@ -34,6 +32,7 @@ from relaunch.job.events import (
     StepReached,
 )
 from relaunch.job.state import Ignore, JobState, Phase, Relaunch, Repair, Try
+from relaunch.job.step import evaluate_event, step
 from relaunch.spec.policy import Policy, Rung, Strategy, preset, preset_names
 from tests.recovery.generated import (
     NUMBER,
@@ -67,7 +66,7 @@ def test_every_event_in_every_state_has_one_decision_with_a_reason(
     for turn in run.turns:
         assert turn.decision.reason, turn
         assert turn.decision.kind == type(turn.decision).__name__
-        assert not isinstance(turn.decision, Ignore) or turn.after is turn.absorbed
+        assert not isinstance(turn.decision, Ignore) or turn.after is turn.recorded
 
 
 # --- budgets
@@ -98,7 +97,7 @@ def check_budgets(turns: list[Turn]) -> None:
     renewed = progressed = 0
     spent = 0
     for number, turn in enumerate(turns):
-        policy = turn.absorbed.policy
+        policy = turn.recorded.policy
         if passed_what_it_had_reached(turn):
             progressed = number
             if policy.renewal == "progress":
@@ -121,7 +120,7 @@ def check_budgets(turns: list[Turn]) -> None:
 
 
 def passed_what_it_had_reached(turn: Turn) -> bool:
-    closed = turn.before.incident is not None and turn.absorbed.incident is None
+    closed = turn.before.incident is not None and turn.recorded.incident is None
     return closed and isinstance(turn.event, ProgressSeen | StepReached | DeadlinePassed)
 
 
@@ -187,8 +186,8 @@ def test_an_event_of_another_generation_changes_nothing(
         event = run.wild(Choice(numbers[index % len(numbers)] + index))
         if hasattr(event, "generation"):
             event = replace(cast(Any, event), generation=run.job.generation + away)
-            assert apply_event(run.job, event, run.now) is run.job
-            assert isinstance(decide(run.job, event, run.now), Ignore)
+            recorded, decision = evaluate_event(run.job, event, run.now)
+            assert recorded is run.job and isinstance(decision, Ignore)
 
 
 @searched(60)
@@ -198,10 +197,9 @@ def test_the_deadline_of_an_earlier_wait_changes_nothing(
 ) -> None:
     for turn in walk(policy, stream).turns:
         late = DeadlinePassed(due=turn.now - timedelta(days=1))
-        assert apply_event(turn.after, late, turn.now) is turn.after
-        assert isinstance(decide(turn.after, late, turn.now), Ignore), (
-            f"{turn.after.phase} until {turn.after.next.at}"
-        )
+        recorded, decision = evaluate_event(turn.after, late, turn.now)
+        assert recorded is turn.after
+        assert isinstance(decision, Ignore), f"{turn.after.phase} until {turn.after.next.at}"
 
 
 REPEATABLE = (
@@ -222,9 +220,8 @@ REPEATABLE = (
 def test_what_is_told_twice_counts_once(policy: Policy, stream: list[Move]) -> None:
     for turn in walk(policy, stream).turns:
         if isinstance(turn.event, REPEATABLE) and not isinstance(turn.decision, Ignore):
-            told_again = apply_event(turn.after, turn.event, turn.now)
-            decision = decide(told_again, turn.event, turn.now)
-            assert essence(apply_decision(told_again, decision, turn.now)) == essence(turn.after), (
+            told_again, decision = step(turn.after, turn.event, turn.now)
+            assert essence(told_again) == essence(turn.after), (
                 f"{turn.event.kind}: {turn.decision}, then {decision}"
             )
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from relaunch.evidence.findings import Verdict
-from relaunch.job.apply import apply_decision, apply_event
-from relaunch.job.decide import decide
 from relaunch.job.events import (
     CancelRequested,
     Event,
@@ -43,6 +41,7 @@ from relaunch.job.state import (
     Try,
     Wait,
 )
+from relaunch.job.step import step
 from relaunch.spec.policy import Policy, Strategy, preset
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, suspected
 
@@ -60,9 +59,7 @@ def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
     """What a job of this policy decided."""
     steps = []
     for seconds, event in events:
-        job = apply_event(job, event, at(seconds))
-        decision = decide(job, event, at(seconds))
-        job = apply_decision(job, decision, at(seconds))
+        job, decision = step(job, event, at(seconds))
         steps.append(Step(at(seconds), event, decision))
     return steps
 

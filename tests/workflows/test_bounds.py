@@ -15,17 +15,17 @@ from relaunch.activities.launch import LaunchRanksInput, PreparedNode
 from relaunch.activities.reports import WatchRanksInput, WatchReport
 from relaunch.evidence.observations import RankError, RankExited
 from relaunch.generation import Token
-from relaunch.job.apply import apply_decision, apply_event
-from relaunch.job.decide import decide
+from relaunch.job.apply import apply_decision
 from relaunch.job.events import FaultObserved, NodesAcquired, NodeUnreachable, RanksHung, Submitted
 from relaunch.job.hang import Pace
 from relaunch.job.state import JobState, Phase, Slot
+from relaunch.job.step import evaluate_event
 from relaunch.messages.jobs import Carried, TrainingJobInput
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.commands import SHARD, start_orders
 from relaunch.workflows.training_job.workflow import KEPT_INCIDENTS
 from tests.fakes.nodes import Exit, Progress, Script
-from tests.recovery.builders import T0, new_job, play
+from tests.recovery.builders import T0, new_job, play, record
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
 
@@ -157,7 +157,7 @@ def test_what_a_run_hands_on_with_every_node_lost_stays_below_what_a_payload_may
 
 def _started() -> JobState:
     job, _ = play(new_job(nodes=NODES, nproc_per_node=RANKS), Submitted("", "ada"))
-    job = apply_event(job, NodesAcquired(slots(NODES)), T0)
+    job = record(job, NodesAcquired(slots(NODES)))
     return replace(job, maybe_alive=tuple(slot.node for slot in job.slots), phase=Phase.RUNNING)
 
 
@@ -172,8 +172,7 @@ def _one_incident(job: JobState, number: int) -> JobState:
             16000,
             now,
         )
-        job = apply_event(job, fault, now)
-        decision = decide(job, fault, now)
+        job, decision = evaluate_event(job, fault, now)
         job = apply_decision(replace(job, phase=Phase.RUNNING), decision, now)
         job = replace(
             job,

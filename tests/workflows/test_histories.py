@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 from temporalio.client import WorkflowHistory
 
+from relaunch.job.diagnose import Fault
 from relaunch.spec.policy import Policy
+from relaunch.temporal import data_converter
+from relaunch.workflows.training_job.recording import recording
 from tests.fakes.nodes import Cut, Exit, KeeperDies, Progress, Script, Sick, error_file
+from tests.recovery.diagnoses import count_diagnoses
 from tests.workflows.rig import policy, replay, rig
 
 HISTORIES = Path(__file__).parents[1] / "histories"
@@ -85,6 +89,16 @@ REPAIR = "repair_of_n2"
 @pytest.mark.parametrize("path", sorted(HISTORIES.glob("*.json")), ids=lambda path: path.stem)
 async def test_a_captured_history_replays(path: Path) -> None:
     await replay(WorkflowHistory.from_json(f"job/{path.stem}", path.read_text()))
+
+
+async def test_a_captured_job_diagnoses_each_fault_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosed, faults = count_diagnoses(monkeypatch), 0
+    for path in sorted(set(HISTORIES.glob("*.json")) - {HISTORIES / f"{REPAIR}.json"}):
+        history = WorkflowHistory.from_json(f"job/{path.stem}", path.read_text())
+        made = await recording([history], "default", data_converter())
+        faults += sum(isinstance(one.event, Fault) for one in made.steps)
+        assert len({id(fault) for fault in diagnosed}) == len(diagnosed) <= faults, path.stem
+    assert len(diagnosed) >= 10, "the histories have faults"
 
 
 def test_each_scenario_has_its_history() -> None:

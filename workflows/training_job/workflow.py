@@ -16,9 +16,8 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from relaunch.job.apply import apply_decision, apply_event, finish, resubmit
+    from relaunch.job.apply import finish, resubmit
     from relaunch.job.claim import more_at
-    from relaunch.job.decide import decide
     from relaunch.job.drain import left_out
     from relaunch.job.events import (
         CancelRequested,
@@ -50,6 +49,7 @@ with workflow.unsafe.imports_passed_through():
         Stop,
         Wait,
     )
+    from relaunch.job.step import step
     from relaunch.messages.jobs import Carried, JobResult, TrainingJobInput
     from relaunch.pool.messages import Place
     from relaunch.spec.policy import Strategy
@@ -196,9 +196,7 @@ class TrainingJob(Mailbox):
     def _take(self, event: Event) -> None:
         now = workflow.now()
         waited_for = self._job.maybe_alive
-        self._job = apply_event(self._job, event, now)
-        decision = decide(self._job, event, now)
-        self._job = apply_decision(self._job, decision, now)
+        self._job, decision = step(self._job, event, now)
         match event:
             case NodesAcquired():
                 self._dead = tuple(

@@ -1,0 +1,41 @@
+"""The whole of a job's logic: from its state and one event to its next state and a decision.
+
+A fault is diagnosed here, once, and both the record of it (`apply`) and the decision about it
+(`decide`) use that diagnosis.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from relaunch.job.apply import apply_decision, apply_event
+from relaunch.job.decide import decide, is_late
+from relaunch.job.diagnose import Fault, diagnose
+from relaunch.job.events import Event
+from relaunch.job.state import Decision, Diagnosis, JobState
+
+
+def step(job: JobState, event: Event, now: datetime) -> tuple[JobState, Decision]:
+    """Return the state of a job after an event, and what it does next.
+
+    A launch's generation number and its try are counted in that state, before anything is started.
+    """
+    job, decision = evaluate_event(job, event, now)
+    return apply_decision(job, decision, now), decision
+
+
+def evaluate_event(job: JobState, event: Event, now: datetime) -> tuple[JobState, Decision]:
+    """Return a job's state with an event recorded, and the decision, which is not recorded yet.
+
+    For a replay, in which the recorded decision may take the place of this one.
+    """
+    diagnosis = diagnose_event(job, event)
+    job = apply_event(job, event, diagnosis, now)
+    return job, decide(job, event, diagnosis, now)
+
+
+def diagnose_event(job: JobState, event: Event) -> Diagnosis | None:
+    """Return the root cause of a fault; None where the event is no fault, or comes too late."""
+    if not isinstance(event, Fault) or is_late(job, event):
+        return None
+    return diagnose(job, event)
