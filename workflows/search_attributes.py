@@ -10,7 +10,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
 from relaunch.evidence.health import Health
 from relaunch.fields import duration
-from relaunch.job.drain import pending, what_next
+from relaunch.job.drain import describe_drains, describe_next
 from relaunch.job.ladder import used_budgets
 from relaunch.job.state import JobState, Phase
 from relaunch.repair.state import AskPerson, Finish, RepairState, Step, StepRecord
@@ -104,7 +104,7 @@ def current_details(job: JobState, now: datetime) -> str:
             + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""),
             "",
         ]
-    if wanted := pending(job):
+    if wanted := describe_drains(job):
         lines += [
             "### Nodes that it is to leave",
             "",
@@ -185,7 +185,7 @@ def _answers(job: JobState) -> list[str]:
         lines += [
             f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"
         ]
-    for one in job.leaving[:MOST_INCIDENTS] if pending(job) else ():
+    for one in job.drains[:MOST_INCIDENTS] if describe_drains(job) else ():
         said = f'`{{"decision": "approve", "node": "{one.node}", "reason": "…", "by": "you"}}`'
         lines += [
             f"- the update `answer` {said} has it leave {one.node} at once; `deny`: not before {_clock(one.until)}"
@@ -303,7 +303,7 @@ def _page(lines: list[str]) -> str:
 
 
 def _next(job: JobState) -> str:
-    return what_next(job) + (f" (at {_clock(job.next.at)})" if job.next.at else "")
+    return describe_next(job) + (f" (at {_clock(job.next.at)})" if job.next.at else "")
 
 
 def _clock(at: datetime) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from relaunch.job.drain import what_next
+from relaunch.job.drain import describe_next
 from relaunch.job.ladder import launches_without_progress, used_budgets
 from relaunch.job.state import Incident, JobState
 
@@ -121,7 +121,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "budgets": budgets(state, now),
         "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
         "reason": state.reason,
-        "next": {"what": what_next(state), "at": _iso(state.next.at)},
+        "next": {"what": describe_next(state), "at": _iso(state.next.at)},
         "incident": history_entry(shown) if shown else None,
         "lost": list(state.lost_names),
         "stalled": list(watch.stalled) if watch is not None else [],
@@ -133,7 +133,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
                 "until": _iso(one.until),
                 "denied": one.denied or None,
             }
-            for one in state.leaving
+            for one in state.drains
         ],
         "avoided": [{"node": a.node, "reason": a.reason, "at": _iso(a.at)} for a in state.avoided],
         "notices": list(state.notices),

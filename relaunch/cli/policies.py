@@ -20,7 +20,7 @@ from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
 from relaunch.fields import duration
 from relaunch.job.apply import changed_keys
-from relaunch.job.replay import Replayed, named, replay, simulate
+from relaunch.job.replay import Replayed, name_decision, replay, simulate
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
 from relaunch.spec.annotations import annotated
 from relaunch.spec.job import JobSpec
@@ -327,7 +327,7 @@ async def _histories(
 
 def trial_lines(trial: Trial) -> list[str]:
     """Return one line per decision, with those that differ marked, and a summary."""
-    rows = [((trial.at(r.at), r.event, named(r.decision)), r) for r in trial.decisions]
+    rows = [((trial.at(r.at), r.event, name_decision(r.decision)), r) for r in trial.decisions]
     times, kinds, names = (
         max((len(words[column]) for words, _ in rows), default=0) for column in (0, 1, 2)
     )

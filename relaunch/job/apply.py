@@ -15,7 +15,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
 from relaunch.job.decide import answers, explain_unreachable, is_late
 from relaunch.job.diagnose import Fault, blame_lost_nodes
-from relaunch.job.drain import clock, may_answer_leave, wanted
+from relaunch.job.drain import check_drain_answer, find_drain, format_time
 from relaunch.job.events import (
     Answered,
     CancelRequested,
@@ -75,9 +75,9 @@ from relaunch.job.state import (
     ExaminedNode,
     Ignore,
     JobState,
-    Leaving,
     LostNode,
     Next,
+    NodeDrain,
     Phase,
     PolicyChange,
     Progress,
@@ -194,14 +194,13 @@ def _apply_event(
             return replace(prove_stopped(job, event.nodes), incident=incident)
         case DrainRequested() if event.node in {slot.node for slot in job.slots}:
             return _apply_drain_request(job, event)
-        case DrainCancelled() if wanted(job, event.node) is not None:
-            job = replace(job, leaving=tuple(one for one in job.leaving if one.node != event.node))
+        case DrainCancelled() if find_drain(job, event.node) is not None:
+            job = replace(job, drains=tuple(one for one in job.drains if one.node != event.node))
             return _notice(
                 job,
-                f"nobody wants {event.node} any more"
-                + (f": {event.reason}" if event.reason else ""),
+                f"{event.node} is no longer wanted" + (f": {event.reason}" if event.reason else ""),
             )
-        case Answered() if event.node and not may_answer_leave(
+        case Answered() if event.node and not check_drain_answer(
             job, event.decision, event.node, now
         ):
             return _apply_drain_answer(job, event, now)
@@ -299,7 +298,7 @@ def _apply_question(job: JobState, recovering: Recovering, event: RepairAsks) ->
 
 
 def _apply_drain_request(job: JobState, event: DrainRequested) -> JobState:
-    known = wanted(job, event.node)
+    known = find_drain(job, event.node)
     # A repeated request by the same requester for the same reason keeps its denial: a fleet
     # workflow that was started again repeats its requests.
     denied = (
@@ -307,10 +306,10 @@ def _apply_drain_request(job: JobState, event: DrainRequested) -> JobState:
         if known is not None and (known.by, known.reason) == (event.by, event.reason)
         else ""
     )
-    asked = Leaving(event.node, event.reason, event.by, event.until, denied)
+    asked = NodeDrain(event.node, event.reason, event.by, event.until, denied)
     if known == asked:
         return job
-    job = replace(job, leaving=(*(one for one in job.leaving if one is not known), asked))
+    job = replace(job, drains=(*(one for one in job.drains if one is not known), asked))
     until = event.until.isoformat(timespec="minutes")
     return _notice(
         job,
@@ -320,32 +319,28 @@ def _apply_drain_request(job: JobState, event: DrainRequested) -> JobState:
 
 
 def _apply_drain_answer(job: JobState, event: Answered, now: datetime) -> JobState:
-    one = wanted(job, event.node)
+    one = find_drain(job, event.node)
     assert one is not None, "else it is no answer"
     who, reason = event.by or "a person", f": {event.reason}" if event.reason else ""
     if event.decision == "deny":
-        after, said = (
-            replace(one, denied=f"{who} said no{reason}"),
-            f"not left before {clock(one.until)}",
-        )
+        after = replace(one, denied=f"{who} said no{reason}")
+        when = f"not left before {format_time(one.until)}"
     else:
-        after, said = replace(one, denied="", until=min(one.until, now)), "left now"
-    job = replace(job, leaving=tuple(after if other is one else other for other in job.leaving))
-    return _notice(job, f"{who} said that {one.node} is {said}{reason}")
+        after, when = replace(one, denied="", until=min(one.until, now)), "left now"
+    job = replace(job, drains=tuple(after if other is one else other for other in job.drains))
+    return _notice(job, f"{who} said that {one.node} is {when}{reason}")
 
 
 def _apply_grant(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
     used = {slot.node for slot in event.slots}
     if event.fewer and len(event.slots) < len(job.slots):
-        job = _notice(
-            job,
-            f"{now.isoformat(timespec='minutes')} generation {job.generation} goes on with {event.fewer}",
-        )
+        moment = now.isoformat(timespec="minutes")
+        job = _notice(job, f"{moment} generation {job.generation} goes on with {event.fewer}")
     return replace(
         job,
         slots=event.slots,
         fewer=event.fewer,
-        leaving=tuple(one for one in job.leaving if one.node in used),
+        drains=tuple(one for one in job.drains if one.node in used),
     )
 
 
@@ -381,11 +376,10 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             if (
                 job.incident is None and job.launched_at is not None
             ):  # a launch for a fault is recorded in its incident
+                moment = now.isoformat(timespec="minutes")
                 how = f", {decision.strategy}" if decision.strategy is not None else ""
-                job = _notice(
-                    job,
-                    f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.reason}",
-                )
+                text = f"generation {decision.generation}{how}: {decision.reason}"
+                job = _notice(job, f"{moment} {text}")
             return replace(
                 job,
                 generation=decision.generation,
@@ -411,14 +405,12 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             )
         case Repair():
             on = f" gpu {', '.join(decision.gpus)}" if decision.gpus else ""
+            what = f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}"
             return replace(
                 _count_try(job, decision.take),
                 phase=Phase.REPAIRING,
                 reason=decision.reason,
-                next=Next(
-                    f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}, then a new generation",
-                    decision.until,
-                ),
+                next=Next(f"{what}, then a new generation", decision.until),
                 recovering=_recovering(job, decision.fault),
                 deferred_fault=None,
             )
@@ -514,7 +506,7 @@ def resubmit(
         slots=(),
         fewer="",
         strategy=None,
-        leaving=(),
+        drains=(),
         lost=(),
         deferred_fault=None,
         recovering=None,
@@ -564,14 +556,14 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
 
 
 def _apply_loss(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
-    gone = LostNode(
+    newly = LostNode(
         event.node,
         now - event.unheard_for,
         event.reason,
         unheard_for=event.unheard_for,
         is_elsewhere=event.is_elsewhere,
     )
-    lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
+    lost = (*(lost for lost in job.lost if lost.node != event.node), newly)
     diagnosis = Diagnosis(Cause.NODE_LOST, explain_unreachable(event), nodes=(event.node,))
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
 

@@ -12,13 +12,13 @@ from relaunch.job.incidents import is_acted_on
 from relaunch.job.state import FaultRecord, Incident, JobState, Phase
 from relaunch.pool.messages import Claim, Place, Suspect
 
-SUSPECTS_TOLD = 8
+MAX_SUSPECTS = 8
 """Maximum number of suspects in a claim, the newest: every claim repeats all of them."""
-SUSPECTS_OF_ONE = 4
+MAX_SUSPECTS_PER_FAULT = 4
 """Maximum number of suspects of one fault: when a whole rack fails, the fleet sees that itself."""
 
 
-def claim(
+def build_claim(
     job: JobState,
     seq: int,
     *,
@@ -41,10 +41,10 @@ def claim(
     )
 
 
-def as_it_is(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
+def build_current_claim(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
     """Return the claim of a job that continues with its nodes, and says when it would take more."""
     if not job.spec.is_elastic:
-        return claim(job, seq, keep=keep)
+        return build_claim(job, seq, keep=keep)
     at = more_at(job)
     avoid = tuple(one.node for one in job.avoided) if at is not None else ()
     most = job.spec.node_count if at is not None else len(keep)
@@ -59,13 +59,13 @@ def more_at(job: JobState) -> datetime | None:
     after = job.policy.grow_after
     if after == "off" or job.launched_at is None or len(job.slots) >= job.spec.node_count:
         return None
-    if job.phase is not Phase.RUNNING or job.incident is not None or job.leaving:
+    if job.phase is not Phase.RUNNING or job.incident is not None or job.drains:
         return None
     closed = job.incidents[-1].closed if job.incidents else None
     return max(job.launched_at, closed or job.launched_at) + after
 
 
-def give_back(job: JobState, seq: int) -> Claim:
+def build_empty_claim(job: JobState, seq: int) -> Claim:
     """Return the claim of a job that wants no nodes.
 
     It still holds every node on which its ranks may be alive.
@@ -85,7 +85,7 @@ def _claim(
     at: datetime | None = None,
 ) -> Claim:
     shares = {slot.node: slot for slot in job.slots}
-    wanted = {one.node for one in job.leaving}
+    drained = {one.node for one in job.drains}
     held = tuple(dict.fromkeys((*keep, *job.maybe_alive)))
     return Claim(
         job=job.name,
@@ -107,7 +107,7 @@ def _claim(
         ),
         avoid=avoid,
         suspects=suspects(job),
-        stays=tuple(node for node in keep if node in wanted),
+        stays=tuple(node for node in keep if node in drained),
         launched=_launched(job, nodes),
     )
 
@@ -127,12 +127,12 @@ def _launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
     return (*living, planned)
 
 
-def is_known_by(told: tuple[LaunchedGeneration, ...], launch: LaunchedGeneration) -> bool:
+def is_known_by(sent: tuple[LaunchedGeneration, ...], launch: LaunchedGeneration) -> bool:
     """Return whether the fence times in a claim are long enough for the ranks of `launch`.
 
-    `told` are the claim's launches; the one without nodes is the planned launch.
+    `sent` are the claim's launches; the one without nodes is the planned launch.
     """
-    planned = next((one for one in told if not one.nodes), None)
+    planned = next((one for one in sent if not one.nodes), None)
     if planned is None or (planned.fences and not launch.fences):
         return False
     return not planned.fences or (
@@ -165,13 +165,13 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
         for incident in incidents
         for fault in incident.faults
         if not fault.withdrawn and (is_acted_on(incident, fault) or _ended_job(job, incident))
-        for index, node in enumerate(fault.nodes[:SUSPECTS_OF_ONE])
+        for index, node in enumerate(fault.nodes[:MAX_SUSPECTS_PER_FAULT])
     ]
-    newest = found[-SUSPECTS_TOLD:]
+    newest = found[-MAX_SUSPECTS:]
     # Suspects that have to be examined are included no matter how many newer ones there are.
     older = [
         one
-        for one in found[:-SUSPECTS_TOLD]
+        for one in found[:-MAX_SUSPECTS]
         if one.isolate and one.node not in {each.node for each in newest}
     ]
     return (*{one.node: one for one in older}.values(), *newest)

@@ -19,7 +19,7 @@ from relaunch.job.diagnose import (
     find_highest,
     has_gone_above,
 )
-from relaunch.job.drain import at_checkpoint, may_answer_leave, wanted, why
+from relaunch.job.drain import check_drain_answer, drains_at_checkpoint, explain_drain, find_drain
 from relaunch.job.events import (
     Answered,
     CancelRequested,
@@ -127,7 +127,8 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
                 return Wait(
                     Phase.QUEUED,
                     event.reason,
-                    next="ranks are launched as soon as the fleet has enough nodes for it; `cancel` takes it out of the queue",
+                    next="ranks are launched as soon as the fleet has enough nodes for it; "
+                    "`cancel` takes it out of the queue",
                 )
             # The fleet repeats this when something has changed; the deadline stays the same.
             waits = job.phase is Phase.WAITING_FOR_NODES and job.next.at is not None
@@ -135,7 +136,8 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             return Wait(
                 Phase.WAITING_FOR_NODES,
                 event.reason,
-                next="ranks are launched as soon as the fleet has enough nodes for it; after the deadline a person is asked",
+                next="ranks are launched as soon as the fleet has enough nodes for it; after the "
+                "deadline a person is asked",
                 until=until,
             )
         case NodesOffered():
@@ -171,7 +173,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         case RepairEnded() if answers(job, event) and job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
         case NodesExamined() | RepairEnded():
-            return Ignore(f"{event.kind} answers a question that nobody asks any more")
+            return Ignore(f"{event.kind} answers a question that is no longer asked")
         case NodeUnreachable():
             return _on_unreachable(job, event, now)
         case NodeReturned() if job.deferred_fault is not None and (
@@ -198,23 +200,27 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
                 exit_code=CANCELLED_EXIT_CODE,
             )
         case Answered() if event.node:
-            return _on_leave_answer(job, event, now)
+            return _on_drain_answer(job, event, now)
         case Answered():
             return _on_answer(job, event, now)
         case NodeDeclaredDead():
             return _on_declared_dead(job, event, now)
-        case DrainDue() if job.phase is Phase.RUNNING and (leaving := wanted(job, event.node)):
-            return Relaunch(job.generation + 1, why(leaving), without=(leaving.node,))
-        case CheckpointSaved() if leaves := at_checkpoint(job):
+        case DrainDue() if job.phase is Phase.RUNNING and (drain := find_drain(job, event.node)):
+            return Relaunch(job.generation + 1, explain_drain(drain), without=(drain.node,))
+        case CheckpointSaved() if drains := drains_at_checkpoint(job):
             reason = "; ".join(
-                (*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved")
+                (
+                    *(explain_drain(one) for one in drains[:4]),
+                    f"checkpoint of step {event.step} is saved",
+                )
             )
-            return Relaunch(job.generation + 1, reason, without=tuple(one.node for one in leaves))
+            return Relaunch(job.generation + 1, reason, without=tuple(one.node for one in drains))
         case CheckpointSaved():
-            return Ignore("nobody waits for a checkpoint any more")
+            return Ignore("no drain waits for a checkpoint")
         case DrainRequested() | DrainCancelled() | DrainDue():
             return Ignore(
-                "a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted"
+                "a checkpoint or the next launch leaves that node, where it is one of this job's "
+                "and still wanted"
             )
         case (
             ProgressSeen()
@@ -260,7 +266,7 @@ def is_echo(job: JobState, event: Event) -> bool:
     given_up = job.phase in (Phase.EXAMINING, Phase.REPAIRING) or (
         job.phase is Phase.WAITING_FOR_PERSON and not job.lost
     )
-    said = (
+    reports = (
         FaultObserved
         | RanksHung
         | NodeUnreachable
@@ -271,7 +277,7 @@ def is_echo(job: JobState, event: Event) -> bool:
         | LaunchFailed
         | LaunchRefused
     )
-    return given_up and isinstance(event, said)
+    return given_up and isinstance(event, reports)
 
 
 def answers(job: JobState, event: RepairEnded) -> bool:
@@ -330,7 +336,8 @@ def _running(job: JobState, reason: str, now: datetime) -> Wait:
     return Wait(
         Phase.RUNNING,
         reason,
-        next=f"the incident closes when {passed}, or after {duration(job.policy.healthy_for)} without a fault",
+        next=f"the incident closes when {passed}, or after {duration(job.policy.healthy_for)} "
+        "without a fault",
         until=max(healthy_at, now),
     )
 
@@ -360,7 +367,7 @@ def _on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
     return Wait(
         Phase.RUNNING,
         _offered(job, event.nodes),
-        next="the ranks run on; when the fleet has granted the nodes, all start anew",
+        next="the ranks run on; when the fleet has granted the nodes, all start again",
     )
 
 
@@ -400,13 +407,13 @@ def explain_unreachable(event: NodeUnreachable) -> str:
     return event.reason if event.is_elsewhere else f"{event.node} does not answer: {event.reason}"
 
 
-def _lost_for(job: JobState, how: str) -> str:
+def _describe_lost(job: JobState, how: str) -> str:
     """Return a clause about the lost nodes: no answer, or something else answers for them."""
     silent = tuple(lost.node for lost in job.lost if not lost.is_elsewhere)
-    said = [f"{_names(silent)} {how}"] if silent else []
+    clauses = [f"{_names(silent)} {how}"] if silent else []
     elsewhere = [lost.reason for lost in job.lost if lost.is_elsewhere]
     more = [f"and {len(elsewhere) - 2} more answer from elsewhere"] if len(elsewhere) > 2 else []
-    return "; ".join([*said, *elsewhere[:2], *more])
+    return "; ".join([*clauses, *elsewhere[:2], *more])
 
 
 def _on_deadline(job: JobState, now: datetime) -> Decision:
@@ -417,32 +424,35 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return _running(job, f"no fault for {duration(job.policy.healthy_for)}", now)
         case Phase.NODE_LOST:
             return Ask(
-                _lost_for(job, f"did not answer for {duration(job.policy.timeouts.ask_after)}"),
+                _describe_lost(
+                    job, f"did not answer for {duration(job.policy.timeouts.ask_after)}"
+                ),
                 question=f"wait on, `nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_NODES:
             return Ask(
-                f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.reason}",
+                "the fleet had not enough nodes for it within "
+                f"{duration(job.policy.timeouts.answer_within)}: {job.reason}",
                 question=f"add nodes, then {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON if job.snoozed and job.asked is not None:
             return job.asked
         case Phase.WAITING_FOR_PERSON if job.lost:
             return Ask(
-                f"{_lost_for(job, 'still does not answer')}, and nobody has said what to do",
+                f"{_describe_lost(job, 'still does not answer')}, and no person has answered",
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON:
             return Stop(
                 Phase.FAILED,
-                f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.reason}",
+                f"no answer within {duration(job.policy.timeouts.answer_within)}: {job.reason}",
                 exit_code=1,
             )
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
 
 
-def why_not_dead(job: JobState, node: str) -> str:
+def check_declaration(job: JobState, node: str) -> str:
     """Return a clause that says why a person's declaration of a dead node is refused.
 
     Empty: it is accepted, or changes nothing.
@@ -454,18 +464,20 @@ def why_not_dead(job: JobState, node: str) -> str:
         return ""
     silent = duration(job.policy.timeouts.lost_after)
     return (
-        f"node {node} answers the job's watch, or has not been silent for {silent} yet: ranks there would go on "
-        "beside new ones. Cut its power or its network first, or send force: true if you know that it is dead"
+        f"node {node} answers the job's watch, or has not been silent for {silent} yet: ranks "
+        "there would go on "
+        "beside new ones. Cut its power or its network first, or send force: true if you know "
+        "that it is dead"
     )
 
 
-def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:
+def check_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:
     """Return a clause that says why a person's answer is not possible now; empty: it is.
 
     With `node`, the answer is to the request that the job leaves that node.
     """
     if node:
-        return may_answer_leave(job, decision, node, now)
+        return check_drain_answer(job, decision, node, now)
     if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
         return ""
     if decision == "take-over":
@@ -477,7 +489,7 @@ ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase
 """Phases in which no rank trains and relaunch acts without a person."""
 
 
-def _asked(job: JobState) -> str:
+def _find_question(job: JobState) -> str:
     return (
         job.asked.reason
         if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON
@@ -485,16 +497,16 @@ def _asked(job: JobState) -> str:
     )
 
 
-def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
-    if no := may_answer(job, event.decision, now, event.node):
+def _on_drain_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+    if no := check_answer(job, event.decision, now, event.node):
         return Ignore(no)
-    leaving = wanted(job, event.node)
-    assert leaving is not None, "else it is no answer"
+    drain = find_drain(job, event.node)
+    assert drain is not None, "else it is no answer"
     if event.decision == "approve" and job.phase is Phase.RUNNING:
-        reason = f"{why(leaving)}; {event.by or 'a person'} said: now" + (
+        reason = f"{explain_drain(drain)}; {event.by or 'a person'} said: now" + (
             f" ({event.reason})" if event.reason else ""
         )
-        return Relaunch(job.generation + 1, reason, without=(leaving.node,))
+        return Relaunch(job.generation + 1, reason, without=(drain.node,))
     return Ignore(
         "that node is left as soon as the job runs"
         if event.decision == "approve"
@@ -503,7 +515,7 @@ def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
 
 
 def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
-    if no := may_answer(job, event.decision, now):
+    if no := check_answer(job, event.decision, now):
         return Ignore(no)
     who = event.by or "a person"
     reason = f": {event.reason}" if event.reason else ""
@@ -519,14 +531,15 @@ def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
         case "snooze":
             return Wait(
                 Phase.WAITING_FOR_PERSON,
-                f"{who} snoozed it{reason}; {_asked(job)}",
+                f"{who} snoozed it{reason}; {_find_question(job)}",
                 next="it is asked again",
                 until=event.until,
             )
         case "take-over":
             return Ask(
-                f"{who} has taken it over{reason}; before that: {_asked(job)}",
-                question="nothing is done until somebody says `answer approve`, `answer deny`, `retry` or `cancel`",
+                f"{who} has taken it over{reason}; before that: {_find_question(job)}",
+                question="nothing is done until a person says `answer approve`, `answer deny`, "
+                "`retry` or `cancel`",
                 waits=True,
             )
         case _:

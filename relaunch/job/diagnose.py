@@ -79,7 +79,7 @@ Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
 def diagnose(job: JobState, fault: Fault) -> Diagnosis:
-    """Return the root cause of a fault by its own evidence, whether or not nodes of the job are lost.
+    """Return the root cause of a fault by its own evidence, whichever nodes of the job are lost.
 
     A cascade is never the cause while there is a root. Among roots the earliest wins, and a node's
     own evidence outweighs a program's messages. This reads all evidence of the fault, so it is done
@@ -253,7 +253,8 @@ def _of_observations(
         late = first.why == NEVER_WATCHED
         return Diagnosis(
             Cause.PLATFORM if late else Cause.NODE_LOST,
-            f"{first.node} stopped its own ranks: {first.reason}{'; the node answers, so relaunch was late' if late else ''}",
+            f"{first.node} stopped its own ranks: "
+            f"{first.reason}{'; the node answers, so relaunch was late' if late else ''}",
             nodes=(first.node,),
             code=NEVER_WATCHED if late else "",
             certainty=Certainty.LIKELY if late else Certainty.CERTAIN,
@@ -326,7 +327,8 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
             continue
         return Diagnosis(
             Cause.UNKNOWN,
-            f"{diagnosis.reason}; and at the same moment {other.reason}: their clocks do not tell which was first",
+            f"{diagnosis.reason}; and at the same moment {other.reason}: their clocks do not tell "
+            "which was first",
             nodes=(root.node, rival.node),
             ranks=_numbers([root, rival]),
             certainty=Certainty.GUESS,
@@ -411,26 +413,26 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
     )
     if ending.cause is Cause.OUT_OF_MEMORY:
         seen = ending
-    told = (
+    finding = (
         seen
         or reading.word(Role.ROOT)
         or (ending if ending.role is Role.ROOT else reading.word(Role.SYMPTOM))
     )
-    if told is None and ending.role is not Role.WRAPPER:
-        told = ending
-    if told is not None:
-        cause = told.cause or Cause.UNKNOWN
+    if finding is None and ending.role is not Role.WRAPPER:
+        finding = ending
+    if finding is not None:
+        cause = finding.cause or Cause.UNKNOWN
     else:
-        said = root.error is not None or any(line.strip() for line in root.log_tail)
-        cause = Cause.APPLICATION if said else Cause.UNKNOWN
+        has_output = root.error is not None or any(line.strip() for line in root.log_tail)
+        cause = Cause.APPLICATION if has_output else Cause.UNKNOWN
     return Diagnosis(
         cause,
-        f"{_ended(root, ending)}{_detail(root, ending, told)}{others}",
+        f"{_ended(root, ending)}{_detail(root, ending, finding)}{others}",
         # A rank that times out while it waits reports first, but is rarely the one at fault.
         nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
         ranks=_numbers([root]),
-        code=told.code if told is not None else ending.code,
+        code=finding.code if finding is not None else ending.code,
         certainty=Certainty.CERTAIN
         if root.error or seen
         else Certainty.GUESS
@@ -463,23 +465,26 @@ def _numbers(exits: Iterable[RankExited]) -> tuple[int, ...]:
     return tuple(one.rank for one in exits if not one.launcher)
 
 
-def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
+def _detail(root: RankExited, ending: Finding, finding: Finding | None) -> str:
     """Return what is known beyond how the rank ended, as a clause to append."""
     if root.error:
-        said = (
+        message = (
             root.error.message.splitlines()[0]
             if root.error.message
             else "an error without a message"
         )
-        kernel = f" ({told.reason})" if told is not None and told.source == "kernel" else ""
-        return f": {said[:300]}{kernel}"
-    if told is not None and told is not ending:
-        return f": {told.reason[:300]}"
+        kernel = (
+            f" ({finding.reason})" if finding is not None and finding.source == "kernel" else ""
+        )
+        return f": {message[:300]}{kernel}"
+    if finding is not None and finding is not ending:
+        return f": {finding.reason[:300]}"
     if ending.role is not Role.WRAPPER:
         return ""
     if root.error_unreadable:
         return f": its error file is unreadable: {root.error_unreadable}"
-    return f": {next((line for line in reversed(root.log_tail) if line.strip()), 'it said nothing')[:300]}"
+    lines = (line for line in reversed(root.log_tail) if line.strip())
+    return f": {next(lines, 'it said nothing')[:300]}"
 
 
 def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
@@ -505,7 +510,8 @@ def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagno
             )
     return Diagnosis(
         Cause.NETWORK,
-        f"{_who(first)} lost a connection and no rank failed by itself: {(_last_words(first) or ('',))[-1][:200]}",
+        f"{_who(first)} lost a connection and no rank failed by itself: "
+        f"{(_last_words(first) or ('',))[-1][:200]}",
         nodes=tuple(dict.fromkeys(one.node for one in failed))[:NAMED],
         ranks=_numbers(failed[:NAMED]),
         certainty=Certainty.GUESS,
@@ -541,7 +547,10 @@ def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
     claim = find_highest(job, fault)
     if claim is None or not has_gone_above(job):
         return None
-    reason = f"{claim.node} refused {MAX_CLAIMS + 1} launches in a row, each for a higher generation that it claims to have seen"
+    reason = (
+        f"{claim.node} refused {MAX_CLAIMS + 1} launches in a row, each for a higher "
+        "generation that it claims to have seen"
+    )
     return Diagnosis(Cause.NODE_LOST, reason, nodes=(claim.node,), certainty=Certainty.LIKELY)
 
 

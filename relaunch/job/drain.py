@@ -7,70 +7,74 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from relaunch.job.state import JobState, Leaving, Phase
+from relaunch.job.state import JobState, NodeDrain, Phase
 
 NAMED = 4
 """Maximum number of nodes to leave that are named: the text is one line even for a whole rack."""
 
 
-def left_out(job: JobState, now: datetime) -> tuple[str, ...]:
+def nodes_to_drain(job: JobState, now: datetime) -> tuple[str, ...]:
     """Return the nodes that a launch does not use because of drain requests.
 
     These are the requests that were not denied, or whose time to leave has come.
     """
-    return tuple(one.node for one in job.leaving if not one.denied or now >= one.until)
+    return tuple(one.node for one in job.drains if not one.denied or now >= one.until)
 
 
-def at_checkpoint(job: JobState) -> tuple[Leaving, ...]:
+def drains_at_checkpoint(job: JobState) -> tuple[NodeDrain, ...]:
     """Return the drain requests that take effect as soon as a checkpoint is finished."""
-    return tuple(one for one in job.leaving if not one.denied) if job.phase is Phase.RUNNING else ()
+    return tuple(one for one in job.drains if not one.denied) if job.phase is Phase.RUNNING else ()
 
 
-def wanted(job: JobState, node: str) -> Leaving | None:
-    return next((one for one in job.leaving if one.node == node), None)
+def find_drain(job: JobState, node: str) -> NodeDrain | None:
+    """Return the drain request for a node, or None."""
+    return next((one for one in job.drains if one.node == node), None)
 
 
-def why(one: Leaving) -> str:
+def explain_drain(one: NodeDrain) -> str:
     return f"{one.by or 'a person'} wants {one.node}" + (f": {one.reason}" if one.reason else "")
 
 
-def may_answer_leave(job: JobState, decision: str, node: str, now: datetime) -> str:
+def check_drain_answer(job: JobState, decision: str, node: str, now: datetime) -> str:
     """Return a clause that says why this is no answer to a drain request; empty: it is one."""
-    one = wanted(job, node)
+    one = find_drain(job, node)
     if one is None or job.ending is not None:
-        return f"nobody wants {node} of {job.name}"
+        return f"there is no request to drain {node} of {job.name}"
     if decision not in ("approve", "deny"):
-        return f"{decision} says nothing about {node}: expected approve (it is left at once) or deny (not before {clock(one.until)})"
+        denied = f"deny (not before {format_time(one.until)})"
+        expected = f"approve (it is left at once) or {denied}"
+        return f"{decision} says nothing about {node}: expected {expected}"
     if decision == "deny" and now >= one.until:
-        return f"it had to leave {node} by {clock(one.until)}"
+        return f"it had to leave {node} by {format_time(one.until)}"
     return ""
 
 
-def pending(job: JobState) -> tuple[str, ...]:
+def describe_drains(job: JobState) -> tuple[str, ...]:
     """Return one clause per drain request: the node, the deadline, and the possible answers."""
     return (
-        tuple(_told(job.name, one) for one in job.leaving)
+        tuple(_describe_drain(job.name, one) for one in job.drains)
         if not job.phase.is_final and job.ending is None
         else ()
     )
 
 
-def what_next(job: JobState) -> str:
+def describe_next(job: JobState) -> str:
     """Return `JobState.next` and the open drain requests, which apply whatever comes next."""
-    told = pending(job)
-    more = (f"{len(told) - NAMED} more nodes are wanted",) if len(told) > NAMED else ()
-    return "; ".join((job.next.what, *told[:NAMED], *more))
+    drains = describe_drains(job)
+    more = (f"{len(drains) - NAMED} more nodes are wanted",) if len(drains) > NAMED else ()
+    return "; ".join((job.next.what, *drains[:NAMED], *more))
 
 
-def _told(job: str, one: Leaving) -> str:
-    wants = f"{one.by or 'a person'} wants {one.node} by {clock(one.until)}" + (
+def _describe_drain(job: str, one: NodeDrain) -> str:
+    wants = f"{one.by or 'a person'} wants {one.node} by {format_time(one.until)}" + (
         f": {one.reason}" if one.reason else ""
     )
     approve = f"`answer {job} approve --node {one.node}`: at once"
     if one.denied:
         return f"{wants}; {one.denied}; it leaves then ({approve})"
-    return f"{wants}; it leaves at the next checkpoint ({approve}; `answer {job} deny --node {one.node}`: not before {one.until:%H:%M})"
+    deny = f"`answer {job} deny --node {one.node}`: not before {one.until:%H:%M}"
+    return f"{wants}; it leaves at the next checkpoint ({approve}; {deny})"
 
 
-def clock(at: datetime) -> str:
+def format_time(at: datetime) -> str:
     return f"{at:%Y-%m-%d %H:%M} UTC"

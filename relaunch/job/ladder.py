@@ -32,7 +32,7 @@ def climb(
     job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]
 ) -> Decision:
     """Return the decision of the first rung of the ladder that applies and has a try left."""
-    fault = _told(recovering)
+    fault = _refine_fault(recovering)
     if (
         (limit := job.policy.no_progress_stop) != "off"
         and fault.cause in OWN_CAUSES
@@ -40,14 +40,17 @@ def climb(
     ):
         return _fail(
             fault,
-            f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}",
+            f"{job.flat_generations} generations in a row ended without passing step "
+            f"{job.furthest_step}",
         )
     if (most := job.policy.no_progress_ask) != "off" and (
         vain := launches_without_progress(job)
     ) >= most:
         return Ask(
-            f"{fault.reason}; {vain} launches in a row, and training has not got past {_reached(job)}",
-            question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid NODE`?",
+            f"{fault.reason}; {vain} launches in a row, and training has not got past "
+            f"{_reached(job)}",
+            question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid "
+            "NODE`?",
         )
     asked = False
     for rung in job.policy.ladder(fault.cause):
@@ -140,20 +143,20 @@ def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return bool(set(one) & set(other)) or one == other
 
 
-def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
+def remaining_slots(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
     """Return the slots with which the job could continue if it did not use these nodes."""
-    gone = {
+    excluded = {
         *without,
-        *(one.node for one in job.leaving if not one.denied),
+        *(one.node for one in job.drains if not one.denied),
         *(one.node for one in job.avoided),
     }
-    return tuple(slot for slot in job.slots if slot.node not in gone)
+    return tuple(slot for slot in job.slots if slot.node not in excluded)
 
 
-def why_left(job: JobState, left: tuple[Slot, ...]) -> str:
+def explain_shrink(job: JobState, left: tuple[Slot, ...]) -> str:
     names = {slot.node for slot in left}
-    gone = tuple(slot.node for slot in job.slots if slot.node not in names)
-    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {_names(gone)}"
+    dropped = tuple(slot.node for slot in job.slots if slot.node not in names)
+    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {_names(dropped)}"
 
 
 def _applies(
@@ -172,11 +175,11 @@ def _applies(
     if rung.strategy is Strategy.SHRINK:
         suspects = (*without, *fault.nodes)
         named = any(slot.node in suspects for slot in job.slots)
-        return named and len(left_with(job, suspects)) >= job.spec.fewest_nodes
+        return named and len(remaining_slots(job, suspects)) >= job.spec.fewest_nodes
     return rung.strategy is not Strategy.REPLACE_NODE or bool(fault.nodes or without)
 
 
-def _told(recovering: Recovering) -> Diagnosis:
+def _refine_fault(recovering: Recovering) -> Diagnosis:
     """Return the fault after the examination: its suspects are the unhealthy nodes, if any."""
     fault, examined = recovering.fault, recovering.examined
     if examined is None:
@@ -210,7 +213,8 @@ def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
         nodes=nodes,
         fault=fault,
         reason=f"{fault.reason}; what next depends on {_names(nodes)}",
-        next=f"{_names(nodes)} examined; without a verdict after {duration(limit)} it counts as UNKNOWN",
+        next=f"{_names(nodes)} examined; without a verdict after {duration(limit)} it counts as "
+        "UNKNOWN",
         until=now + limit,
     )
 
@@ -224,7 +228,7 @@ def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetim
         fault=fault,
         reason=_reason(fault, rung, used),
         take=_take(fault, rung, now),
-        left=_left(job, fault, rung, used),
+        left=_describe_budgets(job, fault, rung, used),
         until=now + limit,
     )
 
@@ -236,13 +240,13 @@ def _relaunch(
     if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
         without = tuple(dict.fromkeys((*without, *fault.nodes)))
     if rung.strategy is Strategy.SHRINK:
-        reason += f", to {len(left_with(job, without))} of {job.spec.node_count} nodes"
+        reason += f", to {len(remaining_slots(job, without))} of {job.spec.node_count} nodes"
     return Relaunch(
         job.generation + 1,
         reason,
         strategy=rung.strategy,
         take=_take(fault, rung, now),
-        left=_left(job, fault, rung, used),
+        left=_describe_budgets(job, fault, rung, used),
         without=without,
         avoid=fault.nodes if rung.isolate else (),
         keep_nodes=rung.strategy is not Strategy.RESCHEDULE_JOB,
@@ -268,14 +272,15 @@ def _reason(fault: Diagnosis, rung: Rung, used: int) -> str:
     return f"{fault.reason}; {rung.strategy} {used + 1}{of} for {fault.cause}"
 
 
-def _left(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
+def _describe_budgets(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
     """Return what remains of the rung's tries and the job's restarts after this try."""
     parts = []
     if rung.tries is not None:
         window = f" within {duration(rung.window)}" if rung.window is not None else ""
         parts.append(f"{rung.tries - used - 1} {rung.label} for {fault.cause}{window}")
     parts.append(
-        f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of {job.policy.max_restarts} restarts"
+        f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of "
+        f"{job.policy.max_restarts} restarts"
     )
     return ", ".join(parts)
 

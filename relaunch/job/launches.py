@@ -62,7 +62,7 @@ def add_found(
 ) -> JobState:
     """Record nodes on which ranks unknown to this job may be alive, with their known launches.
 
-    Where no launch is known for a node, silence never proves its ranks gone.
+    Where no launch is known for a node, silence never proves its ranks stopped.
     """
     alive = tuple(dict.fromkeys((*job.maybe_alive, *nodes)))
     known = {_key(one) for one in job.launched}
@@ -82,17 +82,17 @@ def add_found(
 
 def prove_stopped(job: JobState, nodes: Iterable[str]) -> JobState:
     """Record nodes on which every generation is proven stopped, or must have fenced by now."""
-    gone = frozenset(nodes)
+    proven = frozenset(nodes)
     marked = (
         replace(
-            one, stopped=tuple(node for node in one.nodes if node in gone or node in one.stopped)
+            one, stopped=tuple(node for node in one.nodes if node in proven or node in one.stopped)
         )
         for one in job.launched
     )
     return replace(
         job,
-        maybe_alive=tuple(node for node in job.maybe_alive if node not in gone),
-        lost=tuple(lost for lost in job.lost if lost.node not in gone),
+        maybe_alive=tuple(node for node in job.maybe_alive if node not in proven),
+        lost=tuple(lost for lost in job.lost if lost.node not in proven),
         launched=_living(marked),
     )
 

@@ -103,7 +103,7 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
 
 
 def seat(
-    slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = False
+    slots: tuple[Slot, ...], places: tuple[Place, ...], *, reassign: bool = False
 ) -> tuple[Slot, ...]:
     """Return the slots of the next launch with their counters.
 
@@ -112,14 +112,14 @@ def seat(
     Args:
         slots: The present slots; empty before the first launch.
         places: The places of the next launch, by group rank.
-        anew: All places are assigned again; a node that gets its old place counts as another one.
+        reassign: All places are assigned again; a node that gets its old place counts as another.
     """
     seated = []
     for index, place in enumerate(places):
         before = slots[index] if index < len(slots) else None
         if before is None:
             seated.append(Slot(place.node, place.address, 1, 1, place.gpus))
-        elif before.node == place.node and not anew:
+        elif before.node == place.node and not reassign:
             seated.append(
                 Slot(place.node, place.address, before.scheduled, before.started + 1, place.gpus)
             )

@@ -95,7 +95,7 @@ def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replay
     return tuple(done)
 
 
-def simulate(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Replayed, ...]:
+def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[Replayed, ...]:
     """Run hand-written events through a policy, in the order of their times.
 
     What the events leave out succeeds: launches and repairs are done, and deadlines pass when no
@@ -103,7 +103,7 @@ def simulate(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Repla
     never assumed. After the last event only its immediate consequences happen.
     """
     job = replace(job, policy=policy)
-    waiting = deque(told)
+    waiting = deque(events)
     if not waiting or not isinstance(waiting[0].event, Submitted):
         waiting.appendleft(Step(job.submitted_at, Submitted("", job.submitted_by)))
     done: list[Replayed] = []
@@ -167,7 +167,7 @@ def _course(decision: Decision) -> tuple[object, ...]:
             return (decision.kind,)
 
 
-def named(decision: Decision) -> str:
+def name_decision(decision: Decision) -> str:
     """Return a decision's kind and strategy or phase: `Relaunch REPLACE_NODE`, `Wait NODE_LOST`."""
     match decision:
         case Relaunch() | Repair():
@@ -183,8 +183,8 @@ def difference(decision: Decision, decided: Decision) -> str:
 
     Reasons and remaining budgets are not compared.
     """
-    if named(decision) != named(decided):
-        return f"then {named(decided)}"
+    if name_decision(decision) != name_decision(decided):
+        return f"then {name_decision(decided)}"
     parts = []
     match decision, decided:
         case (Examine(), Examine()) if decision.nodes != decided.nodes:
@@ -202,7 +202,7 @@ def difference(decision: Decision, decided: Decision) -> str:
                 parts.append(f"isolating {_names(decided.avoid)}")
             if decision.keep_nodes != decided.keep_nodes:
                 parts.append(
-                    "on the same nodes" if decided.keep_nodes else "with all places given anew"
+                    "on the same nodes" if decided.keep_nodes else "with all places assigned again"
                 )
             if decision.delay != decided.delay:
                 parts.append(f"after {duration(decided.delay)}")
@@ -234,8 +234,8 @@ def _completed(job: JobState, event: Event, repair: Repair | None) -> Event:
     if isinstance(event, RepairEnded) and not event.nodes and repair is not None:
         event = replace(event, strategy=repair.strategy, nodes=repair.nodes)
     if getattr(event, "generation", None) == CURRENT:
-        told: Any = event
-        return replace(told, generation=job.generation)  # type: ignore[no-any-return]
+        unnumbered: Any = event
+        return replace(unnumbered, generation=job.generation)  # type: ignore[no-any-return]
     return event
 
 
@@ -283,13 +283,13 @@ def _consequences(
                 Step(
                     ready,
                     NodesAcquired(
-                        seat(job.slots, _places(job, decision), anew=not decision.keep_nodes)
+                        seat(job.slots, _places(job, decision), reassign=not decision.keep_nodes)
                     ),
                 ),
             )
         case Examine() if not isinstance(answer, NodesExamined | DeadlinePassed):
             examined = tuple(
-                ExaminedNode(node, Verdict.UNKNOWN, "nobody says what was found")
+                ExaminedNode(node, Verdict.UNKNOWN, "no finding is given")
                 for node in decision.nodes
             )
             return (Step(at, NodesExamined(job.generation, examined)),)
@@ -302,7 +302,7 @@ def _consequences(
                         decision.strategy,
                         decision.nodes,
                         "done",
-                        "nobody says otherwise",
+                        "no other outcome is given",
                     ),
                 ),
             )

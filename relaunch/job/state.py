@@ -39,7 +39,7 @@ class Phase(StrEnum):
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED)
 
 
-# --- diagnosis --------------------------------------------------------------------------------------------------------------
+# --- diagnosis
 
 
 class Certainty(StrEnum):
@@ -87,7 +87,7 @@ class Try:
     code: str = ""
 
 
-# --- decisions --------------------------------------------------------------------------------------------------------------
+# --- decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ Decision = Annotated[
 ]
 
 
-# --- what a job remembers ---------------------------------------------------------------------------------------------------
+# --- the state of a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Avoided:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class NodeDrain:
     """A node that the job was asked to leave, for maintenance."""
 
     node: str
@@ -438,10 +438,10 @@ class JobState:
     strategy: Strategy | None = None
     """The strategy by which the newest generation was decided."""
     maybe_alive: tuple[str, ...] = ()
-    """Nodes on which ranks of any generation may be alive: started there and not proven gone."""
+    """Nodes on which ranks of any generation may be alive: started there and not proven stopped."""
     launched: tuple[LaunchedGeneration, ...] = ()
     """Launches whose ranks may be alive, including earlier submissions; the newest last. Each is
-    recorded before its ranks can exist, and kept until they are proven gone on all nodes."""
+    recorded before its ranks can exist, and kept until they are proven stopped on all nodes."""
     places: tuple[StartedPlaces, ...] = ()
     """Where those ranks were started, by generation: only an answer from there proves anything."""
     lost: tuple[LostNode, ...] = ()
@@ -454,7 +454,7 @@ class JobState:
     recovering: Recovering | None = None
     """Set from the decision to examine or repair until the next launch is decided."""
     avoided: tuple[Avoided, ...] = ()
-    leaving: tuple[Leaving, ...] = ()
+    drains: tuple[NodeDrain, ...] = ()
     tries: tuple[Try, ...] = ()
     """Newest last. Each rung defines which of them count."""
     restarts_spent: int = 0

@@ -12,7 +12,7 @@ from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import Duration, Name, Reason, Strict
 from relaunch.generation import LaunchedGeneration
-from relaunch.job.decide import why_not_dead
+from relaunch.job.decide import check_declaration
 from relaunch.job.events import (
     Answered,
     CancelRequested,
@@ -70,8 +70,8 @@ class Carried:
     dead: tuple[str, ...] = ()
     """Nodes that a person has declared dead since nodes were last chosen."""
     deadline: datetime | None = None
-    told: str = ""
-    """The last message sent to people."""
+    last_notice: str = ""
+    """The key of the last notice sent to people."""
     claims: ClaimsCarried = ClaimsCarried()
 
 
@@ -222,12 +222,12 @@ def report_event(raw: Any, job: JobState) -> Event:
     message = ReportMessage.model_validate(raw)
     if message.node is None:
         return MessageRejected("report", "node: missing, expected the name of a node")
-    if not message.force and (why := why_not_dead(job, message.node)):
+    if not message.force and (why := check_declaration(job, message.node)):
         return MessageRejected("report", why, "was refused")
     return NodeDeclaredDead(message.node, message.reason, message.by)
 
 
-def leave_event(raw: Any) -> Event:
+def drain_event(raw: Any) -> Event:
     asked = WITHDRAW.validate_python(raw)
     if asked.withdrawn:
         return DrainCancelled(asked.node, asked.reason)

@@ -18,7 +18,7 @@ from relaunch.cli.job_views import (
 )
 from relaunch.cli.logs import Printer
 from relaunch.evidence.causes import Cause
-from relaunch.job.state import Leaving, Progress, Try
+from relaunch.job.state import NodeDrain, Progress, Try
 from relaunch.spec.job import NodeRange
 from relaunch.spec.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
@@ -110,8 +110,8 @@ def test_a_checkpoint_is_shown_as_far_as_all_watches_have_seen_it() -> None:
 
 
 def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> None:
-    wanted = Leaving("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
-    view = json.loads(json.dumps(show(job_state(leaving=(wanted,)), None, T0)))
+    wanted = NodeDrain("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
+    view = json.loads(json.dumps(show(job_state(drains=(wanted,)), None, T0)))
     assert view["leaving"] == [
         {
             "node": "local-2",
@@ -127,7 +127,7 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
         in line
     )
     denied = show(
-        job_state(leaving=(replace(wanted, denied="alice said no: evaluation ends at noon"),)),
+        job_state(drains=(replace(wanted, denied="alice said no: evaluation ends at noon"),)),
         None,
         T0,
     )

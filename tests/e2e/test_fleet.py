@@ -173,7 +173,7 @@ async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goe
     status, text = await starter(
         world, "answer", job.name, "deny", "--node", "n2", "--reason", "too late"
     )
-    assert (status, f"nobody wants n2 of {job.name}" in text) == (2, True), text
+    assert (status, f"there is no request to drain n2 of {job.name}" in text) == (2, True), text
     await nodes(world, "release", "n2", "--reason", "it has one")
     await end(world, job)
 

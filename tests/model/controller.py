@@ -15,7 +15,7 @@ import relaunch.job.fencing
 from relaunch.activities.stop import StopRanksInput, launched_generations
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.apply import apply_event
-from relaunch.job.claim import as_it_is, give_back, is_known_by
+from relaunch.job.claim import build_current_claim, build_empty_claim, is_known_by
 from relaunch.job.events import (
     Event,
     Launched,
@@ -100,7 +100,7 @@ class Controller:
         """By how much people have set the wall clock ahead, in ticks."""
         self.heard_at: dict[str, float] = {}
         """When lost nodes were heard last, by the wall clock."""
-        self.claimed = ClaimRecord(give_back(self.job, 0))
+        self.claimed = ClaimRecord(build_empty_claim(self.job, 0))
         """What the fleet knows of the job."""
         self.places: tuple[StartedPlaces, ...] = ()
         self.since, self.wall_then = 0.0, 0.0
@@ -142,7 +142,9 @@ class Controller:
         granted = {place.node for place in self.claimed.granted or ()}
         if granted != set(launch.nodes) or not is_known_by(self.claimed.claim.launched, launch):
             places = tuple(FleetPlace(node, node) for node in launch.nodes)
-            self.claimed = ClaimRecord(as_it_is(self.job, 0, launch.nodes), granted=places)
+            self.claimed = ClaimRecord(
+                build_current_claim(self.job, 0, launch.nodes), granted=places
+            )
 
     def may_launch_in_place(self, nodes: int) -> bool:
         """Whether ranks that do not fence would be taken for part of a gang that does."""
@@ -220,7 +222,7 @@ class Controller:
         holding, launched = tuple(place.node for place in known.places), known.launched
         self.job = replace(self._submitted(self.job.submission + 1), generation=self.job.generation)
         self.claimed = ClaimRecord(
-            give_back(self.job, 0), inherited=known.places, inherited_launched=launched
+            build_empty_claim(self.job, 0), inherited=known.places, inherited_launched=launched
         )
         self.heard_at.clear()
         self.places = ()

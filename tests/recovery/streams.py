@@ -38,7 +38,7 @@ from relaunch.job.events import (
     StepReached,
     Submitted,
 )
-from relaunch.job.ladder import left_with
+from relaunch.job.ladder import remaining_slots
 from relaunch.job.ranks import seat
 from relaunch.job.state import (
     Ask,
@@ -218,7 +218,7 @@ class Run:
         if decision.strategy is Strategy.GROW:
             places = self.granted
         elif decision.strategy is Strategy.SHRINK:
-            places = tuple(slot.node for slot in left_with(self.job, tuple(excluded)))
+            places = tuple(slot.node for slot in remaining_slots(self.job, tuple(excluded)))
         elif not decision.keep_nodes or not places or excluded & set(places):
             kept = [
                 node if decision.keep_nodes and node not in excluded else None for node in places

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from relaunch.job.decide import may_answer
+from relaunch.job.decide import check_answer
 from relaunch.job.events import (
     Answered,
     DeadlinePassed,
@@ -106,7 +106,7 @@ def test_what_relaunch_works_at_can_be_taken_over_and_else_asks_nothing(phase: P
     assert isinstance(decision, Ask)
     assert after.reason == "ada has taken it over; before that: generation 2 is launched"
     for answer in ("approve", "deny", "snooze"):
-        assert may_answer(job, answer, at(20)) == f"it is {phase} and asks nothing"
+        assert check_answer(job, answer, at(20)) == f"it is {phase} and asks nothing"
 
 
 @pytest.mark.parametrize("decision", ["approve", "deny", "snooze", "take-over"])
@@ -115,7 +115,7 @@ def test_a_job_whose_ranks_run_is_not_stopped_by_an_answer(decision: str) -> Non
     after, decided = step(job, Answered(decision, "", "ada"), at(20))  # type: ignore[arg-type]
     assert isinstance(decided, Ignore)
     assert after == job
-    assert "RUNNING" in may_answer(job, decision, at(20))
+    assert "RUNNING" in check_answer(job, decision, at(20))
 
 
 def test_s1_6_a_job_that_never_ran_queues_without_a_deadline_and_one_that_lost_its_nodes_asks() -> (

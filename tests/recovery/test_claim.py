@@ -6,7 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 from relaunch.evidence.causes import Cause
-from relaunch.job.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
+from relaunch.job.claim import (
+    MAX_SUSPECTS,
+    MAX_SUSPECTS_PER_FAULT,
+    build_claim,
+    build_empty_claim,
+    suspects,
+)
 from relaunch.job.events import (
     CancelRequested,
     DrainDue,
@@ -78,7 +84,7 @@ def incident(
 
 def test_a_job_that_has_run_nothing_wants_all_its_nodes_and_has_none() -> None:
     job = new_job(gpus_per_node=4, priority=3)
-    wanted = claim(job, 1)
+    wanted = build_claim(job, 1)
     assert (wanted.job, wanted.submission, wanted.seq) == ("llama", 1000, 1)
     assert (wanted.nodes, wanted.gpus, wanted.priority, wanted.since) == (2, 4, 3, T0)
     assert (wanted.running, wanted.keep, wanted.holds, wanted.suspects) == (False, (), (), ())
@@ -90,18 +96,18 @@ def test_a_replacement_keeps_what_is_kept_and_holds_whatever_ranks_may_live_on()
         slots=(Slot("n1", "10.0.0.1", gpus=(0, 1)), Slot("n2", "10.0.0.2")),
         maybe_alive=("n1", "n2", "n9"),
     )
-    wanted = claim(job, 7, keep=("n1",), avoid=("n2",))
+    wanted = build_claim(job, 7, keep=("n1",), avoid=("n2",))
     assert (wanted.running, wanted.keep, wanted.avoid) == (True, ("n1",), ("n2",))
     assert wanted.holds == (Place("n1", "10.0.0.1", (0, 1)), Place("n2", "10.0.0.2"), Place("n9"))
 
 
 def test_a_job_that_gives_way_queues_like_one_that_never_ran() -> None:
-    assert claim(running(), 2, queue=True).running is False
+    assert build_claim(running(), 2, queue=True).running is False
 
 
 def test_what_is_given_back_is_all_but_where_ranks_may_live() -> None:
     job = replace(running(), maybe_alive=("n2",))
-    said = give_back(job, 9)
+    said = build_empty_claim(job, 9)
     assert (said.nodes, said.keep, [place.node for place in said.holds]) == (0, (), ["n2"])
 
 
@@ -141,8 +147,8 @@ def test_what_is_told_is_bounded() -> None:
         incident(number, nodes=tuple(f"n{node}" for node in range(20))) for number in range(20)
     )
     told = suspects(replace(running(), incidents=many))
-    assert len(told) == SUSPECTS_TOLD and {one.generation for one in told} == {18, 19}
-    assert len({one.node for one in told}) == SUSPECTS_OF_ONE
+    assert len(told) == MAX_SUSPECTS and {one.generation for one in told} == {18, 19}
+    assert len({one.node for one in told}) == MAX_SUSPECTS_PER_FAULT
 
 
 def test_a_rung_that_isolates_is_told_from_a_person_who_avoids() -> None:
@@ -173,7 +179,7 @@ def test_a_second_bad_node_in_one_incident_is_told_at_once() -> None:
         (1, ("n2",)),
         (2, ("n1",)),
     ]
-    assert claim(job, 9).suspects == suspects(job)
+    assert build_claim(job, 9).suspects == suspects(job)
 
 
 def test_a_node_that_only_an_examination_finds_is_told() -> None:
@@ -289,10 +295,10 @@ def asked(job: JobState, node: str = "n2") -> JobState:
 def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
     job, decision = step(running(), DrainRequested("n2", "new power supply", "grace", at(60)))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
-    assert [(one.node, one.by, one.until) for one in job.leaving] == [("n2", "grace", at(60))]
+    assert [(one.node, one.by, one.until) for one in job.drains] == [("n2", "grace", at(60))]
     assert job.notices == ("grace wants n2 by 2026-11-21T03:01+00:00: new power supply",)
     again = asked(job)
-    assert again.leaving == job.leaving, "asked twice it leaves once"
+    assert again.drains == job.drains, "asked twice it leaves once"
 
 
 def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_spent() -> None:
@@ -310,12 +316,12 @@ def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_sp
         None,
     )
     job, _ = step(job, NodesAcquired((Slot("n1", "10.0.0.1"), Slot("n3", "10.0.0.3"))))
-    assert job.leaving == ()
+    assert job.drains == ()
 
 
 def test_a_node_that_is_not_its_own_is_not_left() -> None:
     job = asked(running(), "n7")
-    assert (job.leaving, job.notices) == ((), ())
+    assert (job.drains, job.notices) == ((), ())
     assert isinstance(step(job, DrainDue("n7"))[1], Ignore)
 
 

@@ -36,7 +36,7 @@ from relaunch.job.events import (
     RanksSucceeded,
     RepairEnded,
 )
-from relaunch.job.replay import named
+from relaunch.job.replay import name_decision
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop
 from relaunch.messages.jobs import overlay
 from relaunch.spec.policy import Policy, Rung, preset
@@ -143,7 +143,7 @@ def incident(path: Path) -> str:
 
 
 def _decided(decision: Decision, before: str) -> str:
-    text = f"**{named(decision)}** {_beyond(before, decision.reason)}"
+    text = f"**{name_decision(decision)}** {_beyond(before, decision.reason)}"
     if isinstance(decision, Relaunch) and decision.delay:
         text += f", after {duration(decision.delay)}"
     return text + (

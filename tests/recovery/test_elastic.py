@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relaunch.evidence.causes import Cause
 from relaunch.job.apply import resubmit
-from relaunch.job.claim import as_it_is, claim, give_back, more_at
+from relaunch.job.claim import build_claim, build_current_claim, build_empty_claim, more_at
 from relaunch.job.events import (
     CancelRequested,
     DrainRequested,
@@ -26,9 +26,9 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.fencing import fences
-from relaunch.job.ladder import left_with, why_left
+from relaunch.job.ladder import explain_shrink, remaining_slots
 from relaunch.job.ranks import common_environment, keep_places, seat
-from relaunch.job.replay import Step, named, simulate
+from relaunch.job.replay import Step, name_decision, simulate
 from relaunch.job.state import Avoided, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy, preset, resolve
@@ -158,8 +158,10 @@ def test_whom_an_examination_finds_is_left_out() -> None:
 def test_nodes_that_it_has_to_leave_or_avoids_do_not_count_as_left() -> None:
     job = elastic(policy=rungs(SHRINK, {"strategy": "RESTART_IN_PLACE"}))
     leaving, _ = step(job, DrainRequested("n4", "a fan", "grace", at(60)))
-    assert [slot.node for slot in left_with(leaving, ("n2",))] == ["n1", "n3"]
-    assert why_left(job, left_with(leaving, ("n2",))) == "2 of 4 nodes: SHRINK left n2, n4"
+    assert [slot.node for slot in remaining_slots(leaving, ("n2",))] == ["n1", "n3"]
+    assert (
+        explain_shrink(job, remaining_slots(leaving, ("n2",))) == "2 of 4 nodes: SHRINK left n2, n4"
+    )
     avoiding = replace(leaving, avoided=(Avoided("n3", "so", T0),))
     assert told(climbed(avoiding, suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE", (
         "only n1 would be left"
@@ -344,7 +346,7 @@ def test_a_grown_job_is_complete_again() -> None:
 
 
 def test_it_wants_its_fewest_and_takes_its_most() -> None:
-    wanted = claim(new_job(nodes=RANGE), 1)
+    wanted = build_claim(new_job(nodes=RANGE), 1)
     assert (
         wanted.nodes,
         wanted.most,
@@ -353,13 +355,13 @@ def test_it_wants_its_fewest_and_takes_its_most() -> None:
         wanted.more_at,
         wanted.running,
     ) == (2, 4, 4, 0, None, False)
-    again = claim(elastic(3), 2, keep=("n1", "n3"), avoid=("n2",))
+    again = build_claim(elastic(3), 2, keep=("n1", "n3"), avoid=("n2",))
     assert (again.nodes, again.most, again.up_to, again.had, again.running) == (2, 4, 4, 3, True)
 
 
 def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
     job = replace(elastic(3), avoided=(Avoided("n8", "so", T0),))
-    said = as_it_is(job, 3, ("n1", "n2", "n3"))
+    said = build_current_claim(job, 3, ("n1", "n2", "n3"))
     assert (said.nodes, said.most, said.up_to, said.more_at, said.avoid) == (
         3,
         4,
@@ -367,7 +369,7 @@ def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
         at(1800),
         ("n8",),
     )
-    launching = as_it_is(walk(job, (died(), "RESTART_IN_PLACE")), 4, ("n1", "n2", "n3"))
+    launching = build_current_claim(walk(job, (died(), "RESTART_IN_PLACE")), 4, ("n1", "n2", "n3"))
     assert (launching.nodes, launching.up_to, launching.more_at, launching.avoid) == (
         3,
         3,
@@ -378,12 +380,14 @@ def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
 
 def test_a_job_of_one_size_says_what_it_always_said() -> None:
     for said in (
-        claim(running(), 1),
-        as_it_is(running(), 1, ("n1", "n2")),
-        give_back(running(), 1),
+        build_claim(running(), 1),
+        build_current_claim(running(), 1, ("n1", "n2")),
+        build_empty_claim(running(), 1),
     ):
         assert (said.most, said.had, said.more_at, said.up_to) == (0, 0, None, said.nodes)
-    assert as_it_is(running(), 1, ("n1", "n2")) == claim(running(), 1, keep=("n1", "n2"))
+    assert build_current_claim(running(), 1, ("n1", "n2")) == build_claim(
+        running(), 1, keep=("n1", "n2")
+    )
 
 
 def test_a_launch_with_fewer_nodes_than_before_is_a_notice() -> None:
@@ -413,7 +417,7 @@ def test_written_events_may_shrink_a_job_and_offer_it_more() -> None:
     steps = [Step(at(seconds), event) for seconds, event in events]
     done = simulate(rungs(SHRINK, {"strategy": "FAIL"}), new_job(nodes=RANGE), steps)
     assert [
-        (one.event, named(one.decision))
+        (one.event, name_decision(one.decision))
         for one in done
         if one.event not in ("NodesAcquired", "StepReached")
     ] == [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relaunch.job.apply import changed_keys
-from relaunch.job.decide import is_stale, why_not_dead
+from relaunch.job.decide import check_declaration, is_stale
 from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
@@ -159,14 +159,14 @@ def failing() -> JobState:
             repairing,
             this(RepairEnded(1, Strategy.REBOOT_NODE, ("n2",), "done", "")),
             "IGNORE",
-            "nobody asks any more",
+            "is no longer asked",
             id="another repair than the one that is waited for",
         ),
         pytest.param(
             running,
             this(RepairEnded(1, Strategy.RESET_GPU, ("n2",), "done", "")),
             "IGNORE",
-            "nobody asks",
+            "is no longer asked",
             id="no repair goes on",
         ),
         pytest.param(
@@ -309,11 +309,12 @@ def test_a_submission_is_numbered_anew_only_before_it_has_nodes() -> None:
 
 
 def test_a_node_that_the_watch_hears_is_not_taken_for_dead() -> None:
-    assert "node n2 answers the job's watch, or has not been silent for 3m yet" in why_not_dead(
-        running(), "n2"
+    assert (
+        "node n2 answers the job's watch, or has not been silent for 3m yet"
+        in check_declaration(running(), "n2")
     )
     lost = walk(running(nodes=3), (gone("n2"), "WAIT NODE_LOST"))
-    assert (why_not_dead(lost, "n2"), bool(why_not_dead(lost, "n3"))) == ("", True)
-    assert why_not_dead(running(), "n9") == "", "it changes nothing"
+    assert (check_declaration(lost, "n2"), bool(check_declaration(lost, "n3"))) == ("", True)
+    assert check_declaration(running(), "n9") == "", "it changes nothing"
     stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))
-    assert why_not_dead(stopping, "n2") == "", "nothing watches it any more"
+    assert check_declaration(stopping, "n2") == "", "nothing watches it any more"

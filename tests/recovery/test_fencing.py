@@ -9,7 +9,7 @@ import pytest
 
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.apply import resubmit
-from relaunch.job.claim import claim, give_back, is_known_by
+from relaunch.job.claim import build_claim, build_empty_claim, is_known_by
 from relaunch.job.events import (
     Answered,
     FaultObserved,
@@ -384,10 +384,10 @@ def test_a_retry_goes_on_with_the_launches_of_the_submission_before() -> None:
 
 def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None:
     job = record(running(), RanksStopped(1, ("n1",), T0), T0)
-    living, planned = claim(job, 7, keep=("n1",)).launched
+    living, planned = build_claim(job, 7, keep=("n1",)).launched
     assert (living.nodes, living.complete, living.stopped) == (("n1", "n2"), False, ())
     assert (planned.generation, planned.nodes, planned.size, planned.fences) == (1, (), 2, True)
-    assert give_back(job, 8).launched == (living,)
+    assert build_empty_claim(job, 8).launched == (living,)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None
 def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(
     changes: dict[str, object], known: bool
 ) -> None:
-    told = claim(running(), 7).launched
+    told = build_claim(running(), 7).launched
     next_one = replace(plan_generation(running(), 2, ("n1", "n2")), **changes)  # type: ignore[arg-type]
     assert is_known_by(told, next_one) is known
     assert not is_known_by(told[:-1], next_one), "nothing was told of it"
@@ -413,7 +413,7 @@ def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(
 
 def test_what_was_told_not_to_fence_is_waited_for_long_enough_whatever_its_times() -> None:
     job = running(gang="independent")
-    told = claim(job, 7).launched
+    told = build_claim(job, 7).launched
     assert is_known_by(
         told, replace(plan_generation(job, 2, ("n1", "n2")), lease=timedelta(hours=1), fences=True)
     )
@@ -422,7 +422,9 @@ def test_what_was_told_not_to_fence_is_waited_for_long_enough_whatever_its_times
 def test_a_claim_record_knows_which_nodes_were_launched_together() -> None:
     job = running()
     record = ClaimRecord(
-        claim(job, 7), granted=(Place("n1"), Place("n3")), inherited_launched=(launched("n5"),)
+        build_claim(job, 7),
+        granted=(Place("n1"), Place("n3")),
+        inherited_launched=(launched("n5"),),
     )
     assert [(one.nodes, one.size) for one in record.launched] == [
         (("n5",), 1),

@@ -6,15 +6,15 @@ from dataclasses import replace
 from datetime import timedelta
 
 from relaunch.generation import LaunchedGeneration
-from relaunch.job.claim import claim
+from relaunch.job.claim import build_claim
 from relaunch.pool.facts import Applied, DeadDeclared, JobsClosed, JobsFound, Reclaimed
 from relaunch.pool.orders import Reclaim
 from relaunch.pool.restore import memory
 from tests.recovery.builders import new_job, running
 from tests.recovery.fleet_builders import Desk
 
-PLANNED = claim(new_job(), 1).launched
-RUNNING = claim(running(), 1).launched[:1]
+PLANNED = build_claim(new_job(), 1).launched
+RUNNING = build_claim(running(), 1).launched[:1]
 
 
 def gangs(launched: tuple[LaunchedGeneration, ...]) -> list[tuple[str, ...]]:

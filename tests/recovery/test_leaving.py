@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaunch.job.claim import as_it_is, claim
-from relaunch.job.decide import may_answer
-from relaunch.job.drain import NAMED, at_checkpoint, left_out, pending, what_next
+from relaunch.job.claim import build_claim, build_current_claim
+from relaunch.job.decide import check_answer
+from relaunch.job.drain import (
+    NAMED,
+    describe_drains,
+    describe_next,
+    drains_at_checkpoint,
+    nodes_to_drain,
+)
 from relaunch.job.events import (
     Answered,
     CancelRequested,
@@ -23,8 +29,8 @@ from relaunch.job.events import (
     NodesAcquired,
     Submitted,
 )
-from relaunch.job.ladder import left_with
-from relaunch.job.state import Ignore, JobState, Leaving, Phase, Relaunch, Slot
+from relaunch.job.ladder import remaining_slots
+from relaunch.job.state import Ignore, JobState, NodeDrain, Phase, Relaunch, Slot
 from relaunch.spec.policy import preset
 from tests.recovery.builders import (
     T0,
@@ -73,9 +79,9 @@ def test_it_leaves_right_after_its_next_finished_checkpoint_and_spends_nothing()
         None,
         (),
     )
-    assert left_out(job, at(60)) == ("n2",)
+    assert nodes_to_drain(job, at(60)) == ("n2",)
     job, _ = step(job, NodesAcquired((Slot("n1", "10.0.0.1"), Slot("n3", "10.0.0.3"))), at(61))
-    assert job.leaving == ()
+    assert job.drains == ()
 
 
 def test_all_nodes_that_are_wanted_are_left_at_one_checkpoint_but_for_those_that_somebody_holds_on_to() -> (
@@ -114,13 +120,15 @@ def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
 def test_a_no_keeps_it_there_whatever_checkpoints_pass_until_it_has_to() -> None:
     job, decision = step(asked(), NO, at(10))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
-    assert job.leaving == (
-        Leaving("n2", "swap its PSU", "carol", at(7200), "alice said no: evaluation ends at noon"),
+    assert job.drains == (
+        NodeDrain(
+            "n2", "swap its PSU", "carol", at(7200), "alice said no: evaluation ends at noon"
+        ),
     )
     assert (
         job.notices[-1] == f"alice said that n2 is not left before {UNTIL}: evaluation ends at noon"
     )
-    assert at_checkpoint(job) == ()
+    assert drains_at_checkpoint(job) == ()
     _, decision = step(job, DrainDue("n2"), at(7200))
     assert decision == Relaunch(2, "carol wants n2: swap its PSU", without=("n2",))
 
@@ -128,23 +136,23 @@ def test_a_no_keeps_it_there_whatever_checkpoints_pass_until_it_has_to() -> None
 def test_a_no_holds_over_its_own_relaunches_until_the_time_is_over() -> None:
     job, _ = step(asked(), NO, at(10))
     job = walk(job, (raised(), "RESTART_IN_PLACE"), now=at(20))
-    assert (left_out(job, at(7199)), left_out(job, at(7200))) == ((), ("n2",))
-    assert [slot.node for slot in left_with(job, ())] == ["n1", "n2"]
+    assert (nodes_to_drain(job, at(7199)), nodes_to_drain(job, at(7200))) == ((), ("n2",))
+    assert [slot.node for slot in remaining_slots(job, ())] == ["n1", "n2"]
     assert (
-        claim(job, 3, keep=("n1", "n2")).stays == ("n2",)
-        and claim(job, 3, keep=("n1",)).stays == ()
+        build_claim(job, 3, keep=("n1", "n2")).stays == ("n2",)
+        and build_claim(job, 3, keep=("n1",)).stays == ()
     )
     job, _ = step(job, NodesAcquired(job.slots), at(21))
-    assert job.leaving[0].denied, "it is there still, and so is the no"
+    assert job.drains[0].denied, "it is there still, and so is the no"
     elastic = step(step(running(nodes={"min": 1, "max": 2}), PSU)[0], NO)[0]
-    assert as_it_is(elastic, 4, ("n1", "n2")).stays == ("n2",)
+    assert build_current_claim(elastic, 4, ("n1", "n2")).stays == ("n2",)
 
 
 def test_a_job_that_may_go_is_launched_without_the_node_by_any_relaunch_of_its_own() -> None:
     job = walk(asked(), (raised(), "RESTART_IN_PLACE"), now=at(20))
-    assert left_out(job, at(20)) == ("n2",)
-    assert claim(job, 3, keep=("n1",)).stays == ()
-    assert as_it_is(asked(), 3, ("n1", "n2")).stays == ("n2",), "until then it is there"
+    assert nodes_to_drain(job, at(20)) == ("n2",)
+    assert build_claim(job, 3, keep=("n1",)).stays == ()
+    assert build_current_claim(asked(), 3, ("n1", "n2")).stays == ("n2",), "until then it is there"
 
 
 def test_an_approval_has_it_leave_at_once() -> None:
@@ -164,29 +172,29 @@ def test_an_approval_takes_a_no_back_also_while_something_else_is_done() -> None
     job, _ = step(asked(), NO, at(10))
     job, decision = step(replace(job, phase=Phase.LAUNCHING), NOW, at(20))
     assert isinstance(decision, Ignore) and job.phase is Phase.LAUNCHING
-    assert job.leaving == (Leaving("n2", "swap its PSU", "carol", at(20)),), (
+    assert job.drains == (NodeDrain("n2", "swap its PSU", "carol", at(20)),), (
         "its time is over, and a timer says so as soon as it runs"
     )
-    assert left_out(job, at(20)) == ("n2",)
-    assert may_answer(job, "deny", at(20), "n2") == "it had to leave n2 by 2026-11-21 03:00 UTC"
+    assert nodes_to_drain(job, at(20)) == ("n2",)
+    assert check_answer(job, "deny", at(20), "n2") == "it had to leave n2 by 2026-11-21 03:00 UTC"
 
 
 @pytest.mark.parametrize("decision", ["snooze", "take-over"])
 def test_a_node_is_left_or_not_and_nothing_else(decision: str) -> None:
     before = asked()
     said = f"{decision} says nothing about n2: expected approve (it is left at once) or deny (not before {UNTIL})"
-    assert may_answer(before, decision, at(1), "n2") == said
+    assert check_answer(before, decision, at(1), "n2") == said
     job, decided = step(before, Answered(decision, "", "ada", node="n2"), at(1))  # type: ignore[arg-type]
     assert decided == Ignore(said) and job == before
 
 
 def test_a_node_that_nobody_wants_cannot_be_answered_for() -> None:
     job = asked()
-    assert may_answer(job, "approve", at(1), "n5") == "nobody wants n5 of llama"
+    assert check_answer(job, "approve", at(1), "n5") == "there is no request to drain n5 of llama"
     assert step(job, replace(NO, node="n5"))[0] == job
     ending, _ = step(job, CancelRequested("", ""))
-    assert may_answer(ending, "deny", at(1), "n2") == "nobody wants n2 of llama"
-    assert (pending(ending), what_next(ending)) == ((), ending.next.what)
+    assert check_answer(ending, "deny", at(1), "n2") == "there is no request to drain n2 of llama"
+    assert (describe_drains(ending), describe_next(ending)) == ((), ending.next.what)
 
 
 def test_what_a_person_says_of_a_node_is_no_answer_to_what_the_job_asks() -> None:
@@ -195,7 +203,7 @@ def test_what_a_person_says_of_a_node_is_no_answer_to_what_the_job_asks() -> Non
     assert (
         isinstance(decision, Ignore)
         and after.phase is Phase.WAITING_FOR_PERSON
-        and after.leaving[0].denied
+        and after.drains[0].denied
     )
 
 
@@ -206,18 +214,18 @@ def test_who_asks_again_for_the_same_reason_asks_nothing_new_and_another_does() 
     job, _ = step(asked(), NO, at(10))
     assert step(job, PSU)[0] == job
     later, _ = step(job, replace(PSU, until=at(9000)))
-    assert later.leaving == (replace(job.leaving[0], until=at(9000)),), "the no stands, until then"
+    assert later.drains == (replace(job.drains[0], until=at(9000)),), "the no stands, until then"
     other, _ = step(job, replace(PSU, by="dave", reason="it smells"))
-    assert other.leaving == (Leaving("n2", "it smells", "dave", at(7200)),)
+    assert other.drains == (NodeDrain("n2", "it smells", "dave", at(7200)),)
 
 
 def test_a_node_that_nobody_wants_any_more_is_kept() -> None:
     before = asked()
     job, decision = step(before, DrainCancelled("n2", "it is in service again"))
-    assert isinstance(decision, Ignore) and job.leaving == ()
-    assert job.notices[-1] == "nobody wants n2 any more: it is in service again"
+    assert isinstance(decision, Ignore) and job.drains == ()
+    assert job.notices[-1] == "n2 is no longer wanted: it is in service again"
     assert step(job, DrainCancelled("n2", "it is in service again"))[0] == job
-    assert step(before, DrainCancelled("n2", ""))[0].notices[-1] == "nobody wants n2 any more"
+    assert step(before, DrainCancelled("n2", ""))[0].notices[-1] == "n2 is no longer wanted"
     for event in (DrainDue("n2"), saved(job)):
         assert isinstance(step(job, event, at(7200))[1], Ignore)
 
@@ -229,39 +237,39 @@ def test_what_comes_next_says_who_wants_what_until_when_and_what_may_be_said() -
     job = asked()
     wants = f"carol wants n2 by {UNTIL}: swap its PSU"
     at_once = "`answer llama approve --node n2`: at once"
-    assert pending(job) == (
+    assert describe_drains(job) == (
         f"{wants}; it leaves at the next checkpoint ({at_once}; `answer llama deny --node n2`: not before 05:00)",
     )
-    assert what_next(job) == f"{job.next.what}; {pending(job)[0]}"
+    assert describe_next(job) == f"{job.next.what}; {describe_drains(job)[0]}"
     denied, _ = step(job, NO, at(10))
-    assert pending(denied) == (
+    assert describe_drains(denied) == (
         f"{wants}; alice said no: evaluation ends at noon; it leaves then ({at_once})",
     )
     nameless, _ = step(running(), DrainRequested("n2", "", "", at(7200)))
-    assert pending(nameless)[0].startswith(f"a person wants n2 by {UNTIL}; it leaves at")
-    assert what_next(running()) == running().next.what
+    assert describe_drains(nameless)[0].startswith(f"a person wants n2 by {UNTIL}; it leaves at")
+    assert describe_next(running()) == running().next.what
 
 
 def test_when_a_rack_is_drained_what_comes_next_stays_one_line() -> None:
     job = running(nodes=8)
     for slot in job.slots:
         job, _ = step(job, replace(PSU, node=slot.node))
-    assert what_next(job).count("carol wants") == NAMED and what_next(job).endswith(
+    assert describe_next(job).count("carol wants") == NAMED and describe_next(job).endswith(
         "; 4 more nodes are wanted"
     )
 
 
 def test_a_job_that_has_ended_leaves_nothing() -> None:
-    assert pending(replace(asked(), phase=Phase.SUCCEEDED)) == ()
+    assert describe_drains(replace(asked(), phase=Phase.SUCCEEDED)) == ()
     queued, _ = play(new_job(), Submitted("", ""), PSU)
-    assert queued.leaving == ()
+    assert queued.drains == ()
 
 
 def test_a_fault_meanwhile_is_decided_as_ever_and_its_launch_leaves_the_node_too() -> None:
     job = asked()
     job, decision = step(job, fault(job, exited(1, "n1", code=1, error=error())), at(30))
     assert isinstance(decision, Relaunch) and job.incident is not None
-    assert left_out(job, at(30)) == ("n2",)
+    assert nodes_to_drain(job, at(30)) == ("n2",)
     walk(job, (this(DrainDue("n2")), "LAUNCH without n2"), now=T0)
 
 
@@ -306,4 +314,4 @@ def test_leaving_spends_nothing_and_accuses_nobody_whatever_else_happens(
             )
             spent = (run.job.restarts_spent, run.job.tries, run.job.incidents, run.job.avoided)
             assert spent == (before.restarts_spent, before.tries, before.incidents, before.avoided)
-        assert what_next(run.job).startswith(run.job.next.what)
+        assert describe_next(run.job).startswith(run.job.next.what)

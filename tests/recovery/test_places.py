@@ -247,7 +247,7 @@ def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> N
     assert decision.reason == said
     _, decision = step(replace(job, phase=Phase.WAITING_FOR_PERSON), DeadlinePassed())
     assert isinstance(decision, Ask)
-    assert decision.reason == f"{said}, and nobody has said what to do"
+    assert decision.reason == f"{said}, and no person has answered"
 
 
 def test_many_lost_nodes_are_told_apart_in_few_words() -> None:

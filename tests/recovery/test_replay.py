@@ -25,7 +25,7 @@ from relaunch.job.events import (
     RetryRequested,
     Submitted,
 )
-from relaunch.job.replay import CURRENT, Replayed, Step, difference, named, replay, simulate
+from relaunch.job.replay import CURRENT, Replayed, Step, difference, name_decision, replay, simulate
 from relaunch.job.state import (
     Decision,
     Diagnosis,
@@ -79,7 +79,7 @@ def application(*rungs: dict[str, Any], **more: Any) -> Policy:
 
 
 def marked(replayed: tuple[Replayed, ...]) -> list[tuple[str, str]]:
-    return [(named(one.decision), one.differs) for one in replayed if one.differs]
+    return [(name_decision(one.decision), one.differs) for one in replayed if one.differs]
 
 
 def test_a_policy_replayed_over_its_own_record_differs_nowhere() -> None:
@@ -219,7 +219,7 @@ def examine(*nodes: str) -> Examine:
         pytest.param(
             launch(),
             launch(keep_nodes=False),
-            "then with all places given anew",
+            "then with all places assigned again",
             id="places were given anew",
         ),
         pytest.param(
@@ -284,7 +284,7 @@ def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, st
         rules, new_job(policy=rules), [Step(at(seconds), event) for seconds, event in told]
     )
     return [
-        ((one.at - at(0)).total_seconds(), one.event, named(one.decision))
+        ((one.at - at(0)).total_seconds(), one.event, name_decision(one.decision))
         for one in replayed
         if one.decision.kind != "Ignore"
     ]
@@ -330,7 +330,7 @@ def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_w
     found = simulate(
         rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)]
     )
-    assert [named(one.decision) for one in found][-3:] == [
+    assert [name_decision(one.decision) for one in found][-3:] == [
         "Relaunch REPLACE_NODE",
         "Ignore",
         "Wait RUNNING",

@@ -401,7 +401,7 @@ def test_s4_9_a_job_that_is_scheduled_anew_is_so_in_every_place_even_where_a_nod
     slots = seat(
         after.slots,
         (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")),
-        anew=not decision.keep_nodes,
+        reassign=not decision.keep_nodes,
     )
     assert counters(slots) == [("2", "1"), ("2", "1")]
 

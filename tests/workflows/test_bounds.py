@@ -23,7 +23,7 @@ from relaunch.job.step import evaluate_event
 from relaunch.messages.jobs import Carried, TrainingJobInput
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.commands import SHARD, start_orders
-from relaunch.workflows.training_job.workflow import KEPT_INCIDENTS
+from relaunch.workflows.training_job.workflow import MAX_INCIDENTS
 from tests.fakes.nodes import Exit, Progress, Script
 from tests.recovery.builders import T0, new_job, play, record
 from tests.workflows.conftest import MakeRig
@@ -122,11 +122,11 @@ def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> No
     largest = 0
     for number in range(500):
         job = _one_incident(job, number)
-        while len(job.incidents) > KEPT_INCIDENTS:
+        while len(job.incidents) > MAX_INCIDENTS:
             job = replace(
                 job,
-                incidents=job.incidents[KEPT_INCIDENTS // 2 :],
-                incidents_archived=job.incidents_archived + KEPT_INCIDENTS // 2,
+                incidents=job.incidents[MAX_INCIDENTS // 2 :],
+                incidents_archived=job.incidents_archived + MAX_INCIDENTS // 2,
             )
         largest = max(largest, size(job))
     assert job.incidents_archived + len(job.incidents) >= 490

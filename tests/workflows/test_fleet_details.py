@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from relaunch.job.state import Leaving, Phase
+from relaunch.job.state import NodeDrain, Phase
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
 from relaunch.pool.state import (
@@ -229,8 +229,8 @@ def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when
 
 
 def test_the_page_of_a_job_says_which_nodes_are_wanted_and_how_to_answer() -> None:
-    wanted = Leaving("n2", "swap its PSU", "carol", NOW + timedelta(hours=2))
-    lines = current_details(replace(running(), leaving=(wanted,)), NOW).splitlines()
+    wanted = NodeDrain("n2", "swap its PSU", "carol", NOW + timedelta(hours=2))
+    lines = current_details(replace(running(), drains=(wanted,)), NOW).splitlines()
     told = "carol wants n2 by 2026-11-21 05:00 UTC: swap its PSU; it leaves at the next checkpoint"
     assert any(
         line.startswith(f"- {told} (`answer llama approve --node n2`: at once;") for line in lines
@@ -244,5 +244,5 @@ def test_the_page_of_a_job_says_which_nodes_are_wanted_and_how_to_answer() -> No
     assert not any(
         "wants" in line or "update" in line for line in current_details(running(), NOW).splitlines()
     )
-    over = current_details(replace(running(), leaving=(wanted,), phase=Phase.FAILED), NOW)
+    over = current_details(replace(running(), drains=(wanted,), phase=Phase.FAILED), NOW)
     assert "wants n2" not in over and "update" not in over

@@ -273,7 +273,7 @@ async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(
         await rig.fleet.signal("quarantine", message)
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
-        assert (state.restarts_spent, state.tries, state.incidents, state.leaving) == (
+        assert (state.restarts_spent, state.tries, state.incidents, state.drains) == (
             0,
             (),
             (),

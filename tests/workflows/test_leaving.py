@@ -86,7 +86,7 @@ async def test_a_job_leaves_a_drained_node_right_after_its_next_checkpoint_and_l
             state.tries,
             state.incidents,
             state.incident,
-            state.leaving,
+            state.drains,
         ) == (0, (), (), None, ())
         told = [
             event.workflow_execution_signaled_event_attributes.signal_name
@@ -117,7 +117,7 @@ async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)
-        await job.until(lambda s: bool(s.leaving), "asked to leave")
+        await job.until(lambda s: bool(s.drains), "asked to leave")
         said = await job.handle.execute_update(
             "answer", {"decision": "deny", "node": "n2", "reason": "evaluation", "by": "alice"}
         )
@@ -126,7 +126,7 @@ async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says
         state = await job.until_phase(Phase.RUNNING, 2)
         assert (
             nodes_of(state) == ["n1", "n2"]
-            and state.leaving[0].denied == "alice said no: evaluation"
+            and state.drains[0].denied == "alice said no: evaluation"
         )
         await checkpoint_seen(job, 30)
         assert nodes_of(await job.state()) == ["n1", "n2"], "checkpoints pass"
@@ -134,7 +134,7 @@ async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await job.handle.execute_update("answer", {"decision": "approve", "node": "n1"})
         assert str(refused.value.cause).endswith(
-            f"cannot be told approve: nobody wants n1 of {state.name}"
+            f"cannot be told approve: there is no request to drain n1 of {state.name}"
         )
         assert (
             await job.handle.execute_update(
@@ -143,7 +143,7 @@ async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says
             == "n2 is left at once"
         )
         state = await job.until_phase(Phase.RUNNING, 3)
-        assert (nodes_of(state), state.leaving, state.restarts_spent) == (["n1", "n3"], (), 0)
+        assert (nodes_of(state), state.drains, state.restarts_spent) == (["n1", "n3"], (), 0)
         await ended(job)
 
 
@@ -153,7 +153,7 @@ async def test_a_job_that_says_no_is_moved_when_the_time_is_over(make_rig: MakeR
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", {**DRAIN, "within": "4s"})
-        await job.until(lambda s: bool(s.leaving) or s.generation > 1, "asked to leave")
+        await job.until(lambda s: bool(s.drains) or s.generation > 1, "asked to leave")
         await job.handle.execute_update("answer", {"decision": "deny", "node": "n2"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert nodes_of(state) == ["n1", "n3"]
@@ -165,10 +165,10 @@ async def test_a_drain_that_is_taken_back_leaves_the_job_where_it_is(make_rig: M
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)
-        await job.until(lambda s: bool(s.leaving), "asked to leave")
+        await job.until(lambda s: bool(s.drains), "asked to leave")
         await rig.fleet.signal("release", {"node": "n2", "by": "carol"})
-        state = await job.until(lambda s: not s.leaving, "not wanted any more")
-        assert state.notices[-1] == "nobody wants n2 any more: it is in service again"
+        state = await job.until(lambda s: not s.drains, "not wanted any more")
+        assert state.notices[-1] == "n2 is no longer wanted: it is in service again"
         assert (state.phase, state.generation, nodes_of(state)) == (Phase.RUNNING, 1, ["n1", "n2"])
         await ended(job)
 

@@ -345,4 +345,4 @@ async def test_when_nobody_answers_in_time_the_job_fails(make_rig: MakeRig) -> N
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         result = await job.result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
-        assert result.reason.startswith("nobody answered within 3s")
+        assert result.reason.startswith("no answer within 3s")

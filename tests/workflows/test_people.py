@@ -70,7 +70,9 @@ async def test_S1_7_a_job_that_succeeds_or_is_cancelled_wakes_nobody(make_rig: M
 async def test_S1_7_a_job_ends_also_when_nobody_can_be_told(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relaunch.workflows.training_job.notices.WITHIN", timedelta(seconds=2))
+    monkeypatch.setattr(
+        "relaunch.workflows.training_job.notices.NOTICE_TIMEOUT", timedelta(seconds=2)
+    )
 
     async def fail(self: SimulatedBackend, subject: str, text: str) -> str:
         raise ConnectionError("no route")

@@ -16,33 +16,39 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
     from relaunch.evidence.causes import OWN_CAUSES
     from relaunch.generation import LaunchedGeneration
-    from relaunch.job.claim import as_it_is, claim, give_back, is_known_by, suspects
-    from relaunch.job.drain import left_out
-    from relaunch.job.events import Event, NodesGranted, NodesMissing, RanksFound, SubmissionRaised
+    from relaunch.job.claim import (
+        build_claim,
+        build_current_claim,
+        build_empty_claim,
+        is_known_by,
+        more_at,
+        suspects,
+    )
+    from relaunch.job.drain import nodes_to_drain
+    from relaunch.job.events import NodesGranted, NodesMissing, RanksFound, SubmissionRaised
     from relaunch.job.places import MOVED, StartedPlaces
     from relaunch.job.ranks import keep_places
-    from relaunch.job.state import JobState, Relaunch, Slot
+    from relaunch.job.state import JobState, Phase, Relaunch, Slot
     from relaunch.messages.jobs import ClaimsCarried
     from relaunch.pool.messages import Claim, FaultReport, Grant, Offer, Place
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.commands import KEEP_TRYING
+    from relaunch.workflows.training_job.session import Session
 
 GRANT = TypeAdapter(Grant)
+RESEND, REPORT = "resend the claim", "report faults"
 
 
 class Claims:
-    def __init__(
-        self, job: Callable[[], JobState], tell: Callable[[Event], None], carried: ClaimsCarried
-    ) -> None:
-        self._job = job
-        self._tell = tell
+    def __init__(self, session: Session, carried: ClaimsCarried) -> None:
+        self._session = session
         self._seq = carried.seq
         self.nodes = carried.nodes
         """Nodes granted to the job and not given back: those of its slots, except for a moment
         around a launch."""
-        self._wants: Callable[[int], Claim] | None = None
+        self._open: Callable[[int], Claim] | None = None
         """The claim that has not been answered yet."""
-        self._answers: list[Grant] = []
+        self._grants: list[Grant] = []
         self.more_at = carried.more_at
         """When the job would take more, as last sent to the fleet."""
         self._launched = carried.launched
@@ -52,9 +58,9 @@ class Claims:
         yet."""
         self._reported = carried.reported
         """The faults last reported to the fleet."""
-        self._asks = 0
-        """Counts the requests for more; every request but the newest is void."""
-        self._grows = False
+        self._growth_requests = 0
+        """Counts the requests for more nodes; every request but the newest is void."""
+        self._awaits_growth = False
         self.fewer = ""
         """Why the nodes last granted are fewer than the job would take."""
 
@@ -70,22 +76,27 @@ class Claims:
         )
 
     @property
-    def waits(self) -> bool:
-        return self._wants is not None
+    def _job(self) -> JobState:
+        return self._session.job
 
-    async def _ask(
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the fleet has not answered the claim yet."""
+        return self._open is not None
+
+    async def _claim_nodes(
         self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False
     ) -> None:
-        """Send a claim; `_answer` returns the answer."""
+        """Send a claim; `_next_grant` returns the answer."""
         self.nodes = keep
-        self._wants = lambda seq: claim(self._job(), seq, keep=keep, avoid=avoid, queue=queue)
-        await self._send(self._wants)
+        self._open = lambda seq: build_claim(self._job, seq, keep=keep, avoid=avoid, queue=queue)
+        await self._send(self._open)
 
-    async def _answer(self) -> Grant:
-        await workflow.wait_condition(lambda: bool(self._answers))
-        grant = self._answers.pop(0)
+    async def _next_grant(self) -> Grant:
+        await workflow.wait_condition(lambda: bool(self._grants))
+        grant = self._grants.pop(0)
         if grant.kind == "granted":
-            self.nodes, self._wants, self.fewer = (
+            self.nodes, self._open, self.fewer = (
                 tuple(place.node for place in grant.places),
                 None,
                 grant.fewer,
@@ -94,58 +105,70 @@ class Claims:
 
     # --- more nodes for a running job
 
-    async def ask_for_more(self, generation: int) -> None:
+    def start_growth(self) -> None:
+        """Claim offered nodes in the background, unless that is already under way."""
+        if not self.is_growing:
+            self._session.tasks.start("claim more nodes", self._claim_more(self._job.generation))
+
+    async def _claim_more(self, generation: int) -> None:
         """Claim the offered nodes while the ranks keep running. A later claim or return of nodes
         replaces this one."""
-        own, avoid = self.nodes, tuple(one.node for one in self._job().avoided)
-        self._asks, self._grows = self._asks + 1, True
-        number = self._asks
+        own, avoid = self.nodes, tuple(one.node for one in self._job.avoided)
+        self._growth_requests, self._awaits_growth = self._growth_requests + 1, True
+        number = self._growth_requests
 
         def is_over() -> bool:
-            return number != self._asks
+            return number != self._growth_requests
 
-        self._wants = lambda seq: claim(self._job(), seq, keep=own, avoid=avoid)
-        await self._send(self._wants)
-        await workflow.wait_condition(lambda: is_over() or bool(self._answers))
+        self._open = lambda seq: build_claim(self._job, seq, keep=own, avoid=avoid)
+        await self._send(self._open)
+        await workflow.wait_condition(lambda: is_over() or bool(self._grants))
         if is_over():
             return
-        grant = self._answers.pop(0)
-        self._grows, self._wants = False, None
+        grant = self._grants.pop(0)
+        self._awaits_growth, self._open = False, None
         if grant.kind == "granted":
             self._more, self.fewer = grant.places, grant.fewer
         if grant.holding:
-            self._tell(_ranks_found(grant))
-        self._tell(NodesGranted(generation, tuple(place.node for place in grant.places)))
+            self._session.post(_ranks_found(grant))
+        self._session.post(NodesGranted(generation, tuple(place.node for place in grant.places)))
 
     @property
-    def is_asking_for_more(self) -> bool:
+    def is_growing(self) -> bool:
         """Whether the job has asked for more and neither launched with the grant nor declined
         it."""
-        return self._grows or bool(self._more)
+        return self._awaits_growth or bool(self._more)
 
-    def forget_more(self) -> None:
-        """Forget the request for more, because the job does something else; its next claim tells
-        the fleet so."""
-        if self._grows:
-            self._asks, self._grows, self._wants = self._asks + 1, False, None
+    def cancel_growth(self) -> None:
+        """Withdraw a request for more nodes: the job does something else, and the fleet may grant
+        them to others."""
+        if not self.is_growing:
+            return
+        if self._awaits_growth:
+            self._growth_requests, self._awaits_growth, self._open = (
+                self._growth_requests + 1,
+                False,
+                None,
+            )
         self._more = ()
+        self.start_resend()
 
-    def take_more(self) -> tuple[Place, ...]:
+    def use_granted_nodes(self) -> tuple[Place, ...]:
         more, self._more = self._more, ()
         if more:
             self.nodes = tuple(place.node for place in more)
-        return keep_places(self._job().slots, more)
+        return keep_places(self._job.slots, more)
 
     def is_current(self, offer: Offer) -> bool:
         """Return whether the offer belongs to the job's last claim."""
-        return self._wants is None and (offer.submission, offer.seq) == (
-            self._job().submission,
+        return self._open is None and (offer.submission, offer.seq) == (
+            self._job.submission,
             self._seq,
         )
 
-    def leave(self, slots: tuple[Slot, ...]) -> tuple[Place, ...]:
-        """Continue with some of the nodes; `say_what_is_left` informs the fleet once no rank lives
-        on the others."""
+    def keep_only(self, slots: tuple[Slot, ...]) -> tuple[Place, ...]:
+        """Continue with some of the nodes; `send_current` informs the fleet once no rank lives on
+        the others."""
         self.nodes = tuple(slot.node for slot in slots)
         return tuple(Place(slot.node, slot.address, slot.gpus) for slot in slots)
 
@@ -155,108 +178,120 @@ class Claims:
         """Have the fleet grant all the nodes that are wanted; return none if it never can."""
         # Nodes of its slots that were given back may belong to another job by now.
         mine = (
-            [slot.node for slot in self._job().slots if slot.node in self.nodes]
+            [slot.node for slot in self._job.slots if slot.node in self.nodes]
             if decision.keep_nodes
             else []
         )
         keep = tuple(node for node in mine if node not in excluded)
         waits = False
-        await self._ask(keep, excluded)
-        while (grant := await self._answer()).kind != "granted":
-            if grant.kind == "behind" and not self._job().slots:
-                self._tell(SubmissionRaised(grant.above + 1))
-                await workflow.wait_condition(lambda: self._job().submission > grant.above)
-                await self._ask(keep, excluded)
+        await self._claim_nodes(keep, excluded)
+        while (grant := await self._next_grant()).kind != "granted":
+            if grant.kind == "behind" and not self._job.slots:
+                self._session.post(SubmissionRaised(grant.above + 1))
+                await workflow.wait_condition(lambda: self._job.submission > grant.above)
+                await self._claim_nodes(keep, excluded)
                 continue
             is_hopeless = grant.kind in ("hopeless", "behind")
-            self._tell(NodesMissing(grant.reason, hopeless=is_hopeless))
+            self._session.post(NodesMissing(grant.reason, hopeless=is_hopeless))
             if is_hopeless:
                 return ()
             if grant.kind == "yield":
                 keep = self.nodes = ()
             if grant.kind == "yield" or not waits:
                 # The job may wait for hours, and its ranks are not watched meanwhile.
-                if alive := self._job().maybe_alive:
-                    self._tell(
+                if alive := self._job.maybe_alive:
+                    self._session.post(
                         await commands.prove_stopped(
-                            self._job(), decision.generation - 1, alive, "stop what waits for nodes"
+                            self._job, decision.generation - 1, alive, "stop what waits for nodes"
                         )
                     )
-                    await workflow.wait_condition(lambda: not self._job().maybe_alive)
+                    await workflow.wait_condition(lambda: not self._job.maybe_alive)
                 # No other nodes are available. A node that was only lost is good again once it
                 # answers, because its old ranks are stopped first.
                 unwanted = (
-                    *left_out(self._job(), workflow.now()),
-                    *(avoided.node for avoided in self._job().avoided),
+                    *nodes_to_drain(self._job, workflow.now()),
+                    *(avoided.node for avoided in self._job.avoided),
                 )
-                await self._ask(keep, unwanted, queue=grant.kind == "yield")
+                await self._claim_nodes(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:
-            self._tell(_ranks_found(grant))
-            await workflow.wait_condition(
-                lambda: set(grant.holding) <= set(self._job().maybe_alive)
-            )
-        return keep_places(self._job().slots if keep else (), grant.places)
+            self._session.post(_ranks_found(grant))
+            await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job.maybe_alive))
+        return keep_places(self._job.slots if keep else (), grant.places)
 
-    def must_tell_times(self, launch: LaunchedGeneration) -> bool:
+    def must_send_timeouts(self, launch: LaunchedGeneration) -> bool:
         """Return whether the fleet knows too short timeouts for a later submission to judge this
         launch."""
         return not is_known_by(self._launched, launch)
 
-    async def say_what_is_left(self) -> None:
+    async def send_current(self) -> None:
         """Claim only the nodes of the job's slots: it no longer holds any other."""
-        await self._send(self._as_it_is)
+        await self._send(self._current_claim)
 
-    async def give_back(self) -> None:
+    async def return_nodes(self) -> None:
         """Give back all nodes; the claim lists only those on which ranks may still live.
 
         Delivery to the server is enough: a fleet that is lost afterwards asks which jobs hold
         nodes, and this job will not be among them.
         """
         if self._seq:
-            self.nodes, self._wants = (), None
-            await self._send(lambda seq: give_back(self._job(), seq))
+            self.nodes, self._open = (), None
+            await self._send(lambda seq: build_empty_claim(self._job, seq))
 
-    async def resend(self) -> None:
-        """Send the last claim again: the fleet was restarted and does not know it."""
-        if self._wants is not None:
-            await self._send(self._wants)
+    def start_resend(self) -> None:
+        """Send the claim again in the background: it has changed, or the fleet does not know it."""
+        self._session.tasks.start(RESEND, self._resend())
+
+    def update_growth_time(self) -> None:
+        """Inform the fleet when the job would take more nodes, if that has changed."""
+        job = self._job
+        if not job.spec.is_elastic or job.phase is not Phase.RUNNING:
+            return
+        if job.drains or job.incident is not None:
+            return
+        busy = self.is_waiting or self.is_growing or self._session.tasks.is_running(RESEND)
+        if not busy and more_at(job) != self.more_at:
+            self.start_resend()
+
+    async def _resend(self) -> None:
+        if self._open is not None:
+            await self._send(self._open)
         elif self.nodes:
-            await self._send(self._as_it_is)
+            await self._send(self._current_claim)
         else:
-            await self._send(lambda seq: give_back(self._job(), seq))
+            await self._send(lambda seq: build_empty_claim(self._job, seq))
 
-    def receive(self, message: Any) -> None:
+    def take_grant(self, message: Any) -> None:
         """Take an answer.
 
         Raises:
             ValidationError: The message is not a grant.
         """
         grant = GRANT.validate_python(message)
-        if (grant.submission, grant.seq) != (self._job().submission, self._seq):
+        if (grant.submission, grant.seq) != (self._job.submission, self._seq):
             return
-        if self._wants is not None:
-            self._answers.append(grant)
+        if self._open is not None:
+            self._grants.append(grant)
         elif grant.holding:
             # The job already had all that it wanted; new is where older ranks live. They are
             # stopped with the next launch, or at the end.
-            self._tell(_ranks_found(grant))
+            self._session.post(_ranks_found(grant))
 
-    def _as_it_is(self, seq: int) -> Claim:
-        return as_it_is(self._job(), seq, self.nodes)
+    def _current_claim(self, seq: int) -> Claim:
+        return build_current_claim(self._job, seq, self.nodes)
 
     async def _send(self, make: Callable[[int], Claim]) -> None:
         self._seq += 1
-        self._answers.clear()
-        job, message = self._job(), make(self._seq)
+        self._grants.clear()
+        job, message = self._job, make(self._seq)
         self.more_at, self._launched, self._reported = (
             message.more_at,
             message.launched,
             message.suspects,
         )
         unknown = await self._signal("claim", message, _summary(message, job.spec.fleet))
-        if unknown and self._wants is not None and message.seq == self._seq:
-            self._answers.append(Grant(job.submission, message.seq, "hopeless", reason=unknown))
+        if unknown and self._open is not None and message.seq == self._seq:
+            self._grants.append(Grant(job.submission, message.seq, "hopeless", reason=unknown))
 
     async def _signal(self, signal: str, message: Claim | FaultReport, summary: str) -> str:
         """Send the fleet a signal; return why there is no such fleet, or an empty string."""
@@ -264,7 +299,7 @@ class Claims:
             await commands.unless_cancelled(
                 workflow.execute_activity_method(
                     FleetActivities.tell_fleet,
-                    TellFleetInput(self._job().spec.fleet, signal, message),
+                    TellFleetInput(self._job.spec.fleet, signal, message),
                     start_to_close_timeout=timedelta(seconds=10),
                     retry_policy=KEEP_TRYING,
                     summary=summary,
@@ -280,19 +315,27 @@ class Claims:
     # --- faults
 
     @property
-    def has_faults_to_report(self) -> bool:
+    def _has_new_faults(self) -> bool:
         """Whether there are new faults to report at once.
 
         Faults that may be the job's own wait for its next claim: those of a single job are no
         reason to examine a node.
         """
-        new = [one for one in suspects(self._job()) if one not in self._reported]
+        new = [one for one in suspects(self._job) if one not in self._reported]
         return bool(self._seq) and any(one.isolate or one.cause not in OWN_CAUSES for one in new)
 
-    async def report_faults(self) -> None:
-        """Report new evidence against nodes to the fleet, unless a claim has done so meanwhile."""
-        if self.has_faults_to_report:
-            job = self._job()
+    def start_fault_report(self) -> None:
+        """Report new suspects at once, in the background: a job that restarts in place, or waits,
+        sends no claim that would."""
+        tasks = self._session.tasks
+        if not tasks.is_running(REPORT) and self._job.ending is None and self._has_new_faults:
+            # The task starts after the current decision, which may send a claim.
+            tasks.start(REPORT, self._report_faults())
+
+    async def _report_faults(self) -> None:
+        """Report new evidence against nodes to the fleet, unless a claim has done so since."""
+        if self._has_new_faults:
+            job = self._job
             self._reported = suspects(job)
             report = FaultReport(job.name, job.submission, self._reported)
             await self._signal("report_faults", report, f"report faults to fleet {job.spec.fleet}")

@@ -38,7 +38,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.stop import StopRanksInput
     from relaunch.activities.watch import WatchActivities, beat_interval
     from relaunch.generation import Token
-    from relaunch.job.drain import at_checkpoint
+    from relaunch.job.drain import drains_at_checkpoint
     from relaunch.job.events import (
         Event,
         Launched,
@@ -232,7 +232,7 @@ async def watch(
             # replaced.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
             progress_expected=job.furthest_step is not None or job.progress is not None,
-            report_checkpoint=bool(at_checkpoint(job)),
+            report_checkpoint=bool(drains_at_checkpoint(job)),
             first_rank=_first_rank(job, nodes[0]),
             world_size=job.spec.world_size,
             places=limit_places(job.places, nodes),
@@ -247,7 +247,7 @@ async def watch(
             if job.incident and job.incident.reached is not None
             else ""
         )
-        + (" until a checkpoint is finished" if at_checkpoint(job) else ""),
+        + (" until a checkpoint is finished" if drains_at_checkpoint(job) else ""),
     )
 
 

@@ -1,45 +1,44 @@
-"""One timer per node that a job was asked to leave. When it expires, the job has to leave as soon
+"""One timer per node that a job is asked to drain. When it expires, the job leaves the node as soon
 as it runs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import datetime
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from relaunch.job.events import DrainDue, Event
-    from relaunch.job.state import JobState, Leaving, Phase
+    from relaunch.job.events import DrainDue
+    from relaunch.job.state import NodeDrain, Phase
+    from relaunch.workflows.training_job.session import Session
 
 
-class Leaves:
-    def __init__(self, job: Callable[[], JobState], tell: Callable[[Event], None]) -> None:
-        self._job = job
-        self._tell = tell
+class DrainTimers:
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._timers: dict[tuple[str, datetime], asyncio.Task[None]] = {}
         """By node and deadline."""
 
-    @property
-    def tasks(self) -> tuple[asyncio.Task[None], ...]:
-        return tuple(self._timers.values())
-
-    def keep(self) -> None:
-        job = self._job()
-        wanted = {(one.node, one.until): one for one in job.leaving} if job.ending is None else {}
-        for key in [key for key in self._timers if key not in wanted]:
+    def update(self) -> None:
+        """Start a timer for each new drain request, and cancel those of requests that are over."""
+        job = self._session.job
+        drains = {(one.node, one.until): one for one in job.drains} if job.ending is None else {}
+        for key in [key for key in self._timers if key not in drains]:
             self._timers.pop(key).cancel()
-        for key, leaving in wanted.items():
+        for key, drain in drains.items():
             if key not in self._timers:
-                self._timers[key] = asyncio.create_task(self._leave(leaving))
+                self._timers[key] = self._session.tasks.start(
+                    f"drain {drain.node}", self._wait(drain), waits=True
+                )
 
-    async def _leave(self, leaving: Leaving) -> None:
-        left = max(0.0, (leaving.until - workflow.now()).total_seconds())
+    async def _wait(self, drain: NodeDrain) -> None:
+        session = self._session
+        left = max(0.0, (drain.until - workflow.now()).total_seconds())
         await workflow.sleep(
-            left, summary=f"until {leaving.node} has to be left: {leaving.reason}"[:200]
+            left, summary=f"until {drain.node} has to be left: {drain.reason}"[:200]
         )
         while True:  # repeat until it has left: another event of the same moment may be taken first
-            await workflow.wait_condition(lambda: self._job().phase is Phase.RUNNING)
-            self._tell(DrainDue(leaving.node))
-            await workflow.wait_condition(lambda: self._job().phase is not Phase.RUNNING)
+            await workflow.wait_condition(lambda: session.job.phase is Phase.RUNNING)
+            session.post(DrainDue(drain.node))
+            await workflow.wait_condition(lambda: session.job.phase is not Phase.RUNNING)

@@ -16,8 +16,8 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
     from relaunch.fields import duration
-    from relaunch.job.decide import may_answer
-    from relaunch.job.drain import clock, wanted, what_next
+    from relaunch.job.decide import check_answer
+    from relaunch.job.drain import describe_next, find_drain, format_time
     from relaunch.job.events import Event, MessageRejected, NodesOffered, PolicyChanged
     from relaunch.job.state import JobState, Phase
     from relaunch.messages.jobs import (
@@ -27,22 +27,22 @@ with workflow.unsafe.imports_passed_through():
         PolicyMessage,
         answer_event,
         cancel_event,
+        drain_event,
         explain,
-        leave_event,
         overlay,
         repair_asks_event,
         report_event,
         retry_event,
     )
     from relaunch.workflows.training_job.claims import Claims
+    from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
 
 
-class Mailbox:
+class MessageHandlers:
     """Base class of the job's workflow, with its handlers."""
 
-    _job: JobState
-    _inbox: list[Event]
+    _session: Session
     _claims: Claims
     _watches: Watches
 
@@ -53,72 +53,85 @@ class Mailbox:
         self._receive("cancel", message, cancel_event)
 
     @workflow.signal(
-        description='Launch a new generation now. {"reason", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.'
+        description='Launch a new generation now. {"reason", "by", "avoid_nodes": [], '
+        '"renew_budgets": false}, all optional.'
     )
     def force_retry(self, message: Any = None, *_more: Any) -> None:
         self._receive("force_retry", message, retry_event)
 
     @workflow.signal(
-        description="A repair that this job waits for tells that it waits for a person. Nobody else sends it."
+        description="A repair that this job waits for has a question to a person. Only the repair "
+        "sends it."
     )
     def repair_asks(self, message: Any = None, *_more: Any) -> None:
         self._receive("repair_asks", message, repair_asks_event)
 
     @workflow.signal(
-        description="What the fleet answers to what this job wants. Nobody else sends it."
+        description="The fleet's answer to a claim of this job. Only the fleet sends it."
     )
     def granted(self, message: Any = None, *_more: Any) -> None:
         try:
-            self._claims.receive(message)
+            self._claims.take_grant(message)
         except ValidationError as error:
-            self._inbox.append(MessageRejected("granted", explain(error)))
+            self._session.post(MessageRejected("granted", explain(error)))
 
     @workflow.signal(
-        description="The fleet has more nodes for this job, if it wants to grow. Nobody else sends it."
+        description="The fleet has more nodes for this job, if it wants to grow. Only the fleet "
+        "sends it."
     )
     def nodes_offered(self, message: Any = None, *_more: Any) -> None:
         try:
             offer = OFFER.validate_python(message)
         except ValidationError as error:
-            self._inbox.append(MessageRejected("nodes_offered", explain(error)))
+            self._session.post(MessageRejected("nodes_offered", explain(error)))
             return
         if self._claims.is_current(offer):
-            self._inbox.append(NodesOffered(offer.nodes, offer.until))
+            self._session.post(NodesOffered(offer.nodes, offer.until))
 
-    @workflow.signal(
-        description="A node is wanted, or is not any more. Nobody but the fleet sends it."
-    )
+    @workflow.signal(description="Drain a node, or cancel that request. Only the fleet sends it.")
     def leave_node(self, message: Any = None, *_more: Any) -> None:
-        self._receive("leave_node", message, leave_event)
+        self._receive("leave_node", message, drain_event)
 
     @workflow.signal(
-        description='Vouch for a node: {"node": "n2", "declared": "dead", "reason": "…", "by": "…", "force": false}.'
+        description="The fleet was started again and asks what this job has. Only the fleet sends "
+        "it."
+    )
+    def claim_again(self, *_more: Any) -> None:
+        self._claims.start_resend()
+
+    @workflow.signal(
+        description='Vouch for a node: {"node": "n2", "declared": "dead", "reason": "…", "by": '
+        '"…", "force": false}.'
     )
     def report(self, message: Any = None, *_more: Any) -> None:
-        self._receive("report", message, lambda raw: report_event(raw, self._job))
+        self._receive("report", message, lambda raw: report_event(raw, self._session.job))
 
     @workflow.signal(
-        description="Something may have happened to a rank: whoever watches looks again. Nobody else sends it."
+        description="Something may have happened to a rank: the watch probes now. Only relaunch "
+        "sends it."
     )
     def hint(self, message: Any = None, *_more: Any) -> None:
         try:
-            self._watches.look_again(HintMessage.model_validate(message or {}))
+            self._watches.probe_now(HintMessage.model_validate(message or {}))
         except ValidationError as error:
-            self._inbox.append(MessageRejected("hint", explain(error)))
+            self._session.post(MessageRejected("hint", explain(error)))
 
     def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
         try:
-            self._inbox.append(parse({} if message in (None, "") else message))
+            self._session.post(parse({} if message in (None, "") else message))
         except ValidationError as error:
-            self._inbox.append(MessageRejected(name, explain(error)))
+            self._session.post(MessageRejected(name, explain(error)))
 
     @workflow.update(
-        description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "reason": "…", "by": "…"}.'
+        description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, '
+        '"reason": "…", "by": "…"}.'
     )
     def change_policy(self, message: Any = None, *_more: Any) -> str:
         changed = PolicyMessage.model_validate(message or {})
-        self._inbox.append(
-            PolicyChanged(overlay(self._job.policy, changed.policy), changed.reason, changed.by)
+        self._session.post(
+            PolicyChanged(
+                overlay(self._session.job.policy, changed.policy), changed.reason, changed.by
+            )
         )
         return "the policy is in force from the next decision on"
 
@@ -126,7 +139,7 @@ class Mailbox:
     def _check_policy(self, message: Any = None, *_more: Any) -> None:
         try:
             changed = PolicyMessage.model_validate(message or {})
-            overlay(self._job.policy, changed.policy)
+            overlay(self._session.job.policy, changed.policy)
         except ValidationError as error:
             raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
         except ValueError as error:
@@ -137,26 +150,30 @@ class Mailbox:
             )
 
     @workflow.update(
-        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "reason": "…", "by": "…", "within": "2h"}.'
-        ' With {"decision": "approve|deny", "node": "n2"}: whether it leaves a node that is wanted, at once or not before it has to.'
+        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "reason": '
+        '"…", "by": "…", "within": "2h"}.'
+        ' With {"decision": "approve|deny", "node": "n2"}: whether it leaves a node that is '
+        "wanted, at once or not before it has to."
     )
     def answer(self, message: Any = None, *_more: Any) -> str:
         answered = AnswerMessage.model_validate(message)
-        self._inbox.append(answer_event(answered, workflow.now()))
+        self._session.post(answer_event(answered, workflow.now()))
         if answered.node:
-            return self._said_of(answered.node, answered.decision == "approve")
+            return self._confirm_drain_answer(answered.node, answered.decision == "approve")
         return {
             "approve": "a new generation is launched",
             "deny": "the job ends as FAILED",
             "snooze": f"it is asked again in {duration(answered.within)}",
-            "take-over": "nothing is done any more until somebody says approve, deny, retry or cancel",
+            "take-over": "nothing is done until a person says approve, deny, retry or cancel",
         }[answered.decision]
 
-    def _said_of(self, node: str, now: bool) -> str:
+    def _confirm_drain_answer(self, node: str, now: bool) -> str:
         if now:
-            return f"{node} is left {'at once' if self._job.phase is Phase.RUNNING else 'with the next launch, or as soon as it runs'}"
-        leaving = wanted(self._job, node)
-        return f"it stays on {node}" + (f" until {clock(leaving.until)}" if leaving else "")
+            is_running = self._session.job.phase is Phase.RUNNING
+            when = "at once" if is_running else "with the next launch, or as soon as it runs"
+            return f"{node} is left {when}"
+        drain = find_drain(self._session.job, node)
+        return f"it stays on {node}" + (f" until {format_time(drain.until)}" if drain else "")
 
     @answer.validator
     def _check_answer(self, message: Any = None, *_more: Any) -> None:
@@ -165,20 +182,25 @@ class Mailbox:
         except ValidationError as error:
             raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
         if not answered.decision:
-            said = "decision: missing, expected approve, deny, snooze or take-over"
-            raise ApplicationError(said, type="BadInput", non_retryable=True)
-        if why := may_answer(self._job, answered.decision, workflow.now(), answered.node):
             raise ApplicationError(
-                f"job {self._job.name} cannot be told {answered.decision}: {why}",
+                "decision: missing, expected approve, deny, snooze or take-over",
+                type="BadInput",
+                non_retryable=True,
+            )
+        if refusal := check_answer(
+            self._session.job, answered.decision, workflow.now(), answered.node
+        ):
+            raise ApplicationError(
+                f"job {self._session.job.name} cannot be told {answered.decision}: {refusal}",
                 type="BadInput",
                 non_retryable=True,
             )
 
     @workflow.query(description="Everything the job knows about itself.")
     def state(self) -> JobState:
-        return self._job
+        return self._session.job
 
     @workflow.query(description="What happens next, and when.")
     def next(self) -> dict[str, str | None]:
-        at = self._job.next.at
-        return {"what": what_next(self._job), "at": at.isoformat() if at else None}
+        at = self._session.job.next.at
+        return {"what": describe_next(self._session.job), "at": at.isoformat() if at else None}

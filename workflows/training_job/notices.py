@@ -6,7 +6,6 @@ Each event gives one notice, delivered at least once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 
 from temporalio import workflow
@@ -16,55 +15,56 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.notify import Notice, PeopleActivities
     from relaunch.job.state import JobState, Phase
+    from relaunch.workflows.training_job.session import Session
 
-WITHIN = timedelta(minutes=2)
+NOTICE_TIMEOUT = timedelta(minutes=2)
 """After this a job ends without having notified anyone: its page and its result say the same."""
-ONE_TRY = timedelta(seconds=20)
-TRY_AGAIN = RetryPolicy(
+ATTEMPT_TIMEOUT = timedelta(seconds=20)
+NOTICE_RETRY = RetryPolicy(
     initial_interval=timedelta(seconds=1),
     backoff_coefficient=2.0,
     maximum_interval=timedelta(seconds=20),
 )
 
 
-async def tell(fleet: str, subject: str, text: str) -> None:
+async def notify_people(fleet: str, subject: str, text: str) -> None:
     try:
         await workflow.execute_activity_method(
             PeopleActivities.tell_people,
             Notice(fleet, subject, text),
-            start_to_close_timeout=ONE_TRY,
-            schedule_to_close_timeout=WITHIN,
-            retry_policy=TRY_AGAIN,
+            start_to_close_timeout=ATTEMPT_TIMEOUT,
+            schedule_to_close_timeout=NOTICE_TIMEOUT,
+            retry_policy=NOTICE_RETRY,
             summary=f"tell people: {subject}"[:200],
         )
     except ActivityError as error:
-        workflow.logger.warning("nobody was told %s: %s", subject, error.cause or error)
+        workflow.logger.warning("no notice was sent: %s: %s", subject, error.cause or error)
 
 
 class Notices:
     """The notices of one job."""
 
-    def __init__(self, job: Callable[[], JobState], told: str) -> None:
-        self._job = job
-        self.told = told
-        """The last notice sent."""
-        self.telling: asyncio.Task[None] | None = None
+    def __init__(self, session: Session, last: str) -> None:
+        self._session = session
+        self.last = last
+        """The key of the last notice that was sent."""
+        self.sending: asyncio.Task[None] | None = None
 
-    def keep(self) -> None:
+    def send_news(self) -> None:
         """Send a notice if there is news, after the one that is being sent."""
-        job = self._job()
-        if (news := _news(job)) is None or news == self.told:
+        job = self._session.job
+        if (news := _news_key(job)) is None or news == self.last:
             return
-        self.told = news
-        self.telling = asyncio.create_task(self._tell_after(self.telling, job))
+        self.last = news
+        self.sending = self._session.tasks.start("notify people", self._send(self.sending, job))
 
-    async def _tell_after(self, before: asyncio.Task[None] | None, job: JobState) -> None:
+    async def _send(self, before: asyncio.Task[None] | None, job: JobState) -> None:
         if before is not None:
             await workflow.wait([before])
-        await tell(job.spec.fleet, _subject(job), _text(job))
+        await notify_people(job.spec.fleet, _subject(job), _text(job))
 
 
-def _news(job: JobState) -> str | None:
+def _news_key(job: JobState) -> str | None:
     """Return a key that identifies the current news; None if there is nothing to notify."""
     if job.phase is Phase.FAILED:
         return "failed"
@@ -87,11 +87,11 @@ def _text(job: JobState) -> str:
         ]
     else:
         answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …"
-        lines += [f"If nobody answers: {job.next.what}", f"To answer: {answer}"]
+        lines += [f"Without an answer: {job.next.what}", f"To answer: {answer}"]
     nodes = ", ".join(slot.node for slot in job.slots[:16])
     lines += [
         "",
         f"generation {job.generation}" + (f" on {nodes}" if nodes else ""),
-        f"submitted by {job.submitted_by or 'nobody named'}",
+        f"submitted by {job.submitted_by or 'unknown'}",
     ]
     return "\n".join(lines)

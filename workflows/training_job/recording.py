@@ -46,7 +46,7 @@ class RecordedJob(TrainingJob):
     def __init__(self, start: TrainingJobInput) -> None:
         super().__init__(start)
         self._taken: tuple[datetime, Event] | None = None
-        self._recording = _recordings[workflow.info().run_id] = Recording(self._job)
+        self._recording = _recordings[workflow.info().run_id] = Recording(self._session.job)
 
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:

@@ -4,55 +4,48 @@ nodes saw."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.reports import WatchReport
-    from relaunch.job.drain import at_checkpoint
-    from relaunch.job.events import Event, RanksSucceeded
-    from relaunch.job.state import JobState, Phase
+    from relaunch.job.drain import drains_at_checkpoint
+    from relaunch.job.events import RanksSucceeded
+    from relaunch.job.state import Phase
     from relaunch.messages.jobs import HintMessage
     from relaunch.workflows.training_job import commands
+    from relaunch.workflows.training_job.session import Session
 
-
-HINT_PATIENCE = 1.0
+HINT_TIMEOUT_S = 1.0
 """Seconds that a watch gets to report a hinted change by itself: a probe takes a tenth of one."""
+REPLACE = "replace watches"
 
 
 class Watches:
     def __init__(
         self,
-        job: Callable[[], JobState],
-        tell: Callable[[Event], None],
+        session: Session,
         after_seq: Mapping[str, int],
         exited: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._job = job
-        self._tell = tell
+        self._session = session
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._reporting: set[int] = set()
         """Shards whose watch reports a checkpoint."""
         self.after_seq = dict(after_seq)
         self.exited = dict(exited)
-        self.exchanging: asyncio.Task[None] | None = None
         self._hints: dict[str, int] = {}
         """The newest version of each subject of a hint, in this generation."""
-
-    @property
-    def tasks(self) -> tuple[asyncio.Task[None], ...]:
-        return tuple(self._watches.values())
 
     @property
     def running(self) -> list[asyncio.Task[None]]:
         return [watch for watch in self._watches.values() if not watch.done()]
 
-    def keep(self) -> None:
-        """Keep one watch per shard while there is something to watch. Running watches are left
-        alone."""
-        job = self._job()
+    def start(self) -> None:
+        """Start the missing watches, one per shard, while there is something to watch."""
+        job = self._session.job
         # Not while the job waits for a person and its ranks are gone: their old exits would be
         # reported again.
         if not (
@@ -63,9 +56,13 @@ class Watches:
         for index, nodes in enumerate(commands.shards(tuple(slot.node for slot in job.slots))):
             running = self._watches.get(index)
             if (running is None or running.done()) and not self._succeeded(nodes):
-                self._watches[index] = asyncio.create_task(self._watch(nodes))
+                self._watches[index] = self._session.tasks.start(
+                    f"watch shard {index}", self._watch(nodes), waits=True
+                )
                 self._reporting = (
-                    {*self._reporting, index} if at_checkpoint(job) else self._reporting - {index}
+                    {*self._reporting, index}
+                    if drains_at_checkpoint(job)
+                    else self._reporting - {index}
                 )
 
     def stop(self) -> None:
@@ -80,62 +77,61 @@ class Watches:
         )
 
     def report_checkpoints(self) -> None:
-        """If nodes are to be left at a checkpoint, replace the watches that do not report one."""
-        deaf = tuple(
+        """If nodes are drained at a checkpoint, replace the watches that do not report one."""
+        others = tuple(
             watch
             for index, watch in self._watches.items()
             if index not in self._reporting and not watch.done()
         )
-        if (
-            deaf
-            and at_checkpoint(self._job())
-            and (self.exchanging is None or self.exchanging.done())
-        ):
-            self.exchanging = asyncio.create_task(self._exchange(deaf))
+        tasks = self._session.tasks
+        if others and drains_at_checkpoint(self._session.job) and not tasks.is_running(REPLACE):
+            tasks.start(REPLACE, self._replace(others))
 
-    def look_again(self, hint: HintMessage) -> None:
+    def probe_now(self, hint: HintMessage) -> None:
         """Have the watches probe now. A new watch does that first; the running one may be in
         another process, out of reach."""
-        job = self._job()
+        job = self._session.job
         is_ours = (hint.submission, hint.generation) == (job.submission, job.generation)
         if not is_ours or self._hints.get(hint.what, -1) >= hint.version:
             return
         self._hints[hint.what] = hint.version
-        if self.running and (self.exchanging is None or self.exchanging.done()):
-            self.exchanging = asyncio.create_task(self._look_soon(tuple(self.running)))
+        if self.running and not self._session.tasks.is_running(REPLACE):
+            self._session.tasks.start(REPLACE, self._replace_soon(tuple(self.running)))
 
-    async def _look_soon(self, watches: tuple[asyncio.Task[None], ...]) -> None:
-        await workflow.sleep(HINT_PATIENCE, summary="whether the watch reports what was hinted at")
+    async def _replace_soon(self, watches: tuple[asyncio.Task[None], ...]) -> None:
+        await workflow.sleep(HINT_TIMEOUT_S, summary="whether the watch reports what was hinted at")
         if left := tuple(watch for watch in watches if not watch.done() and watch in self.running):
-            await self._exchange(left)
+            await self._replace(left)
 
-    async def _exchange(self, watches: tuple[asyncio.Task[None], ...]) -> None:
+    async def _replace(self, watches: tuple[asyncio.Task[None], ...]) -> None:
         for watch in watches:
             watch.cancel()
         await workflow.wait_condition(lambda: all(watch.done() for watch in watches))
-        self.keep()  # resumes after the last report: what the old watches saw and did not report is reported again
+        # Resumes after the last report: what the old watches saw and did not report comes again.
+        self.start()
 
     def _succeeded(self, nodes: tuple[str, ...]) -> bool:
         return all(
-            len(self.exited.get(node, ())) == self._job().spec.processes_per_node for node in nodes
+            len(self.exited.get(node, ())) == self._session.job.spec.processes_per_node
+            for node in nodes
         )
 
     async def _watch(self, nodes: tuple[str, ...]) -> None:
-        generation = self._job().generation
+        generation = self._session.job.generation
         try:
-            report = await commands.watch(self._job(), nodes, self.after_seq, self.exited)
+            report = await commands.watch(self._session.job, nodes, self.after_seq, self.exited)
         except ActivityError as error:
             if is_cancelled_exception(error):
                 return
             raise
-        if generation == self._job().generation:
+        if generation == self._session.job.generation:
             self._take(report)
 
     def _take(self, report: WatchReport) -> None:
-        job = self._job()
+        job = self._session.job
         self.after_seq.update(report.after_seq)
         self.exited.update(report.exited)
         for event in report.events:
-            self._tell(event)
+            self._session.post(event)
         if report.all_succeeded and self._succeeded(tuple(slot.node for slot in job.slots)):
-            self._tell(RanksSucceeded(job.generation))
+            self._session.post(RanksSucceeded(job.generation))

@@ -1,0 +1,258 @@
+"""Carry out a job's decisions on its nodes, one action at a time: launch, stop, examine, repair."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.job.drain import nodes_to_drain
+    from relaunch.job.events import LaunchOrdered, NodesAcquired, RanksFound
+    from relaunch.job.fencing import fences, plan_generation, will_fence
+    from relaunch.job.ladder import explain_shrink, remaining_slots
+    from relaunch.job.places import StartedPlaces
+    from relaunch.job.ranks import seat
+    from relaunch.job.state import Examine, JobState, Relaunch, Repair, Slot
+    from relaunch.pool.messages import Place
+    from relaunch.spec.policy import Strategy
+    from relaunch.workflows.training_job import commands
+    from relaunch.workflows.training_job.claims import Claims
+    from relaunch.workflows.training_job.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLaunch:
+    """A launch that was ordered and has not reported its outcome."""
+
+    generation: int
+    sent: dict[str, str] = field(default_factory=dict)
+    """Places of the nodes that got the order to start, as `commands.launch` fills it in."""
+
+
+class Actions:
+    """The action under way. A new one cancels it, and begins when its orders are released."""
+
+    def __init__(self, session: Session, claims: Claims, dead: tuple[str, ...]) -> None:
+        self._session = session
+        self._claims = claims
+        self.dead = dead
+        """Nodes that a person has declared dead since nodes were last chosen."""
+        self.relaunching: Relaunch | None = None
+        """The relaunch that was decided on and has not ended."""
+        self._open_launch: OpenLaunch | None = None
+        """It may have started ranks that `maybe_alive` does not yet include."""
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled: list[asyncio.Task[None]] = []
+
+    @property
+    def _job(self) -> JobState:
+        return self._session.job
+
+    @property
+    def has_begun(self) -> bool:
+        return self._task is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    async def wait(self) -> None:
+        """Wait for the newest action.
+
+        Raises:
+            BaseException: The error of the action.
+        """
+        if self._task is not None:
+            await self._task
+
+    def relaunch(self, decision: Relaunch) -> None:
+        self.relaunching = decision
+        self._begin(lambda: self._relaunch(decision))
+
+    def treat(self, decision: Examine | Repair) -> None:
+        self._begin(lambda: self._treat(decision))
+
+    def stop(self, *, once: bool) -> None:
+        """Stop all ranks. With `once`, try once on every node instead of waiting for the proof."""
+        self._begin(lambda: self._stop(once=once))
+
+    def release(self) -> None:
+        """Stop the ranks while a person is asked, which may take long, and withdraw a claim that
+        waits."""
+        self._begin(self._release)
+
+    def _begin(self, action: Callable[[], Awaitable[None]]) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._cancelled.append(self._task)
+        self._cancelled = [one for one in self._cancelled if not one.done()]
+        cancelled = tuple(self._cancelled)
+
+        async def carry_out() -> None:
+            if cancelled:
+                # Their orders must be released before anything else is ordered.
+                await workflow.wait(cancelled)
+            await self._report_open_launch()
+            try:
+                await action()
+            except ActivityError as error:
+                if is_cancelled_exception(error):
+                    return
+                raise
+
+        self._task = self._session.tasks.start("act", carry_out())
+
+    async def _report_open_launch(self) -> None:
+        """After an aborted launch, report the nodes on which its ranks may have been started."""
+        if (launch := self._open_launch) is None:
+            return
+        found = RanksFound(
+            tuple(slot.node for slot in self._job.slots if slot.node not in self.dead),
+            places=(StartedPlaces(self._job.submission, launch.generation, dict(launch.sent)),),
+        )
+        self._session.post(found)
+        await workflow.wait_condition(lambda: found not in self._session.inbox)
+        self._open_launch = None
+
+    # --- launching
+
+    async def _relaunch(self, decision: Relaunch) -> None:
+        def superseded() -> bool:
+            return decision.generation != self._job.generation or self._job.ending is not None
+
+        if decision.delay:
+            await workflow.sleep(
+                decision.delay.total_seconds(),
+                summary=f"delay before generation {decision.generation}",
+            )
+        chosen = await self._choose_nodes(decision)
+        if chosen is None or superseded():
+            return
+        places, fewer, shrinks = chosen
+        slots = seat(self._job.slots, places, reassign=not decision.keep_nodes)
+        leaves_ranks = self._leaves_ranks_behind(places)
+        if leaves_ranks or self._needs_fencing(slots):
+            # Stop ranks on all nodes, not only on those: a node that was cut off stops its ranks
+            # only when no other node vouches for it.
+            before = decision.generation - 1
+            stopped = await commands.prove_stopped(
+                self._job,
+                before,
+                self._job.maybe_alive,
+                f"stop generation {before} before another starts",
+            )
+            self._session.post(stopped)
+            if superseded():
+                return
+        self._session.post(NodesAcquired(slots, fewer))
+        if leaves_ranks or shrinks:
+            await workflow.wait_condition(lambda: self._job.slots == slots)
+            await self._claims.send_current()
+        token = replace(self._job.token, generation=decision.generation)
+        nodes = tuple(slot.node for slot in slots)
+        while self._claims.must_send_timeouts(
+            plan_generation(self._job, decision.generation, nodes)
+        ):
+            # The policy has changed: a later submission must not judge the ranks by shorter
+            # timeouts.
+            await self._claims.send_current()
+            if superseded():
+                return
+        # From the same state as the orders: a later change of the policy applies to the next
+        # launch.
+        planned = plan_generation(self._job, decision.generation, nodes)
+        self._session.post(LaunchOrdered(decision.generation, planned))
+        self._open_launch = launch = OpenLaunch(decision.generation)
+        self._session.post(await commands.launch(self._job, token, slots, launch.sent))
+        self._open_launch = None
+        self.relaunching = None
+
+    async def _choose_nodes(self, decision: Relaunch) -> tuple[tuple[Place, ...], str, bool] | None:
+        """Return the places of the next launch, why they are fewer than the job would take, and
+        whether the job shrinks to them. None: the fleet never can grant them.
+        """
+        job, claims = self._job, self._claims
+        excluded = tuple(
+            dict.fromkeys(
+                (
+                    *decision.without,
+                    *nodes_to_drain(job, workflow.now()),
+                    *(avoided.node for avoided in job.avoided),
+                )
+            )
+        )
+        granted = set() if claims.is_waiting else set(claims.nodes)
+        left = remaining_slots(job, excluded)
+        if decision.strategy is Strategy.GROW and claims.is_growing:
+            return claims.use_granted_nodes(), claims.fewer, False
+        if (
+            decision.strategy is Strategy.SHRINK
+            and not claims.is_waiting
+            and {slot.node for slot in left} <= granted
+            and len(left) >= job.spec.fewest_nodes
+        ):
+            return claims.keep_only(left), explain_shrink(job, left), True
+        places = tuple(Place(slot.node, slot.address, slot.gpus) for slot in job.slots)
+        names = {place.node for place in places}
+        are_ours = bool(places) and not claims.is_waiting and names == granted
+        if decision.keep_nodes and are_ours and not names & set(excluded):
+            return places, job.fewer, False
+        acquired = await claims.acquire(decision, excluded)
+        return (acquired, claims.fewer, False) if acquired else None
+
+    def _leaves_ranks_behind(self, places: tuple[Place, ...]) -> bool:
+        """Return whether ranks may live on nodes that the next launch does not use."""
+        return bool(set(self._job.maybe_alive) - {place.node for place in places})
+
+    def _needs_fencing(self, slots: tuple[Slot, ...]) -> bool:
+        """Return whether ranks that never fence themselves would be taken for ranks that do.
+
+        Ranks launched without fencing, such as those of a single node, would be part of a gang that
+        fences.
+        """
+        job = self._job
+        return bool(job.maybe_alive) and not fences(job) and will_fence(job, len(slots))
+
+    # --- examining, repairing, stopping
+
+    async def _treat(self, decision: Examine | Repair) -> None:
+        """Free the GPUs, which an examination and a repair both need, then order it."""
+        generation = self._job.generation
+        if self._job.maybe_alive:
+            what = "examining" if isinstance(decision, Examine) else decision.strategy
+            stopped = await commands.prove_stopped(
+                self._job,
+                generation,
+                self._job.maybe_alive,
+                f"stop generation {generation} before {what}",
+            )
+            self._session.post(stopped)
+        if isinstance(decision, Examine):
+            self._session.post(await commands.examine(self._job, decision))
+        else:
+            self._session.post(await commands.repair(self._job, decision))
+
+    async def _stop(self, *, once: bool) -> None:
+        job = self._job
+        generation, alive = job.generation, job.maybe_alive
+        nodes = tuple(slot.node for slot in job.slots if slot.node not in self.dead)
+        if once:
+            alive, nodes = (), tuple(dict.fromkeys((*alive, *nodes)))
+        if alive:
+            summary = f"stop generation {generation}"
+            self._session.post(await commands.prove_stopped(job, generation, alive, summary))
+        if rest := tuple(node for node in nodes if node not in alive):
+            # Proven stopped earlier; one of these nodes may be dead, so do not wait for it.
+            summary = f"clean up after generation {generation}"
+            self._session.post(
+                await commands.prove_stopped(self._job, generation, rest, summary, once=True)
+            )
+
+    async def _release(self) -> None:
+        await self._stop(once=True)
+        if self._claims.is_waiting:
+            await self._claims.return_nodes()
