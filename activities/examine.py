@@ -1,6 +1,6 @@
 """Activities on a single node: examining it, and carrying out the steps of a repair.
 
-`relaunch.repair.machine` decides which step is next.
+`relaunch.repair.machine` decides what is next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from relaunch.evidence.catalog import catalog
 from relaunch.evidence.health import Health, read_health
 from relaunch.job.state import ExaminedNode
 from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
-from relaunch.repair.state import Diagnosed, Fact, NoAnswer, OrderDone, OrderRefused, Probed
+from relaunch.repair.state import (
+    NoAnswer,
+    NodeDiagnosed,
+    NodeProbed,
+    OrderDone,
+    OrderRefused,
+    RepairEvent,
+)
 
 PROBE_WITHIN = 20.0
 """Seconds for a probe. A healthy node needs less than one; on the node, a hanging driver is
@@ -134,7 +141,7 @@ class NodeActivities:
         )
 
     @activity.defn
-    async def order_repair(self, order: RepairOrder) -> Fact:
+    async def order_repair(self, order: RepairOrder) -> RepairEvent:
         """Carry out one step, without retries.
 
         After a missing answer, the caller must check the node before it orders again.
@@ -147,14 +154,14 @@ class NodeActivities:
                 return NoAnswer(error.reason)
 
 
-async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
+async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
     within, fleet = order.within.total_seconds(), _identity(backend, order.fleet)
     answer: Mapping[str, Any] | Refused
     match order.verb:
         case "probe":
-            return Probed(await _exchange(backend, order.node, within, order.kernel_since))
+            return NodeProbed(await _exchange(backend, order.node, within, order.kernel_since))
         case "diagnose":
-            return Diagnosed(
+            return NodeDiagnosed(
                 await _diagnose(backend, order.node, order.id, order.level, order.within, fleet)
             )
         case "reset-gpus":

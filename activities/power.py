@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import IO
 
-from relaunch.repair.state import Fact, NoAnswer, OrderDone
+from relaunch.repair.state import NoAnswer, OrderDone, RepairEvent
 from relaunch.spec.fleet import Power
 
 TAIL = 2048
@@ -27,14 +27,17 @@ TAIL = 2048
 POLL = 0.05
 
 
-async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
+async def cycle_power(node: str, power: Power | None, within: float) -> RepairEvent:
     """Run the power command once.
 
     A command that exceeds `within` seconds is killed, and its effect is unknown.
     """
     if power is None:
         return OrderDone(
-            {"outcome": "done", "missing": f"its fleet file gives {node} no power command any more"}
+            {
+                "outcome": "done",
+                "missing": f"the fleet file has no power command for {node} any more",
+            }
         )
     # The other arguments may contain a password: none of them goes into a message.
     program = PurePath(power.cycle[0]).name

@@ -13,8 +13,8 @@ from relaunch.fields import duration
 from relaunch.job.drain import describe_drains, describe_next
 from relaunch.job.ladder import used_budgets
 from relaunch.job.state import JobState, Phase
-from relaunch.repair.state import AskPerson, Finish, RepairState, Step, StepRecord
-from relaunch.repair.treatment import Course, Examine, Treatment
+from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
+from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
 from relaunch.spec.policy import Strategy
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
@@ -194,24 +194,28 @@ def _answers(job: JobState) -> list[str]:
 
 
 def repair_details(
-    repair: RepairState, step: Step, course: Course | None = None, waits: str = ""
+    repair: RepairState,
+    decision: RepairDecision,
+    escalation: Escalation | None = None,
+    waiting_for: str = "",
 ) -> str:
     """Return the page of a repair, in Markdown: what is done to which node, for whom, and what was
     found.
 
     Args:
         repair: The current state.
-        step: The current step.
-        course: What was found and done before, if an examination decides on the treatment.
-        waits: The permission of the fleet that it waits for; empty if none.
+        decision: The current decision.
+        escalation: What was found and done before, if examinations choose the strategy.
+        waiting_for: What it waits for from the fleet, as a clause; empty if for nothing.
     """
-    match step:
-        case Finish():
-            doing = f"{step.outcome}: {step.reason}"
+    match decision:
+        case FinishRepair():
+            doing = f"{decision.outcome}: {decision.reason}"
         case AskPerson():
-            doing = f"it waits for somebody who approves or denies, until {_clock(step.until)}; without an answer it is not done"
+            until = _clock(decision.until)
+            doing = f"waiting for approval until {until}; without an answer it is not done"
         case _:
-            doing = waits or step.reason
+            doing = waiting_for or decision.reason
     lines = [
         f"## {repair.strategy} of {repair.node}",
         "",
@@ -220,66 +224,73 @@ def repair_details(
         f"**Now** {doing}",
         "",
     ]
-    if not isinstance(step, Finish):
-        lines += [f"**Ends** by itself at {_clock(repair.deadline)}", ""]
+    if not isinstance(decision, FinishRepair):
+        lines += [f"**Deadline** {_clock(repair.deadline)}", ""]
     if repair.boot_id:
         lines += [
-            f"**Boot** decided on boot id `{repair.boot_id}`: the node refuses what was decided on another",
+            f"**Boot** decided on boot id `{repair.boot_id}`: "
+            "the node refuses an order that was decided on another boot",
             "",
         ]
-    lines += _looked(repair.health)
-    lines += _steps((*(course.log if course is not None else ()), *repair.log))
-    if isinstance(step, AskPerson):
+    lines += _last_examination(repair.health)
+    lines += _steps((*(escalation.log if escalation is not None else ()), *repair.log))
+    if isinstance(decision, AskPerson):
         answer = '`{"decision": "approve", "reason": "…", "by": "you"}`'
         lines += [
-            "### It waits for you",
+            "### Approval needed",
             "",
-            f"Send the update `answer` from this page, {answer} or `deny`.",
+            f"{decision.question}",
+            "",
+            f"Send the update `answer` from this page: {answer}, or `deny`.",
         ]
-    if waits:
+    if waiting_for:
         lines += [
-            f"### It waits for `fleet/{repair.fleet}`",
+            f"### Waiting for `fleet/{repair.fleet}`",
             "",
-            "A fleet lets only so many repairs and reboots happen at once, so that one mistake does not take all its nodes down. Its page "
-            "says which limit is reached, and how its breaker is closed. Without its permission nothing is done to the node.",
+            "A fleet limits how many repairs and reboots happen at once, so that one mistake does "
+            "not take all its nodes down. Its page says which limit is reached, and how its "
+            "breaker is closed. Without a permit nothing is done to the node.",
         ]
     return _page(lines)
 
 
-def course_details(course: Course, step: Treatment, by: str, deadline: datetime) -> str:
-    """Return the page of an examination that decides on treatments, while no treatment runs.
+def escalation_details(
+    escalation: Escalation, decision: EscalationDecision, by: str, deadline: datetime
+) -> str:
+    """Return the page of a repair whose strategy is chosen by examinations, while no strategy runs.
     Markdown."""
-    match step:
-        case Finish():
-            doing = f"{step.outcome}: {step.reason}"
-        case Examine():
-            doing = f"it is examined{f' again in {duration(step.after)}' if step.after else ''}: {step.reason}"
+    match decision:
+        case FinishRepair():
+            doing = f"{decision.outcome}: {decision.reason}"
+        case ExamineNode():
+            when = f"examined again in {duration(decision.delay)}" if decision.delay else "examined"
+            doing = f"{escalation.node} is {when}: {decision.reason}"
         case _:
-            doing = f"{step.strategy}: {step.reason}"
+            doing = f"{decision.strategy}: {decision.reason}"
     lines = [
-        f"## Examination of {course.node}",
+        f"## Examination of {escalation.node}",
         "",
-        f"**Why** {course.reason} (ordered by {by})",
+        f"**Why** {escalation.reason} (ordered by {by})",
         "",
         f"**Now** {doing}",
         "",
     ]
-    if not isinstance(step, Finish):
-        lines += [f"**Ends** by itself at {_clock(deadline)}", ""]
-    return _page([*lines, *_looked(course.health), *_steps(course.log)])
+    if not isinstance(decision, FinishRepair):
+        lines += [f"**Deadline** {_clock(deadline)}", ""]
+    return _page([*lines, *_last_examination(escalation.health), *_steps(escalation.log)])
 
 
-def _looked(health: Health | None) -> list[str]:
+def _last_examination(health: Health | None) -> list[str]:
     if health is None:
         return []
     return [
-        f"**Last look** {health.verdict}: {health.reason}",
+        f"**Last probe** {health.verdict}: {health.reason}",
         "",
         *(f"- {one.code}: {one.reason}" for one in health.findings[:16]),
     ]
 
 
-def _steps(log: tuple[StepRecord, ...]) -> list[str]:
+def _steps(log: tuple[LogEntry, ...]) -> list[str]:
     return (
         [
             "",

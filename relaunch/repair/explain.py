@@ -1,121 +1,167 @@
-"""Describe a repair in words: the question to a person, the name of an order, and how a repair ends
-that ran out of time."""
+"""Sentences of a repair for people: what it orders, what it asks, and how it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from relaunch.evidence.fields import last_line, text
 from relaunch.evidence.findings import Verdict
+from relaunch.evidence.health import Health
 from relaunch.evidence.nvml import short
-from relaunch.repair.state import Finish, RepairState, Stage
+from relaunch.repair.state import MAX_ORDERS, FinishRepair, RepairState, Stage
 from relaunch.spec.policy import Strategy
 
-NAMED_GPUS = 8
+MAX_NAMED_GPUS = 8
+MAX_SENTENCE = 600
 
 
-def question(state: RepairState) -> str:
-    so_far = ""
+# --- the order
+
+
+def describe_order(state: RepairState) -> str:
+    """Return the order as an infinitive: `reboot n2`, `reset GPU 0000:05:00 on n2`."""
+    if state.strategy is Strategy.REBOOT_NODE:
+        return f"{'power-cycle' if state.power else 'reboot'} {state.node}"
+    return f"reset {_name_gpus(state)} on {state.node}"
+
+
+def explain_order(state: RepairState) -> str:
+    """Return why the order is given, what it does, and which attempt it is."""
+    if state.strategy is Strategy.RESET_GPU:
+        doing = f"Resetting {_name_gpus(state)} on {state.node}"
+    else:
+        doing = f"{'Power-cycling' if state.power else 'Rebooting'} {state.node}"
+    attempt = "" if state.power else f"; attempt {state.attempts + 1} of {MAX_ORDERS}"
+    approval = f" (approved by {state.approved_by})" if state.approved_by else ""
+    return text(f"{state.reason.rstrip('.')}. {doing}{attempt}{approval}", MAX_SENTENCE)
+
+
+def describe_result(state: RepairState) -> str:
+    """Return what was done to the node, as the beginning of a sentence: `n2 was rebooted`."""
+    if state.strategy is Strategy.REBOOT_NODE and state.attempts:
+        by_power = state.power and state.acknowledged
+        return f"{state.node} was {'power-cycled' if by_power else 'rebooted'}"
+    if state.strategy is Strategy.REBOOT_NODE or state.examined_boot_id not in ("", state.boot_id):
+        return f"{state.node} was rebooted, but not by this repair,"
+    return f"{state.node} had {_name_gpus(state)} reset"
+
+
+def _name_gpus(state: RepairState) -> str:
+    if not state.gpus:
+        return "all GPUs"
+    names = ", ".join(short(gpu) for gpu in state.gpus[:MAX_NAMED_GPUS])
+    more = len(state.gpus) - MAX_NAMED_GPUS
+    return f"GPU{'s' * (len(state.gpus) > 1)} {names}{f' and {more} more' if more > 0 else ''}"
+
+
+# --- questions and answers
+
+
+def ask_approval(state: RepairState) -> str:
+    order = describe_order(state)
+    before = ""
     if state.health is not None and state.strategy is Strategy.REBOOT_NODE:
-        reboots = len(state.health.reboots)
-        so_far = f" ({reboots} reboot{'s' * (reboots != 1)} in its journal)"
-    return text(
-        f"may relaunch {order_of(state)}{so_far}? {state.by} asks for it: {state.reason}", 600
-    )
+        before = f" ({_count(len(state.health.reboots), 'reboot')} in its journal)"
+    question = f"{order[0].upper()}{order[1:]}{before}?"
+    return text(f"{question} Requested by {state.by}: {state.reason}", MAX_SENTENCE)
 
 
-def order_of(state: RepairState) -> str:
-    return (
-        f"{verb_of(state)} {state.node}"
-        if state.strategy is Strategy.REBOOT_NODE
-        else f"{verb_of(state)} of {state.node}"
-    )
+# --- what the node's tools returned
 
 
-def verb_of(state: RepairState) -> str:
-    if state.strategy is Strategy.REBOOT_NODE:
-        return "power cycle" if state.power else "reboot"
-    names = ", ".join(short(gpu) for gpu in state.gpus[:NAMED_GPUS])
-    more = f" and {len(state.gpus) - NAMED_GPUS} more" if len(state.gpus) > NAMED_GPUS else ""
-    return f"reset GPU{'s' * (len(state.gpus) > 1)} {names}{more}" if names else "reset all GPUs"
-
-
-def done_to(state: RepairState) -> str:
-    if state.strategy is Strategy.REBOOT_NODE:
-        by_power = state.power and state.arrived
-        return (
-            ("power-cycled" if by_power else "rebooted")
-            if state.attempts
-            else "rebooted by somebody else"
-        )
-    if state.examined_on not in ("", state.boot_id):
-        return "rebooted by somebody else"
-    return verb_of(state).replace("reset ", "given a reset of ", 1)
-
-
-def power_failed(node: str, answer: Mapping[str, Any]) -> str:
+def explain_failed_power_cycle(node: str, answer: Mapping[str, Any]) -> str:
     """Return why the power command did nothing, as a sentence; empty if it reports success.
 
     The text never quotes the command itself, which may hold a password.
     """
-    program, said = (
-        text(answer.get("program"), 80) or "the power command",
-        last_line(answer.get("output")) or "it printed nothing",
-    )
     if "missing" in answer:
-        return f"the power of {node} cannot be cycled: {text(answer['missing']) or 'a program is missing'}"
+        missing = text(answer["missing"]) or "a program is missing"
+        return f"cannot power-cycle {node}: {missing}"
+    program = text(answer.get("program"), 80) or "the power command"
+    exit_code = _read_exit_code(answer)
+    if exit_code is None:
+        return f"the exit code of {program}, which power-cycles {node}, cannot be read"
+    if exit_code == 0:
+        return ""
+    return f"{program} failed to power-cycle {node}: exit code {exit_code}: {read_output(answer)}"
+
+
+def explain_failed_reset(node: str, answer: Mapping[str, Any]) -> str:
+    """Return why no GPU was reset, as a sentence; empty if nvidia-smi reports success."""
+    if "missing" in answer:
+        return f"{node} cannot reset GPUs: {text(answer['missing']) or 'a tool is missing'}"
+    command = f"nvidia-smi --gpu-reset on {node}"
+    exit_code = _read_exit_code(answer)
+    if exit_code is None:
+        return f"{command} did not finish: {read_output(answer)}"
+    if exit_code == 0:
+        return ""
+    return f"{command} failed with exit code {exit_code}: {read_output(answer)}"
+
+
+def read_output(answer: Mapping[str, Any]) -> str:
+    """Return the last line that the tool printed."""
+    return last_line(answer.get("output")) or "no output"
+
+
+def _read_exit_code(answer: Mapping[str, Any]) -> int | None:
     exit_code = answer.get("exit_code")
-    if isinstance(exit_code, bool) or not isinstance(exit_code, int):
-        return f"how {program} ended, which was to cycle the power of {node}, cannot be read"
-    return (
-        ""
-        if exit_code == 0
-        else f"{program}, which was to cycle the power of {node}, ended with {exit_code}: {said}"
-    )
+    return exit_code if isinstance(exit_code, int) and not isinstance(exit_code, bool) else None
 
 
-def overdue(state: RepairState) -> Finish:
+# --- the end
+
+
+def explain_verdict(state: RepairState, health: Health) -> str:
+    """Return what was done to the node, and how it is now."""
+    did = describe_result(state)
+    match health.verdict:
+        case Verdict.HEALTHY:
+            return f"{did} and is healthy: {health.reason}"
+        case Verdict.UNHEALTHY:
+            return f"{did} and is still unhealthy: {health.reason}"
+        case Verdict.UNKNOWN:
+            return explain_unknown_health(state, health.reason)
+        case _:
+            assert_never(health.verdict)
+
+
+def explain_unknown_health(state: RepairState, reason: str) -> str:
+    return f"{describe_result(state)} but its health is unknown: {reason}"
+
+
+def explain_timeout(state: RepairState) -> FinishRepair:
     """Return how the repair ends when its time, or the time for a person's answer, is over."""
-    unknown = Verdict.UNKNOWN
+    node, order = state.node, describe_order(state)
     match state.stage:
         case Stage.ASKING:
-            until = f" until {state.ask_until:%H:%M} UTC" if state.ask_until else ""
-            return Finish("refused", unknown, f"nobody said{until} whether to {order_of(state)}")
-        case Stage.LOOKING | Stage.ORDERING if state.silent or state.health is None:
-            return Finish(
-                "ambiguous",
-                unknown,
-                f"{state.node} did not answer: {state.silent or 'it was not asked'}",
-            )
-        case Stage.LOOKING | Stage.ORDERING:
-            return Finish(
-                "refused",
-                unknown,
-                f"the time to {order_of(state)} was over before it could be ordered",
-            )
-        case Stage.PROVING if state.power and not state.silent:
-            return Finish(
-                "refused",
-                unknown,
-                f"the power of {state.node} was to be cycled, and it still runs on boot id {state.boot_id}",
-            )
-        case Stage.PROVING if state.strategy is Strategy.REBOOT_NODE and not state.silent:
-            times = f"{state.attempts} order{'s' * (state.attempts != 1)}"
-            return Finish(
-                "refused",
-                unknown,
-                f"{times} to reboot {state.node}, and it still runs on boot id {state.boot_id}",
-            )
+            until = f" by {state.ask_until:%H:%M} UTC" if state.ask_until else ""
+            return _end("refused", f"the request to {order} was not answered{until}")
+        case Stage.CHECKING | Stage.ORDERING if state.missing_answer or state.health is None:
+            missing = state.missing_answer or "no probe was sent"
+            return _end("ambiguous", f"{node} did not answer: {missing}")
+        case Stage.CHECKING | Stage.ORDERING:
+            return _end("refused", f"the deadline passed before the order to {order}")
+        case Stage.PROVING if state.strategy is Strategy.REBOOT_NODE and not state.missing_answer:
+            orders = "the order" if state.power else _count(state.attempts, "order")
+            had = f"{orders} to {order} had no effect"
+            return _end("refused", f"{had}: it still runs boot id {state.boot_id}")
         case Stage.PROVING:
-            reason = f"whether the order to {order_of(state)} was carried out is not known: {state.silent or 'no answer came to the order'}"
-            return Finish("ambiguous", unknown, reason)
+            missing = state.missing_answer or "the order was not answered"
+            unknown = f"whether the order to {order} was carried out is unknown"
+            return _end("ambiguous", f"{unknown}: {missing}")
         case Stage.EXAMINING | Stage.DIAGNOSING:
-            last = state.silent or state.waiting or "it was not examined"
-            return Finish(
-                "refused",
-                unknown,
-                f"{state.node} was {done_to(state)}, but whether it helped was not known in time: {last}",
-            )
+            last = state.missing_answer or state.wait_reason or "it was not examined"
+            late = f"{describe_result(state)} but its examination did not end in time"
+            return _end("refused", f"{late}: {last}")
         case _:
             assert_never(state.stage)
+
+
+def _end(outcome: Literal["refused", "ambiguous"], reason: str) -> FinishRepair:
+    return FinishRepair(outcome, Verdict.UNKNOWN, reason)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,99 +1,93 @@
-"""State machine of one repair: state and fact give the next state, state and time give a step.
+"""State machine of one strategy on one node: reset GPUs, reboot, or power-cycle, with its proof.
 
-An order that acts on the node is bound to the boot that was last probed. It is never given while
-the node is in use, and never repeated without a probe. A repair is done only when the node was
-examined afterwards and found healthy.
+    CHECKING  ->  ASKING  ->  ORDERING  ->  PROVING  ->  EXAMINING  ->  DIAGNOSING  ->  end
+
+The transitions stand in this order. An order is bound to the boot that was last probed, is never
+given while the node is in use, and is never repeated without a probe. A repair is done only when
+the node was examined after the order and found healthy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, assert_never
+from typing import assert_never
 
 from relaunch.evidence.catalog import Catalog
-from relaunch.evidence.fields import last_line, text
+from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
-from relaunch.evidence.health import LONGEST_ID, Health, read_health
+from relaunch.evidence.health import Health, read_health, with_diag
 from relaunch.evidence.nvml import bus_id
-from relaunch.repair.examined import LOOK_AGAIN, diagnosed, examined, not_diagnosed
-from relaunch.repair.explain import done_to, order_of, overdue, power_failed, question, verb_of
-from relaunch.repair.guard import against
-from relaunch.repair.power import (
-    POWER_WITHIN,
-    has_booted,
-    instead,
-    is_overdue,
+from relaunch.repair.conditions import (
+    can_switch_to_power,
+    find_objection,
+    has_booted_since_silence,
+    has_just_booted,
+    is_own_id,
+    is_reboot_overdue,
     is_silent,
-    may_follow,
-    with_time_to_prove,
+    lacks_gpus,
 )
-from relaunch.repair.record import again, ended, noted, with_health
+from relaunch.repair.explain import (
+    MAX_SENTENCE,
+    ask_approval,
+    describe_order,
+    describe_result,
+    explain_failed_power_cycle,
+    explain_failed_reset,
+    explain_order,
+    explain_timeout,
+    explain_unknown_health,
+    explain_verdict,
+    read_output,
+)
 from relaunch.repair.state import (
-    Answered,
+    MAX_ORDERS,
     AskPerson,
-    CancelAsked,
-    DeadlinePassed,
-    Diagnose,
-    Diagnosed,
-    Fact,
-    Finish,
-    LookAgain,
+    FinishRepair,
+    LogEntry,
     NoAnswer,
+    NodeDiagnosed,
+    NodeProbed,
+    Order,
     OrderDone,
     OrderRefused,
-    Permitted,
-    PowerCycle,
-    Probe,
-    Probed,
-    Reboot,
+    PermitAnswered,
+    PersonAnswered,
+    PowerCycleNode,
+    ProbeNode,
+    RebootNode,
+    RepairCancelRequested,
+    RepairDecision,
+    RepairEvent,
+    RepairOutcome,
     RepairRules,
     RepairState,
     ResetGpus,
-    Slept,
+    RunDiag,
     Stage,
-    Step,
+    TimeExpired,
+    WaitEnded,
+    WaitForNode,
 )
 from relaunch.spec.policy import Strategy
 
-__all__ = [
-    "Answered",
-    "AskPerson",
-    "CancelAsked",
-    "DeadlinePassed",
-    "Diagnose",
-    "Diagnosed",
-    "Fact",
-    "Finish",
-    "LookAgain",
-    "NoAnswer",
-    "OrderDone",
-    "OrderRefused",
-    "Permitted",
-    "PowerCycle",
-    "Probe",
-    "Probed",
-    "Reboot",
-    "RepairRules",
-    "RepairState",
-    "ResetGpus",
-    "Slept",
-    "Stage",
-    "Step",
-    "begin",
-    "learn",
-    "next_step",
-]
-
-ARRIVES_WITHIN = timedelta(seconds=60)
+PROBE_INTERVAL = timedelta(seconds=5)
+DRIVER_PROBE_INTERVAL = timedelta(seconds=10)
+PROBE_TIMEOUT = timedelta(seconds=20)
+"""A healthy node needs less than one second; a driver that hangs is given up after ten."""
+RESET_TIMEOUT = timedelta(minutes=2)
+"""nvidia-smi takes some seconds for each of eight GPUs."""
+POWER_CYCLE_TIMEOUT = timedelta(minutes=1)
+"""ipmitool gives up on a controller after some twenty seconds; a command that calls a cloud API
+needs a few."""
+ORDER_ARRIVAL_TIMEOUT = timedelta(seconds=60)
 """A node writes an order to reboot into its journal within seconds. If it answers a minute later
 without such an entry, the order never arrived."""
-PROBE_WITHIN = timedelta(seconds=20)
-"""A healthy node needs less than one second; a driver that hangs is given up after ten."""
-RESET_WITHIN = timedelta(minutes=2)
-"""nvidia-smi takes some seconds for each of eight GPUs."""
-MAX_ORDERS = 2
+MAX_DIAG_ATTEMPTS = 2
+MAX_LOG_ENTRIES = 60
+MAX_FINDINGS = 16
 
 
 def begin(
@@ -133,384 +127,481 @@ def begin(
         text(by, 80),
         rules,
         now,
-        now + rules.repair_within if deadline is None else deadline,
+        now + rules.repair_timeout if deadline is None else deadline,
         boot_id=boot_id,
         approved_by=text(approved_by, 80),
         power=power,
     )
 
 
-def next_step(state: RepairState, now: datetime) -> Step:
+def step(
+    state: RepairState, events: Iterable[RepairEvent], now: datetime, catalog: Catalog
+) -> tuple[RepairState, RepairDecision]:
+    """Apply all events that have arrived, in order, and decide what is next.
+
+    A cancel may arrive together with the answer to an order that was on its way: it ends the repair
+    only if no order was given, which is known once every event has been applied.
+    """
+    for event in events:
+        state = apply_event(state, event, now, catalog)
+    return state, decide(state, now)
+
+
+def decide(state: RepairState, now: datetime) -> RepairDecision:
     if state.outcome is not None:
-        return Finish(state.outcome, state.verdict or Verdict.UNKNOWN, state.conclusion)
-    if state.cancelled and not state.attempts:
-        return Finish("refused", Verdict.UNKNOWN, f"cancelled: {state.cancelled}")
-    if now >= _ends(state):
-        return overdue(state)
+        return FinishRepair(state.outcome, state.verdict or Verdict.UNKNOWN, state.conclusion)
+    if state.cancel_reason and not state.attempts:
+        return FinishRepair("refused", Verdict.UNKNOWN, f"cancelled: {state.cancel_reason}")
+    if now >= _end_of_wait(state):
+        return explain_timeout(state)
     left = state.deadline - now
     if state.wait:
-        return LookAgain(min(state.wait, left), state.waiting)
+        return WaitForNode(min(state.wait, left), state.wait_reason)
+    since_order = None if state.ordered_at is None else max(timedelta(0), now - state.ordered_at)
     match state.stage:
+        case Stage.CHECKING:
+            reason = f"checking {state.node} before the order to {describe_order(state)}"
+            return ProbeNode(min(PROBE_TIMEOUT, left), None, f"{reason}: {state.reason}")
         case Stage.ASKING:
-            return AskPerson(question(state), _ends(state), "repairs: ask")
-        case Stage.LOOKING:
-            return Probe(
-                min(PROBE_WITHIN, left), None, f"whether one may {order_of(state)}: {state.reason}"
-            )
-        case Stage.PROVING:
-            return Probe(
-                min(PROBE_WITHIN, left),
-                _since_order(state, now),
-                f"whether the order to {order_of(state)} was carried out",
-            )
-        case Stage.EXAMINING:
-            return Probe(
-                min(PROBE_WITHIN, left),
-                _since_order(state, now),
-                f"{state.node} was {done_to(state)}: whether it is healthy now",
-            )
-        case Stage.DIAGNOSING:
-            level = state.rules.level
-            reason = (
-                f"{state.node} was {done_to(state)}: whether it is healthy by dcgmi diag -r {level}"
-            )
-            return Diagnose(level, min(state.rules.examine_within, left), reason)
+            return AskPerson(ask_approval(state), _end_of_wait(state), "repairs: ask")
         case Stage.ORDERING:
-            reason = state.reason + (
-                f" (approved by {state.approved_by})" if state.approved_by else ""
-            )
-            if state.strategy is Strategy.RESET_GPU:
-                return ResetGpus(state.boot_id, state.gpus, min(RESET_WITHIN, left), reason)
-            if state.power:
-                return PowerCycle(min(POWER_WITHIN, left), reason)
-            return Reboot(state.boot_id, reason)
+            return _decide_order(state, left)
+        case Stage.PROVING:
+            reason = f"checking whether the order to {describe_order(state)} was carried out"
+            return ProbeNode(min(PROBE_TIMEOUT, left), since_order, reason)
+        case Stage.EXAMINING:
+            reason = f"{describe_result(state)} and is examined"
+            return ProbeNode(min(PROBE_TIMEOUT, left), since_order, reason)
+        case Stage.DIAGNOSING:
+            level, timeout = state.rules.level, min(state.rules.diag_timeout, left)
+            reason = f"{describe_result(state)} and is examined by dcgmi diag -r {level}"
+            return RunDiag(level, timeout, reason)
         case _:
             assert_never(state.stage)
 
 
-def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> RepairState:
-    """Apply the result of a step. A fact that answers no open step changes nothing."""
+def _decide_order(state: RepairState, left: timedelta) -> Order:
+    reason = explain_order(state)
+    if state.strategy is Strategy.RESET_GPU:
+        return ResetGpus(state.boot_id, state.gpus, min(RESET_TIMEOUT, left), reason)
+    if state.power:
+        return PowerCycleNode(min(POWER_CYCLE_TIMEOUT, left), reason)
+    return RebootNode(state.boot_id, reason)
+
+
+def apply_event(
+    state: RepairState, event: RepairEvent, now: datetime, catalog: Catalog
+) -> RepairState:
+    """Apply one event. An event that answers no open decision changes nothing."""
     if state.outcome is not None:
         return state
-    ordered = state.stage in (Stage.ORDERING, Stage.PROVING)
-    match fact:
-        case Slept():
+    stage = state.stage
+    is_ordered = stage in (Stage.ORDERING, Stage.PROVING)
+    match event:
+        case WaitEnded():
             return replace(state, wait=timedelta(0))
-        case CancelAsked():
-            # The cancel may have come while an order was on its way: `next_step` obeys it once
-            # every known fact has been applied.
-            reason = text(fact.reason) or "no reason given"
-            if state.attempts and state.stage in (Stage.LOOKING, Stage.ASKING, Stage.ORDERING):
-                state = replace(state, stage=Stage.PROVING, ask_until=None)
-            return noted(replace(state, cancelled=reason), now, fact.kind, reason)
-        case DeadlinePassed() if state.stage is Stage.ASKING or now >= state.deadline:
-            return _out_of_time(state, now)
-        case Answered() if state.stage is Stage.ASKING:
-            return _answered(state, fact, now)
-        case Permitted() if state.stage is Stage.ORDERING:
-            return _permitted(state, fact, now)
-        case Probed() if state.stage in (Stage.LOOKING, Stage.PROVING, Stage.EXAMINING):
-            return _probed(state, fact, catalog, now)
-        case NoAnswer() if state.stage is Stage.DIAGNOSING:
-            return not_diagnosed(state, text(fact.reason), now)
-        case NoAnswer() if state.stage is not Stage.ASKING:
-            return _silent(state, text(fact.reason) or "no reason given", now)
-        case Diagnosed() if state.stage is Stage.DIAGNOSING:
-            return diagnosed(state, fact.answer, catalog, now)
-        case OrderRefused() if state.stage is Stage.DIAGNOSING:
-            return diagnosed(state, {"refused": fact.why, "reason": fact.reason}, catalog, now)
-        case OrderDone() if ordered and fact.answer.get("outcome") != "done":
-            return _silent(
-                state, f"what {state.node} answered to the order cannot be read", now, unseen=False
-            )
-        case OrderDone() if ordered:
-            return _done(_sent(state, now), fact.answer, now)
-        case OrderRefused() if ordered:
-            return _refused(_sent(state, now), fact, now)
+        case RepairCancelRequested():
+            return _cancel(state, event, now)
+        case TimeExpired() if stage is Stage.ASKING or now >= state.deadline:
+            return _expire(state, now)
+        case PersonAnswered() if stage is Stage.ASKING:
+            return _apply_approval(state, event, now)
+        case PermitAnswered() if stage is Stage.ORDERING:
+            return _apply_permit(state, event, now)
+        case NodeProbed() if stage in (Stage.CHECKING, Stage.PROVING, Stage.EXAMINING):
+            return _apply_probe(state, event, now, catalog)
+        case NoAnswer() if stage is Stage.ORDERING:
+            return _miss_answer_to_order(state, text(event.reason) or "no reason given", now)
+        case NoAnswer() if stage is Stage.DIAGNOSING:
+            return _miss_diag(state, text(event.reason), now)
+        case NoAnswer() if stage is not Stage.ASKING:
+            return _miss_answer(state, text(event.reason) or "no reason given", now)
+        case OrderDone() if is_ordered:
+            return _apply_order_done(state, event, now)
+        case OrderRefused() if is_ordered:
+            return _apply_refusal(state, event, now)
+        case OrderRefused() if stage is Stage.DIAGNOSING:
+            refusal = NodeDiagnosed({"refused": event.why, "reason": event.reason})
+            return _apply_diag(state, refusal, now, catalog)
+        case NodeDiagnosed() if stage is Stage.DIAGNOSING:
+            return _apply_diag(state, event, now, catalog)
         case (
-            DeadlinePassed()
-            | Answered()
-            | Permitted()
-            | Probed()
+            TimeExpired()
+            | PersonAnswered()
+            | PermitAnswered()
+            | NodeProbed()
+            | NodeDiagnosed()
             | NoAnswer()
-            | Diagnosed()
             | OrderDone()
             | OrderRefused()
         ):
             return state
         case _:
-            assert_never(fact)
+            assert_never(event)
 
 
-# --- before the order
+# --- every probe, whatever it is for
 
 
-def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -> RepairState:
+def _apply_probe(
+    state: RepairState, event: NodeProbed, now: datetime, catalog: Catalog
+) -> RepairState:
+    rules = state.rules
     health = read_health(
-        fact.facts,
-        None,
-        expected_gpus=state.rules.expected_gpus,
-        level=state.rules.level,
-        catalog=catalog,
+        event.answer, None, expected_gpus=rules.expected_gpus, level=rules.level, catalog=catalog
     )
     if not health.boot_id:
-        return _silent(state, f"its answer cannot be read: {health.reason}", now, unseen=False)
-    if (
+        reason = f"its answer cannot be read: {health.reason}"
+        return _miss_answer(state, reason, now, silent=False)
+    if _is_first_boot_id(state, health, now):
+        state = replace(state, boot_id=health.boot_id)
+    state = _log(_keep_health(state, health), now, event.kind, health.reason)
+    state = replace(state, missing_answer="", silent_since=None)
+    if is_own_id(state, health.held):
+        # The answer to that order was lost; a probe will show what it did.
+        running = f"an earlier order of this repair is still running on {state.node}"
+        return _wait(state, PROBE_INTERVAL, now, running)
+    if state.stage is Stage.CHECKING:
+        return _check(state, health, now)
+    if state.stage is Stage.PROVING:
+        return _prove(state, health, now)
+    return _examine(state, health, now)
+
+
+def _is_first_boot_id(state: RepairState, health: Health, now: datetime) -> bool:
+    """Return whether a power-cycled node, whose boot id was unknown, still runs the boot that was
+    to end."""
+    return (
         state.power
         and state.stage is Stage.PROVING
         and not state.boot_id
-        and not has_booted(state, health, now)
-    ):
-        state = replace(state, boot_id=health.boot_id)  # the boot that was to end is still running
-    state = replace(
-        noted(with_health(state, health), now, fact.kind, health.reason),
-        silent="",
-        unseen_since=None,
+        and not has_booted_since_silence(state, health, now)
     )
-    if health.held and health.held == text(state.id, LONGEST_ID):
-        # An earlier order of this repair still runs there, and its answer was lost.
-        return again(
-            state,
-            LOOK_AGAIN,
-            now,
-            f"what was ordered for this repair is still at work on {state.node}",
-        )
-    if state.stage is Stage.LOOKING:
-        return _looked(state, health, now)
-    if state.stage is Stage.PROVING:
-        return _proven(state, health, now)
-    return examined(state, health, now)
 
 
-def _looked(state: RepairState, health: Health, now: datetime) -> RepairState:
-    mine = next(
-        (one for one in health.reboots if one.id == text(state.id, LONGEST_ID) and one.boot_id),
-        None,
+def _miss_answer(
+    state: RepairState, reason: str, now: datetime, *, silent: bool = True
+) -> RepairState:
+    """Apply a probe without a usable answer; `silent` if the node sent nothing at all."""
+    since = (state.silent_since or now) if silent else None
+    state = replace(state, missing_answer=reason, silent_since=since)
+    missing = f"{state.node} does not answer: {reason}"
+    if is_reboot_overdue(state, now):
+        return _switch_to_power(state, now, f"the reboot was not proven in time: {missing}")
+    if state.stage is Stage.CHECKING and is_silent(state, now):
+        if can_switch_to_power(state):
+            state = _switch_to_power(state, now, missing)
+        if state.power:
+            return _request_order(state, None, now)
+    return _wait(state, PROBE_INTERVAL, now, missing)
+
+
+# --- CHECKING: is anything against the order?
+
+
+def _check(state: RepairState, health: Health, now: datetime) -> RepairState:
+    ordered_boot = next(
+        (one.boot_id for one in health.reboots if is_own_id(state, one.id) and one.boot_id), ""
     )
-    if state.strategy is Strategy.REBOOT_NODE and mine is not None and not state.power:
-        # This repair was started before and lost its state (its workflow was reset) after it gave
-        # the order.
+    if state.strategy is Strategy.REBOOT_NODE and ordered_boot and not state.power:
+        # This repair gave the order before its workflow was reset and lost its state.
         state = replace(
             state,
             stage=Stage.PROVING,
-            boot_id=mine.boot_id,
+            boot_id=ordered_boot,
             attempts=1,
             ordered_at=now,
-            arrived=True,
+            acknowledged=True,
         )
-        return _proven(state, health, now)
+        return _prove(state, health, now)
     if state.boot_id and health.boot_id != state.boot_id:
-        return _proven(state, health, now)
-    state = replace(
-        state,
-        boot_id=health.boot_id,
-        gpus=tuple(dict.fromkeys(bus_id(gpu, health.seen) or gpu for gpu in state.gpus)),
-    )
-    return _may_be_ordered(state, health, now)
+        return _prove(state, health, now)
+    gpus = tuple(dict.fromkeys(bus_id(gpu, health.seen) or gpu for gpu in state.gpus))
+    return _request_order(replace(state, boot_id=health.boot_id, gpus=gpus), health, now)
 
 
-def _may_be_ordered(state: RepairState, health: Health | None, now: datetime) -> RepairState:
-    if reason := against(state, health, now):
-        return ended(state, now, "refused", reason)
+def _request_order(state: RepairState, health: Health | None, now: datetime) -> RepairState:
+    """Give the order, ask a person for approval, or refuse, by the checks and the fleet's mode."""
+    if objection := find_objection(state, health, now):
+        return _end(state, now, "refused", objection)
     if state.rules.mode == "observe":
-        return ended(
-            state,
-            now,
-            "refused",
-            f"repairs: observe; it would have been allowed to {order_of(state)}: {state.reason}",
-        )
+        reason = f"repairs: observe; otherwise relaunch would {describe_order(state)}"
+        return _end(state, now, "refused", f"{reason}: {state.reason}")
     if state.rules.mode == "ask" and not state.approved_by:
-        until = min(now + state.rules.answer_within, state.deadline)
-        return noted(
-            replace(state, stage=Stage.ASKING, ask_until=until), now, "Asked", question(state)
-        )
+        until = min(now + state.rules.answer_timeout, state.deadline)
+        state = replace(state, stage=Stage.ASKING, ask_until=until)
+        return _log(state, now, "Asked", ask_approval(state))
     return replace(state, stage=Stage.ORDERING)
 
 
-def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
-    who = text(fact.by, 80) or "a person"
-    why = f": {text(fact.reason)}" if text(fact.reason) else ""
-    if now >= _ends(state):
-        return _out_of_time(state, now)
-    if not fact.approve:
-        return ended(state, now, "refused", f"{who} said no{why}")
-    # Hours may have passed since the node was last probed.
-    state = replace(state, approved_by=who, stage=Stage.LOOKING, ask_until=None)
-    return noted(state, now, fact.kind, f"{who} approved{why}")
-
-
-def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairState:
-    reason = text(fact.reason) or "no reason given"
-    if not fact.allowed:
-        return ended(
-            state,
-            now,
-            "refused",
-            f"fleet {state.fleet} does not let it {order_of(state)}: {reason}",
-        )
-    # The answer took time, and a job may have begun to use the node.
-    stage = Stage.PROVING if state.attempts else Stage.LOOKING
-    return noted(
-        replace(state, stage=stage),
-        now,
-        fact.kind,
-        f"fleet {state.fleet} lets it {order_of(state)}: {reason}",
+def _switch_to_power(state: RepairState, now: datetime, reason: str) -> RepairState:
+    """Cycle the power instead of rebooting: the node is probed again, and a person asked again."""
+    # Approval of a reboot does not cover a power cycle.
+    approved_by = "" if state.rules.mode == "ask" else state.approved_by
+    state = replace(
+        state, power=True, stage=Stage.CHECKING, approved_by=approved_by, wait=timedelta(0)
     )
+    state = _extend_deadline(state, now)
+    return _log(state, now, "PowerCycle", f"{reason}; power-cycling {state.node} instead")
 
 
-# --- from the order to its proof
+# --- ASKING: a person's approval
 
 
-def _sent(state: RepairState, now: datetime) -> RepairState:
+def _apply_approval(state: RepairState, event: PersonAnswered, now: datetime) -> RepairState:
+    person = text(event.by, 80) or "a person"
+    reason = f": {text(event.reason)}" if text(event.reason) else ""
+    order = describe_order(state)
+    if now >= _end_of_wait(state):
+        return _expire(state, now)
+    if not event.approve:
+        return _end(state, now, "refused", f"{person} denied the request to {order}{reason}")
+    # Hours may have passed since the node was last probed.
+    state = replace(state, approved_by=person, stage=Stage.CHECKING, ask_until=None)
+    return _log(state, now, event.kind, f"{person} approved the request to {order}{reason}")
+
+
+# --- ORDERING: the fleet's permit, and the answer of the node
+
+
+def _apply_permit(state: RepairState, event: PermitAnswered, now: datetime) -> RepairState:
+    reason = f"the order to {describe_order(state)}: {text(event.reason) or 'no reason given'}"
+    if not event.allowed:
+        return _end(state, now, "refused", f"fleet {state.fleet} did not permit {reason}")
+    # The answer took time, and a job may have begun to use the node.
+    stage = Stage.PROVING if state.attempts else Stage.CHECKING
+    state = replace(state, stage=stage)
+    return _log(state, now, event.kind, f"fleet {state.fleet} permitted {reason}")
+
+
+def _count_order(state: RepairState, now: datetime) -> RepairState:
     if state.stage is not Stage.ORDERING:
         return state  # already counted: this answer is late
-    silent = "it was not asked again since it was ordered"
     state = replace(
-        state, stage=Stage.PROVING, attempts=state.attempts + 1, ordered_at=now, silent=silent
+        state,
+        stage=Stage.PROVING,
+        attempts=state.attempts + 1,
+        ordered_at=now,
+        missing_answer="it was not probed since the order",
     )
-    return with_time_to_prove(state, now) if state.power else state
+    return _extend_deadline(state, now) if state.power else state
 
 
-def _silent(state: RepairState, reason: str, now: datetime, *, unseen: bool = True) -> RepairState:
-    """Handle a missing or unusable answer. `unseen`: there was no answer at all, as far as is
-    known."""
-    ordered = state.stage is Stage.ORDERING
-    since = state.unseen_since if ordered else (state.unseen_since or now) if unseen else None
-    state = replace(_sent(state, now), silent=reason, unseen_since=since)
-    said = f"{state.node} does not answer: {reason}"
-    if state.power and ordered:
-        return again(
-            state,
-            LOOK_AGAIN,
-            now,
-            f"whether the power of {state.node} was cycled is to be seen: {reason}",
-        )
-    if is_overdue(state, now):
-        return _by_power(state, now, f"its reboot was not proven: {said}")
-    if state.stage is Stage.LOOKING and is_silent(state, now):
-        if may_follow(state):
-            state = _by_power(state, now, said)
-        if state.power:
-            return _may_be_ordered(state, None, now)
-    return again(state, LOOK_AGAIN, now, said)
-
-
-def _by_power(state: RepairState, now: datetime, reason: str) -> RepairState:
-    return noted(instead(state, now), now, "ByPower", f"{reason}; its power is cycled instead")
-
-
-def _done(state: RepairState, answer: Mapping[str, Any], now: datetime) -> RepairState:
-    state = replace(state, arrived=True)
-    if state.power and (failed := power_failed(state.node, answer)):
-        return ended(state, now, "refused", failed)
+def _miss_answer_to_order(state: RepairState, reason: str, now: datetime) -> RepairState:
+    """Probe the node before anything else: the order may have been carried out."""
+    state = replace(_count_order(state, now), missing_answer=reason)
     if state.power:
-        return again(state, LOOK_AGAIN, now, f"the power of {state.node} was cycled")
-    if state.strategy is Strategy.REBOOT_NODE:
-        return again(state, LOOK_AGAIN, now, f"{state.node} was told to reboot")
-    if "missing" in answer:
-        return ended(
-            state,
-            now,
-            "refused",
-            f"{state.node} cannot reset GPUs: {text(answer['missing']) or 'a tool is missing'}",
-        )
-    exit_code, said = (
-        answer.get("exit_code"),
-        last_line(answer.get("output")) or "it printed nothing",
-    )
-    if isinstance(exit_code, bool) or not isinstance(exit_code, int):
-        return ended(
-            state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} did not finish: {said}"
-        )
-    if exit_code != 0:
-        return ended(
-            state,
-            now,
-            "refused",
-            f"nvidia-smi --gpu-reset on {state.node} ended with {exit_code}: {said}",
-        )
-    state = replace(state, stage=Stage.EXAMINING, proven_at=now)
-    return noted(state, now, "OrderDone", f"{state.node} was {done_to(state)}: {said}")
+        unknown = f"whether {state.node} was power-cycled is not known yet: {reason}"
+        return _wait(state, PROBE_INTERVAL, now, unknown)
+    return _wait(state, PROBE_INTERVAL, now, f"{state.node} does not answer: {reason}")
 
 
-def _refused(state: RepairState, fact: OrderRefused, now: datetime) -> RepairState:
-    if fact.why == "boot_changed":
-        # The next probe shows which boot it is: the claim of a refusal does not count.
-        return noted(
-            state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided"
-        )
-    reason = f"{state.node} refused to {verb_of(state)} ({text(fact.why, 40)}): {text(fact.reason) or 'no reason given'}"
-    if fact.why == "cannot_reboot" and may_follow(state):
-        return _by_power(replace(state, attempts=state.attempts - 1), now, reason)
-    return ended(state, now, "refused", reason)
-
-
-def _proven(state: RepairState, health: Health, now: datetime) -> RepairState:
-    if health.boot_id != state.boot_id:
-        state = replace(state, stage=Stage.EXAMINING, proven_at=now)
-        before = state.boot_id or "one that nobody had read, and longer ago than it runs now"
-        state = noted(
-            state,
-            now,
-            "Proven",
-            f"{state.node} has rebooted: boot id {health.boot_id}, before {before}",
-        )
-        return examined(state, health, now)
-    if state.power:
-        return again(state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}")
-    if is_overdue(state, now):
-        return _by_power(state, now, f"{state.node} still runs on boot id {state.boot_id}")
+def _apply_order_done(state: RepairState, event: OrderDone, now: datetime) -> RepairState:
+    if event.answer.get("outcome") != "done":
+        reason = f"the answer of {state.node} to the order cannot be read"
+        if state.stage is Stage.ORDERING:
+            return _miss_answer_to_order(state, reason, now)
+        return _miss_answer(state, reason, now, silent=False)
+    state = replace(_count_order(state, now), acknowledged=True)
     if state.strategy is Strategy.RESET_GPU:
-        if state.attempts >= MAX_ORDERS or state.cancelled:
-            end = f"cancelled: {state.cancelled}; " if state.cancelled else ""
-            times = f"{state.attempts} order{'s' * (state.attempts > 1)}"
-            return ended(
-                state,
-                now,
-                "ambiguous",
-                f"{end}{times} to {order_of(state)} got no answer, and nobody knows whether it happened",
-            )
-    else:
-        taken = state.arrived or any(one.id == text(state.id, LONGEST_ID) for one in health.reboots)
-        state = replace(state, arrived=taken)
-        early = state.ordered_at is not None and now - state.ordered_at < ARRIVES_WITHIN
-        if taken or early or health.journal_unread:
-            return again(
-                state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}"
-            )
-        if state.cancelled:
-            return ended(
-                state,
-                now,
-                "refused",
-                f"cancelled: {state.cancelled}; the order to {order_of(state)} never arrived",
-            )
-        if state.attempts >= MAX_ORDERS:
-            return again(
-                state,
-                LOOK_AGAIN,
-                now,
-                f"{state.attempts} orders to {order_of(state)} have not arrived",
-            )
-    if reason := against(state, health, now):
-        return ended(state, now, "refused", reason)
-    return noted(
-        replace(state, stage=Stage.ORDERING),
-        now,
-        "Again",
-        f"the order to {order_of(state)} is given once more: no answer came",
+        return _apply_reset_done(state, event, now)
+    if not state.power:
+        return _wait(state, PROBE_INTERVAL, now, f"waiting for {state.node} to reboot")
+    if failure := explain_failed_power_cycle(state.node, event.answer):
+        return _end(state, now, "refused", failure)
+    return _wait(
+        state, PROBE_INTERVAL, now, f"waiting for {state.node} to boot after its power cycle"
     )
 
 
-def _out_of_time(state: RepairState, now: datetime) -> RepairState:
-    end = overdue(state)
-    return ended(state, now, end.outcome, end.reason)
+def _apply_reset_done(state: RepairState, event: OrderDone, now: datetime) -> RepairState:
+    """Examine the node: the exit code of nvidia-smi proves the reset."""
+    if failure := explain_failed_reset(state.node, event.answer):
+        return _end(state, now, "refused", failure)
+    state = replace(state, stage=Stage.EXAMINING, proven_at=now)
+    return _log(state, now, event.kind, f"{describe_result(state)}: {read_output(event.answer)}")
 
 
-def _ends(state: RepairState) -> datetime:
+def _apply_refusal(state: RepairState, event: OrderRefused, now: datetime) -> RepairState:
+    state = _count_order(state, now)
+    if event.why == "boot_changed":
+        # The next probe shows which boot it is: the claim of a refusal does not count.
+        claim = f"{state.node} refused: it has rebooted since the order was decided"
+        return _log(state, now, event.kind, claim)
+    why = f"({text(event.why, 40)}): {text(event.reason) or 'no reason given'}"
+    reason = f"{state.node} refused the order to {describe_order(state)} {why}"
+    if event.why == "cannot_reboot" and can_switch_to_power(state):
+        return _switch_to_power(replace(state, attempts=state.attempts - 1), now, reason)
+    return _end(state, now, "refused", reason)
+
+
+# --- PROVING: was the order carried out?
+
+
+def _prove(state: RepairState, health: Health, now: datetime) -> RepairState:
+    """Examine a node that has rebooted; otherwise wait, repeat the order, or give up."""
+    if health.boot_id != state.boot_id:
+        before = f"before {state.boot_id}" if state.boot_id else "its uptime is below its silence"
+        proof = f"{state.node} has rebooted: boot id {health.boot_id}, {before}"
+        state = replace(state, stage=Stage.EXAMINING, proven_at=now)
+        return _examine(_log(state, now, "Proven", proof), health, now)
+    if state.strategy is Strategy.RESET_GPU:
+        return _prove_reset(state, health, now)
+    return _prove_reboot(state, health, now)
+
+
+def _prove_reset(state: RepairState, health: Health, now: datetime) -> RepairState:
+    """Repeat a reset without an answer: a reset leaves no trace, and a second one does no harm."""
+    if state.attempts < MAX_ORDERS and not state.cancel_reason:
+        return _repeat_order(state, health, now)
+    cancelled = f"cancelled: {state.cancel_reason}; " if state.cancel_reason else ""
+    orders = f"{state.attempts} order{'s' * (state.attempts > 1)} to {describe_order(state)}"
+    unknown = "got no answer; whether the GPUs were reset is unknown"
+    return _end(state, now, "ambiguous", f"{cancelled}{orders} {unknown}")
+
+
+def _prove_reboot(state: RepairState, health: Health, now: datetime) -> RepairState:
+    """Wait for a reboot that is under way; repeat the order only if it never arrived."""
+    order = describe_order(state)
+    still_runs = f"{state.node} still runs boot id {state.boot_id}"
+    if state.power:
+        return _wait(state, PROBE_INTERVAL, now, still_runs)
+    if is_reboot_overdue(state, now):
+        return _switch_to_power(state, now, still_runs)
+    in_journal = any(is_own_id(state, one.id) for one in health.reboots)
+    state = replace(state, acknowledged=state.acknowledged or in_journal)
+    is_early = state.ordered_at is not None and now - state.ordered_at < ORDER_ARRIVAL_TIMEOUT
+    if state.acknowledged or is_early or health.journal_unread:
+        return _wait(state, PROBE_INTERVAL, now, still_runs)
+    if state.cancel_reason:
+        reason = f"cancelled: {state.cancel_reason}; the order to {order} never arrived"
+        return _end(state, now, "refused", reason)
+    if state.attempts >= MAX_ORDERS:
+        reason = f"{state.attempts} orders to {order} have not arrived"
+        return _wait(state, PROBE_INTERVAL, now, reason)
+    return _repeat_order(state, health, now)
+
+
+def _repeat_order(state: RepairState, health: Health, now: datetime) -> RepairState:
+    if objection := find_objection(state, health, now):
+        return _end(state, now, "refused", objection)
+    reason = f"repeating the order to {describe_order(state)}: it got no answer"
+    return _log(replace(state, stage=Stage.ORDERING), now, "OrderRepeated", reason)
+
+
+# --- EXAMINING and DIAGNOSING: is the node healthy?
+
+
+def _examine(state: RepairState, health: Health, now: datetime) -> RepairState:
+    has_rebooted = health.boot_id != state.boot_id
+    if state.strategy is Strategy.REBOOT_NODE and not has_rebooted:
+        reason = f"{state.node} reports the ended boot id {health.boot_id} again"
+        return _wait(replace(state, stage=Stage.PROVING), PROBE_INTERVAL, now, reason)
+    if state.examined_boot_id and health.boot_id != state.examined_boot_id:
+        reason = "it rebooted during its examination"
+        return _end(state, now, "refused", explain_unknown_health(state, reason))
+    state = replace(state, examined_boot_id=health.boot_id)
+    if has_just_booted(state, health, now) and lacks_gpus(state, health):
+        some = f"{health.working} of {state.rules.expected_gpus} GPUs answer"
+        reason = f"{state.node} has just booted: {some if health.working else 'no GPU answers yet'}"
+        return _wait(state, DRIVER_PROBE_INTERVAL, now, reason)
+    has_diag = state.rules.expected_gpus and state.rules.level
+    if has_diag and health.verdict is not Verdict.UNHEALTHY:
+        return replace(state, stage=Stage.DIAGNOSING)
+    return _conclude(state, health, now)
+
+
+def _apply_diag(
+    state: RepairState, event: NodeDiagnosed, now: datetime, catalog: Catalog
+) -> RepairState:
+    assert state.health is not None  # only a probed node is diagnosed
+    health = with_diag(state.health, event.answer, level=state.rules.level, catalog=catalog)
+    state = _keep_health(_log(state, now, event.kind, health.reason), health)
+    if health.verdict is Verdict.UNKNOWN and has_just_booted(state, health, now):
+        # DCGM's own service starts after the driver.
+        reason = f"{state.node} has just booted: {health.reason}"
+        return _wait(replace(state, stage=Stage.EXAMINING), DRIVER_PROBE_INTERVAL, now, reason)
+    return _conclude(state, health, now)
+
+
+def _miss_diag(state: RepairState, reason: str, now: datetime) -> RepairState:
+    attempts = state.diag_attempts + 1
+    state = replace(state, diag_attempts=attempts, missing_answer=reason, stage=Stage.EXAMINING)
+    missing = f"dcgmi diag on {state.node} returned no result: {reason}"
+    if attempts < MAX_DIAG_ATTEMPTS:
+        return _wait(state, PROBE_INTERVAL, now, missing)
+    return _end(state, now, "refused", explain_unknown_health(state, missing))
+
+
+def _conclude(state: RepairState, health: Health, now: datetime) -> RepairState:
+    """End with the verdict of the examination: only HEALTHY is `done`."""
+    outcome: RepairOutcome = "done" if health.verdict is Verdict.HEALTHY else "refused"
+    return _end(state, now, outcome, explain_verdict(state, health), health.verdict)
+
+
+# --- the end, at any stage
+
+
+def _cancel(state: RepairState, event: RepairCancelRequested, now: datetime) -> RepairState:
+    """Give no further order. After an order, go on until it is proven: the state of the node must
+    be known."""
+    reason = text(event.reason) or "no reason given"
+    if state.attempts and state.stage in (Stage.CHECKING, Stage.ASKING, Stage.ORDERING):
+        state = replace(state, stage=Stage.PROVING, ask_until=None)
+    return _log(replace(state, cancel_reason=reason), now, event.kind, reason)
+
+
+def _expire(state: RepairState, now: datetime) -> RepairState:
+    end = explain_timeout(state)
+    return _end(state, now, end.outcome, end.reason)
+
+
+def _end_of_wait(state: RepairState) -> datetime:
     """Return when the wait for a person ends, or else the whole repair."""
     return state.deadline if state.ask_until is None else min(state.ask_until, state.deadline)
 
 
-def _since_order(state: RepairState, now: datetime) -> timedelta | None:
-    return None if state.ordered_at is None else max(timedelta(0), now - state.ordered_at)
+def _extend_deadline(state: RepairState, now: datetime) -> RepairState:
+    """Leave time to prove a power cycle, unless a job waits."""
+    if state.rules.job_waits:
+        return state
+    return replace(state, deadline=max(state.deadline, now + state.rules.repair_timeout))
+
+
+def _end(
+    state: RepairState,
+    now: datetime,
+    outcome: RepairOutcome,
+    reason: str,
+    verdict: Verdict = Verdict.UNKNOWN,
+) -> RepairState:
+    state = replace(
+        state,
+        outcome=outcome,
+        verdict=verdict,
+        conclusion=text(reason, MAX_SENTENCE),
+        wait=timedelta(0),
+    )
+    return _log(state, now, "Ended", f"{outcome}: {reason}")
+
+
+# --- what is kept
+
+
+def _wait(state: RepairState, delay: timedelta, now: datetime, reason: str) -> RepairState:
+    return _log(replace(state, wait=delay, wait_reason=text(reason)), now, "Waiting", reason)
+
+
+def _log(state: RepairState, now: datetime, what: str, reason: str) -> RepairState:
+    entry = LogEntry(now, what, text(reason))
+    if any((one.what, one.reason) == (entry.what, entry.reason) for one in state.log[-2:]):
+        return state  # a node that is waited for gives the same answer every few seconds
+    log = (*state.log, entry)
+    if len(log) > MAX_LOG_ENTRIES:
+        log = (log[0], *log[-MAX_LOG_ENTRIES + 1 :])
+    return replace(state, log=log)
+
+
+def _keep_health(state: RepairState, health: Health) -> RepairState:
+    findings, unread = health.findings[:MAX_FINDINGS], health.unread[:MAX_FINDINGS]
+    return replace(state, health=replace(health, findings=findings, unread=unread))

@@ -1,5 +1,7 @@
-"""State of one repair, the steps it may take, and the facts that come back. Data only: `machine`
-decides on the next step."""
+"""State of one strategy on one node, the events that change it, and the decisions it leads to.
+
+Data only: `machine` has the transitions.
+"""
 
 from __future__ import annotations
 
@@ -14,49 +16,53 @@ from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import Health
 from relaunch.spec.policy import Strategy
 
-Outcome = Literal["done", "refused", "ambiguous"]
+RepairOutcome = Literal["done", "refused", "ambiguous"]
+
+MAX_ORDERS = 2
+"""Orders to reset or to reboot, the repeated one included. A power cycle is ordered once."""
 
 
 class Stage(StrEnum):
-    LOOKING = "LOOKING"
-    """Nothing was ordered; whether the order is allowed has to be checked."""
+    """Stages of a repair, in order."""
+
+    CHECKING = "CHECKING"
+    """The node is probed for anything against the order."""
     ASKING = "ASKING"
+    """A person is asked for approval."""
     ORDERING = "ORDERING"
-    """Everything that could speak against the order was just checked."""
+    """The checks have passed, and the order is due."""
     PROVING = "PROVING"
-    """The order was given; whether it was carried out has to be proven."""
+    """The order was given, and the node is probed until it is proven carried out."""
     EXAMINING = "EXAMINING"
-    """The order was carried out; the node is examined."""
+    """The order was carried out, and the node is probed for its health."""
     DIAGNOSING = "DIAGNOSING"
-    """The order was carried out, the probe was read, and `dcgmi diag` is due."""
+    """The probe found no fault, and `dcgmi diag` is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairRules:
     mode: Literal["act", "ask", "observe"]
-    """The fleet's mode: an order that acts on a node is given, waits for a person, or is only
-    recorded."""
+    """The fleet's mode: an order is given, given after a person's approval, or only recorded."""
     level: int
     """Level of `dcgmi diag`; 0: probe only."""
     expected_gpus: int
-    examine_within: timedelta
-    """Timeout of `dcgmi diag`."""
-    answer_within: timedelta
-    """Timeout of a person's answer; the deadline of the repair takes precedence."""
-    repair_within: timedelta = timedelta(minutes=25)
-    """Timeout of the whole repair. A host with eight GPUs takes ten to fifteen minutes to boot."""
+    diag_timeout: timedelta
+    answer_timeout: timedelta
+    """For a person's answer; the deadline of the repair takes precedence."""
+    repair_timeout: timedelta = timedelta(minutes=25)
+    """For the whole repair. A host with eight GPUs takes ten to fifteen minutes to boot."""
     max_reboots: int = 2
-    """After so many reboots within the window a person has to look. leptonai/gpud reports "inspect
-    hardware" after as many."""
+    """After so many reboots within the window a person has to inspect the node. leptonai/gpud
+    reports "inspect hardware" after as many."""
     reboot_window: timedelta = timedelta(days=3)
-    power: bool = False
+    has_power_command: bool = False
     """The fleet file has a command that cycles the node's power."""
-    waited_for: bool = False
+    job_waits: bool = False
     """A job waits for the repair until the deadline: what cannot end by then is not started."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class LogEntry:
     at: datetime
     what: str
     reason: str
@@ -77,144 +83,66 @@ class RepairState:
     rules: RepairRules
     started_at: datetime
     deadline: datetime
-    stage: Stage = Stage.LOOKING
+    stage: Stage = Stage.CHECKING
     boot_id: str = ""
     """The boot that the repair was decided on: any other boot id proves that the node has
     rebooted."""
     health: Health | None = None
     """As last read, with the gravest findings only."""
-    silent: str = ""
+    missing_answer: str = ""
     """Why the last request to the node got no answer; empty if it was answered."""
     wait: timedelta = timedelta(0)
-    """Delay before the node is asked again."""
-    waiting: str = ""
-    """What the delay is for."""
+    """Delay before the node is probed again."""
+    wait_reason: str = ""
     ask_until: datetime | None = None
     approved_by: str = ""
     ordered_at: datetime | None = None
     """When the last order was given."""
     attempts: int = 0
     """Number of orders given."""
-    arrived: bool = False
+    acknowledged: bool = False
     """The node has confirmed that it took the order."""
     proven_at: datetime | None = None
-    examined_on: str = ""
+    """When the order was proven carried out."""
+    examined_boot_id: str = ""
     """The boot on which the examination began."""
-    examinations: int = 0
+    diag_attempts: int = 0
     """Number of runs of `dcgmi diag` that got no answer."""
-    cancelled: str = ""
+    cancel_reason: str = ""
     """Why the repair was cancelled; empty if it was not."""
     power: bool = False
     """The next order, or the last one given, is a power cycle."""
-    unseen_since: datetime | None = None
+    silent_since: datetime | None = None
     """Since when no probe of the node was answered; None if the last one was."""
-    log: tuple[StepRecord, ...] = ()
-    """The first record and the newest ones."""
-    outcome: Outcome | None = None
+    log: tuple[LogEntry, ...] = ()
+    """The first entry and the newest ones."""
+    outcome: RepairOutcome | None = None
     verdict: Verdict | None = None
     conclusion: str = ""
     """Why the repair ended with this outcome."""
 
 
-# --- steps
+# --- events: what has happened
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    within: timedelta
-    kernel_since: timedelta | None
-    """How far back the kernel log counts, so that the fault that led to the repair is not held
-    against the node; None: all of this boot."""
-    reason: str
-    kind: Literal["Probe"] = "Probe"
+class NodeProbed:
+    answer: dict[str, Any]
+    kind: Literal["NodeProbed"] = "NodeProbed"
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnose:
-    level: int
-    within: timedelta
-    reason: str
-    kind: Literal["Diagnose"] = "Diagnose"
-
-
-@dataclass(frozen=True, slots=True)
-class ResetGpus:
-    boot_id: str
-    gpus: tuple[str, ...]
-    """Bus ids; empty: all GPUs."""
-    within: timedelta
-    reason: str
-    kind: Literal["ResetGpus"] = "ResetGpus"
-
-
-@dataclass(frozen=True, slots=True)
-class Reboot:
-    boot_id: str
-    reason: str
-    kind: Literal["Reboot"] = "Reboot"
-
-
-@dataclass(frozen=True, slots=True)
-class PowerCycle:
-    """Power cycle by the worker, with the command of the fleet file: the node is not asked and
-    cannot refuse."""
-
-    within: timedelta
-    reason: str
-    kind: Literal["PowerCycle"] = "PowerCycle"
-
-
-@dataclass(frozen=True, slots=True)
-class LookAgain:
-    after: timedelta
-    reason: str
-    kind: Literal["LookAgain"] = "LookAgain"
-
-
-@dataclass(frozen=True, slots=True)
-class AskPerson:
-    question: str
-    until: datetime
-    reason: str
-    kind: Literal["AskPerson"] = "AskPerson"
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    outcome: Outcome
-    verdict: Verdict
-    """Of the node after the repair; UNKNOWN if it was not examined then."""
-    reason: str
-    kind: Literal["Finish"] = "Finish"
-
-
-Step = Annotated[
-    Probe | Diagnose | ResetGpus | Reboot | PowerCycle | LookAgain | AskPerson | Finish,
-    Field(discriminator="kind"),
-]
-
-
-# --- facts
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    facts: dict[str, Any]
-    kind: Literal["Probed"] = "Probed"
+class NodeDiagnosed:
+    answer: dict[str, Any]
+    kind: Literal["NodeDiagnosed"] = "NodeDiagnosed"
 
 
 @dataclass(frozen=True, slots=True)
 class NoAnswer:
-    """No answer to the last request or order."""
+    """The last request or order got no answer."""
 
     reason: str
     kind: Literal["NoAnswer"] = "NoAnswer"
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosed:
-    answer: dict[str, Any]
-    kind: Literal["Diagnosed"] = "Diagnosed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,51 +161,142 @@ class OrderRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class Slept:
-    kind: Literal["Slept"] = "Slept"
+class WaitEnded:
+    """The delay is over, or another event ended it early."""
+
+    kind: Literal["WaitEnded"] = "WaitEnded"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class PersonAnswered:
     approve: bool
     by: str
     reason: str
-    kind: Literal["Answered"] = "Answered"
+    kind: Literal["PersonAnswered"] = "PersonAnswered"
 
 
 @dataclass(frozen=True, slots=True)
-class Permitted:
-    """The fleet's answer for the order that is due. A permit that came at once needs no such fact:
-    the order is given."""
+class PermitAnswered:
+    """The fleet's answer for the order that is due.
+
+    A permit that came at once needs no such event: the order is given.
+    """
 
     allowed: bool
     reason: str
-    kind: Literal["Permitted"] = "Permitted"
+    kind: Literal["PermitAnswered"] = "PermitAnswered"
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class TimeExpired:
     """The time for a person's answer, or for the whole repair, is over."""
 
-    kind: Literal["DeadlinePassed"] = "DeadlinePassed"
+    kind: Literal["TimeExpired"] = "TimeExpired"
 
 
 @dataclass(frozen=True, slots=True)
-class CancelAsked:
+class RepairCancelRequested:
     reason: str
-    kind: Literal["CancelAsked"] = "CancelAsked"
+    kind: Literal["RepairCancelRequested"] = "RepairCancelRequested"
 
 
-Fact = Annotated[
-    Probed
+RepairEvent = Annotated[
+    NodeProbed
+    | NodeDiagnosed
     | NoAnswer
-    | Diagnosed
     | OrderDone
     | OrderRefused
-    | Slept
-    | Answered
-    | Permitted
-    | DeadlinePassed
-    | CancelAsked,
+    | WaitEnded
+    | PersonAnswered
+    | PermitAnswered
+    | TimeExpired
+    | RepairCancelRequested,
+    Field(discriminator="kind"),
+]
+
+
+# --- decisions: what is next
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeNode:
+    timeout: timedelta
+    kernel_since: timedelta | None
+    """How far back the kernel log counts, so that the fault that led to the repair is not held
+    against the node; None: all of this boot."""
+    reason: str
+    kind: Literal["ProbeNode"] = "ProbeNode"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDiag:
+    """Run `dcgmi diag`."""
+
+    level: int
+    timeout: timedelta
+    reason: str
+    kind: Literal["RunDiag"] = "RunDiag"
+
+
+@dataclass(frozen=True, slots=True)
+class ResetGpus:
+    boot_id: str
+    """The node refuses the order on any other boot."""
+    gpus: tuple[str, ...]
+    """Bus ids; empty: all GPUs."""
+    timeout: timedelta
+    reason: str
+    kind: Literal["ResetGpus"] = "ResetGpus"
+
+
+@dataclass(frozen=True, slots=True)
+class RebootNode:
+    boot_id: str
+    """The node refuses the order on any other boot."""
+    reason: str
+    kind: Literal["RebootNode"] = "RebootNode"
+
+
+@dataclass(frozen=True, slots=True)
+class PowerCycleNode:
+    """Cycle the power from the worker, with the command of the fleet file.
+
+    The node is not asked and cannot refuse.
+    """
+
+    timeout: timedelta
+    reason: str
+    kind: Literal["PowerCycleNode"] = "PowerCycleNode"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForNode:
+    delay: timedelta
+    reason: str
+    kind: Literal["WaitForNode"] = "WaitForNode"
+
+
+@dataclass(frozen=True, slots=True)
+class AskPerson:
+    question: str
+    until: datetime
+    reason: str
+    kind: Literal["AskPerson"] = "AskPerson"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRepair:
+    outcome: RepairOutcome
+    verdict: Verdict
+    """Of the node after the repair; UNKNOWN if it was not examined then."""
+    reason: str
+    kind: Literal["FinishRepair"] = "FinishRepair"
+
+
+Order = ResetGpus | RebootNode | PowerCycleNode
+"""Decisions that act on the node. Each needs a permit of the fleet."""
+
+RepairDecision = Annotated[
+    ProbeNode | RunDiag | Order | WaitForNode | AskPerson | FinishRepair,
     Field(discriminator="kind"),
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from relaunch.activities.examine import NodeActivities, RepairOrder
 from relaunch.evidence.findings import Verdict
 from relaunch.messages.nodes import ExamineNodesInput
-from relaunch.repair.state import Probed
+from relaunch.repair.state import NodeProbed
 from tests.activities.harness import environment
 from tests.fakes.nodes import SimulatedBackend
 from tests.workflows.rig import SimulatedFleets, fleet
@@ -45,10 +45,10 @@ async def test_a_repair_is_told_when_its_look_was_sent_and_answered() -> None:
     fact = await environment().run(
         nodes.order_repair, RepairOrder("default", "n1", "r1", "probe", timedelta(seconds=20))
     )
-    assert isinstance(fact, Probed)
+    assert isinstance(fact, NodeProbed)
     assert (
         before
-        <= fact.facts["exchange"]["sent"]
-        <= fact.facts["exchange"]["received"]
+        <= fact.answer["exchange"]["sent"]
+        <= fact.answer["exchange"]["received"]
         <= time.time()
     )

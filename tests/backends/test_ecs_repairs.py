@@ -20,17 +20,17 @@ from relaunch.evidence.findings import Verdict
 from relaunch.generation import Token
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
-from relaunch.repair.machine import begin, learn, next_step
+from relaunch.repair.machine import begin, step
 from relaunch.repair.state import (
-    Diagnosed,
-    Fact,
-    Finish,
+    FinishRepair,
     NoAnswer,
+    NodeDiagnosed,
+    NodeProbed,
     OrderDone,
     OrderRefused,
-    Probed,
+    RepairEvent,
     RepairRules,
-    Slept,
+    WaitEnded,
 )
 from relaunch.spec.fleet import FleetNode
 from relaunch.spec.policy import Strategy
@@ -302,7 +302,7 @@ async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_th
 ) -> None:
     site = make(CHECKED)
     site.double.script("check", exit_code=after)
-    rules = RepairRules("act", 1, 8, timedelta(minutes=3), timedelta(0), power=True)
+    rules = RepairRules("act", 1, 8, timedelta(minutes=3), timedelta(0), has_power_command=True)
     now = datetime.now(UTC)
     state = begin(
         id=REPAIR,
@@ -315,13 +315,15 @@ async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_th
         rules=rules,
         now=now,
     )
-    while not isinstance(step := next_step(state, now), Finish):
+    state, decision = step(state, (), now, catalog())
+    while not isinstance(decision, FinishRepair):
         now += timedelta(seconds=5)
-        state = learn(state, await _carried_out(site, step), catalog(), now)
-    assert (step.outcome, step.verdict) == (
+        event = await _carry_out(site, decision)
+        state, decision = step(state, [event], now, catalog())
+    assert (decision.outcome, decision.verdict) == (
         ("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)
-    ), step.reason
-    assert "power-cycled" in step.reason
+    ), decision.reason
+    assert "power-cycled" in decision.reason
     assert (site.asked("StopInstances"), site.asked("RebootInstances"), site.instance.boots) == (
         1,
         0,
@@ -329,27 +331,27 @@ async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_th
     )
 
 
-async def _carried_out(site: Site, step: Any) -> Fact:
+async def _carry_out(site: Site, decision: Any) -> RepairEvent:
     """As the activities of a repair do it."""
     try:
-        match step.kind:
-            case "Probe":
-                return Probed(dict(await site.probe()))
-            case "Diagnose":
+        match decision.kind:
+            case "ProbeNode":
+                return NodeProbed(dict(await site.probe()))
+            case "RunDiag":
                 found = await site.diagnose()
                 return (
                     OrderRefused(found.why, found.reason)
                     if isinstance(found, Refused)
-                    else Diagnosed(dict(found))
+                    else NodeDiagnosed(dict(found))
                 )
-            case "Reboot":
-                answer = await site.reboot(step.boot_id)
+            case "RebootNode":
+                answer = await site.reboot(decision.boot_id)
                 return (
                     OrderRefused(answer.why, answer.reason)
                     if isinstance(answer, Refused)
                     else OrderDone(dict(answer))
                 )
-            case "PowerCycle":
+            case "PowerCycleNode":
                 launched = float((await site.probe())["boot_id"].rpartition(":")[2])
                 await eventually(
                     lambda: time.time() - launched > 1.05
@@ -358,7 +360,7 @@ async def _carried_out(site: Site, step: Any) -> Fact:
                     dict(await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))
                 )
             case _:
-                return Slept()
+                return WaitEnded()
     except Unreachable as error:
         return NoAnswer(error.reason)
 

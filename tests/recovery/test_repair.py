@@ -12,32 +12,31 @@ from pydantic import TypeAdapter
 from relaunch.converter import shared_converter
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
-from relaunch.repair.machine import (
-    Answered,
+from relaunch.evidence.nvml import short
+from relaunch.repair.machine import begin, decide, step
+from relaunch.repair.state import (
     AskPerson,
-    CancelAsked,
-    DeadlinePassed,
-    Diagnose,
-    Diagnosed,
-    Fact,
-    Finish,
-    LookAgain,
+    FinishRepair,
     NoAnswer,
+    NodeDiagnosed,
+    NodeProbed,
     OrderDone,
     OrderRefused,
-    Permitted,
-    Probe,
-    Probed,
-    Reboot,
+    PermitAnswered,
+    PersonAnswered,
+    ProbeNode,
+    RebootNode,
+    RepairCancelRequested,
+    RepairDecision,
+    RepairEvent,
     RepairRules,
     RepairState,
     ResetGpus,
-    Slept,
+    RunDiag,
     Stage,
-    Step,
-    begin,
-    learn,
-    next_step,
+    TimeExpired,
+    WaitEnded,
+    WaitForNode,
 )
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
@@ -53,9 +52,9 @@ RESET_OK = OrderDone(
     }
 )
 REBOOT_OK = OrderDone({"outcome": "done", "boot_id": "boot-1"})
-SAME, BOOTED = Probed(probe()), Probed(probe(boot_id="boot-2"))
-PASSED = Diagnosed(diag())
-PASSED_AFTER_BOOT = Diagnosed(diag(boot_id="boot-2"))
+SAME, BOOTED = NodeProbed(probe()), NodeProbed(probe(boot_id="boot-2"))
+PASSED = NodeDiagnosed(diag())
+PASSED_AFTER_BOOT = NodeDiagnosed(diag(boot_id="boot-2"))
 
 
 def rules(**changes: Any) -> RepairRules:
@@ -63,8 +62,8 @@ def rules(**changes: Any) -> RepairRules:
         "mode": "act",
         "level": 1,
         "expected_gpus": 8,
-        "examine_within": timedelta(minutes=3),
-        "answer_within": timedelta(minutes=10),
+        "diag_timeout": timedelta(minutes=3),
+        "answer_timeout": timedelta(minutes=10),
     }
     return RepairRules(**{**values, **changes})
 
@@ -94,23 +93,21 @@ def reset(**changes: Any) -> RepairState:
     return repair(Strategy.RESET_GPU, gpus=changes.pop("gpus", ("0000:05:00",)), **changes)
 
 
-def told(state: RepairState, *facts: Fact, seconds: float = 0) -> RepairState:
-    for fact in facts:
-        state = learn(state, fact, catalog(), at(seconds))
-    return state
+def after(state: RepairState, *events: RepairEvent, seconds: float = 0) -> RepairState:
+    return step(state, events, at(seconds), catalog())[0]
 
 
-def then(state: RepairState, *facts: Fact, seconds: float = 0) -> Step:
-    return next_step(told(state, *facts, seconds=seconds), at(seconds))
+def then(state: RepairState, *events: RepairEvent, seconds: float = 0) -> RepairDecision:
+    return step(state, events, at(seconds), catalog())[1]
 
 
-def end(step: Step) -> tuple[str, Verdict, str]:
-    assert isinstance(step, Finish), step
-    return step.outcome, step.verdict, step.reason
+def end(decision: RepairDecision) -> tuple[str, Verdict, str]:
+    assert isinstance(decision, FinishRepair), decision
+    return decision.outcome, decision.verdict, decision.reason
 
 
-def refusal(step: Step) -> str:
-    outcome, verdict, reason = end(step)
+def refusal(decision: RepairDecision) -> str:
+    outcome, verdict, reason = end(decision)
     assert (outcome, verdict) == ("refused", Verdict.UNKNOWN)
     return reason
 
@@ -119,11 +116,11 @@ def refusal(step: Step) -> str:
 
 
 def test_a_repair_looks_first() -> None:
-    step = next_step(reset(), at(0))
-    assert step == Probe(
+    decision = decide(reset(), at(0))
+    assert decision == ProbeNode(
         timedelta(seconds=20),
         None,
-        "whether one may reset GPU 0000:05:00 of n2: Xid 79 on GPU 0000:05:00",
+        "checking n2 before the order to reset GPU 0000:05:00 on n2: Xid 79 on GPU 0000:05:00",
     )
 
 
@@ -135,7 +132,9 @@ def test_a_repair_is_only_begun_for_what_repairs() -> None:
 
 
 def test_a_free_node_is_rebooted_on_the_boot_that_was_read() -> None:
-    assert then(repair(), SAME) == Reboot("boot-1", "Xid 79 on GPU 0000:05:00")
+    assert then(repair(), SAME) == RebootNode(
+        "boot-1", "Xid 79 on GPU 0000:05:00. Rebooting n2; attempt 1 of 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,32 +142,36 @@ def test_a_free_node_is_rebooted_on_the_boot_that_was_read() -> None:
     [((), ()), (("0000:05:00",), (bus(0),)), (("7", "00000000:06:00.0"), (bus(7), bus(1)))],
 )
 def test_gpus_are_reset_by_bus_id(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    step = then(reset(gpus=names), SAME)
-    assert step == ResetGpus("boot-1", expected, timedelta(minutes=2), "Xid 79 on GPU 0000:05:00")
+    decision = then(reset(gpus=names), SAME)
+    named = f"GPU{'s' * (len(expected) > 1)} {', '.join(map(short, expected))}"
+    reason = f"Xid 79 on GPU 0000:05:00. Resetting {named if expected else 'all GPUs'} on n2"
+    assert decision == ResetGpus(
+        "boot-1", expected, timedelta(minutes=2), f"{reason}; attempt 1 of 2"
+    )
 
 
 def test_a_gpu_that_nobody_knows_is_not_reset() -> None:
-    assert refusal(then(reset(gpus=("12", bus(0))), SAME)) == "no GPU of n2 is known as 12"
+    assert refusal(then(reset(gpus=("12", bus(0))), SAME)) == "n2 has no GPU 12"
 
 
 def test_a_node_that_does_not_answer_is_looked_at_again_until_the_deadline() -> None:
-    state = told(repair(), NoAnswer("connection timed out"))
-    assert next_step(state, at(0)) == LookAgain(
+    state = after(repair(), NoAnswer("connection timed out"))
+    assert decide(state, at(0)) == WaitForNode(
         timedelta(seconds=5), "n2 does not answer: connection timed out"
     )
-    assert isinstance(then(state, Slept()), Probe)
-    outcome, verdict, reason = end(next_step(state, state.deadline))
+    assert isinstance(then(state, WaitEnded()), ProbeNode)
+    outcome, verdict, reason = end(decide(state, state.deadline))
     assert (outcome, verdict, reason) == (
         "ambiguous",
         Verdict.UNKNOWN,
         "n2 did not answer: connection timed out",
     )
-    assert end(next_step(repair(), at(1500)))[2] == "n2 did not answer: it was not asked"
+    assert end(decide(repair(), at(1500)))[2] == "n2 did not answer: no probe was sent"
 
 
 def test_an_answer_without_a_boot_id_is_none() -> None:
-    step = then(repair(), Probed(probe(boot_id=None)))
-    assert isinstance(step, LookAgain) and step.reason.startswith(
+    decision = then(repair(), NodeProbed(probe(boot_id=None)))
+    assert isinstance(decision, WaitForNode) and decision.reason.startswith(
         "n2 does not answer: its answer cannot be read: boot id"
     )
 
@@ -189,105 +192,114 @@ def test_an_answer_without_a_boot_id_is_none() -> None:
 def test_a_node_in_use_is_left_alone(
     strategy: Strategy, changes: dict[str, Any], reason: str
 ) -> None:
-    assert refusal(then(repair(strategy), Probed(probe(**changes)))) == reason
+    assert refusal(then(repair(strategy), NodeProbed(probe(**changes)))) == reason
 
 
 @pytest.mark.parametrize("action", [2, 5, 7])
 def test_a_reset_is_refused_where_the_driver_asks_for_more(action: int) -> None:
-    asked = Probed(probe(gpus=nvml(gpu(3, recovery_action=action))))
+    asked = NodeProbed(probe(gpus=nvml(gpu(3, recovery_action=action))))
     assert refusal(then(reset(), asked)).startswith(
-        "a reset does not help n2: GPU 0000:08:00: the driver asks for "
+        "a GPU reset cannot fix n2: GPU 0000:08:00: the driver asks for "
     )
-    assert isinstance(then(repair(), asked), Reboot)
-    assert isinstance(then(reset(), Probed(probe(gpus=nvml(gpu(0, recovery_action=1))))), ResetGpus)
+    assert isinstance(then(repair(), asked), RebootNode)
+    assert isinstance(
+        then(reset(), NodeProbed(probe(gpus=nvml(gpu(0, recovery_action=1))))), ResetGpus
+    )
 
 
 def test_a_node_is_rebooted_only_so_often() -> None:
-    often = Probed(probe(reboots=journal((3600, "r1"), (7200, "r2"), (4 * 86400, "r0"))))
+    often = NodeProbed(probe(reboots=journal((3600, "r1"), (7200, "r2"), (4 * 86400, "r0"))))
     assert (
         refusal(then(repair(), often))
-        == "n2 was rebooted 2 times within 3d: a person should look at its hardware"
+        == "n2 was already rebooted 2 times within 3d; inspect its hardware"
     )
-    assert isinstance(then(repair(max_reboots=3), often), Reboot)
+    assert isinstance(then(repair(max_reboots=3), often), RebootNode)
     assert isinstance(then(reset(), often), ResetGpus)
     assert isinstance(
-        then(repair(), Probed(probe(reboots=journal((3600, "r1"), (4 * 86400, "r0"))))), Reboot
+        then(repair(), NodeProbed(probe(reboots=journal((3600, "r1"), (4 * 86400, "r0"))))),
+        RebootNode,
     )
 
 
 def test_a_journal_that_cannot_be_read_is_no_leave_to_reboot() -> None:
-    reason = "how often n2 was rebooted is not known: its journal of reboots: the node's answer makes no sense there"
-    assert refusal(then(repair(), Probed(probe(reboots=[{"at": "?"}])))) == reason
+    reason = "the number of recent reboots of n2 is unknown: its journal of reboots: the node's answer makes no sense there"
+    assert refusal(then(repair(), NodeProbed(probe(reboots=[{"at": "?"}])))) == reason
 
 
 @pytest.mark.parametrize("wall", [0.0, 4e9, "?"])
 def test_a_clock_that_is_wrong_forgets_no_reboot(wall: Any) -> None:
     recent = [{"at": at(-600).timestamp(), "id": "r", "reason": "", "boot_id": "b"}] * 2
-    assert "rebooted 2 times" in refusal(then(repair(), Probed(probe(wall=wall, reboots=recent))))
+    assert "rebooted 2 times" in refusal(
+        then(repair(), NodeProbed(probe(wall=wall, reboots=recent)))
+    )
 
 
 def test_who_only_observes_is_told_what_would_have_been_done() -> None:
-    expected = "repairs: observe; it would have been allowed to reboot n2: Xid 79 on GPU 0000:05:00"
+    expected = "repairs: observe; otherwise relaunch would reboot n2: Xid 79 on GPU 0000:05:00"
     assert refusal(then(repair(mode="observe", approved_by="ada"), SAME)) == expected
 
 
 def test_what_the_fleet_does_not_permit_is_refused_in_its_words() -> None:
-    reason = "fleet gpus does not let it reboot n2: the breaker of fleet gpus is open"
+    reason = "fleet gpus did not permit the order to reboot n2: the breaker of fleet gpus is open"
     assert (
-        refusal(then(repair(), SAME, Permitted(False, "the breaker of fleet gpus is open")))
+        refusal(then(repair(), SAME, PermitAnswered(False, "the breaker of fleet gpus is open")))
         == reason
     )
     assert (
-        refusal(then(reset(), SAME, Permitted(False, "")))
-        == "fleet gpus does not let it reset GPU 0000:05:00 of n2: no reason given"
+        refusal(then(reset(), SAME, PermitAnswered(False, "")))
+        == "fleet gpus did not permit the order to reset GPU 0000:05:00 on n2: no reason given"
     )
 
 
 def test_a_node_is_looked_at_again_where_the_fleet_took_its_time() -> None:
-    state = told(repair(mode="ask", approved_by="ada"), SAME, Permitted(True, "1 of 2 repairs"))
+    state = after(
+        repair(mode="ask", approved_by="ada"), SAME, PermitAnswered(True, "1 of 2 repairs")
+    )
     assert (
-        isinstance(next_step(state, at(0)), Probe)
-        and state.log[-1].reason == "fleet gpus lets it reboot n2: 1 of 2 repairs"
+        isinstance(decide(state, at(0)), ProbeNode)
+        and state.log[-1].reason == "fleet gpus permitted the order to reboot n2: 1 of 2 repairs"
     )
-    assert isinstance(then(state, SAME), Reboot)
+    assert isinstance(then(state, SAME), RebootNode)
     assert "in use: job llama" in refusal(
-        then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}])))
+        then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 2}])))
     )
-    assert isinstance(then(state, BOOTED), Diagnose), "it has rebooted meanwhile"
+    assert isinstance(then(state, BOOTED), RunDiag), "it has rebooted meanwhile"
 
 
 def test_before_a_second_order_that_the_fleet_permits_late_the_node_is_asked_about_the_first() -> (
     None
 ):
-    state = told(reset(), SAME, NoAnswer("x"), Slept(), SAME, Permitted(True, "1 of 2 repairs"))
+    state = after(
+        reset(), SAME, NoAnswer("x"), WaitEnded(), SAME, PermitAnswered(True, "1 of 2 repairs")
+    )
     assert state.stage is Stage.PROVING
     assert isinstance(then(state, SAME), ResetGpus)
 
 
 def test_a_permission_for_nothing_that_is_due_changes_nothing() -> None:
-    for state in (repair(), told(repair(), SAME, REBOOT_OK), told(repair(mode="ask"), SAME)):
-        assert told(state, Permitted(False, "no"), Permitted(True, "yes")) == state
+    for state in (repair(), after(repair(), SAME, REBOOT_OK), after(repair(mode="ask"), SAME)):
+        assert after(state, PermitAnswered(False, "no"), PermitAnswered(True, "yes")) == state
 
 
 def test_a_reboot_that_this_repair_ordered_in_a_former_life_is_not_ordered_again() -> None:
-    mine = Probed(probe(boot_id="boot-1", reboots=journal((60, "repair/gpus/n2/1"))))
-    assert isinstance(then(repair(), mine), Diagnose)
-    still = Probed(probe(boot_id="boot-0", reboots=journal((60, "repair/gpus/n2/1"))))
-    state = told(repair(), still, CancelAsked("enough"), Slept())
+    mine = NodeProbed(probe(boot_id="boot-1", reboots=journal((60, "repair/gpus/n2/1"))))
+    assert isinstance(then(repair(), mine), RunDiag)
+    still = NodeProbed(probe(boot_id="boot-0", reboots=journal((60, "repair/gpus/n2/1"))))
+    state = after(repair(), still, RepairCancelRequested("enough"), WaitEnded())
     assert state.stage is Stage.PROVING
-    assert isinstance(then(state, Probed(probe(boot_id="boot-0")), seconds=600), LookAgain)
+    assert isinstance(then(state, NodeProbed(probe(boot_id="boot-0")), seconds=600), WaitForNode)
     assert isinstance(then(reset(), mine), ResetGpus)
 
 
 def test_what_this_repair_ordered_earlier_is_waited_for() -> None:
-    held = Probed(probe(held={"by": "reset-gpus", "id": "repair/gpus/n2/1"}))
-    state = told(reset(), held)
-    assert next_step(state, at(0)) == LookAgain(
-        timedelta(seconds=5), "what was ordered for this repair is still at work on n2"
+    held = NodeProbed(probe(held={"by": "reset-gpus", "id": "repair/gpus/n2/1"}))
+    state = after(reset(), held)
+    assert decide(state, at(0)) == WaitForNode(
+        timedelta(seconds=5), "an earlier order of this repair is still running on n2"
     )
     assert (
-        refusal(next_step(state, state.deadline))
-        == "the time to reset GPU 0000:05:00 of n2 was over before it could be ordered"
+        refusal(decide(state, state.deadline))
+        == "the deadline passed before the order to reset GPU 0000:05:00 on n2"
     )
 
 
@@ -295,95 +307,103 @@ def test_what_this_repair_ordered_earlier_is_waited_for() -> None:
 
 
 def test_a_person_is_asked_with_all_that_matters_and_then_the_node_is_looked_at_again() -> None:
-    state = told(repair(mode="ask"), Probed(probe(reboots=journal((600, "r1")))))
-    question = "may relaunch reboot n2 (1 reboot in its journal)? job llama asks for it: Xid 79 on GPU 0000:05:00"
-    assert next_step(state, at(0)) == AskPerson(question, at(600), "repairs: ask")
-    assert next_step(state, at(30)) == AskPerson(question, at(600), "repairs: ask")
-    state = told(state, Answered(True, "ada", "go on"), Slept(), seconds=60)
-    assert isinstance(next_step(state, at(60)), Probe)
-    assert then(state, SAME, seconds=60) == Reboot(
-        "boot-1", "Xid 79 on GPU 0000:05:00 (approved by ada)"
+    state = after(repair(mode="ask"), NodeProbed(probe(reboots=journal((600, "r1")))))
+    question = (
+        "Reboot n2 (1 reboot in its journal)? Requested by job llama: Xid 79 on GPU 0000:05:00"
+    )
+    assert decide(state, at(0)) == AskPerson(question, at(600), "repairs: ask")
+    assert decide(state, at(30)) == AskPerson(question, at(600), "repairs: ask")
+    state = after(state, PersonAnswered(True, "ada", "go on"), WaitEnded(), seconds=60)
+    assert isinstance(decide(state, at(60)), ProbeNode)
+    assert then(state, SAME, seconds=60) == RebootNode(
+        "boot-1", "Xid 79 on GPU 0000:05:00. Rebooting n2; attempt 1 of 2 (approved by ada)"
     )
     assert "job llama generation 1" in refusal(
-        then(state, Probed(probe(jobs=[{"job": "llama", "generation": 1}])), seconds=60)
+        then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 1}])), seconds=60)
     )
 
 
 def test_many_gpus_are_counted_in_a_question() -> None:
-    step = then(reset(mode="ask", gpus=tuple(map(bus, range(10)))), SAME)
+    decision = then(reset(mode="ask", gpus=tuple(map(bus, range(10)))), SAME)
     assert (
-        isinstance(step, AskPerson)
-        and "reset GPUs 0000:05:00, " in step.question
-        and "0000:0c:00 and 2 more of n2?" in step.question
+        isinstance(decision, AskPerson)
+        and "Reset GPUs 0000:05:00, " in decision.question
+        and "0000:0c:00 and 2 more on n2?" in decision.question
     )
     everything = then(reset(mode="ask", gpus=()), SAME)
     assert isinstance(everything, AskPerson) and everything.question.startswith(
-        "may relaunch reset all GPUs of n2?"
+        "Reset all GPUs on n2?"
     )
 
 
 def test_whoever_has_approved_it_already_is_not_asked() -> None:
-    assert isinstance(then(repair(mode="ask", approved_by="ada"), SAME), Reboot)
+    assert isinstance(then(repair(mode="ask", approved_by="ada"), SAME), RebootNode)
 
 
 def test_a_person_may_say_no() -> None:
-    asked = told(repair(mode="ask"), SAME)
+    asked = after(repair(mode="ask"), SAME)
     assert (
-        refusal(then(asked, Answered(False, "ada", "the owner is at it")))
-        == "ada said no: the owner is at it"
+        refusal(then(asked, PersonAnswered(False, "ada", "the owner is at it")))
+        == "ada denied the request to reboot n2: the owner is at it"
     )
-    assert refusal(then(asked, Answered(False, "", ""))) == "a person said no"
+    assert (
+        refusal(then(asked, PersonAnswered(False, "", "")))
+        == "a person denied the request to reboot n2"
+    )
 
 
 def test_nobody_answers() -> None:
-    asked = told(repair(mode="ask"), SAME)
-    reason = "nobody said until 03:10 UTC whether to reboot n2"
-    assert refusal(next_step(asked, at(600))) == reason
-    assert refusal(then(asked, DeadlinePassed(), seconds=600)) == reason
-    assert refusal(then(asked, Answered(True, "ada", ""), seconds=601)) == reason
+    asked = after(repair(mode="ask"), SAME)
+    reason = "the request to reboot n2 was not answered by 03:10 UTC"
+    assert refusal(decide(asked, at(600))) == reason
+    assert refusal(then(asked, TimeExpired(), seconds=600)) == reason
+    assert refusal(then(asked, PersonAnswered(True, "ada", ""), seconds=601)) == reason
 
 
 def test_a_person_has_no_longer_than_the_repair() -> None:
-    step = then(repair(mode="ask", answer_within=timedelta(hours=12)), SAME)
-    assert isinstance(step, AskPerson) and step.until == at(25 * 60)
+    decision = then(repair(mode="ask", answer_timeout=timedelta(hours=12)), SAME)
+    assert isinstance(decision, AskPerson) and decision.until == at(25 * 60)
 
 
 def test_a_node_that_rebooted_while_a_person_thought_is_examined() -> None:
-    state = told(repair(mode="ask"), SAME, Answered(True, "ada", ""), BOOTED, seconds=60)
-    assert isinstance(next_step(state, at(60)), Diagnose)
+    state = after(repair(mode="ask"), SAME, PersonAnswered(True, "ada", ""), BOOTED, seconds=60)
+    assert isinstance(decide(state, at(60)), RunDiag)
     assert end(then(state, PASSED_AFTER_BOOT, seconds=60))[2].startswith(
-        "n2 was rebooted by somebody else and is healthy: 8 GPUs"
+        "n2 was rebooted, but not by this repair, and is healthy: 8 GPUs"
     )
 
 
 def test_what_is_said_when_nobody_asks_changes_nothing() -> None:
     state = repair()
     for fact in (
-        Answered(True, "ada", ""),
-        DeadlinePassed(),
+        PersonAnswered(True, "ada", ""),
+        TimeExpired(),
         RESET_OK,
         OrderRefused("busy", ""),
         PASSED,
     ):
-        assert told(state, fact) == state
-    asked = told(repair(mode="ask"), SAME)
-    assert told(asked, SAME, NoAnswer("x")) == asked
+        assert after(state, fact) == state
+    asked = after(repair(mode="ask"), SAME)
+    assert after(asked, SAME, NoAnswer("x")) == asked
 
 
 # --- a reset
 
 
 def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
-    state = told(reset(), SAME, RESET_OK, seconds=10)
-    probe_step = next_step(state, at(40))
-    assert isinstance(probe_step, Probe) and probe_step.kernel_since == timedelta(seconds=30)
-    state = told(state, SAME, seconds=40)
-    step = next_step(state, at(40))
-    assert isinstance(step, Diagnose) and (step.level, step.within) == (1, timedelta(minutes=3))
+    state = after(reset(), SAME, RESET_OK, seconds=10)
+    probe_step = decide(state, at(40))
+    assert isinstance(probe_step, ProbeNode) and probe_step.kernel_since == timedelta(seconds=30)
+    state = after(state, SAME, seconds=40)
+    decision = decide(state, at(40))
+    assert isinstance(decision, RunDiag) and (decision.level, decision.timeout) == (
+        1,
+        timedelta(minutes=3),
+    )
     outcome, verdict, reason = end(then(state, PASSED, seconds=50))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
     assert reason == (
-        "n2 was given a reset of GPU 0000:05:00 and is healthy: 8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found"
+        "n2 had GPU 0000:05:00 reset and is healthy: 8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found"
     )
 
 
@@ -397,15 +417,15 @@ def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
         ({"outcome": "done", "missing": 1}, "n2 cannot reset GPUs: a tool is missing"),
         (
             {"outcome": "done", "exit_code": 3, "output": "one\nGPU is in use\n\n"},
-            "nvidia-smi --gpu-reset on n2 ended with 3: GPU is in use",
+            "nvidia-smi --gpu-reset on n2 failed with exit code 3: GPU is in use",
         ),
         (
             {"outcome": "done", "exit_code": None},
-            "nvidia-smi --gpu-reset on n2 did not finish: it printed nothing",
+            "nvidia-smi --gpu-reset on n2 did not finish: no output",
         ),
         (
             {"outcome": "done", "exit_code": False},
-            "nvidia-smi --gpu-reset on n2 did not finish: it printed nothing",
+            "nvidia-smi --gpu-reset on n2 did not finish: no output",
         ),
     ],
 )
@@ -419,55 +439,55 @@ def test_a_reset_that_failed_is_refused_in_the_words_of_its_tool(
     "lost",
     [NoAnswer("the worker died"), OrderDone({"outcome": "?"}), OrderRefused("boot_changed", "")],
 )
-def test_a_reset_without_an_answer_is_looked_at_and_ordered_once_more(lost: Fact) -> None:
-    state = told(reset(), SAME, lost, Slept())
-    assert isinstance(next_step(state, at(0)), Probe)
-    state = told(state, SAME)
-    assert isinstance(next_step(state, at(0)), ResetGpus)
-    assert isinstance(then(state, RESET_OK), Probe)
-    outcome, _, reason = end(then(state, lost, Slept(), SAME))
+def test_a_reset_without_an_answer_is_looked_at_and_ordered_once_more(lost: RepairEvent) -> None:
+    state = after(reset(), SAME, lost, WaitEnded())
+    assert isinstance(decide(state, at(0)), ProbeNode)
+    state = after(state, SAME)
+    assert isinstance(decide(state, at(0)), ResetGpus)
+    assert isinstance(then(state, RESET_OK), ProbeNode)
+    outcome, _, reason = end(then(state, lost, WaitEnded(), SAME))
     assert outcome == "ambiguous"
     assert (
         reason
-        == "2 orders to reset GPU 0000:05:00 of n2 got no answer, and nobody knows whether it happened"
+        == "2 orders to reset GPU 0000:05:00 on n2 got no answer; whether the GPUs were reset is unknown"
     )
 
 
 def test_a_reset_is_not_ordered_again_while_the_first_is_at_work_or_the_node_is_in_use() -> None:
-    state = told(reset(), SAME, NoAnswer("x"), Slept())
+    state = after(reset(), SAME, NoAnswer("x"), WaitEnded())
     assert isinstance(
-        then(state, Probed(probe(held={"by": "reset-gpus", "id": state.id}))), LookAgain
+        then(state, NodeProbed(probe(held={"by": "reset-gpus", "id": state.id}))), WaitForNode
     )
     assert (
-        refusal(then(state, Probed(probe(held={"by": "diagnose", "id": "r7"}))))
+        refusal(then(state, NodeProbed(probe(held={"by": "diagnose", "id": "r7"}))))
         == "n2 is in use: diagnose of r7 holds it"
     )
 
 
 def test_a_node_that_rebooted_instead_of_the_reset_is_examined() -> None:
-    state = told(reset(), SAME, OrderRefused("boot_changed", "", "boot-2"))
-    assert isinstance(next_step(state, at(0)), Probe)
-    state = told(state, BOOTED)
-    assert isinstance(next_step(state, at(0)), Diagnose)
+    state = after(reset(), SAME, OrderRefused("boot_changed", "", "boot-2"))
+    assert isinstance(decide(state, at(0)), ProbeNode)
+    state = after(state, BOOTED)
+    assert isinstance(decide(state, at(0)), RunDiag)
     assert end(then(state, PASSED_AFTER_BOOT))[2].startswith(
-        "n2 was rebooted by somebody else and is healthy: "
+        "n2 was rebooted, but not by this repair, and is healthy: "
     )
 
 
 def test_a_node_may_refuse() -> None:
-    reason = "n2 refused to reset GPU 0000:05:00 (busy): job llama runs here"
+    reason = "n2 refused the order to reset GPU 0000:05:00 on n2 (busy): job llama runs here"
     assert refusal(then(reset(), SAME, OrderRefused("busy", "job llama runs here"))) == reason
     assert (
         refusal(then(repair(), SAME, OrderRefused("cannot_reboot", "")))
-        == "n2 refused to reboot (cannot_reboot): no reason given"
+        == "n2 refused the order to reboot n2 (cannot_reboot): no reason given"
     )
 
 
 def test_whether_a_reset_happened_is_not_known_at_the_deadline() -> None:
-    outcome, _, reason = end(next_step(told(reset(), SAME, NoAnswer("gone")), at(1500)))
+    outcome, _, reason = end(decide(after(reset(), SAME, NoAnswer("gone")), at(1500)))
     assert (outcome, reason) == (
         "ambiguous",
-        "whether the order to reset GPU 0000:05:00 of n2 was carried out is not known: gone",
+        "whether the order to reset GPU 0000:05:00 on n2 was carried out is unknown: gone",
     )
 
 
@@ -475,21 +495,21 @@ def test_whether_a_reset_happened_is_not_known_at_the_deadline() -> None:
 
 
 def test_a_reboot_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() -> None:
-    state = told(repair(), SAME, REBOOT_OK)
-    assert next_step(state, at(0)) == LookAgain(timedelta(seconds=5), "n2 was told to reboot")
-    state = told(
+    state = after(repair(), SAME, REBOOT_OK)
+    assert decide(state, at(0)) == WaitForNode(timedelta(seconds=5), "waiting for n2 to reboot")
+    state = after(
         state,
-        Slept(),
+        WaitEnded(),
         NoAnswer("no route to host"),
-        Slept(),
+        WaitEnded(),
         NoAnswer("no route to host"),
-        Slept(),
+        WaitEnded(),
         seconds=200,
     )
-    step = next_step(state, at(200))
-    assert isinstance(step, Probe) and step.kernel_since == timedelta(seconds=200)
-    state = told(state, BOOTED, seconds=300)
-    assert isinstance(next_step(state, at(300)), Diagnose)
+    decision = decide(state, at(200))
+    assert isinstance(decision, ProbeNode) and decision.kernel_since == timedelta(seconds=200)
+    state = after(state, BOOTED, seconds=300)
+    assert isinstance(decide(state, at(300)), RunDiag)
     outcome, verdict, reason = end(then(state, PASSED_AFTER_BOOT, seconds=320))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith(
         "n2 was rebooted and is healthy: "
@@ -497,7 +517,7 @@ def test_a_reboot_is_proven_by_the_boot_id_and_done_only_when_the_node_is_health
 
 
 def test_a_reboot_that_changed_nothing_is_refused_with_what_was_found() -> None:
-    broken = Probed(probe(boot_id="boot-2", disks=[disk(writable=False, reason="read-only")]))
+    broken = NodeProbed(probe(boot_id="boot-2", disks=[disk(writable=False, reason="read-only")]))
     outcome, verdict, reason = end(then(repair(), SAME, REBOOT_OK, broken))
     assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
     assert (
@@ -506,7 +526,11 @@ def test_a_reboot_that_changed_nothing_is_refused_with_what_was_found() -> None:
     )
     outcome, verdict, reason = end(
         then(
-            repair(level=2), SAME, REBOOT_OK, BOOTED, Diagnosed(diag(FAULTY, 205, boot_id="boot-2"))
+            repair(level=2),
+            SAME,
+            REBOOT_OK,
+            BOOTED,
+            NodeDiagnosed(diag(FAULTY, 205, boot_id="boot-2")),
         )
     )
     assert (outcome, verdict) == (
@@ -516,35 +540,35 @@ def test_a_reboot_that_changed_nothing_is_refused_with_what_was_found() -> None:
 
 
 def test_a_node_whose_examination_says_nothing_is_not_given_back() -> None:
-    state = told(repair(), SAME, REBOOT_OK, BOOTED)
+    state = after(repair(), SAME, REBOOT_OK, BOOTED)
     for fact in (
-        Diagnosed({"refused": "busy", "reason": "pid 7 uses it"}),
+        NodeDiagnosed({"refused": "busy", "reason": "pid 7 uses it"}),
         OrderRefused("busy", "pid 7 uses it"),
     ):
         reason = refusal(then(state, fact, seconds=200))
         assert (
             reason
-            == "n2 was rebooted, but whether it helped is not known: dcgmi diag was refused (busy): pid 7 uses it"
+            == "n2 was rebooted but its health is unknown: dcgmi diag was refused (busy): pid 7 uses it"
         )
 
 
 def test_a_node_that_refuses_to_examine_right_after_its_boot_is_asked_again() -> None:
-    state = told(
-        repair(), SAME, REBOOT_OK, BOOTED, Diagnosed(diag("", 3, boot_id="boot-2")), seconds=60
+    state = after(
+        repair(), SAME, REBOOT_OK, BOOTED, NodeDiagnosed(diag("", 3, boot_id="boot-2")), seconds=60
     )
-    step = next_step(state, at(60))
+    decision = decide(state, at(60))
     assert (
-        isinstance(step, LookAgain)
-        and step.after == timedelta(seconds=10)
-        and step.reason.startswith("n2 has just booted: dcgmi")
+        isinstance(decision, WaitForNode)
+        and decision.delay == timedelta(seconds=10)
+        and decision.reason.startswith("n2 has just booted: dcgmi")
     )
-    assert end(then(state, Slept(), BOOTED, PASSED_AFTER_BOOT, seconds=70))[0] == "done"
+    assert end(then(state, WaitEnded(), BOOTED, PASSED_AFTER_BOOT, seconds=70))[0] == "done"
 
 
 def test_a_node_without_gpus_is_not_asked_for_a_diagnosis() -> None:
     bare = {"gpus": NO_NVML}
-    state = told(repair(expected_gpus=0), Probed(probe(**bare)), REBOOT_OK)
-    assert end(then(state, Probed(probe(boot_id="boot-2", **bare))))[:2] == (
+    state = after(repair(expected_gpus=0), NodeProbed(probe(**bare)), REBOOT_OK)
+    assert end(then(state, NodeProbed(probe(boot_id="boot-2", **bare))))[:2] == (
         "done",
         Verdict.HEALTHY,
     )
@@ -553,127 +577,133 @@ def test_a_node_without_gpus_is_not_asked_for_a_diagnosis() -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "shown"),
-    [(NO_NVML, "no GPU yet"), (nvml(count=5), "5 of 8 GPUs"), (nvml(count=0), "no GPU yet")],
+    [
+        (NO_NVML, "no GPU answers yet"),
+        (nvml(count=5), "5 of 8 GPUs answer"),
+        (nvml(count=0), "no GPU answers yet"),
+    ],
     ids=["hangs", "some", "none"],
 )
 def test_a_driver_has_three_minutes_after_a_boot(gpus: Any, shown: str) -> None:
-    early = Probed(probe(boot_id="boot-2", gpus=gpus))
-    state = told(repair(), SAME, REBOOT_OK, early)
-    assert next_step(state, at(0)) == LookAgain(
-        timedelta(seconds=10), f"n2 has just booted and shows {shown}"
+    early = NodeProbed(probe(boot_id="boot-2", gpus=gpus))
+    state = after(repair(), SAME, REBOOT_OK, early)
+    assert decide(state, at(0)) == WaitForNode(
+        timedelta(seconds=10), f"n2 has just booted: {shown}"
     )
-    assert isinstance(then(state, Slept(), BOOTED, seconds=20), Diagnose)
-    late = then(state, Slept(), early, seconds=180)
-    assert isinstance(late, Diagnose) if gpus is NO_NVML else end(late)[1] is Verdict.UNHEALTHY
+    assert isinstance(then(state, WaitEnded(), BOOTED, seconds=20), RunDiag)
+    late = then(state, WaitEnded(), early, seconds=180)
+    assert isinstance(late, RunDiag) if gpus is NO_NVML else end(late)[1] is Verdict.UNHEALTHY
 
 
 def test_an_order_that_never_arrived_is_given_once_more_after_a_minute() -> None:
-    state = told(repair(), SAME, NoAnswer("the worker died"), Slept(), SAME)
-    assert next_step(state, at(0)) == LookAgain(
-        timedelta(seconds=5), "n2 still runs on boot id boot-1"
+    state = after(repair(), SAME, NoAnswer("the worker died"), WaitEnded(), SAME)
+    assert decide(state, at(0)) == WaitForNode(timedelta(seconds=5), "n2 still runs boot id boot-1")
+    state = after(state, WaitEnded(), SAME, seconds=60)
+    assert decide(state, at(60)) == RebootNode(
+        "boot-1", "Xid 79 on GPU 0000:05:00. Rebooting n2; attempt 2 of 2"
     )
-    state = told(state, Slept(), SAME, seconds=60)
-    assert next_step(state, at(60)) == Reboot("boot-1", "Xid 79 on GPU 0000:05:00")
-    state = told(state, NoAnswer("again"), Slept(), SAME, Slept(), seconds=120)
-    state = told(state, SAME, seconds=240)
-    assert next_step(state, at(240)) == LookAgain(
+    state = after(state, NoAnswer("again"), WaitEnded(), SAME, WaitEnded(), seconds=120)
+    state = after(state, SAME, seconds=240)
+    assert decide(state, at(240)) == WaitForNode(
         timedelta(seconds=5), "2 orders to reboot n2 have not arrived"
     )
     assert (
-        refusal(next_step(state, state.deadline))
-        == "2 orders to reboot n2, and it still runs on boot id boot-1"
+        refusal(decide(state, state.deadline))
+        == "2 orders to reboot n2 had no effect: it still runs boot id boot-1"
     )
 
 
 @pytest.mark.parametrize("reboots", [journal((1, "repair/gpus/n2/1"), boot_id="boot-1"), None])
 def test_an_order_that_arrived_or_may_have_is_not_given_again(reboots: Any) -> None:
-    there = Probed(probe(reboots=reboots))
-    state = told(repair(), SAME, NoAnswer("the worker died"), Slept(), there, Slept())
-    assert isinstance(then(state, there, seconds=600), LookAgain)
+    there = NodeProbed(probe(reboots=reboots))
+    state = after(repair(), SAME, NoAnswer("the worker died"), WaitEnded(), there, WaitEnded())
+    assert isinstance(then(state, there, seconds=600), WaitForNode)
 
 
 def test_an_order_is_not_given_again_to_a_node_in_use() -> None:
-    state = told(repair(), SAME, NoAnswer("the worker died"), Slept())
+    state = after(repair(), SAME, NoAnswer("the worker died"), WaitEnded())
     assert "in use: job llama" in refusal(
-        then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=90)
+        then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=90)
     )
 
 
 def test_a_refusal_that_claims_a_reboot_is_no_proof() -> None:
-    state = told(repair(), SAME, OrderRefused("boot_changed", "", "boot-9"))
-    assert isinstance(then(state, SAME), LookAgain)
-    assert isinstance(then(state, BOOTED), Diagnose)
+    state = after(repair(), SAME, OrderRefused("boot_changed", "", "boot-9"))
+    assert isinstance(then(state, SAME), WaitForNode)
+    assert isinstance(then(state, BOOTED), RunDiag)
 
 
 def test_a_reboot_that_nobody_saw_end_is_ambiguous() -> None:
     outcome, _, reason = end(
-        next_step(told(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500))
+        decide(after(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500))
     )
     assert (outcome, reason) == (
         "ambiguous",
-        "whether the order to reboot n2 was carried out is not known: no route",
+        "whether the order to reboot n2 was carried out is unknown: no route",
     )
     assert (
-        end(then(told(repair(), SAME, REBOOT_OK), DeadlinePassed(), seconds=1500))[0] == "ambiguous"
+        end(then(after(repair(), SAME, REBOOT_OK), TimeExpired(), seconds=1500))[0] == "ambiguous"
     )
 
 
 def test_a_node_that_tells_an_ended_boot_again_has_proven_nothing() -> None:
-    state = told(
-        repair(), SAME, REBOOT_OK, Probed(probe(boot_id="boot-2", gpus=NO_NVML)), Slept(), SAME
+    state = after(
+        repair(),
+        SAME,
+        REBOOT_OK,
+        NodeProbed(probe(boot_id="boot-2", gpus=NO_NVML)),
+        WaitEnded(),
+        SAME,
     )
     assert state.stage is Stage.PROVING
-    assert next_step(state, at(0)) == LookAgain(
-        timedelta(seconds=5), "n2 tells boot id boot-1 again, which had ended"
+    assert decide(state, at(0)) == WaitForNode(
+        timedelta(seconds=5), "n2 reports the ended boot id boot-1 again"
     )
 
 
 def test_a_node_that_reboots_while_it_is_examined_is_not_given_back() -> None:
-    state = told(
-        repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("connection reset"), Slept(), seconds=300
+    state = after(
+        repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("connection reset"), WaitEnded(), seconds=300
     )
-    reason = refusal(then(state, Probed(probe(boot_id="boot-3")), seconds=400))
-    assert (
-        reason
-        == "n2 was rebooted, but whether it helped is not known: it rebooted while it was examined"
-    )
+    reason = refusal(then(state, NodeProbed(probe(boot_id="boot-3")), seconds=400))
+    assert reason == "n2 was rebooted but its health is unknown: it rebooted during its examination"
 
 
 def test_a_diagnosis_without_an_answer_is_tried_twice() -> None:
-    state = told(repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("gone"))
-    assert next_step(state, at(0)) == LookAgain(
-        timedelta(seconds=5), "dcgmi diag on n2 got no answer: gone"
+    state = after(repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("gone"))
+    assert decide(state, at(0)) == WaitForNode(
+        timedelta(seconds=5), "dcgmi diag on n2 returned no result: gone"
     )
-    assert isinstance(then(state, Slept()), Probe)
-    state = told(state, Slept(), BOOTED)
-    assert isinstance(next_step(state, at(0)), Diagnose)
+    assert isinstance(then(state, WaitEnded()), ProbeNode)
+    state = after(state, WaitEnded(), BOOTED)
+    assert isinstance(decide(state, at(0)), RunDiag)
     reason = refusal(then(state, NoAnswer("gone")))
     assert (
         reason
-        == "n2 was rebooted, but whether it helped is not known: dcgmi diag on n2 got no answer: gone"
+        == "n2 was rebooted but its health is unknown: dcgmi diag on n2 returned no result: gone"
     )
 
 
 def test_an_examination_that_is_not_over_at_the_deadline() -> None:
-    state = told(repair(), SAME, REBOOT_OK, BOOTED)
-    assert refusal(next_step(state, at(1500))).endswith(
-        "was not known in time: n2 was told to reboot"
+    state = after(repair(), SAME, REBOOT_OK, BOOTED)
+    assert refusal(decide(state, at(1500))).endswith(
+        "did not end in time: waiting for n2 to reboot"
     )
-    state = told(state, NoAnswer("gone"))
+    state = after(state, NoAnswer("gone"))
     assert (
-        refusal(next_step(state, at(1500)))
-        == "n2 was rebooted, but whether it helped was not known in time: gone"
+        refusal(decide(state, at(1500)))
+        == "n2 was rebooted but its examination did not end in time: gone"
     )
-    assert refusal(next_step(replace(state, silent="", waiting=""), at(1500))).endswith(
+    assert refusal(decide(replace(state, missing_answer="", wait_reason=""), at(1500))).endswith(
         "in time: it was not examined"
     )
 
 
 def test_nothing_lasts_longer_than_what_is_left() -> None:
-    late = told(repair(), SAME, REBOOT_OK, seconds=1498)
-    assert next_step(late, at(1498)) == LookAgain(timedelta(seconds=2), "n2 was told to reboot")
-    step = then(late, Slept(), BOOTED, seconds=1499)
-    assert isinstance(step, Diagnose) and step.within == timedelta(seconds=1)
+    late = after(repair(), SAME, REBOOT_OK, seconds=1498)
+    assert decide(late, at(1498)) == WaitForNode(timedelta(seconds=2), "waiting for n2 to reboot")
+    decision = then(late, WaitEnded(), BOOTED, seconds=1499)
+    assert isinstance(decision, RunDiag) and decision.timeout == timedelta(seconds=1)
 
 
 # --- cancelling
@@ -682,43 +712,45 @@ def test_nothing_lasts_longer_than_what_is_left() -> None:
 def test_a_cancel_before_the_order_ends_the_repair() -> None:
     for state in (
         repair(),
-        told(repair(), SAME),
-        told(repair(mode="ask"), SAME),
-        told(repair(), NoAnswer("x")),
+        after(repair(), SAME),
+        after(repair(mode="ask"), SAME),
+        after(repair(), NoAnswer("x")),
     ):
         assert (
-            refusal(then(state, CancelAsked("job llama was cancelled")))
+            refusal(then(state, RepairCancelRequested("job llama was cancelled")))
             == "cancelled: job llama was cancelled"
         )
-    assert refusal(then(repair(), CancelAsked(""))) == "cancelled: no reason given"
+    assert refusal(then(repair(), RepairCancelRequested(""))) == "cancelled: no reason given"
 
 
 def test_a_cancel_while_the_order_is_on_its_way_waits_for_the_proof() -> None:
-    state = told(repair(), SAME, CancelAsked("enough"), REBOOT_OK, Slept())
-    assert isinstance(next_step(state, at(0)), Probe)
+    state = after(repair(), SAME, RepairCancelRequested("enough"), REBOOT_OK, WaitEnded())
+    assert isinstance(decide(state, at(0)), ProbeNode)
     assert end(then(state, BOOTED, PASSED_AFTER_BOOT))[:2] == ("done", Verdict.HEALTHY)
 
 
 def test_after_a_cancel_nothing_is_ordered_again() -> None:
-    state = told(repair(), SAME, NoAnswer("x"), CancelAsked("enough"), Slept())
+    state = after(repair(), SAME, NoAnswer("x"), RepairCancelRequested("enough"), WaitEnded())
     assert (
         refusal(then(state, SAME, seconds=60))
         == "cancelled: enough; the order to reboot n2 never arrived"
     )
     outcome, _, reason = end(
-        then(told(reset(), SAME, NoAnswer("x"), CancelAsked("enough"), Slept()), SAME)
+        then(
+            after(reset(), SAME, NoAnswer("x"), RepairCancelRequested("enough"), WaitEnded()), SAME
+        )
     )
     assert outcome == "ambiguous" and reason.startswith(
-        "cancelled: enough; 1 order to reset GPU 0000:05:00 of n2 got no answer"
+        "cancelled: enough; 1 order to reset GPU 0000:05:00 on n2 got no answer"
     )
 
 
 def test_a_cancel_stops_a_second_order_that_was_not_given_yet() -> None:
-    state = told(repair(), SAME, NoAnswer("x"), Slept())
-    state = told(state, SAME, seconds=60)
-    assert isinstance(next_step(state, at(60)), Reboot)
-    state = told(state, CancelAsked("enough"), seconds=60)
-    assert isinstance(next_step(state, at(60)), Probe)
+    state = after(repair(), SAME, NoAnswer("x"), WaitEnded())
+    state = after(state, SAME, seconds=60)
+    assert isinstance(decide(state, at(60)), RebootNode)
+    state = after(state, RepairCancelRequested("enough"), seconds=60)
+    assert isinstance(decide(state, at(60)), ProbeNode)
     assert refusal(then(state, SAME, seconds=61)).startswith("cancelled: enough; ")
 
 
@@ -726,14 +758,17 @@ def test_a_cancel_stops_a_second_order_that_was_not_given_yet() -> None:
 
 
 def test_an_ended_repair_learns_nothing_more() -> None:
-    state = told(repair(), SAME, OrderRefused("busy", "x"))
-    assert state.outcome == "refused" and told(state, BOOTED, CancelAsked("x"), Slept()) == state
+    state = after(repair(), SAME, OrderRefused("busy", "x"))
+    assert (
+        state.outcome == "refused"
+        and after(state, BOOTED, RepairCancelRequested("x"), WaitEnded()) == state
+    )
 
 
 def test_a_long_repair_keeps_its_first_and_its_newest_records() -> None:
-    state = told(repair(), NoAnswer("first"))
+    state = after(repair(), NoAnswer("first"))
     for number in range(200):
-        state = told(state, NoAnswer(f"number {number}"), seconds=number)
+        state = after(state, NoAnswer(f"number {number}"), seconds=number)
     assert len(state.log) == 60
     assert (state.log[0].reason, state.log[-1].reason) == (
         "n2 does not answer: first",
@@ -742,9 +777,9 @@ def test_a_long_repair_keeps_its_first_and_its_newest_records() -> None:
 
 
 def test_a_node_that_says_the_same_for_an_hour_is_written_down_once() -> None:
-    state = told(repair(), SAME, REBOOT_OK)
+    state = after(repair(), SAME, REBOOT_OK)
     for _ in range(100):
-        state = told(state, Slept(), SAME)
+        state = after(state, WaitEnded(), SAME)
     assert len(state.log) < 6
 
 
@@ -774,11 +809,11 @@ async def test_the_largest_state_is_small_and_goes_through_temporal() -> None:
         reboots=reboots,
         held={"by": "x" * 999, "id": "y" * 999},
     )
-    state = told(
+    state = after(
         repair(mode="ask", gpus=tuple(map(bus, range(64)))),
         *(NoAnswer(f"{number}" + "z" * 900) for number in range(99)),
     )
-    state = told(state, Probed(facts))
+    state = after(state, NodeProbed(facts))
     payloads = await shared_converter.encode([state])
     assert (await shared_converter.decode(payloads, [RepairState])) == [state]
     assert (
@@ -796,32 +831,34 @@ async def test_the_largest_state_is_small_and_goes_through_temporal() -> None:
         PASSED,
         REBOOT_OK,
         OrderRefused("busy", "x", None),
-        Slept(),
-        Answered(True, "ada", ""),
-        Permitted(True, "x"),
-        DeadlinePassed(),
-        CancelAsked("x"),
+        WaitEnded(),
+        PersonAnswered(True, "ada", ""),
+        PermitAnswered(True, "x"),
+        TimeExpired(),
+        RepairCancelRequested("x"),
     ],
     ids=lambda value: value.kind,
 )
-async def test_facts_go_through_temporal(value: Fact) -> None:
-    (read,) = await shared_converter.decode(await shared_converter.encode([value]), [Fact])
+async def test_facts_go_through_temporal(value: RepairEvent) -> None:
+    (read,) = await shared_converter.decode(await shared_converter.encode([value]), [RepairEvent])
     assert read == value
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        next_step(repair(), at(0)),
+        decide(repair(), at(0)),
         then(repair(), SAME),
         then(reset(), SAME),
         then(repair(mode="ask"), SAME),
         then(repair(), NoAnswer("x")),
         then(repair(), SAME, REBOOT_OK, BOOTED),
-        then(repair(), CancelAsked("x")),
+        then(repair(), RepairCancelRequested("x")),
     ],
     ids=lambda value: value.kind,
 )
-async def test_steps_go_through_temporal(value: Step) -> None:
-    (read,) = await shared_converter.decode(await shared_converter.encode([value]), [Step])
+async def test_steps_go_through_temporal(value: RepairDecision) -> None:
+    (read,) = await shared_converter.decode(
+        await shared_converter.encode([value]), [RepairDecision]
+    )
     assert read == value

@@ -10,28 +10,27 @@ import pytest
 from pydantic import TypeAdapter
 
 from relaunch.evidence.findings import Verdict
-from relaunch.repair.machine import (
-    Answered,
+from relaunch.repair.machine import begin, decide
+from relaunch.repair.state import (
     AskPerson,
-    CancelAsked,
-    Diagnose,
-    Fact,
-    LookAgain,
     NoAnswer,
+    NodeProbed,
     OrderDone,
     OrderRefused,
-    Permitted,
-    PowerCycle,
-    Probe,
-    Probed,
-    Reboot,
+    PermitAnswered,
+    PersonAnswered,
+    PowerCycleNode,
+    ProbeNode,
+    RebootNode,
+    RepairCancelRequested,
+    RepairDecision,
+    RepairEvent,
     RepairState,
     ResetGpus,
-    Slept,
+    RunDiag,
     Stage,
-    Step,
-    begin,
-    next_step,
+    WaitEnded,
+    WaitForNode,
 )
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
@@ -41,14 +40,14 @@ from tests.recovery.test_repair import (
     PASSED_AFTER_BOOT,
     REBOOT_OK,
     SAME,
+    after,
     end,
     refusal,
     rules,
     then,
-    told,
 )
 
-STEPS: TypeAdapter[Step] = TypeAdapter(Step)
+DECISIONS: TypeAdapter[RepairDecision] = TypeAdapter(RepairDecision)
 SWITCHED = OrderDone(
     {
         "outcome": "done",
@@ -60,7 +59,7 @@ SWITCHED = OrderDone(
 )
 NO_REBOOT = OrderRefused("cannot_reboot", "sudo: a password is required")
 GONE = NoAnswer("no route to host")
-ORDER = PowerCycle(timedelta(minutes=1), "Xid 79")
+ORDER = PowerCycleNode(timedelta(minutes=1), "Xid 79. Power-cycling n2")
 
 
 def repair(
@@ -79,7 +78,7 @@ def repair(
         gpus=(),
         reason="Xid 79",
         by="ada",
-        rules=rules(**{"power": True, **changes}),
+        rules=rules(**{"has_power_command": True, **changes}),
         now=at(0),
         deadline=at(60 * minutes),
         approved_by=approved_by,
@@ -90,109 +89,112 @@ def repair(
 
 def silent(state: RepairState, since: float, *, seconds: float = 181) -> RepairState:
     """As it is once the node has not answered for so long."""
-    state = told(state, GONE, Slept(), seconds=since)
-    return told(state, GONE, seconds=since + seconds)
+    state = after(state, GONE, WaitEnded(), seconds=since)
+    return after(state, GONE, seconds=since + seconds)
 
 
 # --- when
 
 
 def test_a_person_may_order_a_power_cycle_and_the_node_is_looked_at_first() -> None:
-    assert next_step(repair(power=True), at(0)) == Probe(
-        timedelta(seconds=20), None, "whether one may power cycle n2: Xid 79"
+    assert decide(repair(power=True), at(0)) == ProbeNode(
+        timedelta(seconds=20), None, "checking n2 before the order to power-cycle n2: Xid 79"
     )
     assert then(repair(power=True), SAME) == ORDER
 
 
 def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
-    state = told(repair(approved_by="bo"), SAME)
-    assert isinstance(next_step(state, at(1)), Reboot)
-    state = told(state, NO_REBOOT, seconds=1)
+    state = after(repair(approved_by="bo"), SAME)
+    assert isinstance(decide(state, at(1)), RebootNode)
+    state = after(state, NO_REBOOT, seconds=1)
     assert (
         state.log[-1].reason
-        == "n2 refused to reboot (cannot_reboot): sudo: a password is required; its power is cycled instead"
+        == "n2 refused the order to reboot n2 (cannot_reboot): sudo: a password is required; power-cycling n2 instead"
     )
-    assert isinstance(next_step(state, at(1)), Probe), "it is looked at anew"
-    assert then(state, SAME, seconds=2) == replace(ORDER, reason="Xid 79 (approved by bo)")
+    assert isinstance(decide(state, at(1)), ProbeNode), "it is looked at anew"
+    assert then(state, SAME, seconds=2) == replace(
+        ORDER, reason="Xid 79. Power-cycling n2 (approved by bo)"
+    )
 
 
 def test_without_a_command_for_it_a_node_that_cannot_reboot_is_refused_as_ever() -> None:
     state = replace(repair(), rules=rules())
     assert (
         refusal(then(state, SAME, NO_REBOOT))
-        == "n2 refused to reboot (cannot_reboot): sudo: a password is required"
+        == "n2 refused the order to reboot n2 (cannot_reboot): sudo: a password is required"
     )
-    assert isinstance(next_step(silent(state, 0), at(181)), LookAgain)
+    assert isinstance(decide(silent(state, 0), at(181)), WaitForNode)
 
 
 def test_another_refusal_is_not_a_reason_for_it() -> None:
     assert (
         refusal(then(repair(), SAME, OrderRefused("busy", "job llama runs here")))
-        == "n2 refused to reboot (busy): job llama runs here"
+        == "n2 refused the order to reboot n2 (busy): job llama runs here"
     )
 
 
 def test_it_comes_for_a_node_that_does_not_answer_for_three_minutes() -> None:
-    state = told(repair(), GONE, Slept())
-    assert isinstance(then(state, GONE, seconds=179), LookAgain)
+    state = after(repair(), GONE, WaitEnded())
+    assert isinstance(then(state, GONE, seconds=179), WaitForNode)
     assert isinstance(
-        then(state, GONE, Slept(), SAME, Slept(), GONE, seconds=181), LookAgain | Reboot
+        then(state, GONE, WaitEnded(), SAME, WaitEnded(), GONE, seconds=181),
+        WaitForNode | RebootNode,
     ), "it has answered meanwhile"
-    step = next_step(silent(repair(), 0), at(181))
+    step = decide(silent(repair(), 0), at(181))
     assert step == ORDER
-    assert isinstance(then(repair(power=True), GONE), LookAgain)
-    assert next_step(silent(repair(power=True), 0), at(181)) == ORDER
+    assert isinstance(then(repair(power=True), GONE), WaitForNode)
+    assert decide(silent(repair(power=True), 0), at(181)) == ORDER
 
 
 def test_a_node_that_answers_what_cannot_be_read_is_not_silent() -> None:
     """Ranks may live on it."""
-    state = told(repair(), GONE, Probed(probe(boot_id=None)), seconds=0)
-    state = told(state, Probed(probe(boot_id=None)), seconds=600)
-    assert isinstance(next_step(state, at(600)), LookAgain)
-    assert isinstance(then(state, GONE, seconds=601), LookAgain)
+    state = after(repair(), GONE, NodeProbed(probe(boot_id=None)), seconds=0)
+    state = after(state, NodeProbed(probe(boot_id=None)), seconds=600)
+    assert isinstance(decide(state, at(600)), WaitForNode)
+    assert isinstance(then(state, GONE, seconds=601), WaitForNode)
 
 
 def test_it_follows_a_reboot_that_was_not_proven_in_time() -> None:
-    state = told(repair(), SAME, REBOOT_OK, GONE)
-    assert isinstance(then(state, GONE, seconds=1490), LookAgain)
-    state = told(state, GONE, seconds=1500)
-    assert state.power and state.stage is Stage.LOOKING and state.deadline == at(3000)
-    state = told(state, GONE, seconds=1505)
-    assert next_step(state, at(1505)) == ORDER
-    state = told(state, SWITCHED, seconds=1510)
+    state = after(repair(), SAME, REBOOT_OK, GONE)
+    assert isinstance(then(state, GONE, seconds=1490), WaitForNode)
+    state = after(state, GONE, seconds=1500)
+    assert state.power and state.stage is Stage.CHECKING and state.deadline == at(3000)
+    state = after(state, GONE, seconds=1505)
+    assert decide(state, at(1505)) == ORDER
+    state = after(state, SWITCHED, seconds=1510)
     assert state.deadline == at(1510 + 1500), "it is proven within the same time"
 
 
 def test_a_node_that_was_told_to_reboot_and_goes_on_has_its_power_cycled() -> None:
-    state = told(repair(), SAME, REBOOT_OK)
-    state = told(state, SAME, seconds=1500)
-    assert "still runs on boot id boot-1; its power is cycled instead" in state.log[-1].reason
+    state = after(repair(), SAME, REBOOT_OK)
+    state = after(state, SAME, seconds=1500)
+    assert "still runs boot id boot-1; power-cycling n2 instead" in state.log[-1].reason
     assert then(state, SAME, seconds=1501) == ORDER
     assert "in use: job llama" in refusal(
-        then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=1501)
+        then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=1501)
     )
-    assert isinstance(then(state, BOOTED, seconds=1501), Diagnose), "it came back after all"
+    assert isinstance(then(state, BOOTED, seconds=1501), RunDiag), "it came back after all"
 
 
 def test_before_the_end_of_a_repair_a_look_comes_between_a_reboot_and_what_follows_it() -> None:
-    early = told(repair(minutes=10), SAME, REBOOT_OK, GONE)
-    assert told(early, GONE, seconds=539).stage is Stage.PROVING
-    assert told(early, GONE, seconds=541).power
+    early = after(repair(minutes=10), SAME, REBOOT_OK, GONE)
+    assert after(early, GONE, seconds=539).stage is Stage.PROVING
+    assert after(early, GONE, seconds=541).power
 
 
 @pytest.mark.parametrize(("minutes", "follows"), [(25, False), (49, False), (51, True)])
 def test_a_job_that_waits_is_not_kept_waiting_by_a_power_cycle_for_which_no_time_is_left(
     minutes: float, follows: bool
 ) -> None:
-    state = told(repair(minutes=minutes, waited_for=True), SAME, REBOOT_OK)
-    state = told(state, GONE, seconds=min(1500, 60 * minutes - 1))
+    state = after(repair(minutes=minutes, job_waits=True), SAME, REBOOT_OK)
+    state = after(state, GONE, seconds=min(1500, 60 * minutes - 1))
     assert state.power is follows and state.deadline == at(60 * minutes)
 
 
 def test_for_a_job_it_is_over_before_the_job_stops_waiting() -> None:
-    state = told(repair(minutes=25, waited_for=True, power=True), SAME, seconds=1470)
-    assert next_step(state, at(1470)) == replace(ORDER, within=timedelta(seconds=30))
-    assert told(state, SWITCHED, seconds=1480).deadline == at(1500)
+    state = after(repair(minutes=25, job_waits=True, power=True), SAME, seconds=1470)
+    assert decide(state, at(1470)) == replace(ORDER, timeout=timedelta(seconds=30))
+    assert after(state, SWITCHED, seconds=1480).deadline == at(1500)
 
 
 # --- what speaks against it
@@ -200,51 +202,55 @@ def test_for_a_job_it_is_over_before_the_job_stops_waiting() -> None:
 
 @pytest.mark.parametrize("power", [True, False])
 def test_a_node_in_use_keeps_its_power(power: bool) -> None:
-    busy = Probed(probe(jobs=[{"job": "llama", "generation": 3}]))
+    busy = NodeProbed(probe(jobs=[{"job": "llama", "generation": 3}]))
     assert refusal(then(repair(power=power), busy)) == "n2 is in use: job llama generation 3"
 
 
 def test_a_power_cycle_counts_as_a_reboot_and_so_does_the_reboot_before_it() -> None:
-    once = Probed(probe(reboots=journal((3600, "r1"))))
+    once = NodeProbed(probe(reboots=journal((3600, "r1"))))
     assert then(repair(power=True), once) == ORDER
-    state = told(repair(), once, REBOOT_OK)
-    assert "was rebooted 2 times within 3d" in refusal(
-        then(told(state, once, seconds=1500), once, seconds=1501)
+    state = after(repair(), once, REBOOT_OK)
+    assert "was already rebooted 2 times within 3d" in refusal(
+        then(after(state, once, seconds=1500), once, seconds=1501)
     )
-    state = silent(told(state, GONE, seconds=1400), 1500)
-    assert "was rebooted 2 times within 3d" in refusal(next_step(state, at(1681))), (
+    state = silent(after(state, GONE, seconds=1400), 1500)
+    assert "was already rebooted 2 times within 3d" in refusal(decide(state, at(1681))), (
         "the journal as it was read last"
     )
-    assert then(told(repair(), once, NO_REBOOT), once) == ORDER, "that one was none"
+    assert then(after(repair(), once, NO_REBOOT), once) == ORDER, "that one was none"
 
 
 def test_who_only_observes_and_who_wants_to_be_asked() -> None:
-    expected = "repairs: observe; it would have been allowed to power cycle n2: Xid 79"
+    expected = "repairs: observe; otherwise relaunch would power-cycle n2: Xid 79"
     assert refusal(then(repair(power=True, mode="observe"), SAME)) == expected
-    assert refusal(next_step(silent(repair(power=True, mode="observe"), 0), at(181))) == expected
+    assert refusal(decide(silent(repair(power=True, mode="observe"), 0), at(181))) == expected
     assert then(repair(power=True, mode="ask", approved_by="ada"), SAME) == replace(
-        ORDER, reason="Xid 79 (approved by ada)"
+        ORDER, reason="Xid 79. Power-cycling n2 (approved by ada)"
     )
 
 
 def test_whoever_approved_a_reboot_is_asked_about_the_power() -> None:
-    state = told(repair(mode="ask", approved_by="ada"), SAME, NO_REBOOT)
+    state = after(repair(mode="ask", approved_by="ada"), SAME, NO_REBOOT)
     step = then(state, SAME)
     assert isinstance(step, AskPerson) and step.question.startswith(
-        "may relaunch power cycle n2 (0 reboots in its journal)?"
+        "Power-cycle n2 (0 reboots in its journal)?"
     )
     asked = silent(repair(mode="ask"), 0)
-    assert isinstance(next_step(asked, at(181)), AskPerson)
-    state = told(asked, Answered(True, "bo", ""), seconds=300)
-    assert isinstance(next_step(state, at(300)), Probe)
-    assert then(state, GONE, seconds=301) == replace(ORDER, reason="Xid 79 (approved by bo)")
+    assert isinstance(decide(asked, at(181)), AskPerson)
+    state = after(asked, PersonAnswered(True, "bo", ""), seconds=300)
+    assert isinstance(decide(state, at(300)), ProbeNode)
+    assert then(state, GONE, seconds=301) == replace(
+        ORDER, reason="Xid 79. Power-cycling n2 (approved by bo)"
+    )
 
 
 def test_what_the_fleet_does_not_permit_is_refused() -> None:
-    reason = "fleet gpus does not let it power cycle n2: job llama has n2"
-    assert refusal(then(repair(power=True), SAME, Permitted(False, "job llama has n2"))) == reason
-    late = told(silent(repair(power=True), 0), Permitted(True, "1 of 2 repairs"), seconds=190)
-    assert isinstance(next_step(late, at(190)), Probe)
+    reason = "fleet gpus did not permit the order to power-cycle n2: job llama has n2"
+    assert (
+        refusal(then(repair(power=True), SAME, PermitAnswered(False, "job llama has n2"))) == reason
+    )
+    late = after(silent(repair(power=True), 0), PermitAnswered(True, "1 of 2 repairs"), seconds=190)
+    assert isinstance(decide(late, at(190)), ProbeNode)
     assert then(late, GONE, seconds=191) == ORDER
 
 
@@ -252,10 +258,12 @@ def test_what_the_fleet_does_not_permit_is_refused() -> None:
 
 
 def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() -> None:
-    state = told(repair(power=True), SAME, SWITCHED)
-    assert next_step(state, at(0)) == LookAgain(timedelta(seconds=5), "the power of n2 was cycled")
-    state = told(state, Slept(), GONE, Slept(), BOOTED, seconds=300)
-    assert isinstance(next_step(state, at(300)), Diagnose)
+    state = after(repair(power=True), SAME, SWITCHED)
+    assert decide(state, at(0)) == WaitForNode(
+        timedelta(seconds=5), "waiting for n2 to boot after its power cycle"
+    )
+    state = after(state, WaitEnded(), GONE, WaitEnded(), BOOTED, seconds=300)
+    assert isinstance(decide(state, at(300)), RunDiag)
     outcome, verdict, reason = end(then(state, PASSED_AFTER_BOOT, seconds=320))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith(
         "n2 was power-cycled and is healthy: "
@@ -267,22 +275,22 @@ def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() ->
     [
         (
             {"program": "ipmitool", "exit_code": 1, "output": "x\nno session\n"},
-            "ipmitool, which was to cycle the power of n2, ended with 1: no session",
+            "ipmitool failed to power-cycle n2: exit code 1: no session",
         ),
         (
             {"exit_code": -9},
-            "the power command, which was to cycle the power of n2, ended with -9: it printed nothing",
+            "the power command failed to power-cycle n2: exit code -9: no output",
         ),
         (
             {"missing": "ipmitool cannot be run"},
-            "the power of n2 cannot be cycled: ipmitool cannot be run",
+            "cannot power-cycle n2: ipmitool cannot be run",
         ),
-        ({"missing": 1}, "the power of n2 cannot be cycled: a program is missing"),
+        ({"missing": 1}, "cannot power-cycle n2: a program is missing"),
         (
             {"exit_code": True},
-            "how the power command ended, which was to cycle the power of n2, cannot be read",
+            "the exit code of the power command, which power-cycles n2, cannot be read",
         ),
-        ({}, "how the power command ended, which was to cycle the power of n2, cannot be read"),
+        ({}, "the exit code of the power command, which power-cycles n2, cannot be read"),
     ],
 )
 def test_a_command_that_failed_is_refused_in_a_sentence(
@@ -295,26 +303,26 @@ def test_a_command_that_failed_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize("lost", [NoAnswer("the worker died"), OrderDone({"outcome": "?"})])
 def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_never_given_again(
-    lost: Fact,
+    lost: RepairEvent,
 ) -> None:
-    state = told(repair(power=True), SAME, lost)
-    step = next_step(state, at(0))
-    assert isinstance(step, LookAgain) and step.reason.startswith(
-        "whether the power of n2 was cycled is to be seen: "
+    state = after(repair(power=True), SAME, lost)
+    step = decide(state, at(0))
+    assert isinstance(step, WaitForNode) and step.reason.startswith(
+        "whether n2 was power-cycled is not known yet: "
     )
     for seconds in range(0, 1400, 5):
-        state = told(state, Slept(), SAME if seconds % 2 else GONE, seconds=seconds)
-        assert isinstance(next_step(state, at(seconds)), LookAgain)
-    stays = told(state, Slept(), SAME, seconds=1400)
+        state = after(state, WaitEnded(), SAME if seconds % 2 else GONE, seconds=seconds)
+        assert isinstance(decide(state, at(seconds)), WaitForNode)
+    stays = after(state, WaitEnded(), SAME, seconds=1400)
     assert (
-        refusal(next_step(stays, state.deadline))
-        == "the power of n2 was to be cycled, and it still runs on boot id boot-1"
+        refusal(decide(stays, state.deadline))
+        == "the order to power-cycle n2 had no effect: it still runs boot id boot-1"
     )
-    assert end(next_step(told(state, GONE, seconds=1400), state.deadline))[::2] == (
+    assert end(decide(after(state, GONE, seconds=1400), state.deadline))[::2] == (
         "ambiguous",
-        "whether the order to power cycle n2 was carried out is not known: no route to host",
+        "whether the order to power-cycle n2 was carried out is unknown: no route to host",
     )
-    assert isinstance(then(state, Slept(), BOOTED, seconds=1400), Diagnose)
+    assert isinstance(then(state, WaitEnded(), BOOTED, seconds=1400), RunDiag)
 
 
 @pytest.mark.parametrize(
@@ -333,30 +341,38 @@ def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_nev
 def test_a_boot_that_nobody_had_read_is_proven_to_have_ended_by_an_uptime_that_is_shorter_than_the_silence(
     uptime: Any, proven: bool
 ) -> None:
-    state = told(silent(repair(power=True), 0), SWITCHED, seconds=181)
+    state = after(silent(repair(power=True), 0), SWITCHED, seconds=181)
     assert state.boot_id == ""
-    state = told(
-        state, Slept(), GONE, Slept(), Probed(probe(boot_id="boot-7", stamp=uptime)), seconds=490
+    state = after(
+        state,
+        WaitEnded(),
+        GONE,
+        WaitEnded(),
+        NodeProbed(probe(boot_id="boot-7", stamp=uptime)),
+        seconds=490,
     )
     if proven:
-        assert isinstance(next_step(state, at(490)), Diagnose)
-        assert "boot id boot-7, before one that nobody had read" in state.log[-1].reason
+        assert isinstance(decide(state, at(490)), RunDiag)
+        assert "boot id boot-7, its uptime is below its silence" in state.log[-1].reason
     else:
-        assert next_step(state, at(490)) == LookAgain(
-            timedelta(seconds=5), "n2 still runs on boot id boot-7"
+        assert decide(state, at(490)) == WaitForNode(
+            timedelta(seconds=5), "n2 still runs boot id boot-7"
         )
         assert isinstance(
-            then(state, Slept(), Probed(probe(boot_id="boot-8", stamp=9e5)), seconds=500), Diagnose
+            then(state, WaitEnded(), NodeProbed(probe(boot_id="boot-8", stamp=9e5)), seconds=500),
+            RunDiag,
         )
 
 
 def test_a_boot_id_of_before_is_kept_for_a_node_that_cannot_tell_it_any_more() -> None:
-    state = told(silent(repair(power=True, boot_id="boot-1"), 0), SWITCHED, Slept(), seconds=181)
-    assert isinstance(then(state, SAME, seconds=400), LookAgain)
-    assert isinstance(
-        then(state, Probed(probe(boot_id="boot-2", stamp=1e6)), seconds=400), Diagnose
+    state = after(
+        silent(repair(power=True, boot_id="boot-1"), 0), SWITCHED, WaitEnded(), seconds=181
     )
-    assert isinstance(then(repair(power=True, boot_id="boot-0"), SAME), Diagnose), (
+    assert isinstance(then(state, SAME, seconds=400), WaitForNode)
+    assert isinstance(
+        then(state, NodeProbed(probe(boot_id="boot-2", stamp=1e6)), seconds=400), RunDiag
+    )
+    assert isinstance(then(repair(power=True, boot_id="boot-0"), SAME), RunDiag), (
         "it has rebooted meanwhile"
     )
 
@@ -367,32 +383,35 @@ def test_a_boot_id_of_before_is_kept_for_a_node_that_cannot_tell_it_any_more() -
 def test_a_cancel_ends_what_has_not_begun() -> None:
     for state in (
         repair(power=True),
-        told(repair(power=True), SAME),
+        after(repair(power=True), SAME),
         silent(repair(power=True), 0),
-        told(repair(), SAME, NO_REBOOT),
+        after(repair(), SAME, NO_REBOOT),
     ):
-        assert refusal(then(state, CancelAsked("enough"), seconds=200)) == "cancelled: enough"
+        assert (
+            refusal(then(state, RepairCancelRequested("enough"), seconds=200))
+            == "cancelled: enough"
+        )
 
 
 @pytest.mark.parametrize("further", [(), (SAME,), (GONE,)])
 def test_after_a_reboot_was_ordered_a_cancel_lets_it_come_to_its_end_and_no_power_is_cycled(
-    further: tuple[Fact, ...],
+    further: tuple[RepairEvent, ...],
 ) -> None:
-    state = told(repair(), SAME, REBOOT_OK, GONE)
-    state = told(state, GONE, *further, CancelAsked("enough"), seconds=1500)
+    state = after(repair(), SAME, REBOOT_OK, GONE)
+    state = after(state, GONE, *further, RepairCancelRequested("enough"), seconds=1500)
     for seconds in (1505, 1800):
-        state = told(state, Slept(), SAME, seconds=seconds)
-        assert isinstance(next_step(state, at(seconds)), LookAgain)
-    assert isinstance(then(state, Slept(), BOOTED, seconds=1900), Diagnose)
-    early = told(repair(), SAME, REBOOT_OK, GONE, CancelAsked("enough"))
-    assert not told(early, GONE, seconds=1500).power
+        state = after(state, WaitEnded(), SAME, seconds=seconds)
+        assert isinstance(decide(state, at(seconds)), WaitForNode)
+    assert isinstance(then(state, WaitEnded(), BOOTED, seconds=1900), RunDiag)
+    early = after(repair(), SAME, REBOOT_OK, GONE, RepairCancelRequested("enough"))
+    assert not after(early, GONE, seconds=1500).power
 
 
 def test_a_cancel_of_what_waits_for_a_person_after_a_reboot_lets_go_of_the_person() -> None:
-    state = told(repair(mode="ask", approved_by="ada"), SAME, REBOOT_OK)
-    state = told(state, SAME, SAME, seconds=1500)
-    assert isinstance(next_step(state, at(1500)), AskPerson)
-    assert isinstance(then(state, CancelAsked("enough"), seconds=1501), Probe)
+    state = after(repair(mode="ask", approved_by="ada"), SAME, REBOOT_OK)
+    state = after(state, SAME, SAME, seconds=1500)
+    assert isinstance(decide(state, at(1500)), AskPerson)
+    assert isinstance(then(state, RepairCancelRequested("enough"), seconds=1501), ProbeNode)
 
 
 def test_gpus_are_never_reset_by_the_power() -> None:
@@ -404,12 +423,12 @@ def test_gpus_are_never_reset_by_the_power() -> None:
         gpus=(bus(0),),
         reason="x",
         by="ada",
-        rules=rules(power=True),
+        rules=rules(has_power_command=True),
         now=at(0),
     )
     assert isinstance(then(state, SAME), ResetGpus)
-    assert isinstance(next_step(silent(state, 0), at(181)), LookAgain)
+    assert isinstance(decide(silent(state, 0), at(181)), WaitForNode)
 
 
 def test_the_step_goes_through_json() -> None:
-    assert STEPS.validate_json(STEPS.dump_json(ORDER)) == ORDER
+    assert DECISIONS.validate_json(DECISIONS.dump_json(ORDER)) == ORDER

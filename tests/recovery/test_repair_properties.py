@@ -14,32 +14,30 @@ from pydantic import TypeAdapter
 
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
-from relaunch.repair.machine import (
-    Answered,
+from relaunch.repair.machine import apply_event, begin, decide
+from relaunch.repair.state import (
     AskPerson,
-    CancelAsked,
-    DeadlinePassed,
-    Diagnose,
-    Diagnosed,
-    Fact,
-    Finish,
-    LookAgain,
+    FinishRepair,
     NoAnswer,
+    NodeDiagnosed,
+    NodeProbed,
     OrderDone,
     OrderRefused,
-    Permitted,
-    PowerCycle,
-    Probe,
-    Probed,
-    Reboot,
+    PermitAnswered,
+    PersonAnswered,
+    PowerCycleNode,
+    ProbeNode,
+    RebootNode,
+    RepairCancelRequested,
+    RepairDecision,
+    RepairEvent,
     RepairRules,
     RepairState,
     ResetGpus,
-    Slept,
-    Step,
-    begin,
-    learn,
-    next_step,
+    RunDiag,
+    TimeExpired,
+    WaitEnded,
+    WaitForNode,
 )
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import T0
@@ -48,8 +46,8 @@ from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, gpu, journal, nvml,
 
 T = TypeVar("T")
 STATES: TypeAdapter[RepairState] = TypeAdapter(RepairState)
-STEPS: TypeAdapter[Step] = TypeAdapter(Step)
-FACTS: TypeAdapter[Fact] = TypeAdapter(Fact)
+DECISIONS: TypeAdapter[RepairDecision] = TypeAdapter(RepairDecision)
+EVENTS: TypeAdapter[RepairEvent] = TypeAdapter(RepairEvent)
 ID = "repair/gpus/n2/1"
 BUSY: tuple[dict[str, Any], ...] = (
     {"jobs": [{"job": "llama", "generation": 1}]},
@@ -79,7 +77,7 @@ DIAGNOSED: tuple[dict[str, Any], ...] = (
     {"boot_id": "boot-9"},
     {"refused": "busy", "reason": "pid 7"},
 )
-ORDERED: tuple[Fact, ...] = (
+ORDERED: tuple[RepairEvent, ...] = (
     OrderDone({"outcome": "done", "exit_code": 0, "boot_id": "boot-1"}),
     OrderDone({"outcome": "done", "exit_code": 3, "output": "in use"}),
     OrderDone({}),
@@ -88,15 +86,15 @@ ORDERED: tuple[Fact, ...] = (
     OrderRefused("busy", "a job"),
     OrderRefused("cannot_reboot", "sudo"),
 )
-STRAY: tuple[Fact, ...] = (
+STRAY: tuple[RepairEvent, ...] = (
     *ORDERED,
-    Permitted(True, "?"),
-    Permitted(False, "?"),
-    Slept(),
-    Answered(True, "eve", ""),
-    DeadlinePassed(),
+    PermitAnswered(True, "?"),
+    PermitAnswered(False, "?"),
+    WaitEnded(),
+    PersonAnswered(True, "eve", ""),
+    TimeExpired(),
     NoAnswer("?"),
-    Diagnosed(diag()),
+    NodeDiagnosed(diag()),
 )
 
 
@@ -127,7 +125,7 @@ class Story:
     busy: bool = False
     reboots: bool = True
     first_boot: str = ""
-    orders: list[Step] = field(default_factory=list)
+    orders: list[RepairDecision] = field(default_factory=list)
     approved: bool = False
     cancelled: bool = False
     dark: bool = False
@@ -154,126 +152,139 @@ class Story:
                 mode=self.choice.among(("act", "act", "ask", "ask", "observe")),
                 level=self.choice.among((1, 1, 1, 0)),
                 expected_gpus=self.choice.among((2, 2, 2, 0)),
-                examine_within=timedelta(minutes=3),
-                answer_within=timedelta(minutes=self.choice.among((5, 60))),
+                diag_timeout=timedelta(minutes=3),
+                answer_timeout=timedelta(minutes=self.choice.among((5, 60))),
                 max_reboots=self.choice.among((2, 1)),
-                power=self.choice.once_in(2),
-                waited_for=self.choice.once_in(3),
-                repair_within=timedelta(minutes=self.choice.among((25, 8))),
+                has_power_command=self.choice.once_in(2),
+                job_waits=self.choice.once_in(3),
+                repair_timeout=timedelta(minutes=self.choice.among((25, 8))),
             ),
             now=T0,
             deadline=T0 + timedelta(minutes=25),
             approved_by="ada" if self.approved else "",
         )
         if (
-            self.state.rules.power
+            self.state.rules.has_power_command
             and self.state.strategy is Strategy.REBOOT_NODE
             and self.choice.once_in(3)
         ):
             self.state = replace(self.state, power=True)
 
-    def told(self) -> Finish:
+    def told(self) -> FinishRepair:
         while True:
             self.moves += 1
             assert self.moves < 2000, "it does not end"
-            step = next_step(self.state, self.now)
-            if isinstance(step, Finish):
+            step = decide(self.state, self.now)
+            if isinstance(step, FinishRepair):
                 return step
             assert self.now < self.state.deadline
-            if isinstance(step, ResetGpus | Reboot | PowerCycle):
+            if isinstance(step, ResetGpus | RebootNode | PowerCycleNode):
                 if self.choice.once_in(10):
                     self.now += timedelta(seconds=self.choice.among((6, 60)))
-                    self._learn(Permitted(not self.choice.once_in(3), "1 of 2 repairs"))
+                    self._learn(PermitAnswered(not self.choice.once_in(3), "1 of 2 repairs"))
                     continue
                 self._may_be_given(step)
             fact = self._answer(step)
             self._learn(fact)
             if self.choice.once_in(25):
-                self._learn(CancelAsked("enough") if self.choice.once_in(4) else self._stray())
+                self._learn(
+                    RepairCancelRequested("enough") if self.choice.once_in(4) else self._stray()
+                )
 
-    def _stray(self) -> Fact:
+    def _stray(self) -> RepairEvent:
         """An answer that comes late, twice, or to nothing; to an order there is none before it was given."""
-        given = not isinstance(next_step(self.state, self.now), ResetGpus | Reboot | PowerCycle)
+        given = not isinstance(
+            decide(self.state, self.now), ResetGpus | RebootNode | PowerCycleNode
+        )
         return self.choice.among(
             STRAY
             if given
-            else (Slept(), DeadlinePassed(), Answered(True, "eve", ""), Diagnosed(diag()))
+            else (
+                WaitEnded(),
+                TimeExpired(),
+                PersonAnswered(True, "eve", ""),
+                NodeDiagnosed(diag()),
+            )
         )
 
-    def _learn(self, fact: Fact) -> None:
+    def _learn(self, fact: RepairEvent) -> None:
         by_power = self.state.power
-        if isinstance(fact, CancelAsked):
+        if isinstance(fact, RepairCancelRequested):
             self.cancelled = True
-        if isinstance(fact, Answered) and fact.approve:
+        if isinstance(fact, PersonAnswered) and fact.approve:
             self.approved = True
-        self.state = learn(self.state, fact, catalog(), self.now)
+        self.state = apply_event(self.state, fact, self.now, catalog())
         if self.state.power and not by_power and self.state.rules.mode == "ask":
             self.approved = False  # of a reboot
         if self.moves < 30:
             assert STATES.validate_json(STATES.dump_json(self.state)) == self.state
-            assert FACTS.validate_json(FACTS.dump_json(fact)) == fact
-        assert isinstance(next_step(self.state, self.state.deadline), Finish)
+            assert EVENTS.validate_json(EVENTS.dump_json(fact)) == fact
+        assert isinstance(decide(self.state, self.state.deadline), FinishRepair)
         assert len(self.state.log) <= 60 and (
             self.state.health is None or len(self.state.health.findings) <= 16
         )
 
-    def _may_be_given(self, step: ResetGpus | Reboot | PowerCycle) -> None:
+    def _may_be_given(self, step: ResetGpus | RebootNode | PowerCycleNode) -> None:
         rules = self.state.rules
         assert rules.mode == "act" or (rules.mode == "ask" and self.approved)
         assert not self.cancelled
-        if isinstance(step, PowerCycle):
-            assert rules.power and self.state.strategy is Strategy.REBOOT_NODE
-            assert not any(isinstance(order, PowerCycle) for order in self.orders)
-            assert not self.busy or self.state.unseen_since is not None
+        if isinstance(step, PowerCycleNode):
+            assert rules.has_power_command and self.state.strategy is Strategy.REBOOT_NODE
+            assert not any(isinstance(order, PowerCycleNode) for order in self.orders)
+            assert not self.busy or self.state.silent_since is not None
             assert (
-                self.state.unseen_since is None
-                or self.now - self.state.unseen_since >= timedelta(minutes=3)
+                self.state.silent_since is None
+                or self.now - self.state.silent_since >= timedelta(minutes=3)
             )
-            assert not rules.waited_for or self.now + step.within <= self.state.deadline
+            assert not rules.job_waits or self.now + step.timeout <= self.state.deadline
             self.orders.append(step)
             self.healthy = False
             return
         assert not self.busy
         assert step.boot_id == self.facts["boot_id"]
-        if isinstance(step, Reboot):
+        if isinstance(step, RebootNode):
             others = [one for one in self.facts["reboots"] if one["id"] != ID]
             assert len(others) < rules.max_reboots
         self.orders.append(step)
         assert (
             len(self.orders) <= 2
             and len(
-                {order.boot_id for order in self.orders if isinstance(order, ResetGpus | Reboot)}
+                {
+                    order.boot_id
+                    for order in self.orders
+                    if isinstance(order, ResetGpus | RebootNode)
+                }
             )
             == 1
         )
         self.healthy = False
 
-    def _answer(self, step: Step) -> Fact:
-        assert STEPS.validate_json(STEPS.dump_json(step)) == step
-        if isinstance(step, LookAgain):
-            self.now += step.after
-            return Slept()
+    def _answer(self, step: RepairDecision) -> RepairEvent:
+        assert DECISIONS.validate_json(DECISIONS.dump_json(step)) == step
+        if isinstance(step, WaitForNode):
+            self.now += step.delay
+            return WaitEnded()
         self.now += timedelta(seconds=self.choice.among((0, 0, 1, 20, 90)))
         if isinstance(step, AskPerson):
             return self.choice.among(
                 (
-                    Answered(True, "ada", ""),
-                    Answered(True, "", ""),
-                    Answered(False, "ada", "no"),
-                    DeadlinePassed(),
+                    PersonAnswered(True, "ada", ""),
+                    PersonAnswered(True, "", ""),
+                    PersonAnswered(False, "ada", "no"),
+                    TimeExpired(),
                 )
             )
         if self.dark or self.choice.once_in(
-            2 if isinstance(step, ResetGpus | Reboot | PowerCycle) else 6
+            2 if isinstance(step, ResetGpus | RebootNode | PowerCycleNode) else 6
         ):
             self.dark = self.dark and not self.choice.once_in(30)
             return NoAnswer("no route")
-        if isinstance(step, Probe):
+        if isinstance(step, ProbeNode):
             return self._probed()
-        if isinstance(step, Diagnose):
+        if isinstance(step, RunDiag):
             healthy = not self.choice.once_in(4)
             self.healthy = healthy
-            return Diagnosed(
+            return NodeDiagnosed(
                 diag(
                     **{
                         "boot_id": f"boot-{self.boot}",
@@ -283,7 +294,7 @@ class Story:
             )
         return ORDERED[0] if not self.choice.once_in(3) else self.choice.among(ORDERED)
 
-    def _probed(self) -> Probed:
+    def _probed(self) -> NodeProbed:
         if (self.orders and self.choice.once_in(3)) or self.choice.once_in(20):
             self.boot += 1
         self.busy = self.choice.once_in(12)
@@ -301,7 +312,7 @@ class Story:
             self.healthy = odd not in bad
             self.former |= any(one["id"] == ID for one in facts["reboots"] or ())
             self.first_boot = self.first_boot or str(facts["boot_id"])
-        return Probed(facts)
+        return NodeProbed(facts)
 
 
 @searched(200)
@@ -311,7 +322,7 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
     end = story.told()
     state = story.state
     assert state.deadline <= T0 + timedelta(minutes=90) and (
-        state.rules.power or state.deadline == T0 + timedelta(minutes=25)
+        state.rules.has_power_command or state.deadline == T0 + timedelta(minutes=25)
     )
     assert story.now <= state.deadline + timedelta(
         seconds=90
@@ -332,10 +343,12 @@ def test_the_stories_reach_every_end() -> None:
     stories = [Story(number) for number in range(900)]
     ends = {(story.told().outcome, story.state.strategy, len(story.orders)) for story in stories}
     powered = [
-        story for story in stories if any(isinstance(order, PowerCycle) for order in story.orders)
+        story
+        for story in stories
+        if any(isinstance(order, PowerCycleNode) for order in story.orders)
     ]
     assert {"done", "refused", "ambiguous"} <= {
-        story.state.outcome or next_step(story.state, story.now).outcome for story in powered
+        story.state.outcome or decide(story.state, story.now).outcome for story in powered
     }  # type: ignore[union-attr]
     assert {1, 2, 3} <= {len(story.orders) for story in powered}
     for strategy in (Strategy.RESET_GPU, Strategy.REBOOT_NODE):

@@ -15,6 +15,7 @@ import pytest
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+import relaunch.repair.conditions
 import relaunch.repair.machine
 from relaunch.activities.examine import NodeActivities
 from relaunch.backends import local_power
@@ -22,13 +23,12 @@ from relaunch.backends.artifact import build_agent
 from relaunch.backends.local import LocalBackend, cut, heal
 from relaunch.evidence.findings import Verdict
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
-from relaunch.repair import power as repair_power
 from relaunch.repair.state import RepairState, Stage
 from relaunch.spec.fleet import FleetNode, FleetSpec, Power
 from relaunch.spec.policy import Strategy
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from tests.workflows.rig import replay
-from tests.workflows.test_treatment import Told, allows
+from tests.workflows.test_escalation import Told, allows
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PATIENCE = 180.0
@@ -224,7 +224,7 @@ async def test_a_node_that_cannot_reboot_has_its_power_cycled(
 async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_without_it_keeps_it(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repair_power, "SILENT_FOR", SOON)
+    monkeypatch.setattr(relaunch.repair.conditions, "SILENCE_TIMEOUT", SOON)
     seen: list[dict[str, Any]] = []
 
     async def once(request: dict[str, Any]) -> bool | None:
@@ -239,7 +239,9 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
         cut(world.folder)
         refused = await world.ended(power=True, approved_by="ada")
         assert (refused.outcome, world.cycles) == ("refused", 0)
-        assert refused.reason.startswith(f"fleet {world.fleet} does not let it power cycle n1")
+        assert refused.reason.startswith(
+            f"fleet {world.fleet} did not permit the order to power-cycle n1"
+        )
         # Nobody had read a boot id, and the uptime of a local node is its machine's: the answer after it proves nothing by itself.
         repair = await world.order(
             power=True, approved_by="ada", deadline=datetime.now(UTC) + timedelta(seconds=40)
@@ -257,7 +259,7 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
 async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repair_power, "LAST_LOOK", timedelta(seconds=8))
+    monkeypatch.setattr(relaunch.repair.conditions, "FINAL_PROBE_MARGIN", timedelta(seconds=8))
     async with made(server, tmp_path, agent, reboots=["true"]) as world:
         ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=12))
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
@@ -279,12 +281,12 @@ async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
                 "echo Error: Unable to establish IPMI v2 session >&2; exit 1",
                 "hunter2",
             ),
-            "sh, which was to cycle the power of n1, ended with 1: Error: Unable to establish IPMI v2 session",
+            "sh failed to power-cycle n1: exit code 1: Error: Unable to establish IPMI v2 session",
             id="it fails",
         ),
         pytest.param(
             ("/nowhere/ipmitool", "hunter2"),
-            "the power of n1 cannot be cycled: ipmitool cannot be run by the worker: No such file or directory",
+            "cannot power-cycle n1: ipmitool cannot be run by the worker: No such file or directory",
             id="there is none",
         ),
     ],
@@ -305,7 +307,7 @@ async def test_a_node_without_a_power_command_is_refused_one(
         ended = await world.ended(power=True, approved_by="ada")
         assert (ended.outcome, ended.reason) == (
             "refused",
-            f"the power of n1 cannot be cycled: the file of fleet {world.fleet} gives it no power: {{cycle: [COMMAND, …]}}",
+            f"cannot power-cycle n1: the file of fleet {world.fleet} has no power: {{cycle: [COMMAND, …]}} for it",
         )
 
 
@@ -313,7 +315,7 @@ async def test_a_node_without_a_power_command_is_refused_one(
 async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_again(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch.repair.machine, "POWER_WITHIN", timedelta(seconds=1))
+    monkeypatch.setattr(relaunch.repair.machine, "POWER_CYCLE_TIMEOUT", timedelta(seconds=1))
 
     def hangs(state: Path, folder: Path) -> tuple[str, ...]:
         return ("/bin/sh", "-c", f"echo $$ >> '{state / 'ran'}'; sleep 600 & wait")
@@ -323,7 +325,7 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
         await world.until_state(repair, lambda state: bool(state.attempts), "it was given up")
         state = await world.until_state(
             repair,
-            lambda state: state.log[-1].reason == f"n1 still runs on boot id {state.boot_id}",
+            lambda state: state.log[-1].reason == f"n1 still runs boot id {state.boot_id}",
             "looked at",
         )
         assert any("sh did not end within 1 s" in one.reason for one in state.log)

@@ -1,5 +1,4 @@
-"""Messages between a repair and its fleet: that it began, that it ended, and whether it may act on
-its node now.
+"""Messages between a repair and its fleet: its begin, its end, and a permit for each order.
 
 The wait for a permit is here and not in `relaunch.repair.machine`: it is between two workflows, and
 either may repeat, lose or make up messages. The state machine gets only the result: the order is
@@ -20,63 +19,119 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter, ValidationError
 
     from relaunch.activities.fleet import FleetActivities, TellFleetInput
+    from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.facts import RepairBegan, RepairEnded
     from relaunch.pool.messages import Permit, PermitRequest
-    from relaunch.repair.state import Permitted, Slept
+    from relaunch.repair.state import FinishRepair, PermitAnswered, WaitEnded
     from relaunch.workflows.training_job.commands import KEEP_TRYING
 
 PERMIT = TypeAdapter(Permit)
-TELL_WITHIN = timedelta(seconds=30)
+SEND_TIMEOUT = timedelta(seconds=30)
 """For a fleet to accept a message. A repair ends without it, but never acts without a permit."""
-LAST_WORD = timedelta(seconds=10)
-"""As `TELL_WITHIN`, for the end of a repair: a job waits for it 15 s longer than the repair itself
+SEND_END_TIMEOUT = timedelta(seconds=10)
+"""As `SEND_TIMEOUT`, for the end of a repair: a job waits for it 15 s longer than the repair itself
 may take."""
-ONE_TRY = timedelta(seconds=10)
-"""Timeout of one attempt; the server answers in milliseconds."""
-ASK_AGAIN = timedelta(minutes=5)
+SEND_ATTEMPT_TIMEOUT = timedelta(seconds=10)
+"""Of one attempt; the server answers in milliseconds."""
+RESEND_INTERVAL = timedelta(minutes=5)
 """How often a request is repeated: a fleet that was terminated and restarted does not know it."""
-SOON = timedelta(seconds=5)
+MAX_PERMIT_DELAY = timedelta(seconds=5)
 """A permit that comes later than this is not used at once: a job may have begun to use the node, so
 it is probed again."""
-LASTS = timedelta(minutes=1)
+LATE_PERMIT_TTL = timedelta(minutes=1)
 """How long such a permit stays valid while the node is probed again. An older one may be out of
 date because the fleet's breaker has opened."""
 
 
 class Permits:
-    """Sends the messages of one repair to its fleet, and takes the answers."""
+    """Sends the messages of one repair to its fleet, and receives the permits.
 
-    def __init__(self, fleet: str, node: str) -> None:
-        self._fleet = fleet
-        self._node = node
+    `is_interrupted` returns whether another event has arrived, which comes first.
+    """
+
+    def __init__(self, repair: NodeRepairInput, is_interrupted: Callable[[], bool]) -> None:
+        self._repair = repair
+        self._is_interrupted = is_interrupted
         self._seq = 0
         self._answer: Permit | None = None
-        self._lasts: tuple[str, datetime] | None = None
-        """The step that a late permit is for, and until when it is valid."""
-        self.waits = ""
-        """The permit that the repair waits for; empty if none."""
+        self._late_permit: tuple[str, datetime] | None = None
+        """The order that a late permit is for, and until when it is valid."""
+        self.waiting_for = ""
+        """What the repair waits for, as a clause; empty if for nothing."""
 
-    async def tell(
+    async def report_begin(self) -> None:
+        repair, info = self._repair, workflow.info()
+        began = RepairBegan(repair.node, info.workflow_id, info.run_id, repair.by, repair.reason)
+        await self._send("repair_began", began, SEND_TIMEOUT)
+
+    async def report_end(self, end: FinishRepair) -> None:
+        repair, info = self._repair, workflow.info()
+        ended = RepairEnded(
+            repair.node,
+            info.workflow_id,
+            info.run_id,
+            repair.by,
+            repair.job,
+            end.outcome,
+            end.verdict,
+            end.reason,
+        )
+        await self._send("repair_ended", ended, SEND_END_TIMEOUT)
+
+    async def ask(
         self,
-        signal: Literal["repair_began", "repair_wanted", "repair_ended"],
-        message: RepairBegan | PermitRequest | RepairEnded,
-        within: timedelta = TELL_WITHIN,
-    ) -> None:
-        try:
-            await workflow.execute_activity_method(
-                FleetActivities.tell_fleet,
-                TellFleetInput(self._fleet, signal, message),
-                start_to_close_timeout=min(ONE_TRY, within),
-                schedule_to_close_timeout=within,
-                retry_policy=KEEP_TRYING,
-                summary=f"tell fleet {self._fleet}: {signal}",
-            )
-        except ActivityError as error:
-            workflow.logger.warning(
-                "fleet %s could not be told %s: %s", self._fleet, signal, error.cause or error
-            )
+        kind: Literal["reset", "reboot"],
+        order: str,
+        reason: str,
+        until: datetime,
+        on_wait: Callable[[], None],
+        *,
+        power: bool,
+        reboots: int,
+    ) -> PermitAnswered | WaitEnded | None:
+        """Ask for a permit for one order, and wait for the answer.
 
-    def hear(self, message: Any) -> None:
+        Args:
+            kind: The kind that the fleet's limits apply to.
+            order: The order in words.
+            reason: Why it is needed.
+            until: When a missing answer counts as a refusal.
+            on_wait: Called when the wait begins.
+            power: Whether the reboot is a power cycle.
+            reboots: Known recent reboots of this node.
+
+        Returns:
+            None: the order may be given now. WaitEnded: another event has arrived and comes first.
+        """
+        asked_at = workflow.now()
+        if self._take_late_permit(order):
+            return None
+        waiting_for = f"waiting for a permit of fleet {self._repair.fleet} to {order}"
+        permit = await self._request(
+            kind, reason, until, waiting_for, on_wait, power=power, reboots=reboots
+        )
+        if self._is_interrupted():
+            return WaitEnded()
+        if permit is None:
+            return PermitAnswered(False, f"it did not answer by {until:%H:%M} UTC")
+        if not permit.allowed:
+            return PermitAnswered(False, permit.reason)
+        if workflow.now() - asked_at <= MAX_PERMIT_DELAY:
+            return None
+        self._late_permit = order, workflow.now() + LATE_PERMIT_TTL
+        return PermitAnswered(True, permit.reason)
+
+    async def find_refusal(self, reason: str, on_wait: Callable[[], None]) -> str:
+        """Ask the fleet why it would not permit a repair that the node has already refused.
+
+        Returns an empty string if it would, or if no answer comes in time.
+        """
+        repair, until = self._repair, workflow.now() + SEND_TIMEOUT
+        waiting_for = f"waiting for fleet {repair.fleet} to name the jobs that use {repair.node}"
+        permit = await self._request("reset", reason, until, waiting_for, on_wait)
+        return permit.reason if permit is not None and not permit.allowed else ""
+
+    def receive(self, message: Any) -> None:
         """Take an answer; ignore one that does not belong to the open request."""
         try:
             permit = PERMIT.validate_python(message)
@@ -90,87 +145,75 @@ class Permits:
         ):
             self._answer = permit
 
-    async def ask(
+    def _take_late_permit(self, order: str) -> bool:
+        """Return whether a permit for this order came late and is still valid; use it up."""
+        late, self._late_permit = self._late_permit, None
+        return late is not None and late[0] == order and workflow.now() < late[1]
+
+    async def _request(
         self,
-        step: Literal["reset", "reboot"],
-        what: str,
+        kind: Literal["reset", "reboot"],
         reason: str,
         until: datetime,
-        heard: Callable[[], bool],
-        show: Callable[[], None],
+        waiting_for: str,
+        on_wait: Callable[[], None],
+        *,
         power: bool = False,
-        restarts: int = 0,
-        job: str = "",
-    ) -> Permitted | Slept | None:
-        """Ask for permission for one step, and wait for the answer.
-
-        Args:
-            step: The kind that the fleet's limits apply to.
-            what: The step in words.
-            reason: Why it is needed.
-            until: When a missing answer counts as a refusal.
-            heard: Returns whether another message has arrived meanwhile.
-            show: Called when the wait begins.
-            power: Whether the reboot is a power cycle.
-            restarts: Known recent reboots of this node.
-            job: The job that ordered the repair and waits for it.
-
-        Returns:
-            None: the order may be given now. Slept: another message has arrived and comes first.
-        """
-        asked_at = workflow.now()
-        (left_for, lasts_until), self._lasts = self._lasts or ("", asked_at), None
-        if left_for == what and asked_at < lasts_until:
-            return None
+        reboots: int = 0,
+    ) -> Permit | None:
+        """Send a request until it is answered, the time is over, or another event arrives."""
+        repair, info = self._repair, workflow.info()
         self._answer = None
         self._seq += 1
-        info = workflow.info()
         request = PermitRequest(
             info.workflow_id,
             info.run_id,
             self._seq,
-            self._node,
-            step,
+            repair.node,
+            kind,
             reason,
-            asked_at,
+            workflow.now(),
             power=power,
-            restarts=restarts,
-            job=job,
+            restarts=reboots,
+            job=repair.job,
         )
-        self.waits = f"it waits for the permission of fleet {self._fleet} to {what}, until {until:%Y-%m-%d %H:%M:%S} UTC"
-        show()
-        while (
-            self._answer is None and not heard() and (left := until - workflow.now()) > timedelta(0)
-        ):
-            await self.tell("repair_wanted", request, min(TELL_WITHIN, left))
-            await self._answered(until, heard)
-        self.waits = ""
-        if heard():
-            return Slept()
-        if self._answer is None:
-            return Permitted(False, f"it did not answer until {until:%H:%M} UTC")
-        if not self._answer.allowed:
-            return Permitted(False, self._answer.reason)
-        if workflow.now() - asked_at <= SOON:
-            return None
-        self._lasts = what, workflow.now() + LASTS
-        return Permitted(True, self._answer.reason)
+        self.waiting_for = f"{waiting_for}, until {until:%Y-%m-%d %H:%M:%S} UTC"
+        on_wait()
+        while self._answer is None and not self._is_interrupted():
+            left = until - workflow.now()
+            if left <= timedelta(0):
+                break
+            await self._send("repair_wanted", request, min(SEND_TIMEOUT, left))
+            await self._wait_for_answer(until)
+        self.waiting_for = ""
+        return self._answer
 
-    async def why_not(
-        self, reason: str, heard: Callable[[], bool], show: Callable[[], None], job: str
-    ) -> str:
-        """Ask the fleet what speaks against a repair that is already refused.
-
-        Returns an empty string if nothing does, or if no answer comes in time.
-        """
-        until = workflow.now() + TELL_WITHIN
-        await self.ask("reset", "know who else has the node", reason, until, heard, show, job=job)
-        return self._answer.reason if self._answer is not None and not self._answer.allowed else ""
-
-    async def _answered(self, until: datetime, heard: Callable[[], bool]) -> None:
-        left = max(timedelta(0), min(ASK_AGAIN, until - workflow.now()))
-        summary = f"for the permission of fleet {self._fleet}"
+    async def _wait_for_answer(self, until: datetime) -> None:
+        left = max(timedelta(0), min(RESEND_INTERVAL, until - workflow.now()))
         with suppress(TimeoutError):
             await workflow.wait_condition(
-                lambda: self._answer is not None or heard(), timeout=left, timeout_summary=summary
+                lambda: self._answer is not None or self._is_interrupted(),
+                timeout=left,
+                timeout_summary=f"wait for a permit of fleet {self._repair.fleet}",
             )
+
+    async def _send(
+        self,
+        signal: Literal["repair_began", "repair_wanted", "repair_ended"],
+        message: RepairBegan | PermitRequest | RepairEnded,
+        timeout: timedelta,
+    ) -> None:
+        """Send a message. A fleet that does not accept it in time does not stop the repair."""
+        fleet = self._repair.fleet
+        try:
+            await workflow.execute_activity_method(
+                FleetActivities.tell_fleet,
+                TellFleetInput(fleet, signal, message),
+                start_to_close_timeout=min(SEND_ATTEMPT_TIMEOUT, timeout),
+                schedule_to_close_timeout=timeout,
+                retry_policy=KEEP_TRYING,
+                summary=f"send {signal} to fleet {fleet}",
+            )
+        except ActivityError as error:
+            cause = error.cause or error
+            workflow.logger.warning("fleet %s did not accept %s: %s", fleet, signal, cause)

@@ -23,7 +23,7 @@ from relaunch.activities.fleet import FLEET_UNKNOWN, TellFleetInput
 from relaunch.evidence.findings import Verdict
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
 from relaunch.pool.messages import Permit
-from relaunch.repair.state import Fact, Stage
+from relaunch.repair.state import RepairEvent, Stage
 from relaunch.spec.fleet import FleetNode, FleetSpec
 from relaunch.spec.policy import Strategy
 from relaunch.workflows.node_repair.workflow import NodeRepair
@@ -246,7 +246,7 @@ async def test_a_healthy_node_is_examined_and_left_as_it_is(server: Client, repa
         ended = await one.end_of(repair)
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
         assert "## Examination of n1" in str(await repair.query("__temporal_workflow_metadata"))
-        assert ended.reason.startswith("n1 was examined and is healthy; nothing was repaired: ")
+        assert ended.reason.startswith("n1 is healthy; no repair was needed: ")
         assert one.did == ["diagnose"]
         assert one.told.signals == ["repair_began", "repair_ended"]
         assert one.told.messages[0][1]["workflow"] == f"repair/{one.fleet}/n1"
@@ -343,7 +343,7 @@ async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_bee
     async with world(server, BY_RESET, repairs="observe") as one:
         ended = await one.ended()
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNHEALTHY)
-        assert ended.reason.startswith("repairs: observe; it would have been allowed to reset GPU ")
+        assert ended.reason.startswith("repairs: observe; otherwise relaunch would reset GPU ")
         assert one.did == ["diagnose"] and one.told.requests == []
 
 
@@ -365,7 +365,7 @@ async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick:
             assert (ended.outcome, ended.verdict, ended.reason) == (
                 "refused",
                 Verdict.UNHEALTHY,
-                "grace said no: mine",
+                "grace denied the request to reboot n1: mine",
             )
         else:
             ended = await one.end_of(repair)
@@ -414,7 +414,7 @@ async def test_what_the_fleet_does_not_permit_is_not_done(
         assert ended.outcome == "refused"
         assert (
             ended.reason.endswith(": its breaker is open")
-            and f"fleet {one.fleet} does not let it" in ended.reason
+            and f"fleet {one.fleet} did not permit the order" in ended.reason
         )
         assert not {"reset-gpus", "reboot"} & set(one.did)
 
@@ -426,7 +426,7 @@ async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(
         repair = await one.order(Strategy.RESET_GPU)
         await repair.signal("permitted", Permit(repair.result_run_id or "", 1, True, "too early"))
         await one.until_next(
-            repair, f"it waits for the permission of fleet {one.fleet} to reset all GPUs of n1"
+            repair, f"waiting for a permit of fleet {one.fleet} to reset all GPUs on n1"
         )
 
         async def is_asked() -> bool:
@@ -438,7 +438,7 @@ async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(
         )
         assert (request["seq"], request["node"], request["run"]) == (1, "n1", repair.result_run_id)
         metadata = await repair.query("__temporal_workflow_metadata")
-        assert f"It waits for `fleet/{one.fleet}`" in str(metadata)
+        assert f"Waiting for `fleet/{one.fleet}`" in str(metadata)
         for message in (
             None,
             "",
@@ -456,7 +456,7 @@ async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(
         await repair.signal("permitted", args=[1, 2, 3])
         await one.told.answer({**request, "seq": 2}, True)
         await one.told.answer({**request, "seq": 0}, False)
-        await one.until_next(repair, "it waits for the permission")
+        await one.until_next(repair, "waiting for a permit")
         assert one.did == []
         await one.told.answer(request, True)
         await one.told.answer(request, False)
@@ -472,7 +472,7 @@ async def test_a_fleet_that_never_answers_is_asked_again_until_the_deadline_and_
         deadline = await skipping.get_current_time() + timedelta(minutes=18)
         ended = await one.ended(strategy, deadline=deadline)
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
-        assert f"it did not answer until {deadline:%H:%M} UTC" in ended.reason
+        assert f"it did not answer by {deadline:%H:%M} UTC" in ended.reason
         assert [seq for seq, _ in one.told.requests] == [1, 1, 1, 1]
         assert one.did == []
 
@@ -534,7 +534,7 @@ async def test_each_order_is_asked_for_also_the_one_that_repeats_another(
 async def test_a_repair_that_waits_for_its_fleet_can_be_cancelled(server: Client) -> None:
     async with world(server, BY_RESET, answers=says_nothing) as one:
         repair = await one.order()
-        await one.until_next(repair, "it waits for the permission")
+        await one.until_next(repair, "waiting for a permit")
         await repair.cancel()
         ended = await one.end_of(repair)
         assert ended.outcome == "refused" and ended.reason.startswith("cancelled: ")
@@ -549,13 +549,15 @@ async def test_a_fleet_that_cannot_be_told_keeps_no_repair_from_ending_and_nothi
     async with world(skipping.client, BY_RESET, deaf=True) as one:
         deadline = await skipping.get_current_time() + timedelta(minutes=12)
         ended = await one.ended(deadline=deadline)
-        assert ended.outcome == "refused" and "does not let it reset GPU" in ended.reason
+        assert (
+            ended.outcome == "refused" and "did not permit the order to reset GPU" in ended.reason
+        )
         assert one.did == ["diagnose"]
 
 
 async def test_of_a_repair_that_fails_the_fleet_is_told_as_well(server: Client) -> None:
     @activity.defn
-    async def order_repair(_: RepairOrder) -> Fact:
+    async def order_repair(_: RepairOrder) -> RepairEvent:
         raise ApplicationError("this worker cannot", non_retryable=True)
 
     async with world(server, BY_RESET, order_repair=order_repair) as one:
@@ -593,16 +595,14 @@ async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_as
         )
         await rig.tell_fleet("pause", {"reason": "an audit", "by": "grace"})
         repair = await one.order(by="ada")
-        await one.until_next(
-            repair, f"it waits for the permission of fleet {one.fleet} to reset GPU"
-        )
+        await one.until_next(repair, f"waiting for a permit of fleet {one.fleet} to reset GPU")
         await until_fleet(rig, lambda fleet: bool(fleet.requests), "was asked for the permission")
         assert one.did == ["diagnose"]
         await rig.tell_fleet("resume", {"reason": "it is over", "by": "grace"})
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (
             ended.outcome == "refused"
-            and f"fleet {one.fleet} does not let it reset GPU" in ended.reason
+            and f"fleet {one.fleet} did not permit the order to reset GPU" in ended.reason
         )
         assert one.did == ["diagnose"]
         ended = await asyncio.wait_for((await one.order(by="ada")).result(), PATIENCE)

@@ -1,4 +1,4 @@
-"""What a node needs that nobody has judged yet, by what its examinations and treatments have found."""
+"""Which strategies a node of unknown health gets, by what its examinations and earlier strategies have found."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pydantic import TypeAdapter
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import Health, read_health
-from relaunch.repair.state import Finish, Outcome, RepairState
-from relaunch.repair.treatment import (
-    AGAIN,
-    Course,
-    Examine,
-    Treat,
-    Treatment,
-    examined,
-    next_treatment,
-    treated,
+from relaunch.repair.escalation import (
+    EXAMINATION_DELAYS,
+    Escalation,
+    EscalationDecision,
+    ExamineNode,
+    StartStrategy,
+    apply_examination,
+    apply_strategy_end,
+    choose_next,
 )
+from relaunch.repair.state import FinishRepair, RepairOutcome, RepairState
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.generated import searched
@@ -35,9 +35,9 @@ from tests.recovery.test_repair import reset
 
 HOURS = timedelta(hours=2)
 NOTHING = timedelta(0)
-BEGUN = Course("n2", "3 jobs failed on it")
+BEGUN = Escalation("n2", "3 jobs failed on it")
 PENDING = {"remapped": {"pending": True, "failed": False}}
-COURSES: TypeAdapter[Course] = TypeAdapter(Course)
+ESCALATIONS: TypeAdapter[Escalation] = TypeAdapter(Escalation)
 
 
 def health(diagnosed: dict[str, Any] | None = None, level: int = 1, **facts: Any) -> Health:
@@ -59,38 +59,38 @@ SILENT = read_health(
 )
 
 
-def then(course: Course, *healths: Health, left: timedelta = HOURS) -> Treatment:
+def then(escalation: Escalation, *healths: Health, left: timedelta = HOURS) -> EscalationDecision:
     for one in healths:
-        course = examined(course, one, at(0))
-    return next_treatment(course, left)
+        escalation = apply_examination(escalation, one, at(0))
+    return choose_next(escalation, left)
 
 
 def after(
     state: RepairState,
-    outcome: Outcome = "refused",
+    outcome: RepairOutcome = "refused",
     verdict: Verdict = Verdict.UNKNOWN,
     *,
-    before: Course | None = None,
+    before: Escalation | None = None,
     reason: str = "what it came to",
     attempts: int = 1,
     proven: bool = True,
-    cancelled: str = "",
-) -> Course:
-    """A course whose treatment has ended so."""
-    course = examined(BEGUN, RESETTABLE, at(0)) if before is None else before
+    cancel_reason: str = "",
+) -> Escalation:
+    """An escalation whose last strategy has ended so."""
+    escalation = apply_examination(BEGUN, RESETTABLE, at(0)) if before is None else before
     ended = replace(
         state,
         attempts=attempts,
         ordered_at=at(10) if attempts else None,
         proven_at=at(11) if proven else None,
         health=HEALTHY,
-        cancelled=cancelled,
+        cancel_reason=cancel_reason,
     )
-    return treated(course, ended, Finish(outcome, verdict, reason), at(20))
+    return apply_strategy_end(escalation, ended, FinishRepair(outcome, verdict, reason), at(20))
 
 
-def end(step: Treatment) -> tuple[str, Verdict, str]:
-    assert isinstance(step, Finish), step
+def end(step: EscalationDecision) -> tuple[str, Verdict, str]:
+    assert isinstance(step, FinishRepair), step
     return step.outcome, step.verdict, step.reason
 
 
@@ -98,13 +98,13 @@ def end(step: Treatment) -> tuple[str, Verdict, str]:
 
 
 def test_a_node_is_examined_before_anything_is_done_to_it() -> None:
-    assert next_treatment(BEGUN, HOURS) == Examine(NOTHING, "3 jobs failed on it")
+    assert choose_next(BEGUN, HOURS) == ExamineNode(NOTHING, "3 jobs failed on it")
 
 
 def test_a_healthy_node_is_left_as_it_is() -> None:
     outcome, verdict, reason = end(then(BEGUN, HEALTHY))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
-    assert reason == f"n2 was examined and is healthy; nothing was repaired: {HEALTHY.reason}"
+    assert reason == f"n2 is healthy; no repair was needed: {HEALTHY.reason}"
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_gpus_are_reset_where_that_heals_all_that_was_found(
     found: Health, gpus: tuple[str, ...]
 ) -> None:
     assert found.verdict is Verdict.UNHEALTHY
-    reason = f"n2 was examined and is unhealthy: {found.reason}"
-    assert then(BEGUN, found) == Treat(Strategy.RESET_GPU, gpus, reason)
+    reason = f"n2 is unhealthy: {found.reason}"
+    assert then(BEGUN, found) == StartStrategy(Strategy.RESET_GPU, gpus, reason)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_gpus_are_reset_where_that_heals_all_that_was_found(
 )
 def test_an_unhealthy_node_that_no_reset_heals_is_rebooted(found: Health) -> None:
     assert found.verdict is Verdict.UNHEALTHY
-    assert then(BEGUN, found) == Treat(
-        Strategy.REBOOT_NODE, (), f"n2 was examined and is unhealthy: {found.reason}"
+    assert then(BEGUN, found) == StartStrategy(
+        Strategy.REBOOT_NODE, (), f"n2 is unhealthy: {found.reason}"
     )
 
 
@@ -172,18 +172,18 @@ def test_an_unhealthy_node_that_no_reset_heals_is_rebooted(found: Health) -> Non
 )
 def test_nothing_is_done_to_a_node_of_which_nobody_knows_how_it_is(found: Health) -> None:
     assert found.verdict is Verdict.UNKNOWN
-    assert then(BEGUN, found) == Examine(
+    assert then(BEGUN, found) == ExamineNode(
         timedelta(minutes=1),
-        f"whether n2 is healthy is not known after 1 examination: {found.reason}",
+        f"the health of n2 is unknown after 1 examination: {found.reason}",
     )
-    assert then(BEGUN, found, found) == Examine(
+    assert then(BEGUN, found, found) == ExamineNode(
         timedelta(minutes=5),
-        f"whether n2 is healthy is not known after 2 examinations: {found.reason}",
+        f"the health of n2 is unknown after 2 examinations: {found.reason}",
     )
-    assert isinstance(then(BEGUN, found, found, found), Examine)
+    assert isinstance(then(BEGUN, found, found, found), ExamineNode)
     outcome, verdict, reason = end(then(BEGUN, found, found, found, found))
     assert (outcome, verdict) == ("refused", Verdict.UNKNOWN)
-    assert reason == f"whether n2 is healthy is not known after 4 examinations: {found.reason}"
+    assert reason == f"the health of n2 is unknown after 4 examinations: {found.reason}"
 
 
 def test_of_a_silent_node_it_is_said_that_it_does_not_answer() -> None:
@@ -194,7 +194,7 @@ def test_of_a_silent_node_it_is_said_that_it_does_not_answer() -> None:
 
 def test_a_node_that_answers_after_all_is_treated_for_what_it_has() -> None:
     assert end(then(BEGUN, SILENT, UNREAD, HEALTHY))[0] == "done"
-    assert isinstance(then(BEGUN, SILENT, UNREAD, FATAL), Treat)
+    assert isinstance(then(BEGUN, SILENT, UNREAD, FATAL), StartStrategy)
     assert then(BEGUN, SILENT, UNREAD, FATAL, SILENT) == then(BEGUN, SILENT), (
         "they are counted anew"
     )
@@ -203,19 +203,19 @@ def test_a_node_that_answers_after_all_is_treated_for_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("healths", "outcome", "verdict", "said"),
     [
-        ((), "refused", Verdict.UNKNOWN, "the time for n2 was over before anything was examined"),
-        ((HEALTHY,), "done", Verdict.HEALTHY, "n2 was examined and is healthy"),
+        ((), "refused", Verdict.UNKNOWN, "the deadline passed before n2 was examined"),
+        ((HEALTHY,), "done", Verdict.HEALTHY, "n2 is healthy"),
         (
             (FATAL,),
             "refused",
             Verdict.UNHEALTHY,
-            "the time for n2 was over before anything was done: n2 was examined and is unhealthy",
+            "the deadline passed before n2 was repaired: n2 is unhealthy",
         ),
         (
             (SILENT,),
             "refused",
             Verdict.UNKNOWN,
-            "whether n2 is healthy is not known after 1 examination: n2 does not answer",
+            "the health of n2 is unknown after 1 examination: n2 does not answer",
         ),
     ],
 )
@@ -227,18 +227,20 @@ def test_without_time_nothing_more_is_begun(
 
 
 def test_nobody_waits_for_an_examination_for_which_no_time_is_left() -> None:
-    assert isinstance(then(BEGUN, SILENT, left=AGAIN[0]), Finish)
-    assert isinstance(then(BEGUN, SILENT, left=AGAIN[0] + timedelta(seconds=1)), Examine)
+    assert isinstance(then(BEGUN, SILENT, left=EXAMINATION_DELAYS[0]), FinishRepair)
+    assert isinstance(
+        then(BEGUN, SILENT, left=EXAMINATION_DELAYS[0] + timedelta(seconds=1)), ExamineNode
+    )
 
 
 # --- after a treatment
 
 
 def test_what_has_made_the_node_healthy_is_done() -> None:
-    assert next_treatment(after(reset(), "done", Verdict.HEALTHY), HOURS) == Finish(
+    assert choose_next(after(reset(), "done", Verdict.HEALTHY), HOURS) == FinishRepair(
         "done", Verdict.HEALTHY, "what it came to"
     )
-    assert next_treatment(after(reboot(), "done", Verdict.HEALTHY), NOTHING) == Finish(
+    assert choose_next(after(reboot(), "done", Verdict.HEALTHY), NOTHING) == FinishRepair(
         "done", Verdict.HEALTHY, "what it came to"
     )
 
@@ -246,54 +248,64 @@ def test_what_has_made_the_node_healthy_is_done() -> None:
 def test_a_node_that_is_unhealthy_after_a_reset_is_rebooted_and_after_a_reboot_left_to_a_person() -> (
     None
 ):
-    course = after(
+    escalation = after(
         reset(),
         verdict=Verdict.UNHEALTHY,
-        reason="n2 was given a reset of all GPUs and is still unhealthy: x",
+        reason="n2 had all GPUs reset and is still unhealthy: x",
     )
-    assert next_treatment(course, HOURS) == Treat(
-        Strategy.REBOOT_NODE, (), "n2 was given a reset of all GPUs and is still unhealthy: x"
+    assert choose_next(escalation, HOURS) == StartStrategy(
+        Strategy.REBOOT_NODE, (), "n2 had all GPUs reset and is still unhealthy: x"
     )
-    course = after(reboot(), verdict=Verdict.UNHEALTHY, before=course)
-    assert course.tried == (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
-    assert next_treatment(course, HOURS) == Finish("refused", Verdict.UNHEALTHY, "what it came to")
-    assert [one.what for one in course.log] == ["Examined", "RESET_GPU", "REBOOT_NODE"]
+    escalation = after(reboot(), verdict=Verdict.UNHEALTHY, before=escalation)
+    assert escalation.tried == (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
+    assert choose_next(escalation, HOURS) == FinishRepair(
+        "refused", Verdict.UNHEALTHY, "what it came to"
+    )
+    assert [one.what for one in escalation.log] == ["Examined", "RESET_GPU", "REBOOT_NODE"]
 
 
 @pytest.mark.parametrize("outcome", ["refused", "ambiguous"])
-def test_what_was_not_done_ends_the_course_with_what_is_known_of_the_node(outcome: Outcome) -> None:
+def test_what_was_not_done_ends_the_escalation_with_what_is_known_of_the_node(
+    outcome: RepairOutcome,
+) -> None:
     """Whoever was in the way (a person, the fleet, a job on the node) is in the way of a reboot as well."""
-    course = after(reset(), outcome, attempts=0, proven=False)
-    assert next_treatment(course, HOURS) == Finish(outcome, Verdict.UNHEALTHY, "what it came to")
+    escalation = after(reset(), outcome, attempts=0, proven=False)
+    assert choose_next(escalation, HOURS) == FinishRepair(
+        outcome, Verdict.UNHEALTHY, "what it came to"
+    )
 
 
 @pytest.mark.parametrize("outcome", ["refused", "ambiguous"])
 @pytest.mark.parametrize("proven", [True, False])
 def test_a_node_is_examined_again_where_a_treatment_has_left_open_how_it_is(
-    outcome: Outcome, proven: bool
+    outcome: RepairOutcome, proven: bool
 ) -> None:
-    course = after(reset(), outcome, proven=proven)
-    assert next_treatment(course, HOURS) == Examine(timedelta(minutes=1), "what it came to")
-    said = f"what it came to; examined again, it is healthy: {HEALTHY.reason}"
-    assert then(course, HEALTHY) == Finish("done", Verdict.HEALTHY, said)
-    assert then(course, RESETTABLE) == Treat(Strategy.REBOOT_NODE, (), RESETTABLE.reason)
-    assert then(course, SILENT, SILENT, SILENT) == Finish(
+    escalation = after(reset(), outcome, proven=proven)
+    assert choose_next(escalation, HOURS) == ExamineNode(timedelta(minutes=1), "what it came to")
+    said = f"what it came to; a later examination found n2 healthy: {HEALTHY.reason}"
+    assert then(escalation, HEALTHY) == FinishRepair("done", Verdict.HEALTHY, said)
+    assert then(escalation, RESETTABLE) == StartStrategy(
+        Strategy.REBOOT_NODE, (), RESETTABLE.reason
+    )
+    assert then(escalation, SILENT, SILENT, SILENT) == FinishRepair(
         outcome,
         Verdict.UNKNOWN,
-        "whether n2 is healthy is not known after 4 examinations: n2 does not answer: no route to host",
+        "the health of n2 is unknown after 4 examinations: n2 does not answer: no route to host",
     )
-    assert next_treatment(course, NOTHING) == Finish(outcome, Verdict.UNKNOWN, "what it came to")
+    assert choose_next(escalation, NOTHING) == FinishRepair(
+        outcome, Verdict.UNKNOWN, "what it came to"
+    )
 
 
 def test_a_node_that_somebody_else_has_rebooted_is_examined_too() -> None:
-    assert isinstance(next_treatment(after(reset(), attempts=0), HOURS), Examine)
+    assert isinstance(choose_next(after(reset(), attempts=0), HOURS), ExamineNode)
 
 
 def test_what_the_kernel_said_before_counts_until_it_is_proven_healed() -> None:
     assert after(reset(), proven=False).kernel_from is None
-    course = after(reset())
-    assert course.kernel_from == at(10)
-    assert after(reboot(), "ambiguous", before=course, proven=False).kernel_from == at(10)
+    escalation = after(reset())
+    assert escalation.kernel_from == at(10)
+    assert after(reboot(), "ambiguous", before=escalation, proven=False).kernel_from == at(10)
     assert after(reset(), attempts=0).kernel_from is None, (
         "of a boot that nobody ordered all counts"
     )
@@ -305,38 +317,47 @@ def test_what_the_kernel_said_before_counts_until_it_is_proven_healed() -> None:
 def test_the_power_of_a_node_that_is_silent_after_a_reboot_is_cycled_once_it_has_been_looked_at_again() -> (
     None
 ):
-    powered = replace(examined(BEGUN, FATAL, at(0)), power=True)
-    course = after(reboot(), "ambiguous", before=powered, proven=False)
-    assert isinstance(then(course, SILENT, SILENT), Examine)
-    said = "whether n2 is healthy is not known after 4 examinations: n2 does not answer: no route to host"
-    assert then(course, SILENT, SILENT, SILENT) == Treat(Strategy.REBOOT_NODE, (), said, power=True)
-    assert isinstance(then(course, UNREAD, UNREAD, UNREAD), Finish), "it answers"
-    assert isinstance(then(replace(course, cancelled="enough"), SILENT, SILENT, SILENT), Finish)
-    assert isinstance(then(course, SILENT, SILENT, SILENT, left=NOTHING), Finish)
-    cycled = after(replace(reboot(), power=True), "ambiguous", before=course, proven=False)
-    assert isinstance(then(cycled, SILENT, SILENT, SILENT), Finish), "each way once"
+    powered = replace(apply_examination(BEGUN, FATAL, at(0)), can_power_cycle=True)
+    escalation = after(reboot(), "ambiguous", before=powered, proven=False)
+    assert isinstance(then(escalation, SILENT, SILENT), ExamineNode)
+    said = "the health of n2 is unknown after 4 examinations: n2 does not answer: no route to host"
+    assert then(escalation, SILENT, SILENT, SILENT) == StartStrategy(
+        Strategy.REBOOT_NODE, (), said, power=True
+    )
+    assert isinstance(then(escalation, UNREAD, UNREAD, UNREAD), FinishRepair), "it answers"
+    assert isinstance(
+        then(replace(escalation, cancel_reason="enough"), SILENT, SILENT, SILENT), FinishRepair
+    )
+    assert isinstance(then(escalation, SILENT, SILENT, SILENT, left=NOTHING), FinishRepair)
+    cycled = after(replace(reboot(), power=True), "ambiguous", before=escalation, proven=False)
+    assert isinstance(then(cycled, SILENT, SILENT, SILENT), FinishRepair), "each way once"
 
 
 def test_a_reboot_that_somebody_else_ordered_before_counts_as_long_as_the_node_was_not_seen_since() -> (
     None
 ):
-    course = replace(BEGUN, power=True, after_reboot=True)
-    step = then(course, SILENT, SILENT, SILENT, SILENT)
-    assert isinstance(step, Treat) and step.power
-    assert isinstance(then(replace(course, power=False), SILENT, SILENT, SILENT, SILENT), Finish)
-    assert isinstance(then(course, UNREAD, SILENT, SILENT, SILENT), Finish), "it was seen"
-    seen = after(
-        reset(), before=replace(examined(course, RESETTABLE, at(0))), verdict=Verdict.UNKNOWN
+    escalation = replace(BEGUN, can_power_cycle=True, after_reboot=True)
+    step = then(escalation, SILENT, SILENT, SILENT, SILENT)
+    assert isinstance(step, StartStrategy) and step.power
+    assert isinstance(
+        then(replace(escalation, can_power_cycle=False), SILENT, SILENT, SILENT, SILENT),
+        FinishRepair,
     )
-    assert isinstance(then(seen, SILENT, SILENT, SILENT), Finish)
+    assert isinstance(then(escalation, UNREAD, SILENT, SILENT, SILENT), FinishRepair), "it was seen"
+    seen = after(
+        reset(),
+        before=replace(apply_examination(escalation, RESETTABLE, at(0))),
+        verdict=Verdict.UNKNOWN,
+    )
+    assert isinstance(then(seen, SILENT, SILENT, SILENT), FinishRepair)
 
 
 def test_nothing_is_done_to_a_node_that_is_silent_although_nobody_rebooted_it() -> None:
-    course = replace(BEGUN, power=True)
-    assert isinstance(then(course, SILENT, SILENT, SILENT, SILENT), Finish)
+    escalation = replace(BEGUN, can_power_cycle=True)
+    assert isinstance(then(escalation, SILENT, SILENT, SILENT, SILENT), FinishRepair)
     assert isinstance(
-        then(after(reset(), before=replace(course, health=RESETTABLE)), SILENT, SILENT, SILENT),
-        Finish,
+        then(after(reset(), before=replace(escalation, health=RESETTABLE)), SILENT, SILENT, SILENT),
+        FinishRepair,
     )
 
 
@@ -344,8 +365,8 @@ def test_nothing_is_done_to_a_node_that_is_silent_although_nobody_rebooted_it() 
 
 
 def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None:
-    cancelled = replace(BEGUN, cancelled="enough")
-    assert next_treatment(cancelled, HOURS) == Finish(
+    cancelled = replace(BEGUN, cancel_reason="enough")
+    assert choose_next(cancelled, HOURS) == FinishRepair(
         "refused", Verdict.UNKNOWN, "cancelled: enough"
     )
     assert end(then(cancelled, HEALTHY))[0] == "done"
@@ -355,14 +376,15 @@ def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None
             "cancelled: enough; "
         )
     for verdict in (Verdict.UNHEALTHY, Verdict.UNKNOWN):
-        course = after(reset(), verdict=verdict, cancelled="enough")
-        assert next_treatment(course, HOURS) == Finish(
+        escalation = after(reset(), verdict=verdict, cancel_reason="enough")
+        assert choose_next(escalation, HOURS) == FinishRepair(
             "refused", verdict, "cancelled: enough; what it came to"
         )
     assert (
         after(
-            reset(), before=replace(examined(BEGUN, RESETTABLE, at(0)), cancelled="enough")
-        ).cancelled
+            reset(),
+            before=replace(apply_examination(BEGUN, RESETTABLE, at(0)), cancel_reason="enough"),
+        ).cancel_reason
         == "enough"
     )
 
@@ -372,48 +394,54 @@ def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None
 
 @searched(200)
 @given(st.integers(0, 2**64))
-def test_a_course_ends_and_treats_only_what_was_found_unhealthy_each_way_once(number: int) -> None:
+def test_an_escalation_ends_and_repairs_only_what_was_found_unhealthy_each_way_once(
+    number: int,
+) -> None:
     random = Random(number)
-    course, left = (
-        replace(BEGUN, power=random.choice((True, False))),
+    escalation, left = (
+        replace(BEGUN, can_power_cycle=random.choice((True, False))),
         random.choice((timedelta(minutes=3), HOURS)),
     )
     found: Verdict | None = None
     orders: list[str] = []
     for _ in range(20):
-        step = next_treatment(course, left)
-        if isinstance(step, Finish):
+        step = choose_next(escalation, left)
+        if isinstance(step, FinishRepair):
             break
-        if isinstance(step, Examine):
-            assert step.after < left
+        if isinstance(step, ExamineNode):
+            assert step.delay < left
             one = random.choice((HEALTHY, RESETTABLE, FATAL, UNREAD, SILENT))
-            course, found, left = examined(course, one, at(0)), one.verdict, left - step.after
+            escalation, found, left = (
+                apply_examination(escalation, one, at(0)),
+                one.verdict,
+                left - step.delay,
+            )
             continue
-        assert not course.cancelled
+        assert not escalation.cancel_reason
         assert (
             found is Verdict.UNKNOWN and Strategy.REBOOT_NODE in orders
             if step.power
             else found is Verdict.UNHEALTHY
         )
         orders.append("power" if step.power else step.strategy)
-        outcome: Outcome = random.choice(("done", "refused", "ambiguous"))
+        outcome: RepairOutcome = random.choice(("done", "refused", "ambiguous"))
         found = (
             Verdict.HEALTHY
             if outcome == "done"
             else random.choice((Verdict.UNHEALTHY, Verdict.UNKNOWN))
         )
-        course = after(
+        escalation = after(
             reset() if step.strategy is Strategy.RESET_GPU else replace(reboot(), power=step.power),
             outcome,
             found,
-            before=course,
-            cancelled=random.choice(("", "", "", "enough")),
+            before=escalation,
+            cancel_reason=random.choice(("", "", "", "enough")),
             proven=outcome == "done" or random.choice((True, False)),
             attempts=random.choice((1, 1, 2)) if outcome == "done" else random.choice((0, 1, 2)),
         )
-        assert COURSES.validate_json(COURSES.dump_json(course)) == course
+        assert ESCALATIONS.validate_json(ESCALATIONS.dump_json(escalation)) == escalation
     else:
-        raise AssertionError(f"it does not end: {course}")
+        raise AssertionError(f"it does not end: {escalation}")
     ways = [Strategy.RESET_GPU, Strategy.REBOOT_NODE, "power"]
     assert orders == [way for way in ways if way in orders] and (
         "power" not in orders or Strategy.REBOOT_NODE in orders

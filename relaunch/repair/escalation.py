@@ -1,0 +1,221 @@
+"""Choose the strategies for a node of unknown health, the weakest first.
+
+The node is examined, then reset or rebooted for what was found, and for nothing else. A node that
+cannot be examined is examined again and then left to a person: it is never called healthy, and
+nothing is done to it. The one exception: a node that is silent after a reboot by relaunch is
+power-cycled where that is possible.
+
+    examine -> RESET_GPU, where a reset fixes all that was found -> REBOOT_NODE -> power cycle
+
+`machine` carries out one strategy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Literal, assert_never
+
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.fields import text
+from relaunch.evidence.findings import Finding, Role, Verdict
+from relaunch.evidence.health import SICK, Health
+from relaunch.repair.explain import MAX_SENTENCE
+from relaunch.repair.state import FinishRepair, LogEntry, RepairOutcome, RepairState
+from relaunch.spec.policy import Strategy
+
+EXAMINATION_DELAYS = (timedelta(minutes=1), timedelta(minutes=5), timedelta(minutes=15))
+"""Delays after an inconclusive examination: an agent needs seconds, DCGM's service minutes, a host
+of eight GPUs ten minutes to boot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Escalation:
+    node: str
+    reason: str
+    """Why the node is examined."""
+    health: Health | None = None
+    """Result of the last examination."""
+    unknown: int = 0
+    """Number of inconclusive examinations in a row."""
+    tried: tuple[Strategy, ...] = ()
+    last_end: FinishRepair | None = None
+    """How the last strategy ended."""
+    acted: bool = False
+    """The last strategy did something to the node."""
+    kernel_from: datetime | None = None
+    """Kernel messages before this time no longer count: a strategy has fixed the node since. None:
+    all of this boot counts."""
+    cancel_reason: str = ""
+    """Why the repair was cancelled; empty if it was not."""
+    can_power_cycle: bool = False
+    """A command that cycles the node's power exists and has not been used yet."""
+    after_reboot: bool = False
+    """The node has been silent since an earlier reboot, which this repair did not order."""
+    log: tuple[LogEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExamineNode:
+    delay: timedelta
+    reason: str
+    kind: Literal["ExamineNode"] = "ExamineNode"
+
+
+@dataclass(frozen=True, slots=True)
+class StartStrategy:
+    strategy: Strategy
+    gpus: tuple[str, ...]
+    """GPUs to reset, by bus id; empty: all of them."""
+    reason: str
+    power: bool = False
+    """Reboot by a power cycle, because the node does not answer."""
+    kind: Literal["StartStrategy"] = "StartStrategy"
+
+
+EscalationDecision = ExamineNode | StartStrategy | FinishRepair
+
+
+# --- what has happened
+
+
+def cancel(escalation: Escalation, reason: str) -> Escalation:
+    """Start nothing more; the first reason counts."""
+    return replace(escalation, cancel_reason=escalation.cancel_reason or reason)
+
+
+def apply_examination(escalation: Escalation, health: Health, now: datetime) -> Escalation:
+    unknown = escalation.unknown + 1 if health.verdict is Verdict.UNKNOWN else 0
+    after_reboot = escalation.after_reboot and not health.boot_id
+    escalation = replace(escalation, health=health, unknown=unknown, after_reboot=after_reboot)
+    return _log(escalation, now, "Examined", f"{health.verdict}: {health.reason}")
+
+
+def apply_strategy_end(
+    escalation: Escalation, state: RepairState, end: FinishRepair, now: datetime
+) -> Escalation:
+    """Record how a strategy ended; what it found of the node afterwards counts as an
+    examination."""
+    acted = state.attempts > 0 or state.proven_at is not None
+    health = escalation.health
+    if acted and state.health is not None:
+        health = replace(state.health, verdict=end.verdict, reason=end.reason)
+    # An order that may not have been carried out has fixed nothing.
+    kernel_from = state.ordered_at if state.proven_at is not None else escalation.kernel_from
+    escalation = replace(
+        escalation,
+        tried=(*escalation.tried, state.strategy),
+        last_end=end,
+        acted=acted,
+        health=health,
+        unknown=int(acted and end.verdict is Verdict.UNKNOWN),
+        kernel_from=kernel_from,
+        cancel_reason=state.cancel_reason or escalation.cancel_reason,
+        can_power_cycle=escalation.can_power_cycle and not state.power,
+    )
+    return _log(escalation, now, str(state.strategy), f"{end.outcome}: {end.reason}")
+
+
+# --- what is next
+
+
+def choose_next(escalation: Escalation, left: timedelta) -> EscalationDecision:
+    """Return the next step, given the time left until the whole repair has to end."""
+    end = escalation.last_end
+    if end is not None and not escalation.acted:
+        # The strategy was not allowed, or the node was in use: do not bypass that by another one.
+        return _finish(escalation, end.outcome, end.reason)
+    health = escalation.health
+    if health is None:
+        return _begin(escalation, left)
+    match health.verdict:
+        case Verdict.HEALTHY:
+            return _finish_healthy(escalation, health)
+        case Verdict.UNHEALTHY:
+            return _repair_unhealthy(escalation, health, left)
+        case Verdict.UNKNOWN:
+            return _examine_again(escalation, health, left)
+        case _:
+            assert_never(health.verdict)
+
+
+def _begin(escalation: Escalation, left: timedelta) -> EscalationDecision:
+    if escalation.cancel_reason:
+        return _finish(escalation, "refused", f"cancelled: {escalation.cancel_reason}")
+    if left <= timedelta(0):
+        late = f"the deadline passed before {escalation.node} was examined"
+        return _finish(escalation, "refused", late)
+    return ExamineNode(timedelta(0), escalation.reason)
+
+
+def _finish_healthy(escalation: Escalation, health: Health) -> FinishRepair:
+    node, end = escalation.node, escalation.last_end
+    if end is None:
+        reason = f"{node} is healthy; no repair was needed: {health.reason}"
+        return _finish(escalation, "done", reason)
+    if end.outcome == "done":
+        return end
+    reason = f"{end.reason}; a later examination found {node} healthy: {health.reason}"
+    return _finish(escalation, "done", reason)
+
+
+def _repair_unhealthy(
+    escalation: Escalation, health: Health, left: timedelta
+) -> EscalationDecision:
+    node = escalation.node
+    reason = health.reason  # after a strategy it says what was done to the node
+    if escalation.last_end is None:
+        reason = f"{node} is unhealthy: {health.reason}"
+    if Strategy.REBOOT_NODE in escalation.tried:
+        return _finish(escalation, "refused", reason)
+    if escalation.cancel_reason:
+        return _finish(escalation, "refused", f"cancelled: {escalation.cancel_reason}; {reason}")
+    if left <= timedelta(0):
+        late = f"the deadline passed before {node} was repaired"
+        return _finish(escalation, "refused", f"{late}: {reason}")
+    faults = [finding for finding in health.findings if _is_fault(finding)]
+    is_fixed_by_reset = faults and all(one.cause is Cause.GPU_RESET for one in faults)
+    if is_fixed_by_reset and not escalation.tried:
+        # A fault that names no GPU (for example of an NVSwitch) is fixed by a reset of all GPUs.
+        is_named = all(one.gpu is not None for one in faults)
+        return StartStrategy(Strategy.RESET_GPU, health.gpus if is_named else (), reason)
+    return StartStrategy(Strategy.REBOOT_NODE, (), reason)
+
+
+def _examine_again(escalation: Escalation, health: Health, left: timedelta) -> EscalationDecision:
+    """Examine the node again after a delay, three times; then power-cycle it or leave it."""
+    node, unknown, end = escalation.node, escalation.unknown, escalation.last_end
+    outcome: RepairOutcome = "refused" if end is None else end.outcome
+    reason = health.reason
+    if end is None or unknown > 1:
+        examinations = f"{unknown} examination{'s' * (unknown > 1)}"
+        reason = f"the health of {node} is unknown after {examinations}: {reason}"
+    if escalation.cancel_reason:
+        return _finish(escalation, outcome, f"cancelled: {escalation.cancel_reason}; {reason}")
+    is_last = unknown > len(EXAMINATION_DELAYS)
+    if is_last and _may_power_cycle(escalation, health) and left > timedelta(0):
+        return StartStrategy(Strategy.REBOOT_NODE, (), reason, power=True)
+    if is_last or EXAMINATION_DELAYS[unknown - 1] >= left:
+        return _finish(escalation, outcome, reason)
+    return ExamineNode(EXAMINATION_DELAYS[unknown - 1], reason)
+
+
+def _may_power_cycle(escalation: Escalation, health: Health) -> bool:
+    """Return whether the node is silent since a reboot, and its power can be cycled."""
+    is_rebooted = Strategy.REBOOT_NODE in escalation.tried or (
+        escalation.after_reboot and not escalation.tried
+    )
+    return is_rebooted and not health.boot_id and escalation.can_power_cycle
+
+
+def _is_fault(finding: Finding) -> bool:
+    return finding.role is Role.ROOT and finding.cause in SICK
+
+
+def _finish(escalation: Escalation, outcome: RepairOutcome, reason: str) -> FinishRepair:
+    verdict = Verdict.UNKNOWN if escalation.health is None else escalation.health.verdict
+    return FinishRepair(outcome, verdict, text(reason, MAX_SENTENCE))
+
+
+def _log(escalation: Escalation, now: datetime, what: str, reason: str) -> Escalation:
+    return replace(escalation, log=(*escalation.log, LogEntry(now, what, text(reason))))
