@@ -74,6 +74,7 @@ FLOORS = (
     ("relaunch.spec",),
     ("relaunch.evidence",),
     ("relaunch.generation", "relaunch.fields"),
+    ("relaunch.agent.container.tls",),
 )
 """From the top down: what stands on a floor imports what stands below it, and nothing above or beside it."""
 AGENT = "relaunch.agent"
@@ -94,8 +95,9 @@ ALLOWED = [
     ("relaunch.evidence", ("relaunch.fields", "relaunch.generation")),
     ("relaunch.spec", ("relaunch.evidence", "relaunch.fields", "relaunch.generation")),
     ("relaunch.messages", CORE),
-    # What runs on the nodes is built by `artifact` and read as files.
-    ("relaunch.backends", CORE),
+    # What runs on the nodes is built by `artifact` and read as files. Both ends of a TLS connection
+    # load the same settings.
+    ("relaunch.backends", (*CORE, "relaunch.agent.container.tls")),
     # backends.answers: what a node says in a watch or a list is parsed by the activity that takes it.
     ("relaunch.activities", (*BOTTOM, "relaunch.backends.base", "relaunch.backends.answers")),
     (

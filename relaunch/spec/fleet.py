@@ -197,9 +197,10 @@ class EcsOptions(EcsTask):
     """ARN of the SNS topic to notify when a person is needed."""
     tables: EcsTables = EcsTables()
     agent_key: SecretReference | None = None
-    """Where the worker reads the key of the agents inside the ranks' containers.
+    """Where the worker reads the private key and certificate (PEM) for TLS with the agents inside
+    the ranks' containers.
 
-    Task definitions have it as the secret RELAUNCH_AGENT_KEY.
+    Task definitions have the same text as the secret RELAUNCH_AGENT_KEY.
     """
     poll: Duration = timedelta(seconds=10)
     """Interval between two polls of the tasks of running jobs; events cause earlier ones."""

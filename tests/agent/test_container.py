@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from real_node import PATIENCE, alive, eventually, python
 
 from relaunch.agent.container.container import ASKED_TO_GO, LINGER, MISUSED, NOT_FOUND
+from relaunch.agent.container.port import HANDSHAKE_TIMEOUT
+from relaunch.agent.container.tls import Secret
 from relaunch.backends.base import Refused, Unreachable
 from relaunch.backends.ecs import wire
 from relaunch.backends.local_power import processes_of, signal_all
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
+from tests.agent_key import make_key, make_parts
 from tests.chaos.world import free_port
 
-KEY = "a key of the tests, long enough"
+KEY = make_key()
 TOKEN = Token("default", "job", 1, 1)
 FOR_EVER = ["sleep", "1000"]
+OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 
 
 class Container:
@@ -40,6 +49,7 @@ class Container:
         ranks: int,
         env: Mapping[str, str],
         before: list[str],
+        python: str,
         **order: Any,
     ):
         token = {
@@ -73,7 +83,7 @@ class Container:
         self.output = folder / "output"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-S", str(agent), "container", *command],
+                [*before, python, "-S", str(agent), "container", *command],
                 env={name: value for name, value in environment.items() if value},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -104,7 +114,7 @@ class Container:
             return caller.connect_ex(("127.0.0.1", self.port)) == 0
 
     def session(self, key: str = KEY) -> AgentSession:
-        return AgentSession("n1", lambda: wire.connect("n1", "127.0.0.1", self.port, key.encode()))
+        return AgentSession("n1", lambda: wire.connect("n1", "127.0.0.1", self.port, Secret(key)))
 
 
 Make = Callable[..., Container]
@@ -119,11 +129,14 @@ def make(tmp_path: Path, agent: Path) -> Iterator[Make]:
         ranks: int = 1,
         env: Mapping[str, str] | None = None,
         before: list[str] | None = None,
+        python: str = sys.executable,
         **order: Any,
     ) -> Container:
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(Container(folder, agent, command, ranks, env or {}, before or [], **order))
+        made.append(
+            Container(folder, agent, command, ranks, env or {}, before or [], python, **order)
+        )
         return made[-1]
 
     yield make
@@ -353,101 +366,440 @@ async def test_logs_stacks_list_and_probe_are_told_and_nothing_can_be_ordered(ma
     assert alive(pid)
 
 
+ORDER = {"id": 1, "command": "list", "order": {"protocol": 1}}
+LIST = json.dumps(ORDER).encode() + b"\n"
+ALERT, APPLICATION_DATA = 21, 23
+"""Types of records of TLS."""
+
+
 async def test_who_has_another_key_or_none_learns_nothing(make: Make) -> None:
     container = make(FOR_EVER)
     eventually(container.listens)
-    with pytest.raises(Unreachable, match="has another key"):
-        await container.session("another key of the same length").list()
-    reader, writer = await asyncio.open_connection("127.0.0.1", container.port)
-    assert list(json.loads(await reader.readline())) == ["challenge"]
-    writer.write(b'{"id": 1, "command": "list", "order": {"protocol": 1}}\n')
-    async with asyncio.timeout(PATIENCE):
-        assert await reader.read() == b""
-    writer.close()
+    with pytest.raises(Unreachable, match=r"presents a certificate that is not in ecs\.agent_key"):
+        await container.session(make_key()).list()
+    key, certificate = make_parts()
+    ours = "".join(Secret(KEY)._certificates)
+    # The key pair of another, with our certificate beside it: the agent is believed, and believes not.
+    with pytest.raises(Unreachable):
+        await container.session(f"{key}{certificate}{ours}").list()
+    refused = await _connected(container, f"{key}{certificate}{ours}")
+    assert await refused.readline() == b""
+    assert "refused the certificate of this worker" in str(refused.ended)
+    # A certificate that was signed with our own key, and no certificate at all.
+    key, certificate = make_parts(issuer=KEY)
+    signed = await _connected(container, f"{key}{certificate}{ours}")
+    assert await signed.readline() == b""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(cadata=ours)
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", container.port, ssl=context, server_hostname=""
+    )
+    writer.write(LIST)
+    answer = b""
+    with contextlib.suppress(ssl.SSLError, ConnectionResetError):
+        async with asyncio.timeout(PATIENCE):
+            answer = await reader.read()
+    assert answer == b""
+    writer.transport.abort()
     assert (await container.session().list())["outcome"] == "done"
 
 
-async def test_who_listens_without_the_key_is_not_believed() -> None:
-    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(json.dumps({"challenge": "0" * 64}).encode() + b"\n")
-        await reader.readline()
-        writer.write(json.dumps({"mac": "0" * 64}).encode() + b"\n")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
-    async with server:
-        with pytest.raises(Unreachable, match="does not have the key"):
-            await wire.connect("n1", "127.0.0.1", server.sockets[0].getsockname()[1], KEY.encode())
+async def _connected(container: Container, key: str) -> wire.WirePipe:
+    return await wire.connect("n1", "127.0.0.1", container.port, Secret(key))
 
 
-async def test_a_line_that_is_not_its_senders_next_one_ends_the_connection(make: Make) -> None:
-    container = make(FOR_EVER)
-    eventually(container.listens)
-    for spoil in ("replayed", "changed", "reordered", "of another connection"):
-        await _spoiled(container, spoil)
-
-
-async def _spoiled(container: Container, spoil: str) -> None:
-    pipe, other = [
-        await wire.connect("n1", "127.0.0.1", container.port, KEY.encode()) for _ in range(2)
-    ]
-    texts = [
-        json.dumps({"id": number, "command": "list", "order": {"protocol": 1}}).encode()
-        for number in (1, 2, 3)
-    ]
-    sealed = [b"%s %s\n" % (pipe._outgoing.mac(text), text) for text in texts]
-    bad = {
-        "replayed": sealed[0],
-        "changed": sealed[1].replace(b"list", b"logs"),
-        "reordered": sealed[2],
-        "of another connection": b"%s %s\n" % (other._outgoing.mac(texts[1]), texts[1]),
-    }[spoil]
-    async with asyncio.timeout(PATIENCE):
-        assert b'"session"' in await pipe.readline()
-        pipe._writer.write(sealed[0])
-        while b'"exit"' not in await pipe.readline():
-            pass
-        pipe._writer.write(bad)
-        assert await pipe.readline() == b""
-        assert pipe.ended is not None and "closed the connection" in pipe.ended
-    for one in (pipe, other):
-        one.kill()
-        await one.wait()
-
-
-async def test_a_line_that_was_changed_on_its_way_to_the_controller_ends_the_session(
-    make: Make,
+@pytest.mark.parametrize(
+    "said",
+    [
+        LIST,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x40\x00" + b"\xff" * 16384,  # a handshake message of garbage
+        b"\x17\x03\x03\x00\x20" + b"\0" * 32,  # data before any handshake
+        b"\0" * 100_000,
+    ],
+    ids=["an order", "HTTP", "a handshake", "data", "zeros"],
+)
+async def test_who_does_not_speak_tls_gets_no_answer_and_delays_nobody(
+    make: Make, said: bytes
 ) -> None:
     container = make(FOR_EVER)
     eventually(container.listens)
+    reader, writer = await asyncio.open_connection("127.0.0.1", container.port)
+    writer.write(said)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            answer = await reader.read()
+    except ConnectionResetError:  # it did not read all of that
+        answer = b""
+    assert answer == b"" or (answer[0] == ALERT and len(answer) <= 7 * 2)
+    writer.transport.abort()
+    assert (await container.session().list())["outcome"] == "done"
+    assert "Traceback" not in container.printed
 
-    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", container.port)
-        writer.write(await there.readline())
-        back.write(await reader.readline())
-        writer.write(await there.readline())
-        writer.write((await there.readline()).replace(b'"protocol":1', b'"protocol":2'))
-        for one in (back, writer):
-            one.close()
-            await one.wait_closed()
 
-    server = await asyncio.start_server(between, "127.0.0.1", 0)
-    async with server:
-        pipe = await wire.connect(
-            "n1", "127.0.0.1", server.sockets[0].getsockname()[1], KEY.encode()
+async def test_who_connects_and_does_not_finish_is_closed_in_time_and_holds_up_no_stop(
+    make: Make,
+) -> None:
+    container = make(in_shell("trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"))
+    eventually(lambda: "ready" in container.printed and container.listens())
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = Secret(KEY).client_context().wrap_bio(incoming, outgoing)
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    hello = outgoing.read()
+
+    async def silent(first: bytes, drip: bytes = b"") -> float:
+        reader, writer = await asyncio.open_connection("127.0.0.1", container.port)
+        began = time.monotonic()
+        writer.write(first)
+        reading = asyncio.create_task(reader.read())
+        for byte in drip:
+            if not reading.done():
+                writer.write(bytes([byte]))
+                await asyncio.wait({reading}, timeout=0.2)
+        with contextlib.suppress(ConnectionResetError):
+            await reading
+        writer.transport.abort()
+        return time.monotonic() - began
+
+    waiting = [
+        asyncio.create_task(one)
+        for one in (
+            silent(b""),
+            silent(hello[:3]),
+            silent(hello[: len(hello) // 2]),
+            silent(hello),  # and never the rest
+            silent(b"", hello + b"\0" * 100),  # a byte each 0.2 s
         )
-        assert await pipe.readline() == b""
-        assert pipe.ended is not None and "not of the agent" in pipe.ended
+    ]
+    await asyncio.sleep(0.1)
+    # All of them are waited for by processes of their own.
+    assert (await container.session().list())["outcome"] == "done"
+    async with asyncio.timeout(PATIENCE):
+        took = await asyncio.gather(*waiting)
+    assert min(took) > HANDSHAKE_TIMEOUT - 0.5
+    # The drip alone would take a minute.
+    assert max(took) < HANDSHAKE_TIMEOUT + 15
+    held = [socket.create_connection(("127.0.0.1", container.port)) for _ in range(20)]
+    asked = time.monotonic()
+    container.process.send_signal(signal.SIGTERM)
+    assert container.ended() == ASKED_TO_GO
+    assert time.monotonic() - asked < LINGER + 2
+    for one in held:
+        one.close()
+
+
+Answers = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@contextlib.asynccontextmanager
+async def _serving(answers: Answers, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Answer connections to a port, and wait at the end until each has been answered."""
+    tasks = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        with contextlib.suppress(OSError):
+            await answers(reader, writer)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    async with server, asyncio.timeout(PATIENCE):
+        yield server.sockets[0].getsockname()[1]
+        await asyncio.gather(*[task for task in tasks if task is not None])
+
+
+async def _is_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+async def _impostor(answers: Answers, context: ssl.SSLContext | None = None) -> str:
+    """Connect to what answers so, and return why that failed."""
+    async with _serving(answers, context) as port:
+        with pytest.raises(Unreachable) as failed:
+            await wire.connect("n1", "127.0.0.1", port, Secret(KEY))
+    return failed.value.reason
+
+
+async def test_who_listens_without_the_key_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'{"session": {"protocol": 1}}\n')
+        await reader.read()
+
+    async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pass
+
+    ours = "".join(Secret(KEY)._certificates)
+    foreign = "presents a certificate that is not in ecs.agent_key"
+    assert foreign in await _impostor(_is_silent, Secret(make_key()).server_context())
+    key, certificate = make_parts(issuer=KEY)
+    signed = Secret(f"{key}{certificate}{ours}").server_context()
+    assert foreign in await _impostor(_is_silent, signed)
+    old = Secret(KEY).server_context()
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert "broke off the TLS handshake" in await _impostor(_is_silent, old)
+    assert "does not speak TLS" in await _impostor(plain)
+    assert "broke off the TLS handshake" in await _impostor(closes)
+    monkeypatch.setattr(wire, "HANDSHAKE_WITHIN", 0.3)
+    assert "did not finish the TLS handshake within 0.3 s" in await _impostor(_is_silent)
+
+
+async def test_a_certificate_whose_time_is_over_or_has_not_come_is_named() -> None:
+    for begins, ends, said in (
+        (timedelta(days=-9), timedelta(days=-1), "has expired: exchange the agent key"),
+        (timedelta(days=1), timedelta(days=9), "is not valid yet: is the clock"),
+    ):
+        secret = Secret(make_key(begins, ends))
+        async with _serving(_is_silent, secret.server_context()) as port:
+            with pytest.raises(Unreachable, match=said):
+                await wire.connect("n1", "127.0.0.1", port, secret)
+
+
+class Between:
+    """Passes records of TLS on between a controller and a container, and can spoil them."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.sent: list[bytes] = []
+        """Records of the controller, as it sent them."""
+        self.spoil_sent: Callable[[bytes], bytes] = lambda record: record
+        self.spoil_answer: Callable[[bytes], bytes] = lambda record: record
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def carry_orders() -> None:
+            while record := await _record(reader):
+                self.sent.append(record)
+                back.write(self.spoil_sent(record))
+
+        async def carry_answers() -> None:
+            while record := await _record(there):
+                writer.write(self.spoil_answer(record))
+
+        carrying = [asyncio.create_task(carry_orders()), asyncio.create_task(carry_answers())]
+        await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
+        for task in carrying:
+            task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
+        back.close()
+        with contextlib.suppress(OSError):
+            await back.wait_closed()
+
+
+async def _record(reader: asyncio.StreamReader) -> bytes:
+    try:
+        head = await reader.readexactly(5)
+        return head + await reader.readexactly(int.from_bytes(head[3:], "big"))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return b""
+
+
+@contextlib.asynccontextmanager
+async def _between(container: Container) -> AsyncIterator[tuple[Between, wire.WirePipe]]:
+    between = Between(container.port)
+    async with _serving(between.serve) as port:
+        pipe = await wire.connect("n1", "127.0.0.1", port, Secret(KEY))
+        async with asyncio.timeout(PATIENCE):
+            assert b'"session"' in await pipe.readline()
+            yield between, pipe
         pipe.kill()
         await pipe.wait()
 
 
-@pytest.mark.parametrize("key", ["", "short"])
-def test_without_a_key_that_can_be_trusted_no_port_is_opened(make: Make, key: str) -> None:
+def _flipped(record: bytes) -> bytes:
+    return record[:-1] + bytes([record[-1] ^ 1])
+
+
+async def _list_answered(pipe: wire.WirePipe) -> None:
+    await pipe.write(LIST)
+    while b'"exit"' not in await pipe.readline():
+        pass
+
+
+@pytest.mark.parametrize("spoil", ["replayed", "changed", "left out", "of another connection"])
+async def test_a_record_that_is_not_its_senders_next_one_ends_the_connection(
+    make: Make, spoil: str
+) -> None:
+    container = make(FOR_EVER)
+    eventually(container.listens)
+    async with _between(container) as (between, pipe), _between(container) as (other, aside):
+        await _list_answered(pipe)
+        await _list_answered(aside)
+        last = other.sent[-1]
+        assert last[0] == APPLICATION_DATA
+        if spoil == "replayed":
+            between.spoil_sent = lambda record: between.sent[-2] + record
+        elif spoil == "changed":
+            between.spoil_sent = _flipped
+        elif spoil == "of another connection":
+            between.spoil_sent = lambda record: last
+        else:
+            between.spoil_sent = lambda record: b""
+            await pipe.write(LIST)
+            await asyncio.sleep(0.1)
+            between.spoil_sent = lambda record: record
+        await pipe.write(LIST)
+        assert await pipe.readline() == b"", "it was carried out"
+        assert pipe.ended is not None
+        await _list_answered(aside)
+
+
+async def test_a_whole_connection_that_is_repeated_starts_nothing(make: Make) -> None:
+    container = make(FOR_EVER)
+    eventually(container.listens)
+    async with _between(container) as (between, pipe):
+        await _list_answered(pipe)
+        recorded = b"".join(between.sent)
+    reader, writer = await asyncio.open_connection("127.0.0.1", container.port)
+    writer.write(recorded)
+    records = []
+    async with asyncio.timeout(PATIENCE):
+        while record := await _record(reader):
+            records.append(record)
+    # The agent's half of a new handshake and an alert; the first line of a session is longer than that.
+    assert [record[0] for record in records].count(ALERT) <= 1
+    assert records[-1][0] == ALERT or len(records[-1]) <= 5 + 2 + 1 + 16
+    writer.transport.abort()
+
+
+async def test_what_was_changed_on_its_way_to_the_controller_ends_the_session(
+    make: Make,
+) -> None:
+    container = make(FOR_EVER)
+    eventually(container.listens)
+    async with _between(container) as (between, pipe):
+        between.spoil_answer = _flipped
+        await pipe.write(LIST)
+        assert await pipe.readline() == b""
+        assert pipe.ended is not None and "was changed on its way" in pipe.ended
+
+
+async def test_lines_of_an_agent_that_is_killed_after_them_are_read() -> None:
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"one\ntwo\nthr")
+        await writer.drain()
+        # The socket closes without TLS's own end, as that of a process that was killed.
+        writer.get_extra_info("socket")._sock.shutdown(socket.SHUT_RDWR)
+
+    async with _serving(dies, Secret(KEY).server_context()) as port:
+        pipe = await wire.connect("n1", "127.0.0.1", port, Secret(KEY))
+        await asyncio.sleep(0.2)
+        assert [await pipe.readline() for _ in range(3)] == [b"one\n", b"two\n", b""]
+        assert pipe.ended is not None and "closed the connection" in pipe.ended
+        pipe.kill()
+        await pipe.wait()
+
+
+async def test_a_line_without_end_is_not_taken(make: Make) -> None:
+    container = make(FOR_EVER)
+    eventually(container.listens)
+    pipe = await _connected(container, KEY)
+    async with asyncio.timeout(PATIENCE):
+        assert b'"session"' in await pipe.readline()
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                await pipe.write(b"x" * 65536)
+        assert await pipe.readline() == b""
+    pipe.kill()
+    await pipe.wait()
+    assert (await container.session().list())["outcome"] == "done"
+
+
+async def test_while_keys_are_exchanged_both_are_accepted(make: Make) -> None:
+    old, new = make_parts(), make_parts()
+    before = make(FOR_EVER, env={"RELAUNCH_AGENT_KEY": "".join(old)})
+    after = make(FOR_EVER, env={"RELAUNCH_AGENT_KEY": "".join(new) + old[1]})
+    for container in (before, after):
+        eventually(container.listens)
+        # The worker first goes on with the old key, and accepts the new one.
+        session = container.session("".join(old) + new[1])
+        assert (await session.list())["outcome"] == "done"
+        await session.close()
+    # Then it has the new one: containers of before the exchange are no longer reached.
+    session = after.session("".join(new))
+    assert (await session.list())["outcome"] == "done"
+    await session.close()
+    with pytest.raises(Unreachable, match="presents a certificate that is not in"):
+        await before.session("".join(new)).list()
+
+
+@pytest.mark.skipif(not OLD_PYTHON.exists(), reason="no Python 3.8 here")
+async def test_an_agent_on_python_3_8_is_reached(make: Make) -> None:
+    container = make(FOR_EVER, python=str(OLD_PYTHON))
+    eventually(container.listens)
+    session = container.session()
+    assert (await session.list())["outcome"] == "done"
+    await session.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_the_command_that_makes_a_key_makes_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ecs.md").read_text()
+    command = page[page.index("openssl req -x509") :].partition(" > agent-key.pem")[0]
+    made = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+    assert Secret(made.stdout).server_context() and Secret(made.stdout).client_context()
+
+
+def test_without_the_module_ssl_the_ranks_run_all_the_same(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "ssl.py").write_text('raise ImportError("no OpenSSL in this build")\n')
+    container = make(in_shell("echo here; exit 5"), env={"PYTHONPATH": str(tmp_path)})
+    assert container.ended() == 5
+    assert "here\n" in container.printed
+    assert "no OpenSSL in this build: no port is opened" in container.printed
+
+
+def _locked() -> str:
+    """A private key that only its password opens."""
+    key = serialization.load_pem_private_key(KEY.encode(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    ).decode()
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("", "is not set"),
+        (" \n", "is not set"),
+        ("a key of the MAC that was here before", "has no private keys in PEM"),
+        (make_parts()[0], "has no certificate in PEM"),
+        (make_parts()[1], "has no private keys in PEM"),
+        (make_key() + make_parts()[0], "has 2 private keys in PEM"),
+        (make_parts()[0] + make_parts()[1], "not that of its private key"),
+        (_locked() + make_parts()[1], "cannot be read"),
+        (KEY.replace("MI", "##"), "cannot be read"),
+    ],
+    ids=[
+        "empty",
+        "blank",
+        "no PEM",
+        "key alone",
+        "certificate alone",
+        "two keys",
+        "foreign",
+        "locked",
+        "garbled",
+    ],
+)
+def test_without_a_key_that_can_be_used_no_port_is_opened(
+    make: Make, key: str, reason: str
+) -> None:
     container = make(FOR_EVER, env={"RELAUNCH_AGENT_KEY": key})
     eventually(lambda: "no port is opened" in container.printed)
     assert container.pids() and not container.listens()
+    assert f"RELAUNCH_AGENT_KEY {reason}" in container.printed or (
+        "RELAUNCH_AGENT_KEY has a" in container.printed and reason in container.printed
+    )
+    assert len(container.printed.splitlines()) == 1, "one sentence"
 
 
 @pytest.mark.long

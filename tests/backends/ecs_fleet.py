@@ -17,11 +17,10 @@ from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 from relaunch.spec.job import SecretReference
+from tests.agent_key import agent_key
 from tests.backends.fleets import Does, RealRanks
 from tests.chaos.world import free_port
 from tests.doubles.aws import AwsDouble, Delays
-
-KEY = "a key of the contract, long enough"
 
 
 @contextmanager
@@ -30,7 +29,7 @@ def playing_aws(folder: Path, agent: Path) -> Iterator[AwsDouble]:
         AwsDouble(folder, agent=agent, delays=Delays(stop_timeout=8.0)) as double,
         pytest.MonkeyPatch.context() as patch,
     ):
-        for name, value in (*double.environment().items(), ("KEY_OF_CONTRACT", KEY)):
+        for name, value in (*double.environment().items(), ("KEY_OF_CONTRACT", agent_key())):
             patch.setenv(name, value)
         patch.setattr(aws_module, "RATES", {"read": (10_000.0, 100), "modify": (10_000.0, 100)})
         patch.setattr(container, "RETRY", (0.05, 0.2))
@@ -47,7 +46,7 @@ class EcsFleet(RealRanks):
         port = str(free_port())
         variables = {
             container.PORT: port,
-            "RELAUNCH_AGENT_KEY": KEY,
+            "RELAUNCH_AGENT_KEY": agent_key(),
             "RELAUNCH_AGENT_STATE": "state",
         }
         trainer = {

@@ -39,10 +39,11 @@ from relaunch.backends.ecs.tasks import read_definition, read_task
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 from relaunch.spec.job import SecretReference
+from tests.agent_key import make_key
 from tests.chaos.world import free_port
 from tests.doubles.aws import SERVER_ERROR, AwsDouble, Delays
 
-KEY = "a key of the tests, long enough"
+KEY = make_key()
 FOR_EVER = ("sleep", "600")
 NUMBERS = iter(range(1, 10_000))
 PATIENCE = 120.0
@@ -86,7 +87,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
             patch.setattr(module, "SILENT_BEATS", PATIENT)
         patch.setattr(container, "DRAINED_WITHIN", PATIENCE)
         patch.setenv("KEY_OF_TESTS", f"{KEY}\n")
-        patch.setenv("ANOTHER_KEY", "another key, and long enough too")
+        patch.setenv("ANOTHER_KEY", make_key())
         yield double
 
 
@@ -324,7 +325,7 @@ async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
 @pytest.mark.parametrize(
     ("variable", "reason"),
     [
-        ("SHORT_KEY", "SHORT_KEY has 5 bytes, expected at least 16"),
+        ("SHORT_KEY", "SHORT_KEY has no private keys in PEM, expected one"),
         ("NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE cannot be read by the worker"),
     ],
 )
@@ -342,6 +343,25 @@ async def test_a_key_that_the_worker_does_not_have_is_named(
     ) as session:
         with pytest.raises(Unreachable, match=f"ecs.agent_key: variable {reason}"):
             await session.list()
+
+
+async def test_a_certificate_that_ends_soon_is_warned_of_once(
+    make: Callable[..., Site],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    soon = make_key(ends=timedelta(days=20))
+    monkeypatch.setenv("KEY_THAT_ENDS", soon)
+    site = make(key=soon)
+    worker = site.again("KEY_THAT_ENDS")
+    await site.launch(python("print('step 7', flush=True); time.sleep(1000)"))
+    for _ in range(2):  # a connection each
+        await site.watch(lambda line: steps(line) == {"0": 7}, 0, worker)
+    (said,) = [
+        record.getMessage() for record in caplog.records if "expires at" in record.getMessage()
+    ]
+    assert said.startswith("ecs.agent_key: the certificate") and soon not in said
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,17 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from relaunch.agent import processes
 from relaunch.agent.children import Child
-from relaunch.agent.container import port, stdout
+from relaunch.agent.container import stdout
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import VERSION, Fields, Json, Refused
 from relaunch.agent.state import JobState, open_state
+
+if TYPE_CHECKING:
+    from relaunch.agent.container.port import Listener
 
 STATE = "/var/tmp/relaunch"
 """The state folder, unless RELAUNCH_AGENT_STATE names another; it is removed with the container."""
@@ -118,7 +121,7 @@ class _Container:
         self.lost = False
         self.copier = 0
         self.drain = -1
-        self.door: Optional[port.Listener] = None
+        self.door: Optional[Listener] = None
         self.told, self.telling = os.pipe()
         self.woken, self.waking = os.pipe()
         self.asked_to_go = False
@@ -166,9 +169,7 @@ class _Container:
         self.grace = min(LONGEST_GRACE, order.number("stop_grace"))
         self.state = open_state()
         if number is not None:
-            self.door = port.Listener(
-                number, os.environ.get("RELAUNCH_AGENT_KEY", ""), self.state, self.telling, _say
-            )
+            self.door = _make_listener(number, self.state, self.telling)
         prepared = self._done(
             "prepare",
             ranks=self.ranks,
@@ -353,6 +354,16 @@ class _Container:
             self._reap()
             if self.copier:
                 select.select([], [], [], 0.01)
+
+
+def _make_listener(number: int, state: Path, telling: int) -> Optional[Listener]:
+    try:
+        # Only here: some builds of Python have no ssl, and training must run there, too.
+        from relaunch.agent.container.port import Listener
+    except ImportError as error:
+        _say(f"{error}: no port is opened, and only exit codes are reported")
+        return None
+    return Listener(number, os.environ.get("RELAUNCH_AGENT_KEY", ""), state, telling, _say)
 
 
 def _kept() -> Dict[str, str]:

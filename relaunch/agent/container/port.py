@@ -1,20 +1,18 @@
 """The port of an agent inside a container: clients with its key can read, and no client can order.
 
-Each line is authenticated and cannot be replayed. Traffic is NOT encrypted: everyone who can read
-the network can read it.
+Each connection is TLS in which both sides present a certificate (see tls.py), and is served by
+a separate process from before its first byte is read: no client can delay the agent itself.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import hmac
 import os
 import re
-import secrets
 import select
 import signal
 import socket
+import ssl
 import struct
 import termios
 import time
@@ -23,16 +21,14 @@ from typing import Callable, List, Optional
 
 from relaunch.agent import processes
 from relaunch.agent.children import write
+from relaunch.agent.container.tls import AuthenticationError, Secret, SecretError
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import Json, Refused, line
 from relaunch.agent.session import Session
 
 TELLS = ("watch", "list", "logs", "stacks", "probe")
-LEAST_KEY = 16
-"""Minimum length of the key in characters: an observer of one handshake can try keys against it
-offline."""
-GREETED_WITHIN = 5.0
-LONGEST_GREETING = 1024
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds for the whole handshake, however its bytes arrive."""
 LONGEST_ORDER = 64 * 1024
 """Bytes. A watch or a read of logs has some hundred bytes, and some thousand with the offsets of a
 thousand ranks."""
@@ -40,40 +36,11 @@ TAKEN_WITHIN = 60.0
 """Seconds that a watcher may be unreachable before its connection is closed: as long as a lease."""
 DELIVERED_WITHIN = 1.0
 LISTEN_AGAIN = 5.0
+RECORD_BYTES = 65536
+"""More than one record of TLS can carry."""
 CONNECTIONS = 16
 """Maximum number of concurrent connections; a controller has one."""
-_NONCE = re.compile("[0-9a-f]{64}")
 _END = re.compile(rb'\{"id":[^,]{1,40},"line":\{"end"')
-
-
-class AuthenticationError(Exception):
-    """Received data that is not from an owner of the key, or is out of sequence."""
-
-
-def mac(key: bytes, text: bytes) -> str:
-    return hmac.new(key, text, hashlib.sha256).hexdigest()
-
-
-class Sealed:
-    """The authenticated lines of one direction of one connection."""
-
-    def __init__(self, key: bytes, direction: str) -> None:
-        self.key = key
-        self.direction = direction
-        self.count = 0
-
-    def mac(self, text: bytes) -> bytes:
-        self.count += 1
-        return mac(self.key, b"%s %d %s" % (self.direction.encode(), self.count, text)).encode()
-
-    def seal(self, text: bytes) -> bytes:
-        return b"%s %s\n" % (self.mac(text), text)
-
-    def open(self, text: bytes) -> bytes:
-        found, space, inner = text.partition(b" ")
-        if not space or not hmac.compare_digest(found, self.mac(inner)):
-            raise AuthenticationError
-        return inner
 
 
 def _listen(port: int) -> socket.socket:
@@ -96,18 +63,21 @@ class Listener:
     def __init__(
         self, number: int, key: str, state: Path, told: int, say: Callable[[str], None]
     ) -> None:
-        """Make a listener for a port and a key.
+        """Make a listener for a port and a secret.
 
         Args:
+            key: The PEM text of the secret.
             told: See `serve`.
             say: Prints a line to the output of the container.
         """
         self.number = number
-        self.key = key.strip().encode()
+        self.key = key
         self.state = state
         self.told = told
         self.say = say
         self.listener: Optional[socket.socket] = None
+        self.secret: Optional[Secret] = None
+        self.context: Optional[ssl.SSLContext] = None
         self.again_at: Optional[float] = 0.0
         """CLOCK_MONOTONIC, when `open` should be called again; None: never."""
         self.complained = False
@@ -117,14 +87,12 @@ class Listener:
         if self.again_at is None or time.monotonic() < self.again_at:
             return
         self.again_at = None
-        if len(self.key) < LEAST_KEY:
-            found = (
-                f"has {len(self.key)} bytes, expected at least {LEAST_KEY}"
-                if self.key
-                else "is not set"
-            )
+        try:
+            self.secret = Secret(self.key)
+            self.context = self.secret.server_context()
+        except SecretError as error:
             self.say(
-                f"RELAUNCH_AGENT_KEY {found}: no port is opened, and nothing but exit codes is told"
+                f"RELAUNCH_AGENT_KEY {error}: no port is opened, and only exit codes are reported"
             )
             return
         try:
@@ -134,11 +102,15 @@ class Listener:
             if not self.complained:
                 self.complained = True
                 self.say(
-                    f"port {self.number} cannot be opened ({error}): nothing but exit codes is told until it can"
+                    f"port {self.number} cannot be opened ({error}): until it can, "
+                    "only exit codes are reported"
                 )
 
     def accept(self) -> None:
+        secret, context = self.secret, self.context
         assert self.listener is not None
+        assert secret is not None
+        assert context is not None
         try:
             connection, _ = self.listener.accept()
         except OSError:  # the client disconnected before it was accepted
@@ -148,7 +120,9 @@ class Listener:
             if len(self.connections) < CONNECTIONS:
                 own = os.getpid()
                 self.connections.append(
-                    processes.fork(lambda: serve(self.state, connection, self.key, self.told, own))
+                    processes.fork(
+                        lambda: serve(self.state, connection, secret, context, self.told, own)
+                    )
                 )
 
     def reaped(self, pid: int) -> None:
@@ -156,39 +130,14 @@ class Listener:
             self.connections.remove(pid)
 
 
-def greet(connection: socket.socket, key: bytes) -> bytes:
-    """Let each side prove that it has the key; return the key of this connection."""
-    challenge = secrets.token_hex(32)
-    connection.settimeout(GREETED_WITHIN)
-    connection.sendall(line({"challenge": challenge}))
-    answer = parse(_first_line(connection))
-    nonce = answer.get("nonce") if answer is not None else None
-    proof = answer.get("mac") if answer is not None else None
-    if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce) or not isinstance(proof, str):
-        raise AuthenticationError
-    if not hmac.compare_digest(
-        proof.encode(), mac(key, f"{challenge}client{nonce}".encode()).encode()
-    ):
-        raise AuthenticationError
-    connection.sendall(line({"mac": mac(key, f"{nonce}agent{challenge}".encode())}))
-    return hmac.new(key, f"{challenge}session{nonce}".encode(), hashlib.sha256).digest()
-
-
-def _first_line(connection: socket.socket) -> bytes:
-    """Read to the end of a line and not beyond: what follows is authenticated."""
-    until = time.monotonic() + GREETED_WITHIN
-    heard = b""
-    while not heard.endswith(b"\n"):
-        connection.settimeout(max(0.001, until - time.monotonic()))
-        data = connection.recv(LONGEST_GREETING, socket.MSG_PEEK)
-        end = data.find(b"\n") + 1
-        heard += connection.recv(end or len(data))
-        if not data or len(heard) > LONGEST_GREETING:
-            raise AuthenticationError
-    return heard
-
-
-def serve(state: Path, connection: socket.socket, key: bytes, told: int, parent: int) -> None:
+def serve(
+    state: Path,
+    connection: socket.socket,
+    secret: Secret,
+    context: ssl.SSLContext,
+    told: int,
+    parent: int,
+) -> None:
     """Run the process of one connection; write a byte to `told` when the end was delivered."""
     signal.set_wakeup_fd(-1)
     processes.reset_signals()
@@ -197,24 +146,29 @@ def serve(state: Path, connection: socket.socket, key: bytes, told: int, parent:
     processes.set_name("relaunch-port")
     processes.close_all_but([connection.fileno(), told])
     try:
-        own = greet(connection, key)
-        connection.settimeout(TAKEN_WITHIN)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKEN_WITHIN * 1000))
-        _Relay(state, connection, own, told).run()
+        # An answer is two short lines: the second must not wait for a delayed ACK (40 ms).
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(HANDSHAKE_TIMEOUT)
+        secured = context.wrap_socket(connection, server_side=True)
+        secret.check_peer(secured.getpeercert(binary_form=True))
+        secured.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        secured.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKEN_WITHIN * 1000))
+        _Relay(state, secured, told).run()
+        secured.settimeout(0.0)
+        secured.unwrap()
     except (AuthenticationError, OSError, RecursionError):
-        # a client without the key, or one that disconnected: it gets no answer
+        # A client without the key, one that disconnected, or one that did not wait for the end of
+        # TLS: it gets no answer.
         pass
 
 
 class _Relay:
     """Relay between a connection and an ordinary session, which is a separate process."""
 
-    def __init__(self, state: Path, connection: socket.socket, key: bytes, told: int) -> None:
+    def __init__(self, state: Path, connection: ssl.SSLSocket, told: int) -> None:
         self.connection = connection
         self.told = told
         self.heard, self.said = bytearray(), bytearray()
-        self.incoming, self.outgoing = Sealed(key, "client"), Sealed(key, "agent")
         reading, self.orders = os.pipe()
         self.answers, writing = os.pipe()
         relay = os.getpid()
@@ -240,18 +194,33 @@ class _Relay:
                 self.said += data
                 self._tell()
             if self.connection.fileno() in ready:
-                data = self.connection.recv(65536)
-                if not data:
+                received = self._receive()
+                if received == b"":
                     return
-                self.heard += data
+                self.heard += received or b""
                 self._hear()
+
+    def _receive(self) -> Optional[bytes]:
+        """Return what arrived; b"" if the client has closed, None if no record is complete yet.
+
+        A record is at most 16 KiB, so no part of one stays behind in OpenSSL.
+        """
+        self.connection.settimeout(0.0)
+        try:
+            return self.connection.recv(RECORD_BYTES)
+        except ssl.SSLWantReadError:
+            return None
+
+    def _send(self, text: bytes) -> None:
+        self.connection.settimeout(TAKEN_WITHIN)
+        self.connection.sendall(text + b"\n")
 
     def _tell(self) -> None:
         while True:
             text = take_line(self.said)
             if text is None:
                 return
-            self.connection.sendall(self.outgoing.seal(text))
+            self._send(text)
             if _END.match(text):
                 self._await_delivery()
 
@@ -260,7 +229,7 @@ class _Relay:
             text = take_line(self.heard)
             if text is None:
                 break
-            value = parse(self.incoming.open(text))
+            value = parse(text)
             if value is None:
                 raise AuthenticationError
             refusal = _refusal(value)
@@ -273,7 +242,7 @@ class _Relay:
                 {"id": value.get("id"), "line": refusal},
                 {"id": value.get("id"), "exit": 0},
             ):
-                self.connection.sendall(self.outgoing.seal(line(answer).rstrip(b"\n")))
+                self._send(line(answer).rstrip(b"\n"))
         if len(self.heard) > LONGEST_ORDER:
             raise AuthenticationError
 

@@ -15,9 +15,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from relaunch.agent.container.tls import Secret, SecretError
 from relaunch.backends.answers import parse_watch_line
 from relaunch.backends.base import BackendError, StartOrder, Unreachable
 from relaunch.backends.ecs import wire
@@ -50,6 +52,8 @@ DRAINED_WITHIN = 1.0
 """Seconds to wait for the last lines of a container that ECS reports as stopped. They were sent
 before it stopped.
 """
+EXPIRY_WARNING = 30 * 86400.0
+"""Seconds before the end of a certificate at which a warning is logged."""
 AT_FIRST = 2.0
 """Seconds for which the first heartbeat of a watch waits for one from the agent, which reports the
 progress that a rank has already made.
@@ -116,6 +120,8 @@ class Agents:
         self._address = address
         self._sessions: dict[tuple[str, str], tuple[AgentSession, int]] = {}
         self._complained: dict[str, None] = {}
+        self._expiring: set[float] = set()
+        """Ends of certificates, in Unix time, that were warned of."""
 
     @asynccontextmanager
     async def session(self, node: str, task: Task) -> AsyncIterator[AgentSession]:
@@ -134,9 +140,7 @@ class Agents:
         if name not in self._sessions:
 
             async def connect() -> wire.WirePipe:
-                return await wire.connect(
-                    node, await self._address(node), port, self._read_key(node)
-                )
+                return await self._connect(node, await self._address(node), port)
 
             self._sessions[name] = AgentSession(node, connect, silence_breaks=True), 0
         session, users = self._sessions[name]
@@ -162,7 +166,8 @@ class Agents:
                 reason,
             )
 
-    def _read_key(self, node: str) -> bytes:
+    async def _connect(self, node: str, address: str, port: int) -> wire.WirePipe:
+        """Connect with the secret as it is now: it may have been exchanged since the last time."""
         assert self._key is not None  # `session` has checked it
         where = f"file {self._key.file}" if self._key.file else f"variable {self._key.env}"
         try:
@@ -171,17 +176,22 @@ class Agents:
                 if self._key.file
                 else os.environ[self._key.env or ""]
             )
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, UnicodeDecodeError) as error:
             raise Unreachable(
                 node, f"ecs.agent_key: {where} cannot be read by the worker"
             ) from error
-        key = text.strip().encode()
-        if len(key) < wire.LEAST_KEY:
-            raise Unreachable(
-                node,
-                f"ecs.agent_key: {where} has {len(key)} bytes, expected at least {wire.LEAST_KEY}",
+        try:
+            pipe = await wire.connect(node, address, port, Secret(text))
+        except SecretError as error:
+            raise Unreachable(node, f"ecs.agent_key: {where} {error}") from error
+        if pipe.expires - time.time() < EXPIRY_WARNING and pipe.expires not in self._expiring:
+            self._expiring.add(pipe.expires)
+            logger.warning(
+                "ecs.agent_key: the certificate that the agents present expires at %s: exchange "
+                "it before, or running jobs will have neither progress nor error files",
+                datetime.fromtimestamp(pipe.expires, UTC).strftime("%Y-%m-%d %H:%M UTC"),
             )
-        return key
+        return pipe
 
 
 class Feed:

@@ -1,43 +1,27 @@
-"""Authenticated TCP connection to the agent inside a rank's container.
+"""TLS connection to the agent inside a rank's container.
 
-Each side proves that it has the key, and every line carries a MAC. The connection is NOT encrypted:
-a user who can read the network can read it, but cannot change or replay anything. The protocol is
-described in docs/reference/agent-protocol.md, `container`.
+Both sides present a certificate and accept only those in their own secret: see
+relaunch/agent/container/tls.py, and docs/reference/agent-protocol.md, `container`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import json
-import re
-import secrets
-from typing import Any
+import socket
+import ssl
 
+from relaunch.agent.container.tls import AuthenticationError, Secret
 from relaunch.backends.base import Unreachable
 from relaunch.backends.pipe import LINE_LIMIT
 
 CONNECTED_WITHIN = 3.0
 """Seconds. A closed security group does not answer at all, and no caller blocks on this."""
-LEAST_KEY = 16
-"""Bytes; the same minimum as in the agent."""
-_MAC = 64
-_CHALLENGE = re.compile("[0-9a-f]{64}")
-
-
-class _Sealed:
-    """Computes the MACs of the lines in one direction of one connection."""
-
-    def __init__(self, key: bytes, direction: str) -> None:
-        self._key = key
-        self._direction = direction
-        self._count = 0
-
-    def mac(self, text: bytes) -> bytes:
-        self._count += 1
-        return _mac(self._key, b"%s %d %s" % (self._direction.encode(), self._count, text)).encode()
+HANDSHAKE_WITHIN = 3.0
+"""Seconds for the whole handshake."""
+_NOT_YET_VALID, _EXPIRED = 9, 10
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+_OTHER_PROTOCOLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
 
 
 class WirePipe:
@@ -47,10 +31,11 @@ class WirePipe:
     """Always empty: the agent's last output goes to the log of its task."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, expires: float
     ) -> None:
         self._reader, self._writer = reader, writer
-        self._outgoing, self._incoming = _Sealed(key, "client"), _Sealed(key, "agent")
+        self.expires = expires
+        """Unix time at which the agent's certificate ends to be valid."""
         self._ended: str | None = None
         self._gone = asyncio.Event()
 
@@ -61,33 +46,32 @@ class WirePipe:
     async def readline(self) -> bytes:
         try:
             line = await self._reader.readline()
+        except ssl.SSLError as error:
+            self._over(_explain_end(error))
+            return b""
         except ConnectionError as error:
             self._over(f"the connection broke: {error}")
             return b""
-        mac, space, text = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n"):
             self._over("the agent in the container has closed the connection")
             return b""
-        if not space or not hmac.compare_digest(mac, self._incoming.mac(text)):
-            self._over("a line came that is not of the agent in the container, or not in its turn")
-            return b""
-        return text + b"\n"
+        return line
 
     async def write(self, data: bytes) -> None:
         if self._ended is not None:
             raise ConnectionError(self._ended)
-        for text in data.splitlines():
-            self._writer.write(b"%s %s\n" % (self._outgoing.mac(text), text))
+        self._writer.write(data)
         try:
             await self._writer.drain()
+        except ssl.SSLError as error:
+            raise ConnectionError(_reason(error)) from error
         # asyncio raises this for a transport that was closed meanwhile
         except RuntimeError as error:
             raise ConnectionError(str(error)) from error
 
     def end(self) -> None:
-        # The connection may be closed already.
-        with contextlib.suppress(OSError, RuntimeError):
-            self._writer.write_eof()
+        # TLS here closes both directions: what the agent still sends is dropped.
+        self._writer.close()
 
     def kill(self) -> None:
         self._over("the connection was closed")
@@ -104,74 +88,113 @@ class WirePipe:
         self._gone.set()
 
 
-async def connect(node: str, address: str, port: int, key: bytes) -> WirePipe:
+async def connect(node: str, address: str, port: int, secret: Secret) -> WirePipe:
     """Connect to the agent in a container, and authenticate both sides.
 
     Raises:
-        Unreachable: No agent answers there, or it does not accept the key.
+        SecretError: The secret cannot be used.
+        Unreachable: No agent answers there, or it does not have the same secret.
     """
+    context = secret.client_context()
     where = f"{address}:{port}"
     try:
         async with asyncio.timeout(CONNECTED_WITHIN):
+            connection = await _connect_tcp(address, port)
+    except TimeoutError:
+        raise Unreachable(
+            node,
+            f"{where} did not answer within {CONNECTED_WITHIN:g} s: "
+            "is the port open in its security group?",
+        ) from None
+    except OSError as error:
+        raise Unreachable(node, f"{where}: {error.strerror or error}") from error
+    try:
+        async with asyncio.timeout(HANDSHAKE_WITHIN):
+            # The handshake comes before the reader exists, so that nothing sent in plain text can
+            # be read as if it had been authenticated.
             reader, writer = await asyncio.open_connection(
-                address, port, limit=LINE_LIMIT + _MAC + 2
+                sock=connection, limit=LINE_LIMIT, ssl=context, server_hostname=""
             )
     except TimeoutError:
         raise Unreachable(
             node,
-            f"{where} did not answer within {CONNECTED_WITHIN:g} s: is the port open in its security group?",
+            f"what listens at {where} did not finish the TLS handshake "
+            f"within {HANDSHAKE_WITHIN:g} s",
         ) from None
+    except ssl.SSLError as error:
+        raise Unreachable(node, _explain(where, error)) from error
     except OSError as error:
-        raise Unreachable(node, f"{where}: {error.strerror or error}") from error
-    own: bytes | None = None
-    try:
-        async with asyncio.timeout(CONNECTED_WITHIN):
-            own = await _greeted(node, where, reader, writer, key)
-    except TimeoutError:
         raise Unreachable(
-            node, f"what listens at {where} did not greet within {CONNECTED_WITHIN:g} s"
-        ) from None
-    except (ConnectionError, ValueError) as error:
-        raise Unreachable(
-            node, f"what listens at {where} speaks another protocol, or broke off: {error}"
+            node,
+            f"what listens at {where} broke off the TLS handshake: "
+            f"{str(error) or type(error).__name__}",
         ) from error
-    finally:
-        if own is None:
-            writer.transport.abort()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-    return WirePipe(reader, writer, own)
-
-
-async def _greeted(
-    node: str, where: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
-) -> bytes:
-    challenge = _text(await reader.readline(), "challenge")
-    if not _CHALLENGE.fullmatch(challenge):
-        raise ValueError(f"its challenge is {challenge[:80]!r}")
-    nonce = secrets.token_hex(32)
-    answer = {"mac": _mac(key, f"{challenge}client{nonce}".encode()), "nonce": nonce}
-    writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
-    await writer.drain()
-    line = await reader.readline()
-    if not line:
-        raise Unreachable(node, f"the agent at {where} has another key")
-    if not hmac.compare_digest(
-        _text(line, "mac").encode(), _mac(key, f"{nonce}agent{challenge}".encode()).encode()
-    ):
-        raise Unreachable(node, f"what listens at {where} does not have the key")
-    return hmac.new(key, f"{challenge}session{nonce}".encode(), hashlib.sha256).digest()
-
-
-def _text(line: bytes, name: str) -> str:
+    tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
     try:
-        found: Any = json.loads(line)[name]
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"it said {line[:80]!r}") from error
-    if not isinstance(found, str):
-        raise ValueError(f"its {name} is {str(found)[:80]!r}")
-    return found
+        secret.check_peer(tls.getpeercert(binary_form=True))
+    except AuthenticationError as error:
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        raise Unreachable(node, _explain_foreign(where)) from error
+    expires = (tls.getpeercert() or {})["notAfter"]
+    return WirePipe(reader, writer, ssl.cert_time_to_seconds(str(expires)))
 
 
-def _mac(key: bytes, text: bytes) -> str:
-    return hmac.new(key, text, hashlib.sha256).hexdigest()
+async def _connect_tcp(address: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{address} has no address")
+    for family, kind, protocol, _, target in await loop.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM
+    ):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.setblocking(False)
+            await loop.sock_connect(connection, target)
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failure
+
+
+def _explain(where: str, error: ssl.SSLError) -> str:
+    """Say why a handshake failed."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == _EXPIRED:
+            return f"the certificate of the agent at {where} has expired: exchange the agent key"
+        if error.verify_code == _NOT_YET_VALID:
+            return (
+                f"the certificate of the agent at {where} is not valid yet: "
+                "is the clock of this worker right?"
+            )
+        return _explain_foreign(where)
+    if error.reason in _OTHER_PROTOCOLS:
+        return f"what listens at {where} does not speak TLS: is it the agent?"
+    return f"the TLS handshake with what listens at {where} failed: {_reason(error)}"
+
+
+def _explain_end(error: ssl.SSLError) -> str:
+    """Say why a connection ended after its handshake."""
+    if "ALERT" in (error.reason or ""):
+        # In TLS 1.3 the agent checks this side's certificate when the handshake is over here.
+        return (
+            f"the agent refused the certificate of this worker, or what came from it: "
+            f"{_reason(error)}"
+        )
+    return f"what came is not from the agent, or was changed on its way: {_reason(error)}"
+
+
+def _explain_foreign(where: str) -> str:
+    return (
+        f"what listens at {where} presents a certificate that is not in ecs.agent_key: "
+        "it has another key, or is not the agent"
+    )
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
