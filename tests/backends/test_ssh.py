@@ -1,4 +1,4 @@
-"""Reaching nodes by SSH, and each way in which that fails: real OpenSSH servers, real causes, one sentence each."""
+"""Reaching nodes by SSH, and each way in which that fails: real servers, real causes, one sentence each."""
 
 from __future__ import annotations
 
@@ -21,19 +21,12 @@ from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
 from relaunch.backends.ssh.known_hosts import KeyStatus, fingerprint, line_for
 from relaunch.backends.ssh.route import SshConfigError
 from relaunch.backends.ssh.trust import host_key, remember
-from tests.backends.ssh_site import Site, agent, listener, reason, site
+from tests.backends.ssh_site import Site, agent, listener, own_fingerprint, reason, site
 from tests.backends.sshd import make_key
 from tests.backends.test_contract import prepare_order, reached, token
 
 __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
-
-
-def own_fingerprint(public: str) -> str:
-    """As OpenSSH's own tool prints it."""
-    return subprocess.run(
-        ["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=True
-    ).stdout.split()[1]
 
 
 def run(*words: str, env: dict[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Jobs on nodes that are reached by SSH: a real server, a real worker, OpenSSH's own sshd, and nothing of ours changed for it."""
+"""Jobs on nodes that are reached by SSH: a real server, a real worker, real SSH servers, and nothing of ours changed for it."""
 
 from __future__ import annotations
 
