@@ -72,10 +72,10 @@ class Site:
         self,
         host: Sshd | None,
         ssh: dict[str, Any] | None = None,
-        answer_within: float = 5.0,
+        answer_within: float = 30.0,
         **node: Any,
     ) -> SshBackend:
-        """Of a fleet with the one node n1."""
+        """Of a fleet with the one node n1, which answers within `answer_within` on a loaded machine."""
         self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
         return self.backends[-1]
 

@@ -584,7 +584,7 @@ async def reached(call: Callable[[], Awaitable[T]]) -> T:
             try:
                 return await call()
             except Unreachable:
-                continue
+                await asyncio.sleep(0.01)
 
 
 async def test_a_reboot_is_told_and_spends_the_generation(make: Make) -> None:
