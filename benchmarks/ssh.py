@@ -36,7 +36,7 @@ from relaunch.generation import Token
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.policy import preset
 from tests.backends.slow_link import Way, slow_links
-from tests.backends.sshd import SSHD, Sshd, make_key
+from tests.backends.sshd import OPENSSH, Sshd, make_key
 from tests.chaos.places import environments
 
 TIMES = preset("default").timeouts
@@ -356,7 +356,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if SSHD is None:
+    if OPENSSH is None:
         sys.stdout.write(
             "no sshd on this machine (package openssh-server): nodes by SSH are not measured\n"
         )

@@ -24,7 +24,7 @@ OF_THE_CONNECTION = (
     "test_gpus_are_reset_on_the_boot_that_was_read_and_on_no_other",
     "test_a_reboot_gives_the_node_another_boot_id_and_is_in_its_journal",
 )
-"""The others are of the agent, which is the same over any connection, and a login to a real sshd for each costs a second of a core."""
+"""The others are of the agent, which is the same over any connection, and a login to a real server for each costs a second of a core."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         call = getattr(item, "callspec", None)
         if (
             call is not None
-            and call.params.get("make") == "ssh"
+            and str(call.params.get("make")).startswith("ssh")
             and getattr(item, "originalname", "") not in OF_THE_CONNECTION
         ):
             item.add_marker(pytest.mark.long)

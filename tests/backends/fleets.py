@@ -7,8 +7,9 @@ import json
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,7 +20,7 @@ from relaunch.backends.local import LIBRARIES, LocalBackend, cut, heal, reboot
 from relaunch.backends.ssh.backend import SshBackend
 from relaunch.generation import Token
 from relaunch.spec.fleet import FleetSpec
-from tests.backends.sshd import Sshd, make_key
+from tests.backends.sshd import DEFAULT, Kind, Sshd, make_key
 from tests.doubles.install import build_nvml, install_nvml, tell_nvml
 from tests.fakes.nodes import (
     DiagHangs,
@@ -283,7 +284,7 @@ class LocalFleet(RealRanks):
 
 
 class SshFleet(RealRanks):
-    """Nodes that are OpenSSH servers on loopback. They share a kernel, so that a reboot ends their processes and changes their boot id."""
+    """Nodes that are SSH servers on loopback. They share a kernel, so that a reboot ends their processes and changes their boot id."""
 
     def __init__(
         self,
@@ -293,6 +294,7 @@ class SshFleet(RealRanks):
         agent: Path,
         answer_within: float,
         tools: Tools | None = None,
+        server: Kind = DEFAULT,
     ) -> None:
         self.does = does
         self.stamps: dict[tuple[str, Token], float] = {}
@@ -303,7 +305,7 @@ class SshFleet(RealRanks):
         self.visitors = []
         key = make_key(folder / "key")
         self.hosts = {
-            f"n{number}": Sshd(folder / f"n{number}", f"127.0.0.{number}", key)
+            f"n{number}": Sshd(folder / f"n{number}", f"127.0.0.{number}", key, server=server)
             for number in range(1, nodes + 1)
         }
         for host in self.hosts.values():
@@ -360,6 +362,12 @@ class SshFleet(RealRanks):
             await backend.close()
         for host in self.hosts.values():
             host.close()
+
+
+SSH_FLEETS: dict[str, Callable[..., SshFleet]] = {"ssh": SshFleet}
+"""Fleets by the parameter that names them: with both servers where OpenSSH's is installed."""
+if DEFAULT != "asyncssh":
+    SSH_FLEETS["ssh-asyncssh"] = partial(SshFleet, server="asyncssh")
 
 
 def _install(tools: Tools, folder: Path) -> None:

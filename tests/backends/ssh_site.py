@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import asyncssh
 import pytest
 import pytest_asyncio
 
@@ -18,12 +21,12 @@ from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh.backend import SshBackend
 from relaunch.spec.fleet import FleetSpec
-from tests.backends.sshd import Sshd, make_key, need_sshd
+from tests.backends.sshd import DEFAULT, Kind, Sshd, make_key
 
 
 class Site:
-    def __init__(self, folder: Path, agent: Path) -> None:
-        need_sshd()
+    def __init__(self, folder: Path, agent: Path, server: Kind = DEFAULT) -> None:
+        self.server = server
         self.folder = folder
         self.agent = agent
         self.key = make_key(folder / "user key" / "id")
@@ -36,7 +39,8 @@ class Site:
 
     def host(self, start: bool = True, known: bool = True, **more: Any) -> Sshd:
         number = len(self.hosts) + 1
-        host = Sshd(self.folder / f"host{number}", f"127.0.0.{10 + number}", self.key, **more)
+        folder, address = self.folder / f"host{number}", f"127.0.0.{10 + number}"
+        host = Sshd(folder, address, self.key, server=self.server, **more)
         self.hosts.append(host)
         if known:
             self.know(host.known_hosts)
@@ -68,10 +72,10 @@ class Site:
         self,
         host: Sshd | None,
         ssh: dict[str, Any] | None = None,
-        answer_within: float = 5.0,
+        answer_within: float = 30.0,
         **node: Any,
     ) -> SshBackend:
-        """Of a fleet with the one node n1."""
+        """Of a fleet with the one node n1, which answers within `answer_within` on a loaded machine."""
         self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
         return self.backends[-1]
 
@@ -88,6 +92,15 @@ async def reason(backend: SshBackend) -> str:
         await backend.list("n1")
     assert refused.value.node == "n1"
     return refused.value.reason
+
+
+def own_fingerprint(public: str) -> str:
+    """Return it as OpenSSH's tool prints it, or asyncssh where that is not installed."""
+    if shutil.which("ssh-keygen") is None:
+        return asyncssh.import_public_key(public).get_fingerprint()
+    return subprocess.run(
+        ["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=True
+    ).stdout.split()[1]
 
 
 @contextmanager
@@ -128,7 +141,8 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture
-async def site(tmp_path: Path, agent: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path, agent)
+async def site(tmp_path: Path, agent: Path, request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    """Servers of the default kind, or of the one that the test is parametrized with."""
+    site = Site(tmp_path, agent, getattr(request, "param", DEFAULT))
     yield site
     await site.close()

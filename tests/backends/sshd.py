@@ -1,4 +1,7 @@
-"""Real OpenSSH servers for tests, each with a host key, a configuration and a node's state of its own, on loopback and on any free port."""
+"""Real SSH servers for tests, each with separate host keys, configuration and state of a node, on loopback and a free port.
+
+They are OpenSSH's where its sshd is installed, and asyncssh_server.py elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,58 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-
-import pytest
+from typing import Literal, cast
 
 from relaunch.backends import local_power
 
-SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-MISSING = "no OpenSSH server is installed here (sshd, ssh-keygen)"
+Kind = Literal["openssh", "asyncssh"]
+SWITCH = "RELAUNCH_TEST_SSHD"
+"""Environment variable that says which server tests use; by default OpenSSH's where it is installed."""
+
+
+def find_openssh() -> str | None:
+    """Return OpenSSH's sshd, or None where it is not installed, or hidden by the switch.
+
+    Raises:
+        ValueError: the switch names no server, or one that is not installed.
+    """
+    wanted = os.environ.get(SWITCH) or None
+    if wanted not in (None, "openssh", "asyncssh"):
+        raise ValueError(f"{SWITCH}={wanted}: expected openssh or asyncssh")
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
+    found = None if wanted == "asyncssh" else shutil.which("sshd", path=path)
+    if wanted == "openssh" and found is None:
+        raise ValueError(f"{SWITCH}={wanted}: no sshd is installed here (package openssh-server)")
+    return found
+
+
+OPENSSH = find_openssh()
+DEFAULT: Kind = "asyncssh" if OPENSSH is None else "openssh"
+"""The server of tests that name none."""
+KINDS: tuple[Kind, ...] = ("asyncssh",) if OPENSSH is None else ("openssh", "asyncssh")
+"""The servers of tests that are held against each."""
+ASYNCSSH = (sys.executable, "-P", str(Path(__file__).with_name("asyncssh_server.py")))
 PRIVILEGES = Path("/run/sshd")
 """sshd of root insists on it; distributions make it when the service is started."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PATIENCE = 60.0
 
 
-def need_sshd() -> str:
-    if SSHD is None or shutil.which("ssh-keygen") is None:
-        pytest.skip(MISSING)
-    if os.geteuid() == 0:
-        PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
-    return SSHD
-
-
 def make_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
+    """Make a key and its .pub, with OpenSSH's tool where it is installed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    words = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "a test's", "-f", str(path)]
-    subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
+    comment = "a test's"
+    if shutil.which("ssh-keygen") is not None:
+        words = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", comment, "-f", str(path)]
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
+        return path
+    import asyncssh
+
+    algorithm = {"ecdsa": "ecdsa-sha2-nistp256"}.get(kind, f"ssh-{kind}")
+    key = asyncssh.generate_private_key(algorithm, comment)
+    path.touch(mode=0o600)
+    key.write_private_key(path, passphrase=passphrase or None)
+    key.write_public_key(path.with_suffix(".pub"))
     return path
 
 
@@ -70,10 +100,11 @@ class Sshd:
         address: str,
         key: Path,
         kinds: tuple[str, ...] = ("ed25519",),
+        server: Kind = DEFAULT,
         **options: str,
     ) -> None:
-        """`options`: lines of its configuration, such as MaxAuthTries="2"."""
-        self.program = need_sshd()
+        """`kinds`: of its host keys. `options`: lines of its configuration, such as MaxSessions="2"."""
+        self.server = server
         self.within: tuple[str, ...] = ()
         """What it is started by: a network namespace, for example."""
         self.folder = folder
@@ -140,19 +171,12 @@ class Sshd:
         ]
         config = self.folder / "sshd_config"
         config.write_text("\n".join(lines) + "\n")
-        understood = subprocess.run(
-            [self.program, "-T", "-f", str(config)], capture_output=True, text=True, check=True
-        ).stdout
-        assert (
-            f"setenv RELAUNCH_REBOOT_COMMAND={self.environment['RELAUNCH_REBOOT_COMMAND']}"
-            in understood
-        ), understood
+        words = self._openssh(config) if self.server == "openssh" else [*ASYNCSSH, str(config)]
         self.log.touch()
         self._said = self.log.stat().st_size
         with self.log.open("ab") as log:
-            words = [*self.within, self.program, "-D", "-e", "-f", str(config)]
             self.process = subprocess.Popen(
-                words,
+                [*self.within, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -161,6 +185,18 @@ class Sshd:
             )
         eventually(self._listens, "sshd did not start")
         return self
+
+    def _openssh(self, config: Path) -> list[str]:
+        """Return the command of an sshd, when it has understood its configuration."""
+        program = cast(str, OPENSSH)
+        if os.geteuid() == 0:
+            PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
+        understood = subprocess.run(
+            [program, "-T", "-f", str(config)], capture_output=True, text=True, check=True
+        ).stdout
+        reboot = self.environment["RELAUNCH_REBOOT_COMMAND"]
+        assert f"setenv RELAUNCH_REBOOT_COMMAND={reboot}" in understood, understood
+        return [program, "-D", "-e", "-f", str(config)]
 
     def _listens(self) -> bool:
         """By its log: a connection would be one of those that tests count."""

@@ -24,7 +24,15 @@ from relaunch.backends.base import (
     Unreachable,
 )
 from relaunch.generation import Token
-from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, SshFleet, build
+from tests.backends.fleets import (
+    RUNS,
+    SSH_FLEETS,
+    Does,
+    Fleet,
+    LocalFleet,
+    SimulatedFleet,
+    build,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -49,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if metafunc.definition.get_closest_marker("also_ecs")
             else []
         )
-        metafunc.parametrize("make", ["simulated", "local", "ssh", *ecs], indirect=True)
+        metafunc.parametrize("make", ["simulated", "local", *SSH_FLEETS, *ecs], indirect=True)
 
 
 @pytest.fixture
@@ -76,7 +84,7 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
             fleet = EcsFleet(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("aws"))
         else:
-            real = LocalFleet if request.param == "local" else SshFleet
+            real = LocalFleet if request.param == "local" else SSH_FLEETS[request.param]
             fleet = real(
                 does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("agent"), answer_within
             )
@@ -576,7 +584,7 @@ async def reached(call: Callable[[], Awaitable[T]]) -> T:
             try:
                 return await call()
             except Unreachable:
-                continue
+                await asyncio.sleep(0.01)
 
 
 async def test_a_reboot_is_told_and_spends_the_generation(make: Make) -> None:

@@ -16,11 +16,11 @@ from relaunch.evidence.dcgm import read_diag
 from relaunch.evidence.findings import Verdict
 from tests.backends.fleets import (
     RUNS,
+    SSH_FLEETS,
     Does,
     Fleet,
     LocalFleet,
     SimulatedFleet,
-    SshFleet,
     Tools,
     build,
 )
@@ -49,7 +49,13 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("agent"))
 
 
-@pytest_asyncio.fixture(params=["simulated", "local", pytest.param("ssh", marks=pytest.mark.long)])
+@pytest_asyncio.fixture(
+    params=[
+        "simulated",
+        "local",
+        *(pytest.param(name, marks=pytest.mark.long) for name in SSH_FLEETS),
+    ]
+)
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     fleets: list[Fleet] = []
 
@@ -59,7 +65,7 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         if request.param == "simulated":
             fleet = SimulatedFleet(given, 1, tools)
         else:
-            real = LocalFleet if request.param == "local" else SshFleet
+            real = LocalFleet if request.param == "local" else SSH_FLEETS[request.param]
             fleet = real(given, 1, tmp_path, request.getfixturevalue("agent"), 5.0, tools)
         fleets.append(fleet)
         return fleet

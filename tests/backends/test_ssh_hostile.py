@@ -23,6 +23,7 @@ pytestmark = pytest.mark.asyncio
 HAVE = 'import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\nsay(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
 HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
 FOR_EVER = "while True:\n    say(data)\n"
+PATIENCE = 120.0
 LONGEST_PAUSE = 1.0
 """Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops it for good."""
 MOST_MEMORY = 200 * 1024
@@ -42,7 +43,7 @@ async def while_others_go_on(asking: SshBackend) -> str:
     ticking = asyncio.create_task(tick())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             return await reason(asking)
     finally:
         ticking.cancel()
@@ -115,7 +116,9 @@ async def test_what_a_node_says_instead_of_answering_is_one_sentence(
     host = site.host(start=False)
     python_double(host, program)
     host.start()
-    backend = site.backend(host, answer_within=3.0)
+    # Only what is said without end is ended by the clock; the rest is as fast as the machine is.
+    within = 3.0 if said.startswith("no answer") else PATIENCE / 2
+    backend = site.backend(host, answer_within=within)
     assert (await while_others_go_on(backend)).startswith(said)
 
 

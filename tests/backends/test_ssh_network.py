@@ -16,7 +16,15 @@ from relaunch.backends.ssh.backend import SshBackend
 from relaunch.spec.fleet import FleetSpec
 from tests.backends.netns import CONTROL, TRAINING, Network
 from tests.backends.ssh_site import Site, agent
-from tests.backends.test_contract import SECRET, heartbeats, observed, prepare_order, read, token
+from tests.backends.test_contract import (
+    PATIENCE,
+    SECRET,
+    heartbeats,
+    observed,
+    prepare_order,
+    read,
+    token,
+)
 from tests.backends.test_ssh_lost import lives, train
 
 __all__ = ["agent"]
@@ -83,22 +91,26 @@ def lab(
 async def until_broken(backend: SshBackend, breaks: Callable[[], None]) -> str:
     """Watch n1 until a heartbeat has come, break something, and return why the watch ended."""
 
+    broken = False
+
     async def watch() -> None:
+        nonlocal broken
         async with asyncio.timeout(60), backend.watch("n1", token(1), 0, 0.2) as stream:
-            broken = False
             async for line in stream.lines():
                 if "heartbeat" in line and not broken:
                     broken = True
                     breaks()
 
-    with pytest.raises(Unreachable) as lost:
-        await watch()
-    return lost.value.reason
+    while True:
+        with pytest.raises(Unreachable) as lost:
+            await watch()
+        if broken:  # else a loaded machine took too long for its first heartbeat
+            return lost.value.reason
 
 
-async def back_within(backend: SshBackend, seconds: float) -> None:
+async def until_back(backend: SshBackend) -> None:
     """See a heartbeat of n1 again."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE
     while True:
         try:
             lines = await read(backend, token(1), lambda lines: len(heartbeats(lines)) == 1)
@@ -124,15 +136,16 @@ def test_s2_4_a_network_that_loses_everything_for_a_while_is_read_as_that(
         )
         until = time.monotonic() + seconds
         said = set()
-        while time.monotonic() < until:
+        silence = f"{CONTROL}.11:22 gave no answer to TCP within 1 s"
+        while time.monotonic() < until or silence not in said:
+            assert time.monotonic() < until + PATIENCE, said
             with pytest.raises(Unreachable) as lost:
                 await backend.list("n1")
             said.add(lost.value.reason)
             await asyncio.sleep(0.1)
-        assert f"{CONTROL}.11:22 gave no answer to TCP within 1 s" in said
         assert lives(pid)
         lab.network.heal(1)
-        await back_within(backend, 10.0)
+        await until_back(backend)
         assert lives(pid)
 
     lab.run(story)
@@ -150,7 +163,7 @@ def test_s2_4_a_node_whose_answers_get_lost_is_only_unreachable(
             await backend.list("n1")
         assert lives(pid)
         lab.network.heal(1)
-        await back_within(backend, 10.0)
+        await until_back(backend)
 
     lab.run(story)
 
@@ -181,7 +194,7 @@ def test_s2_4_peers_meet_on_the_training_network_when_the_control_network_is_gon
         for rank, node in enumerate(("n1", "n2")):
             address = backend.node(node).network
             assert address is not None
-            order = prepare_order(token(1), (rank,), address=address, lease=1.0, fence_after=1.0)
+            order = prepare_order(token(1), (rank,), address=address, lease=2.0, fence_after=2.0)
             prepared = await backend.prepare(node, order)
             assert isinstance(prepared, Prepared)
             peers[node], stamps[node] = Peer(node, address, prepared.peer_port), prepared.stamp
@@ -214,7 +227,7 @@ def test_s2_4_peers_meet_on_the_training_network_when_the_control_network_is_gon
         lines = await read(
             backend,
             token(1),
-            lambda lines: bool(heartbeats(lines)) and heartbeats(lines)[-1]["stamp"] > began + 6.0,
+            lambda lines: bool(heartbeats(lines)) and heartbeats(lines)[-1]["stamp"] > began + 12.0,
             stamp=lambda stamp: stamp,
         )
         assert observed(lines) == [] and all(map(lives, pids.values()))

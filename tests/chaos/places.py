@@ -18,7 +18,7 @@ from relaunch.cli.service import HOST
 from relaunch.temporal import process_started
 from tests.backends.netns import CONTROL, TRAINING, Network
 from tests.backends.slow_link import Way, slow_links
-from tests.backends.sshd import Sshd, make_key, need_sshd
+from tests.backends.sshd import Sshd, make_key
 
 Lines = list[dict[str, object]]
 Prepare = Callable[[str, Path], None]
@@ -137,7 +137,6 @@ class SshPlaces:
         """`apart`: with a control network and one for training. Skips the test where no such can be made.
         `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late.
         `variables`: of the environment of everything on a node, by the node's name."""
-        need_sshd()
         self._prepare, self._variables = prepare, variables or {}
         self._delay = delay
         self._links = contextlib.ExitStack()

@@ -1,7 +1,7 @@
 """Hosts on one kernel: each has a separate network, mounts, processes, name and IPC, and an sshd.
 
 They are plugged into a switch in user space (`switch.py`). Nothing of the machine's own network, mounts or
-folders is touched. Needs root with CAP_SYS_ADMIN, /dev/net/tun, util-linux, iproute2 and an OpenSSH server.
+folders is touched. Needs root with CAP_SYS_ADMIN, /dev/net/tun, util-linux and iproute2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 from relaunch.backends import local_power
 from relaunch.temporal import process_started
 from tests.backends.netns import Network, run_in_network
-from tests.backends.sshd import MISSING, SSHD, Sshd, make_key
+from tests.backends.sshd import ASYNCSSH, DEFAULT, Sshd, make_key
 from tests.chaos.disks import Disk
 from tests.fence import switch
 
@@ -45,12 +45,16 @@ T = TypeVar("T")
 
 def find_obstacle() -> str | None:
     """Return why no hosts can be made here; None: they can."""
-    if SSHD is None:
-        return MISSING
     if missing := [name for name in TOOLS if shutil.which(name) is None]:
         return f"hosts in namespaces need {', '.join(missing)}"
     if os.geteuid() != 0 or not os.path.exists("/dev/net/tun") or not os.path.exists(PYTHON):
         return f"hosts in namespaces need root, /dev/net/tun and {PYTHON}"
+    if DEFAULT == "asyncssh" and any(
+        Path(needed).is_relative_to(hidden)
+        for needed in (sys.executable, sys.prefix, sys.base_prefix, ASYNCSSH[-1])
+        for hidden in PRIVATE
+    ):
+        return f"hosts in namespaces hide {', '.join(PRIVATE)}: the Python SSH server lies there"
     words = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "true"]
     tried = subprocess.run(words, capture_output=True, text=True)
     if tried.returncode != 0:
