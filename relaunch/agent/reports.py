@@ -25,7 +25,7 @@ PY_SPY_PATIENCE = 20.0
 
 def _state_of(generation: Generation, observations: list[Json]) -> str:
     """Derive from the files the state that the shim would report."""
-    if not generation.keeper_lives():
+    if not generation.shim_lives():
         return "gone"
     if generation.started is None:
         return "prepared"
@@ -192,7 +192,7 @@ def logs(state: Path, order: Fields, reading: int) -> Json:
 
 
 def _ranks_are_gone(generation: Generation, ranks: list[int]) -> bool:
-    if not generation.keeper_lives():
+    if not generation.shim_lives():
         return True
     return len(journal.exited(journal.read(generation.journal))) == len(ranks)
 

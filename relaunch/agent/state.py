@@ -200,7 +200,7 @@ class Generation:
         return str(folder) if folder and started.get("boot_id") == boot_id(self.state) else None
 
     def identity(self, of: str) -> tuple[int, int] | None:
-        """Return pid and start time of the `keeper` or the `supervisor`, if from this boot."""
+        """Return pid and start time of the `shim` or the `supervisor`, if from this boot."""
         record = read_json(self.path / f"{of}.json")
         if record is None or record["boot_id"] != boot_id(self.state):
             return None
@@ -210,25 +210,25 @@ class Generation:
         record = {"pid": pid, "started": started, "boot_id": boot_id(self.state)}
         write_json(self.path / f"{of}.json", record, durable=False)
 
-    def keeper_lives(self) -> bool:
+    def shim_lives(self) -> bool:
         """Return whether the lock that the shim holds from its start is taken.
 
-        It is taken even before keeper.json is written. If the lock file was removed, look for the
+        It is taken even before shim.json is written. If the lock file was removed, look for the
         shim that holds it open.
         """
         try:
-            handle = os.open(self.path / "keeper.lock", os.O_RDWR)
+            handle = os.open(self.path / "shim.lock", os.O_RDWR)
         except FileNotFoundError:
-            return self.find_keeper() is not None
+            return self.find_shim() is not None
         lock = _lock(handle)
         if lock is None:
             return True
         os.close(lock)
         return False
 
-    def find_keeper(self) -> processes.Process | None:
+    def find_shim(self) -> processes.Process | None:
         """Return the living shim of this generation, even if its files were removed."""
-        return find_shims.find_keepers(self.state, self.path.parent.name).get(self.order)
+        return find_shims.find_shims(self.state, self.path.parent.name).get(self.order)
 
     def make_spares(self, ranks: int) -> None:
         """Reserve space for what is written while ranks live, in case the disk fills up."""
@@ -238,7 +238,7 @@ class Generation:
 
     def is_recorded(self) -> bool:
         """Return whether the files that every preparation creates are there."""
-        return all((self.path / name).exists() for name in ("order.json", "keeper.lock"))
+        return all((self.path / name).exists() for name in ("order.json", "shim.lock"))
 
     @contextmanager
     def address(self, name: str) -> Iterator[str]:

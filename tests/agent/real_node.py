@@ -82,9 +82,9 @@ def done(answer: Any) -> dict[str, Any]:
     return dict(answer)
 
 
-def line_to_keeper(node: Node, value: Json) -> None:
-    """Give an order to the keeper itself, as a command does, and do not wait for more than that it was heard."""
-    with node.to_keeper() as caller:
+def line_to_shim(node: Node, value: Json) -> None:
+    """Give an order to the shim itself, as a command does, and do not wait for more than that it was heard."""
+    with node.to_shim() as caller:
         caller.sendall(json.dumps(value).encode() + b"\n")
         assert caller.recv(4096)
 
@@ -276,8 +276,8 @@ class Node:
             **more,
         }
 
-    def to_keeper(self) -> socket.socket:
-        """A connection to the keeper of generation 1, as a command has it."""
+    def to_shim(self) -> socket.socket:
+        """A connection to the shim of generation 1, as a command has it."""
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         caller.settimeout(PATIENCE)
         handle = os.open(self.folder(), os.O_RDONLY | os.O_DIRECTORY)
@@ -289,7 +289,7 @@ class Node:
 
     def pid(self, of: str, generation: int = 1) -> int:
         path = self.folder(generation) / f"{of}.json"
-        eventually(path.exists, "a keeper forks its supervisor after it has answered, but soon")
+        eventually(path.exists, "a shim forks its supervisor after it has answered, but soon")
         record: Json = json.loads(path.read_text())
         return int(record["pid"])
 
@@ -316,7 +316,7 @@ class Node:
         partial.replace(self.state / "cut")
 
     def processes(self) -> list[int]:
-        """Everything alive of this node: ranks and what they forked, keepers and supervisors."""
+        """Everything alive of this node: ranks and what they forked, shims and supervisors."""
         mark = f"={self.state}".encode()
         found = []
         for entry in Path("/proc").iterdir():

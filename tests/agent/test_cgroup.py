@@ -40,16 +40,16 @@ def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
     return pids, eventually(find, "the guard moves nothing into the control group"), Path(folder)
 
 
-def test_a_killed_keeper_leaves_no_process_without_an_environment(node: Node) -> None:
+def test_a_killed_shim_leaves_no_process_without_an_environment(node: Node) -> None:
     pids, stray, _ = run_with_stray(node)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
+    os.kill(node.pid("shim"), signal.SIGKILL)
     eventually(lambda: not alive(stray) and not alive(pids["0"]))
-    eventually(lambda: "KeeperDied" in [seen["kind"] for seen in node.journal()])
+    eventually(lambda: "ShimDied" in [seen["kind"] for seen in node.journal()])
 
 
 def test_a_stop_finds_what_is_left_when_all_that_knew_of_it_are_killed(node: Node) -> None:
     pids, stray, folder = run_with_stray(node)
-    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in helpers:
             os.kill(pid, number)
@@ -66,9 +66,9 @@ def test_a_control_group_is_removed_with_its_generation(node: Node) -> None:
     eventually(lambda: not folder.exists())
 
 
-def test_a_control_group_that_a_dead_keeper_left_is_removed_by_the_next_launch(node: Node) -> None:
+def test_a_control_group_that_a_dead_shim_left_is_removed_by_the_next_launch(node: Node) -> None:
     _, _, folder = run_with_stray(node)
-    for pid in (node.pid("supervisor"), node.pid("guard"), node.pid("keeper")):
+    for pid in (node.pid("supervisor"), node.pid("guard"), node.pid("shim")):
         os.kill(pid, signal.SIGSTOP)
     node.kill_everything()
     cgroup.kill(str(folder))

@@ -222,12 +222,12 @@ def test_ranks_that_do_not_go_when_asked_are_killed_after_their_grace(make: Make
     assert container.ended() == ASKED_TO_GO and not any(map(alive, container.pids()))
 
 
-def test_ranks_whose_keeper_was_killed_end_it_with_137(make: Make) -> None:
+def test_ranks_whose_shim_was_killed_end_it_with_137(make: Make) -> None:
     container = make(in_shell("echo ready; exec sleep 1000"), port=None)
     pids = container.pids()
-    # What ranks print is copied once their start was answered: a keeper killed before that leaves a failed start, 126.
+    # What ranks print is copied once their start was answered: a shim killed before that leaves a failed start, 126.
     eventually(lambda: "ready" in container.printed)
-    os.kill(json.loads((container.folder / "keeper.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads((container.folder / "shim.json").read_text())["pid"], signal.SIGKILL)
     assert container.ended() == 137 and not any(map(alive, pids))
 
 

@@ -44,7 +44,7 @@ def test_prepare_again_after_it_was_killed(node: Node, tmp_path: Path, name: str
     eventually(lambda: counted(tmp_path, 2) == ["x\n", "x\n"])
 
 
-def test_a_keeper_killed_on_receiving_the_start_can_be_prepared_again(
+def test_a_shim_killed_on_receiving_the_start_can_be_prepared_again(
     node: Node, tmp_path: Path
 ) -> None:
     node.set_failpoint("start.received")
@@ -56,7 +56,7 @@ def test_a_keeper_killed_on_receiving_the_start_can_be_prepared_again(
 @pytest.mark.parametrize(
     ("name", "then"), [("start.forking", "cannot_start"), ("start.forked", "done")]
 )
-def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
+def test_a_shim_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
     node: Node, tmp_path: Path, name: str, then: str
 ) -> None:
     node.prepare(1)
@@ -64,7 +64,7 @@ def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
     node.set_failpoint(name)
     assert launch(node, 1, tmp_path) == ["done", "silent", then]
     watch = node.watch()
-    assert watch.observation("KeeperDied")["seq"] == 1
+    assert watch.observation("ShimDied")["seq"] == 1
     assert "end" in watch.rest()[-1]
     refused = node.prepare(1)
     assert refused is not None
@@ -76,13 +76,13 @@ def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
     )
 
 
-@pytest.mark.parametrize(("name", "exits"), [("keeper.reaped", 0), ("keeper.journaled", 1)])
-def test_a_keeper_killed_with_an_exit_in_hand(node: Node, name: str, exits: int) -> None:
+@pytest.mark.parametrize(("name", "exits"), [("shim.reaped", 0), ("shim.journaled", 1)])
+def test_a_shim_killed_with_an_exit_in_hand(node: Node, name: str, exits: int) -> None:
     pids = node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0.2"}, {"S": "1000"}])
     node.set_failpoint(name)
     watch = node.watch()
     kinds = [line["observation"]["kind"] for line in watch.rest() if "observation" in line]
-    assert kinds == ["RankExited"] * exits + ["KeeperDied"]
+    assert kinds == ["RankExited"] * exits + ["ShimDied"]
     eventually(lambda: not any(map(alive, pids.values())))
 
 

@@ -85,11 +85,11 @@ def test_what_lives_is_stopped_for_ever_on_a_full_disk(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     pids = full_node.run(1)
-    keeper = full_node.pid("keeper")
+    shim = full_node.pid("shim")
     small_disk.fill()
     assert done(full_node.stop(1))["stopped"] == [[1, 1]]
     assert not any(map(alive, pids.values()))
-    eventually(lambda: not alive(keeper))  # it says farewell after the answer
+    eventually(lambda: not alive(shim))  # it says farewell after the answer
     assert done(full_node.stop(1))["stopped"] == []
     highest = json.loads((full_node.folder().parent / "highest.json").read_text())
     assert highest["stopped"] == [1, 1]
@@ -144,7 +144,7 @@ def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
 
 
 @needs_mount
-def test_the_end_of_a_killed_keeper_is_told_on_a_full_disk(
+def test_the_end_of_a_killed_shim_is_told_on_a_full_disk(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     full_node.run(1)
@@ -154,8 +154,8 @@ def test_the_end_of_a_killed_keeper_is_told_on_a_full_disk(
         full_node.folder() / "journal.jsonl", 0
     )  # as an agent of before, which reserved nothing
     small_disk.fill()
-    os.kill(full_node.pid("keeper"), 9)
-    died = watch.observation("KeeperDied")
+    os.kill(full_node.pid("shim"), 9)
+    died = watch.observation("ShimDied")
     assert died["seq"] == 1
     os.kill(full_node.pid("supervisor"), 9)
     eventually(lambda: not full_node.left())

@@ -139,13 +139,13 @@ def test_a_supervisor_killed_between_reading_and_keeping_costs_neither_the_obser
     assert [line["observation"]["kind"] for line in watch.rest() if "observation" in line] == []
 
 
-def test_the_end_of_a_keeper_and_its_supervisor_carries_it_too(node: Node, log: Path) -> None:
+def test_the_end_of_a_shim_and_its_supervisor_carries_it_too(node: Node, log: Path) -> None:
     pids = node.run(1)
-    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
-    killed = "Out of memory: Killed process 4242 (relaunch-keep) total-vm:1kB"
+    supervisor, shim = node.pid("supervisor"), node.pid("shim")
+    killed = "Out of memory: Killed process 4242 (relaunch-shim) total-vm:1kB"
     say(log, killed)
     os.kill(supervisor, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(shim, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
     eventually(lambda: not any(map(alive, pids.values())))
     for _ in range(2):
@@ -154,15 +154,13 @@ def test_the_end_of_a_keeper_and_its_supervisor_carries_it_too(node: Node, log: 
         say(log, XID)
 
 
-def test_ranks_that_a_keeper_took_along_carry_what_its_supervisor_read(
-    node: Node, log: Path
-) -> None:
+def test_ranks_that_a_shim_took_along_carry_what_its_supervisor_read(node: Node, log: Path) -> None:
     node.run(1)
     watch = node.watch()
     watch.until("heartbeat")
     say(log, XID)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
-    assert watch.observation("KeeperDied")["kernel"] == [XID]
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    assert watch.observation("ShimDied")["kernel"] == [XID]
 
 
 def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(

@@ -89,25 +89,25 @@ def test_a_killed_supervisor_is_replaced_and_nothing_else_changes(node: Node, nu
     assert watch.observation("RankExited")["rank"] == 1
 
 
-def test_a_killed_keeper_takes_its_ranks_and_their_children_along(node: Node) -> None:
+def test_a_killed_shim_takes_its_ranks_and_their_children_along(node: Node) -> None:
     node.run(1, python(AWAY))
     eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
     watch = node.watch()
     watch.until("heartbeat")
-    keeper, others = node.pid("keeper"), set(node.processes())
+    shim, others = node.pid("shim"), set(node.processes())
     began = time.monotonic()
-    os.kill(keeper, signal.SIGKILL)
-    keepers = {keeper, node.pid("supervisor"), node.session().pid}
-    own = {pid for pid in others - keepers if b"RELAUNCH_TOKEN" in _environment(pid)}
+    os.kill(shim, signal.SIGKILL)
+    shims = {shim, node.pid("supervisor"), node.session().pid}
+    own = {pid for pid in others - shims if b"RELAUNCH_TOKEN" in _environment(pid)}
     eventually(lambda: not any(map(alive, own)))
     assert time.monotonic() - began < 10
-    reason = watch.observation("KeeperDied")["reason"]
+    reason = watch.observation("ShimDied")["reason"]
     assert "[0, 1]" in reason
     assert "end" in watch.rest()[-1]
     again = node.watch()
     assert again.until("hello")["state"] == "gone"
     assert [line["observation"]["kind"] for line in again.rest() if "observation" in line] == [
-        "KeeperDied"
+        "ShimDied"
     ]
     answer = node.prepare(2)
     assert answer is not None
@@ -122,13 +122,13 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def test_keeper_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(
+def test_shim_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(
     node: Node,
 ) -> None:
     pids = node.run(1)
-    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
+    supervisor, shim = node.pid("supervisor"), node.pid("shim")
     os.kill(supervisor, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(shim, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
     eventually(lambda: not any(map(alive, pids.values())))
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_reboot_is_told_from_the_boot_id(node: Node) -> None:
     assert answer["outcome"] == "done"
 
 
-@pytest.mark.parametrize("frozen", ["keeper", "supervisor", "rank"])
+@pytest.mark.parametrize("frozen", ["shim", "supervisor", "rank"])
 def test_what_is_frozen_can_still_be_stopped(node: Node, frozen: str) -> None:
     pids = node.run(1)
     os.kill(pids["0"] if frozen == "rank" else node.pid(frozen), signal.SIGSTOP)
@@ -200,7 +200,7 @@ def test_a_process_that_left_its_session_is_found_by_its_token(node: Node) -> No
     pids = node.run(1, python(AWAY), ranks=1)
     eventually(lambda: "up" in node.log())
     os.kill(node.pid("supervisor"), signal.SIGKILL)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
+    os.kill(node.pid("shim"), signal.SIGKILL)
     eventually(lambda: not alive(pids["0"]))
     answer = node.stop()
     assert answer is not None
@@ -224,10 +224,10 @@ sys.exit(1)"""
 
 def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
     node.run(1, ["true"], lease=0.2)
-    eventually(lambda: not alive(node.pid("keeper")))
+    eventually(lambda: not alive(node.pid("shim")))
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
-        for name in ("keeper", "supervisor"):
+        for name in ("shim", "supervisor"):
             record = json.loads((node.folder() / f"{name}.json").read_text())
             (node.folder() / f"{name}.json").write_text(
                 json.dumps({**record, "pid": bystander.pid})

@@ -244,22 +244,20 @@ time.sleep(1000)"""
 
 
 @every_launcher
-@pytest.mark.parametrize("victim", ["launcher", "keeper"])
-def test_no_rank_outlives_its_launcher_or_its_keeper(
-    launch: Launch, kind: str, victim: str
-) -> None:
+@pytest.mark.parametrize("victim", ["launcher", "shim"])
+def test_no_rank_outlives_its_launcher_or_its_shim(launch: Launch, kind: str, victim: str) -> None:
     launch.kind = kind
     launcher = launch.run(code(STEPS))
     ranks = launch.ranks()
     watch = launch.node.watch()
     watch.until("heartbeat")
-    os.kill(launcher if victim == "launcher" else launch.node.pid("keeper"), signal.SIGKILL)
+    os.kill(launcher if victim == "launcher" else launch.node.pid("shim"), signal.SIGKILL)
     eventually(lambda: not any(map(alive, ranks.values())), "a rank lives on", 3)
     if victim == "launcher":
         seen = watch.observation("RankExited")
         assert (seen["rank"], seen["signal"], seen["launcher"]) == (PROCESS, 9, True)
     else:
-        assert "exits of ranks [2] are not known" in watch.observation("KeeperDied")["reason"]
+        assert "exits of ranks [2] are not known" in watch.observation("ShimDied")["reason"]
     eventually(lambda: not token_pids(launch.node))
 
 
@@ -402,7 +400,7 @@ def test_a_process_that_no_launcher_started_becomes_no_rank(launch: Launch, agen
             {"RELAUNCH_TOKEN": "j"},
             "RELAUNCH_TOKEN is 'j'; expected the one that the launcher was started with",
         ),
-        ({"RELAUNCH_TOKEN": "default/j/1/7"}, "the keeper of its generation is gone"),
+        ({"RELAUNCH_TOKEN": "default/j/1/7"}, "the shim of its generation is gone"),
     ):
         command = [sys.executable, "-I", "-S", str(agent), "rank", "--", "true"]
         ended = subprocess.run(

@@ -218,7 +218,7 @@ def test_a_node_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
     pids = node.run(1, python(STUBBORN), lease=1.0, stop_grace=2.0)
     eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
     began = boottime()
-    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for pid in helpers:
         os.kill(pid, signal.SIGSTOP)
     eventually(lambda: boottime() > began + 3.0)
@@ -288,7 +288,7 @@ def test_answers_that_are_cut_do_not_come_but_the_order_is_carried_out(node: Nod
     node.prepare(1)
     node.cut("controller-out")
     silent = node.begin("prepare", **{**prepare_order(2), "token": token(2)})
-    eventually((node.folder(2) / "keeper.json").exists)
+    eventually((node.folder(2) / "shim.json").exists)
     eventually(lambda: not node.commands(), "the order is still under way")
     node.cut()
     assert silent.rest() == []

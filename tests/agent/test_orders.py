@@ -42,7 +42,7 @@ def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node
     assert not any(map(alive, started["pids"].values()))
     eventually(
         lambda: done(node.stop())["stopped"] == [],
-        "the keeper ends a moment after it has said that its ranks are gone",
+        "the shim ends a moment after it has said that its ranks are gone",
     )
 
 
@@ -104,8 +104,8 @@ def test_stop_forbids_for_ever_and_everything_below(node: Node) -> None:
 
 def test_a_generation_is_launched_once(node: Node) -> None:
     pids = node.run(1, ["true"], lease=0.3)
-    keeper = node.pid("keeper")
-    eventually(lambda: not alive(keeper), "a keeper that nobody wants any more stays")
+    shim = node.pid("shim")
+    eventually(lambda: not alive(shim), "a shim that nobody wants any more stays")
     assert why(node.prepare(1)) == "refused not_above"
     started = node.start(1)
     assert started == {"outcome": "done", "pids": pids, "already": True}
@@ -113,8 +113,8 @@ def test_a_generation_is_launched_once(node: Node) -> None:
 
 def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> None:
     node.prepare(1, valid_for=0.2)
-    keeper = node.pid("keeper")
-    eventually(lambda: not alive(keeper))
+    shim = node.pid("shim")
+    eventually(lambda: not alive(shim))
     assert why(node.start(1)) == "refused expired"
     assert why(node.prepare(1)) == "done"
     assert why(node.start(1)) == "done"
@@ -123,7 +123,7 @@ def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> 
 def test_a_start_goes_with_its_own_preparation(node: Node) -> None:
     first = node.prepare(1, valid_for=0.2)
     assert first is not None
-    eventually(lambda: not alive(node.pid("keeper")))
+    eventually(lambda: not alive(node.pid("shim")))
     second = node.prepare(1)
     assert second is not None
     assert len({first["nonce"], second["nonce"]}) == 2
@@ -131,10 +131,10 @@ def test_a_start_goes_with_its_own_preparation(node: Node) -> None:
     assert why(node.start(1, prepared=second["stamp"])) == "done"
 
 
-def test_a_keeper_that_died_before_the_start_is_not_prepared(node: Node) -> None:
+def test_a_shim_that_died_before_the_start_is_not_prepared(node: Node) -> None:
     node.prepare(1)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
-    eventually(lambda: not alive(node.pid("keeper")))
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    eventually(lambda: not alive(node.pid("shim")))
     assert why(node.start(1)) == "refused not_prepared"
     assert why(node.prepare(1)) == "done"
 
@@ -157,8 +157,8 @@ def test_ranks_that_cannot_start_are_refused_by_name(
     answer = node.start(**{"command": ["sleep", "1000"], **more})
     assert why(answer) == f"refused {expected}"
     assert node.start(**{"command": ["sleep", "1000"], **more}) == answer
-    keeper = node.pid("keeper")
-    eventually(lambda: not alive(keeper))
+    shim = node.pid("shim")
+    eventually(lambda: not alive(shim))
     eventually(lambda: not node.left())
 
 
@@ -266,9 +266,9 @@ def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None
     assert len(str(node.state)) > 108
     node.run(1)
     assert node.watch().until("hello")["state"] == "running"
-    keeper = node.pid("keeper")
+    shim = node.pid("shim")
     assert why(node.stop()) == "done"
-    eventually(lambda: not alive(keeper))  # until then it makes again what is removed
+    eventually(lambda: not alive(shim))  # until then it makes again what is removed
     shutil.rmtree(node.state / "jobs")
 
 
@@ -331,19 +331,19 @@ def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_
     assert why(node.order("list")) == "done"
     assert why(node.prepare(1)) == "done"
     eventually(lambda: len(spares()) == 2)
-    assert not spares() & {*before, node.pid("keeper")}
+    assert not spares() & {*before, node.pid("shim")}
 
 
 def test_a_start_that_comes_after_an_order_to_stop_launches_nothing(node: Node) -> None:
     prepared = node.prepare(1)
     assert prepared is not None
-    os.kill(node.pid("keeper"), signal.SIGSTOP)
-    with node.to_keeper() as late:
+    os.kill(node.pid("shim"), signal.SIGSTOP)
+    with node.to_shim() as late:
         late.sendall(json.dumps({"stop": {"stop_grace": 1.0, "reason": "a test"}}).encode() + b"\n")
         order = {**start_order(token(1), prepared=prepared["stamp"]), "command": ["sleep", "1000"]}
         late.sendall(json.dumps({"start": order}).encode() + b"\n")
-        os.kill(node.pid("keeper"), signal.SIGCONT)
+        os.kill(node.pid("shim"), signal.SIGCONT)
         answers = [json.loads(line) for line in late.makefile("rb")]
     assert [answer.get("why") for answer in answers if "outcome" in answer] == ["expired"]
-    eventually(lambda: not alive(node.pid("keeper")))
+    eventually(lambda: not alive(node.pid("shim")))
     assert not (node.folder() / "started.json").exists()

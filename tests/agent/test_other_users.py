@@ -97,7 +97,7 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
     try:
         watch = node.watch()
         watch.until("heartbeat")
-        keeper = node.pid("keeper")
+        shim = node.pid("shim")
         os.kill(pids["1"], signal.SIGTERM)  # one rank fails
         assert {watch.observation("RankExited")["rank"] for _ in pids} == {0, 1}
         for answer in (node.stop(stuck_after=0.5), node.prepare(2, stuck_after=0.5)):
@@ -105,18 +105,18 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
             assert answer is not None
             assert answer["pids"] == [stray]
             assert f"pid {stray} (root, sleep)" in answer["reason"]
-        assert alive(keeper), (
-            "the keeper knows what is below it: without it a program of root's cannot be found"
+        assert alive(shim), (
+            "the shim knows what is below it: without it a program of root's cannot be found"
         )
         jobs = done(node.order("probe", within=5.0, kernel_since=None))["jobs"]
         assert [job["generation"] for job in jobs] == [1], "the node reads free"
     finally:
         end(stray)
     done(node.prepare(2))
-    eventually(lambda: not alive(keeper))
+    eventually(lambda: not alive(shim))
 
 
-def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
+def test_a_shim_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
     ordinary: OrdinaryNode,
 ) -> None:
     node = ordinary
@@ -124,8 +124,8 @@ def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_
     try:
         watch = node.watch()
         watch.until("heartbeat")
-        os.kill(node.pid("keeper"), signal.SIGKILL)
-        assert f"pid {stray} (root, sleep)" in watch.observation("KeeperDied")["reason"]
+        os.kill(node.pid("shim"), signal.SIGKILL)
+        assert f"pid {stray} (root, sleep)" in watch.observation("ShimDied")["reason"]
         assert "end" in watch.rest()[-1]
         for answer in (node.prepare(2, stuck_after=0.5), node.stop(stuck_after=0.5)):
             assert refusal(answer) == "stuck"

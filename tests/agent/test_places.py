@@ -61,7 +61,7 @@ def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: 
     done(node.start())
     done(node.stop())
     node.end_session()
-    eventually(lambda: not alive(node.pid("keeper")))
+    eventually(lambda: not alive(node.pid("shim")))
     remove(node, what)
     after = place(node.stop())
     assert is_same_machine(before, after)
@@ -69,7 +69,7 @@ def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: 
 
 
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
-def test_state_that_is_deleted_under_ranks_is_made_again_by_their_keeper(
+def test_state_that_is_deleted_under_ranks_is_made_again_by_their_shim(
     node: Node, what: str
 ) -> None:
     before = place(node.prepare())

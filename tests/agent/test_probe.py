@@ -63,13 +63,13 @@ def test_a_generation_that_is_only_prepared_counts_for_it_may_start(node: Node) 
     assert [each["generation"] for each in ask(node)["jobs"]] == [1]
 
 
-def test_a_generation_that_ended_by_itself_does_not_count_though_its_keeper_lingers(
+def test_a_generation_that_ended_by_itself_does_not_count_though_its_shim_lingers(
     node: Node,
 ) -> None:
     node.run(1, ["true"])
-    keeper = node.pid("keeper")
+    shim = node.pid("shim")
     eventually(lambda: ask(node)["jobs"] == [])
-    assert keeper in node.processes()
+    assert shim in node.processes()
 
 
 def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:

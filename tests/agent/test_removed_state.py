@@ -15,7 +15,7 @@ import pytest
 from real_node import Node, alive, done, eventually, python, refusal, token
 
 HELPERS = ("supervisor", "guard")
-"""Processes beside a keeper, as the files of their identities are called."""
+"""Processes beside a shim, as the files of their identities are called."""
 PRINTS = python("import time\nwhile True:\n  print('step', flush=True); time.sleep(0.05)")
 
 
@@ -43,7 +43,7 @@ def swept(make_node: Callable[..., Node], tmp_path: Path) -> Callable[[Node], li
 
 def remove_records(node: Node) -> None:
     for job in (node.state / "jobs").iterdir():
-        removed = node.state.with_name("removed") / job.name  # whole, though its keeper may write
+        removed = node.state.with_name("removed") / job.name  # whole, though its shim may write
         removed.parent.mkdir(exist_ok=True)
         job.rename(removed)
         shutil.rmtree(removed)
@@ -83,10 +83,10 @@ def test_what_lives_is_stopped_though_nothing_of_it_is_written(node: Node) -> No
     assert refusal(node.prepare(1)) == "stopped"
 
 
-def test_what_a_frozen_keeper_has_lost_is_stopped_too(node: Node) -> None:
+def test_what_a_frozen_shim_has_lost_is_stopped_too(node: Node) -> None:
     pids = node.run(1)
-    keeper = node.pid("keeper")
-    os.kill(keeper, signal.SIGSTOP)
+    shim = node.pid("shim")
+    os.kill(shim, signal.SIGSTOP)
     remove_records(node)
     done(node.stop(1))
     assert not any(map(alive, pids.values()))
@@ -102,22 +102,22 @@ def test_the_next_generation_starts_alone_and_a_lower_one_never(node: Node) -> N
     assert not any(map(alive, old.values()))
 
 
-def test_a_preparation_that_is_repeated_starts_no_second_keeper(node: Node) -> None:
+def test_a_preparation_that_is_repeated_starts_no_second_shim(node: Node) -> None:
     first = done(node.prepare(1))
-    keeper = node.pid("keeper")
+    shim = node.pid("shim")
     node.pid(
         "supervisor"
     )  # one that is still being born dies with its folder, and is prepared again
     remove_records(node)
     again = done(node.prepare(1))
     assert again == first
-    assert node.pid("keeper") == keeper
+    assert node.pid("shim") == shim
     remove_records(node)
     done(node.start(1))
 
 
 def end_helpers(node: Node) -> None:
-    """Kill the keeper and what guards it, so that only the token tells of ranks."""
+    """Kill the shim and what guards it, so that only the token tells of ranks."""
     node.pid("supervisor")
     helpers = [
         json.loads(path.read_text())["pid"]
@@ -125,11 +125,11 @@ def end_helpers(node: Node) -> None:
         if path.stem in HELPERS
     ]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # each ends what is left when another dies
-        for pid in [*helpers, node.pid("keeper")]:
+        for pid in [*helpers, node.pid("shim")]:
             os.kill(pid, number)
 
 
-def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -> None:
+def test_ranks_without_shim_and_records_are_found_by_their_token(node: Node) -> None:
     away = (
         "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
     )
@@ -175,7 +175,7 @@ def _is_sleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
 
 
-def test_a_keeper_makes_its_files_again_and_training_goes_on(node: Node) -> None:
+def test_a_shim_makes_its_files_again_and_training_goes_on(node: Node) -> None:
     pids = node.run(1, PRINTS, ranks=1)
     watch = node.watch()
     watch.until("heartbeat")
@@ -189,7 +189,7 @@ def test_a_keeper_makes_its_files_again_and_training_goes_on(node: Node) -> None
     assert (row["prepared"], row["generations"][0]["state"]) == ([1, 1], "running")
     assert node.watch().until("heartbeat")["alive"] == [0]
     chunk = done(node.order("logs", token=token(1), offsets={"0": 0}))["chunks"][0]
-    assert "step" in chunk["data"], "what the rank goes on printing is read through its keeper"
+    assert "step" in chunk["data"], "what the rank goes on printing is read through its shim"
     os.kill(pids["0"], signal.SIGKILL)
     assert watch.observation("RankExited")["signal"] == 9, "who watched before hears of it"
     assert [seen["kind"] for seen in node.journal()] == ["RankExited"]
@@ -216,10 +216,10 @@ def test_a_generation_that_was_stopped_while_its_records_were_gone_ends(node: No
     eventually(lambda: not any(map(alive, pids.values())))
 
 
-def test_a_lock_that_is_taken_again_says_that_the_keeper_lives(node: Node) -> None:
+def test_a_lock_that_is_taken_again_says_that_the_shim_lives(node: Node) -> None:
     node.run(1)
-    (node.folder() / "keeper.lock").unlink()
-    os.kill(node.pid("keeper"), signal.SIGCHLD)
-    eventually((node.folder() / "keeper.lock").exists)
+    (node.folder() / "shim.lock").unlink()
+    os.kill(node.pid("shim"), signal.SIGCHLD)
+    eventually((node.folder() / "shim.lock").exists)
     [row] = done(node.order("list"))["jobs"]
     assert row["generations"][0]["state"] == "running"

@@ -61,7 +61,7 @@ def run_to_its_end(
     eventually(lambda: log.exists() and log.stat().st_size == size)
     node.stop(generation, token=token(generation, job=job))
     eventually(
-        lambda: not JobState(node.state, "default", job).generation((1, generation)).keeper_lives()
+        lambda: not JobState(node.state, "default", job).generation((1, generation)).shim_lives()
     )
 
 

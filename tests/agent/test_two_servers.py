@@ -66,16 +66,16 @@ def test_what_the_node_lists_says_whose_it_is(node: Node) -> None:
     assert watch.until("hello")["token"] == named(ONE)
 
 
-def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(
+def test_what_a_dead_shim_left_behind_is_found_by_its_server_too(
     node: Node, tmp_path: Path
 ) -> None:
-    """A child with its own session outlives keeper and rank; only the token in its environment says whose it is."""
+    """A child with its own session outlives shim and rank; only the token in its environment says whose it is."""
     done(prepare(node, ONE))
     left = tmp_path / "left"
     script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"
     done(node.start(token=named(ONE), command=["sh", "-c", script]))
     pid = int(eventually(lambda: left.exists() and left.read_text().strip()))
-    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for number in (
         signal.SIGSTOP,
         signal.SIGKILL,

@@ -16,7 +16,7 @@ import pytest
 from temporalio.client import WorkflowHistory
 
 from relaunch.spec.policy import Policy
-from tests.fakes.nodes import Cut, Exit, KeeperDies, Progress, Script, Sick, error_file
+from tests.fakes.nodes import Cut, Exit, Progress, Script, ShimDies, Sick, error_file
 from tests.workflows.rig import policy, replay, rig
 
 HISTORIES = Path(__file__).parents[1] / "histories"
@@ -38,7 +38,7 @@ SCENARIOS: dict[str, tuple[Script, Policy]] = {
     ),
     "ladder_used_up": (Script((Exit(rank=0, exit_code=3),)), policy()),
     "replace_node": (
-        Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"),
+        Script(tuple(ShimDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"),
         policy(),
     ),
     "incident_closed_by_progress": (

@@ -311,7 +311,7 @@ class _Container:
                 else 128 + observation["signal"]
             )
             self.exited[observation["rank"]] = -1 if observation["stopped"] else code
-        elif observation["kind"] in ("KeeperDied", "RanksVanished"):
+        elif observation["kind"] in ("ShimDied", "RanksVanished"):
             self.lost = True
 
     def _over(self) -> None:

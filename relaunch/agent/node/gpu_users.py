@@ -123,7 +123,7 @@ def _ranks(state: Path) -> Dict[int, int]:
 
 
 def _keeps(generation: Generation) -> bool:
-    return generation.given is not None and generation.keeper_lives()
+    return generation.given is not None and generation.shim_lives()
 
 
 def _is_ours(state: Path, pid: int, ranks: Dict[int, int]) -> bool:

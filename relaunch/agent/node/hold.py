@@ -174,7 +174,7 @@ def _forget(state: Path) -> None:
 def _may_run(generation: Generation) -> bool:
     """Return whether the shim has ranks, or may still start some."""
     # `given` is checked first: testing a lock that a launch is about to take would take it.
-    if generation.given is None or not generation.keeper_lives():
+    if generation.given is None or not generation.shim_lives():
         return False
     launch = generation.started
     if launch is None or (launch["pids"] is None and not launch.get("refused")):
@@ -182,14 +182,14 @@ def _may_run(generation: Generation) -> bool:
     if len(journal.exited(journal.read(generation.journal))) < len(generation.pids):
         return True
     # what ranks have started may outlive them: with sudo it belongs to another user
-    identity = generation.identity("keeper")
-    keeper = processes.look(identity[0]) if identity is not None else None
-    if identity is None or keeper is None or keeper.started != identity[1]:
+    identity = generation.identity("shim")
+    shim = processes.look(identity[0]) if identity is not None else None
+    if identity is None or shim is None or shim.started != identity[1]:
         return False
     helpers = [
         known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None
     ]
-    return bool(processes.list_below(keeper, without=helpers))
+    return bool(processes.list_below(shim, without=helpers))
 
 
 def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]:

@@ -127,7 +127,7 @@ def asked_for(observations: Iterable[Json]) -> bool:
 def _rides_with(seen: Json) -> bool:
     if seen["kind"] == "RankExited":
         return not seen["stopped"] and seen["exit_code"] != 0
-    return seen["kind"] in ("KeeperDied", "RanksVanished")
+    return seen["kind"] in ("ShimDied", "RanksVanished")
 
 
 def told(observation: Json, reading: Json | None) -> Json:

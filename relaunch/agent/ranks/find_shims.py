@@ -1,4 +1,4 @@
-"""Find shims (keeper processes) through /proc, even if their state folder was removed.
+"""Find shims through /proc, even if their state folder was removed.
 
 A shim keeps the lock file of its generation open for as long as it lives. The path of that file,
 which /proc shows even after the file was removed, identifies the job and the generation.
@@ -15,11 +15,11 @@ from relaunch.agent.folders import list_places
 
 NAMES = b"relaunch-"
 """Prefix of the comm (process name) of every process of the agent."""
-_LOCK = "keeper.lock"
+_LOCK = "shim.lock"
 _REMOVED = " (deleted)"
 
 
-def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process]:
+def find_shims(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process]:
     """Return the living shims of a job, by (submission, generation).
 
     Args:
@@ -90,7 +90,7 @@ def _is_of_this_node(pid: int, places: List[str]) -> bool:
 
 
 def _list_held(pid: int) -> List[Tuple[str, Tuple[int, int]]]:
-    """Return (job folder, (submission, generation)) for each keeper.lock a process has open."""
+    """Return (job folder, (submission, generation)) for each shim.lock a process has open."""
     held = []
     try:
         handles = os.listdir(f"/proc/{pid}/fd")

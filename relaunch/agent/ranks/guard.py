@@ -31,7 +31,7 @@ def run(
     token: Token,
     order: Json,
     state: str,
-    keeper: processes.Process,
+    shim: processes.Process,
     link: int,
     extensions: int,
     news: Json,
@@ -42,7 +42,7 @@ def run(
         token: The token of the generation.
         order: The `prepare` order.
         state: The node's state folder, as ranks have it in their environment.
-        keeper: The shim, by pid and start time: the pid alone may be reused after its death.
+        shim: The shim, by pid and start time: the pid alone may be reused after its death.
         link: A socket to the shim.
         extensions: A pipe on which supervisors send the new time of the fence.
         news: The shim's current state, as `news_of` returns it.
@@ -52,7 +52,7 @@ def run(
     os.setsid()
     processes.set_name("relaunch-guard")
     processes.close_all_but([link, extensions])
-    Guard(token, order, state, keeper, link, extensions, news).run()
+    Guard(token, order, state, shim, link, extensions, news).run()
 
 
 class Guard:
@@ -61,7 +61,7 @@ class Guard:
         token: Token,
         order: Json,
         state: str,
-        keeper: processes.Process,
+        shim: processes.Process,
         link: int,
         extensions: int,
         news: Json,
@@ -69,7 +69,7 @@ class Guard:
         self.token = token
         self.order = order
         self.node_state = state
-        self.keeper = keeper
+        self.shim = shim
         self.state = "prepared"
         self.may_run = False
         """Whether any rank may have been forked."""
@@ -88,9 +88,9 @@ class Guard:
         self.gives_up_at: float | None = None
         """Set once the shim is dead: when to give up on processes that SIGKILL does not end."""
         self.loop = Loop()
-        self.hear_keeper(news)
+        self.hear_shim(news)
         self.extensions = Channel(self.loop, extensions, self._hear_supervisor, lambda: None)
-        self.link = Channel(self.loop, link, self.hear_keeper, self._see_keeper_dead)
+        self.link = Channel(self.loop, link, self.hear_shim, self._see_shim_dead)
 
     def run(self) -> None:
         while True:
@@ -108,7 +108,7 @@ class Guard:
                 if self._is_overdue() and not self._kill():
                     return
 
-    def hear_keeper(self, news: Json) -> None:
+    def hear_shim(self, news: Json) -> None:
         self.state = news["state"]
         self.may_run = news["may_run"]
         self.ends = news["ends"]
@@ -122,7 +122,7 @@ class Guard:
         if self.state == "running":
             self.ends = news["ends"]
 
-    def _see_keeper_dead(self) -> None:
+    def _see_shim_dead(self) -> None:
         self.gives_up_at = now() + float(self.order["stuck_after"])
         self.look_at = now()
         if self.state == "gone" or not self.may_run:
@@ -165,7 +165,7 @@ class Guard:
 
     def _find_below(self) -> List[processes.Process]:
         """Return the ranks and what they forked: all are descendants of the shim, a subreaper."""
-        return processes.list_below(self.keeper, without=[os.getpid(), self.supervisor])
+        return processes.list_below(self.shim, without=[os.getpid(), self.supervisor])
 
     def _kill(self) -> bool:
         """Kill what is left; return whether to go on.

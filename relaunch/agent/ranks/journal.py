@@ -52,7 +52,7 @@ def exited(observations: list[Json]) -> set[int]:
 
 def told_of_the_end(observations: list[Json]) -> bool:
     """Return whether the journal already says why the exits of some ranks are missing."""
-    return any(seen["kind"] in ("KeeperDied", "RanksVanished") for seen in observations)
+    return any(seen["kind"] in ("ShimDied", "RanksVanished") for seen in observations)
 
 
 class Journal:

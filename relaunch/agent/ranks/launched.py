@@ -71,15 +71,15 @@ def _die_with_launcher(generation: Generation) -> None:
     """
     parent = os.getppid()
     processes.die_with(parent)
-    keeper = generation.identity("keeper")
-    if keeper is None or not processes.lives(*keeper):
-        raise Astray("the keeper of its generation is gone")
+    shim = generation.identity("shim")
+    if shim is None or not processes.lives(*shim):
+        raise Astray("the shim of its generation is gone")
     # When a launcher dies, the shim becomes the parent of its children. A script may stand between
     # the shim and the launcher, so walk up until the shim is found.
     above = processes.look(parent)
-    while above is not None and above.pid != keeper[0]:
+    while above is not None and above.pid != shim[0]:
         above = processes.look(above.parent)
-    if above is None or parent == keeper[0]:
+    if above is None or parent == shim[0]:
         raise Astray("its launcher is gone")
 
 

@@ -140,11 +140,11 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
                     token.order,
                     "it was prepared before this node rebooted, and may have been launched",
                 )
-            if generation.keeper_lives() and known is not None:
+            if generation.shim_lives() and known is not None:
                 return dict(known["answer"])
-            if generation.keeper_lives() and not generation.is_recorded():
+            if generation.shim_lives() and not generation.is_recorded():
                 raise NoAnswer(
-                    f"generation {token.generation} lives, and its keeper has not written its records again"
+                    f"generation {token.generation} lives, and its shim has not written its records again"
                 )
             if generation.started is not None or any(each.order == token.order for each in living):
                 raise _not_above(
@@ -165,7 +165,7 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
                 job, others, token.order, given["stop_grace"], given["stuck_after"], reason
             )
             reach_failpoint(state, "prepare.stopped")
-            return _make_keeper(
+            return _make_shim(
                 job,
                 generation,
                 token,
@@ -182,7 +182,7 @@ def _up_to(
     return [found[each] for each in sorted(found)]
 
 
-def _make_keeper(
+def _make_shim(
     job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]
 ) -> Becoming:
     """Create the folder, lock, sockets and records of a shim.
@@ -194,12 +194,12 @@ def _make_keeper(
         shutil.rmtree(old.path)
     retention.make_room(job.state, job.path)
     deadline = time.monotonic() + ASKED
-    lock = try_lock(generation.path / "keeper.lock")
+    lock = try_lock(generation.path / "shim.lock")
     while lock is None and time.monotonic() < deadline:
         time.sleep(0.005)
-        lock = try_lock(generation.path / "keeper.lock")
+        lock = try_lock(generation.path / "shim.lock")
     if lock is None:
-        raise Refused("stuck", f"generation {token.generation} still has a keeper", pids=[])
+        raise Refused("stuck", f"generation {token.generation} still has a shim", pids=[])
     try:
         with hold.of_one_fleet(job.state, given["fleet"], job.path):
             return _born(job, generation, token, given, stopped, lock)
@@ -325,23 +325,23 @@ def start(state: Path, order: Fields) -> Json:
                 "not_prepared", f"generation {token.generation} was not prepared on this node"
             )
         launch = generation.started
-        if launch is None and generation.keeper_lives():
-            return _ask_keeper(generation, given)
+        if launch is None and generation.shim_lives():
+            return _ask_shim(generation, given)
         if launch is None:
             if known["answer"]["boot_id"] == boot_id(state) and now() > known["valid_until"]:
                 raise Refused("expired", f"it was prepared more than {known['valid_for']:g} s ago")
             raise Refused(
                 "not_prepared",
-                f"generation {token.generation} was prepared, but its keeper is gone",
+                f"generation {token.generation} was prepared, but its shim is gone",
             )
         if launch.get("refused"):
             return dict(launch["refused"])
         if launch["pids"] is None:
-            if generation.keeper_lives():
-                return _ask_keeper(generation, given)
+            if generation.shim_lives():
+                return _ask_shim(generation, given)
             raise Refused(
                 "cannot_start",
-                "its keeper died while it was starting ranks; a generation is launched once",
+                "its shim died while it was starting ranks; a generation is launched once",
             )
         return {
             "outcome": "done",
@@ -350,7 +350,7 @@ def start(state: Path, order: Fields) -> Json:
         }
 
 
-def _ask_keeper(generation: Generation, order: Json) -> Json:
+def _ask_shim(generation: Generation, order: Json) -> Json:
     caller = generation.connect("orders", timeout=spawn.EXEC_PATIENCE + 5)
     if caller is not None:
         with caller:
@@ -362,7 +362,7 @@ def _ask_keeper(generation: Generation, order: Json) -> Json:
                 answer = None
         if answer is not None:
             return answer
-    raise NoAnswer("the keeper did not answer")
+    raise NoAnswer("the shim did not answer")
 
 
 def stop(state: Path, order: Fields) -> Json:

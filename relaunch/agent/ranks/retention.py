@@ -88,7 +88,7 @@ def _tidied(state: Path, own: Path) -> bool:
     # Includes living generations, because asking whether one lives costs a lock.
     if sum(one.size for one in found) <= most:
         return True
-    ended = [one for one in found if not one.generation.keeper_lives()]
+    ended = [one for one in found if not one.generation.shim_lives()]
     total = sum(one.size for one in ended)
     locks: Dict[Path, Optional[int]] = {}
     try:
@@ -102,7 +102,7 @@ def _tidied(state: Path, own: Path) -> bool:
             # Another command is changing that job: skip it this time.
             if one.job != own and locks[one.job] is None:
                 continue
-            if not one.generation.keeper_lives():
+            if not one.generation.shim_lives():
                 shutil.rmtree(one.generation.path, ignore_errors=True)
                 total -= one.size
                 # Checked after a removal: even if the scan alone uses up the time, each launch

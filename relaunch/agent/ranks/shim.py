@@ -1,4 +1,4 @@
-"""The shim (keeper) of one generation: forks ranks, reaps them, journals exits, holds the lease.
+"""The shim of one generation: forks ranks, reaps them, journals exits, holds the lease.
 
 The shim talks only to its supervisor, its guard and the commands that send it orders. It reads no
 progress and no logs, and never waits for another process. Its writes may block on the disk, so it
@@ -65,7 +65,7 @@ def sign(generation: Generation) -> None:
     """
     found = processes.look(os.getpid())
     if found is not None:
-        generation.write_identity("keeper", found.pid, found.started)
+        generation.write_identity("shim", found.pid, found.started)
 
 
 def become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
@@ -76,8 +76,8 @@ def become(generation: Generation, token: Token, order: Json, sockets: Sockets, 
     moment at which only one of the two lives.
     """
     os.setsid()
-    processes.set_name("relaunch-keep")
-    log = os.open(generation.path / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    processes.set_name("relaunch-shim")
+    log = os.open(generation.path / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDWR)
     for source, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(source, target)
@@ -85,10 +85,10 @@ def become(generation: Generation, token: Token, order: Json, sockets: Sockets, 
     processes.reset_signals()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     processes.adopt_orphans()
-    Keeper(generation, token, order, sockets, lock).run()
+    Shim(generation, token, order, sockets, lock).run()
 
 
-class Keeper:
+class Shim:
     def __init__(
         self, generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int
     ) -> None:
@@ -215,11 +215,11 @@ class Keeper:
             observations.append(("RankExited", fields))
         if self.state == "running" and (failed or not self.alive):
             self._begin_stop(self.order["stop_grace"])
-        reach_failpoint(self.generation.state, "keeper.reaped")
+        reach_failpoint(self.generation.state, "shim.reaped")
         self.journal.append(*observations)
         if not stopped:
             self._publish()  # report the failure before the scan below, which takes milliseconds
-        reach_failpoint(self.generation.state, "keeper.journaled")
+        reach_failpoint(self.generation.state, "shim.journaled")
         if self.state == "stopping":
             self._sweep()
             self._publish()

@@ -51,13 +51,13 @@ def _become(
     environment: dict[str, str],
     log: int,
     failure: int,
-    keeper: int,
+    shim: int,
 ) -> NoReturn:
     """Turn this newly forked process into the rank. An error is written to the pipe `failure`."""
     step = "prepare the process"
     try:
         os.setsid()
-        processes.die_with(keeper)
+        processes.die_with(shim)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -100,7 +100,7 @@ def launch(
     Raises:
         Refused: A rank cannot be started. Those in `started` may be running.
     """
-    keeper = os.getpid()
+    shim = os.getpid()
     base = dict(os.environ)
     own = order.get("launched")
     command = (
@@ -117,7 +117,7 @@ def launch(
             reports[reading] = rank
             pid = os.fork()
             if pid == 0:
-                _become(order, command, environment, log, writing, keeper)
+                _become(order, command, environment, log, writing, shim)
             started[rank] = pid
             os.close(log)
             os.close(writing)

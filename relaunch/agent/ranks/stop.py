@@ -52,8 +52,8 @@ def stop_all(
     groups: dict[int, int] = {}
     for generation in _not_proven_gone(orders):
         recorded = await_records(generation)
-        if generation.keeper_lives():
-            confirmed = _ask_keeper(generation, grace, stuck_after, reason)
+        if generation.shim_lives():
+            confirmed = _ask_shim(generation, grace, stuck_after, reason)
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
@@ -62,7 +62,7 @@ def stop_all(
             if not recorded:
                 groups.update(_list_groups_below(generation))
             try:
-                _end_keeper(generation)
+                _end_shim(generation)
             except Refused:  # the shim hangs, such as in a write: kill its ranks all the same
                 _kill_what_is_left(job, [generation], groups, below, stuck_after)
                 raise
@@ -82,7 +82,7 @@ def find_living(job: JobState) -> list[Generation]:
     """
     if job.is_recorded():
         return []
-    orders = set(find_shims.find_keepers(job.state, job.path.name))
+    orders = set(find_shims.find_shims(job.state, job.path.name))
     if orders or job.generations():
         orders |= _find_ranks(job)
     else:
@@ -114,11 +114,11 @@ def await_records(generation: Generation) -> bool:
         return True
     deadline = time.monotonic() + RESTORE_TIMEOUT
     while time.monotonic() < deadline:
-        keeper = generation.find_keeper()
-        if keeper is None:
+        shim = generation.find_shim()
+        if shim is None:
             break
-        processes.kill(keeper, signal.SIGCONT)
-        processes.kill(keeper, signal.SIGCHLD)
+        processes.kill(shim, signal.SIGCONT)
+        processes.kill(shim, signal.SIGCHLD)
         time.sleep(0.02)
         if _is_whole(generation):
             break
@@ -132,15 +132,15 @@ def _is_whole(generation: Generation) -> bool:
 
 def _list_groups_below(generation: Generation) -> dict[int, int]:
     """Return the start time, by pid, of all living descendants of a shim without records."""
-    keeper = generation.find_keeper()
-    below = processes.list_below(keeper) if keeper is not None else []
+    shim = generation.find_shim()
+    below = processes.list_below(shim) if shim is not None else []
     return {process.pid: process.started for process in below}
 
 
-def _identify_keeper(generation: Generation) -> tuple[int, int] | None:
-    identity = generation.identity("keeper")
-    keeper = generation.find_keeper() if identity is None else None
-    return (keeper.pid, keeper.started) if keeper is not None else identity
+def _identify_shim(generation: Generation) -> tuple[int, int] | None:
+    identity = generation.identity("shim")
+    shim = generation.find_shim() if identity is None else None
+    return (shim.pid, shim.started) if shim is not None else identity
 
 
 def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
@@ -156,9 +156,7 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
     return suspects
 
 
-def _ask_keeper(
-    generation: Generation, grace: float, stuck_after: float, reason: str
-) -> Json | None:
+def _ask_shim(generation: Generation, grace: float, stuck_after: float, reason: str) -> Json | None:
     """Have the shim stop its ranks; return its confirmation that none is left, or None.
 
     Raises:
@@ -183,10 +181,10 @@ def _ask_keeper(
                         )
                 except OSError:  # silent or gone: the check below finds out which
                     pass
-        if not generation.keeper_lives():
+        if not generation.shim_lives():
             return None
         if attempt == 0:  # if it was stopped, SIGCONT lets it stop its ranks gracefully
-            _signal(_identify_keeper(generation), signal.SIGCONT)
+            _signal(_identify_shim(generation), signal.SIGCONT)
     return None
 
 
@@ -232,21 +230,21 @@ def _signal(identity: tuple[int, int] | None, number: int) -> bool:
     return True
 
 
-def _end_keeper(generation: Generation) -> None:
+def _end_shim(generation: Generation) -> None:
     """Kill a shim that did not exit when ordered to. Its ranks die with it.
 
     Raises:
         Refused: The shim does not die.
     """
     deadline = time.monotonic() + GOING
-    while generation.keeper_lives():
-        identity = _identify_keeper(generation)
+    while generation.shim_lives():
+        identity = _identify_shim(generation)
         _signal(identity, signal.SIGKILL)
         if time.monotonic() > deadline:
             number = generation.order[1]
             raise Refused(
                 "stuck",
-                f"the keeper of generation {number} does not die",
+                f"the shim of generation {number} does not die",
                 pids=[identity[0]] if identity else [],
             )
         time.sleep(0.005)

@@ -28,7 +28,7 @@ from relaunch.agent.state import Generation, JobState, boot_id
 
 PING = 2.0
 """Seconds between keep-alive messages to the shim."""
-KEEPER_SILENCE = 3.0
+SHIM_SILENCE = 3.0
 """Seconds without an answer to a keep-alive message after which the shim counts as silent.
 
 A shim that runs answers at once.
@@ -93,7 +93,7 @@ def run(
     generation: Generation,
     token: Token,
     order: Json,
-    keeper: processes.Process,
+    shim: processes.Process,
     sockets: Sockets,
     kernel: kernel_log.Mark,
     news: Json,
@@ -105,8 +105,8 @@ def run(
     processes.set_name("relaunch-sup")
     kept = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
     processes.close_all_but([*kept, kernel.handle])
-    supervisor = Supervisor(generation, token, order, keeper, sockets, kernel)
-    supervisor.hear_keeper(news)
+    supervisor = Supervisor(generation, token, order, shim, sockets, kernel)
+    supervisor.hear_shim(news)
     supervisor.run()
 
 
@@ -116,14 +116,14 @@ class Supervisor:
         generation: Generation,
         token: Token,
         order: Json,
-        keeper: processes.Process,
+        shim: processes.Process,
         sockets: Sockets,
         kernel: kernel_log.Mark,
     ) -> None:
         self.generation = generation
         self.token = token
         self.order = order
-        self.keeper = keeper
+        self.shim = shim
         self.listener = sockets.watch
         self.guard = sockets.guard
         self.loop = Loop()
@@ -175,7 +175,7 @@ class Supervisor:
         self.loop.watch(self.listener.fileno(), lambda events: self._accept())
         self.job = JobState.of(generation.state, token)
         self.peers = Peers(self.loop, self.job, token, sockets.peers, self._vitals)
-        self.link = Channel(self.loop, sockets.link, self.hear_keeper, self._keeper_went)
+        self.link = Channel(self.loop, sockets.link, self.hear_shim, self._shim_went)
 
     def run(self) -> None:
         while self.leave_at is None or now() < self.leave_at:
@@ -184,7 +184,7 @@ class Supervisor:
 
     # --- the shim ---
 
-    def hear_keeper(self, told: Json) -> None:
+    def hear_shim(self, told: Json) -> None:
         self.unanswered_since = None
         if "state" not in told:
             return
@@ -221,7 +221,7 @@ class Supervisor:
             if rank not in self.progress:
                 self.progress[rank] = RankProgress(self.generation, rank, self.pattern)
 
-    def _keeper_went(self) -> None:
+    def _shim_went(self) -> None:
         """Handle a closed socket: unless the shim announced its end, it has died."""
         if self.state == "gone":
             return
@@ -235,11 +235,11 @@ class Supervisor:
         self.observations = journal.read(self.generation.journal)
         missing = set(self.order["ranks"]) - journal.exited(self.observations)
         if missing:
-            reason = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
+            reason = f"the shim died; the exits of ranks {sorted(missing)} are not known"
             if left:
                 reason += f"; {gpu_users.describe(left)} does not die"
             record = journal.Journal(self.generation.journal)
-            record.append(("KeeperDied", {"reason": reason}))
+            record.append(("ShimDied", {"reason": reason}))
             record.close()
             self.untaken = record.pending
             self.observations = [*journal.read(self.generation.journal), *self.untaken]
@@ -408,8 +408,8 @@ class Supervisor:
             "lease_left": left,
             "progress": reported,
         }
-        if self._keeper_silence is not None:
-            heartbeat["keeper_silent"] = round(self._keeper_silence, 1)
+        if self._shim_silence is not None:
+            heartbeat["shim_silent"] = round(self._shim_silence, 1)
         watcher.channel.send({"heartbeat": heartbeat})
 
     def _find_alive(self) -> list[int]:
@@ -418,7 +418,7 @@ class Supervisor:
         The shim removes a rank only after it has journaled its exit. If the shim is silent, ranks
         that are dead according to /proc are left out as well.
         """
-        if self._keeper_silence is None:
+        if self._shim_silence is None:
             return self.alive
         found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
         return [
@@ -428,9 +428,9 @@ class Supervisor:
         ]
 
     @property
-    def _keeper_silence(self) -> float | None:
-        """Return the seconds of the shim's silence; None if below KEEPER_SILENCE."""
-        if self.unanswered_since is None or now() < self.unanswered_since + KEEPER_SILENCE:
+    def _shim_silence(self) -> float | None:
+        """Return the seconds of the shim's silence; None if below SHIM_SILENCE."""
+        if self.unanswered_since is None or now() < self.unanswered_since + SHIM_SILENCE:
             return None
         return now() - self.unanswered_since
 
@@ -447,20 +447,20 @@ class Supervisor:
         due = ends if self.state == "running" else self.kill_at
         return None if due is None else max(due + OVERDUE, self.killed_at + OVERDUE)
 
-    def _kill_for_keeper(self) -> None:
+    def _kill_for_shim(self) -> None:
         """Kill the ranks, because both the shim and the guard are stopped or hang."""
         self.link.hear_pending()
         if self._kill_due_at is None or now() < self._kill_due_at:
             return
         self.killed_at = now()
-        for process in processes.list_below(self.keeper, without=[os.getpid(), self.guard_pid]):
+        for process in processes.list_below(self.shim, without=[os.getpid(), self.guard_pid]):
             processes.kill(process, signal.SIGKILL)
 
-    def _wake_keeper(self) -> None:
+    def _wake_shim(self) -> None:
         """Send SIGCONT to a stopped shim: while it is stopped, exits of ranks are not reported."""
-        found = processes.look(self.keeper.pid)
+        found = processes.look(self.shim.pid)
         if found is not None and found.state == "T":
-            processes.kill(self.keeper, signal.SIGCONT)
+            processes.kill(self.shim, signal.SIGCONT)
 
     def _look(self) -> None:
         """Read the progress of all ranks.
@@ -535,7 +535,7 @@ class Supervisor:
                 self._ping()
             retention.cut_live_logs(self.generation)
         if self._kill_due_at is not None and now() >= self._kill_due_at:
-            self._kill_for_keeper()
+            self._kill_for_shim()
         self.peers.expire()
         self._see_alone()
         if self._ask_at is not None and now() >= self._ask_at:
@@ -554,8 +554,8 @@ class Supervisor:
         if self.unanswered_since is None:
             self.unanswered_since = now()
             self.link.send({"alive": True})
-        elif self._keeper_silence is not None:
-            self._wake_keeper()
+        elif self._shim_silence is not None:
+            self._wake_shim()
 
     # --- peers ---
 

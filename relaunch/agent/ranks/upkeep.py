@@ -24,7 +24,7 @@ SOCKETS = ("orders", "sock")
 
 class FolderUpkeep:
     def __init__(self, generation: Generation, token: Token, order: Json, lock: int) -> None:
-        """Start upkeep; `lock` is the descriptor of keeper.lock, held since this process began."""
+        """Start upkeep; `lock` is the descriptor of shim.lock, held since this process began."""
         self.generation = generation
         self.job = JobState.of(generation.state, token)
         self.order = order
@@ -83,7 +83,7 @@ class FolderUpkeep:
         self.due_at = now() + LOOK_INTERVAL
         self.hold()
         own = self.generation.path
-        names = ["order.json", "keeper.json", "keeper.lock", "journal.jsonl", *SOCKETS]
+        names = ["order.json", "shim.json", "shim.lock", "journal.jsonl", *SOCKETS]
         if self.launch is not None:
             names.append("started.json")
         files = [*(own / name for name in names), self.job.path / "highest.json"]
@@ -104,19 +104,19 @@ class FolderUpkeep:
                 path.mkdir(mode=0o700, exist_ok=True)
             elif path in missing:
                 folders.secure_folder(path)
-        if own / "keeper.lock" in missing:
-            # Lock the file first, then rename it: an unlocked keeper.lock means that no shim lives.
-            lock = try_lock(own / ".keeper.lock.restored")
+        if own / "shim.lock" in missing:
+            # Lock the file first, then rename it: an unlocked shim.lock means that no shim lives.
+            lock = try_lock(own / ".shim.lock.restored")
             if lock is not None:
-                os.rename(own / ".keeper.lock.restored", own / "keeper.lock")
+                os.rename(own / ".shim.lock.restored", own / "shim.lock")
                 os.dup2(lock, self.lock, inheritable=False)
                 os.close(lock)
         if own / "order.json" in missing:
             write_json(own / "order.json", self.order, durable=False)
-        if own / "keeper.json" in missing:
+        if own / "shim.json" in missing:
             found = processes.look(os.getpid())
             if found is not None:
-                self.generation.write_identity("keeper", found.pid, found.started)
+                self.generation.write_identity("shim", found.pid, found.started)
         if own / "started.json" in missing and self.launch is not None:
             write_json(own / "started.json", self.launch, durable=False)
         self._relink_logs(alive)

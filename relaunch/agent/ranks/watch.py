@@ -62,7 +62,7 @@ class Watch:
                         if self._relay(supervisor):
                             return
                 await_records(self.generation)
-                if not self.generation.keeper_lives() and not self._supervisor_serves():
+                if not self.generation.shim_lives() and not self._supervisor_serves():
                     self._tell_from_disk()
                     return
                 self._pause()
@@ -201,9 +201,9 @@ class Watch:
         missing = sorted(set(self.ranks) - journal.exited(observations))
         if not missing:
             return None
-        born = (read_json(self.generation.path / "keeper.json") or {}).get("boot_id")
+        born = (read_json(self.generation.path / "shim.json") or {}).get("boot_id")
         rebooted = born != boot_id(self.generation.state)
-        how = "the node rebooted" if rebooted else "the keeper and its supervisor died"
+        how = "the node rebooted" if rebooted else "the shim and its supervisor died"
         return {
             "reason": f"{how}; the exits of ranks {missing} are not known",
             "rebooted": rebooted,
