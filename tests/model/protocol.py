@@ -323,13 +323,13 @@ class Node:
             self._fence(shim, clock)
             return
         any_peer = self.broken is Broken.ANY_PEER and not answer.superseded
-        vouched = shim.vouchers.answered(
+        vouched = shim.vouchers.record_answer(
             str(peer), self._since(shim, sent), answer.alive, answer.leased or any_peer
         )
         if any_peer:
             vouched = sent
         if vouched is not None:
-            shim.lease.vouched(vouched)
+            shim.lease.extend(vouched)
 
     def compare_clock(
         self, shim: Shim, peer: int, asked: float, answer: Answer, now: float
@@ -348,7 +348,7 @@ class Node:
         assert shim.vouchers is not None
         shim.standstills.add(self.clock(now), stood)
         shim.vouchers.forget()
-        shim.lease.shift(stood)
+        shim.lease.shorten(stood)
 
     def _since(self, shim: Shim, stamp: float) -> float:
         """Return a time of this clock as what it is worth after the clock stood still."""
@@ -400,7 +400,7 @@ class Node:
             shim.state = State.GONE
         if shim.state is State.RUNNING:
             assert shim.lease is not None
-            if shim.lease.fenced(clock) is not None:
+            if shim.lease.find_fence_reason(clock) is not None:
                 self._fence(shim, clock)
         if shim.state is State.STOPPING and clock >= shim.dead_by:
             shim.state = State.GONE
