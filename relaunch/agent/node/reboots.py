@@ -17,7 +17,7 @@ from relaunch.agent.state import read_boot_id, read_json, sync_folder, write_jso
 
 JOURNAL_FILE = "reboots.jsonl"
 CURRENT_FILE = "rebooting.json"
-LOG_POSITION_FILE = "tended.json"
+LOG_POSITION_FILE = "kernel_log.json"
 MAX_REPORTED = 20
 """Number of reboots that are reported: a controller looks back over days, and a node with that many
 reboots in days is not rebooted any more."""
@@ -52,7 +52,7 @@ def _read_entries(state: Path) -> List[Json]:
             continue
         if not isinstance(entry, dict):
             continue
-        if "undone" in entry:
+        if "cancelled" in entry:
             entries = [
                 candidate
                 for candidate in entries
@@ -111,7 +111,7 @@ def cancel(state: Path, id: str, reason: str) -> None:
         {
             "id": id,
             "boot_id": read_boot_id(state),
-            "undone": reason[:MAX_REASON],
+            "cancelled": reason[:MAX_REASON],
             "at": time.time(),
         },
     )

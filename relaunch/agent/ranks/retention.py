@@ -25,7 +25,7 @@ On a small disk the space for the next checkpoint matters more than the output o
 """
 BUDGET_VARIABLE = "RELAUNCH_LOG_BUDGET"
 """Environment variable of the agent that sets the budget in bytes and overrides both limits."""
-SCAN_STAMP = "tidied"
+SCAN_STAMP = "log_scan"
 SCAN_INTERVAL = 60.0
 """Seconds between two scans. A launch waits for a scan, 0.1 ms for each generation."""
 MIN_KEPT_BYTES = 64 * 1024
