@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from real_node import Node, Stream, boottime, is_alive, wait_for
-from test_lease import fenced, goes_on, launch, renewing
+from test_lease import find_fence, goes_on, launch, renewing
 
 from relaunch.agent.ranks.lease import (
     CLOCK_WINDOW,
@@ -251,11 +251,11 @@ def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
         second.shift_clock(
             next(shifts)
         )  # again and again: a shift before the first comparison shows nothing
-        return bool(fenced(first))
+        return bool(find_fence(first))
 
     wait_for(is_fenced_by_now)
-    assert fenced(first)["why"] == "isolated"
-    assert not fenced(second)
+    assert find_fence(first)["why"] == "isolated"
+    assert not find_fence(second)
 
 
 @pytest.mark.long
@@ -280,7 +280,7 @@ def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(
         woke = boottime()
         wait_for(lambda: not is_alive(rank))
         assert boottime() - woke < 4.0, "it went on for what its own clock left of lease and fence"
-        assert not fenced(first)
+        assert not find_fence(first)
 
 
 def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(
@@ -291,10 +291,10 @@ def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
     second.kill_everything()
     goes_on(watches[0], 2.5)
-    assert not fenced(first), "whoever watches decides"
+    assert not find_fence(first), "whoever watches decides"
     watches[0].close()
-    wait_for(lambda: fenced(first).get("why") == "isolated")
-    assert "n2" in fenced(first)["reason"]
+    wait_for(lambda: find_fence(first).get("why") == "isolated")
+    assert "n2" in find_fence(first)["reason"]
 
 
 def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..., Node]) -> None:
@@ -304,4 +304,4 @@ def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..
     watches[0].close()
     begin = boottime()
     wait_for(lambda: boottime() > begin + 2.5)
-    assert not fenced(first)
+    assert not find_fence(first)

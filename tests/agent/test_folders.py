@@ -41,7 +41,7 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def read_name() -> str:
+def name() -> str:
     return f"relaunch-{os.geteuid()}"
 
 
