@@ -190,7 +190,7 @@ class Gang:
             self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
             view.stamp, view.stamped_at = float(heartbeat["stamp"]), read_boot_clock()
             view.good_beats += 1
-            view.is_stalled = heartbeat.get("keeper_silent") is not None
+            view.is_stalled = heartbeat.get("shim_silent") is not None
             self._note_answer(node)
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)

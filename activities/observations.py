@@ -69,7 +69,7 @@ def observation_from(
     reason = str(raw.get("reason") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
         return RanksFenced(node, received_at, str(raw.get("why")), reason)
-    if kind in ("KeeperDied", "RanksVanished"):
+    if kind in ("ShimDied", "RanksVanished"):
         return RanksVanished(node, received_at, reason, "reboot" in reason, *kernel_from(raw))
     if kind == "Stopped":
         # The order came from a higher generation or from a person; for this generation it means

@@ -5,7 +5,7 @@
 Each node is an OpenSSH server with one rank, on loopback. The network costs nothing; with --round-trip it costs so many milliseconds, by a
 relay before each sshd (nothing else of a network: no loss, no limit of what fits in).
 Each backend is in a process of its own, which does what a worker does of it and nothing of Temporal's. Counted apart: sshd, and what runs
-on the nodes (agents, their keepers and supervisors).
+on the nodes (agents, their shims and supervisors).
 """
 
 from __future__ import annotations

@@ -14,28 +14,36 @@ from typing import Any, Callable, Union
 from relaunch.agent import disk, processes, reports
 from relaunch.agent.loop import parse
 from relaunch.agent.node import preflight, probe, repairs
-from relaunch.agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, check_version, line
+from relaunch.agent.protocol import (
+    Fields,
+    Json,
+    NoAnswer,
+    ProcessHandover,
+    Refused,
+    check_version,
+    line,
+)
 from relaunch.agent.ranks import orders, watch
 
-Command = Callable[[Path, Fields, int, int], Union[Json, Becoming, None]]
+Command = Callable[[Path, Fields, int, int], Union[Json, ProcessHandover, None]]
 COMMANDS: dict[str, Command] = {
     "prepare": lambda state, order, reading, writing: orders.prepare(state, order),
     "start": lambda state, order, reading, writing: orders.start(state, order),
     "stop": lambda state, order, reading, writing: orders.stop(state, order),
     "watch": watch.watch,
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
-    "logs": lambda state, order, reading, writing: reports.logs(state, order, reading),
-    "stacks": lambda state, order, reading, writing: reports.stacks(state, order),
-    "probe": lambda state, order, reading, writing: probe.probe(state, order),
-    "preflight": lambda state, order, reading, writing: preflight.preflight(state, order),
+    "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
+    "stacks": lambda state, order, reading, writing: reports.read_stacks(state, order),
+    "probe": lambda state, order, reading, writing: probe.probe_node(state, order),
+    "preflight": lambda state, order, reading, writing: preflight.check_node(state, order),
     "meet": lambda state, order, reading, writing: preflight.meet(state, order),
     "diagnose": lambda state, order, reading, writing: repairs.diagnose(state, order, reading),
     "reset-gpus": lambda state, order, reading, writing: repairs.reset_gpus(state, order),
     "reboot": lambda state, order, reading, writing: repairs.reboot(state, order),
 }
-SIZE = 4
+PREFIX_BYTES = 4
 """Bytes of the length prefix of an order to a child."""
-FREE = b"\n"
+READY_LINE = b"\n"
 """An empty line from a child: it can take another command."""
 
 
@@ -50,7 +58,7 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
     It was not done if it was refused or is a watch. NoAnswer and a crash print no line. A `prepare`
     that was done does not return: its process becomes the shim.
     """
-    answer: Union[Json, Becoming, None]
+    answer: Union[Json, ProcessHandover, None]
     try:
         if command not in COMMANDS:
             raise Refused(
@@ -67,18 +75,18 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
         # node.
         if not disk.is_full(error) or command == "watch":
             raise
-        answer = disk.refuse(state, f"{command} was not carried out").answer
+        answer = disk.make_refusal(state, f"{command} was not carried out").answer
     if answer is None:
         return False
-    told = answer.answer if isinstance(answer, Becoming) else answer
+    message = answer.answer if isinstance(answer, ProcessHandover) else answer
     try:
-        write(writing, line(told))
+        write(writing, line(message))
     except BrokenPipeError:  # the caller disconnected; the order was carried out all the same
         pass
-    if isinstance(answer, Becoming):
+    if isinstance(answer, ProcessHandover):
         answer.become()
         os._exit(0)
-    return bool(told["outcome"] == "done")
+    return bool(message["outcome"] == "done")
 
 
 def _serve(state: Path, reading: int, writing: int) -> None:
@@ -96,7 +104,7 @@ def _serve(state: Path, reading: int, writing: int) -> None:
     clean = os.listdir("/proc/self/fd")
     while True:
         processes.set_name("relaunch-idle")
-        order = _take(reading)
+        order = _read_order(reading)
         if order is None:
             return
         processes.set_name("relaunch-order")
@@ -106,14 +114,14 @@ def _serve(state: Path, reading: int, writing: int) -> None:
         ):
             return
         try:
-            write(writing, FREE)
+            write(writing, READY_LINE)
         except BrokenPipeError:
             return
 
 
-def _take(reading: int) -> Json | None:
+def _read_order(reading: int) -> Json | None:
     """Read exactly one order: what follows it on the pipe belongs to its command."""
-    size = _read_exactly(reading, SIZE)
+    size = _read_exactly(reading, PREFIX_BYTES)
     text = _read_exactly(reading, int.from_bytes(size, "big")) if size else b""
     return parse(text) if text else None
 
@@ -138,7 +146,7 @@ class Child:
         self.number: Any = None
         self.command: Any = None
         self.answered = False
-        self.heard = bytearray()
+        self.received = bytearray()
         self.pid = processes.fork(lambda: _serve(state, reading, writing))
         os.close(reading)
         os.close(writing)
@@ -149,7 +157,7 @@ class Child:
         text = line({"command": command, "order": order})
         # it is reading, and an order may be larger than a pipe
         os.set_blocking(self.to_child, True)
-        write(self.to_child, len(text).to_bytes(SIZE, "big") + text)
+        write(self.to_child, len(text).to_bytes(PREFIX_BYTES, "big") + text)
         os.set_blocking(self.to_child, False)
 
     def send(self, value: Json) -> None:

@@ -21,7 +21,7 @@ MIN_FREE_INODES = 64
 BALLAST_NAME = "ballast"
 BALLAST_BYTES = 64 * 1024
 SPARE_BYTES = 4096
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 # Python 3.8 has only posix_fallocate, which changes the file size.
@@ -37,39 +37,42 @@ def log(text: str) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    return error.errno in FULL
+    return error.errno in FULL_ERRNOS
 
 
-def refuse(state: Path, what: str) -> Refused:
-    """Return the refusal of an order for which there is no space; `what` says what was not done."""
+def make_refusal(state: Path, consequence: str) -> Refused:
+    """Return the refusal of an order for which there is no space.
+
+    `consequence` says what was not done.
+    """
     free = _describe_free(state)
     return Refused(
         "disk_full",
-        f"the disk of the state folder {state} is full ({free}): {what}. relaunch repeats the order; "
-        f"remove files there, or give that file system more room",
+        f"the disk of the state folder {state} is full ({free}): {consequence}. "
+        f"relaunch repeats the order; remove files there, or give that file system more room",
     )
 
 
 def _describe_free(state: Path) -> str:
     try:
-        found = os.statvfs(state)
+        status = os.statvfs(state)
     except OSError as error:
         return f"free space unknown: {error.strerror}"
-    inodes = f", {found.f_favail} inodes" if found.f_files else ""
-    return f"{_count_free_bytes(found)} bytes{inodes} free"
+    inodes = f", {status.f_favail} inodes" if status.f_files else ""
+    return f"{_count_free_bytes(status)} bytes{inodes} free"
 
 
-def _count_free_bytes(found: os.statvfs_result) -> int:
-    blocks = found.f_bavail if os.geteuid() else found.f_bfree
-    return blocks * found.f_frsize
+def _count_free_bytes(status: os.statvfs_result) -> int:
+    blocks = status.f_bavail if os.geteuid() else status.f_bfree
+    return blocks * status.f_frsize
 
 
-def refuse_if_full(state: Path, what: str) -> None:
+def refuse_if_full(state: Path, consequence: str) -> None:
     """Refuse an order that needs space before it has changed anything."""
-    found = os.statvfs(state)
-    inodes = found.f_favail if found.f_files else MIN_FREE_INODES
-    if _count_free_bytes(found) < MIN_FREE_BYTES or inodes < MIN_FREE_INODES:
-        raise refuse(state, what)
+    status = os.statvfs(state)
+    inodes = status.f_favail if status.f_files else MIN_FREE_INODES
+    if _count_free_bytes(status) < MIN_FREE_BYTES or inodes < MIN_FREE_INODES:
+        raise make_refusal(state, consequence)
 
 
 def preallocate(handle: int, size: int) -> bool:
@@ -88,11 +91,11 @@ def punch_hole(handle: int, start: int, end: int) -> bool:
 # --- a spare beside a file ---
 
 
-def _spare_of(path: Path) -> Path:
+def _spare_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.spare")
 
 
-def _second_spare_of(path: Path) -> Path:
+def _second_spare_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.spare2")
 
 
@@ -102,9 +105,9 @@ def make_spare(path: Path, size: int = SPARE_BYTES) -> None:
     If the file does not exist yet, a second spare is made: the first write uses one up without
     leaving a replaced file as the next spare.
     """
-    _allocate(_spare_of(path), size)
+    _allocate(_spare_path(path), size)
     if not path.exists():
-        _allocate(_second_spare_of(path), size)
+        _allocate(_second_spare_path(path), size)
 
 
 def _allocate(spare: Path, size: int) -> None:
@@ -126,16 +129,16 @@ def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
     Return False if there is no spare that is large enough. The replaced file becomes the next
     spare. Data is padded with spaces, which JSON allows.
     """
-    spare = _spare_of(path)
+    spare = _spare_path(path)
     try:
         handle = os.open(spare, os.O_WRONLY)
     except FileNotFoundError:
         return False
     try:
-        found = os.fstat(handle)
-        if max(found.st_blocks * 512, 0) < len(data):
+        status = os.fstat(handle)
+        if max(status.st_blocks * 512, 0) < len(data):
             return False
-        padded = data.ljust(found.st_size, b" ")
+        padded = data.ljust(status.st_size, b" ")
         if os.pwrite(handle, padded, 0) < len(padded):
             return False
         if durable:
@@ -153,7 +156,7 @@ def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
         # the file does not exist yet, or there is no space for its name: the spare is used up
         os.replace(spare, path)
         with suppress(FileNotFoundError):
-            os.replace(_second_spare_of(path), spare)
+            os.replace(_second_spare_path(path), spare)
         return True
     os.replace(spare, path)
     os.replace(previous, spare)

@@ -10,13 +10,13 @@ import signal
 from pathlib import Path
 
 
-def cut(state: Path, way: str) -> bool:
+def is_cut(state: Path, direction: str) -> bool:
     """Return whether this node is cut off in a direction: controller-in, controller-out or peers.
 
     The file is read on each call.
     """
     try:
-        return way in (state / "cut").read_text().split()
+        return direction in (state / "cut").read_text().split()
     except FileNotFoundError:
         return False
 

@@ -79,7 +79,7 @@ def choose_folder(
     for candidate in candidates:
         if candidate.parent == PERSISTENT_ROOT:
             kind = str(find_mount(PERSISTENT_ROOT)["type"])
-            if is_shared(kind) or kind in FORGETFUL_FILE_SYSTEMS:
+            if is_shared_file_system(kind) or kind in FORGETFUL_FILE_SYSTEMS:
                 reasons.append(f"{candidate} would lie on {kind}")
                 continue
         try:
@@ -94,9 +94,9 @@ def choose_folder(
     )
 
 
-def open_given_folder(given: str) -> Path:
+def open_configured_folder(configured: str) -> Path:
     """Return the state folder that the environment names; create it if necessary."""
-    path = Path(os.path.abspath(given))
+    path = Path(os.path.abspath(configured))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         link = os.lstat(path)
@@ -107,7 +107,8 @@ def open_given_folder(given: str) -> Path:
     if stat.S_ISLNK(link.st_mode):
         if link.st_uid not in (0, os.geteuid()):
             raise FolderError(
-                f"the state folder {path} is a link that uid {link.st_uid} made; expected uid {os.geteuid()} or root"
+                f"the state folder {path} is a link that uid {link.st_uid} made; "
+                f"expected uid {os.geteuid()} or root"
             )
         return secure_folder(path.resolve())
     return secure_folder(path)
@@ -127,12 +128,13 @@ def secure_folder(path: Path) -> Path:
     except OSError as error:
         raise FolderError(_explain(path, error)) from error
     try:
-        found = os.fstat(handle)
-        if found.st_uid != os.geteuid():
+        status = os.fstat(handle)
+        if status.st_uid != os.geteuid():
             raise FolderError(
-                f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
+                f"the state folder {path} belongs to uid {status.st_uid}; "
+                f"expected uid {os.geteuid()}"
             )
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             os.fchmod(handle, 0o700)
     except OSError as error:
         raise FolderError(_explain(path, error)) from error
@@ -143,41 +145,45 @@ def secure_folder(path: Path) -> Path:
 
 def _explain(path: Path, error: OSError) -> str:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return f"the state folder {path} cannot be opened: {error.strerror}"
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return (
-            f"the state folder {path} is a link, which uid {found.st_uid} made, and is not followed"
+            f"the state folder {path} is a link, which uid {status.st_uid} made, "
+            "and is not followed"
         )
-    if found.st_uid != os.geteuid():
-        return f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
-    if not stat.S_ISDIR(found.st_mode):
+    if status.st_uid != os.geteuid():
+        return (
+            f"the state folder {path} belongs to uid {status.st_uid}; expected uid {os.geteuid()}"
+        )
+    if not stat.S_ISDIR(status.st_mode):
         return f"the state folder {path} is not a folder"
     return f"the state folder {path} cannot be opened: {error.strerror}"
 
 
 def _refuse_open_parent(parent: Path) -> None:
     try:
-        found = os.stat(parent)
+        status = os.stat(parent)
     except OSError as error:
         raise FolderError(f"the folder {parent} cannot be read: {error.strerror}") from error
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise FolderError(
-            f"every user can rename what is in {parent}: it is world-writable and has no sticky bit. "
+            f"every user can rename what is in {parent}: "
+            "it is world-writable and has no sticky bit. "
             f"`chmod +t {parent}`, or set RELAUNCH_AGENT_STATE to a folder elsewhere"
         )
 
 
 def _is_own(path: Path) -> bool:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def is_shared(kind: str) -> bool:
+def is_shared_file_system(kind: str) -> bool:
     """Return whether several machines may share a file system of this type."""
     if kind.startswith("fuse."):
         kind = kind[len("fuse.") :]
@@ -188,14 +194,14 @@ def find_mount(folder: Path) -> Dict[str, Any]:
     """Return the type and the mount point of the file system that a folder is on."""
     place = os.path.realpath(folder)
     best = ""
-    found: Dict[str, Any] = {"type": None, "mounted": None}
+    mount: Dict[str, Any] = {"type": None, "mounted": None}
     try:
         with open("/proc/self/mountinfo") as file:
             for text in file:
                 before, _, after = text.partition(" - ")
                 point = before.split()[4].replace("\\040", " ")
                 if len(point) >= len(best) and (place + "/").startswith(point.rstrip("/") + "/"):
-                    best, found = point, {"type": after.split()[0], "mounted": point}
+                    best, mount = point, {"type": after.split()[0], "mounted": point}
     except (OSError, IndexError) as error:
-        return {**found, "unreadable": f"/proc/self/mountinfo: {error}"}
-    return found
+        return {**mount, "unreadable": f"/proc/self/mountinfo: {error}"}
+    return mount

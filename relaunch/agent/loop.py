@@ -12,7 +12,7 @@ from typing import Callable
 
 from relaunch.agent.protocol import Json, line, now
 
-LINE_LIMIT = 4 * 1024 * 1024
+MAX_LINE_BYTES = 4 * 1024 * 1024
 """A start order with long environments for 16 ranks is far below this."""
 
 
@@ -29,7 +29,7 @@ class Loop:
         if self._ready.pop(handle, None) is not None:
             self._poll.unregister(handle)
 
-    def turn(self, until: float) -> None:
+    def run_once(self, until: float) -> None:
         """Wait until a descriptor is ready or until `until` (CLOCK_BOOTTIME); handle events."""
         for handle, events in self._poll.poll(max(0, int((until - now()) * 1000 + 0.999))):
             ready = self._ready.get(handle)
@@ -44,27 +44,27 @@ class Channel:
         self,
         loop: Loop,
         handle: int,
-        hear: Callable[[Json], None],
-        ended: Callable[[], None],
-        limit: int = LINE_LIMIT,
+        handle_message: Callable[[Json], None],
+        handle_end: Callable[[], None],
+        limit: int = MAX_LINE_BYTES,
     ) -> None:
         os.set_blocking(handle, False)
         self.loop = loop
         self.handle = handle
-        self.hear = hear
-        self.ended = ended
+        self.handle_message = handle_message
+        self.handle_end = handle_end
         self.limit = limit
         self.closed = False
         self.closing = False
-        self.written_at = now()
+        self.last_write_at = now()
         self.error: int | None = None
         """The errno that ended it, if one did."""
         self._in = bytearray()
         self._out = bytearray()
-        loop.watch(handle, self._on_ready)
+        loop.watch(handle, self._handle_ready)
 
     @property
-    def behind(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether the other side has not read everything yet."""
         return bool(self._out)
 
@@ -75,14 +75,14 @@ class Channel:
         if self.closed:
             return
         if not self._out:
-            self.written_at = now()
+            self.last_write_at = now()
         self._out += data
         if len(self._out) > self.limit:
             self.drop()
         else:
             self._flush()
 
-    def hear_pending(self) -> None:
+    def read_pending(self) -> None:
         """Process input that has already arrived."""
         if not self.closed:
             self._read()
@@ -98,9 +98,9 @@ class Channel:
             self.closed = True
             self.loop.forget(self.handle)
             os.close(self.handle)
-            self.ended()
+            self.handle_end()
 
-    def _on_ready(self, events: int) -> None:
+    def _handle_ready(self, events: int) -> None:
         if events & select.POLLOUT:
             self._flush()
         if not self.closed and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
@@ -117,12 +117,12 @@ class Channel:
                 self.drop()
                 return
             del self._out[:sent]
-            self.written_at = now()
+            self.last_write_at = now()
         if self.closing and not self._out:
             self.drop()
             return
         self.loop.watch(
-            self.handle, self._on_ready, select.POLLIN | (select.POLLOUT if self._out else 0)
+            self.handle, self._handle_ready, select.POLLIN | (select.POLLOUT if self._out else 0)
         )
 
     def _read(self) -> None:
@@ -143,7 +143,7 @@ class Channel:
                 break
             value = parse(text)
             if value is not None:
-                self.hear(value)
+                self.handle_message(value)
         if len(self._in) > self.limit:
             self.drop()
 

@@ -65,12 +65,12 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def close_all_but(kept: Iterable[int]) -> None:
+def close_all_but(handles: Iterable[int]) -> None:
     """Close all other descriptors above stderr."""
-    keep = set(kept)
+    kept_handles = set(handles)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
-        if number > 2 and number not in keep:
+        if number > 2 and number not in kept_handles:
             try:
                 os.close(number)
             except OSError:  # the descriptor that listed the folder
@@ -89,7 +89,7 @@ class Process(NamedTuple):
     started: int
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process lives, including a dead leader with threads left.
 
         Such a leader still holds its GPU: a process stuck in a driver looks like this.
@@ -97,7 +97,7 @@ class Process(NamedTuple):
         return self.state not in "ZX" or self.threads > 1
 
 
-def look(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -109,18 +109,18 @@ def look(pid: int) -> Process | None:
 
 
 def identify_self() -> Process:
-    found = look(os.getpid())
-    assert found is not None, "a process that runs is in /proc"
-    return found
+    process = read_process(os.getpid())
+    assert process is not None, "a process that runs is in /proc"
+    return process
 
 
-def lives(pid: int, started: int) -> bool:
+def is_alive(pid: int, started: int) -> bool:
     """Return whether the process with this pid and start time is alive."""
-    found = look(pid)
-    return found is not None and found.started == started and found.lives
+    process = read_process(pid)
+    return process is not None and process.started == started and process.is_alive
 
 
-def _all_pids() -> list[int]:
+def _list_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -128,7 +128,7 @@ _LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
 """Requires CONFIG_PROC_CHILDREN, which most kernels have."""
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Return all children that were not reaped yet.
 
     A list that the kernel makes while children come and go may lack some of them, but not here: the
@@ -136,15 +136,15 @@ def children() -> list[int]:
     """
     if not _LISTS_CHILDREN:
         return [
-            found.pid
-            for found in map(look, _all_pids())
-            if found is not None and found.parent == os.getpid()
+            process.pid
+            for process in map(read_process, _list_pids())
+            if process is not None and process.parent == os.getpid()
         ]
     with open("/proc/thread-self/children", "rb") as file:
         return [int(text) for text in file.read().split()]
 
 
-def _listed_children(parent: int) -> list[int]:
+def _read_children(parent: int) -> list[int]:
     pids = []
     try:
         for thread in os.listdir(f"/proc/{parent}/task"):
@@ -156,35 +156,35 @@ def _listed_children(parent: int) -> list[int]:
     return pids
 
 
-def descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
+def list_descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
     """Return the living processes below `ancestor`.
 
     For a subreaper these are all processes it ever caused to start, with or without setsid. A
     process that changes its parent meanwhile may be missing, so a caller that wants all of them
     gone must look again.
     """
-    left_out = set(without)
+    excluded = set(without)
     below: list[Process] = []
     if _LISTS_CHILDREN:
         listed = [ancestor]
         while listed:
-            for pid in _listed_children(listed.pop()):
-                found = None if pid in left_out else look(pid)
-                if found is not None:
+            for pid in _read_children(listed.pop()):
+                candidate = None if pid in excluded else read_process(pid)
+                if candidate is not None:
                     listed.append(pid)
-                    if found.lives:
-                        below.append(found)
+                    if candidate.is_alive:
+                        below.append(candidate)
         return below
-    table = [found for found in map(look, _all_pids()) if found is not None]
+    table = [candidate for candidate in map(read_process, _list_pids()) if candidate is not None]
     by_parent: dict[int, list[Process]] = {}
     for process in table:
         by_parent.setdefault(process.parent, []).append(process)
     queue = [ancestor]
     while queue:
         for child in by_parent.get(queue.pop(), ()):
-            if child.pid not in left_out:
+            if child.pid not in excluded:
                 queue.append(child.pid)
-                if child.lives:
+                if child.is_alive:
                     below.append(child)
     return below
 
@@ -195,15 +195,15 @@ def list_below(ancestor: Process, without: Iterable[int] = ()) -> list[Process]:
     The children of a dead process have another parent, which may be the init of the machine, and
     below that is every process. So neither a pid alone nor `os.getppid()` may be passed for this.
     """
-    if ancestor.pid <= 1 or not lives(ancestor.pid, ancestor.started):
+    if ancestor.pid <= 1 or not is_alive(ancestor.pid, ancestor.started):
         return []
-    below = descendants(ancestor.pid, without)
-    return below if lives(ancestor.pid, ancestor.started) else []
+    below = list_descendants(ancestor.pid, without)
+    return below if is_alive(ancestor.pid, ancestor.started) else []
 
 
-def of_token(
+def find_by_token(
     prefix: str,
-    wanted: Callable[[str], bool],
+    matches: Callable[[str], bool],
     state: str,
     groups: dict[int, int],
     without: Iterable[int] = (),
@@ -212,7 +212,7 @@ def of_token(
 
     Args:
         prefix: how the token in the environment begins.
-        wanted: given what follows the prefix, returns whether the token matches.
+        matches: given what follows the prefix, returns whether the token matches.
         state: the state folder that the environment must name as well, or another one of the same
             node: nodes may share a machine.
         groups: pid and start time of known ranks; the members of their groups and sessions match
@@ -221,53 +221,53 @@ def of_token(
     """
     token = f"RELAUNCH_TOKEN={prefix}".encode()
     places = {f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)}
-    left_out = {os.getpid(), *without}
+    excluded = {os.getpid(), *without}
     reused = {
         pid
         for pid, started in groups.items()
-        if (leader := look(pid)) is not None and leader.started != started
+        if (leader := read_process(pid)) is not None and leader.started != started
     }
-    found: list[Process] = []
-    for pid in _all_pids():
-        if pid in left_out:
+    matching: list[Process] = []
+    for pid in _list_pids():
+        if pid in excluded:
             continue
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 environment = file.read()
         except OSError:  # it has ended, or belongs to another user
             environment = b""
-        named = False
+        is_match = False
         if token in environment:
             variables = environment.split(b"\0")
-            named = not places.isdisjoint(variables) and any(
-                wanted(variable[len(token) :].decode(errors="replace"))
+            is_match = not places.isdisjoint(variables) and any(
+                matches(variable[len(token) :].decode(errors="replace"))
                 for variable in variables
                 if variable.startswith(token)
             )
-        if not named and not groups:
+        if not is_match and not groups:
             continue
-        process = look(pid)
-        if process is None or not process.lives:
+        process = read_process(pid)
+        if process is None or not process.is_alive:
             continue
-        if named or any(
+        if is_match or any(
             leader in groups and leader not in reused and process.started >= groups[leader]
             for leader in (process.group, process.session)
         ):
-            found.append(process)
-    return found
+            matching.append(process)
+    return matching
 
 
-def with_dying(left: list[Process], killed: list[Process]) -> list[Process]:
+def add_dying(left: list[Process], killed: list[Process]) -> list[Process]:
     """Return `left` and those of `killed` that are not gone yet.
 
     An exiting process releases its memory, and with it its environment, before it closes its files
     and devices.
     """
-    found = {process.pid for process in left}
+    pids = {process.pid for process in left}
     return left + [
         process
         for process in killed
-        if process.pid not in found and lives(process.pid, process.started)
+        if process.pid not in pids and is_alive(process.pid, process.started)
     ]
 
 
@@ -277,7 +277,7 @@ def kill(process: Process, number: int) -> bool:
     A process that is gone, or whose pid has been reused, is left alone. It is not permitted for a
     process that a rank has started with sudo, which belongs to root.
     """
-    now = look(process.pid)
+    now = read_process(process.pid)
     if now is None or now.started != process.started:
         return True
     try:

@@ -30,7 +30,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Becoming:
+class ProcessHandover:
     """An answer, and what the process that gave it becomes afterwards."""
 
     answer: Json
@@ -42,7 +42,7 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Replace numbers that JSON lacks (NaN, infinities) by text that float() reads.
 
     A loss of NaN is information, not an error.
@@ -50,9 +50,9 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: replace_nonfinite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [finite(inner) for inner in value]
+        return [replace_nonfinite(inner) for inner in value]
     return value
 
 
@@ -60,7 +60,10 @@ def line(value: Json) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     except ValueError:
-        return json.dumps(finite(value), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        return (
+            json.dumps(replace_nonfinite(value), separators=(",", ":"), allow_nan=False).encode()
+            + b"\n"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,32 +120,32 @@ def parse_token(text: str) -> Optional[Token]:
     )
 
 
-def bad(name: str, value: Any, expected: str) -> NoReturn:
+def refuse_field(name: str, value: Any, expected: str) -> NoReturn:
     raise Refused(
         "bad_order",
-        f"{name} is {json.dumps(finite(value), default=str)[:120]}; expected {expected}",
+        f"{name} is {json.dumps(replace_nonfinite(value), default=str)[:120]}; expected {expected}",
     )
 
 
-_ABSENT: Any = object()
+_REQUIRED: Any = object()
 
 
 class Fields:
     """Parser of an order's fields; a missing field or a wrong type is refused by name."""
 
-    def __init__(self, order: Any, within: str = "") -> None:
+    def __init__(self, order: Any, prefix: str = "") -> None:
         if not isinstance(order, dict):
-            raise Refused("bad_order", f"{within.rstrip('.') or 'the order'} is not a JSON object")
+            raise Refused("bad_order", f"{prefix.rstrip('.') or 'the order'} is not a JSON object")
         self.order: Json = order
-        self.within = within
+        self.prefix = prefix
 
-    def get(self, name: str, expected: str, default: Any = _ABSENT) -> Any:
+    def get(self, name: str, expected: str, default: Any = _REQUIRED) -> Any:
         value = self.order.get(name, default)
-        if value is _ABSENT:
-            raise Refused("bad_order", f"{self.within}{name} is missing; expected {expected}")
+        if value is _REQUIRED:
+            raise Refused("bad_order", f"{self.prefix}{name} is missing; expected {expected}")
         return value
 
-    def number(self, name: str, default: Any = _ABSENT, least: float = 0.0) -> float:
+    def number(self, name: str, default: Any = _REQUIRED, least: float = 0.0) -> float:
         expected = f"a number of at least {least:g}"
         value = self.get(name, expected, default)
         if (
@@ -151,39 +154,39 @@ class Fields:
             or not math.isfinite(value)
             or value < least
         ):
-            bad(self.within + name, value, expected)
+            refuse_field(self.prefix + name, value, expected)
         return float(value)
 
-    def whole(self, name: str, default: Any = _ABSENT) -> int:
+    def whole(self, name: str, default: Any = _REQUIRED) -> int:
         expected = "a whole number of at least 0"
         value = self.get(name, expected, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            bad(self.within + name, value, expected)
+            refuse_field(self.prefix + name, value, expected)
         return int(value)
 
-    def text(self, name: str, default: Any = _ABSENT) -> str:
+    def text(self, name: str, default: Any = _REQUIRED) -> str:
         value = self.get(name, "text", default)
         if not isinstance(value, str) or not value or "\0" in value:
-            bad(self.within + name, value, "text that is not empty and has no NUL")
+            refuse_field(self.prefix + name, value, "text that is not empty and has no NUL")
         return str(value)
 
-    def flag(self, name: str, default: Any = _ABSENT) -> bool:
+    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
         value = self.get(name, "true or false", default)
         if not isinstance(value, bool):
-            bad(self.within + name, value, "true or false")
+            refuse_field(self.prefix + name, value, "true or false")
         return bool(value)
 
-    def items(self, name: str, default: Any = _ABSENT) -> list[Any]:
+    def items(self, name: str, default: Any = _REQUIRED) -> list[Any]:
         value = self.get(name, "a list", default)
         if not isinstance(value, list):
-            bad(self.within + name, value, "a list")
+            refuse_field(self.prefix + name, value, "a list")
         return list(value)
 
     def strings(self, name: str) -> list[str]:
         values = self.items(name)
         for value in values:
             if not isinstance(value, str) or "\0" in value:
-                bad(self.within + name, value, "a list of texts without NUL")
+                refuse_field(self.prefix + name, value, "a list of texts without NUL")
         return values
 
     def fleet(self) -> str:
@@ -202,20 +205,20 @@ class Fields:
         ]
         for name, value in zip(("namespace", "job", "server"), names):
             if "/" in value or "\n" in value:
-                bad(f"token.{name}", value, "a name without a slash or a line break")
+                refuse_field(f"token.{name}", value, "a name without a slash or a line break")
         return Token(
             names[0], names[1], inner.whole("submission"), inner.whole("generation"), names[2]
         )
 
 
-def environment(value: Any, name: str) -> dict[str, str]:
+def parse_environment(value: Any, name: str) -> dict[str, str]:
     """Parse a mapping of environment variables."""
     variables = Fields(value, f"{name}.").order
     for key, text in variables.items():
         if not key or "=" in key or "\0" in key:
-            bad(f"a name in {name}", key, "the name of a variable")
+            refuse_field(f"a name in {name}", key, "the name of a variable")
         if not isinstance(text, str) or "\0" in text:
-            bad(f"{name}.{key}", text, "text without NUL")
+            refuse_field(f"{name}.{key}", text, "text without NUL")
     return variables
 
 

@@ -12,27 +12,30 @@ from typing import Any
 
 from relaunch.agent import processes
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
-from relaunch.agent.protocol import VERSION, Fields, Json, Refused, bad
+from relaunch.agent.protocol import VERSION, Fields, Json, Refused, refuse_field
 from relaunch.agent.ranks import journal, retention
-from relaunch.agent.state import Generation, JobState, boot_id, read_json
+from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
-POLL = 0.05
+POLL_INTERVAL = 0.05
 """Seconds between checks for new log lines while a caller waits."""
-THREADS = 256
+MAX_THREADS = 256
 """Maximum number of threads of one rank that are examined."""
-PY_SPY_PATIENCE = 20.0
+PY_SPY_TIMEOUT = 20.0
 
 
-def _state_of(generation: Generation, observations: list[Json]) -> str:
+def _derive_state(generation: Generation, observations: list[Json]) -> str:
     """Derive from the files the state that the shim would report."""
-    if not generation.keeper_lives():
+    if not generation.has_live_shim():
         return "gone"
-    if generation.started is None:
+    if generation.launch is None:
         return "prepared"
     pids = generation.pids
-    if len(journal.exited(observations)) == len(pids):
+    if len(journal.list_exited(observations)) == len(pids):
         return "ended"
-    over = any(seen["kind"] != "RankExited" or seen["exit_code"] != 0 for seen in observations)
+    over = any(
+        observation["kind"] != "RankExited" or observation["exit_code"] != 0
+        for observation in observations
+    )
     return "stopping" if over else "running"
 
 
@@ -47,25 +50,25 @@ def list_jobs(state: Path, order: Fields) -> Json:
         highest = read_json(entry / "highest.json")
         if highest is None:
             continue
-        job = JobState.named(state, highest)
+        job = JobState.from_row(state, highest)
         generations = []
-        for generation in job.generations():
-            given = generation.given
-            if given is None:
+        for generation in job.list_generations():
+            prepared = generation.prepared_order
+            if prepared is None:
                 continue
             pids, groups = generation.pids, generation.groups
             ranks: list[Json] = []
-            for rank in given["ranks"]:
+            for rank in prepared["ranks"]:
                 pid = pids[rank][0] if rank in pids else None
-                alive = pid in groups and processes.lives(pid, groups[pid])
+                alive = pid in groups and processes.is_alive(pid, groups[pid])
                 ranks.append({"rank": rank, "pid": pid, "alive": alive})
             generations.append(
                 {
                     "submission": generation.order[0],
                     "generation": generation.order[1],
-                    "state": _state_of(generation, journal.read(generation.journal)),
+                    "state": _derive_state(generation, journal.read(generation.journal)),
                     "ranks": ranks,
-                    **({"fleet": given["fleet"]} if given.get("fleet") else {}),
+                    **({"fleet": prepared["fleet"]} if prepared.get("fleet") else {}),
                 }
             )
         jobs.append(
@@ -75,40 +78,44 @@ def list_jobs(state: Path, order: Fields) -> Json:
                 "generations": generations,
             }
         )
-    held = hold.held(state)
+    holder = hold.read_holder(state)
     answer: Json = {
         "outcome": "done",
-        "boot_id": boot_id(state),
+        "boot_id": read_boot_id(state),
         "protocol": VERSION,
         "jobs": jobs,
-        "held": held,
+        "held": holder,
     }
     # The holder of the node may be resetting its GPUs, which requires that no process has them
     # open.
-    if not order.flag("gpus", False) or held is not None or reboots.under_way(state) is not None:
+    if (
+        not order.flag("gpus", False)
+        or holder is not None
+        or reboots.read_current(state) is not None
+    ):
         return answer
-    return {**answer, "gpus": gpu_users.told(state, gpus.read(state, inventory_only=True))}
+    return {**answer, "gpus": gpu_users.add_owners(state, gpus.read(state, inventory_only=True))}
 
 
-def _known(state: Path, order: Fields) -> tuple[Generation, list[int]]:
+def _find_generation(state: Path, order: Fields) -> tuple[Generation, list[int]]:
     token = order.token()
-    generation = JobState.of(state, token).generation(token.order)
-    given = generation.given
-    if given is None:
+    generation = JobState.from_token(state, token).generation(token.order)
+    prepared = generation.prepared_order
+    if prepared is None:
         raise Refused(
             "no_such_generation", f"generation {token.generation} was never prepared on this node"
         )
-    return generation, given["ranks"]
+    return generation, prepared["ranks"]
 
 
-def _tail_offset(path: Path, lines: int, most: int) -> int:
+def _find_tail(path: Path, lines: int, limit: int) -> int:
     """Return the offset of the last lines of a log, looking back over at most this many bytes."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            begin = max(0, size - most)
+            begin = max(0, size - limit)
             file.seek(begin)
-            data = file.read(most)
+            data = file.read(limit)
     except FileNotFoundError:
         return 0
     at = len(data) - (1 if data.endswith(b"\n") else 0)
@@ -119,22 +126,25 @@ def _tail_offset(path: Path, lines: int, most: int) -> int:
     return begin + at + 1
 
 
-def _chunk(path: Path, rank: int, offset: int, most: int, whole: bool) -> Json | None:
+def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> Json | None:
     """Read a log from an offset.
 
     A character whose bytes are not all there yet is left for the next read, unless `whole`.
     """
     try:
         with open(path, "rb") as file:
-            begin = retention.find_kept(file.fileno(), offset)
+            begin = retention.find_data(file.fileno(), offset)
             if begin > offset:
-                left_out = f"[relaunch: {begin - offset} bytes left out, this log outgrew its share of the disk]\n"
+                left_out = (
+                    f"[relaunch: {begin - offset} bytes left out, "
+                    "this log outgrew its share of the disk]\n"
+                )
                 return {"rank": rank, "offset": offset, "next": begin, "data": left_out}
             file.seek(offset)
-            data = file.read(most)
+            data = file.read(limit)
     except FileNotFoundError:
         return None
-    if not whole or len(data) == most:
+    if not whole or len(data) == limit:
         for back in range(1, min(4, len(data))):
             if data[-back] & 0xC0 == 0xC0:
                 length = 2 if data[-back] < 0xE0 else 3 if data[-back] < 0xF0 else 4
@@ -153,59 +163,61 @@ def _chunk(path: Path, rank: int, offset: int, most: int, whole: bool) -> Json |
     }
 
 
-def logs(state: Path, order: Fields, reading: int) -> Json:
-    generation, ranks = _known(state, order)
-    most = order.whole("max_bytes", 65536)
-    if most < 4:
-        bad("max_bytes", most, "at least 4, the longest letter of UTF-8")
+def read_logs(state: Path, order: Fields, reading: int) -> Json:
+    generation, ranks = _find_generation(state, order)
+    limit = order.whole("max_bytes", 65536)
+    if limit < 4:
+        refuse_field("max_bytes", limit, "at least 4, the longest letter of UTF-8")
     deadline = time.monotonic() + order.number("wait", 0.0)
     lines = None if order.order.get("tail") is None else order.whole("tail")
-    given = order.order.get("offsets")
-    fields = Fields({} if given is None else given, "offsets.")
+    offsets_field = order.order.get("offsets")
+    fields = Fields({} if offsets_field is None else offsets_field, "offsets.")
     for name in fields.order:
         if not name.isdigit():
-            bad("a name in offsets", name, "a global rank")
+            refuse_field("a name in offsets", name, "a global rank")
         fields.whole(name)
     offsets: dict[int, int] = {}
-    for rank in [*ranks, *generation.launched]:
+    for rank in [*ranks, *generation.launched_ranks]:
         # a reader follows the whole job, so its offsets also name ranks of other nodes
         if str(rank) in fields.order:
             offsets[rank] = fields.whole(str(rank))
         else:
-            offsets[rank] = 0 if lines is None else _tail_offset(generation.log(rank), lines, most)
+            offsets[rank] = (
+                0 if lines is None else _find_tail(generation.log_path(rank), lines, limit)
+            )
     while True:
-        over = _ranks_are_gone(generation, ranks)
-        found = [
-            _chunk(generation.log(rank), rank, offset, most, over)
+        over = _has_ended(generation, ranks)
+        read_chunks = [
+            _read_chunk(generation.log_path(rank), rank, offset, limit, over)
             for rank, offset in offsets.items()
         ]
-        chunks = [chunk for chunk in found if chunk is not None]
+        chunks = [chunk for chunk in read_chunks if chunk is not None]
         ended = over and all(
-            _read_up(generation, rank, offset, chunks) for rank, offset in offsets.items()
+            _is_read_up(generation, rank, offset, chunks) for rank, offset in offsets.items()
         )
         left = deadline - time.monotonic()
         if chunks or ended or left <= 0:
             return {"outcome": "done", "chunks": chunks, "ended": ended}
-        ready, _, _ = select.select([reading], [], [], min(POLL, left))
+        ready, _, _ = select.select([reading], [], [], min(POLL_INTERVAL, left))
         if ready and not os.read(reading, 65536):
             deadline = 0.0
 
 
-def _ranks_are_gone(generation: Generation, ranks: list[int]) -> bool:
-    if not generation.keeper_lives():
+def _has_ended(generation: Generation, ranks: list[int]) -> bool:
+    if not generation.has_live_shim():
         return True
-    return len(journal.exited(journal.read(generation.journal))) == len(ranks)
+    return len(journal.list_exited(journal.read(generation.journal))) == len(ranks)
 
 
-def _read_up(generation: Generation, rank: int, offset: int, chunks: list[Json]) -> bool:
+def _is_read_up(generation: Generation, rank: int, offset: int, chunks: list[Json]) -> bool:
     after = next((chunk["next"] for chunk in chunks if chunk["rank"] == rank), offset)
     try:
-        return bool(after >= generation.log(rank).stat().st_size)
+        return bool(after >= generation.log_path(rank).stat().st_size)
     except FileNotFoundError:
         return True
 
 
-def _text(path: str) -> Any:
+def _read_text(path: str) -> Any:
     try:
         with open(path, "rb") as file:
             return file.read(16384).decode(errors="replace").rstrip()
@@ -213,7 +225,7 @@ def _text(path: str) -> Any:
         return {"unreadable": str(error.strerror)}
 
 
-def _py_spy(pid: int) -> Any:
+def _run_py_spy(pid: int) -> Any:
     program = shutil.which("py-spy")
     if program is None:
         return None
@@ -223,7 +235,7 @@ def _py_spy(pid: int) -> Any:
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=PY_SPY_PATIENCE,
+            timeout=PY_SPY_TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"unreadable": str(error)}
@@ -232,27 +244,27 @@ def _py_spy(pid: int) -> Any:
     return done.stdout.decode(errors="replace")[:65536]
 
 
-def stacks(state: Path, order: Fields) -> Json:
-    generation, processes_here = _known(state, order)
-    launched = generation.launched
+def read_stacks(state: Path, order: Fields) -> Json:
+    generation, processes_here = _find_generation(state, order)
+    launched = generation.launched_ranks
     ranks = [*launched] or processes_here
     if order.order.get("rank") is not None:
         rank = order.whole("rank")
         if rank not in ranks:
-            bad("rank", rank, f"one of {ranks}")
+            refuse_field("rank", rank, f"one of {ranks}")
         ranks = [rank]
     pids, groups = {**generation.pids, **launched}, generation.groups
     if groups:  # otherwise the node has rebooted, and the pids mean nothing
         groups.update(launched.values())
-    found: list[Json] = []
+    rows: list[Json] = []
     for rank in ranks:
         pid = pids[rank][0] if rank in pids else None
-        if pid is None or pid not in groups or not processes.lives(pid, groups[pid]):
-            found.append({"rank": rank, "pid": pid, "unreadable": "the rank does not run"})
+        if pid is None or pid not in groups or not processes.is_alive(pid, groups[pid]):
+            rows.append({"rank": rank, "pid": pid, "unreadable": "the rank does not run"})
             continue
         threads = []
         try:
-            tasks = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:THREADS]
+            tasks = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:MAX_THREADS]
         except FileNotFoundError:
             tasks = []
         for task in tasks:
@@ -260,8 +272,11 @@ def stacks(state: Path, order: Fields) -> Json:
             threads.append(
                 {
                     "tid": task,
-                    **{name: _text(f"{folder}/{name}") for name in ("wchan", "status", "stack")},
+                    **{
+                        name: _read_text(f"{folder}/{name}")
+                        for name in ("wchan", "status", "stack")
+                    },
                 }
             )
-        found.append({"rank": rank, "pid": pid, "threads": threads, "py_spy": _py_spy(pid)})
-    return {"outcome": "done", "stacks": found}
+        rows.append({"rank": rank, "pid": pid, "threads": threads, "py_spy": _run_py_spy(pid)})
+    return {"outcome": "done", "stacks": rows}

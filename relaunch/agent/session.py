@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.agent.children import Child, write
-from relaunch.agent.failpoints import cut
+from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import VERSION, Json, Refused, line
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 
-FINISHED_ALWAYS = ("prepare", "start", "stop", "reset-gpus", "reboot")
+ALWAYS_FINISHED = ("prepare", "start", "stop", "reset-gpus", "reboot")
 """These commands are finished even if the controller has disconnected; the others end."""
-HEALED = 0.2
+CUT_CHECK_INTERVAL = 0.2
 """Seconds between checks whether a cut was lifted."""
-SPARES = 2
+MAX_SPARES = 2
 """Idle children: one that `prepare` turns into a shim, and one for the `start` that follows."""
-QUIET = 0.05
+FORK_DELAY = 0.05
 """Seconds without a line before spares are replaced: a fork costs 2 ms, which must not delay a
 launch."""
 
@@ -49,9 +49,9 @@ class Session:
         """Ending children, and shims: they stay children until they or this process end."""
         self.buffer = bytearray()
         self.open = True
-        self.lost: set[str] = set()
+        self.cut_directions: set[str] = set()
         """The directions in which a cut has dropped something."""
-        self.deaf = False
+        self.is_muted = False
         self.code = 0
 
     def run(self) -> int:
@@ -65,12 +65,12 @@ class Session:
         # Garbage collection in the children skips frozen objects, so shared pages are not copied.
         gc.freeze()
         if self.single is None:
-            hello = {"protocol": VERSION, "boot_id": boot_id(self.state), "pid": os.getpid()}
+            hello = {"protocol": VERSION, "boot_id": read_boot_id(self.state), "pid": os.getpid()}
             self._print(line({"session": hello}))
-        while self.open or self.children or self.lost:
+        while self.open or self.children or self.cut_directions:
             handles = [0, ended] if self.open else [ended]
-            short = self.single is None and self.open and len(self.spares) < SPARES
-            waiting = HEALED if self.lost else QUIET if short else None
+            short = self.single is None and self.open and len(self.spares) < MAX_SPARES
+            waiting = CUT_CHECK_INTERVAL if self.cut_directions else FORK_DELAY if short else None
             ready, _, _ = select.select([*handles, *self.children, *self.spares], [], [], waiting)
             for handle in ready:
                 if handle == 0:
@@ -81,15 +81,17 @@ class Session:
                         pid for pid in self.unreaped if os.waitpid(pid, os.WNOHANG)[0] == 0
                     }
                 elif handle in self.children:
-                    self._relay(self.children[handle])
+                    self._relay_output(self.children[handle])
                 elif handle in self.spares and not os.read(handle, 1):  # it was killed
-                    self._bury(self.spares.pop(handle))
+                    self._release(self.spares.pop(handle))
             if not ready and short:
                 spare = Child(self.state)
                 self.spares[spare.from_child] = spare
-            if self.lost and not any(cut(self.state, way) for way in self.lost):
-                self.lost.clear()
-                self.deaf = True
+            if self.cut_directions and not any(
+                is_cut(self.state, direction) for direction in self.cut_directions
+            ):
+                self.cut_directions.clear()
+                self.is_muted = True
                 self._end()
         return self.code
 
@@ -98,7 +100,7 @@ class Session:
         if not data:
             self._end()
             return
-        if self._swallows("controller-in"):
+        if self._is_cut("controller-in"):
             return
         self.buffer += data
         if self.single is not None and not self.children:
@@ -109,7 +111,7 @@ class Session:
             if text is None:
                 return
             if text.strip():
-                self._hear(parse(text))
+                self._handle_line(parse(text))
 
     def _read_single(self) -> None:
         """Take the order as soon as it is complete, whether or not more input follows."""
@@ -125,7 +127,7 @@ class Session:
             if self.single != "watch":
                 self.open = False
 
-    def _hear(self, value: Json | None) -> None:
+    def _handle_line(self, value: Json | None) -> None:
         if self.single is not None:
             if value is not None:
                 for child in self.children.values():
@@ -135,21 +137,21 @@ class Session:
             refusal = Refused("bad_order", "a line is not a JSON object with an id").answer
             self._print(line({"id": None, "line": refusal}))
             return
-        found = [
+        matches = [
             child
             for child in self.children.values()
             if child.number == value["id"] and not child.answered
         ]
         if "command" in value:
-            if found:
+            if matches:
                 refusal = Refused("bad_order", f"id {value['id']} is in use").answer
                 self._print(line({"id": value["id"], "line": refusal}))
             else:
                 self._begin(value["id"], value["command"], value.get("order"))
-        elif found and isinstance(value.get("send"), dict):
-            found[0].send(value["send"])
-        elif found and value.get("close"):
-            found[0].close()
+        elif matches and isinstance(value.get("send"), dict):
+            matches[0].send(value["send"])
+        elif matches and value.get("close"):
+            matches[0].close()
 
     def _begin(self, number: Any, command: Any, order: Any) -> None:
         while self.spares:
@@ -157,7 +159,7 @@ class Session:
             try:
                 child.begin(number, command, order)
             except BrokenPipeError:
-                self._bury(child)
+                self._release(child)
                 continue
             self.children[child.from_child] = child
             return
@@ -165,18 +167,18 @@ class Session:
         child.begin(number, command, order)
         self.children[child.from_child] = child
 
-    def _bury(self, child: Child) -> None:
+    def _release(self, child: Child) -> None:
         """Forget a child that has closed its pipe; it may live on as a shim."""
         child.close()
         os.close(child.from_child)
         self.unreaped.add(child.pid)
 
-    def _relay(self, child: Child) -> None:
+    def _relay_output(self, child: Child) -> None:
         data = os.read(child.from_child, 65536)
         if not data:
             del self.children[child.from_child]
             if child.answered:
-                self._bury(child)
+                self._release(child)
                 return
             _, status = os.waitpid(child.pid, 0)  # its pipe closes when it ends
             child.close()
@@ -188,57 +190,55 @@ class Session:
                 )
             )
             return
-        child.heard += data
+        child.received += data
         while True:
-            text = take_line(child.heard)
+            text = take_line(child.received)
             if text is None:
                 return
             if not text:
                 self._free(child)
                 continue
             child.answered = child.command != "watch"  # the other commands print one line only
-            self._print(
-                self._wrapped(child, text) + (self._exit(child, 0) if child.answered else b"")
-            )
+            self._print(self._wrap(child, text) + (self._exit(child, 0) if child.answered else b""))
 
     def _free(self, child: Child) -> None:
         """Return a child that is ready for another command to the spares, or let it end."""
-        if child.closed or not self.open or len(self.spares) >= SPARES:
+        if child.closed or not self.open or len(self.spares) >= MAX_SPARES:
             child.close()
             return
         del self.children[child.from_child]
         self.spares[child.from_child] = child
 
-    def _wrapped(self, child: Child, text: bytes) -> bytes:
+    def _wrap(self, child: Child, text: bytes) -> bytes:
         return (
             text + b"\n"
             if self.single is not None
-            else b'{"id":%s,"line":%s}\n' % (_json(child.number), text)
+            else b'{"id":%s,"line":%s}\n' % (_encode(child.number), text)
         )
 
     def _exit(self, child: Child, code: int) -> bytes:
         if self.single is None:
-            return b'{"id":%s,"exit":%d}\n' % (_json(child.number), code)
+            return b'{"id":%s,"exit":%d}\n' % (_encode(child.number), code)
         self.code = code
         self.open = False
         return b""
 
     def _print(self, data: bytes) -> None:
-        if self.deaf:
+        if self.is_muted:
             return
-        if self._swallows("controller-out"):
+        if self._is_cut("controller-out"):
             return
         try:
             write(1, data)
         except OSError:  # the controller disconnected; commands in progress are finished
-            self.deaf = True
+            self.is_muted = True
             self._end()
 
-    def _swallows(self, way: str) -> bool:
+    def _is_cut(self, direction: str) -> bool:
         """Return whether a message is lost to a cut, or follows a lost one in its direction."""
-        if way not in self.lost and not cut(self.state, way):
+        if direction not in self.cut_directions and not is_cut(self.state, direction):
             return False
-        self.lost.add(way)
+        self.cut_directions.add(direction)
         return True
 
     def _end(self) -> None:
@@ -247,18 +247,18 @@ class Session:
             self.single is not None
             and self.open
             and not self.children
-            and not self.lost
-            and not self.deaf
+            and not self.cut_directions
+            and not self.is_muted
         ):
             self._begin(None, self.single, parse(bytes(self.buffer)))
         self.open = False
         for child in self.children.values():
-            if child.command not in FINISHED_ALWAYS or child.answered:
+            if child.command not in ALWAYS_FINISHED or child.answered:
                 child.close()
         for spare in self.spares.values():
-            self._bury(spare)
+            self._release(spare)
         self.spares.clear()
 
 
-def _json(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     return line({"": value})[4:-2]

@@ -22,7 +22,7 @@ from relaunch.agent.ranks import find_shims
 
 MACHINE_DIGITS = 16
 """Hex digits of a hash of the machine id; systemd asks not to expose the id itself."""
-KEPT_GENERATIONS = 10
+MAX_GENERATIONS = 10
 """Enough to look back over a night with many failures; each is a few files and the logs."""
 
 
@@ -30,7 +30,7 @@ def _refuse(reason: str) -> NoReturn:
     raise Refused("cannot_start", reason)
 
 
-def _machine_id() -> str:
+def _read_machine_id() -> str:
     for source in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
         try:
             text = Path(source).read_text().strip()
@@ -43,16 +43,16 @@ def _machine_id() -> str:
 
 def open_state() -> Path:
     """Return this node's state folder; create it if necessary."""
-    given = os.environ.get("RELAUNCH_AGENT_STATE")
+    configured = os.environ.get("RELAUNCH_AGENT_STATE")
     try:
-        if given:
-            return folders.open_given_folder(given).resolve()
-        return folders.choose_folder(_machine_id(), find_shims.find_used_place).resolve()
+        if configured:
+            return folders.open_configured_folder(configured).resolve()
+        return folders.choose_folder(_read_machine_id(), find_shims.find_used_place).resolve()
     except folders.FolderError as error:
         _refuse(str(error))
 
 
-def boot_id(state: Path) -> str:
+def read_boot_id(state: Path) -> str:
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
         own = (state / "boot_id").read_text().strip()
@@ -136,7 +136,7 @@ class Generation:
         self.path = job_folder / f"{order[0]}-{order[1]}"
         self.journal = self.path / "journal.jsonl"
 
-    def make(self) -> None:
+    def make_folders(self) -> None:
         for folder in (
             self.path,
             self.path / "logs",
@@ -146,89 +146,91 @@ class Generation:
         ):
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def log(self, rank: int) -> Path:
+    def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank_{rank}.log"
 
-    def error(self, rank: int) -> Path:
+    def error_path(self, rank: int) -> Path:
         return self.path / "errors" / f"rank_{rank}.json"
 
-    def progress(self, rank: int) -> Path:
+    def progress_path(self, rank: int) -> Path:
         return self.path / "progress" / f"rank_{rank}"
 
-    def launched_file(self, rank: int) -> Path:
+    def rank_record_path(self, rank: int) -> Path:
         return self.path / "launched" / f"rank_{rank}.json"
 
     @property
-    def launched(self) -> dict[int, tuple[int, int]]:
+    def launched_ranks(self) -> dict[int, tuple[int, int]]:
         """pid and start time of every rank that a launcher has started here, from its record."""
-        found = {}
+        ranks = {}
         folder = self.path / "launched"
         for path in sorted(folder.glob("rank_*.json")) if folder.is_dir() else ():
             record = read_json(path)
             if record is not None:
-                found[int(path.stem[5:])] = (record["pid"], record["started"])
-        return dict(sorted(found.items()))
+                ranks[int(path.stem[5:])] = (record["pid"], record["started"])
+        return dict(sorted(ranks.items()))
 
     @property
-    def given(self) -> Json | None:
+    def prepared_order(self) -> Json | None:
         """The order that `prepare` received and what it answered."""
         return read_json(self.path / "order.json")
 
     @property
-    def started(self) -> Json | None:
+    def launch(self) -> Json | None:
         """The launch: None before it, `pids` null while in progress, `refused` if it failed."""
         return read_json(self.path / "started.json")
 
     @property
     def pids(self) -> dict[int, tuple[int, int]]:
         """pid and start time of every rank that was started."""
-        pids = (self.started or {}).get("pids") or {}
+        pids = (self.launch or {}).get("pids") or {}
         return {int(rank): (pid, started) for rank, (pid, started) in pids.items()}
 
     @property
     def groups(self) -> dict[int, int]:
         """Start time of the ranks by pid; empty after a reboot, when pids mean nothing."""
-        if (self.started or {}).get("boot_id") != boot_id(self.state):
+        if (self.launch or {}).get("boot_id") != read_boot_id(self.state):
             return {}
         return dict(self.pids.values())
 
     @property
     def cgroup(self) -> str | None:
         """The control group of the ranks, if there is one; None after a reboot."""
-        started = self.started or {}
+        started = self.launch or {}
         folder = started.get("cgroup")
-        return str(folder) if folder and started.get("boot_id") == boot_id(self.state) else None
+        return (
+            str(folder) if folder and started.get("boot_id") == read_boot_id(self.state) else None
+        )
 
     def identity(self, of: str) -> tuple[int, int] | None:
-        """Return pid and start time of the `keeper` or the `supervisor`, if from this boot."""
+        """Return pid and start time of the `shim` or the `supervisor`, if from this boot."""
         record = read_json(self.path / f"{of}.json")
-        if record is None or record["boot_id"] != boot_id(self.state):
+        if record is None or record["boot_id"] != read_boot_id(self.state):
             return None
         return record["pid"], record["started"]
 
     def write_identity(self, of: str, pid: int, started: int) -> None:
-        record = {"pid": pid, "started": started, "boot_id": boot_id(self.state)}
+        record = {"pid": pid, "started": started, "boot_id": read_boot_id(self.state)}
         write_json(self.path / f"{of}.json", record, durable=False)
 
-    def keeper_lives(self) -> bool:
+    def has_live_shim(self) -> bool:
         """Return whether the lock that the shim holds from its start is taken.
 
-        It is taken even before keeper.json is written. If the lock file was removed, look for the
+        It is taken even before shim.json is written. If the lock file was removed, look for the
         shim that holds it open.
         """
         try:
-            handle = os.open(self.path / "keeper.lock", os.O_RDWR)
+            handle = os.open(self.path / "shim.lock", os.O_RDWR)
         except FileNotFoundError:
-            return self.find_keeper() is not None
+            return self.find_shim() is not None
         lock = _lock(handle)
         if lock is None:
             return True
         os.close(lock)
         return False
 
-    def find_keeper(self) -> processes.Process | None:
+    def find_shim(self) -> processes.Process | None:
         """Return the living shim of this generation, even if its files were removed."""
-        return find_shims.find_keepers(self.state, self.path.parent.name).get(self.order)
+        return find_shims.find_shims(self.state, self.path.parent.name).get(self.order)
 
     def make_spares(self, ranks: int) -> None:
         """Reserve space for what is written while ranks live, in case the disk fills up."""
@@ -238,10 +240,10 @@ class Generation:
 
     def is_recorded(self) -> bool:
         """Return whether the files that every preparation creates are there."""
-        return all((self.path / name).exists() for name in ("order.json", "keeper.lock"))
+        return all((self.path / name).exists() for name in ("order.json", "shim.lock"))
 
     @contextmanager
-    def address(self, name: str) -> Iterator[str]:
+    def open_address(self, name: str) -> Iterator[str]:
         """Yield a short path of a socket, however long the state folder's path is.
 
         A unix address holds 108 bytes.
@@ -254,7 +256,7 @@ class Generation:
 
     def listen(self, name: str) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with self.address(name) as address:
+        with self.open_address(name) as address:
             try:
                 os.unlink(self.path / name)
             except FileNotFoundError:
@@ -270,7 +272,7 @@ class Generation:
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         caller.settimeout(timeout)
         try:
-            with self.address(name) as address:
+            with self.open_address(name) as address:
                 caller.connect(address)
         except OSError:  # the socket is gone, refuses, or its queue is full: no process accepts
             caller.close()
@@ -278,7 +280,7 @@ class Generation:
         return caller
 
 
-class Highest(NamedTuple):
+class HighestTokens(NamedTuple):
     """The highest tokens of a job that this node has prepared and has permanently stopped."""
 
     prepared: Optional[Order]
@@ -302,11 +304,11 @@ class JobState:
         self.path = state / "jobs" / hashlib.sha256(self.token_prefix.encode()).hexdigest()[:16]
 
     @classmethod
-    def of(cls, state: Path, token: Token) -> JobState:
+    def from_token(cls, state: Path, token: Token) -> JobState:
         return cls(state, token.namespace, token.job, token.server)
 
     @classmethod
-    def named(cls, state: Path, row: Json) -> JobState:
+    def from_row(cls, state: Path, row: Json) -> JobState:
         """Return the job that a highest.json, or a row of `list` or `probe`, names."""
         return cls(state, row["namespace"], row["job"], row.get("server", ""))
 
@@ -325,18 +327,20 @@ class JobState:
 
         Only the place that started ranks can prove anything about them.
         """
-        machine = hashlib.sha256(f"relaunch/{_machine_id()}".encode()).hexdigest()[:MACHINE_DIGITS]
+        machine = hashlib.sha256(f"relaunch/{_read_machine_id()}".encode()).hexdigest()[
+            :MACHINE_DIGITS
+        ]
         return {
             "machine": machine,
-            "boot_id": boot_id(self.state),
+            "boot_id": read_boot_id(self.state),
             "uid": os.geteuid(),
-            "state": self.highest().id,
+            "state": self.read_highest().id,
         }
 
     def generation(self, order: Order) -> Generation:
         return Generation(self.state, self.path, order)
 
-    def generations(self) -> list[Generation]:
+    def list_generations(self) -> list[Generation]:
         """Return every generation that has a folder here, oldest first."""
         orders = []
         for entry in self.path.iterdir() if self.path.is_dir() else ():
@@ -345,32 +349,32 @@ class JobState:
                 orders.append((int(submission), int(number)))
         return [self.generation(order) for order in sorted(orders)]
 
-    def highest(self) -> Highest:
-        known = read_json(self.path / "highest.json") or {}
+    def read_highest(self) -> HighestTokens:
+        record = read_json(self.path / "highest.json") or {}
         prepared, stopped = (
-            tuple(known[name]) if known.get(name) else None for name in ("prepared", "stopped")
+            tuple(record[name]) if record.get(name) else None for name in ("prepared", "stopped")
         )
-        return Highest(prepared, stopped, known.get("boot_id"), known.get("id", ""))
+        return HighestTokens(prepared, stopped, record.get("boot_id"), record.get("id", ""))
 
     def reserve(self, prepared: Order | None = None, stopped: Order | None = None) -> None:
         """Record the token of an order before the order is carried out."""
-        highest = self.highest()
-        known = {
+        highest = self.read_highest()
+        tokens = {
             "prepared": max(filter(None, (highest.prepared, prepared)), default=None),
             "stopped": max(filter(None, (highest.stopped, stopped)), default=None),
         }
-        boot = boot_id(self.state) if prepared is not None else highest.boot_id
-        whole = {**known, "boot_id": boot, "id": highest.id or secrets.token_hex(8), **self.names}
+        boot = read_boot_id(self.state) if prepared is not None else highest.boot_id
+        record = {**tokens, "boot_id": boot, "id": highest.id or secrets.token_hex(8), **self.names}
         path = self.path / "highest.json"
         # Rewriting identical content would need space that a full disk does not have.
-        if read_json(path) != json.loads(json.dumps(whole)):
-            write_json(path, whole)
+        if read_json(path) != json.loads(json.dumps(record)):
+            write_json(path, record)
 
     def is_recorded(self) -> bool:
         """Return whether the records are complete: none was removed since the last preparation."""
         if not (self.path / "highest.json").exists():
             return False
-        prepared = self.highest().prepared
+        prepared = self.read_highest().prepared
         return prepared is None or self.generation(prepared).is_recorded()
 
     def make_spare(self) -> None:
@@ -378,9 +382,9 @@ class JobState:
         disk.make_spare(self.path / "highest.json")
 
     @contextmanager
-    def locked(self, patience: float) -> Iterator[None]:
-        """Hold the job's lock; raise TimeoutError if it is not free within `patience` seconds."""
-        deadline = time.monotonic() + patience
+    def hold_lock(self, timeout: float) -> Iterator[None]:
+        """Hold the job's lock; raise TimeoutError if it is not free within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         while True:
             (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)

@@ -20,24 +20,24 @@ from relaunch.agent import processes
 from relaunch.agent.loop import parse
 from relaunch.agent.protocol import Json, line
 
-GRACE = 1.0
+STOP_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL, in which `dcgmi` can tell its host engine to stop. Shorter
 than any caller waits for the hold."""
-REAPED = 2.0
+KILL_TIMEOUT = 2.0
 """Seconds to wait after SIGKILL. What remains is stuck in the driver and is left: only a reboot
 ends it."""
-LOOK = 0.02
+POLL_INTERVAL = 0.02
 """Seconds between checks whether the program has ended: its children may hold its output open
 forever."""
-STDOUT = 1024 * 1024
-STDERR = 4096
-MARK = "RELAUNCH_HOLD"
+MAX_STDOUT_BYTES = 1024 * 1024
+MAX_STDERR_BYTES = 4096
+HOLD_VARIABLE = "RELAUNCH_HOLD"
 """Environment variable of processes that run under the hold, by which they are found after their
 holder was killed."""
 
 
 @dataclass(frozen=True)
-class Ran:
+class ToolResult:
     exit_code: Optional[int]
     """None: it was killed here. Negative: the number of the signal, from another sender, that
     killed it."""
@@ -45,28 +45,28 @@ class Ran:
     """At most the first megabyte."""
     stderr: str
     """At most the last 4 KiB."""
-    cut: bool
-    took: float
-    left: bool = False
-    """Whether it could not be killed."""
+    is_truncated: bool
+    duration: float
+    survives: bool = False
+    """Whether it could not be killed, and still runs."""
 
     @property
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """The end of its output, for people."""
-        return (self.stdout + self.stderr)[-STDERR:].strip()
+        return (self.stdout + self.stderr)[-MAX_STDERR_BYTES:].strip()
 
 
-def marked(state: Path, hold: str) -> Dict[str, str]:
-    return {**os.environ, MARK: hold, "RELAUNCH_NODE_STATE": str(state)}
+def make_environment(state: Path, hold: str) -> Dict[str, str]:
+    return {**os.environ, HOLD_VARIABLE: hold, "RELAUNCH_NODE_STATE": str(state)}
 
 
 def run(
-    words: Sequence[str],
-    within: float,
+    command: Sequence[str],
+    timeout: float,
     environment: Optional[Dict[str, str]] = None,
     caller: Optional[int] = None,
-) -> Ran:
-    """Run a program in its own process group; kill the group when it ends or `within` seconds pass.
+) -> ToolResult:
+    """Run a program in its own process group; kill the group when it ends or times out.
 
     Args:
         caller: a pipe; the program is killed when its other end closes.
@@ -74,10 +74,10 @@ def run(
     Raises:
         OSError: it cannot be started.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     parent = os.getpid()
     program = subprocess.Popen(
-        list(words),
+        list(command),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -88,26 +88,36 @@ def run(
     assert program.stdout is not None
     assert program.stderr is not None
     with program.stdout, program.stderr:
-        out, err = _Head(program.stdout.fileno(), STDOUT), _Tail(program.stderr.fileno(), STDERR)
-        ended = _follow(program.pid, [out, err], began + within, caller)
+        out, err = (
+            _Head(program.stdout.fileno(), MAX_STDOUT_BYTES),
+            _Tail(program.stderr.fileno(), MAX_STDERR_BYTES),
+        )
+        ended = _follow(program.pid, [out, err], started_at + timeout, caller)
         if not ended:
             processes.kill_group(program.pid, signal.SIGTERM)
-            _follow(program.pid, [out, err], time.monotonic() + GRACE)
+            _follow(program.pid, [out, err], time.monotonic() + STOP_GRACE)
         processes.kill_group(program.pid, signal.SIGKILL)
-        left = not ended and not _follow(program.pid, [out, err], time.monotonic() + REAPED)
+        left = not ended and not _follow(program.pid, [out, err], time.monotonic() + KILL_TIMEOUT)
         for stream in (out, err):
             stream.drain()
     code = None if left else program.wait()
-    return Ran(code if ended else None, out.text, err.text, out.cut, time.monotonic() - began, left)
+    return ToolResult(
+        code if ended else None,
+        out.text,
+        err.text,
+        out.is_truncated,
+        time.monotonic() - started_at,
+        left,
+    )
 
 
 class _Stream(ABC):
-    def __init__(self, handle: int, most: int) -> None:
+    def __init__(self, handle: int, limit: int) -> None:
         os.set_blocking(handle, False)
         self.handle = handle
-        self.most = most
+        self.limit = limit
         self.open = True
-        self.cut = False
+        self.is_truncated = False
         self.data = bytearray()
 
     def read(self) -> bool:
@@ -137,15 +147,15 @@ class _Stream(ABC):
 
 class _Head(_Stream):
     def keep(self, data: bytes) -> None:
-        room = self.most - len(self.data)
-        self.cut = self.cut or len(data) > room
+        room = self.limit - len(self.data)
+        self.is_truncated = self.is_truncated or len(data) > room
         self.data += data[:room]
 
 
 class _Tail(_Stream):
     def keep(self, data: bytes) -> None:
         self.data += data
-        del self.data[: -self.most]
+        del self.data[: -self.limit]
 
 
 def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int] = None) -> bool:
@@ -160,7 +170,7 @@ def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int
             return False
         handles = [stream.handle for stream in streams if stream.open]
         ready, _, _ = select.select(
-            handles if caller is None else [*handles, caller], [], [], min(LOOK, left)
+            handles if caller is None else [*handles, caller], [], [], min(POLL_INTERVAL, left)
         )
         for stream in streams:
             if stream.handle in ready:
@@ -170,10 +180,10 @@ def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int
     return True
 
 
-def left_behind(state: Path) -> List[int]:
+def find_leftovers(state: Path) -> List[int]:
     """Return the pids of living processes that were started under a hold of this node."""
-    place, mark = os.fsencode(f"RELAUNCH_NODE_STATE={state}"), os.fsencode(f"{MARK}=")
-    found = []
+    place, mark = os.fsencode(f"RELAUNCH_NODE_STATE={state}"), os.fsencode(f"{HOLD_VARIABLE}=")
+    pids = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
@@ -182,21 +192,21 @@ def left_behind(state: Path) -> List[int]:
                 variables = file.read().split(b"\0")
         except OSError:
             continue
-        process = processes.look(int(name)) if place in variables else None
+        process = processes.read_process(int(name)) if place in variables else None
         if (
             process is not None
-            and process.lives
+            and process.is_alive
             and any(variable.startswith(mark) for variable in variables)
         ):
-            found.append(int(name))
-    return found
+            pids.append(int(name))
+    return pids
 
 
-def sweep(state: Path) -> List[int]:
+def kill_leftovers(state: Path) -> List[int]:
     """Kill the processes that a dead holder left behind; return those that do not die."""
-    deadline = time.monotonic() + REAPED
+    deadline = time.monotonic() + KILL_TIMEOUT
     while True:
-        left = left_behind(state)
+        left = find_leftovers(state)
         if not left or time.monotonic() > deadline:
             return left
         for pid in left:
@@ -207,7 +217,7 @@ def sweep(state: Path) -> List[int]:
         time.sleep(0.005)
 
 
-def bounded(work: Callable[[], Json], within: float) -> Optional[Json]:
+def run_bounded(work: Callable[[], Json], timeout: float) -> Optional[Json]:
     """Run in a child what may block in the kernel; return its result, or None without an answer."""
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -221,15 +231,15 @@ def bounded(work: Callable[[], Json], within: float) -> Optional[Json]:
 
     pid = processes.fork(child)
     os.close(writing)
-    heard = b""
-    deadline = time.monotonic() + within
+    received = b""
+    deadline = time.monotonic() + timeout
     try:
-        while not heard.endswith(b"\n"):
+        while not received.endswith(b"\n"):
             ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(reading, 65536) if ready else b""
             if not data:
                 break
-            heard += data
+            received += data
     finally:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
@@ -237,4 +247,4 @@ def bounded(work: Callable[[], Json], within: float) -> Optional[Json]:
         deadline = time.monotonic() + 0.5
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
-    return parse(heard) if heard.endswith(b"\n") else None
+    return parse(received) if received.endswith(b"\n") else None

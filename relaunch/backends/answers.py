@@ -292,7 +292,7 @@ class Heartbeat(_Answer):
     stamp: Seconds
     alive: Ranks = []
     lease_left: Seconds | None = None
-    keeper_silent: Seconds | None = None
+    shim_silent: Seconds | None = None
     progress: Annotated[dict[RankNumber, Progress], Field(max_length=MAX_RANKS)] = {}
 
 
@@ -337,7 +337,7 @@ _OBSERVATIONS: Mapping[str, type[ObservationHead]] = {
     "RankExited": RankExitedLine,
     "Fenced": FencedLine,
     "Stopped": ReasonLine,
-    "KeeperDied": ReasonLine,
+    "ShimDied": ReasonLine,
     "RanksVanished": ReasonLine,
 }
 """The schema of each kind of observation. A kind that is not listed says nothing that a job acts

@@ -231,7 +231,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     if view["lost"]:
         lines.append(f"lost        {names(view['lost'])}")
     if view["stalled"]:
-        why = "its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
+        why = "its disk hangs, or its shim was stopped; an exit there may be seen as a hang"
         lines.append(f"stalled     {names(view['stalled'])}: {why}")
     lines += [f"avoided     {a['node']}: {a['reason']}" for a in view["avoided"]]
     lines += [f"notice      {notice}" for notice in view["notices"]]

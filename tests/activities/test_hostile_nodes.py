@@ -256,8 +256,8 @@ async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence
     assert "its answer to list makes no sense" in looks[1].silent and named in looks[1].silent
 
 
-async def test_a_node_whose_keeper_does_not_answer_is_shown_until_it_does() -> None:
-    stalled = [{"heartbeat": {**BEAT, "stamp": 2.0, "keeper_silent": 4.1}}]
+async def test_a_node_whose_shim_does_not_answer_is_shown_until_it_does() -> None:
+    stalled = [{"heartbeat": {**BEAT, "stamp": 2.0, "shim_silent": 4.1}}]
     fleet, _ = hostile(
         None,
         [HELLO, *stalled, [1]],

@@ -19,7 +19,7 @@ from relaunch.evidence.observations import RankExited, RanksVanished
 from relaunch.job.diagnose import diagnose
 from relaunch.job.events import FaultObserved, ProgressSeen
 from tests.activities.harness import stand
-from tests.fakes.nodes import Exit, KeeperDies, Progress, Script
+from tests.fakes.nodes import Exit, Progress, Script, ShimDies
 from tests.recovery.builders import running
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
@@ -61,7 +61,7 @@ def test_an_exit_is_read_with_what_the_kernel_said(
     assert (seen.kernel, seen.kernel_unreadable, seen.pid) == (kernel, unreadable, 4242)
 
 
-@pytest.mark.parametrize("kind", ["KeeperDied", "RanksVanished"])
+@pytest.mark.parametrize("kind", ["ShimDied", "RanksVanished"])
 def test_an_end_that_nobody_saw_is_read_with_it_too(kind: str) -> None:
     seen = observation_from(
         "n1", {"kind": kind, "reason": "gone", "kernel": [XID], "kernel_unreadable": None}, AT
@@ -98,18 +98,16 @@ async def test_a_watch_reports_what_the_kernel_said_of_the_rank_that_failed() ->
     )
 
 
-async def test_a_watch_reports_what_the_kernel_said_when_a_keeper_died() -> None:
+async def test_a_watch_reports_what_the_kernel_said_when_a_shim_died() -> None:
     fleet = stand(
-        Script(
-            (KeeperDies(node="n1", kernel=("Out of memory: Killed process 7 (relaunch-keep)",)),)
-        )
+        Script((ShimDies(node="n1", kernel=("Out of memory: Killed process 7 (relaunch-shim)",)),))
     )
     await fleet.launch()
     fault = (await fleet.watch()).events[-1]
     assert isinstance(fault, FaultObserved)
     vanished = fault.observations[0]
     assert isinstance(vanished, RanksVanished)
-    assert vanished.kernel == ("Out of memory: Killed process 7 (relaunch-keep)",)
+    assert vanished.kernel == ("Out of memory: Killed process 7 (relaunch-shim)",)
 
 
 TOLD = (

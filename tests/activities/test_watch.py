@@ -36,10 +36,10 @@ from tests.fakes.nodes import (
     Cut,
     Exit,
     Fault,
-    KeeperDies,
     Progress,
     Reboot,
     Script,
+    ShimDies,
     SimulatedBackend,
     error_file,
 )
@@ -358,10 +358,10 @@ async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_h
 
 @pytest.mark.parametrize(
     ("happening", "rebooted"),
-    [(KeeperDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)],
+    [(ShimDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)],
 )
 async def test_ranks_that_are_gone_unseen_are_told_as_that(
-    happening: KeeperDies | Reboot, rebooted: bool
+    happening: ShimDies | Reboot, rebooted: bool
 ) -> None:
     fleet = stand(Script((happening,)), timeouts={"lost_after": "10s"})
     await fleet.launch()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.agent.ranks import cgroup
-from relaunch.agent.state import boot_id, read_json
+from relaunch.agent.state import read_boot_id, read_json
 
 Json = dict[str, Any]
 PATIENCE = 60.0
@@ -31,12 +31,12 @@ TIMES: Json = {
 }
 
 
-def eventually(
-    what: Callable[[], Any], why: str = "it never happened", patience: float = PATIENCE
+def wait_for(
+    condition: Callable[[], Any], why: str = "it never happened", timeout: float = PATIENCE
 ) -> Any:
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
-        found = what()
+        found = condition()
         if found:
             return found
         assert time.monotonic() < deadline, why
@@ -47,7 +47,7 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs: a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -55,14 +55,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def name(pid: int) -> str:
+def read_name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
-def python(code: str) -> list[str]:
+def python_command(code: str) -> list[str]:
     return [sys.executable, "-S", "-c", code]
 
 
@@ -76,15 +76,15 @@ def refusal(answer: Any) -> str:
     return str(answer["why"])
 
 
-def done(answer: Any) -> dict[str, Any]:
+def expect_done(answer: Any) -> dict[str, Any]:
     assert answer is not None
     assert answer["outcome"] == "done", answer
     return dict(answer)
 
 
-def line_to_keeper(node: Node, value: Json) -> None:
-    """Give an order to the keeper itself, as a command does, and do not wait for more than that it was heard."""
-    with node.to_keeper() as caller:
+def send_to_shim(node: Node, value: Json) -> None:
+    """Give an order to the shim itself, as a command does, and do not wait for more than that it was heard."""
+    with node.connect_to_shim() as caller:
         caller.sendall(json.dumps(value).encode() + b"\n")
         assert caller.recv(4096)
 
@@ -98,28 +98,30 @@ class Stream:
         self.lines: queue.Queue[Json | None] = queue.Queue()
         self.seen: list[Json] = []
 
-    def next(self, patience: float = PATIENCE) -> Json | None:
-        line = self.lines.get(timeout=patience)
+    def read_next(self, timeout: float = PATIENCE) -> Json | None:
+        line = self.lines.get(timeout=timeout)
         if line is not None:
             self.seen.append(line)
         return line
 
-    def until(self, key: str, wanted: Callable[[Any], bool] = lambda value: True) -> Any:
+    def read_until(self, key: str, matches: Callable[[Any], bool] = lambda value: True) -> Any:
         """Read on to the first line of this kind, and return what it holds."""
         deadline = time.monotonic() + PATIENCE
         while True:
-            line = self.next(max(0.01, deadline - time.monotonic()))
+            line = self.read_next(max(0.01, deadline - time.monotonic()))
             assert line is not None, f"it ended before a {key} came: {self.seen}"
-            if key in line and wanted(line[key]):
+            if key in line and matches(line[key]):
                 return line[key]
 
-    def observation(self, kind: str) -> Json:
-        found: Json = self.until("observation", lambda observation: observation["kind"] == kind)
+    def read_observation(self, kind: str) -> Json:
+        found: Json = self.read_until(
+            "observation", lambda observation: observation["kind"] == kind
+        )
         return found
 
-    def rest(self) -> list[Json]:
+    def read_rest(self) -> list[Json]:
         lines = []
-        while (line := self.next()) is not None:
+        while (line := self.read_next()) is not None:
             lines.append(line)
         return lines
 
@@ -133,7 +135,7 @@ class Stream:
 
     def close(self) -> None:
         self.node.send({"id": self.number, "close": True})
-        self.rest()
+        self.read_rest()
 
 
 class Node:
@@ -185,7 +187,7 @@ class Node:
         if self.process is not None:
             assert self.process.stdin is not None
             self.process.stdin.close()
-            self.session_broke()
+            self.await_session_end()
 
     def send(self, line: Json) -> None:
         process = self.session()
@@ -201,7 +203,7 @@ class Node:
 
     def order(self, command: str, /, **order: Any) -> Json | None:
         """Give an order and return its answer, or None if none came."""
-        lines = self.begin(command, **order).rest()
+        lines = self.begin(command, **order).read_rest()
         return lines[-1] if lines else None
 
     def prepare(
@@ -267,17 +269,17 @@ class Node:
         assert len(jobs) == 1
         return jobs[0] / f"{submission}-{generation}"
 
-    def rebooting(self, **more: Any) -> Json:
+    def make_reboot_order(self, **more: Any) -> Json:
         """An order to reboot, decided on the present boot."""
         return {
             "id": "r1",
-            "boot_id": boot_id(self.state),
+            "boot_id": read_boot_id(self.state),
             "reason": "Xid 79 on GPU 0000:05:00",
             **more,
         }
 
-    def to_keeper(self) -> socket.socket:
-        """A connection to the keeper of generation 1, as a command has it."""
+    def connect_to_shim(self) -> socket.socket:
+        """A connection to the shim of generation 1, as a command has it."""
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         caller.settimeout(PATIENCE)
         handle = os.open(self.folder(), os.O_RDONLY | os.O_DIRECTORY)
@@ -287,9 +289,9 @@ class Node:
             os.close(handle)
         return caller
 
-    def pid(self, of: str, generation: int = 1) -> int:
-        path = self.folder(generation) / f"{of}.json"
-        eventually(path.exists, "a keeper forks its supervisor after it has answered, but soon")
+    def pid(self, role: str, generation: int = 1) -> int:
+        path = self.folder(generation) / f"{role}.json"
+        wait_for(path.exists, "a shim forks its supervisor after it has answered, but soon")
         record: Json = json.loads(path.read_text())
         return int(record["pid"])
 
@@ -315,8 +317,8 @@ class Node:
         partial.write_text("\n".join(ways))
         partial.replace(self.state / "cut")
 
-    def processes(self) -> list[int]:
-        """Everything alive of this node: ranks and what they forked, keepers and supervisors."""
+    def list_processes(self) -> list[int]:
+        """Everything alive of this node: ranks and what they forked, shims and supervisors."""
         mark = f"={self.state}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -325,11 +327,11 @@ class Node:
                     marked = mark in (entry / "environ").read_bytes()
                 except OSError:
                     continue
-                if marked and alive(int(entry.name)):
+                if marked and is_alive(int(entry.name)):
                     found.append(int(entry.name))
         return found
 
-    def session_broke(self) -> None:
+    def await_session_end(self) -> None:
         """Wait for the session's own end; the next order opens another."""
         process = self.session()
         process.wait(PATIENCE)
@@ -338,7 +340,7 @@ class Node:
         process.stdin.close()
         self.process = None
 
-    def commands(self) -> list[int]:
+    def list_commands(self) -> list[int]:
         """The commands that the session has under way."""
         parents = {}
         for entry in Path("/proc").iterdir():
@@ -352,16 +354,16 @@ class Node:
         return [
             pid
             for pid, parent in parents.items()
-            if parent == self.session().pid and name(pid) == "relaunch-order"
+            if parent == self.session().pid and read_name(pid) == "relaunch-order"
         ]
 
-    def left(self) -> list[int]:
+    def list_leftovers(self) -> list[int]:
         """What is there beside the session and the children that wait for its commands."""
         own = {None if self.process is None else self.process.pid}
         return [
             pid
-            for pid in self.processes()
-            if pid not in own and name(pid) not in ("relaunch-idle", "relaunch-order")
+            for pid in self.list_processes()
+            if pid not in own and read_name(pid) not in ("relaunch-idle", "relaunch-order")
         ]
 
     def _remove_cgroups(self) -> None:
@@ -376,7 +378,7 @@ class Node:
         """As a power cut would: nobody is left to write down how the others ended."""
 
         def all_get(number: signal.Signals) -> None:
-            for pid in self.processes():
+            for pid in self.list_processes():
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
@@ -384,10 +386,10 @@ class Node:
 
         def none_left() -> bool:
             all_get(signal.SIGKILL)
-            return not self.processes()
+            return not self.list_processes()
 
         all_get(signal.SIGSTOP)
-        eventually(none_left)
+        wait_for(none_left)
         self._remove_cgroups()
         if self.process is not None:
-            self.session_broke()
+            self.await_session_end()

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from real_node import Node, alive, done, eventually, name
+from real_node import Node, expect_done, is_alive, read_name, wait_for
 
 from relaunch.agent.ranks import cgroup
 
@@ -33,47 +33,49 @@ def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
             return None
         own = set(pids.values())
         strays = [
-            pid for pid in members - own if name(pid) == "sleep" and pid not in node.processes()
+            pid
+            for pid in members - own
+            if read_name(pid) == "sleep" and pid not in node.list_processes()
         ]
         return strays[0] if own <= members and strays else None
 
-    return pids, eventually(find, "the guard moves nothing into the control group"), Path(folder)
+    return pids, wait_for(find, "the guard moves nothing into the control group"), Path(folder)
 
 
-def test_a_killed_keeper_leaves_no_process_without_an_environment(node: Node) -> None:
+def test_a_killed_shim_leaves_no_process_without_an_environment(node: Node) -> None:
     pids, stray, _ = run_with_stray(node)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
-    eventually(lambda: not alive(stray) and not alive(pids["0"]))
-    eventually(lambda: "KeeperDied" in [seen["kind"] for seen in node.journal()])
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    wait_for(lambda: not is_alive(stray) and not is_alive(pids["0"]))
+    wait_for(lambda: "ShimDied" in [seen["kind"] for seen in node.journal()])
 
 
 def test_a_stop_finds_what_is_left_when_all_that_knew_of_it_are_killed(node: Node) -> None:
     pids, stray, folder = run_with_stray(node)
-    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in helpers:
             os.kill(pid, number)
-    eventually(lambda: not alive(pids["0"]))
-    assert alive(stray), "something else killed it: the test shows nothing"
-    assert done(node.stop())["stopped"] == [[1, 1]]
-    assert not alive(stray)
+    wait_for(lambda: not is_alive(pids["0"]))
+    assert is_alive(stray), "something else killed it: the test shows nothing"
+    assert expect_done(node.stop())["stopped"] == [[1, 1]]
+    assert not is_alive(stray)
     assert not folder.exists()
 
 
 def test_a_control_group_is_removed_with_its_generation(node: Node) -> None:
     _, _, folder = run_with_stray(node)
     node.stop()
-    eventually(lambda: not folder.exists())
+    wait_for(lambda: not folder.exists())
 
 
-def test_a_control_group_that_a_dead_keeper_left_is_removed_by_the_next_launch(node: Node) -> None:
+def test_a_control_group_that_a_dead_shim_left_is_removed_by_the_next_launch(node: Node) -> None:
     _, _, folder = run_with_stray(node)
-    for pid in (node.pid("supervisor"), node.pid("guard"), node.pid("keeper")):
+    for pid in (node.pid("supervisor"), node.pid("guard"), node.pid("shim")):
         os.kill(pid, signal.SIGSTOP)
     node.kill_everything()
     cgroup.kill(str(folder))
-    eventually(lambda: not cgroup.members(str(folder)))
-    made = cgroup.make(node.state / "jobs" / "another" / "1-1")
+    wait_for(lambda: not cgroup.list_members(str(folder)))
+    made = cgroup.make_group(node.state / "jobs" / "another" / "1-1")
     assert made is not None
     cgroup.remove(made)
     assert not Path(made).exists()
@@ -84,6 +86,6 @@ def test_where_no_control_group_can_be_made_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroup, "_find_own", lambda: tmp_path / "missing")
-    assert cgroup.make(tmp_path / "1-1") is None
+    assert cgroup.make_group(tmp_path / "1-1") is None
     monkeypatch.setattr(cgroup, "_find_own", lambda: None)
-    assert cgroup.make(tmp_path / "1-1") is None
+    assert cgroup.make_group(tmp_path / "1-1") is None

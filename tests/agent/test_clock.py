@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, Stream, alive, boottime, eventually
-from test_lease import fenced, goes_on, launch, renewing
+from real_node import Node, Stream, boottime, is_alive, wait_for
+from test_lease import find_fence, goes_on, launch, renewing
 
 from relaunch.agent.ranks.lease import (
     CLOCK_WINDOW,
@@ -112,7 +112,7 @@ def test_a_standstill_is_measured_by_the_clocks_of_peers(
 def test_time_that_a_clock_stood_still_is_time_of_the_lease() -> None:
     lease = Lease(started=0.0, lease=10.0, fence_after=5.0, fences=True)
     lease.renew(1.0, 1.0)
-    lease.shift(12.0)
+    lease.shorten(12.0)
     assert (lease.leased_until, lease.ends) == (-1.0, 4.0)
     lease.renew(2.0, 2.5)
     assert (lease.leased_until, lease.ends) == (12.0, 17.0)
@@ -127,10 +127,10 @@ def test_a_time_from_before_a_standstill_is_older_than_it_seems() -> None:
 
 def test_answers_from_before_a_standstill_vouch_for_nothing() -> None:
     vouchers = Vouchers(("n2", "n3"))
-    vouchers.answered("n2", 1.0, True, False)
+    vouchers.record_answer("n2", 1.0, True, False)
     vouchers.forget()
-    assert vouchers.answered("n3", 2.0, True, False) is None
-    assert vouchers.answered("n2", 3.0, True, False) == 2.0
+    assert vouchers.record_answer("n3", 2.0, True, False) is None
+    assert vouchers.record_answer("n2", 3.0, True, False) == 2.0
 
 
 def renew(watch: Stream, stamp: float, age: float) -> None:
@@ -141,11 +141,11 @@ def test_a_renewal_that_is_older_than_the_clock_says_ends_what_has_run_out(node:
     pids = node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
-    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
+    stamp = watch.read_until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
     renew(watch, stamp, 200.0)
-    seen = watch.observation("Fenced")
+    seen = watch.read_observation("Fenced")
     assert seen["why"] == "isolated"
-    eventually(lambda: not any(map(alive, pids.values())))
+    wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
 def test_renewals_that_waited_through_a_pause_tell_of_it_once(node: Node) -> None:
@@ -153,12 +153,12 @@ def test_renewals_that_waited_through_a_pause_tell_of_it_once(node: Node) -> Non
     pids = node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
-    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
+    stamp = watch.read_until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
     for age in (50.0, 60.0, 70.0):
         renew(watch, stamp, age)
-    renew(watch, watch.until("heartbeat")["stamp"], 0.0)
-    watch.until("heartbeat", lambda beat: beat["lease_left"] > 50)
-    assert all(map(alive, pids.values()))
+    renew(watch, watch.read_until("heartbeat")["stamp"], 0.0)
+    watch.read_until("heartbeat", lambda beat: beat["lease_left"] > 50)
+    assert all(map(is_alive, pids.values()))
 
 
 def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it(
@@ -167,12 +167,12 @@ def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it
     node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
-    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
+    stamp = watch.read_until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
     renew(watch, stamp, 40.0)
-    watch.until("heartbeat", lambda beat: beat["lease_left"] <= 20)
+    watch.read_until("heartbeat", lambda beat: beat["lease_left"] <= 20)
     renew(watch, stamp, 0.1)
-    assert watch.until("heartbeat")["lease_left"] <= 20
-    assert watch.until("heartbeat")["lease_left"] <= 20
+    assert watch.read_until("heartbeat")["lease_left"] <= 20
+    assert watch.read_until("heartbeat")["lease_left"] <= 20
 
 
 def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_the_next_one(
@@ -181,16 +181,16 @@ def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_th
     pids = node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
-    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 50)["stamp"]
+    stamp = watch.read_until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 50)["stamp"]
     renew(watch, stamp, 40.0)
-    watch.until("heartbeat", lambda beat: beat["lease_left"] <= 20)
+    watch.read_until("heartbeat", lambda beat: beat["lease_left"] <= 20)
     renew(watch, boottime(), 0.0)
-    watch.until("heartbeat", lambda beat: beat["lease_left"] > 40)
-    assert all(map(alive, pids.values()))
+    watch.read_until("heartbeat", lambda beat: beat["lease_left"] > 40)
+    assert all(map(is_alive, pids.values()))
 
 
 @pytest.fixture(scope="session")
-def shifted_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
     library = tmp_path_factory.mktemp("clock") / "shifted_clock.so"
@@ -223,12 +223,12 @@ class ShiftedNode(Node):
 
 
 @pytest.fixture
-def shifted(tmp_path: Path, agent: Path, shifted_clock: Path) -> Any:
+def make_shifted_node(tmp_path: Path, agent: Path, clock_library: Path) -> Any:
     nodes: list[ShiftedNode] = []
 
     def make(name: str) -> ShiftedNode:
         node = ShiftedNode(tmp_path / name, agent)
-        node.library = shifted_clock
+        node.library = clock_library
         node.state.mkdir(mode=0o700)
         node.clock.write_bytes(bytes(8))
         nodes.append(node)
@@ -240,10 +240,10 @@ def shifted(tmp_path: Path, agent: Path, shifted_clock: Path) -> Any:
 
 
 def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
-    make_node: Callable[..., Node], shifted: Any
+    make_node: Callable[..., Node], make_shifted_node: Any
 ) -> None:
     """To n1 it is the same whether its own clock stood still or that of n2 went on."""
-    first, second = make_node("n1"), shifted("n2")
+    first, second = make_node("n1"), make_shifted_node("n2")
     launch([first, second], [60.0, 1e8], [[1], [0]], fence_after=60.0)
     shifts = iter(range(300, 10**7, 300))
 
@@ -251,36 +251,36 @@ def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
         second.shift_clock(
             next(shifts)
         )  # again and again: a shift before the first comparison shows nothing
-        return bool(fenced(first))
+        return bool(find_fence(first))
 
-    eventually(is_fenced_by_now)
-    assert fenced(first)["why"] == "isolated"
-    assert not fenced(second)
+    wait_for(is_fenced_by_now)
+    assert find_fence(first)["why"] == "isolated"
+    assert not find_fence(second)
 
 
 @pytest.mark.long
 def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(
-    make_node: Callable[..., Node], shifted: Any
+    make_node: Callable[..., Node], make_shifted_node: Any
 ) -> None:
     times = {"fence_after": 4.0, "stop_grace": 0.3}
-    first, second = make_node("n1"), shifted("n2")
+    first, second = make_node("n1"), make_shifted_node("n2")
     watches = launch([first, second], [60.0, 4.0], [[1], [0]], **times)
     rank = second.order("list")["jobs"][0]["generations"][0]["ranks"][0]["pid"]
     with renewing(watches[0]):
         goes_on(watches[1], 1.5)
         watches[1].renew()
-        processes = second.processes()
+        processes = second.list_processes()
         for pid in processes:
             os.kill(pid, signal.SIGSTOP)
         began = boottime()
-        eventually(lambda: boottime() > began + 9.0)
+        wait_for(lambda: boottime() > began + 9.0)
         second.shift_clock(began - boottime())
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
         woke = boottime()
-        eventually(lambda: not alive(rank))
+        wait_for(lambda: not is_alive(rank))
         assert boottime() - woke < 4.0, "it went on for what its own clock left of lease and fence"
-        assert not fenced(first)
+        assert not find_fence(first)
 
 
 def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(
@@ -291,10 +291,10 @@ def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
     second.kill_everything()
     goes_on(watches[0], 2.5)
-    assert not fenced(first), "whoever watches decides"
+    assert not find_fence(first), "whoever watches decides"
     watches[0].close()
-    eventually(lambda: fenced(first).get("why") == "isolated")
-    assert "n2" in fenced(first)["reason"]
+    wait_for(lambda: find_fence(first).get("why") == "isolated")
+    assert "n2" in find_fence(first)["reason"]
 
 
 def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..., Node]) -> None:
@@ -303,5 +303,5 @@ def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..
     second.cut("peers")
     watches[0].close()
     begin = boottime()
-    eventually(lambda: boottime() > begin + 2.5)
-    assert not fenced(first)
+    wait_for(lambda: boottime() > begin + 2.5)
+    assert not find_fence(first)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from real_node import PATIENCE, alive, eventually, python
+from real_node import PATIENCE, is_alive, python_command, wait_for
 
 from relaunch.agent.container.container import ASKED_TO_GO, LINGER, MISUSED, NOT_FOUND
 from relaunch.agent.container.port import HANDSHAKE_TIMEOUT
@@ -96,7 +96,7 @@ class Container:
     @property
     def folder(self) -> Path:
         """Of the one generation."""
-        found: Path = eventually(lambda: next(iter(self.state.glob("jobs/*/1-1")), None))
+        found: Path = wait_for(lambda: next(iter(self.state.glob("jobs/*/1-1")), None))
         return found
 
     def pids(self) -> list[int]:
@@ -104,7 +104,7 @@ class Container:
             path = self.folder / "started.json"
             return path.exists() and json.loads(path.read_text())["pids"]
 
-        return [pid for pid, _ in eventually(started).values()]
+        return [pid for pid, _ in wait_for(started).values()]
 
     def ended(self) -> int:
         return self.process.wait(PATIENCE)
@@ -157,7 +157,7 @@ def in_shell(text: str) -> list[str]:
 async def watched(
     container: Container, enough: Callable[[Mapping[str, Any]], bool] = lambda line: "end" in line
 ) -> list[Mapping[str, Any]]:
-    eventually(container.listens)
+    wait_for(container.listens)
     session, lines = container.session(), []
     try:
         async with asyncio.timeout(PATIENCE), session.watch(TOKEN, 0, 0.2) as stream:
@@ -203,7 +203,9 @@ def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_nam
 
 def test_all_that_was_printed_is_there_when_it_ends_in_order_and_once(make: Make) -> None:
     container = make(
-        python("import sys\nfor n in range(50000): print(n)\nsys.stdout.write('no newline')"),
+        python_command(
+            "import sys\nfor n in range(50000): print(n)\nsys.stdout.write('no newline')"
+        ),
         port=None,
     )
     assert container.ended() == 0
@@ -216,12 +218,12 @@ def test_who_is_asked_to_go_stops_its_ranks_and_ends_with_143(make: Make) -> Non
         ranks=2,
     )
     pids = container.pids()
-    eventually(lambda: container.printed.count("ready") == 2)
+    wait_for(lambda: container.printed.count("ready") == 2)
     asked = time.monotonic()
     container.process.send_signal(signal.SIGTERM)
     assert container.ended() == ASKED_TO_GO
     assert time.monotonic() - asked < LINGER, "it waited for a watcher"
-    assert container.printed.count("saved") == 2 and not any(map(alive, pids))
+    assert container.printed.count("saved") == 2 and not any(map(is_alive, pids))
 
 
 def test_ranks_that_do_not_go_when_asked_are_killed_after_their_grace(make: Make) -> None:
@@ -230,18 +232,18 @@ def test_ranks_that_do_not_go_when_asked_are_killed_after_their_grace(make: Make
         stop_grace=0.2,
         port=None,
     )
-    eventually(lambda: "ready" in container.printed)
+    wait_for(lambda: "ready" in container.printed)
     container.process.send_signal(signal.SIGTERM)
-    assert container.ended() == ASKED_TO_GO and not any(map(alive, container.pids()))
+    assert container.ended() == ASKED_TO_GO and not any(map(is_alive, container.pids()))
 
 
-def test_ranks_whose_keeper_was_killed_end_it_with_137(make: Make) -> None:
+def test_ranks_whose_shim_was_killed_end_it_with_137(make: Make) -> None:
     container = make(in_shell("echo ready; exec sleep 1000"), port=None)
     pids = container.pids()
-    # What ranks print is copied once their start was answered: a keeper killed before that leaves a failed start, 126.
-    eventually(lambda: "ready" in container.printed)
-    os.kill(json.loads((container.folder / "keeper.json").read_text())["pid"], signal.SIGKILL)
-    assert container.ended() == 137 and not any(map(alive, pids))
+    # What ranks print is copied once their start was answered: a shim killed before that leaves a failed start, 126.
+    wait_for(lambda: "ready" in container.printed)
+    os.kill(json.loads((container.folder / "shim.json").read_text())["pid"], signal.SIGKILL)
+    assert container.ended() == 137 and not any(map(is_alive, pids))
 
 
 def test_without_an_order_the_command_runs_as_if_the_agent_were_not_there(make: Make) -> None:
@@ -276,7 +278,7 @@ def test_as_the_first_process_it_reaps_orphans_and_passes_on_that_it_shall_go(ma
         before=before,
         port=None,
     )
-    eventually(lambda: "ready" in asked.printed)
+    wait_for(lambda: "ready" in asked.printed)
     (first,) = (
         Path(f"/proc/{asked.process.pid}/task/{asked.process.pid}/children").read_text().split()
     )
@@ -305,7 +307,7 @@ if rank == '5':
     os._exit(1)
 time.sleep(1000)
 """
-    container = make(python(code), ranks=2)
+    container = make(python_command(code), ranks=2)
     seen: list[Mapping[str, Any]] = []
 
     def enough(line: Mapping[str, Any]) -> bool:
@@ -334,7 +336,7 @@ time.sleep(1000)
 
 async def test_logs_stacks_list_and_probe_are_told_and_nothing_can_be_ordered(make: Make) -> None:
     container = make(in_shell("echo one; exec sleep 1000"))
-    eventually(container.listens)
+    wait_for(container.listens)
     (pid,) = container.pids()
     session = container.session()
     async with asyncio.timeout(PATIENCE):
@@ -363,7 +365,7 @@ async def test_logs_stacks_list_and_probe_are_told_and_nothing_can_be_ordered(ma
             answer = (await link.receive(inbox, 5.0, "it"))["line"]
             assert answer["outcome"] == "refused" and "is asked and not ordered" in answer["reason"]
         await session.close()
-    assert alive(pid)
+    assert is_alive(pid)
 
 
 ORDER = {"id": 1, "command": "list", "order": {"protocol": 1}}
@@ -374,7 +376,7 @@ ALERT, APPLICATION_DATA = 21, 23
 
 async def test_who_has_another_key_or_none_learns_nothing(make: Make) -> None:
     container = make(FOR_EVER)
-    eventually(container.listens)
+    wait_for(container.listens)
     with pytest.raises(Unreachable, match=r"presents a certificate that is not in ecs\.agent_key"):
         await container.session(make_key()).list()
     key, certificate = make_parts()
@@ -424,7 +426,7 @@ async def test_who_does_not_speak_tls_gets_no_answer_and_delays_nobody(
     make: Make, said: bytes
 ) -> None:
     container = make(FOR_EVER)
-    eventually(container.listens)
+    wait_for(container.listens)
     reader, writer = await asyncio.open_connection("127.0.0.1", container.port)
     writer.write(said)
     try:
@@ -442,7 +444,7 @@ async def test_who_connects_and_does_not_finish_is_closed_in_time_and_holds_up_n
     make: Make,
 ) -> None:
     container = make(in_shell("trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"))
-    eventually(lambda: "ready" in container.printed and container.listens())
+    wait_for(lambda: "ready" in container.printed and container.listens())
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = Secret(KEY).client_context().wrap_bio(incoming, outgoing)
     with pytest.raises(ssl.SSLWantReadError):
@@ -627,7 +629,7 @@ async def test_a_record_that_is_not_its_senders_next_one_ends_the_connection(
     make: Make, spoil: str
 ) -> None:
     container = make(FOR_EVER)
-    eventually(container.listens)
+    wait_for(container.listens)
     async with _between(container) as (between, pipe), _between(container) as (other, aside):
         await _list_answered(pipe)
         await _list_answered(aside)
@@ -652,7 +654,7 @@ async def test_a_record_that_is_not_its_senders_next_one_ends_the_connection(
 
 async def test_a_whole_connection_that_is_repeated_starts_nothing(make: Make) -> None:
     container = make(FOR_EVER)
-    eventually(container.listens)
+    wait_for(container.listens)
     async with _between(container) as (between, pipe):
         await _list_answered(pipe)
         recorded = b"".join(between.sent)
@@ -672,7 +674,7 @@ async def test_what_was_changed_on_its_way_to_the_controller_ends_the_session(
     make: Make,
 ) -> None:
     container = make(FOR_EVER)
-    eventually(container.listens)
+    wait_for(container.listens)
     async with _between(container) as (between, pipe):
         between.spoil_answer = _flipped
         await pipe.write(LIST)
@@ -698,7 +700,7 @@ async def test_lines_of_an_agent_that_is_killed_after_them_are_read() -> None:
 
 async def test_a_line_without_end_is_not_taken(make: Make) -> None:
     container = make(FOR_EVER)
-    eventually(container.listens)
+    wait_for(container.listens)
     pipe = await _connected(container, KEY)
     async with asyncio.timeout(PATIENCE):
         assert b'"session"' in await pipe.readline()
@@ -716,7 +718,7 @@ async def test_while_keys_are_exchanged_both_are_accepted(make: Make) -> None:
     before = make(FOR_EVER, env={"RELAUNCH_AGENT_KEY": "".join(old)})
     after = make(FOR_EVER, env={"RELAUNCH_AGENT_KEY": "".join(new) + old[1]})
     for container in (before, after):
-        eventually(container.listens)
+        wait_for(container.listens)
         # The worker first goes on with the old key, and accepts the new one.
         session = container.session("".join(old) + new[1])
         assert (await session.list())["outcome"] == "done"
@@ -732,7 +734,7 @@ async def test_while_keys_are_exchanged_both_are_accepted(make: Make) -> None:
 @pytest.mark.skipif(not OLD_PYTHON.exists(), reason="no Python 3.8 here")
 async def test_an_agent_on_python_3_8_is_reached(make: Make) -> None:
     container = make(FOR_EVER, python=str(OLD_PYTHON))
-    eventually(container.listens)
+    wait_for(container.listens)
     session = container.session()
     assert (await session.list())["outcome"] == "done"
     await session.close()
@@ -794,7 +796,7 @@ def test_without_a_key_that_can_be_used_no_port_is_opened(
     make: Make, key: str, reason: str
 ) -> None:
     container = make(FOR_EVER, env={"RELAUNCH_AGENT_KEY": key})
-    eventually(lambda: "no port is opened" in container.printed)
+    wait_for(lambda: "no port is opened" in container.printed)
     assert container.pids() and not container.listens()
     assert f"RELAUNCH_AGENT_KEY {reason}" in container.printed or (
         "RELAUNCH_AGENT_KEY has a" in container.printed and reason in container.printed
@@ -810,7 +812,7 @@ async def test_a_port_that_another_has_is_opened_once_that_one_has_gone(
         other.bind(("0.0.0.0", 0))
         other.listen()
         container = make(in_shell("sleep 6.5; exit 4"), port=other.getsockname()[1])
-        eventually(lambda: "cannot be opened" in container.printed)
+        wait_for(lambda: "cannot be opened" in container.printed)
     container.port = json.loads(
         Path(f"/proc/{container.process.pid}/environ")
         .read_text()
@@ -832,7 +834,7 @@ async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_bac
     await watched(container, lambda line: "hello" in line)
     (pid,) = container.pids()
     (Path(os.readlink(f"/proc/{pid}/cwd")) / "go").touch()
-    eventually(lambda: not alive(pid))
+    wait_for(lambda: not is_alive(pid))
     try:
         lines = await watched(container)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_node import Node, alive, eventually
+from real_node import Node, is_alive, wait_for
 
 COUNTED = ["sh", "-c", 'echo x >> "$COUNT/$R"; exec sleep 1000']
 
@@ -28,7 +28,7 @@ def launch(node: Node, generation: int, count: Path) -> list[str]:
     return outcomes
 
 
-def counted(folder: Path, generation: int) -> list[str]:
+def list_starts(folder: Path, generation: int) -> list[str]:
     """What each rank has written: an x at each start."""
     files = [folder / f"{generation}-{rank}" for rank in (0, 1)]
     return [file.read_text() if file.exists() else "" for file in files]
@@ -40,50 +40,50 @@ def test_prepare_again_after_it_was_killed(node: Node, tmp_path: Path, name: str
     failpoint = node.set_failpoint(name)
     assert launch(node, 2, tmp_path) == ["silent", "done", "done"]
     assert not failpoint.exists()
-    assert not any(map(alive, old.values()))
-    eventually(lambda: counted(tmp_path, 2) == ["x\n", "x\n"])
+    assert not any(map(is_alive, old.values()))
+    wait_for(lambda: list_starts(tmp_path, 2) == ["x\n", "x\n"])
 
 
-def test_a_keeper_killed_on_receiving_the_start_can_be_prepared_again(
+def test_a_shim_killed_on_receiving_the_start_can_be_prepared_again(
     node: Node, tmp_path: Path
 ) -> None:
     node.set_failpoint("start.received")
     assert launch(node, 1, tmp_path) == ["done", "silent", "not_prepared"]
     assert launch(node, 1, tmp_path) == ["done", "done"]
-    eventually(lambda: counted(tmp_path, 1) == ["x\n", "x\n"])
+    wait_for(lambda: list_starts(tmp_path, 1) == ["x\n", "x\n"])
 
 
 @pytest.mark.parametrize(
     ("name", "then"), [("start.forking", "cannot_start"), ("start.forked", "done")]
 )
-def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
+def test_a_shim_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
     node: Node, tmp_path: Path, name: str, then: str
 ) -> None:
     node.prepare(1)
-    eventually((node.folder() / "supervisor.json").exists)
+    wait_for((node.folder() / "supervisor.json").exists)
     node.set_failpoint(name)
     assert launch(node, 1, tmp_path) == ["done", "silent", then]
     watch = node.watch()
-    assert watch.observation("KeeperDied")["seq"] == 1
-    assert "end" in watch.rest()[-1]
+    assert watch.read_observation("ShimDied")["seq"] == 1
+    assert "end" in watch.read_rest()[-1]
     refused = node.prepare(1)
     assert refused is not None
     assert refused["why"] == "not_above"
     assert launch(node, 2, tmp_path) == ["done", "done"]
-    eventually(lambda: counted(tmp_path, 2) == ["x\n", "x\n"])
-    assert set(counted(tmp_path, 1)) <= {"", "x\n"}, (
+    wait_for(lambda: list_starts(tmp_path, 2) == ["x\n", "x\n"])
+    assert set(list_starts(tmp_path, 1)) <= {"", "x\n"}, (
         "killed before or after it had written, but started only once"
     )
 
 
-@pytest.mark.parametrize(("name", "exits"), [("keeper.reaped", 0), ("keeper.journaled", 1)])
-def test_a_keeper_killed_with_an_exit_in_hand(node: Node, name: str, exits: int) -> None:
+@pytest.mark.parametrize(("name", "exits"), [("shim.reaped", 0), ("shim.journaled", 1)])
+def test_a_shim_killed_with_an_exit_in_hand(node: Node, name: str, exits: int) -> None:
     pids = node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0.2"}, {"S": "1000"}])
     node.set_failpoint(name)
     watch = node.watch()
-    kinds = [line["observation"]["kind"] for line in watch.rest() if "observation" in line]
-    assert kinds == ["RankExited"] * exits + ["KeeperDied"]
-    eventually(lambda: not any(map(alive, pids.values())))
+    kinds = [line["observation"]["kind"] for line in watch.read_rest() if "observation" in line]
+    assert kinds == ["RankExited"] * exits + ["ShimDied"]
+    wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
 @pytest.mark.parametrize("name", ["stop.reserved", "stop.killed"])
@@ -97,12 +97,12 @@ def test_stop_again_after_it_was_killed(node: Node, name: str) -> None:
     answer = node.stop()
     assert answer is not None
     assert answer["outcome"] == "done"
-    assert not any(map(alive, pids.values()))
+    assert not any(map(is_alive, pids.values()))
 
 
 def test_a_supervisor_killed_while_sending_loses_no_observation(node: Node) -> None:
     node.run(1, ["sh", "-c", "exit $R"], rank_env=[{"R": "3"}, {"R": "4"}])
-    eventually(lambda: len(node.journal()) == 2)
+    wait_for(lambda: len(node.journal()) == 2)
     node.set_failpoint("supervisor.sending")
     watch = node.watch()
-    assert [watch.observation("RankExited")["seq"] for _ in range(2)] == [1, 2]
+    assert [watch.read_observation("RankExited")["seq"] for _ in range(2)] == [1, 2]

@@ -141,27 +141,27 @@ def test_the_places_of_one_node_are_all_its_candidates(roots: tuple[Path, Path],
 
 HOLDS = """import sys, time
 from relaunch.agent import processes
-processes.set_name('relaunch-keep')
+processes.set_name('relaunch-shim')
 lock = open(sys.argv[1], 'w')
 print('up', flush=True)
 time.sleep(1000)"""
 
 
-def test_state_that_was_removed_whole_comes_back_where_its_keeper_makes_it_again(
+def test_state_that_was_removed_whole_comes_back_where_its_shim_makes_it_again(
     roots: tuple[Path, Path], name: str
 ) -> None:
     old = roots[1] / name / "m1"
     generation = old / "jobs" / "0123456789abcdef" / "1-1"
     generation.mkdir(parents=True)
-    words = [sys.executable, "-c", HOLDS, str(generation / "keeper.lock")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as keeper:
+    words = [sys.executable, "-c", HOLDS, str(generation / "shim.lock")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as shim:
         try:
-            assert keeper.stdout is not None and keeper.stdout.readline() == b"up\n"
+            assert shim.stdout is not None and shim.stdout.readline() == b"up\n"
             shutil.rmtree(old)
             assert folders.choose_folder("m1", find_shims.find_used_place) == old
             assert folders.choose_folder("m2", find_shims.find_used_place) == roots[0] / name / "m2"
         finally:
-            keeper.kill()
+            shim.kill()
 
 
 def test_the_bootstrap_and_the_checks_know_the_same_places() -> None:

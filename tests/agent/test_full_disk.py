@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_node import Node, alive, done, eventually, python, refusal, token
+from real_node import Node, expect_done, is_alive, python_command, refusal, token, wait_for
 
 from relaunch.agent import disk
 from relaunch.agent.ranks.journal import Journal, read
@@ -61,7 +61,9 @@ def full_node(small_disk: SmallDisk, make_node: Callable[..., Node]) -> Node:
 
 
 def run_two_that_wait(node: Node, go: Path) -> dict[str, int]:
-    return node.run(1, python(WAITS), rank_env=[{"GO": str(go)}, {"GO": "/nowhere"}], lease=30.0)
+    return node.run(
+        1, python_command(WAITS), rank_env=[{"GO": str(go)}, {"GO": "/nowhere"}], lease=30.0
+    )
 
 
 @needs_mount
@@ -70,14 +72,16 @@ def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(
 ) -> None:
     run_two_that_wait(full_node, tmp_path / "go")
     watch = full_node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     small_disk.fill()
     (tmp_path / "go").touch()
-    first = watch.observation("RankExited")
+    first = watch.read_observation("RankExited")
     assert (first["rank"], first["exit_code"]) == (0, 3)
-    assert watch.observation("RankExited")["rank"] == 1
+    assert watch.read_observation("RankExited")["rank"] == 1
     again = full_node.watch()
-    assert again.observation("RankExited")["rank"] == 0, "a watch that begins now is served too"
+    assert again.read_observation("RankExited")["rank"] == 0, (
+        "a watch that begins now is served too"
+    )
 
 
 @needs_mount
@@ -85,12 +89,12 @@ def test_what_lives_is_stopped_for_ever_on_a_full_disk(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     pids = full_node.run(1)
-    keeper = full_node.pid("keeper")
+    shim = full_node.pid("shim")
     small_disk.fill()
-    assert done(full_node.stop(1))["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids.values()))
-    eventually(lambda: not alive(keeper))  # it says farewell after the answer
-    assert done(full_node.stop(1))["stopped"] == []
+    assert expect_done(full_node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, pids.values()))
+    wait_for(lambda: not is_alive(shim))  # it says farewell after the answer
+    assert expect_done(full_node.stop(1))["stopped"] == []
     highest = json.loads((full_node.folder().parent / "highest.json").read_text())
     assert highest["stopped"] == [1, 1]
     small_disk.empty()
@@ -108,10 +112,10 @@ def test_orders_that_need_room_say_so_and_change_nothing(
     assert answer is not None
     assert str(full_node.state) in answer["reason"]
     assert "0 bytes" in answer["reason"]
-    assert all(map(alive, pids.values()))
-    assert full_node.watch().until("heartbeat")["alive"] == [0, 1]
+    assert all(map(is_alive, pids.values()))
+    assert full_node.watch().read_until("heartbeat")["alive"] == [0, 1]
     small_disk.empty()
-    assert done(full_node.prepare(2))["stopped"] == [[1, 1]]
+    assert expect_done(full_node.prepare(2))["stopped"] == [[1, 1]]
 
 
 @needs_mount
@@ -123,7 +127,7 @@ def test_a_job_that_a_full_disk_never_took_can_be_stopped(
     small_disk.fill()
     other = token(1, job="other")
     assert refusal(full_node.prepare(1, token=other)) == "disk_full"
-    assert done(full_node.stop(token=other))["stopped"] == []
+    assert expect_done(full_node.stop(token=other))["stopped"] == []
     small_disk.empty()
     assert refusal(full_node.prepare(1, token=other)) == "stopped"
 
@@ -138,29 +142,29 @@ def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
     small_disk.fill()
     answer = full_node.stop(1)
     assert refusal(answer) == "disk_full"
-    assert not any(map(alive, pids.values()))
+    assert not any(map(is_alive, pids.values()))
     small_disk.empty()
-    done(full_node.stop(1))
+    expect_done(full_node.stop(1))
 
 
 @needs_mount
-def test_the_end_of_a_killed_keeper_is_told_on_a_full_disk(
+def test_the_end_of_a_killed_shim_is_told_on_a_full_disk(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     full_node.run(1)
     watch = full_node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     os.truncate(
         full_node.folder() / "journal.jsonl", 0
     )  # as an agent of before, which reserved nothing
     small_disk.fill()
-    os.kill(full_node.pid("keeper"), 9)
-    died = watch.observation("KeeperDied")
+    os.kill(full_node.pid("shim"), 9)
+    died = watch.read_observation("ShimDied")
     assert died["seq"] == 1
     os.kill(full_node.pid("supervisor"), 9)
-    eventually(lambda: not full_node.left())
+    wait_for(lambda: not full_node.list_leftovers())
     for _ in range(2):
-        lines = full_node.watch().rest()
+        lines = full_node.watch().read_rest()
         assert lines[1]["observation"]["kind"] == "RanksVanished"
         assert lines[1]["observation"]["seq"] == 1
         assert lines[-1]["end"] == {"seq": 1}
@@ -176,10 +180,10 @@ def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(
     answer = full_node.start(1)
     assert answer is not None
     if answer["outcome"] == "done":
-        assert full_node.watch().until("heartbeat")["alive"] == [0, 1]
+        assert full_node.watch().read_until("heartbeat")["alive"] == [0, 1]
     else:
         assert answer["why"] == "disk_full"
-    assert done(full_node.stop(1))
+    assert expect_done(full_node.stop(1))
 
 
 @needs_mount
@@ -195,8 +199,8 @@ def test_a_launch_for_which_nothing_is_reserved_is_refused_in_words(
     small_disk.fill()
     answer = full_node.start(1)
     assert refusal(answer) == "disk_full"
-    eventually(lambda: [pid for pid in full_node.processes() if _is_sleep(pid)] == [])
-    done(full_node.stop(1))
+    wait_for(lambda: [pid for pid in full_node.list_processes() if _is_sleep(pid)] == [])
+    expect_done(full_node.stop(1))
 
 
 def _is_sleep(pid: int) -> bool:
@@ -209,9 +213,9 @@ def test_a_supervisor_is_replaced_on_a_full_disk(full_node: Node, small_disk: Sm
     old = full_node.pid("supervisor")
     small_disk.fill()
     os.kill(old, 9)
-    eventually(lambda: full_node.pid("supervisor") != old)
-    assert full_node.watch().until("heartbeat")["alive"] == [0, 1]
-    assert all(map(alive, pids.values()))
+    wait_for(lambda: full_node.pid("supervisor") != old)
+    assert full_node.watch().read_until("heartbeat")["alive"] == [0, 1]
+    assert all(map(is_alive, pids.values()))
 
 
 # --- the journal itself ---

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, done, eventually, python, refusal
+from real_node import Node, expect_done, python_command, refusal, wait_for
 
 from relaunch.agent.node import gpu_users
 from tests.doubles.install import HEALTHY, calls, install_nvml, install_tool, tell_nvml
@@ -26,7 +26,7 @@ def look(node: Node, tmp_path: Path, nvml_built: Path, monkeypatch: pytest.Monke
     """What `list` says of the GPUs of a node that has two."""
     install_nvml(tmp_path / "lib", nvml_built)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
-    return lambda: done(node.order("list", gpus=True))
+    return lambda: expect_done(node.order("list", gpus=True))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def on_gpu(look: Look, gpu: int = 1) -> list[dict[str, Any]]:
+def list_gpu_processes(look: Look, gpu: int = 1) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = look()["gpus"]["gpus"][gpu]["processes"]
     return found
 
@@ -64,7 +64,7 @@ def test_s2_10_a_look_tells_what_the_gpus_are_and_only_when_it_is_asked_to(
         "memory": {"total": 80 << 30, "used": 1 << 30},
         "processes": [],
     }
-    assert "gpus" not in done(node.order("list"))
+    assert "gpus" not in expect_done(node.order("list"))
     assert refusal(node.order("list", gpus="yes")) == "bad_order"
 
 
@@ -73,7 +73,7 @@ def test_s2_10_a_stranger_is_told_by_name_and_program_and_never_by_its_arguments
 ) -> None:
     uses(stranger.pid)
     program = os.path.basename(sys.executable)
-    assert on_gpu(look) == [
+    assert list_gpu_processes(look) == [
         {
             "pid": stranger.pid,
             "used": 1000,
@@ -89,7 +89,7 @@ def test_a_process_that_nobody_can_look_at_is_a_stranger_without_a_name(
     look: Look, uses: Callable[..., None]
 ) -> None:
     uses(4194305)  # above any pid that a kernel gives
-    assert on_gpu(look) == [
+    assert list_gpu_processes(look) == [
         {"pid": 4194305, "used": 1000, "ours": False, "user": None, "program": None}
     ]
 
@@ -99,25 +99,29 @@ def test_a_rank_and_what_it_forked_are_ours_and_a_look_at_them_changes_nothing(
 ) -> None:
     (rank,) = node.run(
         1,
-        python("import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"),
+        python_command(
+            "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+        ),
         ranks=1,
     ).values()
-    child = eventually(
+    child = wait_for(
         lambda: [
-            pid for pid in node.processes() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+            pid
+            for pid in node.list_processes()
+            if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
         ]
     )[0]
     uses(rank, child, stranger.pid)
-    assert {each["pid"]: each["ours"] for each in on_gpu(look)} == {
+    assert {each["pid"]: each["ours"] for each in list_gpu_processes(look)} == {
         rank: True,
         child: True,
         stranger.pid: False,
     }
     assert [
         each["ours"]
-        for each in done(node.order("probe", within=10.0, kernel_since=None))["gpus"]["gpus"][1][
-            "processes"
-        ]
+        for each in expect_done(node.order("probe", within=10.0, kernel_since=None))["gpus"][
+            "gpus"
+        ][1]["processes"]
     ].count(True) == 2
 
 
@@ -125,9 +129,9 @@ def test_a_rank_that_wrote_over_its_environment_is_known_by_its_session(
     look: Look, uses: Callable[..., None], node: Node
 ) -> None:
     (rank,) = node.run(1, ["env", "-i", "sleep", "1000"], ranks=1).values()
-    eventually(lambda: not Path(f"/proc/{rank}/environ").read_bytes())
+    wait_for(lambda: not Path(f"/proc/{rank}/environ").read_bytes())
     uses(rank)
-    assert [each["ours"] for each in on_gpu(look)] == [True]
+    assert [each["ours"] for each in list_gpu_processes(look)] == [True]
 
 
 def test_what_a_dead_generation_left_behind_is_a_stranger(
@@ -141,7 +145,7 @@ def test_what_a_dead_generation_left_behind_is_a_stranger(
     }
     with subprocess.Popen(["sleep", "1000"], env=environment) as left:
         uses(left.pid)
-        assert [each["ours"] for each in on_gpu(look)] == [False]
+        assert [each["ours"] for each in list_gpu_processes(look)] == [False]
         left.kill()
 
 
@@ -150,7 +154,7 @@ def test_a_rank_of_another_node_on_this_machine_is_ours_and_whoever_only_says_so
 ) -> None:
     node, other = make_node("n1"), make_node("n2")
     (rank,) = other.run(1, ["sleep", "1000"], ranks=1).values()
-    assert gpu_users.ours(node.state, [rank, stranger.pid]) == [rank]
+    assert gpu_users.select_own(node.state, [rank, stranger.pid]) == [rank]
     liar = {
         **os.environ,
         "RELAUNCH_TOKEN": "default/llama/1/1",
@@ -158,10 +162,8 @@ def test_a_rank_of_another_node_on_this_machine_is_ours_and_whoever_only_says_so
     }
     with subprocess.Popen(["sleep", "1000"], env=liar) as process:
         try:
-            eventually(
-                lambda: b"RELAUNCH_TOKEN" in Path(f"/proc/{process.pid}/environ").read_bytes()
-            )
-            assert gpu_users.ours(node.state, [process.pid]) == []
+            wait_for(lambda: b"RELAUNCH_TOKEN" in Path(f"/proc/{process.pid}/environ").read_bytes())
+            assert gpu_users.select_own(node.state, [process.pid]) == []
         finally:
             process.kill()
 
@@ -171,7 +173,7 @@ def test_a_tool_that_we_run_on_the_gpus_is_ours(node: Node) -> None:
     with subprocess.Popen(["sleep", "1000"], env=marked) as tool:
         try:
             # The kernel shows the environment of a new program a moment after it has begun.
-            eventually(lambda: gpu_users.ours(node.state, [tool.pid]) == [tool.pid])
+            wait_for(lambda: gpu_users.select_own(node.state, [tool.pid]) == [tool.pid])
         finally:
             tool.kill()
 
@@ -182,7 +184,7 @@ def test_gpus_are_not_read_while_somebody_holds_the_node(
 ) -> None:
     install_tool(programs, "dcgmi", seconds=1000)
     node.begin("diagnose", id="r1", level=1, within=60.0)
-    eventually(lambda: calls(programs, "dcgmi"))
+    wait_for(lambda: calls(programs, "dcgmi"))
     answer = look()
     assert answer["held"]["by"] == "diagnose"
     assert "gpus" not in answer

@@ -1,4 +1,4 @@
-"""Ranks end at their fence although their keeper is stopped, hangs in a write, or is gone together with its supervisor."""
+"""Ranks end at their fence although their shim is stopped, hangs in a write, or is gone together with its supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, boottime, eventually, line_to_keeper, name, python
+from real_node import Node, boottime, is_alive, python_command, read_name, send_to_shim, wait_for
 from test_lease import renewing
 
 from relaunch.agent import processes
@@ -28,7 +28,7 @@ def state_of(pid: int) -> str:
 
 
 def are_gone(pids: dict[str, int]) -> bool:
-    return not any(map(alive, pids.values()))
+    return not any(map(is_alive, pids.values()))
 
 
 def is_frozen(pid: int) -> bool:
@@ -36,29 +36,29 @@ def is_frozen(pid: int) -> bool:
 
 
 @contextmanager
-def stopped(*pids: int) -> Iterator[None]:
+def hold_stopped(*pids: int) -> Iterator[None]:
     """Hold processes stopped, against whatever wakes them meanwhile."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: all(state_of(pid) == "T" for pid in pids))
+    wait_for(lambda: all(state_of(pid) == "T" for pid in pids))
     try:
         yield
     finally:
         for pid in pids:
-            if alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGCONT)
 
 
-def test_ranks_of_a_stopped_keeper_die_at_their_fence(node: Node) -> None:
-    pids = node.run(1, python(STUBBORN), **SHORT)
-    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+def test_ranks_of_a_stopped_shim_die_at_their_fence(node: Node) -> None:
+    pids = node.run(1, python_command(STUBBORN), **SHORT)
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     node.watch().renew()
-    keeper = node.pid("keeper")
+    shim = node.pid("shim")
     node.pid("guard")
-    with stopped(keeper):
-        eventually(lambda: are_gone(pids), "a stopped keeper keeps its ranks alive")
-        assert state_of(keeper) == "T"
-    eventually(lambda: "Fenced" in [seen["kind"] for seen in node.journal()])
+    with hold_stopped(shim):
+        wait_for(lambda: are_gone(pids), "a stopped shim keeps its ranks alive")
+        assert state_of(shim) == "T"
+    wait_for(lambda: "Fenced" in [seen["kind"] for seen in node.journal()])
     ends = [
         (seen["signal"], seen["stopped"]) for seen in node.journal() if seen["kind"] == "RankExited"
     ]
@@ -66,60 +66,60 @@ def test_ranks_of_a_stopped_keeper_die_at_their_fence(node: Node) -> None:
 
 
 @pytest.mark.parametrize("helper", ["supervisor", "guard"])
-def test_ranks_of_a_stopped_keeper_and_another_die_at_their_fence(node: Node, helper: str) -> None:
-    pids = node.run(1, python(STUBBORN), **SHORT)
-    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+def test_ranks_of_a_stopped_shim_and_another_die_at_their_fence(node: Node, helper: str) -> None:
+    pids = node.run(1, python_command(STUBBORN), **SHORT)
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     node.watch().renew()
-    other, keeper = node.pid(helper), node.pid("keeper")
-    with stopped(other, keeper):
-        eventually(lambda: are_gone(pids), "two stopped processes keep ranks alive")
-        assert state_of(keeper) == "T"
+    other, shim = node.pid(helper), node.pid("shim")
+    with hold_stopped(other, shim):
+        wait_for(lambda: are_gone(pids), "two stopped processes keep ranks alive")
+        assert state_of(shim) == "T"
 
 
-def test_a_stopped_keeper_does_not_end_ranks_whose_lease_is_renewed(node: Node) -> None:
+def test_a_stopped_shim_does_not_end_ranks_whose_lease_is_renewed(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()
-    keeper = node.pid("keeper")
+    shim = node.pid("shim")
     node.pid("guard")
     with renewing(watch):
         begin = boottime()
-        watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 0.2)
-        with stopped(keeper):
-            watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 2.2)
-            assert state_of(keeper) == "T", (
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 0.2)
+        with hold_stopped(shim):
+            watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 2.2)
+            assert state_of(shim) == "T", (
                 "woken before the fence would have been due: the test shows nothing"
             )
-            assert all(map(alive, pids.values()))
-        watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 3.4)
-        assert all(map(alive, pids.values())), "a keeper that woke fenced by what it had missed"
-    assert watch.observation("Fenced")["why"] == "isolated"
+            assert all(map(is_alive, pids.values()))
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 3.4)
+        assert all(map(is_alive, pids.values())), "a shim that woke fenced by what it had missed"
+    assert watch.read_observation("Fenced")["why"] == "isolated"
 
 
-def test_a_stopped_keeper_is_reported_and_woken_and_its_dead_rank_is_not_alive(node: Node) -> None:
+def test_a_stopped_shim_is_reported_and_woken_and_its_dead_rank_is_not_alive(node: Node) -> None:
     pids = node.run(1)
     watch = node.watch()
-    keeper = node.pid("keeper")
-    watch.until("heartbeat", lambda beat: beat["alive"] == [0, 1])
-    os.kill(keeper, signal.SIGSTOP)
+    shim = node.pid("shim")
+    watch.read_until("heartbeat", lambda beat: beat["alive"] == [0, 1])
+    os.kill(shim, signal.SIGSTOP)
     os.kill(pids["1"], signal.SIGKILL)
-    watch.until("heartbeat", lambda beat: beat["alive"] == [0])
-    assert watch.until("heartbeat", lambda beat: "keeper_silent" in beat)["keeper_silent"] > 0
-    seen = watch.observation("RankExited")
+    watch.read_until("heartbeat", lambda beat: beat["alive"] == [0])
+    assert watch.read_until("heartbeat", lambda beat: "shim_silent" in beat)["shim_silent"] > 0
+    seen = watch.read_observation("RankExited")
     assert (seen["rank"], seen["signal"], seen["stopped"]) == (1, 9, False)
-    assert watch.observation("RankExited")["stopped"] is True
+    assert watch.read_observation("RankExited")["stopped"] is True
 
 
-def test_a_keeper_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: Node) -> None:
-    """The parent-death signal reaches the shell that the keeper started, and not what the shell has started."""
+def test_a_shim_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: Node) -> None:
+    """The parent-death signal reaches the shell that the shim started, and not what the shell has started."""
     node.run(1, ["sh", "-c", "sleep 1000; exit $?"], ranks=1)
-    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
+    supervisor, shim = node.pid("supervisor"), node.pid("shim")
     node.pid("guard")
-    below = eventually(lambda: [pid for pid in node.processes() if name(pid) == "sleep"])
+    below = wait_for(lambda: [pid for pid in node.list_processes() if read_name(pid) == "sleep"])
     os.kill(supervisor, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(shim, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, below)))
-    eventually(lambda: not node.left(), "the guard stays although nothing is left to guard")
+    wait_for(lambda: not any(map(is_alive, below)))
+    wait_for(lambda: not node.list_leftovers(), "the guard stays although nothing is left to guard")
 
 
 def test_a_killed_guard_is_replaced_and_the_next_one_knows_the_fence(node: Node) -> None:
@@ -128,13 +128,13 @@ def test_a_killed_guard_is_replaced_and_the_next_one_knows_the_fence(node: Node)
     with renewing(watch):
         first = node.pid("guard")
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: node.pid("guard") != first)
+        wait_for(lambda: node.pid("guard") != first)
         begin = boottime()
-        watch.until("heartbeat", lambda beat: beat["stamp"] > begin)
-        assert all(map(alive, pids.values()))
-        os.kill(node.pid("keeper"), signal.SIGSTOP)
-    with stopped(node.pid("keeper")):
-        eventually(lambda: are_gone(pids), "the second guard does not know when the fence is due")
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin)
+        assert all(map(is_alive, pids.values()))
+        os.kill(node.pid("shim"), signal.SIGSTOP)
+    with hold_stopped(node.pid("shim")):
+        wait_for(lambda: are_gone(pids), "the second guard does not know when the fence is due")
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         if done.returncode:
             pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     yield folder
-    eventually(
+    wait_for(
         lambda: (
             subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode
             == 0
@@ -189,7 +189,7 @@ def fail(node: Node, pids: dict[str, int]) -> None:
 
 
 def order_to_stop(node: Node, pids: dict[str, int]) -> None:
-    line_to_keeper(node, {"stop": {"stop_grace": 0.5, "reason": "a test"}})
+    send_to_shim(node, {"stop": {"stop_grace": 0.5, "reason": "a test"}})
 
 
 @pytest.mark.parametrize("begin", [fence, fail, order_to_stop])
@@ -207,53 +207,53 @@ def test_a_disk_that_hangs_keeps_no_rank_alive(
     times = SHORT if begin is fence else {**SHORT, "lease": 60.0, "fence_after": 60.0}
     pids = node.run(1, program, **times)
     watch = node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     watch.renew()
     node.pid("guard")
     began = boottime()
     with frozen(disk):
         begin(node, pids)
-        eventually(lambda: are_gone(pids), "ranks live on while the keeper waits for its disk")
+        wait_for(lambda: are_gone(pids), "ranks live on while the shim waits for its disk")
         assert boottime() - began < 30.0
-        assert is_frozen(node.pid("keeper")), "the keeper waits for nothing: the test shows nothing"
-    eventually(lambda: [seen["kind"] for seen in node.journal()].count("RankExited") == 2)
+        assert is_frozen(node.pid("shim")), "the shim waits for nothing: the test shows nothing"
+    wait_for(lambda: [seen["kind"] for seen in node.journal()].count("RankExited") == 2)
 
 
 def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
-    """A dead keeper's children are those of init, below which every process of the machine is."""
+    """A dead shim's children are those of init, below which every process of the machine is."""
     with subprocess.Popen(["sleep", "1000"]) as dead, subprocess.Popen(["sleep", "1000"]) as other:
         try:
-            keeper = processes.look(dead.pid)
-            assert keeper is not None
+            shim = processes.read_process(dead.pid)
+            assert shim is not None
             assert other.pid in {
                 process.pid for process in processes.list_below(processes.identify_self())
             }
             dead.kill()
             dead.wait()
-            assert processes.list_below(keeper) == []
-            reused = keeper._replace(pid=os.getpid())
+            assert processes.list_below(shim) == []
+            reused = shim._replace(pid=os.getpid())
             assert processes.list_below(reused) == []
-            init = processes.look(1)
+            init = processes.read_process(1)
             assert init is not None
             assert processes.list_below(init) == []
         finally:
             other.kill()
 
 
-def test_a_guard_that_begins_after_its_keeper_died_kills_nothing_of_others(node: Node) -> None:
+def test_a_guard_that_begins_after_its_shim_died_kills_nothing_of_others(node: Node) -> None:
     node.prepare()
     token = Token("default", "j", 1, 1)
     order = {"stop_grace": 0.0, "stuck_after": 0.1}
-    news = guard.news_of("running", True, 0.0, None, 1, [], None)
+    news = guard.make_news("running", True, 0.0, None, 1, [], None)
     with subprocess.Popen(["sleep", "1000"]) as dead, subprocess.Popen(["sleep", "1000"]) as other:
-        keeper = processes.look(dead.pid)
-        assert keeper is not None
+        shim = processes.read_process(dead.pid)
+        assert shim is not None
         dead.kill()
         dead.wait()
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
         try:
-            begun = guard.Guard(token, order, str(node.state), keeper, ours.detach(), reading, news)
+            begun = guard.Guard(token, order, str(node.state), shim, ours.detach(), reading, news)
             begun._kill()
             assert other.poll() is None
         finally:

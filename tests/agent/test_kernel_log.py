@@ -12,10 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from real_node import Json, Node, alive, eventually
+from real_node import Json, Node, is_alive, wait_for
 
 from relaunch.agent.node import kernel_log
-from relaunch.agent.node.kernel_log import LINE, LINES, Mark, mark, read, read_records, reading_of
+from relaunch.agent.node.kernel_log import (
+    MAX_LINE,
+    MAX_LINES,
+    LogPosition,
+    read,
+    read_generation,
+    read_records,
+    record_position,
+)
 from relaunch.agent.state import Generation
 from relaunch.evidence.kernel_log import KERNEL_MARKS
 
@@ -50,7 +58,7 @@ def start(node: Node, cue: Path) -> dict[str, int]:
 
 def exits(node: Node) -> dict[int, Json]:
     watch = node.watch()
-    return {seen["rank"]: seen for seen in (watch.observation("RankExited") for _ in range(2))}
+    return {seen["rank"]: seen for seen in (watch.read_observation("RankExited") for _ in range(2))}
 
 
 @contextmanager
@@ -85,7 +93,7 @@ def test_ranks_that_an_order_stops_and_ranks_that_succeed_carry_nothing(
 ) -> None:
     node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
     say(log, XID)
-    eventually(lambda: len(node.journal()) == 1)
+    wait_for(lambda: len(node.journal()) == 1)
     node.stop()
     assert [(seen["kernel"], seen["kernel_unreadable"]) for seen in exits(node).values()] == [
         ([], None)
@@ -99,12 +107,12 @@ def test_it_is_read_when_the_rank_fails_though_nobody_watches_and_each_telling_i
     start(node, tmp_path / "cue")
     say(log, XID)
     (tmp_path / "cue").touch()
-    eventually((node.folder() / "kernel.json").exists)
+    wait_for((node.folder() / "kernel.json").exists)
     say(log, OLD)  # of a later generation
     log.rename(tmp_path / "kern.log.1")
     assert exits(node)[0]["kernel"] == [XID]
     node.stop()
-    eventually(lambda: not node.left())
+    wait_for(lambda: not node.list_leftovers())
     assert exits(node)[0]["kernel"] == [XID]  # from the disk: nobody of the generation is left
 
 
@@ -125,44 +133,44 @@ def test_a_supervisor_killed_between_reading_and_keeping_costs_neither_the_obser
     node: Node, log: Path, tmp_path: Path
 ) -> None:
     start(node, tmp_path / "cue")
-    node.watch().until("heartbeat")
+    node.watch().read_until("heartbeat")
     supervisor = node.pid("supervisor")
     failpoint = node.set_failpoint("kernel.read")
     say(log, XID)
     watch = node.watch()
     (tmp_path / "cue").touch()
-    seen = [watch.observation("RankExited") for _ in range(2)]
+    seen = [watch.read_observation("RankExited") for _ in range(2)]
     assert not failpoint.exists()
     assert node.pid("supervisor") != supervisor
     assert [(one["seq"], one["kernel"]) for one in seen] == [(1, [XID]), (2, [])]
     node.stop()
-    assert [line["observation"]["kind"] for line in watch.rest() if "observation" in line] == []
+    assert [
+        line["observation"]["kind"] for line in watch.read_rest() if "observation" in line
+    ] == []
 
 
-def test_the_end_of_a_keeper_and_its_supervisor_carries_it_too(node: Node, log: Path) -> None:
+def test_the_end_of_a_shim_and_its_supervisor_carries_it_too(node: Node, log: Path) -> None:
     pids = node.run(1)
-    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
-    killed = "Out of memory: Killed process 4242 (relaunch-keep) total-vm:1kB"
+    supervisor, shim = node.pid("supervisor"), node.pid("shim")
+    killed = "Out of memory: Killed process 4242 (relaunch-shim) total-vm:1kB"
     say(log, killed)
     os.kill(supervisor, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(shim, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, pids.values())))
+    wait_for(lambda: not any(map(is_alive, pids.values())))
     for _ in range(2):
-        told = node.watch().observation("RanksVanished")
+        told = node.watch().read_observation("RanksVanished")
         assert (told["kernel"], told["kernel_unreadable"]) == ([killed], None)
         say(log, XID)
 
 
-def test_ranks_that_a_keeper_took_along_carry_what_its_supervisor_read(
-    node: Node, log: Path
-) -> None:
+def test_ranks_that_a_shim_took_along_carry_what_its_supervisor_read(node: Node, log: Path) -> None:
     node.run(1)
     watch = node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     say(log, XID)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
-    assert watch.observation("KeeperDied")["kernel"] == [XID]
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    assert watch.read_observation("ShimDied")["kernel"] == [XID]
 
 
 def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(
@@ -170,33 +178,33 @@ def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(
 ) -> None:
     start(node, tmp_path / "cue")
     watch = node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     line = "[12345.000000] usb 1-1: new high-speed USB device number 7 using xhci_hcd\n"
     with open(log, "a") as file:
         file.write(f"{OLD}\n" + line * 100_000 + f"{XID}\n")
     (tmp_path / "cue").touch()
-    failed = watch.observation("RankExited")
+    failed = watch.read_observation("RankExited")
     assert failed["kernel"] == [XID]
     assert "only the last 1024 KiB" in failed["kernel_unreadable"]
-    assert read(Mark(str(log), log.stat().st_ino, 0, 0.0))["kernel"] == [XID]
+    assert read(LogPosition(str(log), log.stat().st_ino, 0, 0.0))["kernel"] == [XID]
 
 
 def test_the_newest_lines_are_kept_and_long_ones_are_cut(log: Path) -> None:
-    since = mark()
+    since = record_position()
     say(log, *(f"NVRM: Xid {number} \x07ä" + "x" * 5000 for number in range(100)))
     told = read(since)
     assert [line.split()[2] for line in told["kernel"]] == [
-        str(number) for number in range(100 - LINES, 100)
+        str(number) for number in range(100 - MAX_LINES, 100)
     ]
-    assert {len(line) for line in told["kernel"]} == {LINE}
-    assert len(json.dumps(told)) < 2 * LINES * LINE
+    assert {len(line) for line in told["kernel"]} == {MAX_LINE}
+    assert len(json.dumps(told)) < 2 * MAX_LINES * MAX_LINE
     assert told["kernel_unreadable"] is None
 
 
 @pytest.mark.parametrize("how", ["rotated", "cut"])
 def test_a_log_that_was_begun_anew_is_read_from_its_beginning(log: Path, how: str) -> None:
     say(log, "much " * 100)
-    since = mark()
+    since = record_position()
     if how == "rotated":
         log.rename(log.with_suffix(".1"))
     log.write_text(f"{XID}\n")
@@ -234,13 +242,13 @@ def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_han
     os.write(writing, rest)
     generations = [Generation(tmp_path, tmp_path, (1, number)) for number in (1, 2)]
     for generation in generations:
-        generation.make()
+        generation.make_folders()
     (generations[1].path / "kernel.begun").touch()
-    since = Mark(str(log), 0, 0, 0.0, reading)
-    assert "Killed process" in reading_of(generations[0], since)["kernel"][0]
+    since = LogPosition(str(log), 0, 0, 0.0, reading)
+    assert "Killed process" in read_generation(generations[0], since)["kernel"][0]
     os.write(writing, rest)
-    assert reading_of(generations[1], since)["kernel"] == [OLD]  # what lies at the path
-    assert reading_of(generations[0], None)["kernel"] != [OLD]
+    assert read_generation(generations[1], since)["kernel"] == [OLD]  # what lies at the path
+    assert read_generation(generations[0], None)["kernel"] != [OLD]
     os.close(reading)
     os.close(writing)
 
@@ -261,11 +269,11 @@ def test_a_device_that_was_filled_before_a_reboot_has_lost_it_and_a_file_has_not
         ),
     ):
         generation = Generation(tmp_path, tmp_path, (1, number))
-        generation.make()
+        generation.make_folders()
         (generation.path / "started.json").write_text(
             json.dumps({"boot_id": "before", "pids": {}, "kernel": noted})
         )
-        told = reading_of(generation, None)
+        told = read_generation(generation, None)
         assert (told["kernel"], told["kernel_unreadable"]) == expected
 
 
@@ -303,11 +311,11 @@ def test_a_device_that_never_ends_is_left_in_time() -> None:
 def test_the_device_itself_is_read_from_the_mark_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
     monkeypatch.setattr(kernel_log, "_MARKS", (b"",))  # whatever this kernel has said
-    since = mark()
+    since = record_position()
     if since.handle < 0:
         pytest.skip("/dev/kmsg cannot be read here")
-    whole = read(Mark(since.path, 0, 0, 0.0))
-    assert len(whole["kernel"]) == LINES
+    whole = read(LogPosition(since.path, 0, 0, 0.0))
+    assert len(whole["kernel"]) == MAX_LINES
     after = read(since)["kernel"]
     assert not set(after) & set(whole["kernel"])
     os.close(since.handle)
@@ -316,7 +324,10 @@ def test_the_device_itself_is_read_from_the_mark_on(monkeypatch: pytest.MonkeyPa
 def test_a_log_that_is_forbidden_is_said_to_be(log: Path) -> None:
     log.chmod(0)
     with powerless():
-        assert read(mark()) == {"kernel": [], "kernel_unreadable": f"permission denied: {log}"}
+        assert read(record_position()) == {
+            "kernel": [],
+            "kernel_unreadable": f"permission denied: {log}",
+        }
 
 
 def test_a_kernel_that_keeps_its_log_to_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +340,7 @@ def test_a_kernel_that_keeps_its_log_to_itself_is_named(monkeypatch: pytest.Monk
         pytest.skip("this kernel shows its log to everybody, or to nobody")
     monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
     with powerless():
-        told = read(mark())
+        told = read(record_position())
     assert told == {
         "kernel": [],
         "kernel_unreadable": "permission denied: /dev/kmsg (kernel.dmesg_restrict)",

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from real_node import Node, alive, done, eventually, python, token
+from real_node import Node, expect_done, is_alive, python_command, token, wait_for
 
 STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
 AWAY = """import subprocess, time
@@ -21,10 +21,10 @@ time.sleep(1000)"""
 def test_a_killed_rank_is_reported_and_takes_the_others_along(node: Node) -> None:
     pids = node.run(1)
     watch = node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     os.kill(pids["1"], signal.SIGKILL)
-    first = watch.observation("RankExited")
-    second = watch.observation("RankExited")
+    first = watch.read_observation("RankExited")
+    second = watch.read_observation("RankExited")
     assert (first["rank"], first["signal"], first["exit_code"], first["stopped"]) == (
         1,
         9,
@@ -38,37 +38,43 @@ def test_a_killed_rank_is_reported_and_takes_the_others_along(node: Node) -> Non
         [],
     )
     assert [first["seq"], second["seq"]] == [1, 2]
-    eventually(lambda: watch.until("heartbeat")["alive"] == [])
+    wait_for(lambda: watch.read_until("heartbeat")["alive"] == [])
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(node: Node) -> None:
     pids = node.run(
         1,
-        ["sh", "-c", 'if [ "$R" = 0 ]; then exec "$@"; fi; sleep 1000', "sh", *python(STUBBORN)],
+        [
+            "sh",
+            "-c",
+            'if [ "$R" = 0 ]; then exec "$@"; fi; sleep 1000',
+            "sh",
+            *python_command(STUBBORN),
+        ],
         rank_env=[{"R": "0"}, {"R": "1"}],
         stop_grace=0.3,
     )
-    eventually(lambda: "up" in node.log())
+    wait_for(lambda: "up" in node.log())
     began = time.monotonic()
     os.kill(pids["1"], signal.SIGKILL)
     watch = node.watch()
-    assert watch.observation("RankExited")["rank"] == 1
-    assert watch.observation("RankExited")["signal"] == 9
+    assert watch.read_observation("RankExited")["rank"] == 1
+    assert watch.read_observation("RankExited")["signal"] == 9
     assert time.monotonic() - began >= 0.3
 
 
 def test_a_rank_that_ends_well_leaves_the_others_running(node: Node) -> None:
     pids = node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
     watch = node.watch()
-    seen = watch.observation("RankExited")
+    seen = watch.read_observation("RankExited")
     assert (seen["rank"], seen["exit_code"], seen["signal"]) == (0, 0, None)
-    eventually(lambda: watch.until("heartbeat")["alive"] == [1])
-    assert alive(pids["1"])
+    wait_for(lambda: watch.read_until("heartbeat")["alive"] == [1])
+    assert is_alive(pids["1"])
 
 
 def test_exit_codes_are_told_apart_from_signals(node: Node) -> None:
     node.run(1, ["sh", "-c", "exit 93"], ranks=1)
-    seen = node.watch().observation("RankExited")
+    seen = node.watch().read_observation("RankExited")
     assert (seen["exit_code"], seen["signal"], seen["stopped"]) == (93, None, False)
 
 
@@ -76,38 +82,38 @@ def test_exit_codes_are_told_apart_from_signals(node: Node) -> None:
 def test_a_killed_supervisor_is_replaced_and_nothing_else_changes(node: Node, number: int) -> None:
     pids = node.run(1)
     watch = node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     old = node.pid("supervisor")
     os.kill(old, number)
-    eventually(lambda: node.pid("supervisor") != old)
+    wait_for(lambda: node.pid("supervisor") != old)
     hellos = [line for line in watch.seen if "hello" in line]
-    assert watch.until("heartbeat")["alive"] == [0, 1]
+    assert watch.read_until("heartbeat")["alive"] == [0, 1]
     assert len(hellos) == 1
     watch.renew()
     os.kill(pids["0"], signal.SIGKILL)
-    assert watch.observation("RankExited")["rank"] == 0
-    assert watch.observation("RankExited")["rank"] == 1
+    assert watch.read_observation("RankExited")["rank"] == 0
+    assert watch.read_observation("RankExited")["rank"] == 1
 
 
-def test_a_killed_keeper_takes_its_ranks_and_their_children_along(node: Node) -> None:
-    node.run(1, python(AWAY))
-    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+def test_a_killed_shim_takes_its_ranks_and_their_children_along(node: Node) -> None:
+    node.run(1, python_command(AWAY))
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     watch = node.watch()
-    watch.until("heartbeat")
-    keeper, others = node.pid("keeper"), set(node.processes())
+    watch.read_until("heartbeat")
+    shim, others = node.pid("shim"), set(node.list_processes())
     began = time.monotonic()
-    os.kill(keeper, signal.SIGKILL)
-    keepers = {keeper, node.pid("supervisor"), node.session().pid}
-    own = {pid for pid in others - keepers if b"RELAUNCH_TOKEN" in _environment(pid)}
-    eventually(lambda: not any(map(alive, own)))
+    os.kill(shim, signal.SIGKILL)
+    shims = {shim, node.pid("supervisor"), node.session().pid}
+    own = {pid for pid in others - shims if b"RELAUNCH_TOKEN" in _environment(pid)}
+    wait_for(lambda: not any(map(is_alive, own)))
     assert time.monotonic() - began < 10
-    reason = watch.observation("KeeperDied")["reason"]
+    reason = watch.read_observation("ShimDied")["reason"]
     assert "[0, 1]" in reason
-    assert "end" in watch.rest()[-1]
+    assert "end" in watch.read_rest()[-1]
     again = node.watch()
-    assert again.until("hello")["state"] == "gone"
-    assert [line["observation"]["kind"] for line in again.rest() if "observation" in line] == [
-        "KeeperDied"
+    assert again.read_until("hello")["state"] == "gone"
+    assert [line["observation"]["kind"] for line in again.read_rest() if "observation" in line] == [
+        "ShimDied"
     ]
     answer = node.prepare(2)
     assert answer is not None
@@ -122,17 +128,17 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def test_keeper_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(
+def test_shim_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(
     node: Node,
 ) -> None:
     pids = node.run(1)
-    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
+    supervisor, shim = node.pid("supervisor"), node.pid("shim")
     os.kill(supervisor, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(shim, signal.SIGKILL)
     os.kill(supervisor, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, pids.values())))
+    wait_for(lambda: not any(map(is_alive, pids.values())))
     for _ in range(2):
-        lines = node.watch().rest()
+        lines = node.watch().read_rest()
         assert [next(iter(line)) for line in lines] == ["hello", "observation", "end"]
         assert lines[1]["observation"]["kind"] == "RanksVanished"
         assert lines[1]["observation"]["rebooted"] is False
@@ -140,21 +146,21 @@ def test_keeper_and_supervisor_killed_together_leave_no_rank_and_an_honest_journ
 
 def test_a_killed_session_changes_nothing(node: Node) -> None:
     pids = node.run(1)
-    node.watch().until("heartbeat")
+    node.watch().read_until("heartbeat")
     node.session().kill()
-    node.session_broke()
-    assert node.watch().until("heartbeat")["alive"] == [0, 1]
-    assert all(map(alive, pids.values()))
+    node.await_session_end()
+    assert node.watch().read_until("heartbeat")["alive"] == [0, 1]
+    assert all(map(is_alive, pids.values()))
 
 
 def test_an_order_under_way_is_finished_when_the_connection_ends(node: Node) -> None:
-    node.run(1, python(STUBBORN))
-    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    node.run(1, python_command(STUBBORN))
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     node.begin("stop", token=token(1), stop_grace=0.5, stuck_after=3.0)
     node.watch()
     node.end_session()
-    assert not [pid for pid in node.processes() if b"RELAUNCH_TOKEN" in _environment(pid)]
-    eventually(lambda: node.processes() == [])
+    assert not [pid for pid in node.list_processes() if b"RELAUNCH_TOKEN" in _environment(pid)]
+    wait_for(lambda: node.list_processes() == [])
     assert json.loads((node.folder().parent / "highest.json").read_text())["stopped"] == [1, 1]
 
 
@@ -175,37 +181,37 @@ def test_a_reboot_is_told_from_the_boot_id(node: Node) -> None:
     node.start(2)
     node.kill_everything()
     (node.state / "boot_id").write_text("second")
-    lines = node.watch(2).rest()
+    lines = node.watch(2).read_rest()
     assert lines[0]["hello"]["state"] == "gone"
     assert lines[0]["hello"]["boot_id"].endswith("second")
     seen = lines[1]["observation"]
     assert (seen["kind"], seen["rebooted"]) == ("RanksVanished", True)
     assert "rebooted" in seen["reason"]
-    assert done(node.stop(2))["stopped"] == []
+    assert expect_done(node.stop(2))["stopped"] == []
     answer = node.prepare(3)
     assert answer is not None
     assert answer["outcome"] == "done"
 
 
-@pytest.mark.parametrize("frozen", ["keeper", "supervisor", "rank"])
+@pytest.mark.parametrize("frozen", ["shim", "supervisor", "rank"])
 def test_what_is_frozen_can_still_be_stopped(node: Node, frozen: str) -> None:
     pids = node.run(1)
     os.kill(pids["0"] if frozen == "rank" else node.pid(frozen), signal.SIGSTOP)
     answer = node.stop()
-    assert done(answer)["stopped"] == [[1, 1]]
-    eventually(lambda: not node.left())
+    assert expect_done(answer)["stopped"] == [[1, 1]]
+    wait_for(lambda: not node.list_leftovers())
 
 
 def test_a_process_that_left_its_session_is_found_by_its_token(node: Node) -> None:
-    pids = node.run(1, python(AWAY), ranks=1)
-    eventually(lambda: "up" in node.log())
+    pids = node.run(1, python_command(AWAY), ranks=1)
+    wait_for(lambda: "up" in node.log())
     os.kill(node.pid("supervisor"), signal.SIGKILL)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
-    eventually(lambda: not alive(pids["0"]))
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    wait_for(lambda: not is_alive(pids["0"]))
     answer = node.stop()
     assert answer is not None
     assert answer["outcome"] == "done"
-    eventually(lambda: not node.left())
+    wait_for(lambda: not node.list_leftovers())
 
 
 def test_children_of_a_failed_rank_are_ended(node: Node) -> None:
@@ -213,21 +219,22 @@ def test_children_of_a_failed_rank_are_ended(node: Node) -> None:
 subprocess.Popen(['sleep', '1000'])
 subprocess.Popen(['setsid', 'sleep', '1000'])
 sys.exit(1)"""
-    node.run(1, python(workers), ranks=1)
-    assert node.watch().observation("RankExited")["exit_code"] == 1
-    eventually(
+    node.run(1, python_command(workers), ranks=1)
+    assert node.watch().read_observation("RankExited")["exit_code"] == 1
+    wait_for(
         lambda: (
-            len([pid for pid in node.processes() if b"RELAUNCH_TOKEN" in _environment(pid)]) == 0
+            len([pid for pid in node.list_processes() if b"RELAUNCH_TOKEN" in _environment(pid)])
+            == 0
         )
     )
 
 
 def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
     node.run(1, ["true"], lease=0.2)
-    eventually(lambda: not alive(node.pid("keeper")))
+    wait_for(lambda: not is_alive(node.pid("shim")))
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
-        for name in ("keeper", "supervisor"):
+        for name in ("shim", "supervisor"):
             record = json.loads((node.folder() / f"{name}.json").read_text())
             (node.folder() / f"{name}.json").write_text(
                 json.dumps({**record, "pid": bystander.pid})
@@ -237,11 +244,11 @@ def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
             rank: [bystander.pid, started] for rank, (_, started) in launch["pids"].items()
         }
         (node.folder() / "started.json").write_text(json.dumps(launch))
-        assert done(node.stop())["stopped"] == []
+        assert expect_done(node.stop())["stopped"] == []
         listed = node.order("list")
         assert listed is not None
         assert not any(rank["alive"] for rank in listed["jobs"][0]["generations"][0]["ranks"])
-        assert alive(bystander.pid)
+        assert is_alive(bystander.pid)
     finally:
         bystander.kill()
         bystander.wait()

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from real_node import Json, Node, alive, done, eventually, python, token
+from real_node import Json, Node, expect_done, is_alive, python_command, token, wait_for
 
 from relaunch.activities.observations import observations_from
 from relaunch.evidence.observations import RankExited
@@ -37,7 +37,7 @@ time.sleep(1000)"""
 
 def code(text: str) -> list[str]:
     """The command of a rank, which does not begin with a python: then that one would be asked for the launcher."""
-    return ["env", *python(text)]
+    return ["env", *python_command(text)]
 
 
 def read(told: Json) -> RankExited:
@@ -101,9 +101,9 @@ class Launch:
             }
         )
         process = PROCESS * of + group_rank
-        self.port = port or int(done(self.node.prepare(1, [process]))["master_port"])
+        self.port = port or int(expect_done(self.node.prepare(1, [process]))["master_port"])
         if port:
-            done(self.node.prepare(1, [process]))
+            expect_done(self.node.prepare(1, [process]))
         told = launcher_command(spec, group_rank, of, ("127.0.0.1", self.port), "127.0.0.1", "j-1")
         first = str(self.programs if self.kind == "double" else TORCH)
         ranks = [2 * group_rank, 2 * group_rank + 1]
@@ -118,7 +118,7 @@ class Launch:
                 "env": {"TORCHELASTIC_RESTART_COUNT": "4"},
             },
         )
-        return int(done(started)["pids"][str(process)])
+        return int(expect_done(started)["pids"][str(process)])
 
     def ranks(self) -> dict[int, int]:
         """pid by rank, once both have said that they run."""
@@ -135,7 +135,7 @@ class Launch:
             )
 
         folder = self.node.folder() / "launched"
-        ranks: dict[int, int] = eventually(both, "no ranks", 60)
+        ranks: dict[int, int] = wait_for(both, "no ranks", 60)
         return ranks
 
 
@@ -159,7 +159,7 @@ def token_pids(node: Node) -> list[int]:
     """Everything of the generation."""
     own = f"RELAUNCH_TOKEN={'/'.join(str(part) for part in token(1).values())}".encode()
     found = []
-    for pid in node.processes():
+    for pid in node.list_processes():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -180,14 +180,14 @@ def test_each_rank_has_its_own_progress_log_and_error_file_and_knows_of_which_la
     )
     launcher = launch.run(code(tells))
     ranks = launch.ranks()
-    heartbeat = launch.node.watch().until("heartbeat", lambda beat: len(beat["progress"]) == 2)
+    heartbeat = launch.node.watch().read_until("heartbeat", lambda beat: len(beat["progress"]) == 2)
     assert {rank: told["step"] for rank, told in heartbeat["progress"].items()} == {
         "0": 10,
         "1": 11,
     }
     assert heartbeat["alive"] == [PROCESS]
     for rank, pid in ranks.items():
-        eventually(lambda rank=rank, pid=pid: launch.node.log(rank) == f"up {rank}\n4 {pid}\n")
+        wait_for(lambda rank=rank, pid=pid: launch.node.log(rank) == f"up {rank}\n4 {pid}\n")
         assert os.getpgid(pid) != os.getpgid(launcher)
 
 
@@ -205,7 +205,7 @@ def test_the_end_of_the_rank_that_failed_first_is_told_and_not_only_the_launcher
             f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(1000)"
         )
     )
-    told = launch.node.watch().observation("RankExited")
+    told = launch.node.watch().read_observation("RankExited")
     assert (told["rank"], told["launcher"], told["exit_code"]) == (PROCESS, True, 1)
     seen = read(told)
     assert (seen.rank, seen.local_rank, seen.exit_code, seen.signal, seen.launcher) == (
@@ -216,7 +216,7 @@ def test_the_end_of_the_rank_that_failed_first_is_told_and_not_only_the_launcher
         False,
     )
     assert seen.log_tail == ("up",)
-    eventually(lambda: not token_pids(launch.node))
+    wait_for(lambda: not token_pids(launch.node))
 
 
 @every_launcher
@@ -237,30 +237,28 @@ if os.environ['RANK'] == '0':
     sys.exit(1)
 time.sleep(1000)"""
     launch.run(code(fails), env={"SAY": json.dumps(error)})
-    told = launch.node.watch().observation("RankExited")
+    told = launch.node.watch().read_observation("RankExited")
     seen = read(told)
     assert seen.error is not None
     assert (seen.rank, seen.exit_code, seen.error.message) == (0, 1, "ValueError: loss is NaN")
 
 
 @every_launcher
-@pytest.mark.parametrize("victim", ["launcher", "keeper"])
-def test_no_rank_outlives_its_launcher_or_its_keeper(
-    launch: Launch, kind: str, victim: str
-) -> None:
+@pytest.mark.parametrize("victim", ["launcher", "shim"])
+def test_no_rank_outlives_its_launcher_or_its_shim(launch: Launch, kind: str, victim: str) -> None:
     launch.kind = kind
     launcher = launch.run(code(STEPS))
     ranks = launch.ranks()
     watch = launch.node.watch()
-    watch.until("heartbeat")
-    os.kill(launcher if victim == "launcher" else launch.node.pid("keeper"), signal.SIGKILL)
-    eventually(lambda: not any(map(alive, ranks.values())), "a rank lives on", 3)
+    watch.read_until("heartbeat")
+    os.kill(launcher if victim == "launcher" else launch.node.pid("shim"), signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, ranks.values())), "a rank lives on", 3)
     if victim == "launcher":
-        seen = watch.observation("RankExited")
+        seen = watch.read_observation("RankExited")
         assert (seen["rank"], seen["signal"], seen["launcher"]) == (PROCESS, 9, True)
     else:
-        assert "exits of ranks [2] are not known" in watch.observation("KeeperDied")["reason"]
-    eventually(lambda: not token_pids(launch.node))
+        assert "exits of ranks [2] are not known" in watch.read_observation("ShimDied")["reason"]
+    wait_for(lambda: not token_pids(launch.node))
 
 
 def test_a_killed_supervisor_or_session_changes_nothing_for_ranks_below_a_launcher(
@@ -269,14 +267,14 @@ def test_a_killed_supervisor_or_session_changes_nothing_for_ranks_below_a_launch
     launch.run(code(STEPS))
     ranks = launch.ranks()
     watch = launch.node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     os.kill(launch.node.pid("supervisor"), signal.SIGKILL)
-    beat = watch.until("heartbeat", lambda beat: len(beat["progress"]) == 2)
+    beat = watch.read_until("heartbeat", lambda beat: len(beat["progress"]) == 2)
     assert beat["alive"] == [PROCESS]
     launch.node.session().kill()
-    launch.node.session_broke()
-    assert launch.node.watch().until("heartbeat")["alive"] == [PROCESS]
-    assert all(map(alive, ranks.values()))
+    launch.node.await_session_end()
+    assert launch.node.watch().read_until("heartbeat")["alive"] == [PROCESS]
+    assert all(map(is_alive, ranks.values()))
 
 
 @every_launcher
@@ -284,8 +282,8 @@ def test_an_order_to_stop_ends_the_launcher_and_every_rank(launch: Launch, kind:
     launch.kind = kind
     launch.run(code("import signal; signal.signal(15, signal.SIG_IGN)\n" + STEPS))
     ranks = launch.ranks()
-    done(launch.node.stop(stop_grace=0.3))
-    assert not any(map(alive, ranks.values()))
+    expect_done(launch.node.stop(stop_grace=0.3))
+    assert not any(map(is_alive, ranks.values()))
     assert not token_pids(launch.node)
 
 
@@ -300,7 +298,7 @@ def test_a_launcher_whose_ranks_end_well_ends_well(launch: Launch, kind: str) ->
             "$HOME ${local_rank} $$",
         ]
     )
-    told = launch.node.watch().observation("RankExited")
+    told = launch.node.watch().read_observation("RankExited")
     assert (told["rank"], told["exit_code"], told["launcher"]) == (PROCESS, 0, True), (
         launch.node.log(0) + launch.node.log(PROCESS)
     )
@@ -310,7 +308,7 @@ def test_a_launcher_whose_ranks_end_well_ends_well(launch: Launch, kind: str) ->
 def test_a_launcher_that_has_seen_a_rank_fail_and_does_not_end_is_ended(launch: Launch) -> None:
     launch.run(code(STEPS), env={"DOUBLE_LINGERS": "1000"})
     os.kill(launch.ranks()[1], signal.SIGKILL)
-    told = launch.node.watch().observation("RankExited")
+    told = launch.node.watch().read_observation("RankExited")
     seen = read(told)
     assert (told["launcher"], seen.rank, seen.signal, seen.stopped) == (True, 1, 9, False)
 
@@ -326,17 +324,19 @@ def test_ft_launcher_waits_for_other_nodes_and_is_not_waited_for(
     assert sorted(numbers) == [0, 1, 2, 3]
     rank, pid = next(iter(first.ranks().items()))
     os.kill(pid, signal.SIGKILL)
-    seen = read(first.node.watch().observation("RankExited"))
+    seen = read(first.node.watch().read_observation("RankExited"))
     assert (seen.rank, seen.signal, seen.stopped) == (rank, 9, False)
 
 
 def test_stacks_and_logs_are_those_of_the_ranks(launch: Launch) -> None:
     launch.run(code(STEPS))
     pids = launch.ranks()
-    answer = done(launch.node.order("stacks", token=token(1), rank=1))
+    answer = expect_done(launch.node.order("stacks", token=token(1), rank=1))
     assert [(one["rank"], one["pid"]) for one in answer["stacks"]] == [(1, pids[1])]
     assert answer["stacks"][0]["threads"]
-    answer = done(launch.node.order("logs", token=token(1), offsets=None, max_bytes=1000, wait=0.0))
+    answer = expect_done(
+        launch.node.order("logs", token=token(1), offsets=None, max_bytes=1000, wait=0.0)
+    )
     assert {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]} == {
         0: "up 0\n",
         1: "up 1\n",
@@ -346,7 +346,7 @@ def test_stacks_and_logs_are_those_of_the_ranks(launch: Launch) -> None:
 def test_a_launcher_that_fails_before_it_has_any_ranks_is_told_as_itself(launch: Launch) -> None:
     (launch.programs / "torchrun").write_text("#!/bin/sh\necho no module named torch >&2\nexit 1\n")
     launch.run(code(STEPS))
-    told = launch.node.watch().observation("RankExited")
+    told = launch.node.watch().read_observation("RankExited")
     assert (told["launcher"], told["launched"], told["log_tail"]) == (
         True,
         [],
@@ -379,7 +379,7 @@ def test_an_order_that_names_a_launchers_ranks_wrongly_is_refused_by_name(launch
 
 def test_a_command_of_ranks_that_is_not_there_is_said_where_the_ranks_print(launch: Launch) -> None:
     launch.run(["no-such-program"])
-    told = launch.node.watch().observation("RankExited")
+    told = launch.node.watch().read_observation("RankExited")
     assert {one["log_tail"][-1] for one in told["launched"]} == {
         "the command no-such-program is not found on this node's PATH"
     }
@@ -402,7 +402,7 @@ def test_a_process_that_no_launcher_started_becomes_no_rank(launch: Launch, agen
             {"RELAUNCH_TOKEN": "j"},
             "RELAUNCH_TOKEN is 'j'; expected the one that the launcher was started with",
         ),
-        ({"RELAUNCH_TOKEN": "default/j/1/7"}, "the keeper of its generation is gone"),
+        ({"RELAUNCH_TOKEN": "default/j/1/7"}, "the shim of its generation is gone"),
     ):
         command = [sys.executable, "-I", "-S", str(agent), "rank", "--", "true"]
         ended = subprocess.run(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from real_node import Node, Stream, alive, boottime, done, eventually, python, token
+from real_node import Node, Stream, boottime, expect_done, is_alive, python_command, token, wait_for
 
 from relaunch.agent.ranks.lease import Lease, Vouchers
 
@@ -36,15 +36,17 @@ def renewing(watch: Stream) -> Iterator[None]:
         thread.join()
 
 
-def fenced(node: Node, generation: int = 1) -> dict[str, Any]:
+def find_fence(node: Node, generation: int = 1) -> dict[str, Any]:
     return next((seen for seen in node.journal(generation) if seen["kind"] == "Fenced"), {})
 
 
 def test_never_watched(node: Node) -> None:
     pids = node.run(1, **SHORT)
-    eventually(lambda: not any(map(alive, pids.values())))
-    assert fenced(node)["why"] == "never_watched"
-    kinds = [line["observation"]["kind"] for line in node.watch().rest() if "observation" in line]
+    wait_for(lambda: not any(map(is_alive, pids.values())))
+    assert find_fence(node)["why"] == "never_watched"
+    kinds = [
+        line["observation"]["kind"] for line in node.watch().read_rest() if "observation" in line
+    ]
     assert kinds == ["Fenced", "RankExited", "RankExited"]
 
 
@@ -53,10 +55,10 @@ def test_a_renewed_generation_lives_and_an_isolated_one_is_fenced(node: Node) ->
     watch = node.watch()
     with renewing(watch):
         begin = boottime()
-        watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 1.6)
-        assert all(map(alive, pids.values()))
-    assert watch.observation("Fenced")["why"] == "isolated"
-    eventually(lambda: not any(map(alive, pids.values())))
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 1.6)
+        assert all(map(is_alive, pids.values()))
+    assert watch.read_observation("Fenced")["why"] == "isolated"
+    wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
 def test_a_stale_renewal_extends_nothing(node: Node) -> None:
@@ -65,8 +67,8 @@ def test_a_stale_renewal_extends_nothing(node: Node) -> None:
     watch = node.watch()
     for stamp in (stale, stale, boottime() + 100.0):
         watch.renew(stamp)
-    assert watch.observation("Fenced")["why"] == "never_watched"
-    eventually(lambda: not any(map(alive, pids.values())))
+    assert watch.read_observation("Fenced")["why"] == "never_watched"
+    wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
 def test_one_node_that_was_watched_once_needs_nobody(node: Node) -> None:
@@ -74,9 +76,9 @@ def test_one_node_that_was_watched_once_needs_nobody(node: Node) -> None:
     watch = node.watch()
     watch.renew()
     begin = boottime()
-    beat = watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 1.8)
+    beat = watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 1.8)
     assert beat["lease_left"] is None
-    assert all(map(alive, pids.values()))
+    assert all(map(is_alive, pids.values()))
     answer = node.stop()
     assert answer is not None
     assert answer["outcome"] == "done"
@@ -84,7 +86,7 @@ def test_one_node_that_was_watched_once_needs_nobody(node: Node) -> None:
 
 def test_one_node_that_nobody_ever_watched_stops(node: Node) -> None:
     node.run(1, fences=False, **SHORT)
-    eventually(lambda: fenced(node).get("why") == "never_watched")
+    wait_for(lambda: find_fence(node).get("why") == "never_watched")
 
 
 def launch(
@@ -117,7 +119,7 @@ def launch(
 def goes_on(watch: Stream, seconds: float) -> None:
     """Wait until a heartbeat proves that the ranks lived for so long from now."""
     begin = boottime()
-    watch.until("heartbeat", lambda beat: beat["stamp"] > begin + seconds and beat["alive"])
+    watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + seconds and beat["alive"])
 
 
 def gang(make_node: Callable[..., Node], **more: Any) -> tuple[Node, Node, Stream]:
@@ -136,7 +138,7 @@ def test_a_gang_that_is_whole_goes_on_without_its_controller(
     nodes = [make_node(name) for name in ("n1", "n2", "n3")]
     watches = launch(nodes, [0.6] * 3, EVERYONE)
     goes_on(watches[0], 3.0)
-    assert [fenced(node) for node in nodes] == [{}, {}, {}]
+    assert [find_fence(node) for node in nodes] == [{}, {}, {}]
     assert watches[0].seen[-1]["heartbeat"]["lease_left"] == 0
 
 
@@ -145,8 +147,8 @@ def test_two_of_three_that_see_only_each_other_fence(make_node: Callable[..., No
     nodes[2].cut("peers")
     watches = launch(nodes, [0.6, 0.6, 30.0], EVERYONE)
     for watch in watches[:2]:
-        assert watch.observation("Fenced")["why"] == "isolated"
-    assert not fenced(nodes[2])
+        assert watch.read_observation("Fenced")["why"] == "isolated"
+    assert not find_fence(nodes[2])
 
 
 def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..., Node]) -> None:
@@ -155,22 +157,22 @@ def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..
     first, second, _ = launch(nodes, [0.6, 0.6, 30.0], EVERYONE)
     with renewing(second):
         goes_on(first, 2.5)
-        assert not fenced(nodes[0])
-    assert first.observation("Fenced")["why"] == "isolated"
-    assert second.observation("Fenced")["why"] == "isolated"
+        assert not find_fence(nodes[0])
+    assert first.read_observation("Fenced")["why"] == "isolated"
+    assert second.read_observation("Fenced")["why"] == "isolated"
 
 
 def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) -> None:
     nodes = [make_node("n1"), make_node("n2")]
     first, second = launch(
-        nodes, [0.6, 30.0], [[1], [0]], command=python(STUBBORN), stop_grace=20.0
+        nodes, [0.6, 30.0], [[1], [0]], command=python_command(STUBBORN), stop_grace=20.0
     )
     goes_on(first, 1.5)
-    eventually(lambda: "up" in nodes[1].log(1))
+    wait_for(lambda: "up" in nodes[1].log(1))
     nodes[1].begin("stop", token=token(1), stop_grace=20.0, stuck_after=3.0)
-    second.observation("Stopped")
-    assert first.observation("Fenced")["reason"]
-    assert second.until("heartbeat")["alive"] == [1]
+    second.read_observation("Stopped")
+    assert first.read_observation("Fenced")["reason"]
+    assert second.read_until("heartbeat")["alive"] == [1]
 
 
 STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
@@ -208,34 +210,34 @@ def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., 
         nodes[0].start(1, ranks=1, node="n1", secret="ab", peers=[meddled, silent])
         watch = nodes[0].watch()
         watch.renew()
-        assert watch.observation("Fenced")["why"] == "isolated"
+        assert watch.read_observation("Fenced")["why"] == "isolated"
         between.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert {(answer["alive"], answer["leased"]) for answer in seen} == {(True, False)}
 
 
 def test_a_node_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
-    pids = node.run(1, python(STUBBORN), lease=1.0, stop_grace=2.0)
-    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    pids = node.run(1, python_command(STUBBORN), lease=1.0, stop_grace=2.0)
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     began = boottime()
-    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for pid in helpers:
         os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: boottime() > began + 3.0)
-    assert all(map(alive, pids.values()))
+    wait_for(lambda: boottime() > began + 3.0)
+    assert all(map(is_alive, pids.values()))
     os.kill(helpers[-1], signal.SIGCONT)
     woke = boottime()
-    eventually(lambda: not any(map(alive, pids.values())))
+    wait_for(lambda: not any(map(is_alive, pids.values())))
     assert boottime() - woke < 1.9, "less than the grace that it slept through"
 
 
 def test_an_order_to_stop_gives_no_more_grace_than_the_handle_does(node: Node) -> None:
-    pids = node.run(1, python(STUBBORN), lease=1.0, stop_grace=0.5)
-    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    pids = node.run(1, python_command(STUBBORN), lease=1.0, stop_grace=0.5)
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     began = boottime()
     answer = node.stop(1, stop_grace=20.0)
-    assert done(answer)["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids.values()))
+    assert expect_done(answer)["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, pids.values()))
     assert boottime() - began < 5.0
 
 
@@ -243,14 +245,14 @@ def test_peers_that_know_nothing_better_keep_it_alive(make_node: Callable[..., N
     _, second, watch = gang(make_node)
     goes_on(watch, 3.2)
     second.cut("peers")
-    assert watch.observation("Fenced")["why"] == "isolated"
+    assert watch.read_observation("Fenced")["why"] == "isolated"
 
 
 def test_a_peer_that_knows_of_a_stop_ends_it_at_once(make_node: Callable[..., Node]) -> None:
     _, second, watch = gang(make_node, fence_after=20.0)
     highest = second.folder().parent / "highest.json"
     highest.write_text(highest.read_text().replace('"stopped": null', '"stopped": [1, 1]'))
-    seen = watch.observation("Fenced")
+    seen = watch.read_observation("Fenced")
     assert seen["why"] == "superseded"
     assert "n2" in seen["reason"]
 
@@ -261,12 +263,12 @@ def test_a_peer_that_knows_a_higher_generation_ends_it_although_it_does_not_fenc
     _, second, watch = gang(make_node, fence_after=5.0, fences=False)
     highest = second.folder().parent / "highest.json"
     highest.write_text(highest.read_text().replace('"prepared": [1, 1]', '"prepared": [1, 2]'))
-    assert "generation 2" in watch.observation("Fenced")["reason"]
+    assert "generation 2" in watch.read_observation("Fenced")["reason"]
 
 
 def test_a_peer_with_another_secret_is_no_peer(make_node: Callable[..., Node]) -> None:
     _, _, watch = gang(make_node, secrets=["ab", "cd"], leases=[0.6, 30.0])
-    assert watch.observation("Fenced")["why"] == "isolated"
+    assert watch.read_observation("Fenced")["why"] == "isolated"
 
 
 def test_a_cut_node_is_silent_and_fences_itself(node: Node) -> None:
@@ -274,13 +276,13 @@ def test_a_cut_node_is_silent_and_fences_itself(node: Node) -> None:
     watch = node.watch()
     with renewing(watch):
         begin = boottime()
-        watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 0.8)
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 0.8)
         node.cut("controller-in")
-        assert watch.observation("Fenced")["why"] == "isolated"
-    eventually(lambda: not any(map(alive, pids.values())))
+        assert watch.read_observation("Fenced")["why"] == "isolated"
+    wait_for(lambda: not any(map(is_alive, pids.values())))
     node.begin("list")
     node.cut()
-    node.session_broke()  # it lost lines, so it ends when the network heals
+    node.await_session_end()  # it lost lines, so it ends when the network heals
     assert node.order("list") is not None
 
 
@@ -288,11 +290,11 @@ def test_answers_that_are_cut_do_not_come_but_the_order_is_carried_out(node: Nod
     node.prepare(1)
     node.cut("controller-out")
     silent = node.begin("prepare", **{**prepare_order(2), "token": token(2)})
-    eventually((node.folder(2) / "keeper.json").exists)
-    eventually(lambda: not node.commands(), "the order is still under way")
+    wait_for((node.folder(2) / "shim.json").exists)
+    wait_for(lambda: not node.list_commands(), "the order is still under way")
     node.cut()
-    assert silent.rest() == []
-    node.session_broke()
+    assert silent.read_rest() == []
+    node.await_session_end()
     assert node.prepare(2) is not None
 
 
@@ -336,8 +338,8 @@ def test_the_arithmetic(
     for stamp, now in renewals:
         lease.renew(stamp, now)
     if asked is not None:
-        lease.vouched(asked)
-    found = lease.fenced(at)
+        lease.extend(asked)
+    found = lease.find_fence_reason(at)
     assert (found[0] if found else None) == expected
 
 
@@ -356,4 +358,4 @@ def test_the_arithmetic(
 )
 def test_who_vouches(answers: list[tuple[str, float, bool, bool]], expected: float | None) -> None:
     vouchers = Vouchers(["a", "b"])
-    assert [vouchers.answered(*answer) for answer in answers][-1] == expected
+    assert [vouchers.record_answer(*answer) for answer in answers][-1] == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive
+from real_node import Node, is_alive
 
 from tests.doubles.install import HEALTHY, build_nvml, install_nvml
 
@@ -191,7 +191,7 @@ def test_nvml_that_hangs_hangs_no_probe_and_its_process_is_killed(
     assert probe(HEALTHY + f"hang {function}\n", within=4.0) == {
         "unreadable": "NVML did not answer within 2 s"
     }
-    assert not [pid for pid in node.processes() if b"nvml" in words(pid) and alive(pid)]
+    assert not [pid for pid in node.list_processes() if b"nvml" in words(pid) and is_alive(pid)]
     assert node.order("list")["held"] is None  # type: ignore[index]
 
 

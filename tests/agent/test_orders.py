@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, done, eventually, name, python, token
+from real_node import Node, expect_done, is_alive, python_command, read_name, token, wait_for
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 
@@ -35,14 +35,14 @@ def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node
     assert started is not None
     assert started["already"] is False
     assert set(started["pids"]) == {"0", "1"}
-    assert all(map(alive, started["pids"].values()))
+    assert all(map(is_alive, started["pids"].values()))
     assert node.start() == {**started, "already": True}
     assert node.prepare() == prepared
-    assert done(node.stop())["stopped"] == [[1, 1]]
-    assert not any(map(alive, started["pids"].values()))
-    eventually(
-        lambda: done(node.stop())["stopped"] == [],
-        "the keeper ends a moment after it has said that its ranks are gone",
+    assert expect_done(node.stop())["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, started["pids"].values()))
+    wait_for(
+        lambda: expect_done(node.stop())["stopped"] == [],
+        "the shim ends a moment after it has said that its ranks are gone",
     )
 
 
@@ -51,7 +51,7 @@ def test_a_higher_generation_takes_the_place_of_a_lower_one(node: Node) -> None:
     prepared = node.prepare(2)
     assert prepared is not None
     assert prepared["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids.values()))
+    assert not any(map(is_alive, pids.values()))
     refused = node.prepare(1)
     assert refused is not None
     assert (refused["why"], refused["highest"]) == ("not_above", [1, 2])
@@ -89,11 +89,11 @@ def test_jobs_do_not_touch_each_other(node: Node) -> None:
     first = node.run(1)
     assert why(node.prepare(1, token=token(9, job="other"))) == "done"
     assert why(node.stop(1, token=token(9, job="other"))) == "done"
-    assert all(map(alive, first.values()))
+    assert all(map(is_alive, first.values()))
 
 
 def test_stop_forbids_for_ever_and_everything_below(node: Node) -> None:
-    assert done(node.stop(5))["stopped"] == []
+    assert expect_done(node.stop(5))["stopped"] == []
     for generation in (4, 5):
         assert why(node.prepare(generation)) == "refused stopped"
         assert why(node.start(generation)) == "refused stopped"
@@ -104,8 +104,8 @@ def test_stop_forbids_for_ever_and_everything_below(node: Node) -> None:
 
 def test_a_generation_is_launched_once(node: Node) -> None:
     pids = node.run(1, ["true"], lease=0.3)
-    keeper = node.pid("keeper")
-    eventually(lambda: not alive(keeper), "a keeper that nobody wants any more stays")
+    shim = node.pid("shim")
+    wait_for(lambda: not is_alive(shim), "a shim that nobody wants any more stays")
     assert why(node.prepare(1)) == "refused not_above"
     started = node.start(1)
     assert started == {"outcome": "done", "pids": pids, "already": True}
@@ -113,8 +113,8 @@ def test_a_generation_is_launched_once(node: Node) -> None:
 
 def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> None:
     node.prepare(1, valid_for=0.2)
-    keeper = node.pid("keeper")
-    eventually(lambda: not alive(keeper))
+    shim = node.pid("shim")
+    wait_for(lambda: not is_alive(shim))
     assert why(node.start(1)) == "refused expired"
     assert why(node.prepare(1)) == "done"
     assert why(node.start(1)) == "done"
@@ -123,7 +123,7 @@ def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> 
 def test_a_start_goes_with_its_own_preparation(node: Node) -> None:
     first = node.prepare(1, valid_for=0.2)
     assert first is not None
-    eventually(lambda: not alive(node.pid("keeper")))
+    wait_for(lambda: not is_alive(node.pid("shim")))
     second = node.prepare(1)
     assert second is not None
     assert len({first["nonce"], second["nonce"]}) == 2
@@ -131,10 +131,10 @@ def test_a_start_goes_with_its_own_preparation(node: Node) -> None:
     assert why(node.start(1, prepared=second["stamp"])) == "done"
 
 
-def test_a_keeper_that_died_before_the_start_is_not_prepared(node: Node) -> None:
+def test_a_shim_that_died_before_the_start_is_not_prepared(node: Node) -> None:
     node.prepare(1)
-    os.kill(node.pid("keeper"), signal.SIGKILL)
-    eventually(lambda: not alive(node.pid("keeper")))
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    wait_for(lambda: not is_alive(node.pid("shim")))
     assert why(node.start(1)) == "refused not_prepared"
     assert why(node.prepare(1)) == "done"
 
@@ -157,9 +157,9 @@ def test_ranks_that_cannot_start_are_refused_by_name(
     answer = node.start(**{"command": ["sleep", "1000"], **more})
     assert why(answer) == f"refused {expected}"
     assert node.start(**{"command": ["sleep", "1000"], **more}) == answer
-    keeper = node.pid("keeper")
-    eventually(lambda: not alive(keeper))
-    eventually(lambda: not node.left())
+    shim = node.pid("shim")
+    wait_for(lambda: not is_alive(shim))
+    wait_for(lambda: not node.list_leftovers())
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_whole_life_on_python_3_8(make_node: Any) -> None:
     pids = node.run(1)
     watch = node.watch()
     os.kill(pids["1"], signal.SIGKILL)
-    assert watch.observation("RankExited")["signal"] == 9
+    assert watch.read_observation("RankExited")["signal"] == 9
     assert why(node.stop()) == "done"
 
 
@@ -265,10 +265,10 @@ def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None
     node = make_node("/".join(["deep" * 10] * 4))
     assert len(str(node.state)) > 108
     node.run(1)
-    assert node.watch().until("hello")["state"] == "running"
-    keeper = node.pid("keeper")
+    assert node.watch().read_until("hello")["state"] == "running"
+    shim = node.pid("shim")
     assert why(node.stop()) == "done"
-    eventually(lambda: not alive(keeper))  # until then it makes again what is removed
+    wait_for(lambda: not is_alive(shim))  # until then it makes again what is removed
     shutil.rmtree(node.state / "jobs")
 
 
@@ -280,8 +280,8 @@ def test_the_environment_of_a_rank(
     monkeypatch.setenv("KEPT", "from the session")
     code = "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == os.getpid()]))"
     own = [{"RANK": "0"}, {"RANK": "1", "BOTH": "own"}]
-    node.run(1, python(code), env={"BOTH": "common"}, rank_env=own, workdir=str(tmp_path))
-    eventually(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))
+    node.run(1, python_command(code), env={"BOTH": "common"}, rank_env=own, workdir=str(tmp_path))
+    wait_for(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))
     first, second = json.loads(node.log(0)), json.loads(node.log(1))
     environment = second[0]
     assert (first[0]["RANK"], first[0]["BOTH"], environment["RANK"], environment["BOTH"]) == (
@@ -304,7 +304,7 @@ def test_a_rank_starts_with_default_signals_and_no_stray_descriptors(node: Node)
     node.run(
         1, ["sh", "-c", "ls -l /proc/self/fd; grep -E 'Sig(Ign|Blk)' /proc/self/status"], ranks=1
     )
-    eventually(lambda: "SigIgn" in node.log())
+    wait_for(lambda: "SigIgn" in node.log())
     masks = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]{16})\n", node.log()))
     # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as ignored.
     assert {name: int(mask, 16) & 0x7FFFFFFF for name, mask in masks.items()} == {
@@ -318,32 +318,32 @@ def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_
     node: Node,
 ) -> None:
     def spares() -> set[int]:
-        return {pid for pid in node.processes() if name(pid) == "relaunch-idle"}
+        return {pid for pid in node.list_processes() if read_name(pid) == "relaunch-idle"}
 
     assert why(node.order("list")) == "done"
-    before = eventually(lambda: spares() if len(spares()) == 2 else None)
+    before = wait_for(lambda: spares() if len(spares()) == 2 else None)
     for _ in range(5):
         assert why(node.order("list")) == "done"
-    eventually(lambda: spares() == before)
+    wait_for(lambda: spares() == before)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, before)))
+    wait_for(lambda: not any(map(is_alive, before)))
     assert why(node.order("list")) == "done"
     assert why(node.prepare(1)) == "done"
-    eventually(lambda: len(spares()) == 2)
-    assert not spares() & {*before, node.pid("keeper")}
+    wait_for(lambda: len(spares()) == 2)
+    assert not spares() & {*before, node.pid("shim")}
 
 
 def test_a_start_that_comes_after_an_order_to_stop_launches_nothing(node: Node) -> None:
     prepared = node.prepare(1)
     assert prepared is not None
-    os.kill(node.pid("keeper"), signal.SIGSTOP)
-    with node.to_keeper() as late:
+    os.kill(node.pid("shim"), signal.SIGSTOP)
+    with node.connect_to_shim() as late:
         late.sendall(json.dumps({"stop": {"stop_grace": 1.0, "reason": "a test"}}).encode() + b"\n")
         order = {**start_order(token(1), prepared=prepared["stamp"]), "command": ["sleep", "1000"]}
         late.sendall(json.dumps({"start": order}).encode() + b"\n")
-        os.kill(node.pid("keeper"), signal.SIGCONT)
+        os.kill(node.pid("shim"), signal.SIGCONT)
         answers = [json.loads(line) for line in late.makefile("rb")]
     assert [answer.get("why") for answer in answers if "outcome" in answer] == ["expired"]
-    eventually(lambda: not alive(node.pid("keeper")))
+    wait_for(lambda: not is_alive(node.pid("shim")))
     assert not (node.folder() / "started.json").exists()

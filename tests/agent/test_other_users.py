@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, done, eventually, refusal, token
+from real_node import Node, expect_done, is_alive, refusal, token, wait_for
 
 USER = 65534
 """The agent's. It owns nothing."""
@@ -80,12 +80,12 @@ def run_with_root_child(node: OrdinaryNode, way: str, **more: Any) -> tuple[dict
                     continue
         return None
 
-    return pids, eventually(find, "the rank starts no program as root")
+    return pids, wait_for(find, "the rank starts no program as root")
 
 
 def end(stray: int) -> None:
     os.kill(stray, signal.SIGKILL)
-    eventually(lambda: not alive(stray))
+    wait_for(lambda: not is_alive(stray))
 
 
 @pytest.mark.parametrize("way", ["", "setsid"])
@@ -96,51 +96,51 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
     pids, stray = run_with_root_child(node, way)
     try:
         watch = node.watch()
-        watch.until("heartbeat")
-        keeper = node.pid("keeper")
+        watch.read_until("heartbeat")
+        shim = node.pid("shim")
         os.kill(pids["1"], signal.SIGTERM)  # one rank fails
-        assert {watch.observation("RankExited")["rank"] for _ in pids} == {0, 1}
+        assert {watch.read_observation("RankExited")["rank"] for _ in pids} == {0, 1}
         for answer in (node.stop(stuck_after=0.5), node.prepare(2, stuck_after=0.5)):
             assert refusal(answer) == "stuck"
             assert answer is not None
             assert answer["pids"] == [stray]
             assert f"pid {stray} (root, sleep)" in answer["reason"]
-        assert alive(keeper), (
-            "the keeper knows what is below it: without it a program of root's cannot be found"
+        assert is_alive(shim), (
+            "the shim knows what is below it: without it a program of root's cannot be found"
         )
-        jobs = done(node.order("probe", within=5.0, kernel_since=None))["jobs"]
+        jobs = expect_done(node.order("probe", within=5.0, kernel_since=None))["jobs"]
         assert [job["generation"] for job in jobs] == [1], "the node reads free"
     finally:
         end(stray)
-    done(node.prepare(2))
-    eventually(lambda: not alive(keeper))
+    expect_done(node.prepare(2))
+    wait_for(lambda: not is_alive(shim))
 
 
-def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
+def test_a_shim_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
     ordinary: OrdinaryNode,
 ) -> None:
     node = ordinary
     _, stray = run_with_root_child(node, "")
     try:
         watch = node.watch()
-        watch.until("heartbeat")
-        os.kill(node.pid("keeper"), signal.SIGKILL)
-        assert f"pid {stray} (root, sleep)" in watch.observation("KeeperDied")["reason"]
-        assert "end" in watch.rest()[-1]
+        watch.read_until("heartbeat")
+        os.kill(node.pid("shim"), signal.SIGKILL)
+        assert f"pid {stray} (root, sleep)" in watch.read_observation("ShimDied")["reason"]
+        assert "end" in watch.read_rest()[-1]
         for answer in (node.prepare(2, stuck_after=0.5), node.stop(stuck_after=0.5)):
             assert refusal(answer) == "stuck"
             assert answer is not None
             assert answer["pids"] == [stray]
     finally:
         end(stray)
-    assert done(node.stop())["stopped"] == []
+    assert expect_done(node.stop())["stopped"] == []
 
 
 def test_a_root_process_that_ends_in_time_delays_a_stop_and_no_more(ordinary: OrdinaryNode) -> None:
     node = ordinary
     _, stray = run_with_root_child(node, "setsid")
     stopping = node.begin("stop", token=token(1), stop_grace=0.2, stuck_after=30.0)
-    eventually(node.journal)
+    wait_for(node.journal)
     end(stray)
-    answer = stopping.rest()[-1]
+    answer = stopping.read_rest()[-1]
     assert (answer["outcome"], answer["stopped"]) == ("done", [[1, 1]])

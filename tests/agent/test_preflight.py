@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, done, eventually, name, refusal
+from real_node import Node, expect_done, is_alive, read_name, refusal, wait_for
 
 from relaunch.agent.folders import find_mount
 from relaunch.agent.node import preflight
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 ASKED = {"within": 10.0, "listen": None, "stay": 30.0, "gpus": False}
 
 
 def ask(node: Node, **more: Any) -> dict[str, Any]:
-    return done(node.order("preflight", **{**ASKED, **more}))
+    return expect_done(node.order("preflight", **{**ASKED, **more}))
 
 
 def meet(
     node: Node, left: Any = None, peer: Any = None, wait: float = 0.0, **more: Any
 ) -> dict[str, Any]:
-    return done(node.order("meet", left=left, peer=peer, wait=wait, **more))
+    return expect_done(node.order("meet", left=left, peer=peer, wait=wait, **more))
 
 
 def identity(left: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def place(left: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_node_says_what_it_runs_with_and_where_it_keeps_things(node: Node) -> None:
     answer = ask(node)
-    assert answer["boot_id"] == boot_id(node.state)
+    assert answer["boot_id"] == read_boot_id(node.state)
     assert answer["python"] == ".".join(str(part) for part in sys.version_info[:3])
     assert answer["uid"] == os.geteuid()
     assert answer["state"]["path"] == str(node.state)
@@ -55,13 +55,13 @@ def test_what_it_leaves_behind_outlives_the_connection_and_a_second_one_finds_it
     node: Node,
 ) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
-    assert eventually(lambda: name(left["pid"]) == "relaunch-stay")
+    assert wait_for(lambda: read_name(left["pid"]) == "relaunch-stay")
     node.end_session()
     answer = meet(node, identity(left), place(left))
     assert answer["lives"] is True
     assert answer["met"]["took"] < 2
     assert meet(node, identity(left), end=True)["lives"] is True
-    eventually(lambda: not alive(left["pid"]), "it was told to end")
+    wait_for(lambda: not is_alive(left["pid"]), "it was told to end")
     assert meet(node, identity(left))["lives"] is False
 
 
@@ -70,13 +70,13 @@ def test_what_is_ended_by_a_logout_is_noticed_while_it_is_waited_for(node: Node)
     asked = node.begin("meet", left=identity(left), peer=None, wait=10.0)
     os.kill(left["pid"], 15)
     began = time.monotonic()
-    assert done(asked.rest()[-1])["lives"] is False
+    assert expect_done(asked.read_rest()[-1])["lives"] is False
     assert time.monotonic() - began < 9, "the rest of the time is not waited for"
 
 
 def test_what_it_leaves_behind_ends_by_itself(node: Node) -> None:
     left = ask(node, listen="127.0.0.1", stay=0.2)["left"]
-    eventually(lambda: not alive(left["pid"]))
+    wait_for(lambda: not is_alive(left["pid"]))
 
 
 def test_an_address_that_is_not_the_nodes_own_is_said(node: Node) -> None:
@@ -87,7 +87,7 @@ def test_an_address_that_is_not_the_nodes_own_is_said(node: Node) -> None:
 def test_a_neighbour_that_nobody_answers_for_is_not_met(node: Node) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     assert meet(node, identity(left), end=True)["lives"]
-    eventually(lambda: not alive(left["pid"]))
+    wait_for(lambda: not is_alive(left["pid"]))
     assert meet(node, peer=place(left))["met"] == {
         "cannot": f"127.0.0.1 port {left['port']}: Connection refused"
     }
@@ -146,17 +146,21 @@ def test_sudo_is_asked_what_it_would_run_and_runs_nothing(
     (tmp_path / "sudo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     until = time.monotonic() + 60
-    assert preflight._allowed(["sudo", "-n", "systemctl", "reboot"], until) == {
+    assert preflight._check_permission(["sudo", "-n", "systemctl", "reboot"], until) == {
         "command": "systemctl reboot",
         "sudo": True,
     }
-    denied = preflight._allowed(["sudo", "-n", "/usr/bin/nvidia-smi", "--gpu-reset"], until)
+    denied = preflight._check_permission(
+        ["sudo", "-n", "/usr/bin/nvidia-smi", "--gpu-reset"], until
+    )
     assert denied["cannot"] == "sudo -n does not allow it: sudo: a password is required"
 
 
 def test_a_missing_sudo_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert preflight._allowed(["sudo", "-n", "systemctl", "reboot"], 0.0)["missing"] == "sudo"
+    assert (
+        preflight._check_permission(["sudo", "-n", "systemctl", "reboot"], 0.0)["missing"] == "sudo"
+    )
 
 
 @pytest.mark.skipif(not OLD_PYTHON.exists(), reason="no Python 3.8 here")
@@ -179,6 +183,6 @@ def test_the_session_of_a_login_is_found_in_its_cgroup(
 ) -> None:
     monkeypatch.setattr(preflight, "CGROUP", str(tmp_path / "cgroup"))
     (tmp_path / "cgroup").write_text("0::/user.slice/user-1000.slice/session-12.scope\n")
-    assert preflight._session() == "session-12.scope"
+    assert preflight._find_session() == "session-12.scope"
     (tmp_path / "cgroup").write_text("0::/system.slice/ssh.service\n")
-    assert preflight._session() is None
+    assert preflight._find_session() is None

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, boottime, eventually
+from real_node import Node, boottime, wait_for
 
 from relaunch.agent import tools
 from relaunch.agent.node import hold, probe, reboots
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 
 PROBE = {"within": 10.0, "kernel_since": None}
 XID = "[    0.471100] NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus."
@@ -32,7 +32,7 @@ def ask(node: Node, **more: Any) -> dict[str, Any]:
 def test_a_probe_tells_how_an_idle_node_is(node: Node) -> None:
     before = set(os.listdir(node.state))
     answer = ask(node)
-    assert answer["boot_id"] == boot_id(node.state)
+    assert answer["boot_id"] == read_boot_id(node.state)
     assert abs(answer["stamp"] - boottime()) < 10
     assert abs(answer["wall"] - time.time()) < 10
     assert answer["load"] >= 0
@@ -63,13 +63,13 @@ def test_a_generation_that_is_only_prepared_counts_for_it_may_start(node: Node) 
     assert [each["generation"] for each in ask(node)["jobs"]] == [1]
 
 
-def test_a_generation_that_ended_by_itself_does_not_count_though_its_keeper_lingers(
+def test_a_generation_that_ended_by_itself_does_not_count_though_its_shim_lingers(
     node: Node,
 ) -> None:
     node.run(1, ["true"])
-    keeper = node.pid("keeper")
-    eventually(lambda: ask(node)["jobs"] == [])
-    assert keeper in node.processes()
+    shim = node.pid("shim")
+    wait_for(lambda: ask(node)["jobs"] == [])
+    assert shim in node.list_processes()
 
 
 def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:
@@ -81,7 +81,7 @@ def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:
     }
     with subprocess.Popen(["sleep", "1000"], env=environment) as stray:
         try:
-            found = eventually(lambda: len(jobs := ask(node)["jobs"]) == 2 and jobs)
+            found = wait_for(lambda: len(jobs := ask(node)["jobs"]) == 2 and jobs)
             assert found[1] == {
                 "namespace": "default",
                 "job": "other",
@@ -93,7 +93,7 @@ def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:
 
 
 def test_a_disk_that_cannot_be_written_is_said_to_be_so() -> None:
-    row = probe._disk(Path("/proc"), writes=True)
+    row = probe._check_disk(Path("/proc"), writes=True)
     assert row["writable"] is False
     assert row["reason"]
 
@@ -101,9 +101,9 @@ def test_a_disk_that_cannot_be_written_is_said_to_be_so() -> None:
 def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(probe, "_write", lambda folder: time.sleep(100))
+    monkeypatch.setattr(probe, "_test_write", lambda folder: time.sleep(100))
     began = time.monotonic()
-    rows = probe._disks(tmp_path, 0.3)
+    rows = probe._check_disks(tmp_path, 0.3)
     assert time.monotonic() - began < 30
     assert (rows[0]["writable"], rows[0]["reason"]) == (False, "it did not answer within 0.3 s")
 
@@ -113,8 +113,8 @@ def test_work_that_dies_in_its_child_is_no_answer() -> None:
         os.kill(os.getpid(), 9)
         return {}
 
-    assert tools.bounded(dies, 5.0) is None
-    assert tools.bounded(lambda: {"all": "well"}, 5.0) == {"all": "well"}
+    assert tools.run_bounded(dies, 5.0) is None
+    assert tools.run_bounded(lambda: {"all": "well"}, 5.0) == {"all": "well"}
 
 
 # --- the kernel log -----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_only_the_seconds_that_are_asked_for_are_told_where_a_line_has_its_time(
 
 def test_lines_of_before_a_reboot_are_not_told_again(node: Node, kernel_log: Path) -> None:
     kernel_log.write_text(f"{XID}\n")
-    reboots.tend(node.state)
+    reboots.record_log_position(node.state)
     assert ask(node)["kernel"]["lines"] == [XID], "the node has not rebooted yet"
     assert ask(node, kernel_since=0.001)["kernel"]["lines"] == []
     (node.state / "boot_id").write_text("another\n")
@@ -182,7 +182,7 @@ def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_wha
     node: Node, kernel_log: Path
 ) -> None:
     kernel_log.write_text("NVRM: Xid old\n")
-    reboots.tend(node.state)
+    reboots.record_log_position(node.state)
     with open(kernel_log, "a") as file:
         file.write("NVRM: Xid new\n")
     assert ask(node, kernel_since=60)["kernel"]["lines"] == ["NVRM: Xid new"]
@@ -220,7 +220,7 @@ def test_one_call_answers_a_probe(node: Node) -> None:
 def test_a_process_that_only_waits_for_its_kill_is_told_from_one_that_lives() -> None:
     status = "Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t{}\nShdPnd:\t{}\nSigBlk:\t0000000000000100\n"
     none, kill = "0" * 16, "0000000000000100"
-    assert hold.kill_pending(status.format(kill, none))
-    assert hold.kill_pending(status.format(none, "0000000000004100"))
-    assert not hold.kill_pending(status.format(none, "0000000000004000"))
-    assert not hold.doomed(os.getpid())
+    assert hold.has_kill_pending(status.format(kill, none))
+    assert hold.has_kill_pending(status.format(none, "0000000000004100"))
+    assert not hold.has_kill_pending(status.format(none, "0000000000004000"))
+    assert not hold.is_kill_pending(os.getpid())

@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from real_node import eventually
+from real_node import wait_for
 
 from relaunch.agent.ranks import evidence, journal
-from relaunch.agent.ranks.progress import MATCH_CPU_S, RankProgress, Unreadable, parse_file
+from relaunch.agent.ranks.progress import MATCH_CPU_S, ProgressError, RankProgress, parse_file
 from relaunch.agent.state import Generation
 
 
 @pytest.fixture
 def generation(tmp_path: Path) -> Generation:
     made = Generation(tmp_path, tmp_path, (1, 1))
-    made.make()
+    made.make_folders()
     return made
 
 
@@ -49,7 +49,7 @@ def test_steps(text: str, step: int) -> None:
     ],
 )
 def test_what_is_not_a_step(text: str) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(ProgressError):
         parse_file(text)
 
 
@@ -72,7 +72,7 @@ def test_the_newest_finished_checkpoint_is_told_beside_the_step_and_is_no_value(
 @pytest.mark.parametrize("written", ['"120"', "-1", "1.5", "true", "[]"])
 def test_what_is_no_checkpoint_is_unreadable_as_a_step_would_be(written: str) -> None:
     with pytest.raises(
-        Unreadable, match=r"^checkpoint is .*; expected a whole number of at least 0$"
+        ProgressError, match=r"^checkpoint is .*; expected a whole number of at least 0$"
     ):
         parse_file(f'{{"step": 3, "checkpoint": {written}}}')
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_counts_until_another_one_is_told_and_news_of_it_are_news(
         ("111", 100, True),
         ("111 ", 100, False),
     ):
-        generation.progress(0).write_text(text)
+        generation.progress_path(0).write_text(text)
         assert progress.read() is news
         assert (progress.report() or {})["checkpoint"] == checkpoint
 
@@ -108,16 +108,16 @@ def test_lines_of_a_log_may_tell_of_a_step_or_of_a_checkpoint(
     generation: Generation, lines: tuple[str, ...], step: int | None, checkpoint: int | None
 ) -> None:
     progress = RankProgress(generation, 0, SAVING)
-    generation.log(0).write_text("".join(f"{line}\n" for line in lines))
+    generation.log_path(0).write_text("".join(f"{line}\n" for line in lines))
     assert progress.read() is True
     report = progress.report()
     assert report is not None
     assert (report["step"], report["checkpoint"], report["values"]) == (step, checkpoint, {})
-    with open(generation.log(0), "a") as log:
+    with open(generation.log_path(0), "a") as log:
         log.write("saved checkpoint 140\n")
     assert progress.read() is True
     assert (progress.report() or {})["checkpoint"] == 140
-    with open(generation.log(0), "a") as log:
+    with open(generation.log_path(0), "a") as log:
         log.write("saved checkpoint soon\n")
     progress.read()
     assert progress.report() == {
@@ -127,9 +127,9 @@ def test_lines_of_a_log_may_tell_of_a_step_or_of_a_checkpoint(
 
 def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generation) -> None:
     progress = RankProgress(generation, 0, re.compile(r"(?P<step>(\d+)+)$"))
-    generation.log(0).write_text("12\n")
+    generation.log_path(0).write_text("12\n")
     assert progress.read() is True
-    with open(generation.log(0), "a") as log:
+    with open(generation.log_path(0), "a") as log:
         log.write(f"{'1' * 60}x\n")
     began = time.process_time()
     progress.read()
@@ -137,7 +137,7 @@ def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generatio
     assert progress.report() == {
         "unreadable": "log_pattern took more than 0.5 s of processor time, and is not used any more"
     }
-    with open(generation.log(0), "a") as log:
+    with open(generation.log_path(0), "a") as log:
         log.write("13\n")
     assert progress.read() is False
     # Nothing of it is left that could end the process later.
@@ -151,7 +151,7 @@ def test_one_line_may_tell_of_both(generation: Generation) -> None:
         0,
         re.compile(r"step (?P<step>\d+) loss (?P<loss>\S+)( saved (?P<checkpoint>\d+))?"),
     )
-    generation.log(0).write_text("step 7 loss 2.5 saved 7\nstep 8 loss 2.4\n")
+    generation.log_path(0).write_text("step 7 loss 2.5 saved 7\nstep 8 loss 2.4\n")
     progress.read()
     report = progress.report()
     assert report is not None
@@ -164,23 +164,23 @@ def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_bel
     progress = RankProgress(generation, 0, None)
     assert progress.read() is False
     assert progress.report() is None
-    generation.progress(0).write_text("1234")
+    generation.progress_path(0).write_text("1234")
     assert progress.read() is True
     for torn in ("", "12"):
-        generation.progress(0).write_text(torn)
+        generation.progress_path(0).write_text(torn)
         assert progress.read() is False
         report = progress.report()
         assert report is not None
         assert report["step"] == 1234
     progress.read()
     assert (progress.report() or {})["step"] == 12  # said twice: it did go back
-    generation.progress(0).write_text('{"step"')
+    generation.progress_path(0).write_text('{"step"')
 
     def unreadable() -> bool:
         progress.read()
         return "unreadable" in (progress.report() or {})
 
-    eventually(unreadable)
+    wait_for(unreadable)
 
 
 @pytest.mark.parametrize(
@@ -197,26 +197,26 @@ def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_bel
     ],
 )
 def test_error_files_in_both_forms(generation: Generation, error: object) -> None:
-    generation.error(0).write_text(json.dumps(error))
-    assert evidence.read_error(generation.error(0)) == error
+    generation.error_path(0).write_text(json.dumps(error))
+    assert evidence.read_error(generation.error_path(0)) == error
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'"text"', b"{}", b"\xff\xfe", b"x" * 300000])
 def test_error_files_that_say_nothing(generation: Generation, text: bytes) -> None:
-    assert evidence.read_error(generation.error(0)) is None
-    generation.error(0).write_bytes(text)
-    assert list(evidence.read_error(generation.error(0)) or {}) == ["unreadable"]
+    assert evidence.read_error(generation.error_path(0)) is None
+    generation.error_path(0).write_bytes(text)
+    assert list(evidence.read_error(generation.error_path(0)) or {}) == ["unreadable"]
 
 
 def test_the_end_of_a_log_is_bounded(generation: Generation) -> None:
-    generation.log(0).write_text("".join(f"{number} {'x' * 1000}\n" for number in range(100)))
-    found = evidence.tail(generation.log(0))
+    generation.log_path(0).write_text("".join(f"{number} {'x' * 1000}\n" for number in range(100)))
+    found = evidence.read_tail(generation.log_path(0))
     assert found[-1].startswith("99 ")
     assert sum(map(len, found)) <= 8192
     assert all(line[0].isdigit() for line in found)
-    generation.log(0).write_text("y" * 20000)
-    assert evidence.tail(generation.log(0)) == ["y" * 8192]
-    assert evidence.tail(generation.log(1)) == []
+    generation.log_path(0).write_text("y" * 20000)
+    assert evidence.read_tail(generation.log_path(0)) == ["y" * 8192]
+    assert evidence.read_tail(generation.log_path(1)) == []
 
 
 def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation) -> None:
@@ -244,7 +244,7 @@ def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation
     ],
 )
 def test_a_step_that_no_controller_accepts_is_unreadable(written: str) -> None:
-    with pytest.raises(Unreadable, match=r"is a number of \d+ bits; expected at most 2\^53$"):
+    with pytest.raises(ProgressError, match=r"is a number of \d+ bits; expected at most 2\^53$"):
         parse_file(written)
 
 

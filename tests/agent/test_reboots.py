@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, done, eventually, refusal
+from real_node import Node, expect_done, is_alive, refusal, wait_for
 
 from relaunch.agent.node import reboots
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 from relaunch.backends import local_power
 from relaunch.backends.local import LIBRARIES, PROGRAMS, LocalBackend
 from relaunch.spec.fleet import FleetNode, FleetSpec
@@ -23,7 +23,7 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @pytest.fixture
-def counted(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def count_reboots(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """A reboot command that is only counted: the node stays on its boot, as one does whose services stop slowly."""
     install_tool(programs, "power")
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps([str(programs / "power")]))
@@ -33,17 +33,17 @@ def counted(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
 def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_machine(
     node: Node, programs: Path
 ) -> None:
-    before = boot_id(node.state)
+    before = read_boot_id(node.state)
     session = node.session().pid
-    answer = done(node.order("reboot", **node.rebooting()))
+    answer = expect_done(node.order("reboot", **node.make_reboot_order()))
     assert answer["boot_id"] == before
-    eventually(lambda: boot_id(node.state) != before)
-    eventually(lambda: not alive(session))
-    node.session_broke()
-    assert boot_id(node.state).startswith(MACHINE)
+    wait_for(lambda: read_boot_id(node.state) != before)
+    wait_for(lambda: not is_alive(session))
+    node.await_session_end()
+    assert read_boot_id(node.state).startswith(MACHINE)
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() == MACHINE
-    probed = done(node.order("probe", within=10.0, kernel_since=None))
-    assert probed["boot_id"] == boot_id(node.state) != before
+    probed = expect_done(node.order("probe", within=10.0, kernel_since=None))
+    assert probed["boot_id"] == read_boot_id(node.state) != before
     [entry] = probed["reboots"]
     assert (entry["id"], entry["reason"], entry["boot_id"]) == (
         "r1",
@@ -51,67 +51,67 @@ def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_mac
         before,
     )
     assert abs(entry["at"] - time.time()) < 60
-    assert done(node.prepare(1)), "the new boot takes launches"
-    refused = node.order("reboot", **node.rebooting(boot_id=before))
+    assert expect_done(node.prepare(1)), "the new boot takes launches"
+    refused = node.order("reboot", **node.make_reboot_order(boot_id=before))
     assert refused is not None
-    assert (refusal(refused), refused["boot_id"]) == ("boot_changed", boot_id(node.state))
+    assert (refusal(refused), refused["boot_id"]) == ("boot_changed", read_boot_id(node.state))
 
 
 def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_the_same_order(
     node: Node, programs: Path
 ) -> None:
-    before = boot_id(node.state)
+    before = read_boot_id(node.state)
     node.set_failpoint("reboot.recorded")
-    assert node.order("reboot", **node.rebooting()) is None
-    assert boot_id(node.state) == before
-    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1"]
+    assert node.order("reboot", **node.make_reboot_order()) is None
+    assert read_boot_id(node.state) == before
+    assert [entry["id"] for entry in reboots.list_newest(node.state)] == ["r1"]
     refused = node.prepare(1)
     assert refused is not None
     assert (refused["why"], refused["id"]) == ("rebooting", "r1")
-    done(node.order("reboot", **node.rebooting()))
-    eventually(lambda: boot_id(node.state) != before)
-    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1"], (
+    expect_done(node.order("reboot", **node.make_reboot_order()))
+    wait_for(lambda: read_boot_id(node.state) != before)
+    assert [entry["id"] for entry in reboots.list_newest(node.state)] == ["r1"], (
         "it is one reboot, and counts once"
     )
-    node.session_broke()
-    done(node.prepare(1))
+    node.await_session_end()
+    expect_done(node.prepare(1))
 
 
 def test_a_reboot_that_died_before_its_command_is_in_no_other_repairs_way(
     node: Node, programs: Path
 ) -> None:
-    before = boot_id(node.state)
+    before = read_boot_id(node.state)
     node.set_failpoint("reboot.recorded")
-    assert node.order("reboot", **node.rebooting()) is None
-    done(node.order("reboot", **node.rebooting(id="r2")))
-    eventually(lambda: boot_id(node.state) != before)
-    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1", "r2"]
+    assert node.order("reboot", **node.make_reboot_order()) is None
+    expect_done(node.order("reboot", **node.make_reboot_order(id="r2")))
+    wait_for(lambda: read_boot_id(node.state) != before)
+    assert [entry["id"] for entry in reboots.list_newest(node.state)] == ["r1", "r2"]
 
 
 def test_two_reboots_ordered_at_once_run_one_command(
-    node: Node, counted: Callable[[], int]
+    node: Node, count_reboots: Callable[[], int]
 ) -> None:
-    same = [node.begin("reboot", **node.rebooting()) for _ in range(2)]
-    answers = [stream.next() for stream in same]
-    assert [done(answer)["boot_id"] for answer in answers] == [boot_id(node.state)] * 2
+    same = [node.begin("reboot", **node.make_reboot_order()) for _ in range(2)]
+    answers = [stream.read_next() for stream in same]
+    assert [expect_done(answer)["boot_id"] for answer in answers] == [read_boot_id(node.state)] * 2
     assert sorted(bool(answer and answer.get("already")) for answer in answers) == [False, True]
-    other = node.order("reboot", **node.rebooting(id="r2"))
+    other = node.order("reboot", **node.make_reboot_order(id="r2"))
     assert other is not None
     assert (refusal(other), other["reason"]) == ("held", "this node is being rebooted (reboot, r1)")
-    assert counted() == 1
-    assert len(reboots.newest(node.state)) == 1
+    assert count_reboots() == 1
+    assert len(reboots.list_newest(node.state)) == 1
     assert refusal(node.prepare(1)) == "rebooting"
 
 
 def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_again(
-    node: Node, counted: Callable[[], int]
+    node: Node, count_reboots: Callable[[], int]
 ) -> None:
-    done(node.order("reboot", **node.rebooting()))
+    expect_done(node.order("reboot", **node.make_reboot_order()))
     record = json.loads((node.state / "rebooting.json").read_text())
     (node.state / "rebooting.json").write_text(json.dumps({**record, "ran": record["ran"] - 61}))
-    assert "already" not in done(node.order("reboot", **node.rebooting()))
-    assert counted() == 2
-    assert len(reboots.newest(node.state)) == 1
+    assert "already" not in expect_done(node.order("reboot", **node.make_reboot_order()))
+    assert count_reboots() == 2
+    assert len(reboots.list_newest(node.state)) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,19 @@ def test_a_reboot_that_fails_leaves_a_node_that_takes_launches_and_does_not_coun
     node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch, command: str, reason: str
 ) -> None:
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", command)
-    refused = node.order("reboot", **node.rebooting())
+    refused = node.order("reboot", **node.make_reboot_order())
     assert refused is not None
     assert refusal(refused) == "cannot_reboot"
     assert reason.strip() in refused["reason"]
-    assert reboots.newest(node.state) == []
-    done(node.prepare(1))
+    assert reboots.list_newest(node.state) == []
+    expect_done(node.prepare(1))
 
 
 def test_a_reboot_command_that_is_none_is_said(
     node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", "systemctl reboot")
-    refused = node.order("reboot", **node.rebooting())
+    refused = node.order("reboot", **node.make_reboot_order())
     assert refused is not None
     assert (
         refused["reason"]
@@ -150,15 +150,15 @@ def test_a_reboot_command_that_is_none_is_said(
 
 
 def test_a_reboot_that_cannot_be_written_down_is_not_done(
-    node: Node, counted: Callable[[], int]
+    node: Node, count_reboots: Callable[[], int]
 ) -> None:
     (node.state / "reboots.jsonl").mkdir()
-    refused = node.order("reboot", **node.rebooting())
+    refused = node.order("reboot", **node.make_reboot_order())
     assert refused is not None
     assert refusal(refused) == "cannot_reboot"
     assert refused["reason"] == "the journal of reboots cannot be written: Is a directory"
-    assert counted() == 0
-    assert done(node.order("probe", within=10.0, kernel_since=None))["reboots"] == []
+    assert count_reboots() == 0
+    assert expect_done(node.order("probe", within=10.0, kernel_since=None))["reboots"] == []
 
 
 def test_the_journal_goes_on_after_a_torn_line_and_tells_the_newest_twenty(node: Node) -> None:
@@ -167,7 +167,7 @@ def test_the_journal_goes_on_after_a_torn_line_and_tells_the_newest_twenty(node:
     with open(node.state / "reboots.jsonl", "a") as file:
         file.write('{"at": 1, "id": "to')
     reboots.record(node.state, "r25", "after a loss of power")
-    assert [entry["id"] for entry in reboots.newest(node.state)] == [
+    assert [entry["id"] for entry in reboots.list_newest(node.state)] == [
         f"r{number}" for number in range(6, 26)
     ]
 
@@ -193,10 +193,10 @@ async def test_a_local_node_finds_its_own_tools_and_reboots_alone(
         rebooted = await backend.reboot("n1", "r1", first["boot_id"], "a test")
         assert isinstance(rebooted, dict)
         deadline = time.monotonic() + 60
-        while boot_id(folder) == first["boot_id"]:
+        while read_boot_id(folder) == first["boot_id"]:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        assert boot_id(backend.folder("n2")) == second["boot_id"]
+        assert read_boot_id(backend.folder("n2")) == second["boot_id"]
         assert (await backend.probe("n2", 20.0, None))["boot_id"] == second["boot_id"]
     finally:
         await backend.close()

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_node import Node, alive, done, eventually, python, refusal, token
+from real_node import Node, expect_done, is_alive, python_command, refusal, token, wait_for
 
 HELPERS = ("supervisor", "guard")
-"""Processes beside a keeper, as the files of their identities are called."""
-PRINTS = python("import time\nwhile True:\n  print('step', flush=True); time.sleep(0.05)")
+"""Processes beside a shim, as the files of their identities are called."""
+PRINTS = python_command("import time\nwhile True:\n  print('step', flush=True); time.sleep(0.05)")
 
 
 @pytest.fixture
@@ -26,24 +26,24 @@ def swept(make_node: Callable[..., Node], tmp_path: Path) -> Callable[[Node], li
         pytest.skip("systemd-tmpfiles is not installed")
 
     def sweep(node: Node) -> list[str]:
-        def found() -> set[str]:
+        def list_files() -> set[str]:
             return {str(path.relative_to(node.state)) for path in node.state.rglob("*")}
 
-        before = found()
+        before = list_files()
         rules = tmp_path / "rules.conf"
         rules.write_text(f"q {node.state.parent} 1777 root root 1us\n")
         done = subprocess.run(
             ["systemd-tmpfiles", "--clean", rules], capture_output=True, check=False
         )
         assert done.returncode == 0, done
-        return sorted(before - found())
+        return sorted(before - list_files())
 
     return sweep
 
 
 def remove_records(node: Node) -> None:
     for job in (node.state / "jobs").iterdir():
-        removed = node.state.with_name("removed") / job.name  # whole, though its keeper may write
+        removed = node.state.with_name("removed") / job.name  # whole, though its shim may write
         removed.parent.mkdir(exist_ok=True)
         job.rename(removed)
         shutil.rmtree(removed)
@@ -56,8 +56,8 @@ def test_tmpfiles_passes_a_living_generation_by(
     pids = node.run(1)
     time.sleep(0.05)
     assert not [path for path in swept(node) if path.startswith("jobs")]
-    assert done(node.stop(1))["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids.values()))
+    assert expect_done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, pids.values()))
 
 
 def test_tmpfiles_leaves_what_must_be_remembered_when_nothing_lives(
@@ -65,8 +65,8 @@ def test_tmpfiles_leaves_what_must_be_remembered_when_nothing_lives(
 ) -> None:
     node = make_node("aged/n1")
     node.run(1)
-    done(node.stop(1))
-    eventually(lambda: not node.left())
+    expect_done(node.stop(1))
+    wait_for(lambda: not node.list_leftovers())
     log = node.folder() / "logs" / "rank_0.log"
     assert log.exists()
     time.sleep(0.05)
@@ -78,46 +78,46 @@ def test_tmpfiles_leaves_what_must_be_remembered_when_nothing_lives(
 def test_what_lives_is_stopped_though_nothing_of_it_is_written(node: Node) -> None:
     pids = node.run(1)
     remove_records(node)
-    assert done(node.stop(1))["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids.values()))
+    assert expect_done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, pids.values()))
     assert refusal(node.prepare(1)) == "stopped"
 
 
-def test_what_a_frozen_keeper_has_lost_is_stopped_too(node: Node) -> None:
+def test_what_a_frozen_shim_has_lost_is_stopped_too(node: Node) -> None:
     pids = node.run(1)
-    keeper = node.pid("keeper")
-    os.kill(keeper, signal.SIGSTOP)
+    shim = node.pid("shim")
+    os.kill(shim, signal.SIGSTOP)
     remove_records(node)
-    done(node.stop(1))
-    assert not any(map(alive, pids.values()))
+    expect_done(node.stop(1))
+    assert not any(map(is_alive, pids.values()))
 
 
 def test_the_next_generation_starts_alone_and_a_lower_one_never(node: Node) -> None:
     old = node.run(2)
     remove_records(node)
     assert refusal(node.prepare(1)) == "not_above"
-    assert all(map(alive, old.values())), "an order that is refused stops nothing"
+    assert all(map(is_alive, old.values())), "an order that is refused stops nothing"
     remove_records(node)
-    assert done(node.prepare(3))["stopped"] == [[1, 2]]
-    assert not any(map(alive, old.values()))
+    assert expect_done(node.prepare(3))["stopped"] == [[1, 2]]
+    assert not any(map(is_alive, old.values()))
 
 
-def test_a_preparation_that_is_repeated_starts_no_second_keeper(node: Node) -> None:
-    first = done(node.prepare(1))
-    keeper = node.pid("keeper")
+def test_a_preparation_that_is_repeated_starts_no_second_shim(node: Node) -> None:
+    first = expect_done(node.prepare(1))
+    shim = node.pid("shim")
     node.pid(
         "supervisor"
     )  # one that is still being born dies with its folder, and is prepared again
     remove_records(node)
-    again = done(node.prepare(1))
+    again = expect_done(node.prepare(1))
     assert again == first
-    assert node.pid("keeper") == keeper
+    assert node.pid("shim") == shim
     remove_records(node)
-    done(node.start(1))
+    expect_done(node.start(1))
 
 
 def end_helpers(node: Node) -> None:
-    """Kill the keeper and what guards it, so that only the token tells of ranks."""
+    """Kill the shim and what guards it, so that only the token tells of ranks."""
     node.pid("supervisor")
     helpers = [
         json.loads(path.read_text())["pid"]
@@ -125,22 +125,22 @@ def end_helpers(node: Node) -> None:
         if path.stem in HELPERS
     ]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # each ends what is left when another dies
-        for pid in [*helpers, node.pid("keeper")]:
+        for pid in [*helpers, node.pid("shim")]:
             os.kill(pid, number)
 
 
-def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -> None:
+def test_ranks_without_shim_and_records_are_found_by_their_token(node: Node) -> None:
     away = (
         "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
     )
-    node.run(1, python(away), ranks=1)
-    sleeping = eventually(lambda: [pid for pid in node.processes() if _is_sleep(pid)])
+    node.run(1, python_command(away), ranks=1)
+    sleeping = wait_for(lambda: [pid for pid in node.list_processes() if _is_sleep(pid)])
     end_helpers(node)
     remove_records(node)
     assert refusal(node.prepare(1)) == "not_above", "it was launched, and is not launched again"
-    assert all(map(alive, sleeping))
-    assert done(node.stop(1))["stopped"] == [[1, 1]]
-    assert not any(map(alive, sleeping))
+    assert all(map(is_alive, sleeping))
+    assert expect_done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, sleeping))
 
 
 def test_what_is_on_its_way_out_is_waited_for_though_its_environment_is_gone(
@@ -158,51 +158,51 @@ for page in range(0, len(memory), mmap.PAGESIZE):
 open({str(told)!r}, "w").write(f"{{os.getpid()}}.")
 time.sleep(1000)"""
     away = f"import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', {large!r}]); time.sleep(1000)"
-    node.run(1, python(away), ranks=1)
+    node.run(1, python_command(away), ranks=1)
     pid = int(
-        eventually(
+        wait_for(
             lambda: told.exists() and told.read_text().endswith(".") and told.read_text()
         ).rstrip(".")
     )
     end_helpers(node)
     remove_records(node)  # which also name the control group
-    assert alive(pid)
-    assert done(node.stop(1))["stopped"] == [[1, 1]]
-    assert not alive(pid)
+    assert is_alive(pid)
+    assert expect_done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not is_alive(pid)
 
 
 def _is_sleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
 
 
-def test_a_keeper_makes_its_files_again_and_training_goes_on(node: Node) -> None:
+def test_a_shim_makes_its_files_again_and_training_goes_on(node: Node) -> None:
     pids = node.run(1, PRINTS, ranks=1)
     watch = node.watch()
-    watch.until("heartbeat")
+    watch.read_until("heartbeat")
     remove_records(node)
-    eventually(
+    wait_for(
         lambda: (node.state / "jobs").iterdir() and list((node.state / "jobs").glob("*/1-1/sock"))
     )
-    eventually(lambda: list((node.state / "jobs").glob("*/highest.json")))
-    assert all(map(alive, pids.values()))
-    [row] = done(node.order("list"))["jobs"]
+    wait_for(lambda: list((node.state / "jobs").glob("*/highest.json")))
+    assert all(map(is_alive, pids.values()))
+    [row] = expect_done(node.order("list"))["jobs"]
     assert (row["prepared"], row["generations"][0]["state"]) == ([1, 1], "running")
-    assert node.watch().until("heartbeat")["alive"] == [0]
-    chunk = done(node.order("logs", token=token(1), offsets={"0": 0}))["chunks"][0]
-    assert "step" in chunk["data"], "what the rank goes on printing is read through its keeper"
+    assert node.watch().read_until("heartbeat")["alive"] == [0]
+    chunk = expect_done(node.order("logs", token=token(1), offsets={"0": 0}))["chunks"][0]
+    assert "step" in chunk["data"], "what the rank goes on printing is read through its shim"
     os.kill(pids["0"], signal.SIGKILL)
-    assert watch.observation("RankExited")["signal"] == 9, "who watched before hears of it"
+    assert watch.read_observation("RankExited")["signal"] == 9, "who watched before hears of it"
     assert [seen["kind"] for seen in node.journal()] == ["RankExited"]
 
 
 def test_the_journal_is_whole_again_with_what_was_told_already(node: Node) -> None:
     node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
-    node.watch().observation("RankExited")
+    node.watch().read_observation("RankExited")
     remove_records(node)
-    eventually(lambda: list((node.state / "jobs").glob("*/1-1/sock")))
+    wait_for(lambda: list((node.state / "jobs").glob("*/1-1/sock")))
     watch = node.watch()
-    assert watch.observation("RankExited")["rank"] == 0
-    assert watch.until("heartbeat")["alive"] == [1]
+    assert watch.read_observation("RankExited")["rank"] == 0
+    assert watch.read_until("heartbeat")["alive"] == [1]
 
 
 def test_a_generation_that_was_stopped_while_its_records_were_gone_ends(node: Node) -> None:
@@ -213,13 +213,13 @@ def test_a_generation_that_was_stopped_while_its_records_were_gone_ends(node: No
     remove_records(node)
     highest.parent.mkdir(exist_ok=True)
     highest.write_text(json.dumps(marked))
-    eventually(lambda: not any(map(alive, pids.values())))
+    wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
-def test_a_lock_that_is_taken_again_says_that_the_keeper_lives(node: Node) -> None:
+def test_a_lock_that_is_taken_again_says_that_the_shim_lives(node: Node) -> None:
     node.run(1)
-    (node.folder() / "keeper.lock").unlink()
-    os.kill(node.pid("keeper"), signal.SIGCHLD)
-    eventually((node.folder() / "keeper.lock").exists)
-    [row] = done(node.order("list"))["jobs"]
+    (node.folder() / "shim.lock").unlink()
+    os.kill(node.pid("shim"), signal.SIGCHLD)
+    wait_for((node.folder() / "shim.lock").exists)
+    [row] = expect_done(node.order("list"))["jobs"]
     assert row["generations"][0]["state"] == "running"

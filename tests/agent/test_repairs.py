@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import TIMES, Node, alive, done, eventually, refusal, token
+from real_node import TIMES, Node, expect_done, is_alive, refusal, token, wait_for
 
 from relaunch.agent import processes
 from relaunch.agent.node import reboots, repairs
 from relaunch.agent.protocol import Refused
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 from relaunch.backends import local_power
 from tests.doubles.install import HEALTHY, calls, install_nvml, install_tool, pids
 
@@ -27,8 +27,8 @@ def diagnosis(**more: Any) -> dict[str, Any]:
     return {"id": "r1", "level": 2, "within": 20.0, **more}
 
 
-def held(node: Node) -> Any:
-    return done(node.order("list"))["held"]
+def read_holder(node: Node) -> Any:
+    return expect_done(node.order("list"))["held"]
 
 
 # --- diagnose -------------------------------------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ def held(node: Node) -> Any:
 
 def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout='{"DCGM": 1}', stderr="a warning", exit_code=226)
-    answer = done(node.order("diagnose", **diagnosis()))
+    answer = expect_done(node.order("diagnose", **diagnosis()))
     assert calls(programs, "dcgmi") == [["diag", "-r", "2", "-j"]]
-    assert answer["boot_id"] == boot_id(node.state)
+    assert answer["boot_id"] == read_boot_id(node.state)
     assert (answer["exit_code"], answer["stdout"], answer["stderr"]) == (
         226,
         '{"DCGM": 1}',
@@ -46,7 +46,7 @@ def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
     )
     assert 0 <= answer["took"] < 10
     assert "cut" not in answer
-    assert held(node) is None
+    assert read_holder(node) is None
     assert not (node.state / "held.json").exists()
 
 
@@ -55,7 +55,8 @@ def test_a_node_without_dcgmi_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", str(programs))
     assert (
-        done(node.order("diagnose", **diagnosis()))["missing"] == "dcgmi is not on this node's PATH"
+        expect_done(node.order("diagnose", **diagnosis()))["missing"]
+        == "dcgmi is not on this node's PATH"
     )
 
 
@@ -63,12 +64,12 @@ def test_a_dcgmi_that_cannot_be_run_is_refused(node: Node, programs: Path) -> No
     (programs / "dcgmi").write_text("#!/no/such/interpreter\n")
     (programs / "dcgmi").chmod(0o755)
     assert refusal(node.order("diagnose", **diagnosis())) == "cannot_start"
-    assert held(node) is None
+    assert read_holder(node) is None
 
 
 def test_output_without_end_is_cut_and_said_to_be(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout="x" * 65536, repeat=40, stderr="e" * 9000 + "last")
-    answer = done(node.order("diagnose", **diagnosis()))
+    answer = expect_done(node.order("diagnose", **diagnosis()))
     assert (len(answer["stdout"]), answer["cut"]) == (1024 * 1024, True)
     assert len(answer["stderr"]) == 4096
     assert answer["stderr"].endswith("last")
@@ -77,7 +78,7 @@ def test_output_without_end_is_cut_and_said_to_be(node: Node, programs: Path) ->
 def test_bytes_that_are_no_text_are_told_as_text(node: Node, programs: Path) -> None:
     (programs / "dcgmi").write_text("#!/bin/sh\nprintf '\\377\\376garbage'\n")
     (programs / "dcgmi").chmod(0o755)
-    assert done(node.order("diagnose", **diagnosis()))["stdout"] == "��garbage"
+    assert expect_done(node.order("diagnose", **diagnosis()))["stdout"] == "��garbage"
 
 
 def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over_and_all_that_it_forked_with_it(
@@ -85,33 +86,33 @@ def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over_and_all_that_it_
 ) -> None:
     install_tool(programs, "dcgmi", stdout="never", seconds=1000, stubborn=True, children=2)
     began = time.monotonic()
-    answer = done(node.order("diagnose", **diagnosis(within=2.0)))
+    answer = expect_done(node.order("diagnose", **diagnosis(within=2.0)))
     assert 1.0 < time.monotonic() - began < 30
     assert (answer["exit_code"], answer["stdout"]) == (None, "")
     assert len(pids(programs, "dcgmi")) == 3
-    eventually(lambda: not any(map(alive, pids(programs, "dcgmi"))))
-    assert held(node) is None
-    assert done(node.prepare(1))
+    wait_for(lambda: not any(map(is_alive, pids(programs, "dcgmi"))))
+    assert read_holder(node) is None
+    assert expect_done(node.prepare(1))
 
 
 def test_what_a_diagnosis_leaves_in_its_group_ends_with_it(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout="{}", children=1)
-    assert done(node.order("diagnose", **diagnosis()))["exit_code"] == 0
-    eventually(lambda: not any(map(alive, pids(programs, "dcgmi"))))
+    assert expect_done(node.order("diagnose", **diagnosis()))["exit_code"] == 0
+    wait_for(lambda: not any(map(is_alive, pids(programs, "dcgmi"))))
 
 
 def hanging(node: Node, programs: Path) -> list[int]:
     """Have a diagnosis under way that does not end; return the pids of the tool."""
     install_tool(programs, "dcgmi", seconds=1000, stubborn=True, children=1)
     node.begin("diagnose", **diagnosis(within=1000.0))
-    return list(eventually(lambda: len(found := pids(programs, "dcgmi")) == 2 and found))
+    return list(wait_for(lambda: len(found := pids(programs, "dcgmi")) == 2 and found))
 
 
 def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(
     node: Node, programs: Path
 ) -> None:
     hanging(node, programs)
-    holder = held(node)
+    holder = read_holder(node)
     assert (holder["by"], holder["id"]) == ("diagnose", "r1")
     refused = node.prepare(1)
     assert refused is not None
@@ -120,45 +121,47 @@ def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(
         "this node is being examined (diagnose, r1)",
     )
     assert not (node.folder() / "order.json").exists()
-    assert refusal(node.order("reboot", **node.rebooting())) == "held"
+    assert refusal(node.order("reboot", **node.make_reboot_order())) == "held"
     assert (
-        refusal(node.order("reset-gpus", id="r2", boot_id=boot_id(node.state), gpus=[], within=5.0))
+        refusal(
+            node.order("reset-gpus", id="r2", boot_id=read_boot_id(node.state), gpus=[], within=5.0)
+        )
         == "held"
     )
-    assert done(node.order("probe", within=10.0, kernel_since=None))["held"] == holder
-    assert reboots.newest(node.state) == []
+    assert expect_done(node.order("probe", within=10.0, kernel_since=None))["held"] == holder
+    assert reboots.list_newest(node.state) == []
 
 
 def test_a_holder_that_was_killed_holds_nothing_and_its_tool_does_not_live_on_beside_ranks(
     node: Node, programs: Path
 ) -> None:
     tool = hanging(node, programs)
-    [holder] = node.commands()
+    [holder] = node.list_commands()
     assert refusal(node.prepare(1)) == "held"
     os.kill(holder, signal.SIGKILL)
-    answer = done(node.prepare(1))
-    assert not any(map(alive, tool)), "a launch that was answered has the GPUs for itself"
+    answer = expect_done(node.prepare(1))
+    assert not any(map(is_alive, tool)), "a launch that was answered has the GPUs for itself"
     assert answer["outcome"] == "done"
     assert not (node.state / "held.json").exists()
-    assert held(node) is None
+    assert read_holder(node) is None
 
 
 def test_a_holder_killed_before_its_tool_runs_holds_nothing(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout="{}")
     node.set_failpoint("diagnose.held")
     assert node.order("diagnose", **diagnosis()) is None
-    assert held(node) is None
+    assert read_holder(node) is None
     assert calls(programs, "dcgmi") == []
-    assert done(node.order("diagnose", **diagnosis()))["exit_code"] == 0
-    assert done(node.prepare(1))
+    assert expect_done(node.order("diagnose", **diagnosis()))["exit_code"] == 0
+    assert expect_done(node.prepare(1))
 
 
 def test_a_diagnosis_ends_with_the_session_that_asked_for_it(node: Node, programs: Path) -> None:
     tool = hanging(node, programs)
     node.end_session()
-    eventually(lambda: not any(map(alive, tool)))
+    wait_for(lambda: not any(map(is_alive, tool)))
     install_tool(programs, "dcgmi", stdout="again")
-    assert done(node.order("diagnose", **diagnosis()))["stdout"] == "again"
+    assert expect_done(node.order("diagnose", **diagnosis()))["stdout"] == "again"
 
 
 def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, programs: Path) -> None:
@@ -170,7 +173,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
     launch = node.begin(
         "prepare", token=token(2), address="127.0.0.1", ranks=[0], **{**TIMES, "stop_grace": 5.0}
     )
-    eventually(
+    wait_for(
         lambda: (
             "2" in str(json.loads((node.folder().parent / "highest.json").read_text())["prepared"])
         )
@@ -181,7 +184,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
         "held",
         "a launch is being prepared on this node",
     )
-    assert done(launch.next())["stopped"] == [[1, 1]]
+    assert expect_done(launch.read_next())["stopped"] == [[1, 1]]
 
 
 @pytest.mark.parametrize("command", ["diagnose", "reset-gpus", "reboot"])
@@ -196,9 +199,9 @@ def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(
         ranks = list(node.run(1).values())
     else:
         node.prepare(1)
-    orders = {"diagnose": diagnosis(), "reboot": node.rebooting()}
+    orders = {"diagnose": diagnosis(), "reboot": node.make_reboot_order()}
     order = orders.get(
-        command, {"id": "r1", "boot_id": boot_id(node.state), "gpus": [], "within": 5.0}
+        command, {"id": "r1", "boot_id": read_boot_id(node.state), "gpus": [], "within": 5.0}
     )
     answer = node.order(command, **order)
     assert answer is not None
@@ -206,13 +209,13 @@ def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(
     assert answer["reason"].startswith("job j generation 1 runs on this node")
     assert answer["jobs"] == [token(1)]
     assert answer["pids"] == sorted(ranks)
-    assert all(map(alive, ranks))
+    assert all(map(is_alive, ranks))
     assert [calls(programs, tool) for tool in ("dcgmi", "nvidia-smi")] == [[], []]
     assert not (node.state / "rebooting.json").exists()
-    assert reboots.newest(node.state) == []
-    done(node.stop())
+    assert reboots.list_newest(node.state) == []
+    expect_done(node.stop())
     if command != "reboot":
-        assert eventually(
+        assert wait_for(
             lambda: (again := node.order(command, **order)) and again["outcome"] == "done" and again
         )
 
@@ -228,11 +231,11 @@ def test_a_process_of_somebody_else_on_a_gpu_is_in_the_way(
         node.order(
             "reset-gpus",
             id="r1",
-            boot_id=boot_id(node.state),
+            boot_id=read_boot_id(node.state),
             gpus=["00000000:05:00.0"],
             within=20.0,
         ),
-        node.order("reboot", **node.rebooting()),
+        node.order("reboot", **node.make_reboot_order()),
     ]
     for answer in answers:
         assert answer is not None
@@ -246,20 +249,20 @@ def test_a_pid_that_is_only_left_over_in_the_driver_is_in_the_way_of_no_reboot(
     node: Node, programs: Path, tmp_path: Path, nvml_built: Path
 ) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "process 1 4194303 5\n")
-    before = boot_id(node.state)
-    assert done(node.order("reboot", **node.rebooting()))["boot_id"] == before
-    eventually(lambda: boot_id(node.state) != before)
+    before = read_boot_id(node.state)
+    assert expect_done(node.order("reboot", **node.make_reboot_order()))["boot_id"] == before
+    wait_for(lambda: read_boot_id(node.state) != before)
 
 
 def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
     node: Node, programs: Path, tmp_path: Path, nvml_built: Path
 ) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "hang nvmlInitWithFlags\n")
-    before = boot_id(node.state)
+    before = read_boot_id(node.state)
     began = time.monotonic()
-    done(node.order("reboot", **node.rebooting()))
+    expect_done(node.order("reboot", **node.make_reboot_order()))
     assert time.monotonic() - began < 10, "whoever orders it waits ten seconds"
-    eventually(lambda: boot_id(node.state) != before)
+    wait_for(lambda: read_boot_id(node.state) != before)
 
 
 # --- reset ----------------------------------------------------------------------------------------------------------------
@@ -275,16 +278,16 @@ def test_a_reset_names_its_gpus_and_tells_how_it_went(
     )
     order = {
         "id": "r1",
-        "boot_id": boot_id(node.state),
+        "boot_id": read_boot_id(node.state),
         "gpus": ["00000000:06:00.0", "00000000:05:00.0"],
         "within": 20.0,
     }
-    answer = done(node.order("reset-gpus", **order))
+    answer = expect_done(node.order("reset-gpus", **order))
     assert (answer["exit_code"], answer["output"]) == (0, "All done.")
     assert calls(programs, "nvidia-smi") == [
         ["--gpu-reset", "-i", "00000000:05:00.0,00000000:06:00.0"]
     ]
-    gpus = done(node.order("probe", within=20.0, kernel_since=None))["gpus"]["gpus"]
+    gpus = expect_done(node.order("probe", within=20.0, kernel_since=None))["gpus"]["gpus"]
     assert [gpu["remapped"]["pending"] for gpu in gpus] == [False, False]
 
 
@@ -292,8 +295,8 @@ def test_a_reset_of_all_names_none_and_a_failure_is_told_with_its_words(
     node: Node, programs: Path
 ) -> None:
     install_tool(programs, "nvidia-smi", stderr="GPU is in use by another client\n", exit_code=19)
-    answer = done(
-        node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=5.0)
+    answer = expect_done(
+        node.order("reset-gpus", id="r1", boot_id=read_boot_id(node.state), gpus=[], within=5.0)
     )
     assert (answer["exit_code"], answer["output"]) == (19, "GPU is in use by another client")
     assert calls(programs, "nvidia-smi") == [["--gpu-reset"]]
@@ -305,7 +308,7 @@ def test_a_reset_that_was_decided_on_another_boot_is_refused_with_the_present_on
     install_tool(programs, "nvidia-smi")
     answer = node.order("reset-gpus", id="r1", boot_id="of yesterday", gpus=[], within=5.0)
     assert answer is not None
-    assert (refusal(answer), answer["boot_id"]) == ("boot_changed", boot_id(node.state))
+    assert (refusal(answer), answer["boot_id"]) == ("boot_changed", read_boot_id(node.state))
     assert calls(programs, "nvidia-smi") == []
 
 
@@ -313,18 +316,18 @@ def test_a_reset_goes_on_when_the_session_that_ordered_it_ends(
     node: Node, programs: Path, tmp_path: Path
 ) -> None:
     install_tool(programs, "nvidia-smi", seconds=1.0, then={str(tmp_path / "finished"): "yes"})
-    node.begin("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=20.0)
-    eventually(lambda: pids(programs, "nvidia-smi"))
+    node.begin("reset-gpus", id="r1", boot_id=read_boot_id(node.state), gpus=[], within=20.0)
+    wait_for(lambda: pids(programs, "nvidia-smi"))
     node.end_session()
-    eventually((tmp_path / "finished").exists)
+    wait_for((tmp_path / "finished").exists)
 
 
 def test_a_node_without_nvidia_smi_says_so(
     node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(programs))
-    answer = done(
-        node.order("reset-gpus", id="r1", boot_id=boot_id(node.state), gpus=[], within=5.0)
+    answer = expect_done(
+        node.order("reset-gpus", id="r1", boot_id=read_boot_id(node.state), gpus=[], within=5.0)
     )
     assert answer["missing"] == "nvidia-smi is not on this node's PATH"
 
@@ -336,13 +339,14 @@ def test_a_repair_on_python_3_8(
     old = make_node("old", interpreter=str(OLD_PYTHON))
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps(local_power.command(old.state)))
     install_tool(programs, "dcgmi", stdout="{}", seconds=1000)
-    before = boot_id(old.state)
-    assert done(old.order("diagnose", **diagnosis(within=1.0)))["exit_code"] is None
-    done(old.order("reboot", **old.rebooting()))
-    eventually(lambda: boot_id(old.state) != before)
-    old.session_broke()
+    before = read_boot_id(old.state)
+    assert expect_done(old.order("diagnose", **diagnosis(within=1.0)))["exit_code"] is None
+    expect_done(old.order("reboot", **old.make_reboot_order()))
+    wait_for(lambda: read_boot_id(old.state) != before)
+    old.await_session_end()
     assert [
-        entry["id"] for entry in done(old.order("probe", within=20.0, kernel_since=60))["reboots"]
+        entry["id"]
+        for entry in expect_done(old.order("probe", within=20.0, kernel_since=60))["reboots"]
     ] == ["r1"]
 
 
@@ -371,7 +375,7 @@ def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
     monkeypatch.delenv("RELAUNCH_SUDO", raising=False)
     if allowed is not None:
         monkeypatch.setenv("RELAUNCH_SUDO", allowed)
-    assert repairs.by_root() == resets_by
+    assert repairs.choose_root_prefix() == resets_by
     if reboots_by is not None:
         assert repairs.reboot_command() == reboots_by
         return
@@ -387,11 +391,11 @@ def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
 def test_a_program_that_has_become_roots_is_no_error_when_it_cannot_be_killed() -> None:
     program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 
-    def as_somebody_else() -> None:
+    def kill_as_other_user() -> None:
         os.setuid(65534)
         processes.kill_group(program.pid, signal.SIGKILL)
 
-    child = processes.fork(as_somebody_else)
+    child = processes.fork(kill_as_other_user)
     _, status = os.waitpid(child, 0)
     assert (os.waitstatus_to_exitcode(status), program.poll()) == (0, None)
     program.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, eventually, python, refusal, token
+from real_node import Node, python_command, refusal, token, wait_for
 
 from relaunch.agent.ranks import retention
 from relaunch.agent.state import JobState, try_lock
@@ -21,7 +21,7 @@ and how much of it is left then depends on when the rank is stopped."""
 
 
 def prints(size: int) -> list[str]:
-    return python(f"import sys; sys.stdout.write('x' * {size})")
+    return python_command(f"import sys; sys.stdout.write('x' * {size})")
 
 
 def run_to_its_end(
@@ -42,13 +42,13 @@ def run_to_its_end(
         others = itertools.count(1)
 
         def is_left() -> bool:
-            if kept(node) == leaves:
+            if list_kept(node) == leaves:
                 return True
             other = next(others)
             node.prepare(other, [0], token=token(other, job="other"))
             return False
 
-        eventually(is_left, f"{leaves} was never left, but {kept(node)}")
+        wait_for(is_left, f"{leaves} was never left, but {list_kept(node)}")
     started = node.start(
         generation,
         prints(size),
@@ -58,10 +58,10 @@ def run_to_its_end(
     )
     assert started is not None and started["outcome"] == "done", started
     log = folder(node, job, generation) / "logs" / "rank_0.log"
-    eventually(lambda: log.exists() and log.stat().st_size == size)
+    wait_for(lambda: log.exists() and log.stat().st_size == size)
     node.stop(generation, token=token(generation, job=job))
-    eventually(
-        lambda: not JobState(node.state, "default", job).generation((1, generation)).keeper_lives()
+    wait_for(
+        lambda: not JobState(node.state, "default", job).generation((1, generation)).has_live_shim()
     )
 
 
@@ -69,8 +69,8 @@ def folder(node: Node, job: str, generation: int) -> Path:
     return JobState(node.state, "default", job).generation((1, generation)).path
 
 
-def kept(node: Node) -> dict[str, list[int]]:
-    jobs = {job: JobState(node.state, "default", job).generations() for job in ("a", "b")}
+def list_kept(node: Node) -> dict[str, list[int]]:
+    jobs = {job: JobState(node.state, "default", job).list_generations() for job in ("a", "b")}
     return {
         job: [generation.order[1] for generation in found] for job, found in jobs.items() if found
     }
@@ -79,7 +79,7 @@ def kept(node: Node) -> dict[str, list[int]]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for three and a half of the generations of these tests."""
-    monkeypatch.setenv(retention.VARIABLE, str(7 * BLOCK // 2))
+    monkeypatch.setenv(retention.BUDGET_VARIABLE, str(7 * BLOCK // 2))
 
 
 def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(
@@ -105,10 +105,10 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
         f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); time.sleep(1000)",
     ]
     node.start(1, loud, ranks=1, token=token(1, job="a"), prepared=prepared["stamp"])
-    eventually(lambda: (folder(node, "a", 1) / "logs" / "rank_0.log").stat().st_size == 9 * BLOCK)
+    wait_for(lambda: (folder(node, "a", 1) / "logs" / "rank_0.log").stat().st_size == 9 * BLOCK)
     for generation in (1, 2, 3, 4):
         run_to_its_end(node, "b", generation)
-    assert kept(node) == {"a": [1], "b": [1, 2, 3, 4]}, (
+    assert list_kept(node) == {"a": [1], "b": [1, 2, 3, 4]}, (
         "what it takes is not of the ended ones' budget either"
     )
 
@@ -143,32 +143,32 @@ def test_a_launch_removes_one_even_where_looking_takes_all_its_time(
 ) -> None:
     for generation in (1, 2, 3, 4):
         run_to_its_end(node, "a", generation)
-    monkeypatch.setenv(retention.VARIABLE, "0")
-    monkeypatch.setattr(retention, "PATIENCE", -1.0)
+    monkeypatch.setenv(retention.BUDGET_VARIABLE, "0")
+    monkeypatch.setattr(retention, "REMOVAL_TIMEOUT", -1.0)
     for left in ([2, 3, 4], [3, 4], [4], [4]):
         retention.make_room(node.state, node.state)
-        assert kept(node) == {"a": left}
+        assert list_kept(node) == {"a": left}
 
 
 def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(retention.VARIABLE, raising=False)
+    monkeypatch.delenv(retention.BUDGET_VARIABLE, raising=False)
 
     def disk(size: int) -> Any:
         return os.statvfs_result((4096, 4096, size // 4096, 0, 0, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", lambda path: disk(50 * 1024**3))
-    assert retention.budget(tmp_path) == 5 * 1024**3
+    assert retention.compute_budget(tmp_path) == 5 * 1024**3
     monkeypatch.setattr(os, "statvfs", lambda path: disk(4 * 1024**4))
-    assert retention.budget(tmp_path) == 10 * 1024**3
+    assert retention.compute_budget(tmp_path) == 10 * 1024**3
 
 
 def test_two_launches_in_a_row_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(retention.VARIABLE, raising=False)
+    monkeypatch.delenv(retention.BUDGET_VARIABLE, raising=False)
     (tmp_path / "jobs").mkdir()
     looks: list[Path] = []
-    monkeypatch.setattr(retention, "_generations", lambda state: looks.append(state) or [])
+    monkeypatch.setattr(retention, "_list_generations", lambda state: looks.append(state) or [])
     for _ in range(3):
         retention.make_room(tmp_path, tmp_path / "jobs" / "a")
     assert looks == [tmp_path]
@@ -176,7 +176,7 @@ def test_two_launches_in_a_row_look_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_disk_that_cannot_be_read_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
     retention.make_room(tmp_path, tmp_path / "jobs" / "a")
-    assert not (tmp_path / retention.LOOKED).exists()
+    assert not (tmp_path / retention.SCAN_STAMP).exists()
 
 
 NUMBERS = """import sys, time
@@ -189,11 +189,11 @@ time.sleep(1000)"""
 def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(retention.VARIABLE, str(4 * BLOCK))
-    node.run(1, python(NUMBERS), ranks=1)
+    monkeypatch.setenv(retention.BUDGET_VARIABLE, str(4 * BLOCK))
+    node.run(1, python_command(NUMBERS), ranks=1)
     log = node.folder() / "logs" / "rank_0.log"
-    eventually(lambda: log.stat().st_size == 800000)
-    eventually(lambda: log.stat().st_blocks * 512 <= 4 * BLOCK)
+    wait_for(lambda: log.stat().st_size == 800000)
+    wait_for(lambda: log.stat().st_blocks * 512 <= 4 * BLOCK)
     assert log.stat().st_size == 800000, "an offset means what it meant"
     first, then = (node.order("logs", token=token(1), offsets={"0": at}) for at in (0, 400000))
     assert first is not None and then is not None

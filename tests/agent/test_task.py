@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, eventually
+from real_node import Node, is_alive, wait_for
 
 from relaunch.agent.container import task
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 from tests.doubles.install import calls, install_tool, pids
 
 SAMPLES = Path(__file__).parent.parent / "recovery" / "samples" / "dcgm"
@@ -57,7 +57,7 @@ def test_a_probe_answers_on_one_line_and_ends_with_0(node: Node) -> None:
     assert code == task.HEALTHY
     assert said.count("\n") == 1 and said.startswith("relaunch-answer: {")
     found = answer(said)
-    assert (found["outcome"], found["boot_id"]) == ("done", boot_id(node.state))
+    assert (found["outcome"], found["boot_id"]) == ("done", read_boot_id(node.state))
     assert found["disks"][0]["path"] == str(node.state)
 
 
@@ -100,17 +100,17 @@ def test_a_diagnosis_that_is_stopped_ends_its_tool_and_is_inconclusive(
 ) -> None:
     install_tool(programs, "dcgmi", seconds=1000, children=1)
     with start(node, "diagnose", {**DIAGNOSE, "within": 1000.0}) as process:
-        tool = eventually(lambda: len(found := pids(programs, "dcgmi")) == 2 and found)
+        tool = wait_for(lambda: len(found := pids(programs, "dcgmi")) == 2 and found)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=100)
     assert (process.returncode, answer(said)["exit_code"]) == (task.INCONCLUSIVE, None)
-    eventually(lambda: not any(map(alive, tool)))
+    wait_for(lambda: not any(map(is_alive, tool)))
 
 
 # --- the contract of the exit code, and long answers
 
 
-def done(stdout: str = PASS, exit_code: Any = 0, **more: Any) -> dict[str, Any]:
+def make_answer(stdout: str = PASS, exit_code: Any = 0, **more: Any) -> dict[str, Any]:
     return {
         "outcome": "done",
         "boot_id": "b",
@@ -138,18 +138,18 @@ V3_SKIP = {
 }
 
 CONTRACT = {
-    "all passed": (done(), task.HEALTHY),
-    "all passed after other lines": (done("{warning\n" + PASS), task.HEALTHY),
-    "a test of the hardware failed": (done(FAULTY, 205), task.FAULTY),
-    "it failed and dcgmi was killed afterwards": (done(FAULTY, None), task.FAULTY),
-    "it failed in the words of version 3": (done(json.dumps(V3_FAIL), 226), task.FAULTY),
-    "a setting is not as DCGM wants it": (done(SETTING, 226), task.INCONCLUSIVE),
-    "nothing was run": (done(json.dumps(V3_SKIP)), task.INCONCLUSIVE),
-    "it passed and dcgmi says error": (done(exit_code=226), task.INCONCLUSIVE),
-    "it was killed": (done("", None), task.INCONCLUSIVE),
-    "it printed something else": (done('{"status": "pass"}'), task.INCONCLUSIVE),
-    "the output is cut": (done(cut=True), task.INCONCLUSIVE),
-    "brackets without end": (done("{" + '"DCGM Diagnostic": {'), task.INCONCLUSIVE),
+    "all passed": (make_answer(), task.HEALTHY),
+    "all passed after other lines": (make_answer("{warning\n" + PASS), task.HEALTHY),
+    "a test of the hardware failed": (make_answer(FAULTY, 205), task.FAULTY),
+    "it failed and dcgmi was killed afterwards": (make_answer(FAULTY, None), task.FAULTY),
+    "it failed in the words of version 3": (make_answer(json.dumps(V3_FAIL), 226), task.FAULTY),
+    "a setting is not as DCGM wants it": (make_answer(SETTING, 226), task.INCONCLUSIVE),
+    "nothing was run": (make_answer(json.dumps(V3_SKIP)), task.INCONCLUSIVE),
+    "it passed and dcgmi says error": (make_answer(exit_code=226), task.INCONCLUSIVE),
+    "it was killed": (make_answer("", None), task.INCONCLUSIVE),
+    "it printed something else": (make_answer('{"status": "pass"}'), task.INCONCLUSIVE),
+    "the output is cut": (make_answer(cut=True), task.INCONCLUSIVE),
+    "brackets without end": (make_answer("{" + '"DCGM Diagnostic": {'), task.INCONCLUSIVE),
     "dcgmi is missing": (
         {"outcome": "done", "boot_id": "b", "missing": "dcgmi is not on this node's PATH"},
         task.INCONCLUSIVE,
@@ -168,7 +168,7 @@ def test_the_exit_code_of_a_diagnosis_when(case: str) -> None:
 
 
 def test_a_long_answer_comes_in_numbered_parts_that_make_it_whole() -> None:
-    long = done("x" * 30_000)
+    long = make_answer("x" * 30_000)
     lines = list(task.told(long))
     assert [line.partition(": ")[0] for line in lines] == [
         f"relaunch-answer {number}/3" for number in (1, 2, 3)
@@ -178,17 +178,17 @@ def test_a_long_answer_comes_in_numbered_parts_that_make_it_whole() -> None:
 
 
 def test_an_answer_without_end_is_cut_and_said_to_be() -> None:
-    printed = answer("\n".join(task.told(done("\n" * 2**20))))
+    printed = answer("\n".join(task.told(make_answer("\n" * 2**20))))
     assert printed["cut"] is True and len(printed["stdout"]) > 10_000
     lines = [f"[{number:>5}.000000] {'x' * 2000}" for number in range(200)]
     kernel = answer("\n".join(task.told({"outcome": "done", "kernel": {"lines": lines}})))["kernel"]
     assert kernel["lines"] == lines[-len(kernel["lines"]) :] and "left out" in kernel["unreadable"]
-    for found in (done("\n" * 2**20), {"outcome": "done", "kernel": {"lines": lines}}):
+    for found in (make_answer("\n" * 2**20), {"outcome": "done", "kernel": {"lines": lines}}):
         assert sum(map(len, task.told(found))) < 205 * 1024
 
 
 def test_a_diagnosis_that_is_only_indented_widely_is_not_cut() -> None:
     wide = json.dumps(json.loads(FAULTY), indent=150)
     assert len(wide) > task.LONGEST
-    found = answer("\n".join(task.told(done(wide, 205))))
+    found = answer("\n".join(task.told(make_answer(wide, 205))))
     assert json.loads(found["stdout"]) == json.loads(FAULTY) and "cut" not in found

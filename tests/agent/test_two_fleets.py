@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import TIMES, Node, alive, done, eventually, refusal, token
+from real_node import TIMES, Node, expect_done, is_alive, refusal, token, wait_for
 
-from relaunch.agent.state import boot_id
+from relaunch.agent.state import read_boot_id
 from tests.doubles.install import calls, install_tool
 
 LAB, OTHER = "default/lab", "default/other"
@@ -25,7 +25,7 @@ def prepare(node: Node, fleet: str | None, job: str = "k", **more: Any) -> Any:
 def repair(node: Node, command: str, fleet: str) -> Any:
     order = {
         "id": "r1",
-        "boot_id": boot_id(node.state),
+        "boot_id": read_boot_id(node.state),
         "reason": "x",
         "gpus": [GPU],
         "within": 20.0,
@@ -37,8 +37,8 @@ def repair(node: Node, command: str, fleet: str) -> Any:
 
 def runs(node: Node, fleet: str = LAB) -> list[int]:
     """Ranks of job j, launched by this fleet."""
-    done(node.prepare(fleet=fleet))
-    return list(done(node.start())["pids"].values())
+    expect_done(node.prepare(fleet=fleet))
+    return list(expect_done(node.start())["pids"].values())
 
 
 def test_a_launch_is_refused_while_ranks_of_another_fleet_live_there_and_they_live_on(
@@ -54,32 +54,32 @@ def test_a_launch_is_refused_while_ranks_of_another_fleet_live_there_and_they_li
     assert "of fleet lab of namespace default live" in prepare(node, "prod/other")["reason"], (
         "two namespaces may have one of a name"
     )
-    assert all(map(alive, pids))
-    assert done(prepare(node, LAB))["stopped"] == [], (
+    assert all(map(is_alive, pids))
+    assert expect_done(prepare(node, LAB))["stopped"] == [], (
         "another job of the same fleet shares the node"
     )
 
 
 def test_what_was_only_prepared_counts_as_living(node: Node) -> None:
-    done(node.prepare(fleet=LAB))
+    expect_done(node.prepare(fleet=LAB))
     assert refusal(prepare(node, OTHER)) == "other_fleet"
-    done(node.start())
+    expect_done(node.start())
     assert refusal(prepare(node, OTHER)) == "other_fleet"
 
 
 @pytest.mark.parametrize("way", ["stop", "end", "reboot"])
 def test_no_owner_goes_stale(node: Node, way: str) -> None:
     if way == "end":
-        done(node.prepare(fleet=LAB))
-        done(node.start(command=["true"]))
+        expect_done(node.prepare(fleet=LAB))
+        expect_done(node.start(command=["true"]))
     else:
         runs(node)
     if way == "stop":
-        done(node.stop())
+        expect_done(node.stop())
     if way == "reboot":
         node.kill_everything()
         (node.state / "boot_id").write_text("another\n")
-    eventually(lambda: prepare(node, OTHER)["outcome"] == "done")
+    wait_for(lambda: prepare(node, OTHER)["outcome"] == "done")
     assert refusal(node.prepare(2, fleet=LAB)) == "other_fleet", "and now it is the other's"
 
 
@@ -87,8 +87,8 @@ def test_no_owner_goes_stale(node: Node, way: str) -> None:
 def test_orders_that_name_no_fleet_are_in_nobodys_way(
     node: Node, first: str | None, second: str | None
 ) -> None:
-    done(node.prepare(**({} if first is None else {"fleet": first})))
-    done(node.start())
+    expect_done(node.prepare(**({} if first is None else {"fleet": first})))
+    expect_done(node.start())
     assert prepare(node, second)["outcome"] == "done"
 
 
@@ -96,13 +96,13 @@ def test_a_later_submission_of_a_job_takes_the_place_of_the_one_before_whichever
     node: Node,
 ) -> None:
     pids = runs(node)
-    answer = done(node.prepare(token=token(1, submission=2), fleet=OTHER))
+    answer = expect_done(node.prepare(token=token(1, submission=2), fleet=OTHER))
     assert answer["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_a_repeated_launch_is_answered_as_before(node: Node) -> None:
-    first = done(node.prepare(fleet=LAB))
+    first = expect_done(node.prepare(fleet=LAB))
     assert node.prepare(fleet=LAB) == first
 
 
@@ -118,7 +118,7 @@ def test_no_other_fleet_examines_or_repairs_under_its_ranks(
     assert answer["reason"].startswith("ranks of job j of fleet lab live on this node (pids ")
     assert refusal(repair(node, command, LAB)) == "busy"
     assert (calls(programs, "dcgmi"), calls(programs, "nvidia-smi")) == ([], [])
-    assert all(map(alive, pids)) and not (node.state / "reboots.jsonl").exists()
+    assert all(map(is_alive, pids)) and not (node.state / "reboots.jsonl").exists()
 
 
 def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(
@@ -126,8 +126,8 @@ def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(
 ) -> None:
     install_tool(programs, "dcgmi", stdout="{}", seconds=30)
     diagnosing = node.begin("diagnose", id="r1", level=1, within=60.0, fleet=LAB)
-    eventually(lambda: done(node.order("list"))["held"])
-    assert done(node.order("list"))["held"]["fleet"] == LAB
+    wait_for(lambda: expect_done(node.order("list"))["held"])
+    assert expect_done(node.order("list"))["held"]["fleet"] == LAB
     assert json.loads((node.state / "held.json").read_text())["fleet"] == LAB
     for answer in (prepare(node, OTHER), repair(node, "reboot", OTHER)):
         assert refusal(answer) == "other_fleet"
@@ -139,9 +139,9 @@ def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(
 
 def test_the_node_says_whose_ranks_live_there(node: Node) -> None:
     runs(node)
-    (job,) = done(node.order("list"))["jobs"]
+    (job,) = expect_done(node.order("list"))["jobs"]
     assert [one["fleet"] for one in job["generations"]] == [LAB]
-    assert [one["fleet"] for one in done(node.order("probe", within=5.0))["jobs"]] == [LAB]
+    assert [one["fleet"] for one in expect_done(node.order("probe", within=5.0))["jobs"]] == [LAB]
 
 
 def test_of_two_fleets_that_come_at_once_one_is_refused(node: Node) -> None:
@@ -158,12 +158,12 @@ def test_of_two_fleets_that_come_at_once_one_is_refused(node: Node) -> None:
             )
             for fleet in (LAB, OTHER)
         ]
-        answers = [stream.rest()[-1] for stream in streams]
+        answers = [stream.read_rest()[-1] for stream in streams]
         outcomes = sorted(answer["outcome"] for answer in answers)
         assert outcomes == ["done", "refused"], answers
         assert {answer.get("why") for answer in answers} <= {None, "other_fleet"}
         for fleet in (LAB, OTHER):
-            done(
+            expect_done(
                 node.order(
                     "stop", token=token(round_, job=fleet[8:]), stop_grace=1.0, stuck_after=3.0
                 )

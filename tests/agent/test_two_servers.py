@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, done, eventually, refusal, token
+from real_node import Node, expect_done, is_alive, refusal, token, wait_for
 
 from relaunch.agent.protocol import Token, parse_token
 
 ONE, OTHER = "6c1e9ba4-1111", "0f9d2c77-2222"
 
 
-def named(server: str, generation: int = 1, submission: int = 1) -> dict[str, Any]:
+def make_token(server: str, generation: int = 1, submission: int = 1) -> dict[str, Any]:
     return {**token(generation, submission), **({"server": server} if server else {})}
 
 
 def prepare(node: Node, server: str, generation: int = 1, submission: int = 1) -> Any:
     fleet = f"{server}/default/gpus" if server else "default/gpus"
-    return node.prepare(generation, token=named(server, generation, submission), fleet=fleet)
+    return node.prepare(generation, token=make_token(server, generation, submission), fleet=fleet)
 
 
 def run(node: Node, server: str) -> list[int]:
-    done(prepare(node, server))
-    return list(done(node.start(token=named(server)))["pids"].values())
+    expect_done(prepare(node, server))
+    return list(expect_done(node.start(token=make_token(server)))["pids"].values())
 
 
 @pytest.mark.parametrize("first", [ONE, ""])
@@ -36,58 +36,58 @@ def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and
     pids = run(node, first)
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
-    said = first[:8] or "it did not say which"
+    server = first[:8] or "its name is unknown"
     assert (
         answer["reason"]
-        == f"ranks of job j of fleet gpus of another Temporal server ({said}, namespace default) live on this node"
+        == f"ranks of job j of fleet gpus of another Temporal server ({server}, namespace default) live on this node"
     )
-    assert all(map(alive, pids))
-    assert done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], (
+    assert all(map(is_alive, pids))
+    assert expect_done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], (
         "its own controller goes on as ever"
     )
 
 
 def test_a_stop_of_a_namesake_stops_nothing_and_does_not_forbid_the_other(node: Node) -> None:
     pids = run(node, ONE)
-    answer = done(node.stop(token=named(OTHER, submission=9)))
+    answer = expect_done(node.stop(token=make_token(OTHER, submission=9)))
     assert answer["stopped"] == []
-    assert all(map(alive, pids))
-    assert done(node.stop(token=named(ONE)))["stopped"] == [[1, 1]]
-    assert not any(map(alive, pids))
+    assert all(map(is_alive, pids))
+    assert expect_done(node.stop(token=make_token(ONE)))["stopped"] == [[1, 1]]
+    assert not any(map(is_alive, pids))
 
 
 def test_what_the_node_lists_says_whose_it_is(node: Node) -> None:
     run(node, ONE)
-    (job,) = done(node.order("list"))["jobs"]
+    (job,) = expect_done(node.order("list"))["jobs"]
     assert (job["server"], job["namespace"], job["job"]) == (ONE, "default", "j")
-    (living,) = done(node.order("probe", within=5.0))["jobs"]
+    (living,) = expect_done(node.order("probe", within=5.0))["jobs"]
     assert (living["server"], living["fleet"]) == (ONE, f"{ONE}/default/gpus")
-    watch = node.begin("watch", token=named(ONE), after_seq=0, heartbeat=0.2)
-    assert watch.until("hello")["token"] == named(ONE)
+    watch = node.begin("watch", token=make_token(ONE), after_seq=0, heartbeat=0.2)
+    assert watch.read_until("hello")["token"] == make_token(ONE)
 
 
-def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(
+def test_what_a_dead_shim_left_behind_is_found_by_its_server_too(
     node: Node, tmp_path: Path
 ) -> None:
-    """A child with its own session outlives keeper and rank; only the token in its environment says whose it is."""
-    done(prepare(node, ONE))
+    """A child with its own session outlives shim and rank; only the token in its environment says whose it is."""
+    expect_done(prepare(node, ONE))
     left = tmp_path / "left"
     script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"
-    done(node.start(token=named(ONE), command=["sh", "-c", script]))
-    pid = int(eventually(lambda: left.exists() and left.read_text().strip()))
-    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    expect_done(node.start(token=make_token(ONE), command=["sh", "-c", script]))
+    pid = int(wait_for(lambda: left.exists() and left.read_text().strip()))
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for number in (
         signal.SIGSTOP,
         signal.SIGKILL,
     ):  # first all stand still: each kills ranks when another is gone
         for helper in helpers:
             os.kill(helper, number)
-    eventually(lambda: not any(map(alive, helpers)))
-    assert alive(pid)
-    done(node.stop(token=named(OTHER)))
-    assert alive(pid)
-    done(node.stop(token=named(ONE)))
-    assert not alive(pid)
+    wait_for(lambda: not any(map(is_alive, helpers)))
+    assert is_alive(pid)
+    expect_done(node.stop(token=make_token(OTHER)))
+    assert is_alive(pid)
+    expect_done(node.stop(token=make_token(ONE)))
+    assert not is_alive(pid)
 
 
 @pytest.mark.parametrize("bad", ["a/b", "a\nb", 7])

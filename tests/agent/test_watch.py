@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from real_node import Node, Stream, alive, eventually, python, token
+from real_node import Node, Stream, is_alive, python_command, token, wait_for
 
 REPORT = (
     "import os,sys,time\n"
@@ -31,18 +31,18 @@ def test_a_generation_that_was_never_here(node: Node) -> None:
 def test_states_from_prepared_to_gone(node: Node) -> None:
     node.prepare(1)
     watch = node.watch()
-    hello = watch.until("hello")
+    hello = watch.read_until("hello")
     assert (hello["state"], hello["ranks"], hello["token"]) == ("prepared", [0, 1], token(1))
-    assert watch.until("heartbeat")["lease_left"] is None
+    assert watch.read_until("heartbeat")["lease_left"] is None
     node.start(1)
     assert (
         25
-        < watch.until("heartbeat", lambda beat: beat["lease_left"] is not None)["lease_left"]
+        < watch.read_until("heartbeat", lambda beat: beat["lease_left"] is not None)["lease_left"]
         <= 30
     )
-    assert node.watch().until("hello")["state"] == "running"
+    assert node.watch().read_until("hello")["state"] == "running"
     node.stop()
-    lines = watch.rest()
+    lines = watch.read_rest()
     kinds = [line["observation"]["kind"] for line in lines if "observation" in line]
     assert kinds == ["Stopped", "RankExited", "RankExited"]
     assert all(
@@ -51,7 +51,7 @@ def test_states_from_prepared_to_gone(node: Node) -> None:
         if line.get("observation", {}).get("kind") == "RankExited"
     )
     assert "end" in lines[-1]
-    assert node.watch().until("hello")["state"] == "gone"
+    assert node.watch().read_until("hello")["state"] == "gone"
 
 
 def numbers(watch: Stream) -> list[int]:
@@ -60,18 +60,18 @@ def numbers(watch: Stream) -> list[int]:
 
 def test_a_watcher_goes_on_after_what_it_acknowledged(node: Node) -> None:
     node.run(1, ["sh", "-c", "exit 1"], ranks=3, rank_env=[{}, {}, {}])
-    eventually(lambda: len(node.journal()) == 3)
+    wait_for(lambda: len(node.journal()) == 3)
     for after in range(4):
         watch = node.watch(after_seq=after)
         while len(numbers(watch)) < 3 - after:
-            watch.until("observation")
-        watch.until("heartbeat")
+            watch.read_until("observation")
+        watch.read_until("heartbeat")
         assert numbers(watch) == list(range(after + 1, 4))
         watch.close()
     node.stop()
     assert [
         line["observation"]["seq"]
-        for line in node.watch(after_seq=2).rest()
+        for line in node.watch(after_seq=2).read_rest()
         if "observation" in line
     ] == [3]
 
@@ -80,9 +80,9 @@ def test_two_watchers_see_the_same(node: Node) -> None:
     pids = node.run(1)
     watches = [node.watch(), node.watch()]
     for watch in watches:
-        watch.until("heartbeat")
+        watch.read_until("heartbeat")
     os.kill(pids["0"], signal.SIGKILL)
-    assert watches[0].observation("RankExited") == watches[1].observation("RankExited")
+    assert watches[0].read_observation("RankExited") == watches[1].read_observation("RankExited")
 
 
 def test_a_watcher_that_does_not_read_holds_up_nobody(node: Node) -> None:
@@ -100,19 +100,22 @@ sys.exit(1)"""
     assert frozen.stdin is not None
     assert frozen.stdout is not None
     node.run(
-        1, ["sh", "-c", 'exec "$@" $S', "sh", *python(tail)], ranks=4, rank_env=[{"S": "1"}] * 4
+        1,
+        ["sh", "-c", 'exec "$@" $S', "sh", *python_command(tail)],
+        ranks=4,
+        rank_env=[{"S": "1"}] * 4,
     )
     order = {"protocol": 1, "token": token(1), "after_seq": 0, "heartbeat": 0.2}
     frozen.stdin.write(json.dumps(order).encode() + b"\n")
     frozen.stdin.flush()
     assert b"hello" in frozen.stdout.readline()
     watch = node.watch()
-    assert sorted(watch.observation("RankExited")["rank"] for _ in range(4)) == [0, 1, 2, 3]
+    assert sorted(watch.read_observation("RankExited")["rank"] for _ in range(4)) == [0, 1, 2, 3]
     supervisor = node.pid("supervisor")
     for _ in range(8):
-        watch.until("heartbeat")
+        watch.read_until("heartbeat")
     assert node.pid("supervisor") == supervisor
-    assert alive(supervisor)
+    assert is_alive(supervisor)
     found = b"".join(frozen.stdout.readline() for _ in range(12))
     assert found.count(b'"seq"') == 4  # it reads again: nothing was lost
     frozen.kill()
@@ -127,9 +130,11 @@ time.sleep(.3)
 report('{"step": 8, "loss": 3.5, "bad": NaN, "phase": "eval", "checkpoint": 6}')
 time.sleep(1000)"""
     )
-    node.run(1, python(code), ranks=1)
+    node.run(1, python_command(code), ranks=1)
     watch = node.watch(heartbeat=30.0)
-    beat = watch.until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 8)
+    beat = watch.read_until(
+        "heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 8
+    )
     progress = beat["progress"]["0"]
     assert progress["values"] == {"loss": 3.5, "bad": "NaN"}
     assert (progress["phase"], progress["checkpoint"]) == ("eval", 6)
@@ -139,12 +144,12 @@ time.sleep(1000)"""
 def test_progress_that_cannot_be_read_is_not_zero_and_silence_is_not_a_reading(node: Node) -> None:
     node.run(
         1,
-        python(
+        python_command(
             REPORT + "report(os.environ['SAY']) if 'SAY' in os.environ else 0; time.sleep(1000)"
         ),
         rank_env=[{"SAY": "step ten"}, {}],
     )
-    beat = node.watch().until("heartbeat", lambda beat: beat["progress"])
+    beat = node.watch().read_until("heartbeat", lambda beat: beat["progress"])
     assert "step ten" in beat["progress"]["0"]["unreadable"]
     assert "1" not in beat["progress"]
 
@@ -155,9 +160,11 @@ print('step 1 loss 9', flush=True)
 time.sleep(.2)
 print('noise\\nstep 12 loss 2.5', flush=True)
 time.sleep(1000)"""
-    node.run(1, python(code), ranks=1, log_pattern=r"step (?P<step>\d+) loss (?P<loss>\S+)")
+    node.run(1, python_command(code), ranks=1, log_pattern=r"step (?P<step>\d+) loss (?P<loss>\S+)")
     watch = node.watch(heartbeat=30.0)
-    beat = watch.until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 12)
+    beat = watch.read_until(
+        "heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 12
+    )
     assert beat["progress"]["0"]["values"] == {"loss": 2.5}
 
 
@@ -174,11 +181,11 @@ def test_an_exit_carries_its_error_and_the_end_of_its_log(node: Node) -> None:
         "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(os.environ['E'])\n"
         "sys.exit(1)"
     )
-    node.run(1, python(code), rank_env=[{"E": json.dumps(error)}, {"E": "{torn"}])
+    node.run(1, python_command(code), rank_env=[{"E": json.dumps(error)}, {"E": "{torn"}])
     watch = node.watch()
     seen = {
         found["rank"]: found
-        for found in (watch.observation("RankExited") for _ in range(2))
+        for found in (watch.read_observation("RankExited") for _ in range(2))
         if not found["stopped"]
     }
     if 0 in seen:
@@ -193,7 +200,7 @@ def test_list_logs_and_stacks(node: Node) -> None:
     pids = node.run(
         1, ["sh", "-c", 'printf "one\\ntwo\\nthree \\303\\244\\377\\n"; exec sleep 1000'], ranks=1
     )
-    eventually(lambda: "three" in node.log())
+    wait_for(lambda: "three" in node.log())
     chunk = {"rank": 0, "offset": 0, "next": 18, "data": "one\ntwo\nthree ä\ufffd\n"}
     read = node.order("logs", token=token(1), offsets=None, max_bytes=65536, wait=0.0, tail=None)
     assert read == {
@@ -228,16 +235,16 @@ def test_list_logs_and_stacks(node: Node) -> None:
         {"submission": 1, "generation": 1, "state": "running", "ranks": ranks}
     ]
     node.stop()
-    ended = waiting.rest()[-1]
+    ended = waiting.read_rest()[-1]
     assert ended["ended"] is True
     assert ended["chunks"] == []
     # The shim ends a moment after its ranks.
-    eventually(lambda: node.order("list")["jobs"][0]["generations"][0]["state"] == "gone")  # type: ignore[index]
+    wait_for(lambda: node.order("list")["jobs"][0]["generations"][0]["state"] == "gone")  # type: ignore[index]
 
 
 def test_logs_are_followed_with_the_offsets_of_a_whole_job(node: Node) -> None:
     node.run(1, ["sh", "-c", 'printf "one\\ntwo\\nthree\\n"; exec sleep 1000'])
-    eventually(lambda: "three" in node.log(0) and "three" in node.log(1))
+    wait_for(lambda: "three" in node.log(0) and "three" in node.log(1))
 
     def read(offsets: dict[str, Any], tail: int | None) -> Any:
         answer = node.order(

@@ -155,7 +155,7 @@ def test_a_line_that_does_not_fit_is_the_fault_of_its_node(line: object, named: 
         },
         {"observation": {**EXITED, "exit_code": None, "signal": 9}},
         {"observation": {"seq": 2, "kind": "SomethingOfTomorrow", "of": [1]}},
-        {"observation": {"seq": 2, "kind": "KeeperDied", "reason": "killed", "launched": [1, [2]]}},
+        {"observation": {"seq": 2, "kind": "ShimDied", "reason": "killed", "launched": [1, [2]]}},
         {"end": {"seq": 3}},
         {"of tomorrow": {}},
     ],

@@ -349,7 +349,7 @@ async def test_a_start_that_comes_too_late_is_refused(make: Make) -> None:
         refused = refusal(await fleet.backend.start("n1", start_order(fleet, token(1))))
     except (
         Unreachable
-    ):  # its keeper was on its way out, and took the order along: ambiguous, so it is asked again
+    ):  # its shim was on its way out, and took the order along: ambiguous, so it is asked again
         refused = refusal(await fleet.backend.start("n1", start_order(fleet, token(1))))
     assert refused.why == "expired"
     assert await alive(fleet.backend, 1) == []

@@ -25,7 +25,6 @@ from tests.fakes.nodes import (
     Cut,
     Exit,
     Fault,
-    KeeperDies,
     Life,
     Lingers,
     ManualClock,
@@ -34,6 +33,7 @@ from tests.fakes.nodes import (
     Reboot,
     Refuse,
     Script,
+    ShimDies,
     SimulatedBackend,
 )
 from tests.invariants import alive, assert_invariants, started_before_all_prepared, violations
@@ -233,11 +233,11 @@ async def test_a_node_that_is_lost_while_it_is_prepared_never_got_the_order() ->
     ("happening", "kind", "boots"),
     [
         (Reboot(after=1.0, down_for=30.0), "RanksVanished", 2),
-        (KeeperDies(after=1.0), "KeeperDied", 1),
+        (ShimDies(after=1.0), "ShimDied", 1),
     ],
 )
 async def test_ranks_that_nobody_saw_end_are_told_of(
-    happening: Reboot | KeeperDies, kind: str, boots: int
+    happening: Reboot | ShimDies, kind: str, boots: int
 ) -> None:
     clock = ManualClock()
     backend = SimulatedBackend(fleet(1), Script((happening,)), clock)
@@ -378,7 +378,7 @@ async def test_a_late_copy_of_a_stop_does_not_touch_what_is_above_it() -> None:
     assert_invariants(backend)
 
 
-async def test_a_late_start_does_not_start_a_keeper_that_a_late_prepare_made() -> None:
+async def test_a_late_start_does_not_start_a_shim_that_a_late_prepare_made() -> None:
     clock = ManualClock()
     faults = (
         Fault(kind="double", command="prepare", seconds=100.0),

@@ -21,7 +21,6 @@ from tests.fakes.nodes import (
     DiagHangs,
     Exit,
     Fault,
-    KeeperDies,
     Life,
     Lingers,
     ManualClock,
@@ -31,6 +30,7 @@ from tests.fakes.nodes import (
     Refuse,
     ResetFails,
     Script,
+    ShimDies,
     Sick,
     SimulatedBackend,
     Takes,
@@ -160,7 +160,7 @@ async def test_what_the_kernel_said_of_a_rank_is_in_its_log_once_and_until_the_n
 ):
     backend = simulated(
         Exit(generation=1, kernel=("NVRM: Xid 79",)),
-        KeeperDies(generation=2, kernel=("oom-kill:",)),
+        ShimDies(generation=2, kernel=("oom-kill:",)),
     )
     await launch(backend, 1, ("n1",))
     await launch(backend, 2, ("n1",))

@@ -153,8 +153,8 @@ async def test_s2_5_the_state_on_the_node_carries_the_boot_that_it_is_of(site: S
     await train(backend, host.address)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert (await backend.list("n1"))["boot_id"] == boot
-    [keeper] = host.state.glob("jobs/*/*/keeper.json")
-    assert boot in keeper.read_text()
+    [shim] = host.state.glob("jobs/*/*/shim.json")
+    assert boot in shim.read_text()
     await backend.stop("n1", StopOrder(token(1), stop_grace=5.0))
 
 
@@ -174,7 +174,7 @@ async def test_an_agent_that_is_killed_is_started_again_by_the_next_call(site: S
 
 
 async def test_nothing_that_lives_on_keeps_the_connection_open(site: Site) -> None:
-    """The node's sshd waits until nobody holds the channel's pipes any more: a keeper must not."""
+    """The node's sshd waits until nobody holds the channel's pipes any more: a shim must not."""
     host = site.host()
     backend = site.backend(host)
     await train(backend, host.address)

@@ -1,9 +1,9 @@
 """Victims of the crash matrix that are not killed: they stand still, run full, are set wrong, and go on later.
 
-    stop keeper         SIGSTOP to a node's keeper, SIGCONT later; so for the others
+    stop shim           SIGSTOP to a node's shim, SIGCONT later; so for the others
     stop supervisor
     stop session        the worker's session on a node
-    stop node           everything that belongs to a node: its ranks, keepers, supervisors, sessions, sshd
+    stop node           everything that belongs to a node: its ranks, shims, supervisors, sessions, sshd
     disk full           the file system of a node's state folder has no space left
     disk frozen         it takes no writes: what writes waits, and cannot be killed meanwhile
     disk emptied        everything in the state folder is deleted
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Undo = Callable[[], Awaitable[None]]
 ON_DISKS = ("disk full", "disk frozen", "disk emptied")
 ON_CLOCKS = ("clock node", "clock controller")
-STOPPED = ("stop keeper", "stop supervisor", "stop session", "stop node")
+STOPPED = ("stop shim", "stop supervisor", "stop session", "stop node")
 DISTURBANCES = (
     *STOPPED,
     *ON_DISKS,
@@ -69,7 +69,7 @@ def find_obstacle(victim: str) -> str | None:
 async def disturb(round: Round, node: str) -> Undo:
     """Disturb the victim of a round on a node; return what makes it good again."""
     match round.victim:
-        case "stop keeper" | "stop supervisor" | "stop session" | "stop node":
+        case "stop shim" | "stop supervisor" | "stop session" | "stop node":
             return await _stop(round, node)
         case "disk full" | "disk frozen" | "disk emptied":
             return await _spoil_disk(round, node)
@@ -112,7 +112,7 @@ async def _stop(round: Round, node: str) -> Undo:
 
 def _find(round: Round, kind: str, node: str) -> list[int]:
     match kind:
-        case "keeper" | "supervisor":
+        case "shim" | "supervisor":
             pid = round.job.agent_pid(node, kind)
             return [] if pid is None else [pid]
         case "session":

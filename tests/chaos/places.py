@@ -259,7 +259,7 @@ class SshPlaces:
 
     def sessions(self, name: str, worker: int) -> list[int]:
         servers = set(self.hosts[name].servers())
-        # What they have forked has the same words, up to the keepers.
+        # What they have forked has the same words, up to the shims.
         return [
             pid
             for pid, _ in environments()

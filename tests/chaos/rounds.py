@@ -33,7 +33,7 @@ CUTS = {
 }
 VICTIMS = (
     "rank",
-    "keeper",
+    "shim",
     "supervisor",
     "session",
     "sshd",
@@ -57,7 +57,7 @@ PHASES = (
 )
 NOT_YET = ("EXAMINING", "REPAIRING")
 """Phases whose blows are another program's, tests.chaos.repairs."""
-ON_NODES = ("rank", "keeper", "supervisor", "stop keeper", "stop supervisor")
+ON_NODES = ("rank", "shim", "supervisor", "stop shim", "stop supervisor")
 ABSENT = {
     **{
         (phase, victim): "no rank lives then"
@@ -76,8 +76,8 @@ FAILPOINTS = (
     "start.received",
     "start.forking",
     "start.forked",
-    "keeper.reaped",
-    "keeper.journaled",
+    "shim.reaped",
+    "shim.journaled",
     "supervisor.sending",
     "stop.reserved",
     "stop.killed",
@@ -221,7 +221,7 @@ class Round:
         match self.victim:
             case "rank":
                 await self._kill("rank", node, lambda: next(iter(self.job.rank_pids(node)), None))
-            case "keeper" | "supervisor":
+            case "shim" | "supervisor":
                 await self._kill(self.victim, node, lambda: self.job.agent_pid(node, self.victim))
             case "session":
                 await self._kill(
@@ -349,7 +349,7 @@ class Round:
             case "rank":
                 await self.job.until_phase("RUNNING", generation=2)
                 allowed: tuple[Tries, ...] = (KILLED,)
-            case "keeper":
+            case "shim":
                 await self.job.until_phase("RUNNING", generation=2)
                 allowed = (FAULTY, LATE)
             case "reboot":
@@ -389,7 +389,7 @@ class Round:
     async def _finish_running(self) -> Expected:
         node = await self._hit()
         allowed: Tries = NOTHING
-        if self.victim in ("rank", "keeper", "reboot", "cut both"):
+        if self.victim in ("rank", "shim", "reboot", "cut both"):
             await self.job.until_phase("RUNNING", generation=2)
             allowed = {"rank": KILLED, "cut both": LOST}.get(self.victim, FAULTY)
             if self.victim == "reboot" and self.world.backend == "ssh":
@@ -420,7 +420,7 @@ class Round:
         match self.victim:
             case "rank":
                 await self._hit()
-            case "keeper":
+            case "shim":
                 await self._hit()
             case "reboot" | "cut both":
                 await self._hit("n2")
@@ -501,7 +501,7 @@ class Round:
         allowed: tuple[Tries, ...] = (NOTHING,)
         generation = None
         if first == "start":
-            # The keeper dies: its ranks are gone with it, or it refuses a second start or preparation, or its gang has started without it.
+            # The shim dies: its ranks are gone with it, or it refuses a second start or preparation, or its gang has started without it.
             allowed, generation = (FAULTY, LATE, NOTHING), 2
             if self.world.backend == "ssh":
                 # To log in again takes a part of `lost_after`, here of 2 s. It is launched elsewhere when the node has stopped it for good.
@@ -509,20 +509,18 @@ class Round:
             await self.job.until_phase("RUNNING", generation=2)
         await self.job.until_phase("RUNNING")
         await self.job.until_steps()
-        if first in ("keeper", "supervisor") or relaunch:
+        if first in ("shim", "supervisor") or relaunch:
             file.touch()
-            pid = next(
-                iter(self.job.rank_pids(node if first in ("keeper", "supervisor") else None))
-            )
+            pid = next(iter(self.job.rank_pids(node if first in ("shim", "supervisor") else None)))
             os.kill(pid, signal.SIGKILL)
             self.note(f"killed rank {pid}")
             await self.job.until_phase("RUNNING", generation=2)
-            # What its keeper had not written down, nobody knows.
+            # What its shim had not written down, nobody knows.
             allowed = (
                 (FAULTY,)
-                if name == "keeper.reaped"
+                if name == "shim.reaped"
                 else (KILLED, FAULTY)
-                if name == "keeper.journaled"
+                if name == "shim.journaled"
                 else (KILLED,)
             )
         if first == "stop":

@@ -94,9 +94,9 @@ def test_clocks_are_stepped_while_a_process_runs_and_others_are_not(tmp_path: Pa
 
 def test_rounds_that_were_played_are_not_played_again(tmp_path: Path) -> None:
     first = Tally(file=tmp_path / "rounds.jsonl")
-    first.add(("RUNNING", "stop keeper"), 7, None)
+    first.add(("RUNNING", "stop shim"), 7, None)
     first.add(("QUEUED", "disk full"), 8, "why it failed")
     again = Tally(file=tmp_path / "rounds.jsonl")
-    assert again.restore() == {(("RUNNING", "stop keeper"), 7), (("QUEUED", "disk full"), 8)}
+    assert again.restore() == {(("RUNNING", "stop shim"), 7), (("QUEUED", "disk full"), 8)}
     assert (again.passed, again.failed) == (first.passed, first.failed)
     assert again.reports == ["why it failed"]

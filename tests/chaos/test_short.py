@@ -16,7 +16,7 @@ CELLS = (
     # The longest first, so that two worlds end together.
     *(
         ("RUNNING", victim)
-        for victim in ("cut both", "reboot", "worker", "server", "rank", "keeper", "supervisor")
+        for victim in ("cut both", "reboot", "worker", "server", "rank", "shim", "supervisor")
     ),
     # The one that found a gang of two halves.
     ("failpoint", "start.received"),

@@ -274,7 +274,7 @@ class Job:
         )
 
     def agent_pid(self, node: str, who: str) -> int | None:
-        """The living `keeper` or `supervisor` of the newest generation on a node."""
+        """The living `shim` or `supervisor` of the newest generation on a node."""
         folder = self.generation_folder(node)
         try:
             known = json.loads((folder / f"{who}.json").read_text()) if folder else None

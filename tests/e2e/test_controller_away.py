@@ -131,13 +131,13 @@ async def test_S2_5_what_a_node_knows_of_its_ranks_is_written_before_they_start_
     for node in ("n1", "n2"):
         folder = job.generation_folder(node)
         assert folder is not None
-        keeper = job.agent_pid(node, "keeper")
-        assert keeper is not None
+        shim = job.agent_pid(node, "shim")
+        assert shim is not None
         assert (
-            f'"pid": {keeper}' in (folder / "keeper.json").read_text()
-            or f'"pid":{keeper}' in (folder / "keeper.json").read_text()
+            f'"pid": {shim}' in (folder / "shim.json").read_text()
+            or f'"pid":{shim}' in (folder / "shim.json").read_text()
         )
-        assert "boot_id" in (folder / "keeper.json").read_text()
+        assert "boot_id" in (folder / "shim.json").read_text()
         assert str(job.rank_pids(node)[0]) in (folder / "started.json").read_text()
     await finish(job)
 
@@ -194,8 +194,8 @@ def agents(world: World) -> list[str]:
 
 
 def programs(job: Job, node: str) -> set[str]:
-    """Which agent the keeper and the supervisor of a node's newest generation run."""
-    pids = {job.agent_pid(node, "keeper"), job.agent_pid(node, "supervisor")} - {None}
+    """Which agent the shim and the supervisor of a node's newest generation run."""
+    pids = {job.agent_pid(node, "shim"), job.agent_pid(node, "supervisor")} - {None}
     lines = {
         pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         for pid, _ in environments()

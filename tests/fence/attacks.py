@@ -530,11 +530,11 @@ async def controller_clock(attempt: Attempt) -> None:
 
 
 @attack()
-async def keeper_stopped(attempt: Attempt) -> None:
-    """The keeper of a node stands still (SIGSTOP), and the node is cut off."""
+async def shim_stopped(attempt: Attempt) -> None:
+    """The shim of a node stands still (SIGSTOP), and the node is cut off."""
     job = await attempt.run()
     victim = job.hosts()[-1]
-    pids = victim.signal_kind("keeper", signal.SIGSTOP)
+    pids = victim.signal_kind("shim", signal.SIGSTOP)
     attempt.world.network.isolate(victim.name)
     await attempt.await_newer(victim)
     await attempt.await_end(victim, 15.0)
@@ -542,11 +542,11 @@ async def keeper_stopped(attempt: Attempt) -> None:
 
 
 @attack()
-async def keeper_stopped_in_reach(attempt: Attempt) -> None:
-    """The keeper of a node stands still (SIGSTOP), and another node's rank fails."""
+async def shim_stopped_in_reach(attempt: Attempt) -> None:
+    """The shim of a node stands still (SIGSTOP), and another node's rank fails."""
     job = await attempt.run()
     victim = job.hosts()[-1]
-    pids = victim.signal_kind("keeper", signal.SIGSTOP)
+    pids = victim.signal_kind("shim", signal.SIGSTOP)
     await attempt.sleep(0.0, 2.0)
     job.fail(0)
     await attempt.await_newer()
@@ -628,13 +628,13 @@ async def stray(attempt: Attempt) -> None:
 
 @attack()
 async def stray_without_environment(attempt: Attempt) -> None:
-    """As `stray`, with an empty environment; and the node's keeper is killed."""
+    """As `stray`, with an empty environment; and the node's shim is killed."""
     await _leave_stray(attempt, "clean")
 
 
 @attack()
 async def wrapped_rank(attempt: Attempt) -> None:
-    """A rank runs under a shell; its node is cut off, its keeper and supervisor are killed at once."""
+    """A rank runs under a shell; its node is cut off, its shim and supervisor are killed at once."""
     await _leave_stray(attempt, "shell")
 
 
@@ -648,10 +648,10 @@ async def _leave_stray(attempt: Attempt, kind: str) -> None:
     job = await attempt.run(name=name, command=words)
     victim = job.hosts()[-1]
     if kind == "clean":
-        victim.signal_kind("keeper", signal.SIGKILL)
+        victim.signal_kind("shim", signal.SIGKILL)
     elif kind == "shell":
         world.network.isolate(victim.name)
-        pids = [*victim.find("keeper"), *victim.find("supervisor")]
+        pids = [*victim.find("shim"), *victim.find("supervisor")]
         signal_all(pids, signal.SIGSTOP)
         signal_all(pids, signal.SIGKILL)
     else:

@@ -191,7 +191,7 @@ class Host(Sshd):
         return [pid for pid in found if process_started(pid) is not None]
 
     def find(self, kind: str) -> list[int]:
-        """Return the host's living processes of a kind: keeper, supervisor, rank, session or sshd."""
+        """Return the host's living processes of a kind: shim, supervisor, rank, session or sshd."""
         return [pid for pid in self.processes() if kind_of(pid) == kind]
 
     def signal_kind(self, kind: str, number: signal.Signals) -> list[int]:
@@ -269,11 +269,11 @@ class Host(Sshd):
 
 
 def kind_of(pid: int) -> str | None:
-    """Return what a process of relaunch is: keeper, supervisor, rank, session or sshd."""
+    """Return what a process of relaunch is: shim, supervisor, rank, session or sshd."""
     try:
         comm = Path(f"/proc/{pid}/comm").read_text().strip()
-        if comm in ("relaunch-keep", "relaunch-sup"):
-            return "keeper" if comm == "relaunch-keep" else "supervisor"
+        if comm in ("relaunch-shim", "relaunch-sup"):
+            return "shim" if comm == "relaunch-shim" else "supervisor"
         if b"RELAUNCH_TOKEN=" in Path(f"/proc/{pid}/environ").read_bytes():
             return "rank"
         if comm.startswith("sshd"):

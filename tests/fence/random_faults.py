@@ -86,9 +86,9 @@ def _do_harm(attempt: Attempt, victim: Host) -> list[Callable[[], None]]:
         )
     )
     if what == "stop":
-        kind = order.choice(("keeper", "supervisor", "session", "sshd"))
+        kind = order.choice(("shim", "supervisor", "session", "sshd"))
         pids = victim.servers() if kind == "sshd" else victim.find(kind)
-        if kind == "keeper" and victim.name in attempt.world.woken:
+        if kind == "shim" and victim.name in attempt.world.woken:
             return []
         signal_all(pids, signal.SIGSTOP)
         attempt.note(f"{kind} of {victim.name} stopped")
@@ -100,7 +100,7 @@ def _do_harm(attempt: Attempt, victim: Host) -> list[Callable[[], None]]:
         attempt.note(f"{victim.name} paused")
         return [lambda: attempt.world.resume(victim)]
     if what == "kill":
-        kind = order.choice(("rank", "keeper", "supervisor", "session"))
+        kind = order.choice(("rank", "shim", "supervisor", "session"))
         victim.signal_kind(kind, signal.SIGKILL)
         attempt.note(f"{kind} of {victim.name} killed")
         return []

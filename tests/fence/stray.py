@@ -6,7 +6,7 @@ KIND  session      in another session, with the rank's environment
       clean        in another session, with an empty environment
       root         in another session, as root
       root-group   in the rank's process group, as root
-      shell        nothing is left behind: the rank is a child of a shell, which its keeper started
+      shell        nothing is left behind: the rank is a child of a shell, which its shim started
 SUDO  a program that executes its arguments as root
 """
 

@@ -13,7 +13,7 @@ from tests.fence.hosts import find_obstacle
 from tests.fence.rounds import Record, Result, play
 from tests.fence.world import NANOSECONDS, FenceJob, FenceWorld
 
-CHOICE = ("policy-changed", "keeper-stopped", "jobs-deleted", "machine-id")
+CHOICE = ("policy-changed", "shim-stopped", "jobs-deleted", "machine-id")
 """Attacks that each need two nodes, and do their harm within seconds."""
 SEED = 20261122
 

@@ -25,7 +25,7 @@ WRITE_INTERVAL_S = 0.02
 NANOSECONDS = 1e9
 
 WAKING_S = 5.0
-"""Seconds after a pause of a whole host in which its ranks may still write: until its keeper runs, has
+"""Seconds after a pause of a whole host in which its ranks may still write: until its shim runs, has
 compared its clock with its peers' (every 2 s where they are leased) and has killed them, on a busy machine."""
 
 Generation = tuple[int, int]

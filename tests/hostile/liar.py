@@ -73,7 +73,7 @@ KINDS = (
     "RankExited",
     "Fenced",
     "Stopped",
-    "KeeperDied",
+    "ShimDied",
     "RanksVanished",
     "StoppedByUser",
     "OfTomorrow",

@@ -227,7 +227,7 @@ class Fencing(RuleBasedStateMachine):
         self.time_passes(2)
 
     @rule(node=HOST)
-    def ranks_and_keeper_die(self, node: int) -> None:
+    def ranks_and_shim_die(self, node: int) -> None:
         self.world.nodes[node].die()
 
     @rule(node=HOST)
@@ -235,8 +235,8 @@ class Fencing(RuleBasedStateMachine):
         self.world.reboot(node)
 
     @rule(node=HOST, stopped=st.booleans())
-    def stop_keeper(self, node: int, stopped: bool) -> None:
-        self.world.nodes[node].keeper_stopped = stopped
+    def stop_shim(self, node: int, stopped: bool) -> None:
+        self.world.nodes[node].shim_stopped = stopped
 
     @rule(node=HOST, guard=st.booleans())
     def stop_helper(self, node: int, guard: bool) -> None:
@@ -389,9 +389,9 @@ def walk(broken: Broken | None, seed: int, steps: int) -> World:
         (1, lambda: True, lambda: machine.sleep(node(), flip(), chance.random() < 0.2)),
         (1, lambda: True, lambda: machine.wake(node())),
         (1, lambda: True, lambda: machine.pause(node(), chance.randint(2, 12))),
-        (1, lambda: True, lambda: machine.ranks_and_keeper_die(node())),
+        (1, lambda: True, lambda: machine.ranks_and_shim_die(node())),
         (1, lambda: True, lambda: machine.reboot(node())),
-        (1, lambda: True, lambda: machine.stop_keeper(node(), flip())),
+        (1, lambda: True, lambda: machine.stop_shim(node(), flip())),
         (1, lambda: True, lambda: machine.stop_helper(host(), flip())),
         (1, lambda: True, lambda: machine.go_on(host())),
         (1, lambda: True, lambda: machine.declare_dead(node())),

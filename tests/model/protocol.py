@@ -16,7 +16,7 @@ from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers
 from relaunch.job.fencing import FENCE_MARGIN
 from relaunch.job.places import Place
 
-MARGIN = 2.0  # a tick until the keeper acts, and 1/128 of drift over at most 65
+MARGIN = 2.0  # a tick until the shim acts, and 1/128 of drift over at most 65
 TICK = FENCE_MARGIN / MARGIN
 PEER_TIMEOUT = 1.0
 LATE = 0.5
@@ -73,8 +73,8 @@ class Broken(StrEnum):
     RENEWS_UNACKNOWLEDGED = "a watcher renews without an acknowledged heartbeat"
     ANSWERS_FROM_RECEIPT = "a peer's answer counts from its receipt"
     VOUCHES_WHEN_FENCED = "a node that has fenced still says alive"
-    GRACE_FROM_WAKING = "a keeper that overslept gives its ranks a grace"
-    START_AFTER_EXPIRY = "a prepared keeper never expires"
+    GRACE_FROM_WAKING = "a shim that overslept gives its ranks a grace"
+    START_AFTER_EXPIRY = "a prepared shim never expires"
     START_OF_ANY_PREPARE = "start is not bound to the prepare that it follows"
     START_UNACKNOWLEDGED = "a launcher sends start without an acknowledged heartbeat"
     PREPARE_KEEPS_OLD = "prepare does not stop older generations"
@@ -91,7 +91,7 @@ class Broken(StrEnum):
     FENCES_OF_NOW = "whether ranks fence is judged by the policy of now"
     TIMES_OF_OTHERS = "a resubmission judges older ranks by its own times"
     NEW_FLEET = "a fleet without memory knows no ranks on a node that does not answer"
-    ONE_KEEPER = "only the keeper knows when the ranks have to be dead"
+    ONE_SHIM = "only the shim knows when the ranks have to be dead"
     WRITES_FIRST = "a fence is written to the disk before ranks are killed"
     SWEPT_STATE = "ranks whose files were removed are neither found nor counted"
     WALL_CLOCK = "the wait is measured by a clock that people may set"
@@ -112,7 +112,7 @@ ALIVE = (State.RUNNING, State.STOPPING)
 
 
 @dataclass
-class Keeper:
+class Shim:
     """One generation on one node; all times are the node's own clock."""
 
     server: int
@@ -176,12 +176,12 @@ class Node:
     boot: int = 1
     state: int = 1
     awake: bool = True
-    keeper_stopped: bool = False
+    shim_stopped: bool = False
     supervisor_stopped: bool = False
     guard_stopped: bool = False
     disk_frozen: bool = False
     books: dict[int, Book] = field(default_factory=dict)
-    keepers: list[Keeper] = field(default_factory=list)
+    shims: list[Shim] = field(default_factory=list)
     forks: Counter[tuple[int, int]] = field(default_factory=Counter)
     late: list[tuple[int, int, float, Answer]] = field(default_factory=list)
     """Answers that arrived while it slept: (generation, peer, question sent, answer)."""
@@ -197,13 +197,13 @@ class Node:
     @property
     def is_stopped(self) -> bool:
         """Whether all that could kill ranks is stopped, and the ranks are not."""
-        return self.keeper_stopped and self.guard_stopped and self.supervisor_stopped
+        return self.shim_stopped and self.guard_stopped and self.supervisor_stopped
 
     def book(self, server: int) -> Book:
         return self.books.setdefault(self._server(server), Book())
 
-    def keeper(self, g: int, server: int = 0) -> Keeper | None:
-        """Return the newest keeper of a generation that orders can reach."""
+    def shim(self, g: int, server: int = 0) -> Shim | None:
+        """Return the newest shim of a generation that orders can reach."""
         found = [k for k in self._of(server) if k.generation == g and not k.hidden]
         return found[-1] if found else None
 
@@ -214,15 +214,15 @@ class Node:
     ) -> float | None:
         book = self.book(server)
         if self.broken is not Broken.NO_SERVER and any(
-            k.server != server and k.state is not State.GONE for k in self.keepers
+            k.server != server and k.state is not State.GONE for k in self.shims
         ):
             return None  # other_fleet
         ordered = self.broken is not Broken.PREPARE_OF_ANY_AGE
         if ordered and (g <= book.stopped or g < self._highest(server)):
             return None
-        keeper = self.keeper(g, server)
-        if keeper and keeper.state is not State.GONE:
-            return keeper.stamp
+        shim = self.shim(g, server)
+        if shim and shim.state is not State.GONE:
+            return shim.stamp
         if g in book.started and self.broken is not Broken.PREPARED_TWICE:
             return None
         book.prepared = max(book.prepared, g)
@@ -230,11 +230,11 @@ class Node:
             return None
         if self.broken is not Broken.PREPARE_KEEPS_OLD:
             self._kill(g - 1, server)
-        if not any(k.state is not State.GONE for k in self.keepers):
-            self.keepers = [k for k in self.keepers if k.fenced]
-        keeper = Keeper(server, g, self.clock(now), times)
-        self.keepers.append(keeper)
-        return keeper.stamp
+        if not any(k.state is not State.GONE for k in self.shims):
+            self.shims = [k for k in self.shims if k.fenced]
+        shim = Shim(server, g, self.clock(now), times)
+        self.shims.append(shim)
+        return shim.stamp
 
     def start(
         self,
@@ -246,21 +246,21 @@ class Node:
         *,
         server: int = 0,
     ) -> bool:
-        keeper = self.keeper(g, server)
-        if not keeper or keeper.state in ALIVE:
-            return keeper is not None
-        if keeper.stamp != stamp and self.broken is not Broken.START_OF_ANY_PREPARE:
+        shim = self.shim(g, server)
+        if not shim or shim.state in ALIVE:
+            return shim is not None
+        if shim.stamp != stamp and self.broken is not Broken.START_OF_ANY_PREPARE:
             return False
-        if keeper.state is State.GONE or (
-            self.clock(now) >= keeper.stamp + keeper.times.valid_for and not self._never_expires()
+        if shim.state is State.GONE or (
+            self.clock(now) >= shim.stamp + shim.times.valid_for and not self._never_expires()
         ):
             return False
         self.book(server).started.add(g)
         self.forks[self._server(server), g] += 1
-        keeper.state = State.RUNNING
-        keeper.lease = Lease(self.clock(now), keeper.times.lease, keeper.times.fence_after, fences)
-        keeper.peers = tuple(str(peer) for peer in peers)
-        keeper.vouchers = Vouchers(keeper.peers)
+        shim.state = State.RUNNING
+        shim.lease = Lease(self.clock(now), shim.times.lease, shim.times.fence_after, fences)
+        shim.peers = tuple(str(peer) for peer in peers)
+        shim.vouchers = Vouchers(shim.peers)
         return True
 
     def stop(self, g: int, *, server: int = 0) -> None:
@@ -269,24 +269,24 @@ class Node:
         self._kill(g, server)
 
     def renew(self, g: int, stamp: float, now: float) -> None:
-        keeper = self.keeper(g)
-        if not keeper or keeper.state is not State.RUNNING:
+        shim = self.shim(g)
+        if not shim or shim.state is not State.RUNNING:
             return
-        assert keeper.lease is not None
+        assert shim.lease is not None
         if self.broken is Broken.RENEWS_FROM_RECEIPT:
             stamp = self.clock(now)
-        keeper.lease.renew(self._since(keeper, stamp), self.clock(now))
+        shim.lease.renew(self._since(shim, stamp), self.clock(now))
 
     # Peers.
 
     def answer(self, g: int, now: float) -> Answer | None:
-        found = [k for k in self.keepers if k.generation == g and k.server == 0]
-        keeper = found[-1] if found else None
-        lies = self.broken is Broken.VOUCHES_WHEN_FENCED and keeper is not None and keeper.fenced
-        if not keeper or keeper.lease is None or (keeper.state is State.GONE and not lies):
+        found = [k for k in self.shims if k.generation == g and k.server == 0]
+        shim = found[-1] if found else None
+        lies = self.broken is Broken.VOUCHES_WHEN_FENCED and shim is not None and shim.fenced
+        if not shim or shim.lease is None or (shim.state is State.GONE and not lies):
             return None
-        clock, lease, book = self.clock(now), keeper.lease, self.book(0)
-        alive = keeper.state is State.RUNNING and clock < keeper.ends
+        clock, lease, book = self.clock(now), shim.lease, self.book(0)
+        alive = shim.state is State.RUNNING and clock < shim.ends
         alive = alive or lies
         superseded = book.prepared > g or book.stopped >= g
         return Answer(
@@ -296,122 +296,122 @@ class Node:
     def lacks(self, g: int) -> bool:
         """Return whether nothing of a generation lives here: a peer that asks is refused."""
         return not any(
-            k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.keepers
+            k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.shims
         )
 
-    def asks(self, keeper: Keeper, now: float) -> bool:
+    def asks(self, shim: Shim, now: float) -> bool:
         """Whether it asks its peers if it may go on."""
-        lease = keeper.lease
+        lease = shim.lease
         return (
-            keeper.state is State.RUNNING
+            shim.state is State.RUNNING
             and lease is not None
             and lease.renewed
             and lease.leased_until <= self.clock(now)
         )
 
-    def hear(self, keeper: Keeper, peer: int, sent: float, answer: Answer, now: float) -> None:
+    def hear(self, shim: Shim, peer: int, sent: float, answer: Answer, now: float) -> None:
         clock = self.clock(now)
-        if keeper.state is not State.RUNNING:
+        if shim.state is not State.RUNNING:
             return
         if self.broken is Broken.ANSWERS_FROM_RECEIPT:
             sent = clock
         elif clock > sent + PEER_TIMEOUT:
             return
-        assert keeper.lease is not None
-        assert keeper.vouchers is not None
+        assert shim.lease is not None
+        assert shim.vouchers is not None
         if answer.superseded:
-            self._fence(keeper, clock)
+            self._fence(shim, clock)
             return
         any_peer = self.broken is Broken.ANY_PEER and not answer.superseded
-        vouched = keeper.vouchers.answered(
-            str(peer), self._since(keeper, sent), answer.alive, answer.leased or any_peer
+        vouched = shim.vouchers.record_answer(
+            str(peer), self._since(shim, sent), answer.alive, answer.leased or any_peer
         )
         if any_peer:
             vouched = sent
         if vouched is not None:
-            keeper.lease.vouched(vouched)
+            shim.lease.extend(vouched)
 
     def compare_clock(
-        self, keeper: Keeper, peer: int, asked: float, answer: Answer, now: float
+        self, shim: Shim, peer: int, asked: float, answer: Answer, now: float
     ) -> None:
         """Compare clocks with a peer, whose clock was read while the question was open."""
         at = (seconds(asked), seconds(self.clock(now)), seconds(answer.clock))
-        stood = keeper.clocks.compare(str(peer), *at) / seconds(1)
+        stood = shim.clocks.compare(str(peer), *at) / seconds(1)
         if stood > 0.0:
-            keeper.late_by = max(0.0, keeper.late_by - stood)
+            shim.late_by = max(0.0, shim.late_by - stood)
             if self.broken is not Broken.STOPPED_CLOCK:
-                self._stood_still(keeper, stood, now)
+                self._stood_still(shim, stood, now)
 
-    def _stood_still(self, keeper: Keeper, stood: float, now: float) -> None:
+    def _stood_still(self, shim: Shim, stood: float, now: float) -> None:
         """Count for passed what the clock has left out."""
-        assert keeper.lease is not None
-        assert keeper.vouchers is not None
-        keeper.standstills.add(self.clock(now), stood)
-        keeper.vouchers.forget()
-        keeper.lease.shift(stood)
+        assert shim.lease is not None
+        assert shim.vouchers is not None
+        shim.standstills.add(self.clock(now), stood)
+        shim.vouchers.forget()
+        shim.lease.shorten(stood)
 
-    def _since(self, keeper: Keeper, stamp: float) -> float:
+    def _since(self, shim: Shim, stamp: float) -> float:
         """Return a time of this clock as what it is worth after the clock stood still."""
         if self.broken is Broken.OLD_STAMPS:
             return stamp
-        return keeper.standstills.correct(stamp)
+        return shim.standstills.correct(stamp)
 
-    def see_alone(self, keeper: Keeper, now: float) -> None:
+    def see_alone(self, shim: Shim, now: float) -> None:
         """Fence a generation that no peer knows any more and that has no watcher."""
         if (
-            keeper.state is not State.RUNNING
-            or keeper.lease is None
-            or not keeper.lease.renewed
-            or not keeper.lease.fences
+            shim.state is not State.RUNNING
+            or shim.lease is None
+            or not shim.lease.renewed
+            or not shim.lease.fences
         ):
             return
-        keeper.alone_since = min(keeper.alone_since, now)
+        shim.alone_since = min(shim.alone_since, now)
         if self.broken is not Broken.GOES_ON_ALONE:
-            self._fence(keeper, self.clock(now))
+            self._fence(shim, self.clock(now))
 
     # Time.
 
     def tick(self, now: float) -> None:
-        """Let every keeper act on its clock, and the process beside it."""
+        """Let every shim act on its clock, and the process beside it."""
         clock = self.clock(now)
         is_stuck = self.disk_frozen and self.broken is Broken.WRITES_FIRST
-        for keeper in self.keepers:
-            if keeper.state is State.GONE:
+        for shim in self.shims:
+            if shim.state is State.GONE:
                 continue
-            keeper.overslept = False
-            if not self.keeper_stopped and not is_stuck:
-                self._act(keeper, clock)
-            elif not self.is_stopped and not is_stuck and self.broken is not Broken.ONE_KEEPER:
-                self._guard(keeper, clock)
+            shim.overslept = False
+            if not self.shim_stopped and not is_stuck:
+                self._act(shim, clock)
+            elif not self.is_stopped and not is_stuck and self.broken is not Broken.ONE_SHIM:
+                self._guard(shim, clock)
 
-    def _guard(self, keeper: Keeper, clock: float) -> None:
-        """Kill for a keeper that does not: guard and supervisor know the deadline, too."""
-        if keeper.state in ALIVE:
-            begun = keeper.dead_by if keeper.state is State.STOPPING else -NEVER
-            if clock >= min(begun, keeper.ends + keeper.times.stop_grace):
-                keeper.state = State.GONE
+    def _guard(self, shim: Shim, clock: float) -> None:
+        """Kill for a shim that does not: guard and supervisor know the deadline, too."""
+        if shim.state in ALIVE:
+            begun = shim.dead_by if shim.state is State.STOPPING else -NEVER
+            if clock >= min(begun, shim.ends + shim.times.stop_grace):
+                shim.state = State.GONE
 
-    def _act(self, keeper: Keeper, clock: float) -> None:
+    def _act(self, shim: Shim, clock: float) -> None:
         if (
-            keeper.state is State.PREPARED
-            and clock >= keeper.stamp + keeper.times.valid_for
+            shim.state is State.PREPARED
+            and clock >= shim.stamp + shim.times.valid_for
             and not self._never_expires()
         ):
-            keeper.state = State.GONE
-        if keeper.state is State.RUNNING:
-            assert keeper.lease is not None
-            if keeper.lease.fenced(clock) is not None:
-                self._fence(keeper, clock)
-        if keeper.state is State.STOPPING and clock >= keeper.dead_by:
-            keeper.state = State.GONE
+            shim.state = State.GONE
+        if shim.state is State.RUNNING:
+            assert shim.lease is not None
+            if shim.lease.find_fence_reason(clock) is not None:
+                self._fence(shim, clock)
+        if shim.state is State.STOPPING and clock >= shim.dead_by:
+            shim.state = State.GONE
 
-    def _fence(self, keeper: Keeper, clock: float) -> None:
-        grace = keeper.times.stop_grace
-        keeper.state, keeper.fenced = State.STOPPING, True
-        keeper.dead_by = (
+    def _fence(self, shim: Shim, clock: float) -> None:
+        grace = shim.times.stop_grace
+        shim.state, shim.fenced = State.STOPPING, True
+        shim.dead_by = (
             clock + grace
             if self.broken is Broken.GRACE_FROM_WAKING
-            else min(clock, keeper.ends) + grace
+            else min(clock, shim.ends) + grace
         )
 
     # What goes wrong.
@@ -420,17 +420,17 @@ class Node:
         self.awake, self.slept_at, self.clock_stands = False, now, clock_stands
 
     def wake(self, now: float) -> None:
-        """Go on after a sleep of every process; the supervisor may be scheduled before the keeper."""
+        """Go on after a sleep of every process; the supervisor may be scheduled before the shim."""
         self.awake = True
         if self.clock_stands:
             self.stood += now - self.slept_at
-            for keeper in self.keepers:
-                keeper.late_by += now - self.slept_at
-                keeper.alone_since = -NEVER
+            for shim in self.shims:
+                shim.late_by += now - self.slept_at
+                shim.alone_since = -NEVER
             self.clock_stands = False
         for g, peer, sent, answer in self.late:
-            if (keeper := self.keeper(g)) is not None:
-                self.hear(keeper, peer, sent, answer, now)
+            if (shim := self.shim(g)) is not None:
+                self.hear(shim, peer, sent, answer, now)
         self.late.clear()
         self._oversleep(now)
 
@@ -438,25 +438,25 @@ class Node:
         """Have the processes that were stopped go on."""
         if self.is_stopped:
             self._oversleep(now)
-        self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = False
+        self.shim_stopped = self.supervisor_stopped = self.guard_stopped = False
 
     def _oversleep(self, now: float) -> None:
-        for keeper in self.keepers:
-            if keeper.state in ALIVE:
-                grace = keeper.times.stop_grace
-                dead_by = keeper.dead_by if keeper.state is State.STOPPING else keeper.ends + grace
-                keeper.overslept = self.clock(now) >= dead_by
+        for shim in self.shims:
+            if shim.state in ALIVE:
+                grace = shim.times.stop_grace
+                dead_by = shim.dead_by if shim.state is State.STOPPING else shim.ends + grace
+                shim.overslept = self.clock(now) >= dead_by
 
     def die(self) -> None:
-        """Lose every keeper, and by PDEATHSIG every rank."""
-        for keeper in self.keepers:
-            keeper.state, keeper.fenced = State.GONE, False
+        """Lose every shim, and by PDEATHSIG every rank."""
+        for shim in self.shims:
+            shim.state, shim.fenced = State.GONE, False
 
     def reboot(self, now: float) -> None:
-        self.keepers.clear()
+        self.shims.clear()
         self.late.clear()
         self.booted, self.awake, self.boot, self.stood = now, True, self.boot + 1, 0.0
-        self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = self.disk_frozen = (
+        self.shim_stopped = self.supervisor_stopped = self.guard_stopped = self.disk_frozen = (
             self.clock_stands
         ) = False
 
@@ -464,32 +464,32 @@ class Node:
         """Remove the files of every job, or the whole state folder, under the ranks."""
         self.books.clear()
         self.state += whole
-        for keeper in self.keepers:
-            keeper.hidden = self.broken is Broken.SWEPT_STATE
+        for shim in self.shims:
+            shim.hidden = self.broken is Broken.SWEPT_STATE
 
-    def alive(self, server: int = 0) -> list[Keeper]:
+    def alive(self, server: int = 0) -> list[Shim]:
         """Return the generations with ranks that run."""
         return [k for k in self._of(server) if k.state in ALIVE and self.awake]
 
-    def _of(self, server: int) -> list[Keeper]:
-        if not self.keepers:
-            return self.keepers
-        return [k for k in self.keepers if self._server(k.server) == self._server(server)]
+    def _of(self, server: int) -> list[Shim]:
+        if not self.shims:
+            return self.shims
+        return [k for k in self.shims if self._server(k.server) == self._server(server)]
 
     def _server(self, server: int) -> int:
         return 0 if self.broken is Broken.NO_SERVER else server
 
     def _highest(self, server: int) -> int:
-        """Return the highest generation prepared, by the files or by a keeper that lives."""
+        """Return the highest generation prepared, by the files or by a shim that lives."""
         living = [
             k.generation for k in self._of(server) if not k.hidden and k.state is not State.GONE
         ]
         return max(self.book(server).prepared, *living, 0)
 
     def _kill(self, g: int, server: int) -> None:
-        for keeper in self._of(server):
-            if keeper.generation <= g and not keeper.hidden:
-                keeper.state, keeper.fenced = State.GONE, False
+        for shim in self._of(server):
+            if shim.generation <= g and not shim.hidden:
+                shim.state, shim.fenced = State.GONE, False
 
     def _never_expires(self) -> bool:
         return self.broken is Broken.START_AFTER_EXPIRY

@@ -170,7 +170,7 @@ def launcher_sends_start_to_one(world: World) -> tuple[Launcher, list[Message]]:
     return launcher, keep(world, "start", 1)
 
 
-def start_arrives_after_the_prepared_keeper_expired(world: World) -> None:
+def start_arrives_after_the_prepared_shim_expired(world: World) -> None:
     _, late = launcher_sends_start_to_one(world)
     lose(world, 1)
     recover(world, 0, 2)
@@ -433,9 +433,9 @@ def the_state_folder_is_removed(world: World) -> None:
 # What a node does by itself.
 
 
-def the_keeper_is_stopped_alone(world: World) -> None:
+def the_shim_is_stopped_alone(world: World) -> None:
     begin(world, 0, 1)
-    world.nodes[1].keeper_stopped = True
+    world.nodes[1].shim_stopped = True
     lose(world, 1)
     recover(world, 0, 2)
 
@@ -515,7 +515,7 @@ STORIES: dict[Broken, Story] = {
     Broken.RENEWS_FROM_RECEIPT: a_renewal_arrives_late,
     Broken.RENEWS_UNACKNOWLEDGED: a_superseded_watcher_goes_on,
     Broken.GRACE_FROM_WAKING: a_node_sleeps_through_its_end,
-    Broken.START_AFTER_EXPIRY: start_arrives_after_the_prepared_keeper_expired,
+    Broken.START_AFTER_EXPIRY: start_arrives_after_the_prepared_shim_expired,
     Broken.NO_VALID_FOR: start_arrives_at_the_last_moment,
     Broken.START_OF_ANY_PREPARE: prepare_and_start_arrive_late,
     Broken.START_UNACKNOWLEDGED: a_frozen_launcher_goes_on,
@@ -535,7 +535,7 @@ STORIES: dict[Broken, Story] = {
     Broken.ANY_PLACE: another_machine_answers_to_the_name,
     Broken.PREPARED_AGAIN: a_launch_is_repeated_at_another_machine,
     Broken.SWEPT_STATE: the_files_of_a_living_job_are_removed,
-    Broken.ONE_KEEPER: the_keeper_is_stopped_alone,
+    Broken.ONE_SHIM: the_shim_is_stopped_alone,
     Broken.WRITES_FIRST: the_disk_is_frozen,
     Broken.STOPPED_CLOCK: a_machine_is_paused_with_its_clock,
     Broken.GOES_ON_ALONE: a_machine_paused_with_its_clock_wakes_beside_the_next_generation,
@@ -572,7 +572,7 @@ def a_machine_paused_with_its_clock_finds_no_peer(world: World) -> None:
 def all_processes_but_the_ranks_are_stopped(world: World) -> None:
     begin(world, 0, 1)
     node = world.nodes[1]
-    node.keeper_stopped = node.guard_stopped = node.supervisor_stopped = True
+    node.shim_stopped = node.guard_stopped = node.supervisor_stopped = True
     lose(world, 1)
     recover(world, 0, 2)
 

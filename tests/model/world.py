@@ -13,7 +13,7 @@ from enum import Enum, StrEnum, auto
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.places import Place
 from tests.model.controller import Controller, peers_in_gang
-from tests.model.protocol import LATE, NEVER, USUAL, Answer, Broken, Keeper, Node, State, Times
+from tests.model.protocol import LATE, NEVER, USUAL, Answer, Broken, Node, Shim, State, Times
 
 NODES = 4
 ELSEWHERE = NODES
@@ -31,11 +31,9 @@ class Phase(Enum):
 class Limit(StrEnum):
     """When two tokens are alive in spite of the protocol. Each has a story that shows it."""
 
-    OVERSLEPT = (
-        "a node that slept as a whole writes until its keeper is scheduled for the first time"
-    )
+    OVERSLEPT = "a node that slept as a whole writes until its shim is scheduled for the first time"
     CLOCK_STOOD = "a machine paused with its clock that finds no peer does not know how late it is"
-    ALL_STOPPED = "keeper, guard and supervisor are all stopped, and the ranks are not"
+    ALL_STOPPED = "shim, guard and supervisor are all stopped, and the ranks are not"
     PLACE_UNKNOWN = (
         "a name leads elsewhere, and where ranks were started has been lost with a worker or a job"
     )
@@ -156,26 +154,26 @@ class World:
         ranks = peers_in_gang(len(hosts), self.controller.most_peers)[hosts.index(host)]
         return tuple(hosts[peer] for peer in ranks)
 
-    def answers(self, keeper: Keeper, host: int) -> list[tuple[int, Answer]]:
+    def answers(self, shim: Shim, host: int) -> list[tuple[int, Answer]]:
         answered = []
-        for peer in map(int, keeper.peers):
+        for peer in map(int, shim.peers):
             node = self.nodes[peer]
             reached = (
                 node.awake
                 and not node.supervisor_stopped
                 and not {(host, peer), (peer, host)} & self.cut_peers
             )
-            if reached and (answer := node.answer(keeper.generation, self.now)):
+            if reached and (answer := node.answer(shim.generation, self.now)):
                 answered.append((peer, answer))
         return answered
 
     def sleep(self, h: int, *, asking: bool, clock_stands: bool = False) -> None:
         """Freeze every process of a machine, if asked between its questions to its peers and their answers."""
         node = self.nodes[h]
-        for keeper in node.keepers:
-            if asking and node.asks(keeper, self.now) and not node.supervisor_stopped:
-                for peer, answer in self.answers(keeper, h):
-                    node.late.append((keeper.generation, peer, node.clock(self.now), answer))
+        for shim in node.shims:
+            if asking and node.asks(shim, self.now) and not node.supervisor_stopped:
+                for peer, answer in self.answers(shim, h):
+                    node.late.append((shim.generation, peer, node.clock(self.now), answer))
         node.sleep(self.now, clock_stands=clock_stands)
 
     def reboot(self, h: int) -> None:
@@ -404,13 +402,13 @@ class World:
             for n in self.launches[g].members:
                 h = self.at[n]
                 node = self.nodes[h]
-                keeper = node.keeper(g)
+                shim = node.shim(g)
                 if (
                     node.awake
                     and not node.supervisor_stopped
                     and h not in self.cut_out
-                    and keeper
-                    and keeper.state is State.RUNNING
+                    and shim
+                    and shim.state is State.RUNNING
                 ):
                     worker.heard[n] = (node.clock(self.now), self.now)
         elif step == 1 and (worker.current or self.broken is Broken.RENEWS_UNACKNOWLEDGED):
@@ -445,15 +443,15 @@ class World:
     def tick(self) -> None:
         self.now += 1
         for node in self.nodes:
-            if node.awake and node.keepers:
+            if node.awake and node.shims:
                 node.tick(self.now)
         for _ in range(len(self.flight)):
             self.deliver(self.flight.popleft())
         for h, node in enumerate(self.nodes):
             if node.awake and not node.supervisor_stopped:
-                for keeper in node.keepers:
-                    if keeper.state is State.RUNNING:
-                        self._ask_peers(h, node, keeper)
+                for shim in node.shims:
+                    if shim.state is State.RUNNING:
+                        self._ask_peers(h, node, shim)
         worker = self.workers[-1] if self.workers else None
         if worker and worker.current and not worker.frozen:
             self.work(worker)
@@ -463,28 +461,24 @@ class World:
             self._stop()
         self.check()
 
-    def _ask_peers(self, h: int, node: Node, keeper: Keeper) -> None:
-        clock, asks = node.clock(self.now), node.asks(keeper, self.now)
-        answers = self.answers(keeper, h)
+    def _ask_peers(self, h: int, node: Node, shim: Shim) -> None:
+        clock, asks = node.clock(self.now), node.asks(shim, self.now)
+        answers = self.answers(shim, h)
         for peer, answer in answers:
             if asks:
-                node.hear(keeper, peer, clock, answer, self.now)
-            node.compare_clock(keeper, peer, clock, answer, self.now)
-        if (
-            not answers
-            and self._is_refused(h, keeper)
-            and not self._is_watched(h, keeper.generation)
-        ):
-            node.see_alone(keeper, self.now)
+                node.hear(shim, peer, clock, answer, self.now)
+            node.compare_clock(shim, peer, clock, answer, self.now)
+        if not answers and self._is_refused(h, shim) and not self._is_watched(h, shim.generation):
+            node.see_alone(shim, self.now)
 
-    def _is_refused(self, h: int, keeper: Keeper) -> bool:
+    def _is_refused(self, h: int, shim: Shim) -> bool:
         """Return whether some peer's machine is reached, and lacks this generation."""
-        for peer in map(int, keeper.peers):
+        for peer in map(int, shim.peers):
             node = self.nodes[peer]
             if (
                 node.awake
                 and not {(h, peer), (peer, h)} & self.cut_peers
-                and node.lacks(keeper.generation)
+                and node.lacks(shim.generation)
             ):
                 return True
         return False
@@ -511,29 +505,27 @@ class World:
         """Return the machines by the generation that runs there, less what is past a limit."""
         found: dict[int, list[int]] = {}
         for h, node in enumerate(self.nodes):
-            for keeper in node.alive():
-                limit = self._limit(h, node, keeper)
+            for shim in node.alive():
+                limit = self._limit(h, node, shim)
                 if limit is None or limit not in self.limits:
-                    found.setdefault(keeper.generation, []).append(h)
+                    found.setdefault(shim.generation, []).append(h)
         return found
 
     def limits_met(self) -> set[Limit]:
         found = {
-            self._limit(h, node, keeper)
-            for h, node in enumerate(self.nodes)
-            for keeper in node.alive()
+            self._limit(h, node, shim) for h, node in enumerate(self.nodes) for shim in node.alive()
         }
         return {limit for limit in found if limit is not None}
 
-    def _limit(self, h: int, node: Node, keeper: Keeper) -> Limit | None:
-        launch = self.launches.get(keeper.generation)
+    def _limit(self, h: int, node: Node, shim: Shim) -> Limit | None:
+        launch = self.launches.get(shim.generation)
         if launch is not None and launch.declared_dead:
             return Limit.DECLARED_DEAD
-        if keeper.overslept:
+        if shim.overslept:
             return Limit.OVERSLEPT
         if launch is not None and launch.misjudged:  # they may vouch for others of the gang
             return Limit.PLACE_UNKNOWN
-        if keeper.late_by > LATE and self.now <= keeper.alone_since + keeper.times.stop_grace + 1:
+        if shim.late_by > LATE and self.now <= shim.alone_since + shim.times.stop_grace + 1:
             return Limit.CLOCK_STOOD
         return Limit.ALL_STOPPED if node.is_stopped else None
 

@@ -452,7 +452,7 @@ def test_a_node_that_fenced_itself_was_cut_off() -> None:
 
 
 LATE = RanksFenced(
-    "n2", T0, "never_watched", "nobody watched this generation within 60 s of its start"
+    "n2", T0, "never_watched", "no controller watched this generation within 60 s of its start"
 )
 
 

@@ -19,7 +19,7 @@ from relaunch.job.diagnose import Fault
 from relaunch.spec.policy import Policy
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.recording import recording
-from tests.fakes.nodes import Cut, Exit, KeeperDies, Progress, Script, Sick, error_file
+from tests.fakes.nodes import Cut, Exit, Progress, Script, Sick, error_file
 from tests.recovery.diagnoses import count_diagnoses
 from tests.workflows.rig import policy, replay, rig
 
@@ -42,7 +42,7 @@ SCENARIOS: dict[str, tuple[Script, Policy]] = {
     ),
     "ladder_used_up": (Script((Exit(rank=0, exit_code=3),)), policy()),
     "replace_node": (
-        Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"),
+        Script(tuple(ShimDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"),
         policy(),
     ),
     "incident_closed_by_progress": (

@@ -12,7 +12,7 @@ from temporalio.client import WorkflowExecutionStatus
 from relaunch.backends.base import PrepareOrder, StartOrder
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import Phase
-from tests.fakes.nodes import Exit, Fault, KeeperDies, Progress, Refuse, Script, error_file
+from tests.fakes.nodes import Exit, Fault, Progress, Refuse, Script, ShimDies, error_file
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
 
@@ -244,10 +244,10 @@ async def test_S3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig)
             assert len({starts[node, generation].secret for node in ("n1", "n2")}) == 1
 
 
-async def test_S3_9_a_node_whose_keeper_died_is_replaced_when_restarting_did_not_help(
+async def test_S3_9_a_node_whose_shim_died_is_replaced_when_restarting_did_not_help(
     make_rig: MakeRig,
 ) -> None:
-    script = Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed")
+    script = Script(tuple(ShimDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed")
     async with make_rig(script, spares=1) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 4)

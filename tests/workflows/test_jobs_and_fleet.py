@@ -14,7 +14,7 @@ from relaunch.job.state import Phase
 from relaunch.pool.messages import Claim
 from relaunch.pool.state import FleetState, NodeStatus
 from tests.activities.harness import environment
-from tests.fakes.nodes import Exit, KeeperDies, Progress, Script, Sick, Stranger
+from tests.fakes.nodes import Exit, Progress, Script, ShimDies, Sick, Stranger
 from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
@@ -216,7 +216,7 @@ async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_pla
 ) -> None:
     async with make(
         make_rig,
-        KeeperDies(generation=1, node="n2"),
+        ShimDies(generation=1, node="n2"),
         Progress(generation=2, steps=((0.0, 6),), hangs=True),
     ) as rig:
         job = await rig.submit()

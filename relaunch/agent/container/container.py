@@ -284,9 +284,9 @@ class _Container:
 
     def _hear(self, watch: Child) -> None:
         data = os.read(watch.from_child, 65536)
-        watch.heard += data
+        watch.received += data
         while True:
-            text = take_line(watch.heard)
+            text = take_line(watch.received)
             if text is None:
                 break
             value = parse(text)
@@ -312,7 +312,7 @@ class _Container:
                 else 128 + observation["signal"]
             )
             self.exited[observation["rank"]] = -1 if observation["stopped"] else code
-        elif observation["kind"] in ("KeeperDied", "RanksVanished"):
+        elif observation["kind"] in ("ShimDied", "RanksVanished"):
             self.lost = True
 
     def _over(self) -> None:
@@ -330,8 +330,8 @@ class _Container:
 
     def _copy(self) -> None:
         order = (self.token["submission"], self.token["generation"])
-        generation = JobState.named(self.state, self.token).generation(order)
-        logs = {rank: generation.log(rank) for rank in self.ranks}
+        generation = JobState.from_row(self.state, self.token).generation(order)
+        logs = {rank: generation.log_path(rank) for rank in self.ranks}
         over, self.drain = os.pipe()
         parent = os.getpid()
 

@@ -31,7 +31,7 @@ def copied(logs: Dict[int, Path], over: int) -> None:
             while True:
                 try:
                     with open(path, "rb") as file:
-                        offsets[rank] = retention.find_kept(file.fileno(), offsets[rank])
+                        offsets[rank] = retention.find_data(file.fileno(), offsets[rank])
                         file.seek(offsets[rank])
                         data = file.read(AT_ONCE)
                 except FileNotFoundError:

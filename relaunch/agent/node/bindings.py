@@ -33,7 +33,7 @@ def load(state: Optional[str]) -> Any:
         return import_module(NAME)
     try:
         # Asking the importer where the module is would compile it.
-        folder = _unpacked(state, loader.get_data(os.path.join(loader.archive, FILE)))
+        folder = _ensure_unpacked(state, loader.get_data(os.path.join(loader.archive, FILE)))
         return import_module(NAME) if folder is None else _import_from(folder)
     except (OSError, ImportError, EOFError, ValueError, TypeError):
         # a full disk, or bytecode torn by a power loss
@@ -55,7 +55,7 @@ def _import_from(folder: str) -> Any:
     return module
 
 
-def _unpacked(state: str, source: bytes) -> Optional[str]:
+def _ensure_unpacked(state: str, source: bytes) -> Optional[str]:
     """Return the folder with exactly this source, or None if others could write to it."""
     place = os.path.join(state, NAME)
     try:
@@ -89,9 +89,9 @@ def _holds(folder: str, source: bytes) -> bool:
 
 def _is_safe(path: str) -> bool:
     """Return whether only this user can write there."""
-    found = os.lstat(path)
-    plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
-    return plain and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    status = os.lstat(path)
+    plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+    return plain and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _unpack(place: str, folder: str, source: bytes) -> None:

@@ -10,14 +10,14 @@ from relaunch.agent import tools
 from relaunch.agent.loop import parse
 from relaunch.agent.protocol import Json
 
-WITHIN = 10.0
+READ_TIMEOUT = 10.0
 """Seconds. Without persistence mode the driver initialises every GPU first: seconds on a node with
 eight."""
 
 
-def read(state: Path, within: float = WITHIN, inventory_only: bool = False) -> Json:
+def read(state: Path, timeout: float = READ_TIMEOUT, inventory_only: bool = False) -> Json:
     """Return {"driver", "nvml", "gpus"} or {"unreadable": reason}."""
-    words = [
+    command = [
         sys.executable,
         "-S",
         os.path.abspath(sys.argv[0]),
@@ -25,17 +25,21 @@ def read(state: Path, within: float = WITHIN, inventory_only: bool = False) -> J
         "inventory" if inventory_only else "all",
         str(state),
     ]
-    ran = tools.run(words, within)
-    if ran.exit_code is None:
-        stuck = " and does not die" if ran.left else ""
-        return {"unreadable": f"NVML did not answer within {within:g} s{stuck}"}
-    said = ran.stdout.splitlines()
-    answer = parse(said[-1].encode()) if said else None
-    if ran.exit_code == 0 and answer is not None:
+    result = tools.run(command, timeout)
+    if result.exit_code is None:
+        stuck = " and does not die" if result.survives else ""
+        return {"unreadable": f"NVML did not answer within {timeout:g} s{stuck}"}
+    lines = result.stdout.splitlines()
+    answer = parse(lines[-1].encode()) if lines else None
+    if result.exit_code == 0 and answer is not None:
         return answer
-    how = f"by signal {-ran.exit_code}" if ran.exit_code < 0 else f"with exit code {ran.exit_code}"
-    words_of = ran.stderr.strip().splitlines()
+    how = (
+        f"by signal {-result.exit_code}"
+        if result.exit_code < 0
+        else f"with exit code {result.exit_code}"
+    )
+    errors = result.stderr.strip().splitlines()
     return {
         "unreadable": f"the process that asked NVML ended {how}"
-        + (f": {words_of[-1][:200]}" if words_of else "")
+        + (f": {errors[-1][:200]}" if errors else "")
     }

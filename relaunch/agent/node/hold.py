@@ -19,24 +19,24 @@ from relaunch.agent.protocol import Json, Refused, Token, now, parse_token
 from relaunch.agent.ranks import journal
 from relaunch.agent.state import Generation, JobState, read_json, write_json
 
-PATIENCE = 2.0
+HOLD_TIMEOUT = 2.0
 """Seconds to wait for the hold: longer than a killed holder needs to exit, shorter than any caller
 waits for an answer."""
-HELD = "held.json"
-LAUNCHED_LAST = "fleet.json"
+HOLDER_FILE = "held.json"
+LAST_FLEET_FILE = "fleet.json"
 SERVER_DIGITS = 8
 """Characters of a server's id in a message."""
-NAMED = 8
+MAX_NAMED_PIDS = 8
 """Maximum number of pids in a message."""
 
-_DOING = {
+_ACTIVITIES = {
     "diagnose": "this node is being examined",
     "reset-gpus": "this node's GPUs are being reset",
     "reboot": "this node is being rebooted",
 }
 
 
-def _open(state: Path) -> int:
+def _open_lock(state: Path) -> int:
     path = state / "node.lock"
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o1600)
@@ -48,9 +48,9 @@ def _open(state: Path) -> int:
             raise Refused("cannot_start", f"{path} cannot be opened: {error.strerror}") from error
 
 
-def _locked(state: Path, how: int) -> Optional[int]:
-    handle = _open(state)
-    deadline = time.monotonic() + PATIENCE
+def _take_lock(state: Path, how: int) -> Optional[int]:
+    handle = _open_lock(state)
+    deadline = time.monotonic() + HOLD_TIMEOUT
     while True:
         try:
             fcntl.flock(handle, how | fcntl.LOCK_NB)
@@ -62,60 +62,60 @@ def _locked(state: Path, how: int) -> Optional[int]:
         time.sleep(0.01)
 
 
-def held(state: Path) -> Optional[Json]:
+def read_holder(state: Path) -> Optional[Json]:
     """Return the holder of this node, or None.
 
     The lock decides: the record of a holder that died is ignored.
     """
     if not (state / "node.lock").exists():
         return None
-    handle = _open(state)
+    handle = _open_lock(state)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        known = read_json(state / HELD) or {}
-        told = {
-            "by": known.get("by", "unknown"),
-            "id": known.get("id", ""),
-            "since": known.get("since", now()),
+        record = read_json(state / HOLDER_FILE) or {}
+        holder = {
+            "by": record.get("by", "unknown"),
+            "id": record.get("id", ""),
+            "since": record.get("since", now()),
         }
-        return {**told, "fleet": known["fleet"]} if known.get("fleet") else told
+        return {**holder, "fleet": record["fleet"]} if record.get("fleet") else holder
     finally:
         os.close(handle)
 
 
-def _refusal(state: Path, fleet: str) -> Refused:
-    holder = held(state)
+def _make_refusal(state: Path, fleet: str) -> Refused:
+    holder = read_holder(state)
     if holder is None:
         return Refused("held", "a launch is being prepared on this node")
-    doing = _DOING.get(holder["by"], "this node is held")
+    doing = _ACTIVITIES.get(holder["by"], "this node is held")
     other = holder.get("fleet", "")
     if is_other(other, fleet):
-        reason = f"{doing} for {_named(other, fleet)} ({holder['by']}, {holder['id']})"
+        reason = f"{doing} for {_describe_fleet(other, fleet)} ({holder['by']}, {holder['id']})"
         return Refused("other_fleet", reason, fleet=other, held=holder)
     return Refused("held", f"{doing} ({holder['by']}, {holder['id']})", held=holder)
 
 
 @contextmanager
-def shared(state: Path, fleet: str = "") -> Iterator[None]:
+def hold_shared(state: Path, fleet: str = "") -> Iterator[None]:
     """Share the node with other launches; refuse during examinations, repairs and reboots."""
-    handle = _locked(state, fcntl.LOCK_SH)
+    handle = _take_lock(state, fcntl.LOCK_SH)
     if handle is None:
-        raise _refusal(state, fleet)
+        raise _make_refusal(state, fleet)
     try:
-        going = reboots.under_way(state)
-        if going is not None:
+        reboot = reboots.read_current(state)
+        if reboot is not None:
             raise Refused(
                 "rebooting",
-                f"this node was ordered to reboot ({going['id']}) and has not yet",
-                id=going["id"],
+                f"this node was ordered to reboot ({reboot['id']}) and has not yet",
+                id=reboot["id"],
             )
-        left = _clear(state)
+        left = _end_leftovers(state)
         if left:
             raise Refused(
                 "stuck",
-                f"processes {left[:NAMED]} of an examination that was killed do not die",
+                f"processes {left[:MAX_NAMED_PIDS]} of an examination that was killed do not die",
                 pids=left,
             )
         yield
@@ -124,17 +124,17 @@ def shared(state: Path, fleet: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[int]]:
+def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[int]]:
     """Hold the node exclusively; yield the pids of an earlier holder's programs that do not die."""
-    handle = _locked(state, fcntl.LOCK_EX)
+    handle = _take_lock(state, fcntl.LOCK_EX)
     if handle is None:
-        raise _refusal(state, fleet)
+        raise _make_refusal(state, fleet)
     try:
-        left = _clear(state)
+        left = _end_leftovers(state)
         if not left:
             try:
                 write_json(
-                    state / HELD,
+                    state / HOLDER_FILE,
                     {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()},
                     durable=False,
                 )
@@ -143,27 +143,27 @@ def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[i
                 pass
         yield left
     finally:
-        if not tools.left_behind(state):
-            _forget(state)
+        if not tools.find_leftovers(state):
+            _remove_record(state)
         os.close(handle)
 
 
-def _clear(state: Path) -> List[int]:
+def _end_leftovers(state: Path) -> List[int]:
     """End what a killed holder left running; return what does not die.
 
     A holder that ended normally left neither processes nor a file.
     """
-    if not (state / HELD).exists():
+    if not (state / HOLDER_FILE).exists():
         return []
-    left = tools.sweep(state)
+    left = tools.kill_leftovers(state)
     if not left:
-        _forget(state)
+        _remove_record(state)
     return left
 
 
-def _forget(state: Path) -> None:
+def _remove_record(state: Path) -> None:
     try:
-        (state / HELD).unlink()
+        (state / HOLDER_FILE).unlink()
     except OSError:
         pass
 
@@ -173,60 +173,64 @@ def _forget(state: Path) -> None:
 
 def _may_run(generation: Generation) -> bool:
     """Return whether the shim has ranks, or may still start some."""
-    # `given` is checked first: testing a lock that a launch is about to take would take it.
-    if generation.given is None or not generation.keeper_lives():
+    # Check `prepared_order` first: testing a lock that a launch is about to take would take it.
+    if generation.prepared_order is None or not generation.has_live_shim():
         return False
-    launch = generation.started
+    launch = generation.launch
     if launch is None or (launch["pids"] is None and not launch.get("refused")):
         return True
-    if len(journal.exited(journal.read(generation.journal))) < len(generation.pids):
+    if len(journal.list_exited(journal.read(generation.journal))) < len(generation.pids):
         return True
     # what ranks have started may outlive them: with sudo it belongs to another user
-    identity = generation.identity("keeper")
-    keeper = processes.look(identity[0]) if identity is not None else None
-    if identity is None or keeper is None or keeper.started != identity[1]:
+    identity = generation.identity("shim")
+    shim = processes.read_process(identity[0]) if identity is not None else None
+    if identity is None or shim is None or shim.started != identity[1]:
         return False
     helpers = [
-        known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None
+        member[0]
+        for member in map(generation.identity, ("supervisor", "guard"))
+        if member is not None
     ]
-    return bool(processes.list_below(keeper, without=helpers))
+    return bool(processes.list_below(shim, without=helpers))
 
 
-def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]:
+def list_living(state: Path, include_doomed: bool = True) -> Tuple[List[Json], List[int]]:
     """Return the generations with ranks here or about to start, and the pids with a token.
 
     Args:
         doomed_too: include processes for which a SIGKILL is already pending.
     """
-    found: Dict[Token, None] = {}
+    tokens: Dict[Token, None] = {}
     groups: Dict[int, int] = {}
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         highest = read_json(entry / "highest.json")
         if highest is None:
             continue
-        job = JobState.named(state, highest)
-        for generation in job.generations():
+        job = JobState.from_row(state, highest)
+        for generation in job.list_generations():
             if _may_run(generation):
-                found[Token(job.namespace, job.job, *generation.order, server=job.server)] = None
-        for generation in job.generations()[-1:]:
+                tokens[Token(job.namespace, job.job, *generation.order, server=job.server)] = None
+        for generation in job.list_generations()[-1:]:
             groups.update(generation.groups)
     pids = []
-    for process in processes.of_token("", lambda rest: True, str(state), groups):
-        if doomed_too or not doomed(process.pid):
+    for process in processes.find_by_token("", lambda rest: True, str(state), groups):
+        if include_doomed or not is_kill_pending(process.pid):
             pids.append(process.pid)
-            token = _token_of(process.pid)
+            token = _read_token(process.pid)
             if token is not None:
-                found[token] = None
-    return [_with_fleet(state, token) for token in found], sorted(pids)
+                tokens[token] = None
+    return [_add_fleet(state, token) for token in tokens], sorted(pids)
 
 
-def _with_fleet(state: Path, token: Token) -> Json:
-    fleet = (JobState.of(state, token).generation(token.order).given or {}).get("fleet")
+def _add_fleet(state: Path, token: Token) -> Json:
+    fleet = (JobState.from_token(state, token).generation(token.order).prepared_order or {}).get(
+        "fleet"
+    )
     return {**token.json, "fleet": fleet} if fleet else token.json
 
 
-def _token_of(pid: int) -> Optional[Token]:
+def _read_token(pid: int) -> Optional[Token]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -240,7 +244,7 @@ def _token_of(pid: int) -> Optional[Token]:
     return None
 
 
-def doomed(pid: int) -> bool:
+def is_kill_pending(pid: int) -> bool:
     """Return whether a SIGKILL is pending for this process.
 
     Such a process is stuck in a driver, and its node needs a reboot.
@@ -252,14 +256,14 @@ def doomed(pid: int) -> bool:
     for task in tasks:
         try:
             with open(f"/proc/{pid}/task/{task}/status") as file:
-                if kill_pending(file.read()):
+                if has_kill_pending(file.read()):
                     return True
         except OSError:
             continue
     return False
 
 
-def kill_pending(status: str) -> bool:
+def has_kill_pending(status: str) -> bool:
     """Return whether the text of a /proc/<pid>/status has SIGKILL pending."""
     pending = 0
     for text in status.splitlines():
@@ -269,14 +273,14 @@ def kill_pending(status: str) -> bool:
     return bool(pending & 1 << 8)
 
 
-def refuse_if_busy(state: Path, doomed_too: bool = True, fleet: str = "") -> None:
-    jobs, pids = living(state, doomed_too)
+def refuse_if_busy(state: Path, include_doomed: bool = True, fleet: str = "") -> None:
+    jobs, pids = list_living(state, include_doomed)
     if not jobs and not pids:
         return
-    few = f" (pids {', '.join(map(str, pids[:NAMED]))})" if pids else ""
+    few = f" (pids {', '.join(map(str, pids[:MAX_NAMED_PIDS]))})" if pids else ""
     for each in jobs:
         if is_other(each.get("fleet", ""), fleet):
-            raise _lives_here(each, fleet, few, jobs=jobs, pids=pids)
+            raise _make_fleet_refusal(each, fleet, few, jobs=jobs, pids=pids)
     names = (
         ", ".join(f"job {each['job']} generation {each['generation']}" for each in jobs)
         or "something that a rank started"
@@ -295,7 +299,7 @@ def is_other(fleet: str, mine: str) -> bool:
     return bool(fleet and mine and fleet != mine)
 
 
-def _named(other: str, mine: str) -> str:
+def _describe_fleet(other: str, mine: str) -> str:
     """Name the other fleet for people of fleet `mine`.
 
     The namespace and the server are included if they differ.
@@ -307,16 +311,19 @@ def _named(other: str, mine: str) -> str:
     server, _, namespace = scope.rpartition("/")
     if server == own_scope.rpartition("/")[0]:
         return f"fleet {name} of namespace {namespace}"
-    return f"fleet {name} of another Temporal server ({server[:SERVER_DIGITS] or 'it did not say which'}, namespace {namespace})"
+    server_name = server[:SERVER_DIGITS] or "its name is unknown"
+    return f"fleet {name} of another Temporal server ({server_name}, namespace {namespace})"
 
 
-def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
-    reason = f"ranks of job {row['job']} of {_named(row['fleet'], mine)} live on this node{few}"
+def _make_fleet_refusal(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
+    reason = (
+        f"ranks of job {row['job']} of {_describe_fleet(row['fleet'], mine)} live on this node{few}"
+    )
     return Refused("other_fleet", reason, fleet=row["fleet"], **more)
 
 
 @contextmanager
-def of_one_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
+def claim_for_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
     """Admit one launch at a time to check for other fleets and record its own.
 
     If two fleets launch at the same time, the second one sees the first.
@@ -325,15 +332,15 @@ def of_one_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # held for a few small reads and writes
         refuse_other_fleet(state, fleet, but)
-        if fleet and _last(state) != fleet:
-            write_json(state / LAUNCHED_LAST, {"fleet": fleet}, durable=False)
+        if fleet and _read_last_fleet(state) != fleet:
+            write_json(state / LAST_FLEET_FILE, {"fleet": fleet}, durable=False)
         yield
     finally:
         os.close(handle)
 
 
-def _last(state: Path) -> str:
-    return str((read_json(state / LAUNCHED_LAST) or {}).get("fleet", ""))
+def _read_last_fleet(state: Path) -> str:
+    return str((read_json(state / LAST_FLEET_FILE) or {}).get("fleet", ""))
 
 
 def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
@@ -347,17 +354,17 @@ def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
     """
     # If this fleet launched here last, ranks of no other fleet can live here. Examining all jobs of
     # a year would delay each launch.
-    if not fleet or _last(state) == fleet:
+    if not fleet or _read_last_fleet(state) == fleet:
         return
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         highest = read_json(entry / "highest.json")
         if highest is None or entry == but:
             continue
-        for generation in JobState.named(state, highest).generations()[-1:]:
-            other = (generation.given or {}).get("fleet", "")
+        for generation in JobState.from_row(state, highest).list_generations()[-1:]:
+            other = (generation.prepared_order or {}).get("fleet", "")
             if is_other(other, fleet) and (
                 _may_run(generation)
-                or any(processes.lives(*rank) for rank in generation.groups.items())
+                or any(processes.is_alive(*rank) for rank in generation.groups.items())
             ):
-                raise _lives_here({"job": highest["job"], "fleet": other}, fleet)
+                raise _make_fleet_refusal({"job": highest["job"], "fleet": other}, fleet)

@@ -17,20 +17,20 @@ from typing import Iterable, List
 
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json
-from relaunch.agent.state import Generation, boot_id, read_json, write_json
+from relaunch.agent.state import Generation, read_boot_id, read_json, write_json
 
 DEVICE = "/dev/kmsg"
-LINES = 20
+MAX_LINES = 20
 """Number of newest lines to keep. The first Xid of a fault and its echoes are a handful; each of
 sixteen ranks may carry all of them."""
-LINE = 400
+MAX_LINE = 400
 """Characters of a line. The longest Xid texts (NVLink) have about 250."""
-PATIENCE = 0.05
+READ_TIMEOUT = 0.05
 """Seconds for reading /dev/kmsg, which returns one record per call: about 20,000 records, more than
 most rings hold."""
-TAIL = 1024 * 1024
+TAIL_BYTES = 1024 * 1024
 """Bytes to read from the end of a file: some 10,000 lines, searched in a few milliseconds."""
-RECORD = 8192
+MAX_RECORD_BYTES = 8192
 """Bytes: more than the kernel returns per read."""
 OVERWRITTEN = "the kernel overwrote messages before they were read"
 
@@ -66,7 +66,7 @@ MARKS = (
 """Equal to those of the controller's `relaunch/evidence/kernel_log.py`, as a test checks: a line
 without any of them is no evidence."""
 _MARKS = tuple(each.encode() for each in MARKS)
-_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+_CONTROL_CHARACTERS = re.compile(rb"[\x00-\x1f\x7f]")
 
 
 def _is_evidence(line: bytes) -> bool:
@@ -74,7 +74,7 @@ def _is_evidence(line: bytes) -> bool:
 
 
 @dataclass(frozen=True)
-class Mark:
+class LogPosition:
     """The position of the log when the generation was prepared."""
 
     path: str
@@ -89,7 +89,7 @@ class Mark:
     once, and only by a child of the shim."""
 
 
-def mark() -> Mark:
+def record_position() -> LogPosition:
     """Record the position of the log without reading it.
 
     A log that does not exist or may not be read is reported when it is to be read.
@@ -97,61 +97,65 @@ def mark() -> Mark:
     path = os.environ.get("RELAUNCH_KERNEL_LOG") or DEVICE
     uptime = time.monotonic()
     try:
-        found = os.stat(path)
-        if not stat.S_ISCHR(found.st_mode):
-            return Mark(path, found.st_ino, found.st_size, uptime)
+        status = os.stat(path)
+        if not stat.S_ISCHR(status.st_mode):
+            return LogPosition(path, status.st_ino, status.st_size, uptime)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
-        return Mark(path, 0, 0, uptime)
+        return LogPosition(path, 0, 0, uptime)
     try:
         os.lseek(handle, 0, os.SEEK_END)
     except OSError:
         os.close(handle)
         handle = -1
-    return Mark(path, 0, 0, uptime, handle)
+    return LogPosition(path, 0, 0, uptime, handle)
 
 
-def written(since: Mark) -> Json:
-    """Return a mark as JSON for the launch record, for processes that did not inherit it."""
+def serialize_position(since: LogPosition) -> Json:
+    """Return a position as JSON for the launch record, for processes that did not inherit it."""
     return {"path": since.path, "inode": since.inode, "size": since.size, "uptime": since.uptime}
 
 
-def asked_for(observations: Iterable[Json]) -> bool:
+def may_explain(observations: Iterable[Json]) -> bool:
     """Return whether the kernel log may explain any of these observations.
 
     It does not for a rank that succeeded or that we stopped.
     """
-    return any(map(_rides_with, observations))
+    return any(map(_may_explain_one, observations))
 
 
-def _rides_with(seen: Json) -> bool:
-    if seen["kind"] == "RankExited":
-        return not seen["stopped"] and seen["exit_code"] != 0
-    return seen["kind"] in ("KeeperDied", "RanksVanished")
+def _may_explain_one(observation: Json) -> bool:
+    if observation["kind"] == "RankExited":
+        return not observation["stopped"] and observation["exit_code"] != 0
+    return observation["kind"] in ("ShimDied", "RanksVanished")
 
 
-def told(observation: Json, reading: Json | None) -> Json:
+def add_reading(observation: Json, reading: Json | None) -> Json:
     """Add the reading to an observation it may explain, and an empty one to other rank exits."""
-    if _rides_with(observation) and reading is not None:
+    if _may_explain_one(observation) and reading is not None:
         return {**observation, **reading}
     if observation["kind"] == "RankExited":
         return {**observation, "kernel": [], "kernel_unreadable": None}
     return observation
 
 
-def reading_of(generation: Generation, since: Mark | None) -> Json:
+def read_generation(generation: Generation, since: LogPosition | None) -> Json:
     """Return the kernel log lines of a generation: read once and stored, so that all reports agree.
 
     Args:
         generation: has failed, so all its failures date from one moment: the other ranks are
             stopped by us.
-        since: the mark that the shim made; None in a process that is not its child.
+        since: the position that the shim recorded; None in a process that is not its child.
     """
     path = generation.path / "kernel.json"
-    kept = read_json(path)
-    if kept is not None:
-        return kept
-    reading = _read_unmarked(generation) if since is None else read(_alone(generation, since))
+    stored = read_json(path)
+    if stored is not None:
+        return stored
+    reading = (
+        _read_unmarked(generation)
+        if since is None
+        else read(_drop_shared_handle(generation, since))
+    )
     reach_failpoint(generation.state, "kernel.read")
     try:
         write_json(path, reading, durable=False)
@@ -161,7 +165,7 @@ def reading_of(generation: Generation, since: Mark | None) -> Json:
     return reading
 
 
-def _alone(generation: Generation, since: Mark) -> Mark:
+def _drop_shared_handle(generation: Generation, since: LogPosition) -> LogPosition:
     """Drop the handle if a supervisor that died may have read from it.
 
     Records that it has read do not come again.
@@ -178,57 +182,61 @@ def _alone(generation: Generation, since: Mark) -> Mark:
 
 
 def _read_unmarked(generation: Generation) -> Json:
-    started = generation.started or {}
+    started = generation.launch or {}
     if "kernel" not in started:
         return _unreadable("it is not known where the kernel log stood when this generation began")
-    noted = started["kernel"]
-    since = Mark(noted["path"], noted["inode"], noted["size"], noted["uptime"])
-    if since.inode == 0 and started["boot_id"] != boot_id(generation.state):
+    record = started["kernel"]
+    since = LogPosition(record["path"], record["inode"], record["size"], record["uptime"])
+    if since.inode == 0 and started["boot_id"] != read_boot_id(generation.state):
         return _unreadable(f"the node rebooted: what {since.path} held is gone")
     return read(since)
 
 
-def read(since: Mark, most: int = LINES, patience: float = PATIENCE) -> Json:
-    """Return the newest evidence since the mark, oldest first, and why lines may be missing."""
+def read(since: LogPosition, limit: int = MAX_LINES, timeout: float = READ_TIMEOUT) -> Json:
+    """Return the newest evidence since the position, oldest first, and why lines may be missing."""
     try:
         if since.handle >= 0 or stat.S_ISCHR(os.stat(since.path).st_mode):
-            return _read_device(since, most, patience)
-        return _read_file(since, most)
+            return _read_device(since, limit, timeout)
+        return _read_file(since, limit)
     except OSError as error:
         # EPERM is the kernel's own check; without permission on the device file the error is
         # EACCES.
         restricted = " (kernel.dmesg_restrict)" if error.errno == errno.EPERM else ""
-        why = (
+        reason = (
             "permission denied"
             if isinstance(error, PermissionError)
             else str(error.strerror).lower()
         )
-        return _unreadable(f"{why}: {since.path}{restricted}")
+        return _unreadable(f"{reason}: {since.path}{restricted}")
 
 
-def _read_device(since: Mark, most: int, patience: float) -> Json:
+def _read_device(since: LogPosition, limit: int, timeout: float) -> Json:
     if since.handle >= 0:
-        return read_records(since.handle, since.path, 0.0, most, patience)
+        return read_records(since.handle, since.path, 0.0, limit, timeout)
     handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        return read_records(handle, since.path, since.uptime, most, patience)
+        return read_records(handle, since.path, since.uptime, limit, timeout)
     finally:
         os.close(handle)
 
 
 def read_records(
-    handle: int, path: str, uptime: float = 0.0, most: int = LINES, patience: float = PATIENCE
+    handle: int,
+    path: str,
+    uptime: float = 0.0,
+    limit: int = MAX_LINES,
+    timeout: float = READ_TIMEOUT,
 ) -> Json:
     """Read up to the last record, from any writer: fault injection also writes into the device.
 
     A record is `priority,sequence,microseconds,flags;message`, followed by lines that are left out.
     """
-    found: deque[str] = deque(maxlen=most)
+    lines: deque[str] = deque(maxlen=limit)
     lost = None
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            record = os.read(handle, RECORD)
+            record = os.read(handle, MAX_RECORD_BYTES)
         except BlockingIOError:
             break
         except BrokenPipeError:
@@ -241,35 +249,36 @@ def read_records(
         if _is_evidence(message):
             at = int(record.split(b",", 3)[2])
             if at >= uptime * 1e6:
-                found.append(_text(b"[%5d.%06d] %s" % (at // 1000000, at % 1000000, message)))
+                lines.append(_text(b"[%5d.%06d] %s" % (at // 1000000, at % 1000000, message)))
     else:
-        lost = f"{path} was not read to its end within {patience * 1000:g} ms"
-    return {"kernel": list(found), "kernel_unreadable": lost}
+        lost = f"{path} was not read to its end within {timeout * 1000:g} ms"
+    return {"kernel": list(lines), "kernel_unreadable": lost}
 
 
-def _read_file(since: Mark, most: int) -> Json:
+def _read_file(since: LogPosition, limit: int) -> Json:
     handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         now = os.fstat(handle)
-        # Another file, or a truncated one, was begun after the mark: all of it is new.
+        # Another file, or a truncated one, was begun after that position: all of it is new.
         begin = since.size if now.st_ino == since.inode and now.st_size >= since.size else 0
-        start = max(begin, now.st_size - TAIL)
-        data = os.pread(handle, min(TAIL, now.st_size - start), start)
+        start = max(begin, now.st_size - TAIL_BYTES)
+        data = os.pread(handle, min(TAIL_BYTES, now.st_size - start), start)
     finally:
         os.close(handle)
     # The text before the first line break may be cut.
     first = data.find(b"\n") + 1 if start > begin else 0
-    found = [_text(line) for line in _lines_with_marks(data, first, most)]
-    part = start > begin and len(found) < most
+    lines = [_text(line) for line in _lines_with_marks(data, first, limit)]
+    part = start > begin and len(lines) < limit
     lost = (
-        f"of {since.path} only the last {TAIL // 1024} KiB were read; more was written since this generation began"
+        f"of {since.path} only the last {TAIL_BYTES // 1024} KiB were read; "
+        "more was written since this generation began"
         if part
         else None
     )
-    return {"kernel": list(found), "kernel_unreadable": lost}
+    return {"kernel": list(lines), "kernel_unreadable": lost}
 
 
-def _lines_with_marks(data: bytes, first: int, most: int) -> List[bytes]:
+def _lines_with_marks(data: bytes, first: int, limit: int) -> List[bytes]:
     """Return the newest lines that are evidence.
 
     One search through all data for each mark is ten times as fast as testing each line for all
@@ -279,18 +288,22 @@ def _lines_with_marks(data: bytes, first: int, most: int) -> List[bytes]:
     for each in _MARKS:
         at = data.rfind(each)
         newest = 0
-        while at >= first and newest < most:
+        while at >= first and newest < limit:
             begin = data.rfind(b"\n", 0, at) + 1
             begins.add(begin)
             newest += 1
             at = data.rfind(each, 0, max(begin, 0))
-    return [data[begin : begin + LINE].partition(b"\n")[0] for begin in sorted(begins)[-most:]]
+    return [data[begin : begin + MAX_LINE].partition(b"\n")[0] for begin in sorted(begins)[-limit:]]
 
 
 def _text(line: bytes) -> str:
     """Return printable ASCII, so that each character is one byte everywhere."""
-    return _CONTROL.sub(b" ", line[:LINE]).decode("ascii", "backslashreplace")[:LINE].strip(" ")
+    return (
+        _CONTROL_CHARACTERS.sub(b" ", line[:MAX_LINE])
+        .decode("ascii", "backslashreplace")[:MAX_LINE]
+        .strip(" ")
+    )
 
 
-def _unreadable(why: str) -> Json:
-    return {"kernel": [], "kernel_unreadable": why}
+def _unreadable(reason: str) -> Json:
+    return {"kernel": [], "kernel_unreadable": reason}

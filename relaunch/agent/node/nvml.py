@@ -27,16 +27,16 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: `inventory`, to read only that, or another word; then the node's state folder.
     """
-    said = _ask(
+    answer = _read_gpus(
         INVENTORY if arguments[:1] == ["inventory"] else None,
         arguments[1] if len(arguments) > 1 else None,
     )
-    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
     return 0
 
 
-def _ask(names: Optional[Sequence[str]], state: Optional[str]) -> Json:
+def _read_gpus(names: Optional[Sequence[str]], state: Optional[str]) -> Json:
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -46,40 +46,40 @@ def _ask(names: Optional[Sequence[str]], state: Optional[str]) -> Json:
             if missing
             else f"{LIBRARY} cannot be loaded: {error}"
         }
-    return Nvml(bindings.load(state), names).everything()
+    return NvmlReader(bindings.load(state), names).read_all()
 
 
 Reading = Callable[[Any], Any]
 
 
-class Nvml:
+class NvmlReader:
     def __init__(self, nvml: Any, names: Optional[Sequence[str]] = None) -> None:
         """Make the readings in `names`; None: all."""
         self.nvml = nvml
         prefix = "NVML_ERROR_"
-        self.words: Dict[int, str] = {
+        self.error_names: Dict[int, str] = {
             getattr(nvml, name): name[len(prefix) :]
             for name in dir(nvml)
             if name.startswith(prefix)
         }
         readings: Dict[str, Reading] = {
-            "name": lambda gpu: _text(nvml.nvmlDeviceGetName(gpu)),
-            "memory": self._memory,
-            "processes": self._processes,
-            "ecc": self._ecc,
-            "remapped": self._remapped,
+            "name": lambda gpu: _decode(nvml.nvmlDeviceGetName(gpu)),
+            "memory": self._read_memory,
+            "processes": self._list_processes,
+            "ecc": self._read_ecc,
+            "remapped": self._read_remapped_rows,
             "retired_pending": lambda gpu: bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)),
-            "recovery_action": lambda gpu: self._fields(
+            "recovery_action": lambda gpu: self._read_fields(
                 gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
             )[0],
-            "throttle": lambda gpu: self._first_of(
+            "throttle": lambda gpu: self._call_first_available(
                 "nvmlDeviceGetCurrentClocksEventReasons",
                 "nvmlDeviceGetCurrentClocksThrottleReasons",
                 gpu,
             ),
-            "nvlink_errors": self._nvlink_errors,
-            "nvlink_inactive": self._nvlink_inactive,
-            "temperature": lambda gpu: self._first_of(
+            "nvlink_errors": self._read_nvlink_errors,
+            "nvlink_inactive": self._list_inactive_links,
+            "temperature": lambda gpu: self._call_first_available(
                 "nvmlDeviceGetTemperature",
                 "nvmlDeviceGetTemperatureV",
                 gpu,
@@ -91,49 +91,49 @@ class Nvml:
             name: ask for name, ask in readings.items() if names is None or name in names
         }
 
-    def everything(self) -> Json:
+    def read_all(self) -> Json:
         try:
             self.nvml.nvmlInit()
             count = self.nvml.nvmlDeviceGetCount()
         except self.nvml.NVMLError as error:
-            return {"unreadable": f"NVML: {self._word(error)}"}
+            return {"unreadable": f"NVML: {self._name_error(error)}"}
         return {
-            "driver": self._version(self.nvml.nvmlSystemGetDriverVersion),
-            "nvml": self._version(self.nvml.nvmlSystemGetNVMLVersion),
-            "gpus": [self._gpu(index) for index in range(count)],
+            "driver": self._read_version(self.nvml.nvmlSystemGetDriverVersion),
+            "nvml": self._read_version(self.nvml.nvmlSystemGetNVMLVersion),
+            "gpus": [self._read_gpu(index) for index in range(count)],
         }
 
-    def _word(self, error: Any) -> str:
-        return self.words.get(error.value, f"ERROR_{error.value}")
+    def _name_error(self, error: Any) -> str:
+        return self.error_names.get(error.value, f"ERROR_{error.value}")
 
-    def _version(self, ask: Callable[[], Any]) -> Any:
+    def _read_version(self, ask: Callable[[], Any]) -> Any:
         try:
-            return _text(ask())
+            return _decode(ask())
         except self.nvml.NVMLError as error:
-            return {"unreadable": self._word(error)}
+            return {"unreadable": self._name_error(error)}
 
-    def _gpu(self, index: int) -> Json:
+    def _read_gpu(self, index: int) -> Json:
         bus_id = None
         try:
             gpu = self.nvml.nvmlDeviceGetHandleByIndex(index)
-            bus_id = _text(self.nvml.nvmlDeviceGetPciInfo(gpu).busId)
-            found: Json = {
+            bus_id = _decode(self.nvml.nvmlDeviceGetPciInfo(gpu).busId)
+            readings: Json = {
                 "index": index,
-                "uuid": _text(self.nvml.nvmlDeviceGetUUID(gpu)),
+                "uuid": _decode(self.nvml.nvmlDeviceGetUUID(gpu)),
                 "bus_id": bus_id,
             }
             for name, ask in self.readings.items():
                 try:
-                    found[name] = ask(gpu)
+                    readings[name] = ask(gpu)
                 except self.nvml.NVMLError as error:
                     if error.value == self.nvml.NVML_ERROR_GPU_IS_LOST:
                         raise
-                    found[name] = {"unreadable": self._word(error)}
+                    readings[name] = {"unreadable": self._name_error(error)}
         except self.nvml.NVMLError as error:
-            return {"index": index, "lost": self._word(error), "bus_id": bus_id}
-        return found
+            return {"index": index, "lost": self._name_error(error), "bus_id": bus_id}
+        return readings
 
-    def _first_of(self, name: str, other: str, *arguments: Any) -> int:
+    def _call_first_available(self, name: str, other: str, *arguments: Any) -> int:
         """Call `name`, or `other` if the library lacks it (newer and older libraries differ)."""
         try:
             return int(getattr(self.nvml, name)(*arguments))
@@ -142,11 +142,11 @@ class Nvml:
                 raise
         return int(getattr(self.nvml, other)(*arguments))
 
-    def _memory(self, gpu: Any) -> Json:
+    def _read_memory(self, gpu: Any) -> Json:
         memory = self.nvml.nvmlDeviceGetMemoryInfo(gpu)
         return {"total": memory.total, "used": memory.used}
 
-    def _processes(self, gpu: Any) -> List[Json]:
+    def _list_processes(self, gpu: Any) -> List[Json]:
         """Return the compute processes of a GPU.
 
         Graphics processes are left out: a display server blocks nothing except a reset, which
@@ -164,7 +164,7 @@ class Nvml:
         used = {each.pid: each.usedGpuMemory for each in listed}
         return [{"pid": pid, "used": used[pid]} for pid in sorted(used)]
 
-    def _ecc(self, gpu: Any) -> Json:
+    def _read_ecc(self, gpu: Any) -> Json:
         total, kind = (
             self.nvml.nvmlDeviceGetTotalEccErrors,
             self.nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
@@ -174,7 +174,7 @@ class Nvml:
             "aggregate_uncorrected": total(gpu, kind, self.nvml.NVML_AGGREGATE_ECC),
         }
 
-    def _remapped(self, gpu: Any) -> Json:
+    def _read_remapped_rows(self, gpu: Any) -> Json:
         correctable, uncorrectable, pending, failed = self.nvml.nvmlDeviceGetRemappedRows(gpu)
         return {
             "correctable": correctable,
@@ -183,7 +183,7 @@ class Nvml:
             "failed": bool(failed),
         }
 
-    def _nvlink_errors(self, gpu: Any) -> Json:
+    def _read_nvlink_errors(self, gpu: Any) -> Json:
         nvml = self.nvml
         fields = [
             nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
@@ -191,10 +191,10 @@ class Nvml:
             nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
             nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
         ]
-        flit, data, replay, recovery = self._fields(gpu, fields)
+        flit, data, replay, recovery = self._read_fields(gpu, fields)
         return {"crc": flit + data, "replay": replay, "recovery": recovery}
 
-    def _nvlink_inactive(self, gpu: Any) -> List[int]:
+    def _list_inactive_links(self, gpu: Any) -> List[int]:
         inactive = []
         for link in range(self.nvml.NVML_NVLINK_MAX_LINKS):
             try:
@@ -210,7 +210,7 @@ class Nvml:
                 break
         return inactive
 
-    def _fields(self, gpu: Any, fields: Sequence[int]) -> List[int]:
+    def _read_fields(self, gpu: Any, fields: Sequence[int]) -> List[int]:
         values = []
         for each in self.nvml.nvmlDeviceGetFieldValues(gpu, fields):
             if each.nvmlReturn != self.nvml.NVML_SUCCESS:
@@ -223,5 +223,5 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Members of nvmlValue_t, indexed by nvmlValueType_t."""
 
 
-def _text(value: Any) -> str:
+def _decode(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

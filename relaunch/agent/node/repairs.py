@@ -17,15 +17,15 @@ from typing import List, Optional
 from relaunch.agent import tools
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
-from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, bad, now
-from relaunch.agent.state import boot_id
+from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, now, refuse_field
+from relaunch.agent.state import read_boot_id
 
-REBOOT_NVML = 3.0
+REBOOT_NVML_TIMEOUT = 3.0
 """Seconds. The caller of a reboot waits a few seconds for the answer, and a hung driver is a reason
 for a reboot."""
-REBOOT_COMMAND = 15.0
+REBOOT_COMMAND_TIMEOUT = 15.0
 """Seconds. `systemctl reboot` returns at once; if it asks and waits, the result is unknown."""
-ORDERED_LATELY = 60.0
+REPEAT_INTERVAL = 60.0
 """Seconds after the command in which the same reboot is not ordered again: services take that long
 to stop."""
 BUS_ID = re.compile("[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\\.[0-7]")
@@ -38,27 +38,27 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
     """
     id, level, fleet = order.text("id"), order.whole("level"), order.fleet()
     if level not in (1, 2, 3):
-        bad("level", level, "1, 2 or 3")
+        refuse_field("level", level, "1, 2 or 3")
     until = time.monotonic() + order.number("within", least=0.1)
-    with hold.exclusive(state, "diagnose", id, fleet) as left:
+    with hold.hold_exclusive(state, "diagnose", id, fleet) as left:
         reach_failpoint(state, "diagnose.held")
         _refuse_if_used(state, left, until, fleet)
-        words = _tool("dcgmi", ["diag", "-r", str(level), "-j"])
+        words = _find_tool("dcgmi", ["diag", "-r", str(level), "-j"])
         if words is None:
             return {
                 "outcome": "done",
-                "boot_id": boot_id(state),
+                "boot_id": read_boot_id(state),
                 "missing": "dcgmi is not on this node's PATH",
             }
-        ran = _run(state, "diagnose", words, until, caller)
+        result = _run_tool(state, "diagnose", words, until, caller)
         answer = {
             "outcome": "done",
-            "boot_id": boot_id(state),
-            "exit_code": ran.exit_code,
-            "stdout": ran.stdout,
-            "stderr": ran.stderr,
+            "boot_id": read_boot_id(state),
+            "exit_code": result.exit_code,
+            "stdout": result.stdout,
+            "stderr": result.stderr,
         }
-        return {**answer, **({"cut": True} if ran.cut else {}), "took": ran.took}
+        return {**answer, **({"cut": True} if result.is_truncated else {}), "took": result.duration}
 
 
 def reset_gpus(state: Path, order: Fields) -> Json:
@@ -70,12 +70,12 @@ def reset_gpus(state: Path, order: Fields) -> Json:
     )
     for each in ids:
         if not BUS_ID.fullmatch(each):
-            bad("gpus", each, "bus ids like 00000000:05:00.0")
+            refuse_field("gpus", each, "bus ids like 00000000:05:00.0")
     until = time.monotonic() + order.number("within", least=0.1)
-    with hold.exclusive(state, "reset-gpus", id, fleet) as left:
+    with hold.hold_exclusive(state, "reset-gpus", id, fleet) as left:
         _refuse_another_boot(state, expected)
         _refuse_if_used(state, left, until, fleet)
-        words = _tool(
+        words = _find_tool(
             "nvidia-smi", ["--gpu-reset", *(["-i", ",".join(sorted(set(ids)))] if ids else [])]
         )
         if words is None:
@@ -84,14 +84,14 @@ def reset_gpus(state: Path, order: Fields) -> Json:
                 "boot_id": expected,
                 "missing": "nvidia-smi is not on this node's PATH",
             }
-        reboots.tend(state)
-        ran = _run(state, "reset-gpus", [*by_root(), *words], until)
+        reboots.record_log_position(state)
+        result = _run_tool(state, "reset-gpus", [*choose_root_prefix(), *words], until)
         return {
             "outcome": "done",
             "boot_id": expected,
-            "exit_code": ran.exit_code,
-            "output": ran.last_words,
-            "took": ran.took,
+            "exit_code": result.exit_code,
+            "output": result.output_tail,
+            "took": result.duration,
         }
 
 
@@ -104,16 +104,22 @@ def reboot(state: Path, order: Fields) -> Json:
         order.fleet(),
     )
     command = reboot_command()
-    with hold.exclusive(state, "reboot", id, fleet):
+    with hold.hold_exclusive(state, "reboot", id, fleet):
         _refuse_another_boot(state, expected)
         answer: Json = {"outcome": "done", "boot_id": expected}
-        going = reboots.under_way(state)
-        if going is not None and going["ran"] is not None and now() - going["ran"] < ORDERED_LATELY:
-            if going["id"] == id:
+        current = reboots.read_current(state)
+        if (
+            current is not None
+            and current["ran"] is not None
+            and now() - current["ran"] < REPEAT_INTERVAL
+        ):
+            if current["id"] == id:
                 return {**answer, "already": True}
-            raise Refused("held", f"this node is being rebooted (reboot, {going['id']})")
-        hold.refuse_if_busy(state, doomed_too=False, fleet=fleet)
-        gpu_users.refuse(gpu_users.using(gpus.read(state, REBOOT_NVML), living_only=True))
+            raise Refused("held", f"this node is being rebooted (reboot, {current['id']})")
+        hold.refuse_if_busy(state, include_doomed=False, fleet=fleet)
+        gpu_users.refuse_if_used(
+            gpu_users.list_users(gpus.read(state, REBOOT_NVML_TIMEOUT), living_only=True)
+        )
         try:
             reboots.record(state, id, reason)
         except OSError as error:
@@ -124,33 +130,36 @@ def reboot(state: Path, order: Fields) -> Json:
         reach_failpoint(state, "reboot.recorded")
         failed = _order_reboot(command)
         if failed is not None:
-            reboots.withdraw(state, id, failed)
+            reboots.cancel(state, id, failed)
             raise Refused("cannot_reboot", failed)
-        reboots.ran(state, id)
+        reboots.record_run(state, id)
         return answer
 
 
-def _tool(name: str, arguments: List[str]) -> Optional[List[str]]:
+def _find_tool(name: str, arguments: List[str]) -> Optional[List[str]]:
     path = shutil.which(name)
     return None if path is None else [path, *arguments]
 
 
-def _run(
-    state: Path, hold_of: str, words: List[str], until: float, caller: Optional[int] = None
-) -> tools.Ran:
+def _run_tool(
+    state: Path, name: str, words: List[str], until: float, caller: Optional[int] = None
+) -> tools.ToolResult:
     try:
         return tools.run(
-            words, max(0.1, until - time.monotonic()), tools.marked(state, hold_of), caller
+            words,
+            max(0.1, until - time.monotonic()),
+            tools.make_environment(state, name),
+            caller,
         )
     except OSError as error:
         raise Refused("cannot_start", f"{words[0]} cannot be run: {error.strerror}") from error
 
 
 def _refuse_another_boot(state: Path, expected: str) -> None:
-    present = boot_id(state)
-    if present != expected:
-        reason = f"this node runs boot {present}; the order was decided on boot {expected}"
-        raise Refused("boot_changed", reason, boot_id=present)
+    boot_id = read_boot_id(state)
+    if boot_id != expected:
+        reason = f"this node runs boot {boot_id}; the order was decided on boot {expected}"
+        raise Refused("boot_changed", reason, boot_id=boot_id)
 
 
 def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> None:
@@ -159,21 +168,21 @@ def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> N
     if left:
         raise Refused(
             "busy",
-            f"processes {left[: hold.NAMED]} of an examination that was killed do not die",
+            f"processes {left[: hold.MAX_NAMED_PIDS]} of an examination that was killed do not die",
             pids=left,
         )
-    gpu_users.refuse(
-        gpu_users.using(
-            gpus.read(state, min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))
+    gpu_users.refuse_if_used(
+        gpu_users.list_users(
+            gpus.read(state, min(gpus.READ_TIMEOUT, max(0.1, (until - time.monotonic()) / 2)))
         )
     )
 
 
 def reboot_command() -> List[str]:
-    given = os.environ.get("RELAUNCH_REBOOT_COMMAND")
-    if given:
+    configured = os.environ.get("RELAUNCH_REBOOT_COMMAND")
+    if configured:
         try:
-            words = json.loads(given)
+            words = json.loads(configured)
         except ValueError:
             words = None
         if (
@@ -183,19 +192,20 @@ def reboot_command() -> List[str]:
         ):
             raise Refused(
                 "cannot_reboot",
-                f"RELAUNCH_REBOOT_COMMAND is {given[:120]!r}; expected a JSON list of words",
+                f"RELAUNCH_REBOOT_COMMAND is {configured[:120]!r}; expected a JSON list of words",
             )
         return list(words)
-    if os.geteuid() != 0 and not by_root():
+    if os.geteuid() != 0 and not choose_root_prefix():
         name = f"uid {os.geteuid()}"
         raise Refused(
             "cannot_reboot",
-            f"the agent runs as {name}, which may not reboot this node: log in as root, or write sudo: true under ssh: in the fleet file",
+            f"the agent runs as {name}, which may not reboot this node: "
+            "log in as root, or write sudo: true under ssh: in the fleet file",
         )
-    return [*by_root(), "systemctl", "reboot"]
+    return [*choose_root_prefix(), "systemctl", "reboot"]
 
 
-def by_root() -> List[str]:
+def choose_root_prefix() -> List[str]:
     """Return the prefix of a command that needs root.
 
     Only the fleet's operator can permit sudo, never the node.
@@ -206,11 +216,11 @@ def by_root() -> List[str]:
 def _order_reboot(words: List[str]) -> Optional[str]:
     """Run the command; return why it failed, or None."""
     try:
-        ran = tools.run(words, REBOOT_COMMAND)
+        result = tools.run(words, REBOOT_COMMAND_TIMEOUT)
     except OSError as error:
         return f"{words[0]} cannot be run: {error.strerror}"
-    if ran.exit_code is None:
-        raise NoAnswer(f"{' '.join(words)} did not end within {REBOOT_COMMAND:g} s")
-    if ran.exit_code != 0:
-        return f"{' '.join(words)} ended with {ran.exit_code}: {ran.last_words[-400:]}"
+    if result.exit_code is None:
+        raise NoAnswer(f"{' '.join(words)} did not end within {REBOOT_COMMAND_TIMEOUT:g} s")
+    if result.exit_code != 0:
+        return f"{' '.join(words)} ended with {result.exit_code}: {result.output_tail[-400:]}"
     return None

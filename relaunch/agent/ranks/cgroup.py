@@ -35,7 +35,7 @@ def _find_own() -> Optional[Path]:
     return None
 
 
-def make(generation: Path) -> Optional[str]:
+def make_group(generation: Path) -> Optional[str]:
     """Create a control group for the generation with this folder.
 
     Return the path of the group, or None if it cannot be created or is not writable.
@@ -72,7 +72,7 @@ def remove(folder: str) -> None:
         pass
 
 
-def move(folder: str, pids: Iterable[int]) -> None:
+def move_processes(folder: str, pids: Iterable[int]) -> None:
     """Move processes into a control group, skipping those that have exited."""
     os.makedirs(folder, exist_ok=True)
     for pid in pids:
@@ -90,9 +90,9 @@ def _write(path: str, text: str) -> None:
         os.close(handle)
 
 
-def members(folder: str) -> List[processes.Process]:
+def list_members(folder: str) -> List[processes.Process]:
     """Return the living processes in a control group and in the groups below it."""
-    found = []
+    members = []
     for place, _, files in os.walk(folder):
         if "cgroup.procs" in files:
             try:
@@ -100,9 +100,11 @@ def members(folder: str) -> List[processes.Process]:
                     pids = [int(text) for text in file]
             except OSError:  # the group was removed in the meantime
                 continue
-            looked_at = map(processes.look, pids)
-            found += [process for process in looked_at if process is not None and process.lives]
-    return found
+            found_processes = map(processes.read_process, pids)
+            members += [
+                process for process in found_processes if process is not None and process.is_alive
+            ]
+    return members
 
 
 def kill(folder: str) -> None:

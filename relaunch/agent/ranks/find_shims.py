@@ -1,4 +1,4 @@
-"""Find shims (keeper processes) through /proc, even if their state folder was removed.
+"""Find shims through /proc, even if their state folder was removed.
 
 A shim keeps the lock file of its generation open for as long as it lives. The path of that file,
 which /proc shows even after the file was removed, identifies the job and the generation.
@@ -13,13 +13,13 @@ from typing import Dict, List, Optional, Tuple
 from relaunch.agent import processes
 from relaunch.agent.folders import list_places
 
-NAMES = b"relaunch-"
+NAME_PREFIX = b"relaunch-"
 """Prefix of the comm (process name) of every process of the agent."""
-_LOCK = "keeper.lock"
-_REMOVED = " (deleted)"
+_LOCK_NAME = "shim.lock"
+_REMOVED_SUFFIX = " (deleted)"
 
 
-def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process]:
+def find_shims(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process]:
     """Return the living shims of a job, by (submission, generation).
 
     Args:
@@ -29,44 +29,44 @@ def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Proce
     """
     places = list_places(str(state))
     jobs = {os.path.join(place, "jobs", key) for place in places}
-    found: Dict[Tuple[int, int], processes.Process] = {}
+    shims: Dict[Tuple[int, int], processes.Process] = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        if pid == os.getpid() or not _is_of_the_agent(pid):
+        if pid == os.getpid() or not _is_agent(pid):
             continue
-        held = [one for one in _list_held(pid) if os.path.basename(one[0]) == key]
+        locks = [lock for lock in _list_locks(pid) if os.path.basename(lock[0]) == key]
         # If a folder was moved before it was removed, the kernel reports the path it was moved to.
-        moved = any(folder not in jobs for folder, _ in held) and _is_of_this_node(pid, places)
-        orders = {order for folder, order in held if moved or folder in jobs}
-        process = processes.look(pid) if orders else None
-        if process is None or not process.lives:
+        moved = any(folder not in jobs for folder, _ in locks) and _is_on_this_node(pid, places)
+        orders = {order for folder, order in locks if moved or folder in jobs}
+        process = processes.read_process(pid) if orders else None
+        if process is None or not process.is_alive:
             continue
         for order in orders:
             # A rank between fork and exec has the same files open as its shim; it started later.
-            known = found.get(order)
-            if known is None or process.started < known.started:
-                found[order] = process
-    return found
+            earlier = shims.get(order)
+            if earlier is None or process.started < earlier.started:
+                shims[order] = process
+    return shims
 
 
 def find_used_place(places: List[str]) -> Optional[str]:
     """Return the first of these state folders that a living shim was started from, or None."""
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        for folder, _ in _list_held(pid) if _is_of_the_agent(pid) else ():
+        for folder, _ in _list_locks(pid) if _is_agent(pid) else ():
             place = os.path.dirname(os.path.dirname(folder))
             if place in places:
                 return place
     return None
 
 
-def _is_of_the_agent(pid: int) -> bool:
+def _is_agent(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
-            return file.read().startswith(NAMES)
+            return file.read().startswith(NAME_PREFIX)
     except OSError:
         return False
 
 
-def _is_of_this_node(pid: int, places: List[str]) -> bool:
+def _is_on_this_node(pid: int, places: List[str]) -> bool:
     """Return whether a process was started with one of these state folders.
 
     Reads RELAUNCH_AGENT_STATE in the environment of the process. If the variable is not set, the
@@ -78,20 +78,20 @@ def _is_of_this_node(pid: int, places: List[str]) -> bool:
     except OSError:
         return False
     prefix = b"RELAUNCH_AGENT_STATE="
-    given = [
+    folders_named = [
         os.fsdecode(variable[len(prefix) :])
         for variable in variables
         if variable.startswith(prefix)
     ]
-    if not given:
+    if not folders_named:
         return len(places) > 1
     # A relative path cannot be compared: it is relative to the other process's working directory.
-    return os.path.isabs(given[0]) and os.path.realpath(given[0]) in places
+    return os.path.isabs(folders_named[0]) and os.path.realpath(folders_named[0]) in places
 
 
-def _list_held(pid: int) -> List[Tuple[str, Tuple[int, int]]]:
-    """Return (job folder, (submission, generation)) for each keeper.lock a process has open."""
-    held = []
+def _list_locks(pid: int) -> List[Tuple[str, Tuple[int, int]]]:
+    """Return (job folder, (submission, generation)) for each shim.lock a process has open."""
+    locks = []
     try:
         handles = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # it ended, or belongs to another user
@@ -101,13 +101,13 @@ def _list_held(pid: int) -> List[Tuple[str, Tuple[int, int]]]:
             target = os.readlink(f"/proc/{pid}/fd/{handle}")
         except OSError:
             continue
-        if target.endswith(_REMOVED):
-            target = target[: -len(_REMOVED)]
+        if target.endswith(_REMOVED_SUFFIX):
+            target = target[: -len(_REMOVED_SUFFIX)]
         folder, name = os.path.split(target)
-        if name != _LOCK:
+        if name != _LOCK_NAME:
             continue
         job, generation = os.path.split(folder)
         submission, _, number = generation.partition("-")
         if submission.isdigit() and number.isdigit():
-            held.append((job, (int(submission), int(number))))
-    return held
+            locks.append((job, (int(submission), int(number))))
+    return locks

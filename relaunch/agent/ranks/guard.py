@@ -18,12 +18,12 @@ from relaunch.agent.ranks import cgroup
 
 PING_INTERVAL = 2.0
 """Seconds between keep-alive messages to the shim."""
-MOST_MOVES = 20
+MAX_MOVES = 20
 """Maximum number of passes when moving processes into the control group.
 
 Each pass finds what was forked since the previous one, such as children of processes it missed.
 """
-PAUSES = (0.02, 1.0)
+SCAN_INTERVALS = (0.02, 1.0)
 """Backoff in seconds between scans for survivors while killing: the first and the longest."""
 
 
@@ -31,7 +31,7 @@ def run(
     token: Token,
     order: Json,
     state: str,
-    keeper: processes.Process,
+    shim: processes.Process,
     link: int,
     extensions: int,
     news: Json,
@@ -42,17 +42,17 @@ def run(
         token: The token of the generation.
         order: The `prepare` order.
         state: The node's state folder, as ranks have it in their environment.
-        keeper: The shim, by pid and start time: the pid alone may be reused after its death.
+        shim: The shim, by pid and start time: the pid alone may be reused after its death.
         link: A socket to the shim.
         extensions: A pipe on which supervisors send the new time of the fence.
-        news: The shim's current state, as `news_of` returns it.
+        news: The shim's current state, as `make_news` returns it.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     processes.set_name("relaunch-guard")
     processes.close_all_but([link, extensions])
-    Guard(token, order, state, keeper, link, extensions, news).run()
+    Guard(token, order, state, shim, link, extensions, news).run()
 
 
 class Guard:
@@ -61,7 +61,7 @@ class Guard:
         token: Token,
         order: Json,
         state: str,
-        keeper: processes.Process,
+        shim: processes.Process,
         link: int,
         extensions: int,
         news: Json,
@@ -69,7 +69,7 @@ class Guard:
         self.token = token
         self.order = order
         self.node_state = state
-        self.keeper = keeper
+        self.shim = shim
         self.state = "prepared"
         self.may_run = False
         """Whether any rank may have been forked."""
@@ -83,32 +83,32 @@ class Guard:
         self.has_moved = False
         """Whether the ranks and what they forked were moved into their control group."""
         self.pinged_at = 0.0
-        self.look_at = 0.0
-        self.pause = PAUSES[0]
-        self.gives_up_at: float | None = None
+        self.scan_at = 0.0
+        self.pause = SCAN_INTERVALS[0]
+        self.give_up_at: float | None = None
         """Set once the shim is dead: when to give up on processes that SIGKILL does not end."""
         self.loop = Loop()
-        self.hear_keeper(news)
-        self.extensions = Channel(self.loop, extensions, self._hear_supervisor, lambda: None)
-        self.link = Channel(self.loop, link, self.hear_keeper, self._see_keeper_dead)
+        self.handle_news(news)
+        self.extensions = Channel(self.loop, extensions, self._handle_extension, lambda: None)
+        self.link = Channel(self.loop, link, self.handle_news, self._handle_shim_death)
 
     def run(self) -> None:
         while True:
-            self.loop.turn(self._next_deadline())
+            self.loop.run_once(self._next_deadline())
             if now() >= self.pinged_at + PING_INTERVAL:
                 self.pinged_at = now()
                 self.link.send({"alive": True})
             # Wait until the pid of the supervisor is known: it must stay outside the group.
             if self.cgroup is not None and self.groups and self.supervisor and not self.has_moved:
                 self._move(self.cgroup)
-            if self._is_overdue() and now() >= self.look_at:
+            if self._is_overdue() and now() >= self.scan_at:
                 # If this process was stopped, extensions may be waiting unread: read them first.
-                self.extensions.hear_pending()
-                self.link.hear_pending()
+                self.extensions.read_pending()
+                self.link.read_pending()
                 if self._is_overdue() and not self._kill():
                     return
 
-    def hear_keeper(self, news: Json) -> None:
+    def handle_news(self, news: Json) -> None:
         self.state = news["state"]
         self.may_run = news["may_run"]
         self.ends = news["ends"]
@@ -117,21 +117,21 @@ class Guard:
         self.groups = dict(news["groups"])
         self.cgroup = news["cgroup"]
 
-    def _hear_supervisor(self, news: Json) -> None:
+    def _handle_extension(self, news: Json) -> None:
         """Store the new time of the fence. The shim gets it as well, unless it is stopped."""
         if self.state == "running":
             self.ends = news["ends"]
 
-    def _see_keeper_dead(self) -> None:
-        self.gives_up_at = now() + float(self.order["stuck_after"])
-        self.look_at = now()
+    def _handle_shim_death(self) -> None:
+        self.give_up_at = now() + float(self.order["stuck_after"])
+        self.scan_at = now()
         if self.state == "gone" or not self.may_run:
             os._exit(0)
 
     @property
     def _due_at(self) -> float | None:
         """Return when the ranks and what they forked must be dead; None if no deadline is set."""
-        if self.gives_up_at is not None:
+        if self.give_up_at is not None:
             return 0.0
         if not self.may_run or self.state in ("ended", "gone"):
             return None
@@ -145,7 +145,7 @@ class Guard:
     def _next_deadline(self) -> float:
         times = [self.pinged_at + PING_INTERVAL]
         if self._due_at is not None:
-            times.append(max(self._due_at, self.look_at))
+            times.append(max(self._due_at, self.scan_at))
         return min(times)
 
     def _move(self, folder: str) -> None:
@@ -156,40 +156,42 @@ class Guard:
         """
         self.has_moved = True
         moved: set[int] = set()
-        for _ in range(MOST_MOVES):
+        for _ in range(MAX_MOVES):
             pids = {process.pid for process in self._find_below()} - moved
             if not pids:
                 return
-            cgroup.move(folder, pids)
+            cgroup.move_processes(folder, pids)
             moved |= pids
 
     def _find_below(self) -> List[processes.Process]:
         """Return the ranks and what they forked: all are descendants of the shim, a subreaper."""
-        return processes.list_below(self.keeper, without=[os.getpid(), self.supervisor])
+        return processes.list_below(self.shim, without=[os.getpid(), self.supervisor])
 
     def _kill(self) -> bool:
         """Kill what is left; return whether to go on.
 
-        Go on until the shim is dead and either nothing is left or `gives_up_at` has passed.
+        Go on until the shim is dead and either nothing is left or `give_up_at` has passed.
         """
         if self.cgroup is not None:
             cgroup.kill(self.cgroup)
         left = self._find_left()
         for process in left:
             processes.kill(process, signal.SIGKILL)
-        self.pause = min(PAUSES[1], self.pause * 2) if left else PAUSES[1]
-        self.look_at = now() + self.pause
-        return self.gives_up_at is None or (bool(left) and now() < self.gives_up_at)
+        self.pause = min(SCAN_INTERVALS[1], self.pause * 2) if left else SCAN_INTERVALS[1]
+        self.scan_at = now() + self.pause
+        return self.give_up_at is None or (bool(left) and now() < self.give_up_at)
 
     def _find_left(self) -> List[processes.Process]:
-        if self.gives_up_at is None:
+        if self.give_up_at is None:
             return self._find_below()
         state = self.node_state
-        named = processes.of_token(self.token.text, lambda rest: rest == "", state, self.groups)
-        return named + (cgroup.members(self.cgroup) if self.cgroup is not None else [])
+        named = processes.find_by_token(
+            self.token.text, lambda rest: rest == "", state, self.groups
+        )
+        return named + (cgroup.list_members(self.cgroup) if self.cgroup is not None else [])
 
 
-def news_of(
+def make_news(
     state: str,
     may_run: bool,
     ends: float | None,

@@ -19,7 +19,7 @@ RETRY_INTERVAL = 1.0
 """Seconds between attempts to write again after a disk error."""
 RESERVED_BYTES, RESERVED_BYTES_PER_RANK = 8192, 512
 """Bytes preallocated before the ranks run. An exit takes one line of about 200 bytes."""
-_NOT_TAKEN = (*disk.FULL, errno.EIO, errno.EROFS, errno.EFBIG)
+_RETRIED_ERRNOS = (*disk.FULL_ERRNOS, errno.EIO, errno.EROFS, errno.EFBIG)
 """Disk errors after which the same write may succeed later."""
 
 
@@ -33,26 +33,28 @@ def read(path: Path) -> list[Json]:
 
 
 def _parse(data: bytes) -> tuple[list[Json], int]:
-    found: list[Json] = []
-    good = 0
+    observations: list[Json] = []
+    parsed_bytes = 0
     while True:
-        end = data.find(b"\n", good)
+        end = data.find(b"\n", parsed_bytes)
         if end < 0:
-            return found, good
+            return observations, parsed_bytes
         try:
-            found.append(json.loads(data[good:end]))
+            observations.append(json.loads(data[parsed_bytes:end]))
         except ValueError:
-            return found, good
-        good = end + 1
+            return observations, parsed_bytes
+        parsed_bytes = end + 1
 
 
-def exited(observations: list[Json]) -> set[int]:
-    return {seen["rank"] for seen in observations if seen["kind"] == "RankExited"}
+def list_exited(observations: list[Json]) -> set[int]:
+    return {
+        observation["rank"] for observation in observations if observation["kind"] == "RankExited"
+    }
 
 
-def told_of_the_end(observations: list[Json]) -> bool:
+def explains_missing_exits(observations: list[Json]) -> bool:
     """Return whether the journal already says why the exits of some ranks are missing."""
-    return any(seen["kind"] in ("KeeperDied", "RanksVanished") for seen in observations)
+    return any(observation["kind"] in ("ShimDied", "RanksVanished") for observation in observations)
 
 
 class Journal:
@@ -70,16 +72,16 @@ class Journal:
         self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o1600)
         size = os.fstat(self.handle).st_size
         data = os.pread(self.handle, size, 0)
-        found, good = _parse(data)
-        if good < size:
-            os.ftruncate(self.handle, good)
+        found, parsed_bytes = _parse(data)
+        if parsed_bytes < size:
+            os.ftruncate(self.handle, parsed_bytes)
         self.seq = len(found)
         self.synced = 0
         """Number of the last observation that survives a loss of power.
 
         Later ones are not sent to watchers: after a loss of power their numbers are used again.
         """
-        self._end = good
+        self._end = parsed_bytes
         self._pending = bytearray()
         """Complete lines that are not in the file yet."""
         self._reserved = ranks is not None
@@ -109,7 +111,7 @@ class Journal:
         try:
             written = os.write(self.handle, self._pending)
         except OSError as error:
-            if error.errno not in _NOT_TAKEN:
+            if error.errno not in _RETRIED_ERRNOS:
                 raise
             return
         if written < len(self._pending):  # an incomplete line would hide all lines after it

@@ -19,11 +19,11 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as in a shell. Relaunch reads them as a mistake in the user's command."""
 
 
-class Astray(Exception):
+class StrayRankError(Exception):
     """This process is not below a launcher that relaunch started. The text says why."""
 
 
-def before(command: list[str], env: Json) -> list[str]:
+def wrap_command(command: list[str], env: Json) -> list[str]:
     """Return the command for the launcher to run: this module's setup, then the rank's command."""
     # Isolated mode: the job's PYTHONHOME and PYTHONPATH must not affect this interpreter.
     own = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank"]
@@ -32,35 +32,35 @@ def before(command: list[str], env: Json) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     if "--" not in arguments:
-        return _say("usage: python3 <agent> rank [NAME=VALUE]... -- COMMAND...", 2)
+        return _fail("usage: python3 <agent> rank [NAME=VALUE]... -- COMMAND...", 2)
     end = arguments.index("--")
     env = dict(argument.partition("=")[::2] for argument in arguments[:end])
     try:
-        generation, rank = _whose(os.environ)
+        generation, rank = _find_generation(os.environ)
         _die_with_launcher(generation)
-        _settle(generation, rank, env)
-    except (Astray, OSError) as error:
-        return _say(f"relaunch: this rank cannot begin: {error}", 1)
+        _set_up(generation, rank, env)
+    except (StrayRankError, OSError) as error:
+        return _fail(f"relaunch: this rank cannot begin: {error}", 1)
     return _become(arguments[end + 1 :], env)
 
 
-def _say(text: str, code: int) -> int:
+def _fail(text: str, code: int) -> int:
     os.write(2, f"{text}\n".encode())
     return code
 
 
-def _whose(env: os._Environ[str]) -> tuple[Generation, int]:
+def _find_generation(env: os._Environ[str]) -> tuple[Generation, int]:
     text, state, rank = (
         env.get(name, "") for name in ("RELAUNCH_TOKEN", "RELAUNCH_NODE_STATE", "RANK")
     )
     token = parse_token(text)
     if token is None or not state:
-        raise Astray(
+        raise StrayRankError(
             f"RELAUNCH_TOKEN is {text!r}; expected the one that the launcher was started with"
         )
     if not rank.isdigit():
-        raise Astray(f"RANK is {rank!r}; expected the number that the launcher gives")
-    return JobState.of(Path(state), token).generation(token.order), int(rank)
+        raise StrayRankError(f"RANK is {rank!r}; expected the number that the launcher gives")
+    return JobState.from_token(Path(state), token).generation(token.order), int(rank)
 
 
 def _die_with_launcher(generation: Generation) -> None:
@@ -71,45 +71,45 @@ def _die_with_launcher(generation: Generation) -> None:
     """
     parent = os.getppid()
     processes.die_with(parent)
-    keeper = generation.identity("keeper")
-    if keeper is None or not processes.lives(*keeper):
-        raise Astray("the keeper of its generation is gone")
+    shim = generation.identity("shim")
+    if shim is None or not processes.is_alive(*shim):
+        raise StrayRankError("the shim of its generation is gone")
     # When a launcher dies, the shim becomes the parent of its children. A script may stand between
     # the shim and the launcher, so walk up until the shim is found.
-    above = processes.look(parent)
-    while above is not None and above.pid != keeper[0]:
-        above = processes.look(above.parent)
-    if above is None or parent == keeper[0]:
-        raise Astray("its launcher is gone")
+    above = processes.read_process(parent)
+    while above is not None and above.pid != shim[0]:
+        above = processes.read_process(above.parent)
+    if above is None or parent == shim[0]:
+        raise StrayRankError("its launcher is gone")
 
 
-def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
+def _set_up(generation: Generation, rank: int, env: dict[str, str]) -> None:
     """Set up the log, the error file and the progress file of this rank, and record its process.
 
     Sets TORCHELASTIC_ERROR_FILE and RELAUNCH_PROGRESS_FILE in `env`.
     """
-    log = os.open(generation.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(generation.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    error = str(generation.error(rank))
-    given = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if given and given != os.devnull:
+    error = str(generation.error_path(rank))
+    requested = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if requested and requested != os.devnull:
         try:
-            os.symlink(error, given)  # the launcher reads it there and removes it when it ends
+            os.symlink(error, requested)  # the launcher reads it there and removes it when it ends
         except OSError:  # the file exists or its folder does not: use the launcher's path
-            error = given
+            error = requested
     env["TORCHELASTIC_ERROR_FILE"] = error
-    env["RELAUNCH_PROGRESS_FILE"] = str(generation.progress(rank))
-    found = processes.look(os.getpid())
-    if found is not None:
+    env["RELAUNCH_PROGRESS_FILE"] = str(generation.progress_path(rank))
+    process = processes.read_process(os.getpid())
+    if process is not None:
         local = os.environ.get("LOCAL_RANK", "")
         record = {
-            "pid": found.pid,
-            "started": found.started,
+            "pid": process.pid,
+            "started": process.started,
             "local_rank": int(local) if local.isdecimal() else 0,
         }
-        write_json(generation.launched_file(rank), record, durable=False)
+        write_json(generation.rank_record_path(rank), record, durable=False)
 
 
 def _become(command: list[str], env: dict[str, str]) -> int:
@@ -118,5 +118,5 @@ def _become(command: list[str], env: dict[str, str]) -> int:
         os.execvpe(command[0], command, {**os.environ, **env})
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return _say(f"the command {command[0]} is not found on this node's PATH", NOT_FOUND)
-        return _say(f"the command {command[0]} cannot be run: {error.strerror}", NOT_EXECUTABLE)
+            return _fail(f"the command {command[0]} is not found on this node's PATH", NOT_FOUND)
+        return _fail(f"the command {command[0]} cannot be run: {error.strerror}", NOT_EXECUTABLE)

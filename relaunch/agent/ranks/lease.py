@@ -46,7 +46,7 @@ class Lease:
         self.alive_until = max(self.alive_until, self.leased_until + self.fence_after)
         return True
 
-    def shift(self, lost: float) -> None:
+    def shorten(self, lost: float) -> None:
         """Move all deadlines earlier by the seconds for which this node's clock stood still.
 
         The clock stands still while the machine is paused.
@@ -54,7 +54,7 @@ class Lease:
         self.leased_until -= lost
         self.alive_until -= lost
 
-    def vouched(self, asked: float) -> None:
+    def extend(self, asked: float) -> None:
         """Extend the fence because peers vouched, as of the time of the question."""
         if self.renewed:
             self.alive_until = max(self.alive_until, asked + self.fence_after)
@@ -73,17 +73,14 @@ class Lease:
         """
         return self.alive_until if self.fences or not self.renewed else None
 
-    def left(self, now: float) -> float | None:
-        return None if self.ends is None else max(0.0, self.leased_until - now)
-
-    def fenced(self, now: float) -> tuple[str, str] | None:
+    def find_fence_reason(self, now: float) -> tuple[str, str] | None:
         """Return (code, reason) if the fence is due, else None."""
         if self.ends is None or now < self.ends:
             return None
         if not self.renewed:
             return (
                 "never_watched",
-                f"nobody watched this generation within {self.lease:g} s of its start",
+                f"no controller watched this generation within {self.lease:g} s of its start",
             )
         return (
             "isolated",
@@ -115,15 +112,15 @@ class Standstills:
     """
 
     def __init__(self) -> None:
-        self._found: List[Tuple[float, float]] = []
+        self._standstills: List[Tuple[float, float]] = []
         """(this node's clock when the standstill was found, its length in seconds)."""
 
     def add(self, at: float, lost: float) -> None:
-        self._found = [*self._found, (at, lost)][-MAX_STANDSTILLS:]
+        self._standstills = [*self._standstills, (at, lost)][-MAX_STANDSTILLS:]
 
     def correct(self, moment: float) -> float:
         """Return a time of this clock minus the length of each standstill found after it."""
-        return moment - sum(lost for at, lost in self._found if moment < at)
+        return moment - sum(lost for at, lost in self._standstills if moment < at)
 
 
 class PeerClocks:
@@ -181,7 +178,7 @@ class Vouchers:
         """Drop all answers: their age is unknown because this node's clock stood still."""
         self._asked = dict.fromkeys(self._asked)
 
-    def answered(self, peer: str, asked: float, alive: bool, leased: bool) -> float | None:
+    def record_answer(self, peer: str, asked: float, alive: bool, leased: bool) -> float | None:
         """Record an answer; return the time as of which the gang is vouched for, or None."""
         if not alive:
             return None

@@ -16,11 +16,11 @@ from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.protocol import Json, now
 from relaunch.agent.state import Generation
 
-SILENCE = 10.0
+SILENCE_TIMEOUT = 10.0
 """Seconds without a message after which a helper is replaced: five times its 2 s interval."""
-RESTART_PAUSE = 0.5
+RESTART_DELAY = 0.5
 """Seconds between two forks, so that a helper that dies at once does not keep a core busy."""
-BIRTH_PAUSE = 0.01
+FIRST_FORK_DELAY = 0.01
 """Seconds from the start of the shim to the first fork of a helper.
 
 The answer to `prepare` is sent first, because every node of the gang waits for it.
@@ -34,7 +34,7 @@ class ChildLink:
         generation: Generation,
         name: str,
         become: Callable[[int], None],
-        hear: Callable[[Json], None],
+        handle_message: Callable[[Json], None],
     ) -> None:
         """Create the link; `tick` forks the helper.
 
@@ -43,34 +43,34 @@ class ChildLink:
             generation: The generation of the shim.
             name: The name of the helper in the state folder.
             become: Runs in the forked process, with its end of the socket.
-            hear: Is called with each message from the helper.
+            handle_message: Is called with each message from the helper.
         """
         self.name = name
         self.loop = loop
         self.generation = generation
         self.become = become
-        self.hear = hear
+        self.handle_message = handle_message
         self.pid = 0
-        self.due_at = now() + BIRTH_PAUSE
+        self.due_at = now() + FIRST_FORK_DELAY
         self.heard_at = 0.0
         self._channel: Channel | None = None
 
     @property
     def next_deadline(self) -> float:
-        return self.heard_at + SILENCE if self.pid else self.due_at
+        return self.heard_at + SILENCE_TIMEOUT if self.pid else self.due_at
 
     def send(self, news: Json) -> None:
         if self._channel is not None:
             self._channel.send(news)
 
-    def hear_pending(self) -> None:
+    def read_pending(self) -> None:
         """Handle the messages that the helper has already sent."""
         if self._channel is not None:
-            self._channel.hear_pending()
+            self._channel.read_pending()
 
     def tick(self) -> bool:
         """Kill a helper that is silent, fork one if due; return whether one was forked."""
-        if self.pid and now() > self.heard_at + SILENCE:
+        if self.pid and now() > self.heard_at + SILENCE_TIMEOUT:
             os.kill(self.pid, signal.SIGKILL)
             self.heard_at = now()
         if self.pid or now() < self.due_at:
@@ -78,7 +78,7 @@ class ChildLink:
         self._fork()
         return True
 
-    def reaped(self, pid: int) -> bool:
+    def handle_exit(self, pid: int) -> bool:
         """Return whether the child that ended was this helper; if so, mark it as gone."""
         if pid != self.pid:
             return False
@@ -94,18 +94,18 @@ class ChildLink:
             self._channel.drop()
         ours, theirs = socket.socketpair()
         end = theirs.detach()
-        self.heard_at, self.due_at = now(), now() + RESTART_PAUSE
+        self.heard_at, self.due_at = now(), now() + RESTART_DELAY
         self.pid = processes.fork(lambda: self.become(end))
         os.close(end)
-        self._channel = Channel(self.loop, ours.detach(), self._hear, lambda: None)
-        found = processes.look(self.pid)
-        if found is None:
+        self._channel = Channel(self.loop, ours.detach(), self._handle_message, lambda: None)
+        process = processes.read_process(self.pid)
+        if process is None:
             return
         try:
-            self.generation.write_identity(self.name, self.pid, found.started)
+            self.generation.write_identity(self.name, self.pid, process.started)
         except OSError as error:  # disk full or folder removed: the ranks keep running
             disk.log(f"{self.name}.json cannot be written: {error}")
 
-    def _hear(self, told: Json) -> None:
+    def _handle_message(self, message: Json) -> None:
         self.heard_at = now()
-        self.hear(told)
+        self.handle_message(message)

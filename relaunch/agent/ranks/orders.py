@@ -20,35 +20,35 @@ from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import parse
 from relaunch.agent.node import hold
 from relaunch.agent.protocol import (
-    Becoming,
     Fields,
     Json,
     NoAnswer,
+    ProcessHandover,
     Refused,
     Token,
-    bad,
-    environment,
     line,
     now,
+    parse_environment,
+    refuse_field,
 )
 from relaunch.agent.ranks import peers, retention, shim, spawn
 from relaunch.agent.ranks.stop import await_records, find_living, stop_all
 from relaunch.agent.state import (
-    KEPT_GENERATIONS,
+    MAX_GENERATIONS,
     Generation,
     JobState,
-    boot_id,
+    read_boot_id,
     try_lock,
     write_json,
 )
 
-LOCK_PATIENCE = 120.0
+LOCK_TIMEOUT = 120.0
 """Seconds to wait for another command on the same job.
 
 Longer than any stop, including its grace period and the proof that no process is left.
 """
-MOST_PEERS = 16
-ASKED = 0.2
+MAX_PEERS = 16
+SHIM_LOCK_TIMEOUT = 0.2
 """Seconds to retry taking a shim's lock.
 
 A command that checks whether the shim lives holds the lock for an instant, possibly while the
@@ -68,7 +68,7 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
     Raises:
         Refused: The generation was stopped, or a higher one was prepared here.
     """
-    highest = job.highest()
+    highest = job.read_highest()
     stopped = highest.stopped
     prepared = max(filter(None, (highest.prepared, *(each.order for each in living))), default=None)
     if stopped is not None and token.order <= stopped:
@@ -76,11 +76,11 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
             "stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped)
         )
     if prepared is not None and token.order < prepared:
-        raise _not_above(token, prepared, "this node has seen a higher one")
+        raise _make_not_above(token, prepared, "this node has seen a higher one")
     return prepared == token.order
 
 
-def _not_above(token: Token, highest: tuple[int, int], reason: str) -> Refused:
+def _make_not_above(token: Token, highest: tuple[int, int], reason: str) -> Refused:
     text = f"generation {token.generation} of submission {token.submission}: {reason}"
     return Refused("not_above", text, highest=list(highest))
 
@@ -106,9 +106,9 @@ def hold_port(address: str) -> socket.socket:
     raise Refused("cannot_start", f"no port is free on {address}")
 
 
-def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
+def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
     token = order.token()
-    given: Json = {
+    fields: Json = {
         "token": token.json,
         "address": order.text("address"),
         "ranks": order.items("ranks"),
@@ -119,114 +119,115 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
         },
         "fleet": order.fleet(),
     }
-    if not given["ranks"] or not all(
-        isinstance(rank, int) and not isinstance(rank, bool) for rank in given["ranks"]
+    if not fields["ranks"] or not all(
+        isinstance(rank, int) and not isinstance(rank, bool) for rank in fields["ranks"]
     ):
-        bad("ranks", given["ranks"], "a list of global ranks")
-    if min(given["ranks"]) < 0 or len(set(given["ranks"])) < len(given["ranks"]):
-        bad("ranks", given["ranks"], "global ranks of at least 0, each once")
-    job = JobState.of(state, token)
+        refuse_field("ranks", fields["ranks"], "a list of global ranks")
+    if min(fields["ranks"]) < 0 or len(set(fields["ranks"])) < len(fields["ranks"]):
+        refuse_field("ranks", fields["ranks"], "global ranks of at least 0, each once")
+    job = JobState.from_token(state, token)
     generation = job.generation(token.order)
-    with job.locked(LOCK_PATIENCE):
+    with job.hold_lock(LOCK_TIMEOUT):
         living = find_living(job)
         for each in living:
             await_records(each)
         again = _refuse_lower(job, token, living)
-        known = generation.given
+        prepared = generation.prepared_order
         if again:
-            if job.highest().boot_id not in (None, boot_id(state)):
-                raise _not_above(
+            if job.read_highest().boot_id not in (None, read_boot_id(state)):
+                raise _make_not_above(
                     token,
                     token.order,
                     "it was prepared before this node rebooted, and may have been launched",
                 )
-            if generation.keeper_lives() and known is not None:
-                return dict(known["answer"])
-            if generation.keeper_lives() and not generation.is_recorded():
+            if generation.has_live_shim() and prepared is not None:
+                return dict(prepared["answer"])
+            if generation.has_live_shim() and not generation.is_recorded():
                 raise NoAnswer(
-                    f"generation {token.generation} lives, and its keeper has not written its records again"
+                    f"generation {token.generation} lives, "
+                    "and its shim has not written its records again"
                 )
-            if generation.started is not None or any(each.order == token.order for each in living):
-                raise _not_above(
+            if generation.launch is not None or any(each.order == token.order for each in living):
+                raise _make_not_above(
                     token, token.order, "it was launched before, and a generation is launched once"
                 )
-        with hold.shared(state, given["fleet"]):
-            hold.refuse_other_fleet(state, given["fleet"], job.path)
+        with hold.hold_shared(state, fields["fleet"]):
+            hold.refuse_other_fleet(state, fields["fleet"], job.path)
             disk.refuse_if_full(state, "nothing was prepared, and nothing was stopped")
             disk.make_ballast(state)
             job.make_spare()
             job.reserve(prepared=token.order)
             reach_failpoint(state, "prepare.reserved")
-            others = _up_to(token.order, job.generations(), living)
+            others = _select_up_to(token.order, job.list_generations(), living)
             reason = (
                 f"generation {token.generation} of submission {token.submission} takes its place"
             )
             stopped = stop_all(
-                job, others, token.order, given["stop_grace"], given["stuck_after"], reason
+                job, others, token.order, fields["stop_grace"], fields["stuck_after"], reason
             )
             reach_failpoint(state, "prepare.stopped")
-            return _make_keeper(
+            return _prepare_shim(
                 job,
                 generation,
                 token,
-                given,
+                fields,
                 [list(other) for other in stopped if other != token.order],
             )
 
 
-def _up_to(
+def _select_up_to(
     order: tuple[int, int], recorded: list[Generation], living: list[Generation]
 ) -> list[Generation]:
     """Return the generations up to an order, oldest first, each once."""
-    found = {each.order: each for each in (*living, *recorded) if each.order <= order}
-    return [found[each] for each in sorted(found)]
+    generations = {each.order: each for each in (*living, *recorded) if each.order <= order}
+    return [generations[each] for each in sorted(generations)]
 
 
-def _make_keeper(
-    job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]
-) -> Becoming:
+def _prepare_shim(
+    job: JobState, generation: Generation, token: Token, fields: Json, stopped: list[list[int]]
+) -> ProcessHandover:
     """Create the folder, lock, sockets and records of a shim.
 
     The returned `Becoming` turns this process into the shim once the answer was sent.
     """
-    generation.make()
-    for old in job.generations()[:-KEPT_GENERATIONS]:
+    generation.make_folders()
+    for old in job.list_generations()[:-MAX_GENERATIONS]:
         shutil.rmtree(old.path)
     retention.make_room(job.state, job.path)
-    deadline = time.monotonic() + ASKED
-    lock = try_lock(generation.path / "keeper.lock")
+    deadline = time.monotonic() + SHIM_LOCK_TIMEOUT
+    lock = try_lock(generation.path / "shim.lock")
     while lock is None and time.monotonic() < deadline:
         time.sleep(0.005)
-        lock = try_lock(generation.path / "keeper.lock")
+        lock = try_lock(generation.path / "shim.lock")
     if lock is None:
-        raise Refused("stuck", f"generation {token.generation} still has a keeper", pids=[])
+        raise Refused("stuck", f"generation {token.generation} still has a shim", pids=[])
     try:
-        with hold.of_one_fleet(job.state, given["fleet"], job.path):
-            return _born(job, generation, token, given, stopped, lock)
+        with hold.claim_for_fleet(job.state, fields["fleet"], job.path):
+            return _bind_sockets(job, generation, token, fields, stopped, lock)
     except BaseException:
         os.close(lock)  # this process goes on with other orders and is not the shim
         raise
 
 
-def _born(
+def _bind_sockets(
     job: JobState,
     generation: Generation,
     token: Token,
-    given: Json,
+    fields: Json,
     stopped: list[list[int]],
     lock: int,
-) -> Becoming:
-    listener = peers.listen(given["address"])
-    sockets = shim.Sockets(
+) -> ProcessHandover:
+    listener = peers.listen(fields["address"])
+    sockets = shim.ShimSockets(
         generation.listen("orders"),
         generation.listen("sock"),
         listener,
-        hold_port(given["address"]),
+        hold_port(fields["address"]),
     )
     stamp = now()
     answer: Json = {
         "outcome": "done",
-        "boot_id": boot_id(job.state),
+        "boot_id": read_boot_id(job.state),
         "master_port": sockets.master.getsockname()[1],
         "peer_port": listener.getsockname()[1],
         "nonce": secrets.token_hex(16),
@@ -234,19 +235,19 @@ def _born(
         "stamp": stamp,
         "place": job.place,
     }
-    known = {**given, "valid_until": stamp + given["valid_for"], "answer": answer}
-    write_json(generation.path / "order.json", known, durable=False)
-    generation.make_spares(len(given["ranks"]))
-    shim.sign(generation)
+    record = {**fields, "valid_until": stamp + fields["valid_for"], "answer": answer}
+    write_json(generation.path / "order.json", record, durable=False)
+    generation.make_spares(len(fields["ranks"]))
+    shim.record_identity(generation)
     reach_failpoint(job.state, "prepare.forked")
-    return Becoming(answer, lambda: shim.become(generation, token, known, sockets, lock))
+    return ProcessHandover(answer, lambda: shim.become(generation, token, record, sockets, lock))
 
 
-def _start_order(order: Fields, count: int | None) -> Json:
+def _parse_start_order(order: Fields, count: int | None) -> Json:
     """Validate a start order; `count` is the number of prepared ranks, None if unknown."""
     command = order.strings("command")
     if not command or not command[0]:
-        bad("command", command, "a program and its arguments")
+        refuse_field("command", command, "a program and its arguments")
     own = order.items("rank_env")
     if count is not None and len(own) != count:
         raise Refused(
@@ -259,10 +260,8 @@ def _start_order(order: Fields, count: int | None) -> Json:
         port = fields.whole("port")
         _, target = peers.resolve(fields.text("address"), port)
         others.append({"node": fields.text("node"), "address": target[0], "port": port})
-    if len(others) > MOST_PEERS:
-        raise Refused(
-            "bad_order", f"peers has {len(others)} entries; expected at most {MOST_PEERS}"
-        )
+    if len(others) > MAX_PEERS:
+        raise Refused("bad_order", f"peers has {len(others)} entries; expected at most {MAX_PEERS}")
     secret = order.text("secret")
     if not re.fullmatch("([0-9a-fA-F]{2})+", secret):
         raise Refused("bad_order", "secret is not hex")
@@ -273,15 +272,16 @@ def _start_order(order: Fields, count: int | None) -> Json:
         try:
             groups = re.compile(pattern).groupindex
         except re.error as error:
-            bad("log_pattern", pattern, f"a regular expression ({error})")
+            refuse_field("log_pattern", pattern, f"a regular expression ({error})")
         if "step" not in groups:
-            bad("log_pattern", pattern, "a regular expression with a group named step")
+            refuse_field("log_pattern", pattern, "a regular expression with a group named step")
     started: Json = {
         "command": command,
         "workdir": None if workdir is None else order.text("workdir"),
-        "env": environment(order.get("env", "an object"), "env"),
+        "env": parse_environment(order.get("env", "an object"), "env"),
         "rank_env": [
-            environment(variables, f"rank_env[{index}]") for index, variables in enumerate(own)
+            parse_environment(variables, f"rank_env[{index}]")
+            for index, variables in enumerate(own)
         ],
         "peers": others,
         "prepared": order.number("prepared"),
@@ -291,57 +291,62 @@ def _start_order(order: Fields, count: int | None) -> Json:
         "log_pattern": pattern,
     }
     if order.order.get("launched") is not None:
-        started["launched"] = _launched(Fields(order.order["launched"], "launched."))
+        started["launched"] = _parse_launched(Fields(order.order["launched"], "launched."))
     return started
 
 
-def _launched(order: Fields) -> Json:
+def _parse_launched(order: Fields) -> Json:
     """Validate the part of a start order that says which ranks a launcher is to start."""
     command, ranks_below = order.strings("command"), order.items("ranks")
     if not command or not command[0]:
-        bad("launched.command", command, "a program and its arguments")
+        refuse_field("launched.command", command, "a program and its arguments")
     if not all(
         isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks_below
     ):
-        bad("launched.ranks", ranks_below, "global ranks of at least 0")
+        refuse_field("launched.ranks", ranks_below, "global ranks of at least 0")
     return {
         "command": command,
         "ranks": ranks_below,
-        "env": environment(order.get("env", "an object"), "launched.env"),
+        "env": parse_environment(order.get("env", "an object"), "launched.env"),
     }
 
 
 def start(state: Path, order: Fields) -> Json:
     token = order.token()
-    job = JobState.of(state, token)
+    job = JobState.from_token(state, token)
     generation = job.generation(token.order)
-    with job.locked(LOCK_PATIENCE):
+    with job.hold_lock(LOCK_TIMEOUT):
         for each in find_living(job):
             await_records(each)
-        known = generation.given
-        given = _start_order(order, len(known["ranks"]) if known else None)
-        if not _refuse_lower(job, token) or known is None:
+        prepared = generation.prepared_order
+        launch_order = _parse_start_order(order, len(prepared["ranks"]) if prepared else None)
+        if not _refuse_lower(job, token) or prepared is None:
             raise Refused(
                 "not_prepared", f"generation {token.generation} was not prepared on this node"
             )
-        launch = generation.started
-        if launch is None and generation.keeper_lives():
-            return _ask_keeper(generation, given)
+        launch = generation.launch
+        if launch is None and generation.has_live_shim():
+            return _ask_shim(generation, launch_order)
         if launch is None:
-            if known["answer"]["boot_id"] == boot_id(state) and now() > known["valid_until"]:
-                raise Refused("expired", f"it was prepared more than {known['valid_for']:g} s ago")
+            if (
+                prepared["answer"]["boot_id"] == read_boot_id(state)
+                and now() > prepared["valid_until"]
+            ):
+                raise Refused(
+                    "expired", f"it was prepared more than {prepared['valid_for']:g} s ago"
+                )
             raise Refused(
                 "not_prepared",
-                f"generation {token.generation} was prepared, but its keeper is gone",
+                f"generation {token.generation} was prepared, but its shim is gone",
             )
         if launch.get("refused"):
             return dict(launch["refused"])
         if launch["pids"] is None:
-            if generation.keeper_lives():
-                return _ask_keeper(generation, given)
+            if generation.has_live_shim():
+                return _ask_shim(generation, launch_order)
             raise Refused(
                 "cannot_start",
-                "its keeper died while it was starting ranks; a generation is launched once",
+                "its shim died while it was starting ranks; a generation is launched once",
             )
         return {
             "outcome": "done",
@@ -350,8 +355,8 @@ def start(state: Path, order: Fields) -> Json:
         }
 
 
-def _ask_keeper(generation: Generation, order: Json) -> Json:
-    caller = generation.connect("orders", timeout=spawn.EXEC_PATIENCE + 5)
+def _ask_shim(generation: Generation, order: Json) -> Json:
+    caller = generation.connect("orders", timeout=spawn.EXEC_TIMEOUT + 5)
     if caller is not None:
         with caller:
             try:
@@ -362,24 +367,26 @@ def _ask_keeper(generation: Generation, order: Json) -> Json:
                 answer = None
         if answer is not None:
             return answer
-    raise NoAnswer("the keeper did not answer")
+    raise NoAnswer("the shim did not answer")
 
 
 def stop(state: Path, order: Fields) -> Json:
     token = order.token()
     grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
-    job = JobState.of(state, token)
+    job = JobState.from_token(state, token)
 
     def carry_out() -> Json:
-        with job.locked(LOCK_PATIENCE):
-            known = _find_known(job, token)
+        with job.hold_lock(LOCK_TIMEOUT):
+            covered = _find_covered(job, token)
             job.reserve(stopped=token.order)
             reach_failpoint(state, "stop.reserved")
-            stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
+            stopped = stop_all(
+                job, covered, token.order, grace, stuck_after, "an order to stop came"
+            )
             reach_failpoint(state, "stop.killed")
             return {
                 "outcome": "done",
-                "stopped": [list(one) for one in stopped],
+                "stopped": [list(stopped_order) for stopped_order in stopped],
                 "place": job.place,
             }
 
@@ -396,17 +403,19 @@ def stop(state: Path, order: Fields) -> Json:
             raise
     # Even with the space of the spare file and the ballast, the stop could not be recorded. Stop
     # the ranks anyway.
-    stop_all(job, _find_known(job, token), token.order, grace, stuck_after, "an order to stop came")
-    raise disk.refuse(
+    stop_all(
+        job, _find_covered(job, token), token.order, grace, stuck_after, "an order to stop came"
+    )
+    raise disk.make_refusal(
         state,
         f"generation {token.generation} of job {token.job} is stopped and nothing of it is left, "
         "but that it may not start again could not be written",
     )
 
 
-def _find_known(job: JobState, token: Token) -> list[Generation]:
+def _find_covered(job: JobState, token: Token) -> list[Generation]:
     """Return the generations that a stop order covers: those recorded and those still alive."""
     living = find_living(job)
     for each in living:
         await_records(each)
-    return _up_to(token.order, job.generations(), living)
+    return _select_up_to(token.order, job.list_generations(), living)

@@ -19,18 +19,18 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from relaunch.agent.failpoints import cut
+from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.protocol import Fields, Json, Order, Refused, Token, now
 from relaunch.agent.state import JobState
 
-TIMEOUT = 1.0
+QUESTION_TIMEOUT = 1.0
 """Timeout of one question in seconds.
 
 Peers are in one cluster, and a fence must not wait for a slow one.
 """
-QUESTION_LIMIT = 8 * 1024
-CALLERS = 64
+MAX_QUESTION_BYTES = 8 * 1024
+MAX_CALLERS = 64
 """Limit of concurrent connections: more than 16 peers can have in flight."""
 
 
@@ -49,7 +49,7 @@ class Answer:
     """The peer's clock when it answered; None if the peer runs an earlier release."""
 
 
-def mac(secret: str, *parts: Any) -> str:
+def compute_mac(secret: str, *parts: Any) -> str:
     text = "|".join(part if isinstance(part, str) else json.dumps(part) for part in parts)
     return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
 
@@ -85,9 +85,9 @@ class Peers:
         self.callers: dict[Channel, float] = {}
         self.questions: dict[str, tuple[Channel, float]] = {}
         """The question in flight to each node, and when it was sent."""
-        self.heard: set[str] = set()
+        self.answered_nodes: set[str] = set()
         """Nodes that have answered in the current round of questions."""
-        self.refused: set[str] = set()
+        self.refusing_nodes: set[str] = set()
         """Nodes that refused the connection in the current round.
 
         Neither the shim nor the supervisor of this generation lives there.
@@ -101,7 +101,7 @@ class Peers:
         """Drop connections on which no answer or question arrived within the timeout."""
         waiting = [*self.callers.items(), *self.questions.values()]
         for channel, since in waiting:
-            if now() > since + TIMEOUT:
+            if now() > since + QUESTION_TIMEOUT:
                 channel.drop()
 
     @property
@@ -112,11 +112,11 @@ class Peers:
 
     def ask(self, answered: Callable[[Answer], None]) -> None:
         """Send a question to every peer that has none in flight."""
-        if self.order is None or cut(self.job.state, "peers"):
+        if self.order is None or is_cut(self.job.state, "peers"):
             return
         if not self.questions:
-            self.heard.clear()
-            self.refused.clear()
+            self.answered_nodes.clear()
+            self.refusing_nodes.clear()
         for peer in self.order["peers"]:
             if peer["node"] not in self.questions:
                 self._ask(peer, self.order, answered)
@@ -132,12 +132,12 @@ class Peers:
             caller.detach(),
             lambda answer: self._hear_answer(node, asked, nonce, answer, answered),
             lambda: self._forget(node),
-            QUESTION_LIMIT,
+            MAX_QUESTION_BYTES,
         )
         if refused:
             channel.error = errno.ECONNREFUSED
         self.questions[node] = (channel, asked)
-        proof = mac(order["secret"], "ask", self.token.text, order["node"], nonce)
+        proof = compute_mac(order["secret"], "ask", self.token.text, order["node"], nonce)
         channel.send(
             {
                 "token": self.token.json,
@@ -151,29 +151,35 @@ class Peers:
     def _forget(self, node: str) -> None:
         question = self.questions.pop(node, None)
         if question is not None and question[0].error == errno.ECONNREFUSED:
-            self.refused.add(node)
+            self.refusing_nodes.add(node)
 
     @property
     def is_alone(self) -> bool:
         """Return whether the round is over, a peer refused the connection, and none answered."""
-        return bool(self.refused) and not self.heard and not self.questions
+        return bool(self.refusing_nodes) and not self.answered_nodes and not self.questions
 
     def _hear_answer(
         self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]
     ) -> None:
         if node in self.questions:
             self.questions[node][0].drop()
-        if self.order is None or now() > asked + TIMEOUT or cut(self.job.state, "peers"):
+        if (
+            self.order is None
+            or now() > asked + QUESTION_TIMEOUT
+            or is_cut(self.job.state, "peers")
+        ):
             return
         highest, stopped, alive, leased = (
             answer.get(name) for name in ("highest", "stopped", "alive", "leased")
         )
         stamp = answer.get("stamp")
         clock = () if stamp is None else (stamp,)
-        proof = mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock)
+        proof = compute_mac(
+            self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock
+        )
         if not hmac.compare_digest(proof, str(answer.get("mac"))):
             return
-        self.heard.add(node)
+        self.answered_nodes.add(node)
         reason = None
         if stopped is not None and self._order(stopped) >= self.token.order:
             reason = f"peer {node} knows that this generation was stopped"
@@ -197,23 +203,23 @@ class Peers:
             caller, _ = self.listener.accept()
         except OSError:  # the caller hung up before accept
             return
-        if len(self.callers) >= CALLERS:
+        if len(self.callers) >= MAX_CALLERS:
             caller.close()
             return
         channel = Channel(
             self.loop,
             caller.detach(),
             lambda question: self._hear_question(channel, question),
-            lambda: self._hung_up(channel),
-            QUESTION_LIMIT,
+            lambda: self._remove_caller(channel),
+            MAX_QUESTION_BYTES,
         )
         self.callers[channel] = now()
 
-    def _hung_up(self, channel: Channel) -> None:
+    def _remove_caller(self, channel: Channel) -> None:
         self.callers.pop(channel, None)
 
     def _hear_question(self, channel: Channel, question: Json) -> None:
-        if cut(self.job.state, "peers"):
+        if is_cut(self.job.state, "peers"):
             return
         if self.order is None:  # not started yet: hang up at once, so that the peer can ask again
             channel.drop()
@@ -221,15 +227,15 @@ class Peers:
         try:
             fields = Fields(question)
             token, nonce = fields.token(), fields.text("nonce")
-            proof = mac(self.order["secret"], "ask", token.text, fields.text("from"), nonce)
-            given = fields.text("mac")
+            proof = compute_mac(self.order["secret"], "ask", token.text, fields.text("from"), nonce)
+            claimed_mac = fields.text("mac")
         except Refused:
             channel.drop()
             return
-        if token.job_path != self.token.job_path or not hmac.compare_digest(proof, given):
+        if token.job_path != self.token.job_path or not hmac.compare_digest(proof, claimed_mac):
             channel.drop()
             return
-        highest, stopped = self.job.highest()[:2]
+        highest, stopped = self.job.read_highest()[:2]
         alive, leased = self.vitals()
         # An earlier release does not ask for the clock, and expects a MAC without it.
         clock = (now(),) if question.get("clock") is True else ()
@@ -239,7 +245,7 @@ class Peers:
             "alive": alive,
             "leased": leased,
             **({"stamp": clock[0]} if clock else {}),
-            "mac": mac(
+            "mac": compute_mac(
                 self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock
             ),
         }
@@ -262,6 +268,6 @@ def listen(address: str) -> socket.socket:
         raise Refused(
             "cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}"
         ) from None
-    listener.listen(CALLERS)
+    listener.listen(MAX_CALLERS)
     listener.setblocking(False)
     return listener

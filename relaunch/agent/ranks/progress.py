@@ -15,10 +15,10 @@ from typing import Any, Optional
 from relaunch.agent.protocol import Json, now
 from relaunch.agent.state import Generation
 
-TORN_FOR = 2.0
+TORN_TIMEOUT = 2.0
 """Seconds before a half-written file counts as unreadable: ranks overwrite it in place."""
-FILE_LIMIT = 64 * 1024
-LOG_CHUNK = 256 * 1024
+MAX_FILE_BYTES = 64 * 1024
+LOG_CHUNK_BYTES = 256 * 1024
 """Bytes of log to read at a time. Of a log that grows faster, only the newest part is read."""
 MAX_STEP = 2**53
 MAX_VALUES = 64
@@ -28,7 +28,7 @@ MAX_NAME = 256
 
 MAX_STEP, MAX_VALUES and MAX_NAME are the limits of the controller.
 """
-LINE_LIMIT = 4096
+MAX_LINE_BYTES = 4096
 """Bytes of a line to match; the rest is cut off, as matching time grows with the line."""
 MATCH_CPU_S = 0.5
 """Seconds of CPU time that a pattern may take in one pass over a log.
@@ -39,29 +39,31 @@ Modules/_sre).
 """
 
 
-class _TooSlow(Exception):
+class _MatchTimeout(Exception):
     """A pattern has used up its CPU time."""
 
 
 def _end_match(*_: object) -> None:
-    raise _TooSlow
+    raise _MatchTimeout
 
 
-class Unreadable(Exception):
+class ProgressError(Exception):
     """A progress report cannot be read. The text says why."""
 
 
-def _step(value: Any, name: str = "step") -> int:
+def _parse_step(value: Any, name: str = "step") -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and value > MAX_STEP:
-        raise Unreadable(f"{name} is a number of {value.bit_length()} bits; expected at most 2^53")
+        raise ProgressError(
+            f"{name} is a number of {value.bit_length()} bits; expected at most 2^53"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Unreadable(f"{name} is {str(value)[:40]!r}; expected a whole number of at least 0")
+        raise ProgressError(f"{name} is {str(value)[:40]!r}; expected a whole number of at least 0")
     return int(value)
 
 
-def _bounded(values: dict[str, Any], phase: Any) -> Json:
+def _limit_values(values: dict[str, Any], phase: Any) -> Json:
     """Cut values and phase to the controller's limits, and convert each value to a float."""
     numbers: dict[str, float] = {}
     for name, value in list(values.items())[:MAX_VALUES]:
@@ -83,11 +85,11 @@ def parse_file(text: str) -> Json:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise Unreadable(f"neither a step nor JSON: {text.strip()[:40]!r}") from None
+        raise ProgressError(f"neither a step nor JSON: {text.strip()[:40]!r}") from None
     if not isinstance(value, dict):
-        return {"step": _step(value), "values": {}, "phase": None, "checkpoint": None}
+        return {"step": _parse_step(value), "values": {}, "phase": None, "checkpoint": None}
     if "step" not in value:
-        raise Unreadable("the object has no step")
+        raise ProgressError("the object has no step")
     values = {
         name: number
         for name, number in value.items()
@@ -97,11 +99,11 @@ def parse_file(text: str) -> Json:
     }
     phase = value.get("phase")
     return {
-        "step": _step(value["step"]),
-        **_bounded(values, phase),
+        "step": _parse_step(value["step"]),
+        **_limit_values(values, phase),
         "checkpoint": None
         if value.get("checkpoint") is None
-        else _step(value["checkpoint"], "checkpoint"),
+        else _parse_step(value["checkpoint"], "checkpoint"),
     }
 
 
@@ -129,28 +131,28 @@ def parse_match(match: re.Match[str]) -> Json:
     step = (
         None
         if checkpoint is not None and match.group("step") is None
-        else _matched("step", match.group("step"))
+        else _parse_matched("step", match.group("step"))
     )
-    saved = None if checkpoint is None else _matched("checkpoint", checkpoint)
-    return {"step": step, **_bounded(values, phase), "checkpoint": saved}
+    saved = None if checkpoint is None else _parse_matched("checkpoint", checkpoint)
+    return {"step": step, **_limit_values(values, phase), "checkpoint": saved}
 
 
-def _matched(name: str, text: Optional[str]) -> int:
+def _parse_matched(name: str, text: Optional[str]) -> int:
     try:
         value = int(str(text))
     except ValueError:
-        raise Unreadable(
+        raise ProgressError(
             f"the pattern's {name} is {str(text)[:40]!r}; expected a whole number"
         ) from None
-    return _step(value, name)
+    return _parse_step(value, name)
 
 
 class RankProgress:
     """The progress of one rank."""
 
     def __init__(self, generation: Generation, rank: int, pattern: re.Pattern[str] | None) -> None:
-        self.file = generation.progress(rank)
-        self.log = generation.log(rank)
+        self.file = generation.progress_path(rank)
+        self.log = generation.log_path(rank)
         self.pattern = pattern
         self.reading: Json | None = None
         self.checkpoint: int | None = None
@@ -159,15 +161,15 @@ class RankProgress:
         self.changed_at = now()
         self._signature: tuple[int, int, int] | None = None
         self._torn_since: float | None = None
-        self._doubted: int | None = None
+        self._doubted_step: int | None = None
         self._offset: int | None = None
         self._rest = b""
 
     def read(self) -> bool:
         """Read the progress; return whether the step or the checkpoint changed."""
         before = (self.reading["step"] if self.reading else None, self.checkpoint)
-        found = self._read_file()
-        if not found and self.pattern is not None:
+        has_file = self._read_file()
+        if not has_file and self.pattern is not None:
             self._read_log(self.pattern)
         return (self.reading["step"] if self.reading else None, self.checkpoint) != before
 
@@ -189,21 +191,21 @@ class RankProgress:
         if self.reading is None or self.reading["step"] != reading["step"]:
             self.changed_at = now() - max(0.0, time.time() - written)
         self.reading = reading
-        self._saved(reading)
+        self._store_checkpoint(reading)
 
-    def _saved(self, reading: Json) -> None:
+    def _store_checkpoint(self, reading: Json) -> None:
         if reading["checkpoint"] is not None:
             self.checkpoint = reading["checkpoint"]
 
     def _read_file(self) -> bool:
         """Read the progress file; return whether it exists, even if it cannot be read."""
         try:
-            found = os.stat(self.file)
-            signature = (found.st_mtime_ns, found.st_size, found.st_ino)
+            status = os.stat(self.file)
+            signature = (status.st_mtime_ns, status.st_size, status.st_ino)
             if signature == self._signature:
                 return True
             with open(self.file, "rb") as file:
-                text = file.read(FILE_LIMIT).decode(errors="replace")
+                text = file.read(MAX_FILE_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -211,34 +213,34 @@ class RankProgress:
             return True
         try:
             reading = parse_file(text)
-        except Unreadable as error:
+        except ProgressError as error:
             self._torn_since = self._torn_since or now()
-            if now() - self._torn_since > TORN_FOR:
+            if now() - self._torn_since > TORN_TIMEOUT:
                 self.unreadable = str(error)
             return True
         if (
             self.reading is not None
             and reading["step"] < self.reading["step"]
-            and self._doubted != reading["step"]
+            and self._doubted_step != reading["step"]
         ):
             # A half-written "1234" reads as 12: accept a lower step only when it is read twice.
-            self._doubted = reading["step"]
+            self._doubted_step = reading["step"]
             return True
-        self._doubted = None
+        self._doubted_step = None
         self._signature = signature
-        self._accept(reading, found.st_mtime)
+        self._accept(reading, status.st_mtime)
         return True
 
     def _read_log(self, pattern: re.Pattern[str]) -> None:
         try:
             with open(self.log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                if self._offset is None or size - self._offset > LOG_CHUNK:
-                    self._offset, self._rest = max(0, size - LOG_CHUNK), b""
+                if self._offset is None or size - self._offset > LOG_CHUNK_BYTES:
+                    self._offset, self._rest = max(0, size - LOG_CHUNK_BYTES), b""
                 if size == self._offset:
                     return
                 file.seek(self._offset)
-                data = self._rest + file.read(LOG_CHUNK)
+                data = self._rest + file.read(LOG_CHUNK_BYTES)
                 self._offset = file.tell()
         except FileNotFoundError:
             return
@@ -246,7 +248,7 @@ class RankProgress:
             self.unreadable = str(error.strerror)
             return
         *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
-        self._rest = rest[-LINE_LIMIT:]
+        self._rest = rest[-MAX_LINE_BYTES:]
         before = signal.signal(signal.SIGVTALRM, _end_match)
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_CPU_S)
@@ -254,37 +256,40 @@ class RankProgress:
                 self._match(pattern, lines)
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        except _TooSlow:
+        except _MatchTimeout:
             # Disable the pattern: the supervisor has leases to serve, and the next line may take as
             # long.
             self.pattern = None
-            self.unreadable = f"log_pattern took more than {MATCH_CPU_S:g} s of processor time, and is not used any more"
+            self.unreadable = (
+                f"log_pattern took more than {MATCH_CPU_S:g} s of processor time, "
+                "and is not used any more"
+            )
         finally:
             signal.signal(signal.SIGVTALRM, before)
 
     def _match(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
         """Read the newest step and checkpoint from complete lines, newest line first."""
-        wanted = {"step", "checkpoint"} & set(pattern.groupindex)
+        missing = {"step", "checkpoint"} & set(pattern.groupindex)
         for text in reversed(lines):
-            match = pattern.search(text[:LINE_LIMIT].decode(errors="replace"))
+            match = pattern.search(text[:MAX_LINE_BYTES].decode(errors="replace"))
             if match is None:
                 continue
             try:
-                self._take(parse_match(match), wanted)
-            except Unreadable as error:
+                self._take(parse_match(match), missing)
+            except ProgressError as error:
                 self.unreadable = str(error)
                 return
-            if not wanted:
+            if not missing:
                 return
 
-    def _take(self, reading: Json, wanted: set[str]) -> None:
+    def _take(self, reading: Json, missing: set[str]) -> None:
         """Store the step and the checkpoint of this line, unless a newer line has set them.
 
-        Steps and checkpoints may be on separate lines, so `wanted` holds what is not found yet.
+        Steps and checkpoints may be on separate lines, so `missing` holds what is not found yet.
         """
-        if "checkpoint" in wanted and reading["checkpoint"] is not None:
-            wanted.remove("checkpoint")
-            self._saved(reading)
-        if "step" in wanted and reading["step"] is not None:
-            wanted.remove("step")
+        if "checkpoint" in missing and reading["checkpoint"] is not None:
+            missing.remove("checkpoint")
+            self._store_checkpoint(reading)
+        if "step" in missing and reading["step"] is not None:
+            missing.remove("step")
             self._accept({**reading, "checkpoint": None}, time.time())

@@ -16,26 +16,26 @@ from typing import Dict, List, NamedTuple, Optional
 from relaunch.agent import disk
 from relaunch.agent.state import Generation, JobState, try_lock
 
-MOST = 10 * 1024**3
+MAX_BUDGET_BYTES = 10 * 1024**3
 """Maximum budget in bytes: what eight very verbose ranks write in a few nights of failures."""
-SHARE = 0.1
+MAX_BUDGET_SHARE = 0.1
 """Maximum budget as a fraction of the file system.
 
 On a small disk the space for the next checkpoint matters more than the output of the last failure.
 """
-VARIABLE = "RELAUNCH_LOG_BUDGET"
+BUDGET_VARIABLE = "RELAUNCH_LOG_BUDGET"
 """Environment variable of the agent that sets the budget in bytes and overrides both limits."""
-LOOKED = "tidied"
-PAUSE = 60.0
+SCAN_STAMP = "log_scan"
+SCAN_INTERVAL = 60.0
 """Seconds between two scans. A launch waits for a scan, 0.1 ms for each generation."""
 MIN_KEPT_BYTES = 64 * 1024
 """Bytes to keep at the end of a log in use: as much as is read of a failed launcher's log."""
 PAGE_BYTES = 4096
-PATIENCE = 1.0
+REMOVAL_TIMEOUT = 1.0
 """Seconds for removing generations; the next launch continues with the rest."""
 
 
-class Old(NamedTuple):
+class GenerationLogs(NamedTuple):
     since: float
     size: int
     """Bytes that its logs take on the disk."""
@@ -45,12 +45,12 @@ class Old(NamedTuple):
     """Whether it is the newest generation of its job."""
 
 
-def budget(state: Path) -> int:
-    given = os.environ.get(VARIABLE, "")
-    if given.isdigit():
-        return int(given)
-    found = os.statvfs(state)
-    return min(MOST, int(found.f_blocks * found.f_frsize * SHARE))
+def compute_budget(state: Path) -> int:
+    configured = os.environ.get(BUDGET_VARIABLE, "")
+    if configured.isdigit():
+        return int(configured)
+    usage = os.statvfs(state)
+    return min(MAX_BUDGET_BYTES, int(usage.f_blocks * usage.f_frsize * MAX_BUDGET_SHARE))
 
 
 def make_room(state: Path, own: Path) -> None:
@@ -62,53 +62,53 @@ def make_room(state: Path, own: Path) -> None:
         state: The node's state folder.
         own: The folder of the job whose lock the caller holds.
     """
-    if _looked_lately(state):
+    if _has_recent_scan(state):
         return
     try:
-        if _tidied(state, own):
-            (state / LOOKED).touch(mode=0o600)
+        if _remove_oldest(state, own):
+            (state / SCAN_STAMP).touch(mode=0o600)
     except OSError:  # a launch must not fail because of old generations
         return
 
 
-def _looked_lately(state: Path) -> bool:
+def _has_recent_scan(state: Path) -> bool:
     try:
         return (
-            0 <= time.time() - (state / LOOKED).stat().st_mtime < PAUSE
-            and VARIABLE not in os.environ
+            0 <= time.time() - (state / SCAN_STAMP).stat().st_mtime < SCAN_INTERVAL
+            and BUDGET_VARIABLE not in os.environ
         )
     except OSError:
         return False
 
 
-def _tidied(state: Path, own: Path) -> bool:
+def _remove_oldest(state: Path, own: Path) -> bool:
     """Remove generations; return whether this is finished, or False if PATIENCE ran out first."""
-    most, deadline = budget(state), time.monotonic() + PATIENCE
-    found = _generations(state)
+    budget, deadline = compute_budget(state), time.monotonic() + REMOVAL_TIMEOUT
+    generations = _list_generations(state)
     # Includes living generations, because asking whether one lives costs a lock.
-    if sum(one.size for one in found) <= most:
+    if sum(entry.size for entry in generations) <= budget:
         return True
-    ended = [one for one in found if not one.generation.keeper_lives()]
-    total = sum(one.size for one in ended)
+    ended = [entry for entry in generations if not entry.generation.has_live_shim()]
+    total = sum(entry.size for entry in ended)
     locks: Dict[Path, Optional[int]] = {}
     try:
-        for one in sorted(ended, key=lambda one: (one.since, one.generation.order)):
-            if total <= most:
+        for entry in sorted(ended, key=lambda entry: (entry.since, entry.generation.order)):
+            if total <= budget:
                 return True
-            if one.newest:
+            if entry.newest:
                 continue
-            if one.job != own and one.job not in locks:
-                locks[one.job] = try_lock(one.job / "lock")
+            if entry.job != own and entry.job not in locks:
+                locks[entry.job] = try_lock(entry.job / "lock")
             # Another command is changing that job: skip it this time.
-            if one.job != own and locks[one.job] is None:
+            if entry.job != own and locks[entry.job] is None:
                 continue
-            if not one.generation.keeper_lives():
-                shutil.rmtree(one.generation.path, ignore_errors=True)
-                total -= one.size
+            if not entry.generation.has_live_shim():
+                shutil.rmtree(entry.generation.path, ignore_errors=True)
+                total -= entry.size
                 # Checked after a removal: even if the scan alone uses up the time, each launch
                 # removes at least one generation.
                 if time.monotonic() > deadline:
-                    return total <= most
+                    return total <= budget
         return True
     finally:
         for lock in locks.values():
@@ -116,30 +116,30 @@ def _tidied(state: Path, own: Path) -> bool:
                 os.close(lock)
 
 
-def _generations(state: Path) -> List[Old]:
+def _list_generations(state: Path) -> List[GenerationLogs]:
     """Return all generations of all jobs, with the size of their logs."""
-    found = []
+    logs = []
     with os.scandir(state / "jobs") as jobs:
         folders = [Path(job.path) for job in jobs if job.is_dir(follow_symlinks=False)]
     for folder in folders:
         job = JobState(state, "", "")
         job.path = folder
-        generations = job.generations()
+        generations = job.list_generations()
         for generation in generations:
             since = generation.path.stat().st_mtime
-            found.append(
-                Old(
+            logs.append(
+                GenerationLogs(
                     since,
-                    _size(generation.path / "logs"),
+                    _measure_logs(generation.path / "logs"),
                     generation,
                     folder,
                     generation is generations[-1],
                 )
             )
-    return found
+    return logs
 
 
-def _size(logs: Path) -> int:
+def _measure_logs(logs: Path) -> int:
     try:
         with os.scandir(logs) as files:
             return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)
@@ -163,13 +163,13 @@ def cut_live_logs(generation: Generation) -> None:
                 for file in files
                 if file.is_file(follow_symlinks=False)
             ]
-        share = budget(generation.state) // max(1, len(logs))
+        share = compute_budget(generation.state) // max(1, len(logs))
     except OSError:  # the folder was removed; the shim creates it again
         return
-    kept = max(MIN_KEPT_BYTES, share // 2)
-    for path, found in logs:
-        if found.st_blocks * 512 > 2 * kept:
-            _cut(path, (found.st_size - kept) // PAGE_BYTES * PAGE_BYTES)
+    kept_bytes = max(MIN_KEPT_BYTES, share // 2)
+    for path, status in logs:
+        if status.st_blocks * 512 > 2 * kept_bytes:
+            _cut(path, (status.st_size - kept_bytes) // PAGE_BYTES * PAGE_BYTES)
 
 
 def _cut(path: str, end: int) -> None:
@@ -183,7 +183,7 @@ def _cut(path: str, end: int) -> None:
         os.close(handle)
 
 
-def find_kept(handle: int, offset: int) -> int:
+def find_data(handle: int, offset: int) -> int:
     """Return where to read a log: at `offset`, or after the freed part if that is later."""
     try:
         return max(offset, os.lseek(handle, 0, os.SEEK_DATA))

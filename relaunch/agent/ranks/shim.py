@@ -1,4 +1,4 @@
-"""The shim (keeper) of one generation: forks ranks, reaps them, journals exits, holds the lease.
+"""The shim of one generation: forks ranks, reaps them, journals exits, holds the lease.
 
 The shim talks only to its supervisor, its guard and the commands that send it orders. It reads no
 progress and no logs, and never waits for another process. Its writes may block on the disk, so it
@@ -25,23 +25,23 @@ from relaunch.agent.ranks.journal import Journal
 from relaunch.agent.ranks.lease import Lease
 from relaunch.agent.ranks.link import ChildLink
 from relaunch.agent.ranks.upkeep import FolderUpkeep
-from relaunch.agent.state import Generation, boot_id, write_json
+from relaunch.agent.state import Generation, read_boot_id, write_json
 
-IDLE = 5.0
+MAX_IDLE = 5.0
 """Maximum seconds between two turns of the event loop when nothing is due."""
-SWEEP = (0.01, 0.25)
+SWEEP_INTERVALS = (0.01, 0.25)
 """Backoff in seconds between scans for survivors while stopping: the first and the longest."""
-STUCK_NOTICE = 0.5
+STUCK_NOTICE_DELAY = 0.5
 """Seconds after SIGKILL before survivors are reported to the callers that ordered the stop.
 
 This is less than the timeout after which the callers give up on a silent shim.
 """
-FAREWELL = 1.0
+FAREWELL_TIMEOUT = 1.0
 """Seconds that the supervisor has to send the end to its watchers."""
 
 
 @dataclass(frozen=True)
-class Sockets:
+class ShimSockets:
     orders: socket.socket
     watch: socket.socket
     peers: socket.socket
@@ -58,17 +58,19 @@ class Sockets:
         ]
 
 
-def sign(generation: Generation) -> None:
+def record_identity(generation: Generation) -> None:
     """Record that this process becomes the shim.
 
     This is done first, so that the process can be found even if it is stopped on the way.
     """
-    found = processes.look(os.getpid())
-    if found is not None:
-        generation.write_identity("keeper", found.pid, found.started)
+    process = processes.read_process(os.getpid())
+    if process is not None:
+        generation.write_identity("shim", process.pid, process.started)
 
 
-def become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+def become(
+    generation: Generation, token: Token, order: Json, sockets: ShimSockets, lock: int
+) -> None:
     """Run the shim in this process.
 
     Its sockets listen already, so a caller that has the answer to `prepare` can connect at once.
@@ -76,8 +78,8 @@ def become(generation: Generation, token: Token, order: Json, sockets: Sockets, 
     moment at which only one of the two lives.
     """
     os.setsid()
-    processes.set_name("relaunch-keep")
-    log = os.open(generation.path / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    processes.set_name("relaunch-shim")
+    log = os.open(generation.path / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDWR)
     for source, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(source, target)
@@ -85,12 +87,12 @@ def become(generation: Generation, token: Token, order: Json, sockets: Sockets, 
     processes.reset_signals()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     processes.adopt_orphans()
-    Keeper(generation, token, order, sockets, lock).run()
+    Shim(generation, token, order, sockets, lock).run()
 
 
-class Keeper:
+class Shim:
     def __init__(
-        self, generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int
+        self, generation: Generation, token: Token, order: Json, sockets: ShimSockets, lock: int
     ) -> None:
         self.generation = generation
         self.token = token
@@ -116,22 +118,22 @@ class Keeper:
         exit is journaled as a failure.
         """
         self.sweep_at = 0.0
-        self.sweep_pause = SWEEP[0]
-        self.leaving = False
+        self.sweep_pause = SWEEP_INTERVALS[0]
+        self.is_ending = False
         """Whether the generation was stopped or fenced: the shim exits once the ranks are gone."""
         self.watchers = 0
-        self.wanted_at = now()
+        self.used_at = now()
         """When this generation last had a watcher or a renewal."""
         self.callers: list[Channel] = []
-        self.asked: set[int] = set()
+        self.terminated_groups: set[int] = set()
         """Process groups that got SIGTERM."""
-        self.strays: set[tuple[int, int]] = set()
+        self.terminated_strays: set[tuple[int, int]] = set()
         """Pid and start time of the processes outside of these groups that got SIGTERM."""
         self.stoppers: list[tuple[Channel, bool]] = []
         """Callers that wait for the end of this generation, and whether it was ending already."""
         self.reported_stuck: dict[Channel, list[int]] = {}
         """The surviving pids that were last reported to each of these callers."""
-        self.kernel = kernel_log.mark()
+        self.kernel = kernel_log.record_position()
         """The position in the kernel log before any rank runs; the supervisor reads from here."""
         self.groups: list[tuple[int, int]] = []
         """Pid and start time of each rank."""
@@ -144,10 +146,10 @@ class Keeper:
         for handle in self.extensions:
             os.set_blocking(handle, False)
         self.link = ChildLink(
-            self.loop, generation, "supervisor", self._become_supervisor, self._hear_supervisor
+            self.loop, generation, "supervisor", self._become_supervisor, self._handle_message
         )
         self.guard = ChildLink(
-            self.loop, generation, "guard", self._become_guard, lambda told: None
+            self.loop, generation, "guard", self._become_guard, lambda message: None
         )
 
     def run(self) -> None:
@@ -156,17 +158,17 @@ class Keeper:
             os.set_blocking(handle, False)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        self.loop.watch(waking, lambda events: self._woken(waking))
+        self.loop.watch(waking, lambda events: self._handle_wakeup(waking))
         self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
-        while not self._over():
-            self.loop.turn(self._next_deadline())
+        while not self._is_over():
+            self.loop.run_once(self._next_deadline())
             self._tick()
-        self._farewell()
+        self._finish()
         self.journal.close()  # also releases preallocated space
 
     # --- events ---
 
-    def _woken(self, waking: int) -> None:
+    def _handle_wakeup(self, waking: int) -> None:
         try:
             os.read(waking, 4096)
         except BlockingIOError:
@@ -177,7 +179,7 @@ class Keeper:
     def _reap(self) -> None:
         # Check the fence first. If the guard killed the ranks because the fence was due, their
         # exits count as stopped; the supervisor sent the reason before the guard could kill.
-        self.link.hear_pending()
+        self.link.read_pending()
         self._fence_if_due()
         exits = []
         numbers = {pid: rank for rank, pid in self.alive.items()}
@@ -188,12 +190,16 @@ class Keeper:
                 break
             if pid == 0:
                 break
-            if not self.link.reaped(pid) and not self.guard.reaped(pid) and pid in numbers:
+            if (
+                not self.link.handle_exit(pid)
+                and not self.guard.handle_exit(pid)
+                and pid in numbers
+            ):
                 exits.append((numbers[pid], pid, status))
         if exits:
-            self._ranks_exited(exits)
+            self._record_exits(exits)
 
-    def _ranks_exited(self, exits: list[tuple[int, int, int]]) -> None:
+    def _record_exits(self, exits: list[tuple[int, int, int]]) -> None:
         stopped = self.state == "stopping"
         observations: list[tuple[str, dict[str, Any]]] = []
         failed = False
@@ -215,11 +221,11 @@ class Keeper:
             observations.append(("RankExited", fields))
         if self.state == "running" and (failed or not self.alive):
             self._begin_stop(self.order["stop_grace"])
-        reach_failpoint(self.generation.state, "keeper.reaped")
+        reach_failpoint(self.generation.state, "shim.reaped")
         self.journal.append(*observations)
         if not stopped:
             self._publish()  # report the failure before the scan below, which takes milliseconds
-        reach_failpoint(self.generation.state, "keeper.journaled")
+        reach_failpoint(self.generation.state, "shim.journaled")
         if self.state == "stopping":
             self._sweep()
             self._publish()
@@ -238,14 +244,14 @@ class Keeper:
                 if ends is None
                 else min(now() + grace, ends + self.order["stop_grace"])
             )
-            self._tell_supervisor()  # first: it tells peers whether this node is alive
+            self._inform_supervisor()  # first: it tells peers whether this node is alive
             for pid in self.alive.values():
-                self.asked.add(pid)
+                self.terminated_groups.add(pid)
                 processes.kill_group(pid, signal.SIGTERM)
                 processes.kill_group(pid, signal.SIGCONT)
         self.kill_at = min(self.kill_at, now() + grace)
         self._inform_guard()
-        self.sweep_pause = SWEEP[0]
+        self.sweep_pause = SWEEP_INTERVALS[0]
         self.sweep_at = now()
 
     def _sweep(self) -> None:
@@ -253,14 +259,14 @@ class Keeper:
 
         Everything that ranks ever forked is below this process, which is a subreaper.
         """
-        if not self.alive and not set(processes.children()) - {self.link.pid, self.guard.pid}:
+        if not self.alive and not set(processes.list_children()) - {self.link.pid, self.guard.pid}:
             self.state = "ended"
-            self.wanted_at = now()
+            self.used_at = now()
             self._inform_guard()
             self._confirm()
             return
         if now() < self.kill_at:
-            self._ask_strays()
+            self._terminate_strays()
         else:
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
@@ -269,21 +275,24 @@ class Keeper:
                 processes.kill(process, signal.SIGKILL)
             if self.cgroup is not None:
                 cgroup.kill(self.cgroup)
-            if now() >= self.kill_at + STUCK_NOTICE:
+            if now() >= self.kill_at + STUCK_NOTICE_DELAY:
                 self._report_stuck(left)
-        self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
+        self.sweep_pause = min(SWEEP_INTERVALS[1], self.sweep_pause * 1.5)
         self.sweep_at = now() + self.sweep_pause
 
     def _find_below(self) -> list[processes.Process]:
         """Return the ranks and all living processes that they forked."""
-        return processes.descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
+        return processes.list_descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
 
-    def _ask_strays(self) -> None:
+    def _terminate_strays(self) -> None:
         """Send SIGTERM once to each process that left the process groups of the ranks."""
         for process in self._find_below():
             identity = process.pid, process.started
-            if process.group not in self.asked and identity not in self.strays:
-                self.strays.add(identity)
+            if (
+                process.group not in self.terminated_groups
+                and identity not in self.terminated_strays
+            ):
+                self.terminated_strays.add(identity)
                 processes.kill(process, signal.SIGTERM)
 
     def _report_stuck(self, left: list[processes.Process]) -> None:
@@ -308,10 +317,10 @@ class Keeper:
         if (
             self.state == "running"
             and self.lease is not None
-            and self.lease.fenced(now()) is not None
+            and self.lease.find_fence_reason(now()) is not None
         ):
-            self.link.hear_pending()  # if this process was stopped, renewals may be waiting unread
-            fenced = self.lease.fenced(now())
+            self.link.read_pending()  # if this process was stopped, renewals may be waiting unread
+            fenced = self.lease.find_fence_reason(now())
             if fenced is not None:
                 self._fence(*fenced)
 
@@ -330,24 +339,24 @@ class Keeper:
             self._sweep()
             self._publish()
         if now() >= self.upkeep.due_at:
-            self._keep_folder()
+            self._check_folder()
         if self.journal.pending and now() >= self.journal_due_at:
             self._publish()
         if self.link.tick():
             self.watchers = 0
-            self.wanted_at = max(self.wanted_at, now())
+            self.used_at = max(self.used_at, now())
             self._inform_guard()
         self.guard.tick()
 
     def _fence(self, why: str, reason: str) -> None:
         if self.state == "running":
-            self.leaving = True
+            self.is_ending = True
             self._begin_stop(self.order["stop_grace"])
             self.journal.append(("Fenced", {"why": why, "reason": reason}))
 
     def _next_deadline(self) -> float:
         times = [
-            now() + IDLE,
+            now() + MAX_IDLE,
             self.link.next_deadline,
             self.guard.next_deadline,
             self.upkeep.due_at,
@@ -368,25 +377,25 @@ class Keeper:
         elif self.state == "stopping":
             times.append(self.sweep_at)
         elif self.state == "ended" and not self.watchers:
-            times.append(self.wanted_at + self.order["lease"])
+            times.append(self.used_at + self.order["lease"])
         return min(times)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         if self.state == "prepared":
-            return self.leaving or now() > self.order["valid_until"]
-        unwanted = not self.watchers and now() > self.wanted_at + self.order["lease"]
+            return self.is_ending or now() > self.order["valid_until"]
+        unwanted = not self.watchers and now() > self.used_at + self.order["lease"]
         # Observations that are not on disk yet would be lost with this process.
-        leaving = self.leaving and not self.journal.pending
+        leaving = self.is_ending and not self.journal.pending
         return self.state == "ended" and (leaving or unwanted)
 
-    def _farewell(self) -> None:
+    def _finish(self) -> None:
         """Let the supervisor send the end to its watchers, then kill both helpers."""
         self._confirm()
         self.state = "gone"
         self._publish()
-        deadline = now() + FAREWELL
+        deadline = now() + FAREWELL_TIMEOUT
         while self.link.pid and now() < deadline:
-            self.loop.turn(deadline)
+            self.loop.run_once(deadline)
         self.link.kill()
         self.guard.kill()
         if self.cgroup is not None:
@@ -402,18 +411,18 @@ class Keeper:
         channel = Channel(
             self.loop,
             caller.detach(),
-            lambda order: self._obey(channel, order),
+            lambda order: self._carry_out(channel, order),
             lambda: self.callers.remove(channel),
         )
         self.callers.append(channel)
 
-    def _obey(self, caller: Channel, order: Json) -> None:
+    def _carry_out(self, caller: Channel, order: Json) -> None:
         if "start" in order:
             caller.send(self._start(order["start"]))
         elif "stop" in order:
             caller.send({"stopping": True})
-            self.stoppers.append((caller, self.leaving))
-            self.leaving = True
+            self.stoppers.append((caller, self.is_ending))
+            self.is_ending = True
             if self.state in ("running", "stopping"):
                 is_news = self.state == "running" or bool(self.alive)
                 self._begin_stop(order["stop"]["stop_grace"])
@@ -429,7 +438,7 @@ class Keeper:
                 if self.started["outcome"] == "done"
                 else self.started
             )
-        if self.leaving:
+        if self.is_ending:
             return Refused("expired", "an order to stop came first").answer
         if order["prepared"] != self.order["answer"]["stamp"]:
             return Refused(
@@ -440,11 +449,11 @@ class Keeper:
                 "expired", f"prepared more than {self.order['valid_for']:g} s ago"
             ).answer
         reach_failpoint(self.generation.state, "start.received")
-        boot = boot_id(self.generation.state)
+        boot = read_boot_id(self.generation.state)
         # The record is not synced: the page cache survives any process, and a loss of power that
         # destroys it ends the ranks as well.
-        self.cgroup = cgroup.make(self.generation.path)
-        kernel = kernel_log.written(self.kernel)
+        self.cgroup = cgroup.make_group(self.generation.path)
+        kernel = kernel_log.serialize_position(self.kernel)
         launching = {
             "stamp": now(),
             "boot_id": boot,
@@ -457,16 +466,16 @@ class Keeper:
         except Refused as refused:
             return refused.answer
         self.sockets.master.close()
-        begins = min(spawn.EXEC_PATIENCE, self.order["fence_after"])
+        begins = min(spawn.EXEC_TIMEOUT, self.order["fence_after"])
         self.launch_ends = now() + begins + self.order["lease"]
         self._inform_guard()
         try:
             spawn.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
             pids = {str(rank): pid for rank, pid in self.alive.items()}
-            found = {rank: processes.look(pid) for rank, pid in pids.items()}
+            processes_by_rank = {rank: processes.read_process(pid) for rank, pid in pids.items()}
             identities = {
                 rank: (process.pid, process.started)
-                for rank, process in found.items()
+                for rank, process in processes_by_rank.items()
                 if process is not None
             }
             self.groups = list(identities.values())
@@ -477,7 +486,7 @@ class Keeper:
                 self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
             except Refused as unwritten:  # started.json exists, so the launch is not repeated
                 disk.log(unwritten.answer["reason"])
-            self.state, self.leaving, self.kill_at = "stopping", True, 0.0
+            self.state, self.is_ending, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
             self._inform_guard()
             self._sweep()
@@ -487,7 +496,7 @@ class Keeper:
         self.start_order = order
         self.state = "running"
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
-        self._tell_supervisor(begin=True)
+        self._inform_supervisor(begin=True)
         # Fork helpers that do not run yet at once: the ranks must not run without them.
         self.link.due_at = self.guard.due_at = now()
         return self.started
@@ -497,17 +506,23 @@ class Keeper:
     def _become_guard(self, link: int) -> None:
         state = str(self.generation.state)
         guard.run(
-            self.token, self.order, state, self.own, link, self.extensions[0], self._guard_news()
+            self.token,
+            self.order,
+            state,
+            self.own,
+            link,
+            self.extensions[0],
+            self._make_guard_news(),
         )
 
     def _inform_guard(self) -> None:
-        self.guard.send(self._guard_news())
+        self.guard.send(self._make_guard_news())
 
-    def _guard_news(self) -> Json:
+    def _make_guard_news(self) -> Json:
         ends = self.lease.ends if self.lease is not None else self.launch_ends
         kill_at = self.kill_at if self.state == "stopping" else None
         may_run = self.launch_ends is not None
-        return guard.news_of(
+        return guard.make_news(
             self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup
         )
 
@@ -522,12 +537,12 @@ class Keeper:
         except OSError as error:
             if not disk.is_full(error):
                 raise
-            raise disk.refuse(self.generation.state, "no rank was started") from error
+            raise disk.make_refusal(self.generation.state, "no rank was started") from error
         self.upkeep.launch = record
 
     # --- the folder ---
 
-    def _keep_folder(self) -> None:
+    def _check_folder(self) -> None:
         """Restore removed files; fence if the generation was superseded in the meantime."""
         missing = self.upkeep.find_missing()
         try:
@@ -538,7 +553,7 @@ class Keeper:
             disk.log(f"the folder of this generation cannot be made again: {error}")
             return
         if superseded is not None:
-            self.leaving = True
+            self.is_ending = True
             self._fence("superseded", superseded)
 
     def _restore(self, missing: list[Path]) -> None:
@@ -559,7 +574,7 @@ class Keeper:
     # --- the supervisor ---
 
     def _become_supervisor(self, link: int) -> None:
-        sockets = supervisor.Sockets(
+        sockets = supervisor.SupervisorSockets(
             self.sockets.watch, self.sockets.peers, link, self.extensions[1]
         )
         supervisor.run(
@@ -569,20 +584,20 @@ class Keeper:
             self.own,
             sockets,
             self.kernel,
-            self._news(begin=True),
+            self._make_news(begin=True),
         )
 
     def _publish(self) -> None:
         """Sync the journal, then let the supervisor send the new observations to its watchers."""
         self.journal.sync()
         self.journal_due_at = now() + journal.RETRY_INTERVAL
-        self._tell_supervisor()
+        self._inform_supervisor()
 
-    def _tell_supervisor(self, begin: bool = False) -> None:
+    def _inform_supervisor(self, begin: bool = False) -> None:
         self._inform_guard()
-        self.link.send(self._news(begin))
+        self.link.send(self._make_news(begin))
 
-    def _news(self, begin: bool) -> Json:
+    def _make_news(self, begin: bool) -> Json:
         lease = self.lease if self.state == "running" else None
         news: Json = {
             "state": self.state,
@@ -600,28 +615,28 @@ class Keeper:
             news["start"] = self.start_order
         return news
 
-    def _hear_supervisor(self, told: Json) -> None:
-        if "alive" in told:
+    def _handle_message(self, message: Json) -> None:
+        if "alive" in message:
             self.link.send({"here": True})
-        if "watchers" in told:
-            self.watchers = told["watchers"]
-            self.wanted_at = now()
-        if "renew" in told:
-            self.wanted_at = now()
-            if self.lease is not None and self.lease.renew(told["renew"], now()):
-                self._tell_supervisor()
-        if "stood_still" in told and self.lease is not None:
-            self.lease.shift(told["stood_still"])
-            self._tell_supervisor()
+        if "watchers" in message:
+            self.watchers = message["watchers"]
+            self.used_at = now()
+        if "renew" in message:
+            self.used_at = now()
+            if self.lease is not None and self.lease.renew(message["renew"], now()):
+                self._inform_supervisor()
+        if "stood_still" in message and self.lease is not None:
+            self.lease.shorten(message["stood_still"])
+            self._inform_supervisor()
             self._fence_if_due()
-        if "alone" in told:
-            self._fence("isolated", told["alone"])
-        if "vouched" in told and self.lease is not None:
-            self.lease.vouched(told["vouched"])
-            self._tell_supervisor()
-        if "failed_below" in told and self.state == "running" and self.launcher_kill_at is None:
+        if "alone" in message:
+            self._fence("isolated", message["alone"])
+        if "vouched" in message and self.lease is not None:
+            self.lease.extend(message["vouched"])
+            self._inform_supervisor()
+        if "failed_below" in message and self.state == "running" and self.launcher_kill_at is None:
             self.launcher_kill_at = now() + self.order["stop_grace"]
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGTERM)
-        if "superseded" in told:
-            self._fence("superseded", told["superseded"])
+        if "superseded" in message:
+            self._fence("superseded", message["superseded"])

@@ -19,27 +19,27 @@ from relaunch.agent.protocol import Json, Refused, Token
 from relaunch.agent.ranks import launched
 from relaunch.agent.state import Generation
 
-EXEC_PATIENCE = 30.0
+EXEC_TIMEOUT = 30.0
 """Timeout in seconds of an exec. A cold network file system takes several seconds."""
 
 Ranks = Dict[int, int]
 """Pid by global rank."""
 
 
-def rank_environment(
+def make_rank_environment(
     base: dict[str, str], order: Json, generation: Generation, token: Token, index: int, rank: int
 ) -> dict[str, str]:
-    kept = {
+    inherited = {
         name: value
         for name, value in base.items()
         if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
     }
     return {
-        **kept,
+        **inherited,
         **order["env"],
         **order["rank_env"][index],
-        "TORCHELASTIC_ERROR_FILE": str(generation.error(rank)),
-        "RELAUNCH_PROGRESS_FILE": str(generation.progress(rank)),
+        "TORCHELASTIC_ERROR_FILE": str(generation.error_path(rank)),
+        "RELAUNCH_PROGRESS_FILE": str(generation.progress_path(rank)),
         "RELAUNCH_TOKEN": token.text,
         "RELAUNCH_NODE_STATE": str(generation.state),
     }
@@ -51,13 +51,13 @@ def _become(
     environment: dict[str, str],
     log: int,
     failure: int,
-    keeper: int,
+    shim: int,
 ) -> NoReturn:
     """Turn this newly forked process into the rank. An error is written to the pipe `failure`."""
     step = "prepare the process"
     try:
         os.setsid()
-        processes.die_with(keeper)
+        processes.die_with(shim)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -76,7 +76,7 @@ def _become(
     os._exit(127)
 
 
-def _refusal(order: Json, rank: int, report: Json) -> Refused:
+def _make_refusal(order: Json, rank: int, report: Json) -> Refused:
     program = order["command"][0]
     if report["step"] == "workdir" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
         return Refused(
@@ -100,24 +100,24 @@ def launch(
     Raises:
         Refused: A rank cannot be started. Those in `started` may be running.
     """
-    keeper = os.getpid()
+    shim = os.getpid()
     base = dict(os.environ)
     own = order.get("launched")
     command = (
         order["command"]
         if own is None
-        else [*order["command"], *launched.before(own["command"], own["env"])]
+        else [*order["command"], *launched.wrap_command(own["command"], own["env"])]
     )
     reports: dict[int, int] = {}
     try:
         for index, rank in enumerate(ranks):
-            environment = rank_environment(base, order, generation, token, index, rank)
-            log = os.open(generation.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            environment = make_rank_environment(base, order, generation, token, index, rank)
+            log = os.open(generation.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             reading, writing = os.pipe()
             reports[reading] = rank
             pid = os.fork()
             if pid == 0:
-                _become(order, command, environment, log, writing, keeper)
+                _become(order, command, environment, log, writing, shim)
             started[rank] = pid
             os.close(log)
             os.close(writing)
@@ -126,7 +126,7 @@ def launch(
         _await_exec(order, dict(reports))
     except OSError as error:
         if disk.is_full(error):
-            raise disk.refuse(generation.state, "ranks cannot be started") from error
+            raise disk.make_refusal(generation.state, "ranks cannot be started") from error
         raise Refused("cannot_start", f"ranks cannot be started: {error.strerror}") from error
     finally:
         for reading in reports:
@@ -139,7 +139,7 @@ def _await_exec(order: Json, waiting: dict[int, int]) -> None:
     Raises:
         Refused: A rank reported an error, or no exec succeeded within the timeout.
     """
-    deadline = time.monotonic() + EXEC_PATIENCE
+    deadline = time.monotonic() + EXEC_TIMEOUT
     while waiting:
         poll = select.poll()
         for reading in waiting:
@@ -148,10 +148,10 @@ def _await_exec(order: Json, waiting: dict[int, int]) -> None:
         if not ready:
             raise Refused(
                 "cannot_start",
-                f"the command {order['command'][0]} was not begun within {EXEC_PATIENCE:g} s",
+                f"the command {order['command'][0]} was not begun within {EXEC_TIMEOUT:g} s",
             )
         for reading, _ in ready:
             report = os.read(reading, 65536)
             rank = waiting.pop(reading)
             if report:
-                raise _refusal(order, rank, json.loads(report))
+                raise _make_refusal(order, rank, json.loads(report))

@@ -26,9 +26,9 @@ A busy machine with thousands of processes takes a tenth of a second.
 """
 RESTORE_TIMEOUT = 3.0
 """Timeout in seconds for a shim to restore its files. A signal makes it check at once."""
-ACKNOWLEDGED = 1.0
+ACKNOWLEDGE_TIMEOUT = 1.0
 """Timeout in seconds for a shim to acknowledge an order. It never blocks longer than an fsync."""
-GOING = 2.0
+SHIM_EXIT_TIMEOUT = 2.0
 """Seconds after the grace period for a shim to kill its ranks, reap them and confirm."""
 
 
@@ -50,10 +50,10 @@ def stop_all(
     alive: set[Order] = set()
     unproven = []
     groups: dict[int, int] = {}
-    for generation in _not_proven_gone(orders):
+    for generation in _list_suspects(orders):
         recorded = await_records(generation)
-        if generation.keeper_lives():
-            confirmed = _ask_keeper(generation, grace, stuck_after, reason)
+        if generation.has_live_shim():
+            confirmed = _ask_shim(generation, grace, stuck_after, reason)
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
@@ -62,15 +62,15 @@ def stop_all(
             if not recorded:
                 groups.update(_list_groups_below(generation))
             try:
-                _end_keeper(generation)
+                _end_shim(generation)
             except Refused:  # the shim hangs, such as in a write: kill its ranks all the same
-                _kill_what_is_left(job, [generation], groups, below, stuck_after)
+                _kill_rest(job, [generation], groups, below, stuck_after)
                 raise
         _end_supervisor(generation)
-        if generation.started is not None or not recorded:
+        if generation.launch is not None or not recorded:
             unproven.append(generation)
     if unproven:
-        alive.update(_kill_what_is_left(job, unproven, groups, below, stuck_after))
+        alive.update(_kill_rest(job, unproven, groups, below, stuck_after))
     return sorted(alive)
 
 
@@ -82,13 +82,13 @@ def find_living(job: JobState) -> list[Generation]:
     """
     if job.is_recorded():
         return []
-    orders = set(find_shims.find_keepers(job.state, job.path.name))
-    if orders or job.generations():
+    orders = set(find_shims.find_shims(job.state, job.path.name))
+    if orders or job.list_generations():
         orders |= _find_ranks(job)
     else:
         # Most likely the first launch of a job. Reading the environment of a process that hangs in
         # the kernel may block; the timeout keeps it from blocking every launch on this node.
-        answer = tools.bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
+        answer = tools.run_bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
         orders = {
             (submission, number) for submission, number in (answer or {"orders": []})["orders"]
         }
@@ -98,52 +98,52 @@ def find_living(job: JobState) -> list[Generation]:
 def _find_ranks(job: JobState) -> set[Order]:
     orders: set[Order] = set()
 
-    def note(rest: str) -> bool:
-        order = _order_of(rest)
+    def add_order(rest: str) -> bool:
+        order = _parse_order(rest)
         if order is not None:
             orders.add(order)
         return order is not None
 
-    processes.of_token(f"{job.token_prefix}/", note, str(job.state), {})
+    processes.find_by_token(f"{job.token_prefix}/", add_order, str(job.state), {})
     return orders
 
 
 def await_records(generation: Generation) -> bool:
     """Have a living shim restore its removed files; return whether the generation is recorded."""
-    if _is_whole(generation):
+    if _is_complete(generation):
         return True
     deadline = time.monotonic() + RESTORE_TIMEOUT
     while time.monotonic() < deadline:
-        keeper = generation.find_keeper()
-        if keeper is None:
+        shim = generation.find_shim()
+        if shim is None:
             break
-        processes.kill(keeper, signal.SIGCONT)
-        processes.kill(keeper, signal.SIGCHLD)
+        processes.kill(shim, signal.SIGCONT)
+        processes.kill(shim, signal.SIGCHLD)
         time.sleep(0.02)
-        if _is_whole(generation):
+        if _is_complete(generation):
             break
     return generation.is_recorded()
 
 
-def _is_whole(generation: Generation) -> bool:
-    found = [(generation.path / name).exists() for name in ("orders", "../highest.json")]
-    return all(found) and generation.is_recorded()
+def _is_complete(generation: Generation) -> bool:
+    present = [(generation.path / name).exists() for name in ("orders", "../highest.json")]
+    return all(present) and generation.is_recorded()
 
 
 def _list_groups_below(generation: Generation) -> dict[int, int]:
     """Return the start time, by pid, of all living descendants of a shim without records."""
-    keeper = generation.find_keeper()
-    below = processes.list_below(keeper) if keeper is not None else []
+    shim = generation.find_shim()
+    below = processes.list_below(shim) if shim is not None else []
     return {process.pid: process.started for process in below}
 
 
-def _identify_keeper(generation: Generation) -> tuple[int, int] | None:
-    identity = generation.identity("keeper")
-    keeper = generation.find_keeper() if identity is None else None
-    return (keeper.pid, keeper.started) if keeper is not None else identity
+def _identify_shim(generation: Generation) -> tuple[int, int] | None:
+    identity = generation.identity("shim")
+    shim = generation.find_shim() if identity is None else None
+    return (shim.pid, shim.started) if shim is not None else identity
 
 
-def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
+def _list_suspects(generations: list[Generation]) -> list[Generation]:
     """Return the generations that may be alive, newest first.
 
     Those below a prepared generation are left out: preparing it proved that they were gone.
@@ -151,14 +151,12 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
     suspects: list[Generation] = []
     for generation in reversed(generations):
         suspects.append(generation)
-        if generation.given is not None:
+        if generation.prepared_order is not None:
             break
     return suspects
 
 
-def _ask_keeper(
-    generation: Generation, grace: float, stuck_after: float, reason: str
-) -> Json | None:
+def _ask_shim(generation: Generation, grace: float, stuck_after: float, reason: str) -> Json | None:
     """Have the shim stop its ranks; return its confirmation that none is left, or None.
 
     Raises:
@@ -166,13 +164,13 @@ def _ask_keeper(
             be the only way to find them.
     """
     for attempt in range(2):
-        caller = generation.connect("orders", ACKNOWLEDGED)
+        caller = generation.connect("orders", ACKNOWLEDGE_TIMEOUT)
         if caller is not None:
             with caller, caller.makefile("rb") as answers:
                 try:
                     caller.sendall(line({"stop": {"stop_grace": grace, "reason": reason}}))
                     if answers.readline():
-                        caller.settimeout(grace + GOING)
+                        caller.settimeout(grace + SHIM_EXIT_TIMEOUT)
                         confirmed = parse(answers.readline())
                         if confirmed is not None and "stuck" in confirmed:
                             confirmed = _await_end(caller, answers, confirmed, stuck_after)
@@ -183,34 +181,34 @@ def _ask_keeper(
                         )
                 except OSError:  # silent or gone: the check below finds out which
                     pass
-        if not generation.keeper_lives():
+        if not generation.has_live_shim():
             return None
         if attempt == 0:  # if it was stopped, SIGCONT lets it stop its ranks gracefully
-            _signal(_identify_keeper(generation), signal.SIGCONT)
+            _signal(_identify_shim(generation), signal.SIGCONT)
     return None
 
 
 def _await_end(
-    caller: socket.socket, answers: BinaryIO, said: Json, stuck_after: float
+    caller: socket.socket, answers: BinaryIO, message: Json, stuck_after: float
 ) -> Json | None:
-    """Wait for the shim's confirmation that nothing is left; `said` is its latest message.
+    """Wait for the shim's confirmation that nothing is left; `message` is its latest one.
 
     Raises:
         Refused: Something is left after `stuck_after` seconds.
     """
     deadline = time.monotonic() + stuck_after
-    answer: Json | None = said
+    answer: Json | None = message
     while answer is not None and "stuck" in answer:
-        left = [pid for pid, started in answer["stuck"] if processes.lives(pid, started)]
+        left = [pid for pid, started in answer["stuck"] if processes.is_alive(pid, started)]
         caller.settimeout(max(0.01, deadline - time.monotonic()))
         try:
             answer = parse(answers.readline())
         except OSError:
-            raise _stuck(left, stuck_after) from None
+            raise _make_stuck_refusal(left, stuck_after) from None
     return answer
 
 
-def _stuck(pids: list[int], stuck_after: float) -> Refused:
+def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refused:
     """Return the refusal that names the processes that do not die, and the remedy."""
     foreign = [pid for pid in pids if not processes.can_signal(pid)]
     if foreign:
@@ -219,34 +217,42 @@ def _stuck(pids: list[int], stuck_after: float) -> Refused:
             f"{gpu_users.describe(foreign)}; end it on this node, or reboot the node"
         )
     else:
-        text = f"{stuck_after:g} s after SIGKILL there still is {gpu_users.describe(pids)}; this node needs a reboot"
+        text = (
+            f"{stuck_after:g} s after SIGKILL there still is {gpu_users.describe(pids)}; "
+            "this node needs a reboot"
+        )
     return Refused("stuck", text, pids=pids)
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:
     """Signal the process with this (pid, start time) if it lives; return whether it does."""
-    found = processes.look(identity[0]) if identity else None
-    if identity is None or found is None or found.started != identity[1] or not found.lives:
+    process = processes.read_process(identity[0]) if identity else None
+    if (
+        identity is None
+        or process is None
+        or process.started != identity[1]
+        or not process.is_alive
+    ):
         return False
-    processes.kill(found, number)
+    processes.kill(process, number)
     return True
 
 
-def _end_keeper(generation: Generation) -> None:
+def _end_shim(generation: Generation) -> None:
     """Kill a shim that did not exit when ordered to. Its ranks die with it.
 
     Raises:
         Refused: The shim does not die.
     """
-    deadline = time.monotonic() + GOING
-    while generation.keeper_lives():
-        identity = _identify_keeper(generation)
+    deadline = time.monotonic() + SHIM_EXIT_TIMEOUT
+    while generation.has_live_shim():
+        identity = _identify_shim(generation)
         _signal(identity, signal.SIGKILL)
         if time.monotonic() > deadline:
             number = generation.order[1]
             raise Refused(
                 "stuck",
-                f"the keeper of generation {number} does not die",
+                f"the shim of generation {number} does not die",
                 pids=[identity[0]] if identity else [],
             )
         time.sleep(0.005)
@@ -254,14 +260,14 @@ def _end_keeper(generation: Generation) -> None:
 
 def _end_supervisor(generation: Generation) -> None:
     """Kill the supervisor of a generation whose shim is gone."""
-    deadline = time.monotonic() + GOING
+    deadline = time.monotonic() + SHIM_EXIT_TIMEOUT
     while (
         _signal(generation.identity("supervisor"), signal.SIGKILL) and time.monotonic() < deadline
     ):
         time.sleep(0.002)
 
 
-def _order_of(rest: str) -> Order | None:
+def _parse_order(rest: str) -> Order | None:
     submission, _, generation = rest.partition("/")
     return (
         (int(submission), int(generation))
@@ -270,7 +276,7 @@ def _order_of(rest: str) -> Order | None:
     )
 
 
-def _kill_what_is_left(
+def _kill_rest(
     job: JobState,
     unproven: list[Generation],
     unrecorded: dict[int, int],
@@ -284,7 +290,7 @@ def _kill_what_is_left(
     Raises:
         Refused: Something is left after `stuck_after` seconds.
     """
-    seen: set[Order] = set()
+    found_orders: set[Order] = set()
     groups = {
         **unrecorded,
         **{pid: started for generation in unproven for pid, started in generation.groups.items()},
@@ -295,34 +301,35 @@ def _kill_what_is_left(
         if (folder := generation.cgroup) is not None
     ]
 
-    def wanted(rest: str) -> bool:
-        order = _order_of(rest)
+    def is_covered(rest: str) -> bool:
+        order = _parse_order(rest)
         if order is None or order > below:
             return False
-        seen.add(order)
+        found_orders.add(order)
         return True
 
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     killed: list[processes.Process] = []
     while True:
-        left = processes.with_dying(
-            processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups), killed
+        left = processes.add_dying(
+            processes.find_by_token(f"{job.token_prefix}/", is_covered, str(job.state), groups),
+            killed,
         )
         for order, folder in cgroups:
-            members = cgroup.members(folder)
+            members = cgroup.list_members(folder)
             if members:
-                seen.add(order)
+                found_orders.add(order)
                 left += members
                 cgroup.kill(folder)
         if not left:
             for _, folder in cgroups:
                 cgroup.remove(folder)
-            return seen
+            return found_orders
         for process in left:
             processes.kill(process, signal.SIGKILL)
         killed = left
         if time.monotonic() > deadline:
-            raise _stuck(sorted({process.pid for process in left}), stuck_after)
+            raise _make_stuck_refusal(sorted({process.pid for process in left}), stuck_after)
         time.sleep(pause)
         pause = min(0.1, pause * 2)

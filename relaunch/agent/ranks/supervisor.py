@@ -24,39 +24,39 @@ from relaunch.agent.ranks import cgroup, evidence, journal, retention
 from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers, measure_standstill
 from relaunch.agent.ranks.peers import Answer, Peers
 from relaunch.agent.ranks.progress import RankProgress
-from relaunch.agent.state import Generation, JobState, boot_id
+from relaunch.agent.state import Generation, JobState, read_boot_id
 
-PING = 2.0
+PING_INTERVAL = 2.0
 """Seconds between keep-alive messages to the shim."""
-KEEPER_SILENCE = 3.0
+SHIM_TIMEOUT = 3.0
 """Seconds without an answer to a keep-alive message after which the shim counts as silent.
 
 A shim that runs answers at once.
 """
-OVERDUE = 0.5
+OVERDUE_DELAY = 0.5
 """Seconds after the end of the grace period by which the guard should have killed what is left."""
-COMPARE = (0.5, 2.0)
+COMPARE_INTERVALS = (0.5, 2.0)
 """Minimum and maximum seconds between clock comparisons with the peers while a lease runs.
 
 Within these limits, the interval is a sixth of the lease.
 """
-LOOK = 0.5
+PROGRESS_INTERVAL = 0.5
 """Seconds between reads of progress while there is a watcher: half of the 1 s heartbeat limit."""
-WATCHERS = 16
+MAX_WATCHERS = 16
 """Maximum connections. One more drops the oldest, which is the most likely to be dead."""
-WATCHER_LIMIT = 16 * 1024 * 1024
+MAX_QUEUED_BYTES = 16 * 1024 * 1024
 """Maximum bytes queued for a watcher: room for the error file and log tail of every rank."""
-KILLING = 0.9
+KILL_TIMEOUT = 0.9
 """Seconds to kill everything before the shim's death is recorded. Ranks must be gone within 1 s."""
-FAILED = "failed (exitcode: "
+FAILURE_TEXT = "failed (exitcode: "
 """What torchrun and ft_launcher log about the first failed rank, after they ended the others."""
-LAUNCHER_PATIENCE = 5.0
+LAUNCHER_EXIT_TIMEOUT = 5.0
 """Seconds from that log line to the launcher's own exit, in which it logs more.
 
 Torchrun needs two seconds on a busy machine.
 """
-FAREWELL = 0.8
-"""Seconds to send the end to watchers: less than the shim waits (shim.FAREWELL)."""
+FAREWELL_TIMEOUT = 0.8
+"""Seconds to send the end to watchers: less than the shim waits (shim.FAREWELL_TIMEOUT)."""
 
 
 class Watcher:
@@ -64,13 +64,13 @@ class Watcher:
         self.channel = channel
         self.seq = after_seq
         self.heartbeat = heartbeat
-        self.beat_at = 0.0
+        self.sent_at = 0.0
         self.due_at = 0.0
 
     @property
-    def slow(self) -> bool:
+    def is_slow(self) -> bool:
         """Return whether data is queued and it read none for three heartbeats (at least 1 s)."""
-        return self.channel.behind and now() > self.channel.written_at + max(
+        return self.channel.has_unsent and now() > self.channel.last_write_at + max(
             1.0, 3 * self.heartbeat
         )
 
@@ -80,7 +80,7 @@ def _is_time(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Sockets:
+class SupervisorSockets:
     watch: socket.socket
     peers: socket.socket
     link: int
@@ -93,9 +93,9 @@ def run(
     generation: Generation,
     token: Token,
     order: Json,
-    keeper: processes.Process,
-    sockets: Sockets,
-    kernel: kernel_log.Mark,
+    shim: processes.Process,
+    sockets: SupervisorSockets,
+    kernel: kernel_log.LogPosition,
     news: Json,
 ) -> None:
     """Run the supervisor in a process that was just forked from the shim."""
@@ -103,10 +103,10 @@ def run(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     processes.set_name("relaunch-sup")
-    kept = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
-    processes.close_all_but([*kept, kernel.handle])
-    supervisor = Supervisor(generation, token, order, keeper, sockets, kernel)
-    supervisor.hear_keeper(news)
+    handles = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
+    processes.close_all_but([*handles, kernel.handle])
+    supervisor = Supervisor(generation, token, order, shim, sockets, kernel)
+    supervisor.handle_news(news)
     supervisor.run()
 
 
@@ -116,18 +116,18 @@ class Supervisor:
         generation: Generation,
         token: Token,
         order: Json,
-        keeper: processes.Process,
-        sockets: Sockets,
-        kernel: kernel_log.Mark,
+        shim: processes.Process,
+        sockets: SupervisorSockets,
+        kernel: kernel_log.LogPosition,
     ) -> None:
         self.generation = generation
         self.token = token
         self.order = order
-        self.keeper = keeper
+        self.shim = shim
         self.listener = sockets.watch
         self.guard = sockets.guard
         self.loop = Loop()
-        self.boot = boot_id(generation.state)
+        self.boot = read_boot_id(generation.state)
         self.state = "prepared"
         self.alive: list[int] = []
         self.pids: dict[int, int] = {}
@@ -142,7 +142,7 @@ class Supervisor:
         """While stopping: when the shim sends SIGKILL."""
         self.killed_at = 0.0
         """When this process last sent SIGKILL in place of the shim."""
-        self.unanswered_since: float | None = None
+        self.pinged_since: float | None = None
         """When the keep-alive message was sent that the shim has not answered."""
         self.alive_until: float | None = None
         """When the fence is due, as of the shim's last message; None if never.
@@ -158,7 +158,7 @@ class Supervisor:
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
-        self.untaken: list[Json] = []
+        self.unwritten: list[Json] = []
         """Observations of the shim's death that could not be written because the disk is full."""
         self.synced = 0
         """Number of the last observation that is on disk, as of the shim's last message."""
@@ -170,40 +170,40 @@ class Supervisor:
         self.failed_at: float | None = None
         """When the launcher's log was first seen to report a failed rank."""
         self.progress: dict[int, RankProgress] = {}
-        self.pinged_at = self.looked_at = self.asked_at = 0.0
-        self.leave_at: float | None = None
+        self.pinged_at = self.read_at = self.asked_at = 0.0
+        self.exit_at: float | None = None
         self.loop.watch(self.listener.fileno(), lambda events: self._accept())
-        self.job = JobState.of(generation.state, token)
-        self.peers = Peers(self.loop, self.job, token, sockets.peers, self._vitals)
-        self.link = Channel(self.loop, sockets.link, self.hear_keeper, self._keeper_went)
+        self.job = JobState.from_token(generation.state, token)
+        self.peers = Peers(self.loop, self.job, token, sockets.peers, self._read_vitals)
+        self.link = Channel(self.loop, sockets.link, self.handle_news, self._handle_shim_close)
 
     def run(self) -> None:
-        while self.leave_at is None or now() < self.leave_at:
-            self.loop.turn(self._next_deadline())
+        while self.exit_at is None or now() < self.exit_at:
+            self.loop.run_once(self._next_deadline())
             self._tick()
 
     # --- the shim ---
 
-    def hear_keeper(self, told: Json) -> None:
-        self.unanswered_since = None
-        if "state" not in told:
+    def handle_news(self, news: Json) -> None:
+        self.pinged_since = None
+        if "state" not in news:
             return
-        if "start" in told:
-            self._begin(told["start"])
-        self.state = told["state"]
-        self.synced = told["seq"]
-        self.alive = sorted(int(rank) for rank in told["alive"])
-        self.alive_until = told["alive_until"]
-        self.leased_until = told["leased_until"]
-        self.renewed = told["renewed"]
-        self.guard_pid, self.kill_at = told["guard"], told["kill_at"]
-        self.pids = {int(rank): pid for rank, pid in told["pids"]}
+        if "start" in news:
+            self._begin(news["start"])
+        self.state = news["state"]
+        self.synced = news["seq"]
+        self.alive = sorted(int(rank) for rank in news["alive"])
+        self.alive_until = news["alive_until"]
+        self.leased_until = news["leased_until"]
+        self.renewed = news["renewed"]
+        self.guard_pid, self.kill_at = news["guard"], news["kill_at"]
+        self.pids = {int(rank): pid for rank, pid in news["pids"]}
         if self.lease is not None and self.leased_until is not None:
-            self.lease.set_times(self.leased_until, told["handle"], self.renewed)
-        self._send_news()
+            self.lease.set_times(self.leased_until, news["handle"], self.renewed)
+        self._send_observations()
         if self.state == "gone":
-            self._say_end()
-            self.leave_at = now() if not self.watchers else now() + FAREWELL
+            self._send_end()
+            self.exit_at = now() if not self.watchers else now() + FAREWELL_TIMEOUT
 
     def _begin(self, order: Json) -> None:
         self.peers.begin(order)
@@ -221,47 +221,47 @@ class Supervisor:
             if rank not in self.progress:
                 self.progress[rank] = RankProgress(self.generation, rank, self.pattern)
 
-    def _keeper_went(self) -> None:
+    def _handle_shim_close(self) -> None:
         """Handle a closed socket: unless the shim announced its end, it has died."""
         if self.state == "gone":
             return
-        started = self.generation.started
+        started = self.generation.launch
         if started is None and self.progress:  # the file was removed, but the launch was announced
-            self._kill_what_is_left()
+            self._kill_rest()
         if started is None or started.get("refused"):
-            self.leave_at = now()
+            self.exit_at = now()
             return
-        left = self._kill_what_is_left()
+        left = self._kill_rest()
         self.observations = journal.read(self.generation.journal)
-        missing = set(self.order["ranks"]) - journal.exited(self.observations)
+        missing = set(self.order["ranks"]) - journal.list_exited(self.observations)
         if missing:
-            reason = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
+            reason = f"the shim died; the exits of ranks {sorted(missing)} are not known"
             if left:
                 reason += f"; {gpu_users.describe(left)} does not die"
             record = journal.Journal(self.generation.journal)
-            record.append(("KeeperDied", {"reason": reason}))
+            record.append(("ShimDied", {"reason": reason}))
             record.close()
-            self.untaken = record.pending
-            self.observations = [*journal.read(self.generation.journal), *self.untaken]
+            self.unwritten = record.pending
+            self.observations = [*journal.read(self.generation.journal), *self.unwritten]
         self.synced = len(self.observations)
         self.state, self.alive, self.leased_until = "gone", [], None
-        self._send_news()
-        self._say_end()
-        self.leave_at = now() + self.order["lease"]
+        self._send_observations()
+        self._send_end()
+        self.exit_at = now() + self.order["lease"]
 
-    def _kill_what_is_left(self) -> list[int]:
+    def _kill_rest(self) -> list[int]:
         """Kill the ranks and all that they forked; return the pids that did not die in time."""
         groups, folder = self.generation.groups, self.generation.cgroup
-        deadline = time.monotonic() + KILLING
+        deadline = time.monotonic() + KILL_TIMEOUT
         killed: list[processes.Process] = []
         while True:
             if folder is not None:
                 cgroup.kill(folder)
-            named = processes.of_token(
+            carriers = processes.find_by_token(
                 self.token.text, lambda rest: rest == "", str(self.generation.state), groups
             )
-            left = processes.with_dying(named, killed)
-            left += cgroup.members(folder) if folder is not None else []
+            left = processes.add_dying(carriers, killed)
+            left += cgroup.list_members(folder) if folder is not None else []
             if not left or time.monotonic() > deadline:
                 return sorted({process.pid for process in left})
             for process in left:
@@ -279,12 +279,12 @@ class Supervisor:
         channel = Channel(
             self.loop,
             caller.detach(),
-            lambda line: self._hear(channel, line),
+            lambda line: self._handle_line(channel, line),
             lambda: self._forget(channel),
-            WATCHER_LIMIT,
+            MAX_QUEUED_BYTES,
         )
         self.connections.append(channel)
-        if len(self.connections) > WATCHERS:
+        if len(self.connections) > MAX_WATCHERS:
             self.connections[0].drop()
 
     def _forget(self, channel: Channel) -> None:
@@ -294,11 +294,11 @@ class Supervisor:
             self.watchers = left
             self.link.send({"watchers": len(self.watchers)})
             if self.state == "gone" and self.link.closed:
-                self.leave_at = now() + self.order["lease"]
+                self.exit_at = now() + self.order["lease"]
         if self.state == "gone" and not self.watchers and not self.link.closed:
-            self.leave_at = now()
+            self.exit_at = now()
 
-    def _hear(self, channel: Channel, line: Json) -> None:
+    def _handle_line(self, channel: Channel, line: Json) -> None:
         if "watch" in line:
             watcher = Watcher(channel, line["watch"]["after_seq"], line["watch"]["heartbeat"])
             self.watchers.append(watcher)
@@ -312,12 +312,12 @@ class Supervisor:
                 "place": self.job.place,
             }
             channel.send({"hello": hello})
-            self._send_news()
+            self._send_observations()
             if self.state == "gone":
-                self._say_end()
+                self._send_end()
             else:
-                self._look()
-                self._beat(watcher)
+                self._read_progress()
+                self._send_heartbeat(watcher)
         elif (
             "renew" in line
             and isinstance(line["renew"], dict)
@@ -352,7 +352,7 @@ class Supervisor:
             self.standstills.add(now(), lost)
             self.clocks.forget()
             self.vouchers.forget()
-            self.lease.shift(lost)
+            self.lease.shorten(lost)
             # Inform the shim first: the guard may kill at once, and the shim needs to know why.
             self.link.send({"stood_still": lost})
             self._inform_guard()
@@ -365,34 +365,34 @@ class Supervisor:
         except BlockingIOError:  # the shim replaces a guard that reads nothing
             pass
 
-    def _send_news(self) -> None:
+    def _send_observations(self) -> None:
         """Send to each watcher the synced observations that it does not have yet."""
         written = journal.read(self.generation.journal)
-        self.observations = [*written, *self.untaken][: self.synced]
+        self.observations = [*written, *self.unwritten][: self.synced]
         # Read the kernel log now, even if there is no watcher.
-        if self.kernel_reading is None and kernel_log.asked_for(self.observations):
-            self.kernel_reading = kernel_log.reading_of(self.generation, self.kernel)
+        if self.kernel_reading is None and kernel_log.may_explain(self.observations):
+            self.kernel_reading = kernel_log.read_generation(self.generation, self.kernel)
         for watcher in list(self.watchers):
             for observation in self.observations[watcher.seq :]:
                 reach_failpoint(self.generation.state, "supervisor.sending")
                 watcher.seq = observation["seq"]
                 watcher.channel.send(
                     {
-                        "observation": evidence.told(
+                        "observation": evidence.add_evidence(
                             self.generation, observation, self.kernel_reading
                         )
                     }
                 )
 
-    def _say_end(self) -> None:
+    def _send_end(self) -> None:
         for watcher in list(self.watchers):
             watcher.channel.send({"end": {"seq": len(self.observations)}})
             watcher.channel.finish()
 
-    def _beat(self, watcher: Watcher) -> None:
-        watcher.beat_at = now()
-        watcher.due_at = watcher.beat_at + watcher.heartbeat
-        if watcher.channel.behind:
+    def _send_heartbeat(self, watcher: Watcher) -> None:
+        watcher.sent_at = now()
+        watcher.due_at = watcher.sent_at + watcher.heartbeat
+        if watcher.channel.has_unsent:
             return  # a queued heartbeat would be stale when it is read
         runs = self.leased_until is not None and self.alive_until is not None
         left = (
@@ -408,8 +408,8 @@ class Supervisor:
             "lease_left": left,
             "progress": reported,
         }
-        if self._keeper_silence is not None:
-            heartbeat["keeper_silent"] = round(self._keeper_silence, 1)
+        if self._shim_silence is not None:
+            heartbeat["shim_silent"] = round(self._shim_silence, 1)
         watcher.channel.send({"heartbeat": heartbeat})
 
     def _find_alive(self) -> list[int]:
@@ -418,21 +418,21 @@ class Supervisor:
         The shim removes a rank only after it has journaled its exit. If the shim is silent, ranks
         that are dead according to /proc are left out as well.
         """
-        if self._keeper_silence is None:
+        if self._shim_silence is None:
             return self.alive
-        found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
+        running = {rank: processes.read_process(pid) for rank, pid in self.pids.items()}
         return [
             rank
             for rank in self.alive
-            if rank in found and (process := found[rank]) is not None and process.lives
+            if rank in running and (process := running[rank]) is not None and process.is_alive
         ]
 
     @property
-    def _keeper_silence(self) -> float | None:
-        """Return the seconds of the shim's silence; None if below KEEPER_SILENCE."""
-        if self.unanswered_since is None or now() < self.unanswered_since + KEEPER_SILENCE:
+    def _shim_silence(self) -> float | None:
+        """Return the seconds of the shim's silence; None if below SHIM_SILENCE."""
+        if self.pinged_since is None or now() < self.pinged_since + SHIM_TIMEOUT:
             return None
-        return now() - self.unanswered_since
+        return now() - self.pinged_since
 
     @property
     def _kill_due_at(self) -> float | None:
@@ -445,60 +445,60 @@ class Supervisor:
             else self.lease.ends + float(self.order["stop_grace"])
         )
         due = ends if self.state == "running" else self.kill_at
-        return None if due is None else max(due + OVERDUE, self.killed_at + OVERDUE)
+        return None if due is None else max(due + OVERDUE_DELAY, self.killed_at + OVERDUE_DELAY)
 
-    def _kill_for_keeper(self) -> None:
+    def _kill_for_shim(self) -> None:
         """Kill the ranks, because both the shim and the guard are stopped or hang."""
-        self.link.hear_pending()
+        self.link.read_pending()
         if self._kill_due_at is None or now() < self._kill_due_at:
             return
         self.killed_at = now()
-        for process in processes.list_below(self.keeper, without=[os.getpid(), self.guard_pid]):
+        for process in processes.list_below(self.shim, without=[os.getpid(), self.guard_pid]):
             processes.kill(process, signal.SIGKILL)
 
-    def _wake_keeper(self) -> None:
+    def _wake_shim(self) -> None:
         """Send SIGCONT to a stopped shim: while it is stopped, exits of ranks are not reported."""
-        found = processes.look(self.keeper.pid)
-        if found is not None and found.state == "T":
-            processes.kill(self.keeper, signal.SIGCONT)
+        shim = processes.read_process(self.shim.pid)
+        if shim is not None and shim.state == "T":
+            processes.kill(self.shim, signal.SIGCONT)
 
-    def _look(self) -> None:
+    def _read_progress(self) -> None:
         """Read the progress of all ranks.
 
         If a step or a checkpoint changed, the next heartbeat comes within 1 s of the last one.
         """
-        self.looked_at = now()
+        self.read_at = now()
         if self.launches:
-            launched = self.generation.launched
+            launched = self.generation.launched_ranks
             self._follow(launched)  # a launcher may assign other rank numbers than the order gave
-            self._see_failure(launched)
+            self._check_launcher(launched)
         advanced = [progress.read() for progress in self.progress.values()]
         if any(advanced):
             for watcher in self.watchers:
-                watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
+                watcher.due_at = min(watcher.due_at, watcher.sent_at + 1.0)
 
-    def _see_failure(self, launched: Dict[int, Tuple[int, int]]) -> None:
+    def _check_launcher(self, launched: Dict[int, Tuple[int, int]]) -> None:
         """Report a launcher that logged a failed rank but does not exit to the shim.
 
         Ft_launcher waits up to five minutes for the launchers of other nodes.
         """
-        if all(processes.lives(*one) for one in launched.values()):
+        if all(processes.is_alive(*rank) for rank in launched.values()):
             return
         if self.failed_at is None:
             if any(
-                FAILED in line
-                for line in evidence.tail(self.generation.log(self.order["ranks"][0]))
+                FAILURE_TEXT in line
+                for line in evidence.read_tail(self.generation.log_path(self.order["ranks"][0]))
             ):
                 self.failed_at = now()
-        elif now() > self.failed_at + LAUNCHER_PATIENCE:
+        elif now() > self.failed_at + LAUNCHER_EXIT_TIMEOUT:
             self.link.send({"failed_below": True})
 
     # --- time ---
 
     def _next_deadline(self) -> float:
-        times = [self.pinged_at + PING]
-        if self.leave_at is not None:
-            times.append(self.leave_at)
+        times = [self.pinged_at + PING_INTERVAL]
+        if self.exit_at is not None:
+            times.append(self.exit_at)
         if self._kill_due_at is not None:
             times.append(self._kill_due_at)
         if self.peers.busy:
@@ -508,7 +508,7 @@ class Supervisor:
         for watcher in self.watchers:
             times.append(watcher.due_at)
             if self.alive:
-                times.append(self.looked_at + LOOK)
+                times.append(self.read_at + PROGRESS_INTERVAL)
         return min(times)
 
     @property
@@ -525,46 +525,47 @@ class Supervisor:
             return max(self.leased_until, often)
         return min(
             max(self.leased_until, often),
-            self.asked_at + min(COMPARE[1], max(COMPARE[0], float(self.order["lease"]) / 6)),
+            self.asked_at
+            + min(COMPARE_INTERVALS[1], max(COMPARE_INTERVALS[0], float(self.order["lease"]) / 6)),
         )
 
     def _tick(self) -> None:
-        if now() >= self.pinged_at + PING:
+        if now() >= self.pinged_at + PING_INTERVAL:
             self.pinged_at = now()
             if not self.link.closed:
                 self._ping()
             retention.cut_live_logs(self.generation)
         if self._kill_due_at is not None and now() >= self._kill_due_at:
-            self._kill_for_keeper()
+            self._kill_for_shim()
         self.peers.expire()
-        self._see_alone()
+        self._check_alone()
         if self._ask_at is not None and now() >= self._ask_at:
             self.asked_at = now()
-            self.peers.ask(self._peer_answered)
-        if self.watchers and self.alive and now() >= self.looked_at + LOOK:
-            self._look()
+            self.peers.ask(self._handle_answer)
+        if self.watchers and self.alive and now() >= self.read_at + PROGRESS_INTERVAL:
+            self._read_progress()
         for watcher in list(self.watchers):
-            if watcher.slow:
+            if watcher.is_slow:
                 watcher.channel.drop()
             elif now() >= watcher.due_at:
-                self._beat(watcher)
+                self._send_heartbeat(watcher)
 
     def _ping(self) -> None:
         """Send a keep-alive message to the shim; if the shim is silent, continue it if stopped."""
-        if self.unanswered_since is None:
-            self.unanswered_since = now()
+        if self.pinged_since is None:
+            self.pinged_since = now()
             self.link.send({"alive": True})
-        elif self._keeper_silence is not None:
-            self._wake_keeper()
+        elif self._shim_silence is not None:
+            self._wake_shim()
 
     # --- peers ---
 
-    def _vitals(self) -> tuple[bool, bool]:
+    def _read_vitals(self) -> tuple[bool, bool]:
         """Return (alive, leased) of this node's part of the generation.
 
         Pending messages of the shim are handled first: a generation that is stopping is not alive.
         """
-        self.link.hear_pending()
+        self.link.read_pending()
         at = now()
         alive = (
             self.state == "running"
@@ -576,7 +577,7 @@ class Supervisor:
             alive and self.renewed and self.leased_until is not None and at < self.leased_until,
         )
 
-    def _see_alone(self) -> None:
+    def _check_alone(self) -> None:
         """Fence if a peer refused the connection, no peer answers and no controller watches here.
 
         This covers a machine that was paused while its gang was stopped elsewhere: no peer is left
@@ -590,19 +591,20 @@ class Supervisor:
         ):
             return
         if not self.watchers:
-            named = ", ".join(sorted(self.peers.refused))
+            nodes = ", ".join(sorted(self.peers.refusing_nodes))
             self.link.send(
                 {
-                    "alone": f"no controller watches here, no peer answers, and nothing of this generation lives on {named}"
+                    "alone": "no controller watches here, no peer answers, "
+                    f"and nothing of this generation lives on {nodes}"
                 }
             )
-            self.peers.refused.clear()
+            self.peers.refusing_nodes.clear()
             return
         # Sending a heartbeat soon detects watchers that are gone.
         for watcher in self.watchers:
-            watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
+            watcher.due_at = min(watcher.due_at, watcher.sent_at + 1.0)
 
-    def _peer_answered(self, answer: Answer) -> None:
+    def _handle_answer(self, answer: Answer) -> None:
         if answer.stamp is not None:
             self._count_standstill(
                 self.clocks.compare(answer.node, answer.asked, answer.answered, answer.stamp)
@@ -611,9 +613,9 @@ class Supervisor:
             self.link.send({"superseded": answer.superseded})
             return
         asked = self.standstills.correct(answer.asked)
-        vouched = self.vouchers.answered(answer.node, asked, answer.alive, answer.leased)
+        vouched = self.vouchers.record_answer(answer.node, asked, answer.alive, answer.leased)
         if vouched is not None:
             if self.lease is not None:
-                self.lease.vouched(vouched)
+                self.lease.extend(vouched)
                 self._inform_guard()
             self.link.send({"vouched": vouched})

@@ -17,22 +17,22 @@ from relaunch.agent import disk, folders, processes
 from relaunch.agent.protocol import Json, Token, now
 from relaunch.agent.state import Generation, JobState, read_json, try_lock, write_json
 
-LOOK_INTERVAL = 2.0
+CHECK_INTERVAL = 2.0
 """Seconds between checks that all files exist. A check takes about a dozen system calls."""
 SOCKETS = ("orders", "sock")
 
 
 class FolderUpkeep:
     def __init__(self, generation: Generation, token: Token, order: Json, lock: int) -> None:
-        """Start upkeep; `lock` is the descriptor of keeper.lock, held since this process began."""
+        """Start upkeep; `lock` is the descriptor of shim.lock, held since this process began."""
         self.generation = generation
-        self.job = JobState.of(generation.state, token)
+        self.job = JobState.from_token(generation.state, token)
         self.order = order
         self.lock = lock
         self.launch: Optional[Json] = None
         """The content of started.json; None before the launch."""
-        self.due_at = now() + LOOK_INTERVAL
-        self._held: Dict[Path, int] = {}
+        self.due_at = now() + CHECK_INTERVAL
+        self._folder_locks: Dict[Path, int] = {}
         self._logs: Dict[int, int] = {}
         """Descriptors of removed logs, by rank.
 
@@ -41,7 +41,7 @@ class FolderUpkeep:
         self._was_restored = False
         self.highest = read_json(self.job.path / "highest.json")
         """The content of highest.json when this generation was prepared."""
-        self.hold()
+        self.lock_folders()
 
     # --- locking folders ---
 
@@ -56,15 +56,15 @@ class FolderUpkeep:
         above = [state.parent] if folders.list_places(str(state)) != [str(state)] else []
         return [*above, state, state / "jobs", self.job.path]
 
-    def hold(self) -> None:
+    def lock_folders(self) -> None:
         """Take a shared lock on every folder. Systemd-tmpfiles skips folders that are locked."""
         for path in [*self._list_outer(), self.generation.path]:
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:  # removed: the next check creates it again
                 continue
-            held = self._held.get(path)
-            if held is not None and os.path.sameopenfile(held, handle):
+            previous = self._folder_locks.get(path)
+            if previous is not None and os.path.sameopenfile(previous, handle):
                 os.close(handle)
                 continue
             try:
@@ -72,18 +72,18 @@ class FolderUpkeep:
             except OSError:  # locked by systemd-tmpfiles right now, or locks are not supported
                 os.close(handle)
                 continue
-            self._held[path] = handle
-            if held is not None:
-                os.close(held)
+            self._folder_locks[path] = handle
+            if previous is not None:
+                os.close(previous)
 
     # --- restoring files ---
 
     def find_missing(self) -> List[Path]:
         """Return the folders and files that are missing, and set the time of the next check."""
-        self.due_at = now() + LOOK_INTERVAL
-        self.hold()
+        self.due_at = now() + CHECK_INTERVAL
+        self.lock_folders()
         own = self.generation.path
-        names = ["order.json", "keeper.json", "keeper.lock", "journal.jsonl", *SOCKETS]
+        names = ["order.json", "shim.json", "shim.lock", "journal.jsonl", *SOCKETS]
         if self.launch is not None:
             names.append("started.json")
         files = [*(own / name for name in names), self.job.path / "highest.json"]
@@ -104,31 +104,31 @@ class FolderUpkeep:
                 path.mkdir(mode=0o700, exist_ok=True)
             elif path in missing:
                 folders.secure_folder(path)
-        if own / "keeper.lock" in missing:
-            # Lock the file first, then rename it: an unlocked keeper.lock means that no shim lives.
-            lock = try_lock(own / ".keeper.lock.restored")
+        if own / "shim.lock" in missing:
+            # Lock the file first, then rename it: an unlocked shim.lock means that no shim lives.
+            lock = try_lock(own / ".shim.lock.restored")
             if lock is not None:
-                os.rename(own / ".keeper.lock.restored", own / "keeper.lock")
+                os.rename(own / ".shim.lock.restored", own / "shim.lock")
                 os.dup2(lock, self.lock, inheritable=False)
                 os.close(lock)
         if own / "order.json" in missing:
             write_json(own / "order.json", self.order, durable=False)
-        if own / "keeper.json" in missing:
-            found = processes.look(os.getpid())
-            if found is not None:
-                self.generation.write_identity("keeper", found.pid, found.started)
+        if own / "shim.json" in missing:
+            process = processes.read_process(os.getpid())
+            if process is not None:
+                self.generation.write_identity("shim", process.pid, process.started)
         if own / "started.json" in missing and self.launch is not None:
             write_json(own / "started.json", self.launch, durable=False)
         self._relink_logs(alive)
         if self.job.path / "highest.json" in missing:
             self._restore_highest()
         self._was_restored = True
-        self.hold()
+        self.lock_folders()
 
     def _relink_logs(self, alive: Dict[int, int]) -> None:
         """Replace each removed log of a living rank by a symlink to the file it still writes."""
         for rank, pid in alive.items():
-            log = self.generation.log(rank)
+            log = self.generation.log_path(rank)
             if os.path.lexists(log):
                 continue
             try:
@@ -169,9 +169,12 @@ class FolderUpkeep:
         if not self._was_restored:
             return None
         self._was_restored = False
-        own, highest = self.generation.order, self.job.highest()
+        own, highest = self.generation.order, self.job.read_highest()
         if highest.stopped is not None and highest.stopped >= own:
             return f"generation {own[1]} was stopped while the records of this node were gone"
         if highest.prepared is not None and highest.prepared > own:
-            return f"generation {highest.prepared[1]} was prepared while the records of this node were gone"
+            return (
+                f"generation {highest.prepared[1]} was prepared "
+                "while the records of this node were gone"
+            )
         return None

@@ -16,19 +16,19 @@ from relaunch.agent.node import kernel_log
 from relaunch.agent.protocol import Fields, Json, Refused, line, now
 from relaunch.agent.ranks import evidence, journal
 from relaunch.agent.ranks.stop import await_records
-from relaunch.agent.state import Generation, JobState, boot_id, read_json
+from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
-LOCK_PATIENCE = 120.0
+LOCK_TIMEOUT = 120.0
 """Seconds to wait for the job's lock. A stop holds it for its grace period and its proof."""
-HELLO_PATIENCE = 15.0
+HELLO_TIMEOUT = 15.0
 """Seconds to wait for the first message of a supervisor.
 
 Longer than a shim waits before it replaces a supervisor that does not respond.
 """
-RETRY = 0.02
+RETRY_INTERVAL = 0.02
 
 
-class Closed(Exception):
+class DisconnectError(Exception):
     """The watching client has closed its connection."""
 
 
@@ -37,21 +37,21 @@ class Watch:
         self.token = order.token()
         self.after = order.whole("after_seq", 0)
         self.heartbeat = order.number("heartbeat", 10.0, least=0.01)
-        self.job = JobState.of(state, self.token)
+        self.job = JobState.from_token(state, self.token)
         self.generation: Generation = self.job.generation(self.token.order)
         self.reading = reading
         self.writing = writing
         self.greeted = False
         self._in = bytearray()
         await_records(self.generation)
-        known = self.generation.given
-        if known is None or not self._is_ours(known):
+        prepared = self.generation.prepared_order
+        if prepared is None or not self._is_ours(prepared):
             reason = f"generation {self.token.generation} was never prepared on this node"
             raise Refused("no_such_generation", reason, place=self.job.place)
-        self.ranks: list[int] = known["ranks"]
+        self.ranks: list[int] = prepared["ranks"]
 
-    def _is_ours(self, known: Json) -> bool:
-        return bool(known["token"] == self.token.json)
+    def _is_ours(self, prepared: Json) -> bool:
+        return bool(prepared["token"] == self.token.json)
 
     def run(self) -> None:
         try:
@@ -62,11 +62,11 @@ class Watch:
                         if self._relay(supervisor):
                             return
                 await_records(self.generation)
-                if not self.generation.keeper_lives() and not self._supervisor_serves():
-                    self._tell_from_disk()
+                if not self.generation.has_live_shim() and not self._supervisor_serves():
+                    self._report_from_disk()
                     return
                 self._pause()
-        except Closed:
+        except DisconnectError:
             return
 
     def _supervisor_serves(self) -> bool:
@@ -74,14 +74,14 @@ class Watch:
 
         The socket accepts connections as long as any process listens on it.
         """
-        probe = self.generation.connect("sock", timeout=1.0)
-        if probe is None:
+        connection = self.generation.connect("sock", timeout=1.0)
+        if connection is None:
             return False
-        probe.close()
+        connection.close()
         return True
 
     def _pause(self) -> None:
-        ready, _, _ = select.select([self.reading], [], [], RETRY)
+        ready, _, _ = select.select([self.reading], [], [], RETRY_INTERVAL)
         if ready:
             self._take_input(None)
 
@@ -95,11 +95,11 @@ class Watch:
             )
         except OSError:  # it died just now: the caller tries again
             return False
-        heard = bytearray()
-        silent_until: float | None = time.monotonic() + HELLO_PATIENCE
+        received = bytearray()
+        silent_until: float | None = time.monotonic() + HELLO_TIMEOUT
         while True:
-            patience = None if silent_until is None else max(0.0, silent_until - time.monotonic())
-            ready, _, _ = select.select([supervisor.fileno(), self.reading], [], [], patience)
+            timeout = None if silent_until is None else max(0.0, silent_until - time.monotonic())
+            ready, _, _ = select.select([supervisor.fileno(), self.reading], [], [], timeout)
             if not ready:
                 return False
             if self.reading in ready:
@@ -112,15 +112,15 @@ class Watch:
                 if not data:
                     return False
                 silent_until = None
-                heard += data
+                received += data
                 while True:
-                    text = take_line(heard)
+                    text = take_line(received)
                     if text is None:
                         break
-                    if self._pass_on(text):
+                    if self._forward(text):
                         return True
 
-    def _pass_on(self, text: bytes) -> bool:
+    def _forward(self, text: bytes) -> bool:
         if text.startswith(b'{"hello"'):
             if self.greeted:  # the supervisor was replaced: do not repeat the hello
                 return False
@@ -141,7 +141,7 @@ class Watch:
         """
         data = os.read(self.reading, 65536)
         if not data:
-            raise Closed
+            raise DisconnectError
         self._in += data
         while True:
             text = take_line(self._in)
@@ -159,14 +159,14 @@ class Watch:
             while data:
                 data = data[os.write(self.writing, data) :]
         except BrokenPipeError:
-            raise Closed from None
+            raise DisconnectError from None
 
     # --- from the disk ---
 
-    def _tell_from_disk(self) -> None:
-        with self.job.locked(LOCK_PATIENCE):
+    def _report_from_disk(self) -> None:
+        with self.job.hold_lock(LOCK_TIMEOUT):
             observations = journal.read(self.generation.journal)
-            vanished = self._vanished(observations)
+            vanished = self._describe_vanished(observations)
             if vanished is not None:
                 record = journal.Journal(self.generation.journal)
                 record.append(("RanksVanished", vanished))
@@ -175,7 +175,7 @@ class Watch:
                 record.close()
                 observations = [*journal.read(self.generation.journal), *record.pending]
         if not self.greeted:
-            boot = boot_id(self.generation.state)
+            boot = read_boot_id(self.generation.state)
             hello = {
                 "token": self.token.json,
                 "boot_id": boot,
@@ -185,27 +185,33 @@ class Watch:
             }
             self._write(line({"hello": {**hello, "place": self.job.place}}))
         reading = (
-            kernel_log.reading_of(self.generation, None)
-            if kernel_log.asked_for(observations[self.after :])
+            kernel_log.read_generation(self.generation, None)
+            if kernel_log.may_explain(observations[self.after :])
             else None
         )
         for observation in observations[self.after :]:
-            self._write(line({"observation": evidence.told(self.generation, observation, reading)}))
+            self._write(
+                line({"observation": evidence.add_evidence(self.generation, observation, reading)})
+            )
         self._write(line({"end": {"seq": len(observations)}}))
 
-    def _vanished(self, observations: list[Json]) -> Json | None:
+    def _describe_vanished(self, observations: list[Json]) -> Json | None:
         """Return the fields of a RanksVanished observation if exits are missing, else None."""
-        started = self.generation.started
-        if started is None or started.get("refused") or journal.told_of_the_end(observations):
+        started = self.generation.launch
+        if (
+            started is None
+            or started.get("refused")
+            or journal.explains_missing_exits(observations)
+        ):
             return None
-        missing = sorted(set(self.ranks) - journal.exited(observations))
+        missing = sorted(set(self.ranks) - journal.list_exited(observations))
         if not missing:
             return None
-        born = (read_json(self.generation.path / "keeper.json") or {}).get("boot_id")
-        rebooted = born != boot_id(self.generation.state)
-        how = "the node rebooted" if rebooted else "the keeper and its supervisor died"
+        boot_of_shim = (read_json(self.generation.path / "shim.json") or {}).get("boot_id")
+        rebooted = boot_of_shim != read_boot_id(self.generation.state)
+        cause = "the node rebooted" if rebooted else "the shim and its supervisor died"
         return {
-            "reason": f"{how}; the exits of ranks {missing} are not known",
+            "reason": f"{cause}; the exits of ranks {missing} are not known",
             "rebooted": rebooted,
         }
 

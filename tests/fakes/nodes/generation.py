@@ -16,7 +16,7 @@ from tests.fakes.nodes import launcher
 from tests.fakes.nodes.clock import Timer, wait_for
 from tests.fakes.nodes.rank import Rank
 from tests.fakes.nodes.record import Life
-from tests.fakes.nodes.script import Exit, KeeperDies, Lingers, Prints, Progress
+from tests.fakes.nodes.script import Exit, Lingers, Prints, Progress, ShimDies
 
 if TYPE_CHECKING:
     from tests.fakes.nodes.node import Node
@@ -66,9 +66,7 @@ class Generation:
                 return Refused(
                     self.node.name, "expired", f"prepared more than {self.order.valid_for:g} s ago"
                 )
-            return Refused(
-                self.node.name, "not_prepared", "it was prepared, but its keeper is gone"
-            )
+            return Refused(self.node.name, "not_prepared", "it was prepared, but its shim is gone")
         refused = self.node.scripted_refusal("start", self.token.generation)
         if refused is not None:
             self.started = refused
@@ -204,7 +202,7 @@ class Generation:
     # --- what happens ---
 
     def leave(self) -> None:
-        """The keeper goes; its ranks have gone before."""
+        """The shim goes; its ranks have gone before."""
         self.state = "gone"
         if self._timer is not None:
             self._timer.cancel()
@@ -222,11 +220,11 @@ class Generation:
             return
         seen = {told["rank"] for told in self.journal if told["kind"] == "RankExited"}
         if len(seen) == len(self.ranks) or any(
-            told["kind"] in ("KeeperDied", "RanksVanished") for told in self.journal
+            told["kind"] in ("ShimDied", "RanksVanished") for told in self.journal
         ):
             return
         rebooted = self.boot != self.node.boot
-        reason = "the node rebooted" if rebooted else "the keeper and its supervisor died"
+        reason = "the node rebooted" if rebooted else "the shim and its supervisor died"
         self._observe(
             "RanksVanished", reason=reason, rebooted=rebooted, kernel=[], kernel_unreadable=None
         )
@@ -256,8 +254,8 @@ class Generation:
                 exits.setdefault(last, []).append((one, Exit(exit_code=0)))
         for after, together in sorted(exits.items(), key=lambda entry: entry[0]):
             self._later(after, lambda together=together: self._ranks_exit(together))
-        for death in script.of(KeeperDies, generation, name):
-            self._later(death.after, lambda death=death: self._keeper_dies(death))
+        for death in script.of(ShimDies, generation, name):
+            self._later(death.after, lambda death=death: self._shim_dies(death))
 
     def _meant(self, rank: int | None) -> list[Rank]:
         if rank is None or (self._launched is not None and rank in self._launched.ranks):
@@ -289,14 +287,14 @@ class Generation:
         if self.state == "running" and (failed or not self.alive()):
             self._begin_stop(self.order.stop_grace)
 
-    def _keeper_dies(self, death: KeeperDies) -> None:
+    def _shim_dies(self, death: ShimDies) -> None:
         if self.state in ("running", "stopping"):
             self.node.machine.kernel_says(death.kernel)
             for rank in self.alive():
-                self._end(self.ranks[rank], "the keeper died")
+                self._end(self.ranks[rank], "the shim died")
             self._observe(
-                "KeeperDied",
-                reason="the keeper was killed",
+                "ShimDied",
+                reason="the shim was killed",
                 kernel=list(death.kernel),
                 kernel_unreadable=None,
             )
@@ -369,7 +367,7 @@ class Generation:
             if not self._renewed:
                 self._fence(
                     "never_watched",
-                    f"nobody watched this generation within {self.order.lease:g} s of its start",
+                    f"no controller watched this generation within {self.order.lease:g} s of its start",
                 )
             else:
                 self._fence(

@@ -115,8 +115,8 @@ class Reboot(_Matches):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperDies(_Matches):
-    """The keeper is killed, and its ranks with it."""
+class ShimDies(_Matches):
+    """The shim is killed, and its ranks with it."""
 
     kernel: tuple[str, ...] = ()
     after: float = 0.0
@@ -200,7 +200,7 @@ class RebootHangs(_Matches):
 
 Befalls = Cut | Reboot | Sick | Stranger
 Fails = DiagHangs | ResetFails | RebootFails | RebootHangs
-Happening = Exit | Progress | Prints | Lingers | Refuse | KeeperDies | Takes | Befalls | Fails
+Happening = Exit | Progress | Prints | Lingers | Refuse | ShimDies | Takes | Befalls | Fails
 T = TypeVar("T", bound=Happening)
 
 
@@ -259,7 +259,7 @@ class Script:
     chaos: Chaos | None = None
     then: Literal["run", "succeed"] = "run"
     """What ranks do for whom nothing else is scripted: run until stopped, or exit with 0 at once (after their last listed step).
-    In a generation for which an exit, a cut, a reboot, a hang or the death of a keeper is scripted they run until stopped."""
+    In a generation for which an exit, a cut, a reboot, a hang or the death of a shim is scripted they run until stopped."""
     timeout: float = 30.0
     """A delay beyond this is a missing answer, and the order arrives nevertheless. Nobody waits for a message that is lost."""
 
@@ -284,7 +284,7 @@ class Script:
             return False
         for happening in self.happenings:
             if happening.generation in (None, generation):
-                if isinstance(happening, Exit | Cut | Reboot | KeeperDies):
+                if isinstance(happening, Exit | Cut | Reboot | ShimDies):
                     return False
                 if isinstance(happening, Progress) and (happening.hangs or happening.rate > 0):
                     return False
