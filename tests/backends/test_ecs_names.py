@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.activities.observations import observation_from
+from relaunch.activities.observations import read_observation
 from relaunch.backends.ecs import fence
 from relaunch.backends.ecs.aws import Bucket, Kind, _told
 from relaunch.backends.ecs.backend import jobs_of
@@ -268,7 +268,7 @@ def test_s1_1_the_end_of_a_task_is_told_with_what_ecs_says_of_it(
         None,
         False,
     )
-    seen = observation_from("n1", told, NOW)
+    seen = read_observation("n1", told, NOW)
     assert isinstance(seen, RankExited) and seen.failed is (code != 0)
     assert isinstance(seen.ecs, EcsStop) and seen.ecs.stop_code == changes.get(
         "stopCode", "EssentialContainerExited"

@@ -61,10 +61,10 @@ async def find_jobs(fleet: str) -> tuple[str, ...] | None:
     )
 
 
-async def last_state(fleet: str) -> Remembered | None:
+async def read_last_state(fleet: str) -> Remembered | None:
     return await _answer(
         workflow.execute_activity_method(
-            FleetActivities.last_state,
+            FleetActivities.read_last_state,
             fleet,
             start_to_close_timeout=REMEMBER_WITHIN,
             schedule_to_close_timeout=REMEMBER_WITHIN,
@@ -87,12 +87,12 @@ async def read_fleet(fleet: str) -> FleetFile | None:
     )
 
 
-async def closed_jobs(
+async def find_closed_jobs(
     fleet: str, claims: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, int], ...] | None:
     return await _answer(
         workflow.execute_activity_method(
-            FleetActivities.closed_jobs,
+            FleetActivities.find_closed_jobs,
             ClosedJobsInput(fleet, claims),
             start_to_close_timeout=ASK_WITHIN,
             schedule_to_close_timeout=ASK_WITHIN,

@@ -199,7 +199,7 @@ class Fleet:
             self._inbox.append(JobsFound(jobs))
 
     async def _remember(self) -> None:
-        known = await commands.last_state(self._name)
+        known = await commands.read_last_state(self._name)
         if known is not None:
             self._inbox.append(known)
 
@@ -222,7 +222,7 @@ class Fleet:
         if self._state.awaited:  # a job that has ended meanwhile never claims what it holds
             await self._find_jobs()
         claims = tuple(record.key for record in self._state.claims if not record.closed)
-        if claims and (closed := await commands.closed_jobs(self._name, claims)):
+        if claims and (closed := await commands.find_closed_jobs(self._name, claims)):
             self._inbox.append(JobsClosed(closed))
 
     async def _look(self, order: Look) -> None:

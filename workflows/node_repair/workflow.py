@@ -24,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
     from relaunch.activities.examine import (
-        DIAGNOSE_WITHIN,
+        DIAGNOSE_TIMEOUTS,
         NodeActivities,
         NodeInput,
         NodeTerms,
@@ -200,7 +200,7 @@ class NodeRepair:
                 mode=self._terms.repairs,
                 level=start.level,
                 expected_gpus=self._terms.gpus,
-                examine_within=DIAGNOSE_WITHIN.get(start.level, timedelta(0)),
+                examine_within=DIAGNOSE_TIMEOUTS.get(start.level, timedelta(0)),
                 answer_within=start.answer_within,
                 power=self._terms.power,
                 waited_for=bool(start.job),
@@ -358,7 +358,7 @@ class NodeRepair:
             if step.after and await self._until(workflow.now() + step.after, step.reason):
                 return None
             left = max(timedelta(seconds=1), start.deadline - workflow.now())
-            within = min(DIAGNOSE_WITHIN.get(start.level, timedelta(0)) + PROBING, left)
+            within = min(DIAGNOSE_TIMEOUTS.get(start.level, timedelta(0)) + PROBING, left)
             (found,) = await workflow.execute_activity_method(
                 NodeActivities.check_nodes,
                 ExamineNodesInput(
