@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from relaunch.evidence.catalog import Catalog
 from relaunch.evidence.findings import Verdict
-from relaunch.evidence.health import Health, with_diag
+from relaunch.evidence.health import Health, add_diag
 from relaunch.repair.explain import done_to
 from relaunch.repair.record import again, ended, noted, with_health
 from relaunch.repair.state import RepairState, Stage
@@ -67,7 +67,7 @@ def diagnosed(
     state: RepairState, answer: Mapping[str, Any], catalog: Catalog, now: datetime
 ) -> RepairState:
     assert state.health is not None  # only a probed node is diagnosed
-    health = with_diag(state.health, answer, level=state.rules.level, catalog=catalog)
+    health = add_diag(state.health, answer, level=state.rules.level, catalog=catalog)
     state = with_health(noted(state, now, "Diagnosed", health.reason), health)
     if health.verdict is Verdict.UNKNOWN and _has_just_booted(state, health, now):
         # DCGM's own service starts after the driver.

@@ -13,7 +13,7 @@ import pytest
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.activities.mirror import MAX_EVENTS, MAX_ENDED_AGE, MirrorLoop
+from relaunch.activities.mirror import MAX_ENDED_AGE, MAX_EVENTS, MirrorLoop
 from relaunch.backends.base import Unreachable
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.jobs import JobResult

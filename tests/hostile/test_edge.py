@@ -181,7 +181,10 @@ def refuse(answer: object) -> None:
 def look(answer: object) -> None:
     listed = parse_list("n2", answer)
     cross(
-        _build_probe("n2", NodeSnapshot(listed, listed.get("gpus"), was_read=True), "default/default"), NodeProbe
+        _build_probe(
+            "n2", NodeSnapshot(listed, listed.get("gpus"), was_read=True), "default/default"
+        ),
+        NodeProbe,
     )
 
 

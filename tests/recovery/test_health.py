@@ -18,7 +18,7 @@ from relaunch.evidence.catalog.overrides import CatalogOverrides
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import LONGEST, last_line, text
 from relaunch.evidence.findings import Role, Verdict
-from relaunch.evidence.health import MAX_FINDINGS, Health, read_health, with_diag
+from relaunch.evidence.health import MAX_FINDINGS, Health, add_diag, read_health
 from relaunch.evidence.nvml import bus_id, short
 from tests.recovery.generated import searched
 from tests.recovery.nodes import (
@@ -400,7 +400,7 @@ def test_a_diagnosis_added_later_says_the_same_as_both_at_once() -> None:
         diag(missing="no dcgmi"),
         {"refused": "busy", "reason": "x"},
     ):
-        later = with_diag(read(probe(), None), answer, level=2, catalog=catalog())
+        later = add_diag(read(probe(), None), answer, level=2, catalog=catalog())
         assert later == read_health(probe(), answer, expected_gpus=8, level=2, catalog=catalog())
 
 
