@@ -69,7 +69,7 @@ MAX_JOBS_TO_DESCRIBE = 16
 
 
 class FleetFiles(Fleets, Protocol):
-    def read_again(self, fleet: str) -> FleetSpec:
+    def reload(self, fleet: str) -> FleetSpec:
         """Read the fleet file again.
 
         Raises:
@@ -119,7 +119,7 @@ class FleetActivities:
     @activity.defn
     async def read_fleet(self, fleet: str) -> FleetFile:
         try:
-            spec = self._fleets.read_again(fleet)
+            spec = self._fleets.reload(fleet)
         except (KeyError, ValueError) as error:
             return FleetFile(None, str(error.args[0]))
         # Copy the fleet's user and port into each node, so that a change of either counts as a

@@ -189,7 +189,7 @@ async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> No
         gang.process_line(
             node, {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": {}}}
         )
-        gang.observed(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
+        gang.add_observation(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
     report = await gang.report()
     assert report.events == (NodeReturned(1, "n2"),)
     assert report.all_succeeded, "no watch follows this one, and nobody would say so later"
