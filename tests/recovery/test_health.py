@@ -442,7 +442,7 @@ BUSY = {
         probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
         ("diagnose of r7 holds it",),
     ),
-    "a hold without words": (probe(held={}), ("somebody of no id holds it",)),
+    "a hold without words": (probe(held={}), ("another user of no id holds it",)),
     "a hold that is not told": (probe(held=...), ("who holds it cannot be read",)),
     "a process on a GPU": (
         with_gpu(processes=[{"pid": 4242, "used": 1}, "?"]),
