@@ -41,7 +41,9 @@ class PeopleActivities:
                 outcome = await backend.tell_people(notice.subject, notice.text)
             except BackendError as error:
                 activity.logger.warning(
-                    "%s: the notice could not be sent, and is retried: %s", notice.subject, error.reason
+                    "%s: the notice could not be sent, and is retried: %s",
+                    notice.subject,
+                    error.reason,
                 )
                 raise
         return outcome

@@ -102,7 +102,7 @@ class Nodes:
             for rank, saved in checkpoints.items()
         }
         self.gang.process_line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
-        saved = self.gang._saved()
+        saved = self.gang._find_new_checkpoint()
         return None if saved is None else saved.step
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_tells_only_of_checkpoints_is_heard() -> None:
                 }
             },
         )
-    saved = nodes.gang._saved()
+    saved = nodes.gang._find_new_checkpoint()
     assert saved is not None and saved.step == 100 and nodes.gang.heartbeat().step is None
 
 
@@ -220,11 +220,11 @@ def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_ste
     )
     gang = nodes.gang
     gang.process_line("n2", {"heartbeat": {"stamp": 1.0, "progress": {}}})
-    assert gang._hang() is None
+    assert gang._find_hang() is None
     gang.note_disconnection("n1", "no route to host")
-    assert gang._hang() is not None, "there is nobody to wait for"
+    assert gang._find_hang() is not None, "there is nobody to wait for"
     nodes.beat("n1", r0=80)
-    assert gang._hang() is None
+    assert gang._find_hang() is None
 
 
 async def test_what_a_watch_of_another_generation_left_is_not_taken_over() -> None:

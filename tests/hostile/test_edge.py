@@ -158,8 +158,8 @@ def watch(lines: list[object]) -> None:
             seen.process_line("n2", parse_watch_line("n2", TOKEN, line))
     finally:
         cross(seen.heartbeat(), type(seen.heartbeat()))
-        fault = seen._fault() if seen._faults else None
-        cross(seen._make(*([fault] if fault else [])), WatchReport)
+        fault = seen._make_fault() if seen._faults else None
+        cross(seen._make_report(*([fault] if fault else [])), WatchReport)
         if fault is not None:
             cross(fault, FaultObserved)
             diagnose(running(), fault)

@@ -104,8 +104,8 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
                 log_tail=tail,
             ),
         )
-    fault = gang._fault()
-    report = gang._make(fault)
+    fault = gang._make_fault()
+    report = gang._make_report(fault)
     assert size(report) <= 256 * KIB
     assert isinstance(report, WatchReport)
     assert len(fault.observations) + fault.more == SHARD * RANKS
