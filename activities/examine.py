@@ -16,7 +16,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from relaunch.activities.power import cycle_power
-from relaunch.activities.stop import beating
+from relaunch.activities.stop import send_heartbeats
 from relaunch.backends.base import Backend, BackendError, CyclesPower, Fleets, Refused, identity
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.health import Health, read_health
@@ -31,16 +31,16 @@ from relaunch.repair.state import (
     RepairEvent,
 )
 
-PROBE_WITHIN = 20.0
+PROBE_TIMEOUT_S = 20.0
 """Seconds for a probe. A healthy node needs less than one; on the node, a hanging driver is
 abandoned after ten."""
-DIAGNOSE_WITHIN = {1: timedelta(minutes=3), 2: timedelta(minutes=15), 3: timedelta(minutes=60)}
+DIAGNOSE_TIMEOUTS = {1: timedelta(minutes=3), 2: timedelta(minutes=15), 3: timedelta(minutes=60)}
 """Time limit of each DCGM level, some six times the duration in NVIDIA's documentation: `dcgmi
 diag` itself has no limit."""
-PROBES = 3
-PROBE_AGAIN = 2.0
+MAX_PROBES = 3
+PROBE_INTERVAL_S = 2.0
 """Seconds between two probes. One lost answer says nothing about a node."""
-AT_ONCE = 64
+MAX_EXAMINATIONS = 64
 """Most examinations at once: each is a session and minutes of DCGM on its node."""
 
 
@@ -115,15 +115,15 @@ class NodeActivities:
 
     async def _examine(self, input: ExamineNodesInput) -> list[tuple[str, Health]]:
         backend = self._fleets.backend(input.fleet)
-        gate = asyncio.Semaphore(AT_ONCE)
+        gate = asyncio.Semaphore(MAX_EXAMINATIONS)
 
-        async def one(node: str) -> tuple[str, Health]:
+        async def examine_one(node: str) -> tuple[str, Health]:
             async with gate:
                 return node, await _examine(backend, node, input)
 
-        async with beating() as shown:
+        async with send_heartbeats() as shown:
             shown.append({"examining": list(input.nodes[:8]), "nodes": len(input.nodes)})
-            return await asyncio.gather(*(one(node) for node in input.nodes))
+            return await asyncio.gather(*(examine_one(node) for node in input.nodes))
 
     @activity.defn
     async def read_terms(self, input: NodeInput) -> NodeTerms:
@@ -147,7 +147,7 @@ class NodeActivities:
         After a missing answer, the caller must check the node before it orders again.
         """
         backend = self._fleets.backend(order.fleet)
-        async with beating():
+        async with send_heartbeats():
             try:
                 return await _carry_out(backend, order)
             except BackendError as error:
@@ -159,7 +159,9 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
     answer: Mapping[str, Any] | Refused
     match order.verb:
         case "probe":
-            return NodeProbed(await _exchange(backend, order.node, within, order.kernel_since))
+            return NodeProbed(
+                await _probe_with_times(backend, order.node, within, order.kernel_since)
+            )
         case "diagnose":
             return NodeDiagnosed(
                 await _diagnose(backend, order.node, order.id, order.level, order.within, fleet)
@@ -182,7 +184,7 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
     return OrderDone(dict(answer))
 
 
-async def _exchange(
+async def _probe_with_times(
     backend: Backend, node: str, within: float, kernel_since: timedelta | None
 ) -> dict[str, Any]:
     """Probe a node and record the time here, from which the offset of its clock is computed."""
@@ -213,14 +215,14 @@ async def _diagnose(
             answer = await backend.diagnose(node, id_, level, left, fleet)
         except BackendError:
             unanswered += 1
-            if unanswered == PROBES or left <= 1.0:
+            if unanswered == MAX_PROBES or left <= 1.0:
                 raise
         else:
             if not isinstance(answer, Refused):
                 return dict(answer)
             if answer.why != "held" or answer.held_by != id_ or left <= 1.0:
                 return {"refused": answer.why, "reason": answer.reason}
-        await asyncio.sleep(PROBE_AGAIN)
+        await asyncio.sleep(PROBE_INTERVAL_S)
 
 
 def _seconds(span: timedelta | None) -> float | None:
@@ -235,7 +237,7 @@ async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Hea
     level = input.level if expected else 0
     if facts is not None and level:
         within = min(
-            DIAGNOSE_WITHIN[level],
+            DIAGNOSE_TIMEOUTS[level],
             max(timedelta(seconds=1), ends - datetime.now(UTC) - timedelta(seconds=10)),
         )
         try:
@@ -258,11 +260,11 @@ async def _probe(
     backend: Backend, node: str, kernel_since: timedelta | None
 ) -> tuple[Mapping[str, Any] | None, str]:
     unread = ""
-    for attempt in range(PROBES):
+    for attempt in range(MAX_PROBES):
         if attempt:
-            await asyncio.sleep(PROBE_AGAIN)
+            await asyncio.sleep(PROBE_INTERVAL_S)
         try:
-            return await _exchange(backend, node, PROBE_WITHIN, kernel_since), ""
+            return await _probe_with_times(backend, node, PROBE_TIMEOUT_S, kernel_since), ""
         except BackendError as error:
             unread = f"{node} does not answer: {error.reason}"
     return None, unread

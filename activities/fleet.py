@@ -28,9 +28,9 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.activities.launch import AT_ONCE, MAX_GENERATIONS_AHEAD
-from relaunch.activities.readings import Listed, Readings, Seen, ask
-from relaunch.activities.stop import StopRanksInput, beating, stop_everywhere
+from relaunch.activities.launch import MAX_CONCURRENT_CALLS, MAX_GENERATIONS_AHEAD
+from relaunch.activities.readings import Listing, NodeReader, NodeSnapshot, list_node
+from relaunch.activities.stop import StopRanksInput, send_heartbeats, stop_everywhere
 from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
@@ -46,30 +46,30 @@ Answer = TypeVar("Answer")
 TASK_TIMEOUT = timedelta(seconds=10)
 """Timeout of the fleet's workflow tasks. A worker that has just started replays looks at thousands
 of nodes before it can answer."""
-LOOK_AGAIN = 2.0
+RETRY_INTERVAL_S = 2.0
 """Seconds between two attempts to stop ranks on nodes that did not answer."""
-GIVE_BACK_AFTER = timedelta(seconds=5)
+GIVE_BACK_DELAY = timedelta(seconds=5)
 """How long nodes that are proven clean wait for those that do not answer, before they are given
 back without them."""
-RECLAIM_WITHIN = timedelta(minutes=5)
+RECLAIM_TIMEOUT = timedelta(minutes=5)
 """When an attempt ends that got no node back. The next one begins with what is known by then."""
-DESCRIBED_AT_ONCE = 16
+MAX_DESCRIBE_CALLS = 16
 """Most describe calls at once. More would be a burst on a server that has other work."""
-REMEMBER_WITHIN = timedelta(seconds=10)
+RESTORE_TIMEOUT = timedelta(seconds=10)
 """Time limit for asking ended runs for their state. A worker replays a long run in a second or
 two."""
-LIST_AGAIN = 0.1
+LIST_INTERVAL_S = 0.1
 """Seconds between two listings. A server lists a new run within a second."""
-MOST_RUNS = 8
+MAX_RUNS = 8
 """Most earlier runs that are asked. Each of them ended before it had restored the state of the runs
 before it."""
 FLEET_UNKNOWN = "FleetUnknown"
-FEW_JOBS = 16
+MAX_JOBS_TO_DESCRIBE = 16
 """Up to this many jobs it is cheaper to describe each one than to list all running jobs."""
 
 
 class FleetFiles(Fleets, Protocol):
-    def read_again(self, fleet: str) -> FleetSpec:
+    def reload(self, fleet: str) -> FleetSpec:
         """Read the fleet file again.
 
         Raises:
@@ -114,12 +114,12 @@ class FleetActivities:
         self._fleets = fleets
         self._client = client
         self._task_queue = task_queue
-        self._readings = Readings()
+        self._reader = NodeReader()
 
     @activity.defn
     async def read_fleet(self, fleet: str) -> FleetFile:
         try:
-            spec = self._fleets.read_again(fleet)
+            spec = self._fleets.reload(fleet)
         except (KeyError, ValueError) as error:
             return FleetFile(None, str(error.args[0]))
         # Copy the fleet's user and port into each node, so that a change of either counts as a
@@ -134,7 +134,7 @@ class FleetActivities:
         return FleetFile(Applied(spec.repairs, tuple(nodes), spec.limits))
 
     @activity.defn
-    async def last_state(self, fleet: str) -> Remembered:
+    async def read_last_state(self, fleet: str) -> Remembered:
         """Return the state of the fleet before this run of its workflow.
 
         It is empty if there was no earlier run; if the earlier state cannot be read any more,
@@ -143,7 +143,7 @@ class FleetActivities:
         known: list[FleetState] = []
         lost = ""
         try:
-            async with asyncio.timeout(REMEMBER_WITHIN.total_seconds()):
+            async with asyncio.timeout(RESTORE_TIMEOUT.total_seconds()):
                 before = await self._runs_before(fleet)
                 for run in before:
                     if (state := await self._state_of(run)) is None:
@@ -152,8 +152,11 @@ class FleetActivities:
                     if has_restored(state):
                         break
                 else:
-                    if len(before) >= MOST_RUNS:
-                        lost = f"none of the {len(before)} runs before this one had taken over what there was before it"
+                    if len(before) >= MAX_RUNS:
+                        lost = (
+                            f"none of the {len(before)} runs before this one had restored the state"
+                            " of its predecessor"
+                        )
         except (
             RPCError,
             WorkflowQueryFailedError,
@@ -164,7 +167,7 @@ class FleetActivities:
         ) as error:
             lost = str(error.args[0] if isinstance(error, LookupError) else error) or "no answer"
             activity.logger.warning(
-                "fleet %s: what a run before this one knew is not to be had: %s", fleet, lost
+                "fleet %s: the state of the previous run cannot be read: %s", fleet, lost
             )
         found = memory(*known) if known else Remembered()
         return replace(found, lost=lost)
@@ -173,16 +176,16 @@ class FleetActivities:
         """Return the ended runs of the fleet, newest first."""
         query, own = f"WorkflowId = '{FLEET_ID_PREFIX}{fleet}'", activity.info().workflow_run_id
         while True:
-            listed = [run async for run in self._client.list_workflows(query, limit=MOST_RUNS + 1)]
+            listing = [run async for run in self._client.list_workflows(query, limit=MAX_RUNS + 1)]
             # The list may be some seconds old. If it contains the calling run, it also contains the
             # runs before it, which have all ended.
-            if any(run.run_id == own for run in listed):
+            if any(run.run_id == own for run in listing):
                 return sorted(
-                    (run for run in listed if run.run_id != own),
+                    (run for run in listing if run.run_id != own),
                     key=lambda run: run.start_time,
                     reverse=True,
                 )
-            await asyncio.sleep(LIST_AGAIN)
+            await asyncio.sleep(LIST_INTERVAL_S)
 
     async def _state_of(self, run: WorkflowExecution) -> FleetState | None:
         """Query an ended run, which a worker replays for that.
@@ -197,7 +200,7 @@ class FleetActivities:
         handle = self._client.get_workflow_handle(run.id, run_id=run.run_id)
         try:
             state: FleetState = await handle.query(
-                "state", result_type=FleetState, rpc_timeout=REMEMBER_WITHIN
+                "state", result_type=FleetState, rpc_timeout=RESTORE_TIMEOUT
             )
         except RPCError as error:
             if error.status is not RPCStatusCode.FAILED_PRECONDITION:
@@ -209,24 +212,24 @@ class FleetActivities:
     async def probe_nodes(self, input: LookInput) -> tuple[NodeProbe, ...]:
         """Ask each node once. A node that does not answer is reported as silent."""
         backend = self._fleets.backend(input.fleet)
-        async with beating() as shown:
+        async with send_heartbeats() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
-            seen = await self._see(backend, input)
+            seen = await self._read_nodes(backend, input)
         mine = identity(self._client.namespace, input.fleet, backend.server)
-        gone = Seen(f"fleet file {input.fleet} of this worker does not name it")
-        return tuple(_look(node, seen.get(node, gone), mine) for node in input.nodes)
+        gone = NodeSnapshot(f"fleet file {input.fleet} of this worker does not name it")
+        return tuple(_build_probe(node, seen.get(node, gone), mine) for node in input.nodes)
 
-    async def _see(self, backend: Backend, input: LookInput) -> dict[str, Seen]:
+    async def _read_nodes(self, backend: Backend, input: LookInput) -> dict[str, NodeSnapshot]:
         read = frozenset(input.read)
 
-        async def look(node: str) -> Seen:
+        async def read_node(node: str) -> NodeSnapshot:
             return (
-                await self._readings.look(backend, input.fleet, node)
+                await self._reader.take_snapshot(backend, input.fleet, node)
                 if node in read
-                else Seen(await ask(backend, node))
+                else NodeSnapshot(await list_node(backend, node))
             )
 
-        return await _of_each(self._known(input.fleet, input.nodes), look)
+        return await _ask_each(self._select_members(input.fleet, input.nodes), read_node)
 
     @activity.defn
     async def find_jobs(self, fleet: str) -> tuple[str, ...]:
@@ -234,23 +237,23 @@ class FleetActivities:
 
         A job whose fleet is not known is included: it is asked, and may answer or not.
         """
-        async with beating():
-            listed = sorted([job async for job in self._running(fleet)])
+        async with send_heartbeats():
+            listing = sorted([job async for job in self._list_running_jobs(fleet)])
             # The list may be some seconds old, and waiting for a job that has ended would be
             # useless.
-            running = await self._submissions(listed)
-        return tuple(job for job in listed if running[job] is not None)
+            running = await self._read_submissions(listing)
+        return tuple(job for job in listing if running[job] is not None)
 
     @activity.defn
-    async def closed_jobs(self, input: ClosedJobsInput) -> tuple[tuple[str, int], ...]:
+    async def find_closed_jobs(self, input: ClosedJobsInput) -> tuple[tuple[str, int], ...]:
         """Return which of these submissions no longer run."""
         claims = input.claims
-        async with beating():
-            if len(claims) > FEW_JOBS:
-                listed = frozenset([job async for job in self._running(input.fleet)])
+        async with send_heartbeats():
+            if len(claims) > MAX_JOBS_TO_DESCRIBE:
+                listing = frozenset([job async for job in self._list_running_jobs(input.fleet)])
                 # Absence from a list that may be some seconds old proves nothing yet.
-                claims = tuple(claim for claim in claims if claim[0] not in listed)
-            running = await self._submissions([job for job, _ in claims])
+                claims = tuple(claim for claim in claims if claim[0] not in listing)
+            running = await self._read_submissions([job for job, _ in claims])
         return tuple(
             (job, submission)
             for job, submission in claims
@@ -268,37 +271,39 @@ class FleetActivities:
         """
         backend = self._fleets.backend(input.fleet)
         clean: list[str] = []
-        ends = datetime.now(UTC) + RECLAIM_WITHIN
-        async with beating() as shown:
+        ends = datetime.now(UTC) + RECLAIM_TIMEOUT
+        async with send_heartbeats() as shown:
             while True:
                 left = tuple(node for node in input.nodes if node not in clean)
                 shown[:] = [{"waiting for": list(left[:8]), "nodes": len(left)}]
                 # While the submission runs, its workflow manages the ranks.
-                if await self._submission(input.job) != input.submission:
+                if await self._read_submission(input.job) != input.submission:
                     proven = await self._stop_left(backend, input, left)
                     if proven and not clean:
-                        ends = min(ends, datetime.now(UTC) + GIVE_BACK_AFTER)
+                        ends = min(ends, datetime.now(UTC) + GIVE_BACK_DELAY)
                     clean += proven
                 if len(clean) == len(input.nodes) or datetime.now(UTC) >= ends:
                     return tuple(node for node in input.nodes if node in clean)
-                await asyncio.sleep(LOOK_AGAIN)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _stop_left(
         self, backend: Backend, input: ReclaimInput, nodes: tuple[str, ...]
     ) -> list[str]:
         """Try once to stop the submission on nodes; return those on which it is proven gone."""
-        listed = await _of_each(self._known(input.fleet, nodes), lambda node: ask(backend, node))
-        answering = tuple(node for node, found in listed.items() if not isinstance(found, str))
+        listing = await _ask_each(
+            self._select_members(input.fleet, nodes), lambda node: list_node(backend, node)
+        )
+        answering = tuple(node for node, found in listing.items() if not isinstance(found, str))
         mine = (backend.server, self._client.namespace, input.job)
         own = identity(self._client.namespace, input.fleet, backend.server)
         known = {
-            node: _tokens(found, mine, own)
-            for node, found in listed.items()
+            node: _list_tokens(found, mine, own)
+            for node, found in listing.items()
             if not isinstance(found, str)
         }
         # On nodes where another fleet has launched this job, too, only generations below that
         # launch may be stopped.
-        shared = {node for node in answering if _has_others(listed[node], mine, own)}
+        shared = {node for node in answering if _has_foreign(listing[node], mine, own)}
         # A generation number that only one node reports must stop nothing on the others.
         shared.update(_find_outliers({node: max(found) for node, found in known.items() if found}))
         clean: list[str] = []
@@ -355,47 +360,47 @@ class FleetActivities:
             static_summary=f"fleet {input.fleet}: who gets which nodes, and what is repaired"[:200],
         )
 
-    def _known(self, fleet: str, nodes: Sequence[str]) -> list[str]:
+    def _select_members(self, fleet: str, nodes: Sequence[str]) -> list[str]:
         names = {node.name for node in self._fleets.spec(fleet).nodes}
         return [node for node in nodes if node in names]
 
-    async def _running(self, fleet: str) -> AsyncIterator[str]:
+    async def _list_running_jobs(self, fleet: str) -> AsyncIterator[str]:
         async for execution in self._client.list_workflows(
             "WorkflowType = 'TrainingJob' AND ExecutionStatus = 'Running'"
         ):
             if await _fleet_of(execution) in ("", fleet):
                 yield execution.id.removeprefix(WORKFLOW_ID_PREFIX)
 
-    async def _submissions(self, jobs: Sequence[str]) -> dict[str, int | None]:
-        gate = asyncio.Semaphore(DESCRIBED_AT_ONCE)
+    async def _read_submissions(self, jobs: Sequence[str]) -> dict[str, int | None]:
+        gate = asyncio.Semaphore(MAX_DESCRIBE_CALLS)
 
         async def one(job: str) -> int | None:
             async with gate:
-                return await self._submission(job)
+                return await self._read_submission(job)
 
         return dict(zip(jobs, await asyncio.gather(*(one(job) for job in jobs)), strict=True))
 
-    async def _submission(self, job: str) -> int | None:
+    async def _read_submission(self, job: str) -> int | None:
         """Return the submission of a job that runs; None: none runs.
 
         A submission is numbered by the start time of its first run, or higher if the server's clock
         was set back since the previous one; the memo holds the number.
         """
         handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{job}")
-        run = await _described(handle)
+        run = await _describe(handle)
         if run is None or run.status is not WorkflowExecutionStatus.RUNNING:
             return None
         if number := (await run.memo()).get("submission"):
             return int(number)
         first = run.raw_description.workflow_execution_info.first_run_id
         if first and first != run.run_id:
-            run = await _described(self._client.get_workflow_handle(handle.id, run_id=first))
+            run = await _describe(self._client.get_workflow_handle(handle.id, run_id=first))
         if run is None:  # the first run is past the server's retention
             return int((await handle.query("state"))["submission"])
         return int(run.start_time.timestamp() * 1000)
 
 
-async def _described(handle: WorkflowHandle[Any, Any]) -> WorkflowExecutionDescription | None:
+async def _describe(handle: WorkflowHandle[Any, Any]) -> WorkflowExecutionDescription | None:
     try:
         return await handle.describe()
     except RPCError as error:
@@ -409,10 +414,10 @@ async def _fleet_of(execution: WorkflowExecution) -> str:
     return str((await execution.memo()).get("fleet", ""))
 
 
-async def _of_each(
+async def _ask_each(
     nodes: Sequence[str], question: Callable[[str], Awaitable[Answer]]
 ) -> dict[str, Answer]:
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def one(node: str) -> Answer:
         async with gate:
@@ -421,13 +426,13 @@ async def _of_each(
     return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 
 
-def _look(node: str, seen: Seen, mine: str) -> NodeProbe:
-    listed = seen.listed
-    if isinstance(listed, str):
-        return NodeProbe(node, silent=listed or "no answer")
+def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
+    listing = seen.listing
+    if isinstance(listing, str):
+        return NodeProbe(node, silent=listing or "no answer")
     ours: dict[LiveGeneration, None] = {}
     others: dict[str, None] = {}
-    for job in listed.get("jobs", ()):
+    for job in listing.get("jobs", ()):
         for generation in job.get("generations", ()):
             if not any(rank.get("alive") for rank in generation.get("ranks", ())):
                 continue
@@ -438,33 +443,32 @@ def _look(node: str, seen: Seen, mine: str) -> NodeProbe:
                 others[f"job {job['job']} of another Temporal server runs on it"] = None
             elif job["namespace"] != namespace:
                 others[f"job {job['job']} of namespace {job['namespace']} runs on it"] = None
-            elif _is_others(generation, mine):
-                others[
-                    f"ranks of job {job['job']} of fleet {str(generation['fleet']).rpartition('/')[2]} live on it"
-                ] = None
+            elif _is_foreign(generation, mine):
+                fleet = str(generation["fleet"]).rpartition("/")[2]
+                others[f"ranks of job {job['job']} of fleet {fleet} live on it"] = None
             else:
                 ours[
                     LiveGeneration(job["job"], generation["submission"], generation["generation"])
                 ] = None
-    held = listed.get("held")
+    held = listing.get("held")
     by = (
-        f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it"
+        f"{held.get('by', 'another user')} ({held.get('id', 'unknown')}) works on it"
         if held is not None
         else ""
     )
     living = sorted(ours, key=lambda one: (one.job, one.submission, one.generation))
     return NodeProbe(
         node,
-        boot_id=str(listed.get("boot_id") or ""),
+        boot_id=str(listing.get("boot_id") or ""),
         held=by or next(iter(others), ""),
         living=tuple(living),
         inventory=read_inventory(seen.gpus) if seen.was_read else None,
-        read_ago=seen.ago,
+        read_ago=seen.age,
         unread=seen.unread,
     )
 
 
-def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
+def _is_foreign(generation: Mapping[str, Any], mine: str) -> bool:
     """Return whether another fleet launched the generation.
 
     A generation that names no fleet was launched by a version that did not send the fleet, and
@@ -473,11 +477,11 @@ def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
     return generation.get("fleet") not in (None, "", mine)
 
 
-def _has_others(listed: Listed, mine: tuple[str, str, str], fleet: str) -> bool:
-    if isinstance(listed, str):
+def _has_foreign(listing: Listing, mine: tuple[str, str, str], fleet: str) -> bool:
+    if isinstance(listing, str):
         return False
-    jobs = [job for job in listed.get("jobs", ()) if _name_of(job, mine[0]) == mine]
-    return any(_is_others(one, fleet) for job in jobs for one in job.get("generations", ()))
+    jobs = [job for job in listing.get("jobs", ()) if _job_key(job, mine[0]) == mine]
+    return any(_is_foreign(one, fleet) for job in jobs for one in job.get("generations", ()))
 
 
 def _find_outliers(newest: Mapping[str, Token]) -> tuple[str, ...]:
@@ -492,7 +496,7 @@ def _find_outliers(newest: Mapping[str, Token]) -> tuple[str, ...]:
     return tuple(node for node, token in newest.items() if token.generation > most)
 
 
-def _name_of(job: Mapping[str, Any], server: str) -> tuple[Any, Any, Any]:
+def _job_key(job: Mapping[str, Any], server: str) -> tuple[Any, Any, Any]:
     """Return the key of a job that a node lists.
 
     A job that names no server is identified by the fleets of its generations.
@@ -500,15 +504,15 @@ def _name_of(job: Mapping[str, Any], server: str) -> tuple[Any, Any, Any]:
     return job.get("server", server), job.get("namespace"), job.get("job")
 
 
-def _tokens(listed: Mapping[str, Any], mine: tuple[str, str, str], fleet: str) -> list[Token]:
+def _list_tokens(listing: Mapping[str, Any], mine: tuple[str, str, str], fleet: str) -> list[Token]:
     """Return every launch of a job by this fleet that a node knows, even if only prepared."""
     found: list[Token] = []
-    for job in listed.get("jobs", ()):
-        if _name_of(job, mine[0]) != mine:
+    for job in listing.get("jobs", ()):
+        if _job_key(job, mine[0]) != mine:
             continue
         generations = job.get("generations", ())
         others = [
-            (one["submission"], one["generation"]) for one in generations if _is_others(one, fleet)
+            (one["submission"], one["generation"]) for one in generations if _is_foreign(one, fleet)
         ]
         numbers = [(one["submission"], one["generation"]) for one in generations]
         if job.get("prepared"):

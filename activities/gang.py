@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from relaunch.activities.clocks import read_boot_clock
-from relaunch.activities.observations import MESSAGE_LIMIT, observations_from
+from relaunch.activities.observations import MESSAGE_LIMIT, read_observations
 from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from relaunch.backends.base import BackendError, ProtocolError, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
@@ -32,24 +32,24 @@ from relaunch.job.events import (
 )
 from relaunch.job.hang import Pace, advance, hung, rate
 
-GATHER = 0.005
+GATHER_DELAY_S = 0.005
 """Seconds to wait for the other exits of one fault. A longer wait would only delay the relaunch:
 the exits of one node arrive together."""
-GATHER_CASCADES = 5.0
+CASCADE_GATHER_TIMEOUT_S = 5.0
 """Seconds to wait for a root cause when only secondary failures have arrived. The rank that failed
 may still be writing its traceback, and an interpreter that holds GPUs then takes seconds to end. On
 a slow machine, with one second, a peer's broken connection, on another node, was reported as the
 cause."""
-STALE_AFTER = 1.5
+STALE_AFTER_BEATS = 1.5
 """Heartbeat intervals without news after which a node's progress counts as unknown."""
-MOST_OBSERVATIONS = 16
+MAX_OBSERVATIONS = 16
 """Most observations in a report, which must stay below 256 KiB: a gang of thousands fails as
 one."""
-MOST_WORDS = 192 * 1024
+MAX_TEXT_BYTES = 192 * 1024
 """Bytes of JSON in one report for what ranks wrote and printed."""
-GOOD_BEATS = 3
+MIN_GOOD_BEATS = 3
 """Valid heartbeats in a row after which a node that sent invalid data counts as answering again."""
-SLOWEST_NAMED = 16
+MAX_NAMED = 16
 TOO_LONG = "left out: the report would be too long"
 
 
@@ -85,7 +85,7 @@ class NodeView:
     """Whether each exited rank succeeded, by rank."""
 
 
-class Gang:
+class WatchedShard:
     """The state of all nodes of the shard. Facts come in from `_follow`; one report goes out."""
 
     def __init__(
@@ -136,12 +136,12 @@ class Gang:
 
     # --- facts in
 
-    def connected(self, node: str, stream: WatchStream) -> None:
+    def note_connection(self, node: str, stream: WatchStream) -> None:
         view = self._nodes[node]
         view.stream, view.good_beats, view.is_elsewhere = stream, 0, False
         view.last_heard = read_boot_clock()
 
-    def misbehaved(self, node: str, reason: str) -> bool:
+    def note_invalid_data(self, node: str, reason: str) -> bool:
         """Record that a node sent invalid data, and return whether this is new.
 
         The node counts as silent, even if valid data comes in between.
@@ -149,13 +149,13 @@ class Gang:
         view = self._nodes[node]
         is_news = not view.misbehaves or view.reason != reason
         view.misbehaves = True
-        self.disconnected(node, reason)
+        self.note_disconnection(node, reason)
         return is_news
 
     def _note_answer(self, node: str) -> None:
         """Record that a node sent valid data."""
         view = self._nodes[node]
-        if view.misbehaves and view.good_beats < GOOD_BEATS:
+        if view.misbehaves and view.good_beats < MIN_GOOD_BEATS:
             return
         view.misbehaves, view.silent_since = False, None
         if view.reported_lost:
@@ -163,7 +163,7 @@ class Gang:
             self._returned.append(node)
             self._news.set()
 
-    def disconnected(self, node: str, reason: str, *, is_elsewhere: bool = False) -> float:
+    def note_disconnection(self, node: str, reason: str, *, is_elsewhere: bool = False) -> float:
         """Record a lost connection.
 
         Return the seconds for which this watch has failed to reach the node.
@@ -174,10 +174,10 @@ class Gang:
             view.silent_since = time.monotonic()
         return time.monotonic() - view.silent_since
 
-    def after_seq(self, node: str) -> int:
+    def last_seq(self, node: str) -> int:
         return self._nodes[node].seq
 
-    def line(self, node: str, line: Mapping[str, Any]) -> None:
+    def process_line(self, node: str, line: Mapping[str, Any]) -> None:
         """Process a line of a watch, as `parse_watch_line` returns it.
 
         Raises:
@@ -193,7 +193,7 @@ class Gang:
             view.is_stalled = heartbeat.get("shim_silent") is not None
             self._note_answer(node)
             self._first_stamps.set()
-            self._progress(view, heartbeat.get("progress") or {}, now)
+            self._update_progress(view, heartbeat.get("progress") or {}, now)
             self._unspoken.discard(node)
             if node in self._unheard:
                 self._unheard.remove(node)
@@ -203,7 +203,7 @@ class Gang:
                     if saved is not None
                 ]
                 self._baseline = min(found, default=None)
-            if self._saved() is not None:
+            if self._find_new_checkpoint() is not None:
                 self._news.set()
         elif (raw := line.get("observation")) is not None:
             seq = int(raw["seq"])
@@ -216,12 +216,14 @@ class Gang:
                 )
                 self._news.set()
                 return
-            told = observations_from(node, raw, now)
-            self._check_ranks(node, (one.rank for one in told if isinstance(one, RankExited)))
+            observations = read_observations(node, raw, now)
+            self._check_ranks(
+                node, (one.rank for one in observations if isinstance(one, RankExited))
+            )
             view.seq = seq
             self._note_answer(node)
-            for observation in told:
-                self.observed(node, observation)
+            for observation in observations:
+                self.add_observation(node, observation)
         elif "end" in line:
             self._note_answer(node)
 
@@ -236,10 +238,10 @@ class Gang:
             if not (first <= rank < first + count or (first >= world and rank < world)):
                 raise ProtocolError(
                     node,
-                    f"it speaks of rank {rank}, expected {first} to {first + count - 1}",
+                    f"it reports rank {rank}, expected {first} to {first + count - 1}",
                 )
 
-    def observed(self, node: str, observation: Observation) -> None:
+    def add_observation(self, node: str, observation: Observation) -> None:
         if isinstance(observation, RankExited):
             if self._nodes[node].exited.get(observation.rank) is False:
                 return  # a rank ends once
@@ -251,7 +253,7 @@ class Gang:
         self._faults.append((observation, is_root(observation)))
         self._news.set()
 
-    def _progress(self, view: NodeView, progress: Mapping[str, Any], now: datetime) -> None:
+    def _update_progress(self, view: NodeView, progress: Mapping[str, Any], now: datetime) -> None:
         for rank, value in progress.items():
             if not isinstance(value, dict):
                 continue
@@ -266,7 +268,7 @@ class Gang:
                 for k, v in (value.get("values") or {}).items()
                 if isinstance(v, int | float)
             }
-        reached = self._reached()
+        reached = self._find_reached_step()
         if reached is not None:
             step, at, doing = reached
             before = self._pace.step
@@ -275,7 +277,7 @@ class Gang:
             if report_at is not None and step >= report_at and before != step:
                 self._news.set()
 
-    def _reached(self) -> tuple[int, datetime, str | None] | None:
+    def _find_reached_step(self) -> tuple[int, datetime, str | None] | None:
         """Return the step that every live, reporting rank has reached, with its time and phase.
 
         The time is that of the last rank to reach it; the phase is that of one of the ranks.
@@ -298,7 +300,7 @@ class Gang:
             next((value[2] for value in living if value[2]), None),
         )
 
-    def _checkpoint(self) -> int | None:
+    def _find_checkpoint(self) -> int | None:
         """Return the newest checkpoint that is finished by all ranks that report theirs.
 
         One that some ranks have yet to write is not finished.
@@ -321,10 +323,10 @@ class Gang:
         """
         return all(self._nodes[node].silent_since is not None for node in self._unheard)
 
-    def _saved(self) -> CheckpointSaved | None:
+    def _find_new_checkpoint(self) -> CheckpointSaved | None:
         if not self.input.report_checkpoint or not self._is_based():
             return None
-        saved = self._checkpoint()
+        saved = self._find_checkpoint()
         if saved is None or (self._baseline is not None and saved <= self._baseline):
             return None
         return CheckpointSaved(self.generation, saved, datetime.now(UTC))
@@ -379,12 +381,12 @@ class Gang:
             rate=rate(self._pace),
             values=first.values if first else {},
             reachable=len(self._nodes) - len(silent),
-            unreachable=silent[:SLOWEST_NAMED],
+            unreachable=silent[:MAX_NAMED],
             stalled=tuple(node for node, view in self._nodes.items() if view.is_stalled)[
-                :SLOWEST_NAMED
+                :MAX_NAMED
             ],
             pace=self._pace,
-            checkpoint=self._checkpoint(),
+            checkpoint=self._find_checkpoint(),
             based=self._is_based(),
             baseline=self._baseline,
         )
@@ -398,23 +400,25 @@ class Gang:
             if self._faults and self._cancelled is None:
                 await self._gather()
             if self._cancelled is not None:
-                return self._make(self._cancelled)
+                return self._make_report(self._cancelled)
             if self._faults:
-                return self._make(self._fault())
+                return self._make_report(self._make_fault())
             if self._returned:
                 # The last exits may arrive with the return, and no watch follows once all ranks
                 # have exited.
-                return self._make(all_succeeded=self._all_succeeded())
+                return self._make_report(all_succeeded=self._all_succeeded())
             if self._all_succeeded():
-                return self._make(all_succeeded=True)
-            if lost := self._lost():
-                return self._make(*lost)
+                return self._make_report(all_succeeded=True)
+            if lost := self._find_newly_lost():
+                return self._make_report(*lost)
             if reached := [
-                one for one in (self._step_to_report(), self._saved()) if one is not None
+                one
+                for one in (self._find_step_to_report(), self._find_new_checkpoint())
+                if one is not None
             ]:
-                return self._make(*reached)
-            if (hang := self._hang()) is not None:
-                return self._make(hang)
+                return self._make_report(*reached)
+            if (hang := self._find_hang()) is not None:
+                return self._make_report(hang)
             self._news.clear()
             try:
                 async with asyncio.timeout(tick):
@@ -423,8 +427,8 @@ class Gang:
                 continue  # time limits may pass without news
 
     async def _gather(self) -> None:
-        await asyncio.sleep(GATHER)
-        until = time.monotonic() + GATHER_CASCADES
+        await asyncio.sleep(GATHER_DELAY_S)
+        until = time.monotonic() + CASCADE_GATHER_TIMEOUT_S
         while not any(root for _, root in self._faults) and time.monotonic() < until:
             self._news.clear()
             try:
@@ -433,23 +437,23 @@ class Gang:
             except TimeoutError:
                 return
 
-    def _fault(self) -> FaultObserved:
+    def _make_fault(self) -> FaultObserved:
         # Put the node's own evidence (kernel lines) first: it outweighs what any program reports,
         # and must not be left out.
         ordered = sorted(
             self._faults,
             key=lambda each: (not getattr(each[0], "kernel", ()), not each[1], each[0].at),
         )
-        sent = _within(
-            MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS])
+        sent = _cut_texts(
+            MAX_TEXT_BYTES, tuple(observation for observation, _ in ordered[:MAX_OBSERVATIONS])
         )
         first = min(observation.at for observation, _ in self._faults)
-        silent, unheard = self._silent(), self._unheard_lost()
+        silent, unheard = self._list_silent(), self._list_lost()
         return FaultObserved(
             self.generation, sent, len(ordered) - len(sent), first, silent, unheard=unheard
         )
 
-    def _silent(self) -> tuple[tuple[str, timedelta], ...]:
+    def _list_silent(self) -> tuple[tuple[str, timedelta], ...]:
         """Return the nodes that were not heard lately and for how long.
 
         Nodes reported as lost are left out.
@@ -459,9 +463,9 @@ class Gang:
             for node, view in self._nodes.items()
             if not view.reported_lost and self._is_stale(view)
         }
-        return tuple(ages.items())[:SLOWEST_NAMED]
+        return tuple(ages.items())[:MAX_NAMED]
 
-    def _unheard_lost(self) -> tuple[tuple[str, timedelta], ...]:
+    def _list_lost(self) -> tuple[tuple[str, timedelta], ...]:
         return tuple(
             (node, self._age(view)) for node, view in self._nodes.items() if view.reported_lost
         )
@@ -471,7 +475,9 @@ class Gang:
         return timedelta(seconds=max(0.0, read_boot_clock() - view.last_heard))
 
     def _is_stale(self, view: NodeView) -> bool:
-        return view.misbehaves or self._age(view) > STALE_AFTER * self.input.timeouts.heartbeat
+        return (
+            view.misbehaves or self._age(view) > STALE_AFTER_BEATS * self.input.timeouts.heartbeat
+        )
 
     def _all_succeeded(self) -> bool:
         return all(
@@ -485,16 +491,16 @@ class Gang:
         """
         return len(view.exited) >= self.input.ranks_per_node
 
-    def _lost(self) -> list[NodeUnreachable]:
+    def _find_newly_lost(self) -> list[NodeUnreachable]:
         lost = []
         limit = self.input.timeouts.lost_after.total_seconds()
         for node, view in self._nodes.items():
             # Answers from another place are different news from silence, with a different remedy,
             # and are reported again.
-            is_told = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
+            is_reported = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
             if (
                 view.silent_since is not None
-                and not is_told
+                and not is_reported
                 and time.monotonic() - view.silent_since >= limit
             ):
                 view.reported_lost, view.reported_elsewhere = True, view.is_elsewhere
@@ -505,7 +511,7 @@ class Gang:
                 )
         return lost
 
-    def _step_to_report(self) -> StepReached | None:
+    def _find_step_to_report(self) -> StepReached | None:
         report_at = self.input.report_at_step
         if report_at is None or self._pace.step is None or self._pace.step < report_at:
             return None
@@ -513,7 +519,7 @@ class Gang:
             self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at
         )
 
-    def _hang(self) -> RanksHung | None:
+    def _find_hang(self) -> RanksHung | None:
         if any(self._nodes[node].silent_since is None for node in self._unspoken):
             return None  # it may be the one that reports steps
         if self.input.hang_known or not self._first_stamps.is_set():
@@ -523,7 +529,7 @@ class Gang:
         now = datetime.now(UTC)
         if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # if no node is heard, none can be judged as hung
-        reason = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
+        reason = hung(self._pace, self.input.hang, now) or self._explain_late_exit(now)
         if reason is None:
             return None
         steps = {
@@ -532,17 +538,17 @@ class Gang:
             for rank, value in view.steps.items()
             if rank not in view.exited
         }
-        slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
+        slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:MAX_NAMED]
         return RanksHung(
             self.generation,
             tuple(slowest),
             reason,
             now,
-            self._silent(),
-            unheard=self._unheard_lost(),
+            self._list_silent(),
+            unheard=self._list_lost(),
         )
 
-    def _late_for_exit(self, now: datetime) -> str | None:
+    def _explain_late_exit(self, now: datetime) -> str | None:
         """Return why ranks are late at the exit barrier, or None.
 
         Once one rank has finished, the others must finish or advance within
@@ -556,9 +562,12 @@ class Gang:
             return None
         if self._pace.advanced_at is not None and now - self._pace.advanced_at <= barrier:
             return None
-        return f"a rank finished {barrier.total_seconds():g} s ago and others neither finish nor advance"
+        return (
+            f"a rank finished {barrier.total_seconds():g} s ago"
+            " and others neither finish nor advance"
+        )
 
-    def _make(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
+    def _make_report(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
         seen: list[Event] = []
         if self._pace.step is not None:
             seen.append(
@@ -584,7 +593,7 @@ class Gang:
         )
 
 
-def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
+def _cut_texts(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
     """Cut texts so that all observations together have at most `limit` bytes.
 
     The last lines and the earliest root have precedence.
@@ -592,18 +601,18 @@ def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observat
     left, sent = limit, []
     for index, one in enumerate(observations):
         if isinstance(one, RankExited | RanksVanished):
-            left -= sum(map(_bytes, one.kernel))
+            left -= sum(map(_count_bytes, one.kernel))
             if left < 0:
                 one = replace(one, kernel=(), kernel_unreadable=TOO_LONG)  # noqa: PLW2901
         if isinstance(one, RankExited):
             if one.error is not None:
-                left -= _bytes(one.error.message) + _bytes(one.error.traceback)
+                left -= _count_bytes(one.error.message) + _count_bytes(one.error.traceback)
                 if left < 0:
                     error = replace(one.error, message=one.error.message[:200], traceback="")
                     one = replace(one, error=error)  # noqa: PLW2901
             tail: list[str] = []
             for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
-                left -= _bytes(line)
+                left -= _count_bytes(line)
                 if left < 0:
                     break
                 tail.insert(0, line)
@@ -612,5 +621,5 @@ def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observat
     return tuple(sent)
 
 
-def _bytes(text: str) -> int:
+def _count_bytes(text: str) -> int:
     return len(json.dumps(text, ensure_ascii=False).encode(errors="replace"))

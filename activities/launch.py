@@ -15,7 +15,12 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from relaunch.activities.stop import StopRanksInput, StopRanksOutput, beating, stop_everywhere
+from relaunch.activities.stop import (
+    StopRanksInput,
+    StopRanksOutput,
+    send_heartbeats,
+    stop_everywhere,
+)
 from relaunch.backends.base import (
     Backend,
     BackendError,
@@ -49,12 +54,12 @@ LAUNCH_ATTEMPTS = 3
 """Attempts at a launch while a node does not answer. More would only delay the replacement of the
 node."""
 LAUNCH_RETRY_DELAY = timedelta(seconds=1)
-AT_ONCE = 256
+MAX_CONCURRENT_CALLS = 256
 """Most calls at once, so that 2,048 nodes do not need 2,048 sockets at the same moment."""
 MAX_GENERATIONS_AHEAD = 1000
 """How far ahead of a token's generation a node may be, where a reset of the workflow has set its
 numbers back."""
-MOST_NAMED = 16
+MAX_NAMED = 16
 """Most refusals that are returned; the rest would say the same."""
 
 
@@ -107,12 +112,12 @@ class Gang:
     while this preparation is current."""
 
 
-def gang_of(prepared: Sequence[PreparedNode]) -> Gang:
+def make_gang(prepared: Sequence[PreparedNode]) -> Gang:
     members = tuple((node.node, node.address, node.peer_port) for node in prepared)
     return Gang((prepared[0].address, prepared[0].master_port), members, prepared[0].stamp)
 
 
-def secret_of(token: Token, nonce: str) -> str:
+def derive_secret(token: Token, nonce: str) -> str:
     """Return the secret of a generation, made from the nonce of the node of group rank 0.
 
     A repeated launch has the same secret.
@@ -146,25 +151,25 @@ class JobActivities:
     async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
         """Prepare every node and, when all have answered, start every node. Idempotent."""
         backend = self._fleets.backend(input.spec.fleet)
-        async with beating() as left:
-            left.extend(activity.info().heartbeat_details)
+        async with send_heartbeats() as handover:
+            handover.extend(activity.info().heartbeat_details)
             try:
-                return await self._launch(backend, input, left)
+                return await self._launch(backend, input, handover)
             except asyncio.CancelledError:
                 details = activity.cancellation_details()
                 if details is None or not details.cancel_requested:
                     raise  # this worker shuts down, and another one continues
                 # The job cancelled the launch, and must know where its ranks may be alive.
                 return LaunchRanksOutput(
-                    reason="cancelled", start_sent=bool(left), places=_places_of(left)
+                    reason="cancelled", start_sent=bool(handover), places=_read_places(handover)
                 )
 
     async def _launch(
-        self, backend: Backend, input: LaunchRanksInput, left: list[Any]
+        self, backend: Backend, input: LaunchRanksInput, handover: list[Any]
     ) -> LaunchRanksOutput:
         """Prepare and start the ranks.
 
-        `left` holds the stamps and places of nodes on which a previous attempt may have started
+        `handover` holds the stamps and places of nodes on which a previous attempt may have started
         ranks.
         """
         try:
@@ -180,28 +185,32 @@ class JobActivities:
                         stopped_at=stopped_at,
                     )
         except NodesRefused as error:
-            return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
+            return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(handover))
         except NodesUnreachable as error:
             given_up = LaunchRanksOutput(
                 unreachable=error.nodes, reason=str(error), elsewhere=error.elsewhere
             )
-            if left:  # a previous attempt may have started ranks
-                given_up = replace(given_up, start_sent=True, places=_places_of(left))
-            return _retry_or(error, given_up)
+            if handover:  # a previous attempt may have started ranks
+                given_up = replace(given_up, start_sent=True, places=_read_places(handover))
+            return _retry_or_return(error, given_up)
         stamps = {node.node: node.stamp for node in prepared}
         places = {node.node: node.place for node in prepared if node.place}
-        if left and (
-            anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]
+        if handover and (
+            prepared_again := [
+                node for node, stamp in stamps.items() if handover[0].get(node) != stamp
+            ]
         ):
             # Such a node has new ports and a new nonce, while the others may run with the old ones:
             # the gang would be split in two.
-            reason = "it had to be prepared again, when other nodes may have been started already"
+            reason = "it was prepared again after other nodes may have been started"
             refusals = tuple(
-                NodeRefusal(node, "prepared_again", reason) for node in anew[:MOST_NAMED]
+                NodeRefusal(node, "prepared_again", reason) for node in prepared_again[:MAX_NAMED]
             )
-            return LaunchRanksOutput(refusals=refusals, places=_places_of(left), start_sent=True)
-        left[:] = [stamps, places]
-        await self._still_ours(stamps, places)
+            return LaunchRanksOutput(
+                refusals=refusals, places=_read_places(handover), start_sent=True
+            )
+        handover[:] = [stamps, places]
+        await self._confirm_attempt(stamps, places)
         try:
             await self._start(backend, input, prepared)
         except NodesRefused as error:
@@ -210,10 +219,10 @@ class JobActivities:
             given_up = LaunchRanksOutput(
                 unreachable=error.nodes, reason=str(error), start_sent=True, places=places
             )
-            return _retry_or(error, given_up)
+            return _retry_or_return(error, given_up)
         return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
 
-    async def _still_ours(self, stamps: dict[str, float], places: dict[str, str]) -> None:
+    async def _confirm_attempt(self, stamps: dict[str, float], places: dict[str, str]) -> None:
         """Confirm with the server that this attempt is current, between prepare and start.
 
         The heartbeat also stores what the attempt is about to start. A launcher that was frozen
@@ -234,11 +243,11 @@ class JobActivities:
     async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
         orders = {
             slot.node: _prepare_order(
-                input, _address(backend, slot), input.first_group_rank + index, backend.server
+                input, _find_address(backend, slot), input.first_group_rank + index, backend.server
             )
             for index, slot in enumerate(input.slots)
         }
-        answers = await _on_all(
+        answers = await _call_each(
             input.token,
             [slot.node for slot in input.slots],
             lambda node: backend.prepare(node, orders[node]),
@@ -247,7 +256,7 @@ class JobActivities:
         return tuple(
             PreparedNode(
                 slot.node,
-                _address(backend, slot),
+                _find_address(backend, slot),
                 answer.master_port,
                 answer.peer_port,
                 answer.stamp,
@@ -262,20 +271,20 @@ class JobActivities:
         self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]
     ) -> None:
         spec = input.spec
-        gang = input.gang or gang_of(prepared)
-        secret = await _shared_secret(backend, input, gang, prepared)
+        gang = input.gang or make_gang(prepared)
+        secret = await _read_secret(backend, input, gang, prepared)
         stamps = {node.node: node.stamp for node in prepared}
         environment = common_environment(
             input.token, spec, len(gang.members), input.max_restarts, *gang.master
         )
-        secrets = _secrets(spec)
+        secrets = _read_secrets(spec)
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
             peers = tuple(
                 Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members))
             )
-            command, launched = _commands(input, gang, group_rank)
+            command, launched = _make_command(input, gang, group_rank)
             orders[slot.node] = StartOrder(
                 token=input.token,
                 node=slot.node,
@@ -293,7 +302,7 @@ class JobActivities:
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
             )
-        await _on_all(
+        await _call_each(
             input.token,
             [slot.node for slot in input.slots],
             lambda node: backend.start(node, orders[node]),
@@ -354,7 +363,7 @@ def _check_highest(refused: Refused, token: Token) -> Refused:
     return refused
 
 
-async def _on_all(
+async def _call_each(
     token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]
 ) -> list[Answer]:
     """Call all nodes in parallel and return the answers in order.
@@ -363,7 +372,7 @@ async def _on_all(
         NodesRefused: some refused; what the others did is known and repeatable.
         NodesUnreachable: some did not answer, or sent an invalid answer; none refused.
     """
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def one(node: str) -> Answer | Refused | BackendError:
         async with gate:
@@ -377,7 +386,7 @@ async def _on_all(
     if refusals := tuple(
         NodeRefusal(r.node, r.why, r.reason, r.highest) for r in results if isinstance(r, Refused)
     ):
-        raise NodesRefused(refusals[:MOST_NAMED])
+        raise NodesRefused(refusals[:MAX_NAMED])
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(
             tuple(r.node for r in silent),
@@ -403,7 +412,7 @@ def _prepare_order(
     )
 
 
-async def _shared_secret(
+async def _read_secret(
     backend: Backend, input: LaunchRanksInput, gang: Gang, prepared: Sequence[PreparedNode]
 ) -> str:
     """Return the secret of the generation.
@@ -417,22 +426,22 @@ async def _shared_secret(
         NodesUnreachable: it does not answer.
     """
     if input.gang is None:
-        return secret_of(input.token, prepared[0].nonce)
+        return derive_secret(input.token, prepared[0].nonce)
     if not backend.fences:
         return ""
     node, address, _ = gang.members[0]
     order = _prepare_order(input, address, 0, backend.server)
-    [answer] = await _on_all(input.token, [node], lambda name: backend.prepare(name, order))
+    [answer] = await _call_each(input.token, [node], lambda name: backend.prepare(name, order))
     assert isinstance(answer, Prepared), "a refusal is raised"
     if answer.stamp != gang.stamp:
-        reason = "it had to be prepared again, when other nodes may have been started already"
+        reason = "it was prepared again after other nodes may have been started"
         raise NodesRefused((NodeRefusal(node, "prepared_again", reason),))
-    return secret_of(input.token, answer.nonce)
+    return derive_secret(input.token, answer.nonce)
 
 
-def _places_of(left: list[Any]) -> dict[str, str]:
+def _read_places(handover: list[Any]) -> dict[str, str]:
     """Return the places in the heartbeat of a previous attempt; empty if it has none."""
-    return dict(left[1]) if left[1:] else {}
+    return dict(handover[1]) if handover[1:] else {}
 
 
 def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepared]) -> None:
@@ -449,7 +458,7 @@ def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepa
         raise NodesUnreachable(elsewhere, f"{doubts[elsewhere[0]]}{more}", elsewhere)
 
 
-def _commands(
+def _make_command(
     input: LaunchRanksInput, gang: Gang, group_rank: int
 ) -> tuple[tuple[str, ...], BelowLauncher | None]:
     """Return the command that a node starts, and the ranks below it if it is a launcher."""
@@ -460,15 +469,15 @@ def _commands(
     # The run id differs by generation, so that ranks of two generations never join, even if an
     # older one were still alive.
     run_id = f"{token.job}-{token.submission}-{token.generation}"
-    given = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
+    commands = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
     env = {
         **restart_counts(token, input.max_restarts),
         "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
     }
-    return given.launcher, BelowLauncher(given.rank, ranks_of(group_rank, spec), env)
+    return commands.launcher, BelowLauncher(commands.rank, ranks_of(group_rank, spec), env)
 
 
-def _address(backend: Backend, slot: Slot) -> str:
+def _find_address(backend: Backend, slot: Slot) -> str:
     """Return the address at which other ranks find a node.
 
     It is the node's address on the ranks' network if it has one, else the address that the
@@ -480,7 +489,7 @@ def _address(backend: Backend, slot: Slot) -> str:
         return slot.address
 
 
-def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRanksOutput:
+def _retry_or_return(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRanksOutput:
     if activity.info().attempt < LAUNCH_ATTEMPTS:
         raise ApplicationError(
             str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY
@@ -488,7 +497,7 @@ def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRank
     return give_up
 
 
-def _secrets(spec: JobSpec) -> dict[str, str]:
+def _read_secrets(spec: JobSpec) -> dict[str, str]:
     """Read the secrets that a job refers to.
 
     They are read on the worker and are in no workflow history.

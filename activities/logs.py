@@ -27,14 +27,14 @@ from relaunch.messages.logs import (
     Stack,
 )
 
-GATHER = 0.03
+GATHER_DELAY_S = 0.03
 """Seconds to wait for lines of other nodes once one node has some: all ranks print a step at about
 the same time."""
 
 
-STACKS = 1_000_000
+MAX_STACK_CHARACTERS = 1_000_000
 """Characters of all stacks together, below the 2 MiB limit of a payload."""
-STACK_LEAST = 300
+MIN_STACK_CHARACTERS = 300
 
 
 class LogActivities:
@@ -57,7 +57,7 @@ class LogActivities:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if any(result.chunks for task in done if isinstance(result := task.result(), Logs)):
-                    await asyncio.wait(pending or done, timeout=GATHER)
+                    await asyncio.wait(pending or done, timeout=GATHER_DELAY_S)
                     break
             results = {node: task.result() for node, task in reads.items() if task.done()}
         finally:
@@ -88,15 +88,17 @@ class LogActivities:
         """
         backend = self._fleets.backend(input.fleet)
         token = Token(input.namespace, input.job, input.submission, input.generation)
-        most = max(STACK_LEAST, STACKS // max(1, len(input.places)))
+        most = max(MIN_STACK_CHARACTERS, MAX_STACK_CHARACTERS // max(1, len(input.places)))
         nodes: dict[str, list[int]] = {}
         for node, rank in input.places:
             nodes.setdefault(node, []).append(rank)
 
-        async def of(node: str, ranks: list[int]) -> list[Stack]:
-            return [await _stack(backend, node, token, rank, most) for rank in ranks]
+        async def read_stacks_of_node(node: str, ranks: list[int]) -> list[Stack]:
+            return [await _read_stack(backend, node, token, rank, most) for rank in ranks]
 
-        found = await asyncio.gather(*(of(node, ranks) for node, ranks in nodes.items()))
+        found = await asyncio.gather(
+            *(read_stacks_of_node(node, ranks) for node, ranks in nodes.items())
+        )
         return ReadStacksOutput(
             tuple(sorted((one for part in found for one in part), key=lambda one: one.rank))
         )
@@ -117,7 +119,7 @@ async def _read(
         return None
 
 
-async def _stack(backend: Backend, node: str, token: Token, rank: int, most: int) -> Stack:
+async def _read_stack(backend: Backend, node: str, token: Token, rank: int, most: int) -> Stack:
     try:
         answer = await backend.stacks(node, token, rank)
     except BackendError as error:
@@ -126,10 +128,10 @@ async def _stack(backend: Backend, node: str, token: Token, rank: int, most: int
         return Stack(rank, node, None, answer.reason)
     row = answer["stacks"][0]
     pid = row.get("pid")
-    return Stack(rank, node, pid if isinstance(pid, int) else None, told(row)[:most])
+    return Stack(rank, node, pid if isinstance(pid, int) else None, format_stacks(row)[:most])
 
 
-def told(row: Mapping[str, Any]) -> str:
+def format_stacks(row: Mapping[str, Any]) -> str:
     """Return the stacks that an agent found for one rank, as text.
 
     They are Python's own stacks, or else where its threads are in the kernel.
@@ -144,7 +146,9 @@ def told(row: Mapping[str, Any]) -> str:
         if isinstance(py_spy, Mapping)
         else "py-spy is not on the node's PATH"
     )
-    threads = Counter(_thread(one) for one in row.get("threads", ()) if isinstance(one, Mapping))
+    threads = Counter(
+        _format_thread(one) for one in row.get("threads", ()) if isinstance(one, Mapping)
+    )
     lines = [
         f"{count} thread{'s' if count > 1 else ''} {where}"
         for where, count in threads.most_common()
@@ -152,7 +156,7 @@ def told(row: Mapping[str, Any]) -> str:
     return "\n".join([f"{' '.join(why.split())[:300]}; in the kernel:", *lines])
 
 
-def _thread(thread: Mapping[str, Any]) -> str:
+def _format_thread(thread: Mapping[str, Any]) -> str:
     status = thread.get("status")
     state = next(
         (

@@ -30,24 +30,24 @@ from relaunch.job.state import JobState
 from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult
 from relaunch.pool.state import FleetState
 
-EVERY = 5.0
+COPY_INTERVAL_S = 5.0
 """Seconds between the end of a round and the next."""
-RECENT = timedelta(hours=1)
+MAX_ENDED_AGE = timedelta(hours=1)
 """How long ago a job may have ended to be still copied by a worker that starts: longer than the
 replacement of a worker takes."""
-AT_ONCE = 8
+MAX_CONCURRENT_JOBS = 8
 """Most jobs queried at once: a worker that has other work may have to replay each of them."""
-ANSWER_WITHIN = timedelta(seconds=10)
-EVENTS = 10**6
+ANSWER_TIMEOUT = timedelta(seconds=10)
+MAX_EVENTS = 10**6
 """More than the events of any run: a server ends a run at 51,200."""
-ENDED = (
+ENDED_STATUSES = (
     WorkflowExecutionStatus.COMPLETED,
     WorkflowExecutionStatus.FAILED,
     WorkflowExecutionStatus.CANCELED,
     WorkflowExecutionStatus.TERMINATED,
     WorkflowExecutionStatus.TIMED_OUT,
 )
-EXPECTED = (
+RETRYABLE_ERRORS = (
     RPCError,
     BackendError,
     WorkflowFailureError,
@@ -82,7 +82,7 @@ class FleetMirror(Protocol):
 
 class MirrorLoop:
     def __init__(
-        self, client: Client, mirrors: Mapping[str, FleetMirror], every: float = EVERY
+        self, client: Client, mirrors: Mapping[str, FleetMirror], every: float = COPY_INTERVAL_S
     ) -> None:
         """Create the loop.
 
@@ -101,45 +101,49 @@ class MirrorLoop:
     async def run(self) -> None:
         """Copy changes until cancelled."""
         while True:
-            await self.look()
+            await self.copy_changes()
             await asyncio.sleep(self._every)
 
-    async def look(self) -> None:
+    async def copy_changes(self) -> None:
         """Copy everything that has changed, once.
 
         Failures are logged and retried in the next round.
         """
-        await self._tried("fleets", self._fleets)
-        await self._tried("jobs", self._jobs)
+        await self._try_copy("fleets", self._copy_fleets)
+        await self._try_copy("jobs", self._copy_jobs)
 
-    async def _fleets(self) -> None:
+    async def _copy_fleets(self) -> None:
         for name, mirror in sorted(self._mirrors.items()):
-            await self._tried(f"{FLEET_ID_PREFIX}{name}", partial(self._fleet, name, mirror))
+            await self._try_copy(
+                f"{FLEET_ID_PREFIX}{name}", partial(self._copy_fleet, name, mirror)
+            )
 
-    async def _fleet(self, name: str, mirror: FleetMirror) -> None:
+    async def _copy_fleet(self, name: str, mirror: FleetMirror) -> None:
         id = f"{FLEET_ID_PREFIX}{name}"
         try:
-            found = await self._client.get_workflow_handle(id).describe(rpc_timeout=ANSWER_WITHIN)
+            description = await self._client.get_workflow_handle(id).describe(
+                rpc_timeout=ANSWER_TIMEOUT
+            )
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:
                 return
             raise
-        now = (found.run_id, _length(found))
-        if found.status is not WorkflowExecutionStatus.RUNNING or self._shown.get(id) == now:
+        now = (description.run_id, _length(description))
+        if description.status is not WorkflowExecutionStatus.RUNNING or self._shown.get(id) == now:
             return
-        handle = self._client.get_workflow_handle(id, run_id=found.run_id)
+        handle = self._client.get_workflow_handle(id, run_id=description.run_id)
         state: FleetState = await handle.query(
-            "state", result_type=FleetState, rpc_timeout=ANSWER_WITHIN
+            "state", result_type=FleetState, rpc_timeout=ANSWER_TIMEOUT
         )
-        await mirror.nodes(state, _seq(found))
+        await mirror.nodes(state, _seq(description))
         self._shown[id] = now
 
-    async def _jobs(self) -> None:
+    async def _copy_jobs(self) -> None:
         if not any(mirror.wants_jobs for mirror in self._mirrors.values()):
             return
         changed, listed = [], set()
-        for run in _newest(
-            [run async for run in self._client.list_workflows(_query(datetime.now(UTC)))]
+        for run in _select_newest(
+            [run async for run in self._client.list_workflows(_make_query(datetime.now(UTC)))]
         ):
             memo = await run.memo()
             fleet = str(memo.get("fleet", ""))  # unknown before its first workflow task
@@ -160,50 +164,56 @@ class MirrorLoop:
             id for id in self._shown if id not in listed and not id.startswith(FLEET_ID_PREFIX)
         ]:
             del self._shown[id]
-        gate = asyncio.Semaphore(AT_ONCE)
+        gate = asyncio.Semaphore(MAX_CONCURRENT_JOBS)
 
         async def one(run: WorkflowExecution, mirror: FleetMirror, now: Hashable) -> None:
             async with gate:
-                await self._tried(run.id, partial(self._job, run, mirror, now))
+                await self._try_copy(run.id, partial(self._copy_job, run, mirror, now))
 
         await asyncio.gather(*(one(*each) for each in changed))
 
-    async def _job(self, run: WorkflowExecution, mirror: FleetMirror, now: Hashable) -> None:
+    async def _copy_job(self, run: WorkflowExecution, mirror: FleetMirror, now: Hashable) -> None:
         handle = self._client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
         # Describe before querying the state: the state is then at least as new as this description,
         # and the next look is newer than both.
-        found = await handle.describe(rpc_timeout=ANSWER_WITHIN)
+        description = await handle.describe(rpc_timeout=ANSWER_TIMEOUT)
         state: JobState
-        if found.status is WorkflowExecutionStatus.COMPLETED:
-            result: JobResult = await handle.result(follow_runs=False, rpc_timeout=ANSWER_WITHIN)
+        if description.status is WorkflowExecutionStatus.COMPLETED:
+            result: JobResult = await handle.result(follow_runs=False, rpc_timeout=ANSWER_TIMEOUT)
             state = result.state
         else:
-            state = await handle.query("state", result_type=JobState, rpc_timeout=ANSWER_WITHIN)
-        if await mirror.job(state, _seq(found), found.status in ENDED and not state.phase.is_final):
+            state = await handle.query("state", result_type=JobState, rpc_timeout=ANSWER_TIMEOUT)
+        if await mirror.job(
+            state,
+            _seq(description),
+            description.status in ENDED_STATUSES and not state.phase.is_final,
+        ):
             self._shown[run.id] = now
 
-    async def _tried(self, what: str, look: Callable[[], Awaitable[None]]) -> None:
+    async def _try_copy(self, what: str, copy: Callable[[], Awaitable[None]]) -> None:
         try:
-            await look()
-        except EXPECTED as error:
-            said = f"{type(error).__name__}: {error}"
-            if self._failing.get(what) != said:
+            await copy()
+        except RETRYABLE_ERRORS as error:
+            failure = f"{type(error).__name__}: {error}"
+            if self._failing.get(what) != failure:
                 log.warning(
-                    "%s: the copy is not brought up to date, and it is tried again: %s", what, said
+                    "%s: the copy could not be updated, and is retried: %s",
+                    what,
+                    failure,
                 )
-            self._failing[what] = said
+            self._failing[what] = failure
         else:
             self._failing.pop(what, None)
 
 
-def _query(now: datetime) -> str:
-    since = (now - RECENT).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _make_query(now: datetime) -> str:
+    since = (now - MAX_ENDED_AGE).strftime("%Y-%m-%dT%H:%M:%SZ")
     return (
         f"WorkflowType = 'TrainingJob' AND (ExecutionStatus = 'Running' OR CloseTime > '{since}')"
     )
 
 
-def _newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
+def _select_newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
     """Return the last run of each job, without runs that were continued by another run."""
     last: dict[str, WorkflowExecution] = {}
     for run in runs:
@@ -212,7 +222,7 @@ def _newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
     return [
         run
         for run in last.values()
-        if run.status is WorkflowExecutionStatus.RUNNING or run.status in ENDED
+        if run.status is WorkflowExecutionStatus.RUNNING or run.status in ENDED_STATUSES
     ]
 
 
@@ -226,4 +236,4 @@ def _seq(run: WorkflowExecutionDescription) -> int:
     The start time is by the server's clock. A later run is newer, and so is a longer history of the
     same run.
     """
-    return int(run.start_time.timestamp() * 1000) * EVENTS + _length(run)
+    return int(run.start_time.timestamp() * 1000) * MAX_EVENTS + _length(run)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from temporalio import activity
 
-from relaunch.activities.stop import beating
+from relaunch.activities.stop import send_heartbeats
 from relaunch.backends.base import BackendError, Fleets, TellsPeople
 
 
@@ -35,13 +35,15 @@ class PeopleActivities:
         except KeyError as error:
             return str(error.args[0])
         if not isinstance(backend, TellsPeople):
-            return f"fleet {notice.fleet} has no way to tell people"
-        async with beating():
+            return f"fleet {notice.fleet} has no way to notify people"
+        async with send_heartbeats():
             try:
-                said = await backend.tell_people(notice.subject, notice.text)
+                outcome = await backend.tell_people(notice.subject, notice.text)
             except BackendError as error:
                 activity.logger.warning(
-                    "%s: people could not be told: %s", notice.subject, error.reason
+                    "%s: the notice could not be sent, and is retried: %s",
+                    notice.subject,
+                    error.reason,
                 )
                 raise
-        return said
+        return outcome

@@ -28,26 +28,26 @@ KERNEL_LINES, KERNEL_LINE = 20, 400
 """The most that the agent sends; a line is ASCII."""
 
 
-def observations_from(
+def read_observations(
     node: str, raw: Mapping[str, Any], received_at: datetime
 ) -> tuple[Observation, ...]:
     """Return the observations of one line. The end of a launcher becomes the ends of its ranks."""
-    one = observation_from(node, raw, received_at)
+    one = read_observation(node, raw, received_at)
     if one is None:
         return ()
     if isinstance(one, RankExited) and one.launcher and one.failed and not one.stopped:
-        return _below(one, raw)
+        return _read_launched_exits(one, raw)
     return (one,)
 
 
-def observation_from(
+def read_observation(
     node: str, raw: Mapping[str, Any], received_at: datetime
 ) -> Observation | None:
     """Return one observation, or None for kinds that a job does not act on."""
     kind = raw.get("kind")
     if kind == "RankExited":
-        error, unreadable = error_from(raw.get("error"))
-        kernel, kernel_unreadable = kernel_from(raw)
+        error, unreadable = read_error(raw.get("error"))
+        kernel, kernel_unreadable = read_kernel_lines(raw)
         pid = raw.get("pid")
         return RankExited(
             node=node,
@@ -59,18 +59,18 @@ def observation_from(
             stopped=bool(raw.get("stopped")),
             error=error,
             error_unreadable=unreadable,
-            log_tail=_tail_from(raw),
+            log_tail=_read_log_tail(raw),
             kernel=kernel,
             kernel_unreadable=kernel_unreadable,
             pid=pid if isinstance(pid, int) else None,
             launcher=bool(raw.get("launcher")),
-            ecs=_ecs_from(raw.get("ecs")),
+            ecs=_read_ecs_stop(raw.get("ecs")),
         )
     reason = str(raw.get("reason") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
         return RanksFenced(node, received_at, str(raw.get("why")), reason)
     if kind in ("ShimDied", "RanksVanished"):
-        return RanksVanished(node, received_at, reason, "reboot" in reason, *kernel_from(raw))
+        return RanksVanished(node, received_at, reason, "reboot" in reason, *read_kernel_lines(raw))
     if kind == "Stopped":
         # The order came from a higher generation or from a person; for this generation it means
         # that its ranks are gone.
@@ -78,7 +78,7 @@ def observation_from(
     return None
 
 
-def _ecs_from(raw: Any) -> EcsStop | None:
+def _read_ecs_stop(raw: Any) -> EcsStop | None:
     if not isinstance(raw, Mapping):
         return None
     code = raw.get("stop_code")
@@ -87,25 +87,25 @@ def _ecs_from(raw: Any) -> EcsStop | None:
     )
 
 
-def _tail_from(raw: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_log_tail(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:]
 
 
-def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ...]:
+def _read_launched_exits(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ...]:
     """Return the exits of the ranks that a launcher reports as failed.
 
     Each has the rank's error file and output. If the launcher reports none, return its own exit.
     """
     left = [one for one in raw.get("launched") or () if isinstance(one, Mapping)]
-    told = failures([str(line) for line in raw.get("log_tail") or ()]) or _first_to_write(
+    reported = failures([str(line) for line in raw.get("log_tail") or ()]) or _find_first_writer(
         left, launcher.exit_code
     )
     found: list[RankExited] = []
-    for failure in told:
+    for failure in reported:
         one = next((one for one in left if one.get("pid") == failure.pid), None)
         if one is None:
             continue
-        error, unreadable = error_from(one.get("error"))
+        error, unreadable = read_error(one.get("error"))
         # The launcher ends the other ranks with SIGTERM once one has failed. A rank that had
         # written an error by then was ending already.
         ended, raised = failure.signal == signal.SIGTERM, error is not None
@@ -120,7 +120,7 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
             stopped=bool(found) and ended and not raised,
             error=error,
             error_unreadable=unreadable,
-            log_tail=_tail_from(one),
+            log_tail=_read_log_tail(one),
             pid=failure.pid,
             launcher=False,
         )
@@ -128,12 +128,12 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
     return tuple(found) or (launcher,)
 
 
-def _first_to_write(left: list[Mapping[str, Any]], exit_code: int | None) -> tuple[Failure, ...]:
+def _find_first_writer(left: list[Mapping[str, Any]], exit_code: int | None) -> tuple[Failure, ...]:
     """Return the failure of the rank that wrote an error first.
 
     For a failed launcher that did not say which rank failed.
     """
-    errors = ((error_from(one.get("error"))[0], int(one["pid"])) for one in left)
+    errors = ((read_error(one.get("error"))[0], int(one["pid"])) for one in left)
     wrote = [
         (error.timestamp, pid)
         for error, pid in errors
@@ -142,7 +142,7 @@ def _first_to_write(left: list[Mapping[str, Any]], exit_code: int | None) -> tup
     return (Failure(min(wrote)[1], exit_code, None),) if wrote and exit_code is not None else ()
 
 
-def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
+def read_kernel_lines(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
     """Return the kernel's lines, and why they may be incomplete."""
     lines, unreadable = raw.get("kernel"), raw.get("kernel_unreadable")
     if (
@@ -160,7 +160,7 @@ def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
     return found, None if unreadable is None else str(unreadable)[:KERNEL_LINE]
 
 
-def error_from(raw: Any) -> tuple[RankError | None, str | None]:
+def read_error(raw: Any) -> tuple[RankError | None, str | None]:
     """Read the content of TORCHELASTIC_ERROR_FILE.
 
     Return (error, None), (None, why it is unreadable), or (None, None) if there was none. Both

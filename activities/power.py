@@ -22,9 +22,9 @@ from typing import IO
 from relaunch.repair.state import NoAnswer, OrderDone, RepairEvent
 from relaunch.spec.fleet import Power
 
-TAIL = 2048
+MAX_OUTPUT_BYTES = 2048
 """Bytes of its output that are kept: they go into the workflow history."""
-POLL = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 async def cycle_power(node: str, power: Power | None, within: float) -> RepairEvent:
@@ -45,7 +45,7 @@ async def cycle_power(node: str, power: Power | None, within: float) -> RepairEv
     # that.
     with tempfile.TemporaryFile() as output:
         try:
-            running = _begin(power.cycle, output)
+            running = _start_command(power.cycle, output)
         except OSError as error:
             return OrderDone(
                 {
@@ -54,8 +54,9 @@ async def cycle_power(node: str, power: Power | None, within: float) -> RepairEv
                 }
             )
         began = time.monotonic()
-        while running.poll() is None and time.monotonic() - began < within:  # noqa: ASYNC110  (it belongs to no loop: it outlives this one)
-            await asyncio.sleep(POLL)
+        # The command belongs to no event loop: it may outlive this one.
+        while running.poll() is None and time.monotonic() - began < within:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_INTERVAL_S)
         if running.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
@@ -64,13 +65,13 @@ async def cycle_power(node: str, power: Power | None, within: float) -> RepairEv
         answer = {
             "program": program,
             "exit_code": running.returncode,
-            "output": _tail(output),
+            "output": _read_tail(output),
             "took": time.monotonic() - began,
         }
         return OrderDone({"outcome": "done", **answer})
 
 
-def _begin(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start_command(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start the command in a separate session.
 
     asyncio is not used: it would kill the command at the end of its loop.
@@ -98,7 +99,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _tail(output: IO[bytes]) -> str:
+def _read_tail(output: IO[bytes]) -> str:
     size = output.seek(0, os.SEEK_END)
-    output.seek(max(0, size - TAIL))
-    return output.read(TAIL).decode(errors="replace")
+    output.seek(max(0, size - MAX_OUTPUT_BYTES))
+    return output.read(MAX_OUTPUT_BYTES).decode(errors="replace")

@@ -15,69 +15,73 @@ from typing import Any
 from relaunch.backends.answers import parse_list
 from relaunch.backends.base import Backend, BackendError
 
-PATIENCE = 1.0
+READING_TIMEOUT_S = 1.0
 """Seconds that a look waits for a reading. A node with persistence mode needs a fifth of a
 second."""
-KEPT = 300.0
+MAX_READING_AGE_S = 300.0
 """Seconds for which the result of a background reading may be returned: the interval at which GPUs
 are read when no caller waits for a node."""
 
-Listed = Mapping[str, Any] | str
+Listing = Mapping[str, Any] | str
 """A node's answer to `list`, or why it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    listed: Listed
+class NodeSnapshot:
+    listing: Listing
     gpus: object = None
     """The reading of its GPUs."""
-    ago: timedelta = timedelta(0)
+    age: timedelta = timedelta(0)
     was_read: bool = False
     unread: bool = False
     """Whether the GPUs were to be read and the reading is still running."""
 
 
 @dataclass(slots=True)
-class _Reading:
-    task: asyncio.Task[Listed]
+class _ReadingTask:
+    task: asyncio.Task[Listing]
     ended: float | None = None
 
-    def over(self, task: asyncio.Task[Listed]) -> None:
+    def note_end(self, task: asyncio.Task[Listing]) -> None:
         self.ended = asyncio.get_running_loop().time()
 
 
-class Readings:
+class NodeReader:
     def __init__(self) -> None:
-        self._under_way: dict[tuple[str, str], _Reading] = {}
+        self._under_way: dict[tuple[str, str], _ReadingTask] = {}
 
-    async def look(self, backend: Backend, fleet: str, node: str) -> Seen:
+    async def take_snapshot(self, backend: Backend, fleet: str, node: str) -> NodeSnapshot:
         """Look at a node and its GPUs. A node that does not answer is returned with the reason."""
         key, now = (fleet, node), asyncio.get_running_loop().time()
         reading = self._under_way.pop(key, None)
-        if reading is None or (reading.ended is not None and now - reading.ended > KEPT):
-            reading = _Reading(
-                asyncio.create_task(ask(backend, node, gpus=True), name=f"reading of {node}")
+        if reading is None or (
+            reading.ended is not None and now - reading.ended > MAX_READING_AGE_S
+        ):
+            reading = _ReadingTask(
+                asyncio.create_task(list_node(backend, node, gpus=True), name=f"reading of {node}")
             )
-            reading.task.add_done_callback(reading.over)
+            reading.task.add_done_callback(reading.note_end)
         # Ask separately: the list that comes with the reading is from another moment, and may come
         # as late as the reading.
-        listed = await ask(backend, node)
-        if isinstance(listed, str):
+        listing = await list_node(backend, node)
+        if isinstance(listing, str):
             if not reading.task.done():
                 self._under_way[key] = reading
-            return Seen(listed)
-        done, _ = await asyncio.wait({reading.task}, timeout=PATIENCE)
+            return NodeSnapshot(listing)
+        done, _ = await asyncio.wait({reading.task}, timeout=READING_TIMEOUT_S)
         if not done:
             self._under_way[key] = reading
-            return Seen(listed, unread=True)
+            return NodeSnapshot(listing, unread=True)
         read = reading.task.result()
         if isinstance(read, str) or ("gpus" not in read and read.get("held") is not None):
-            return Seen(listed)
-        ago = 0.0 if reading.ended is None else asyncio.get_running_loop().time() - reading.ended
-        return Seen(listed, read.get("gpus"), timedelta(seconds=int(max(0.0, ago))), was_read=True)
+            return NodeSnapshot(listing)
+        age = 0.0 if reading.ended is None else asyncio.get_running_loop().time() - reading.ended
+        return NodeSnapshot(
+            listing, read.get("gpus"), timedelta(seconds=int(max(0.0, age))), was_read=True
+        )
 
 
-async def ask(backend: Backend, node: str, gpus: bool = False) -> Listed:
+async def list_node(backend: Backend, node: str, gpus: bool = False) -> Listing:
     try:
         return parse_list(node, await backend.list(node, gpus))
     except BackendError as error:

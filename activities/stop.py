@@ -22,9 +22,9 @@ from relaunch.job.fencing import safe_launch_at, unknown_generation
 from relaunch.job.places import StartedPlaces, find_doubt
 from relaunch.spec.policy import Timeouts
 
-LOOK_AGAIN = 2.0
+RETRY_INTERVAL_S = 2.0
 """Seconds between two attempts to stop a node that does not answer."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
     """
     since = read_boot_clock()
     last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
-    generations = launched_generations(input)
+    generations = list_launches(input)
     order = StopOrder(input.token, stop_grace=input.timeouts.stop_grace.total_seconds())
     stopped_at: dict[str, float] = {}
     silent: dict[str, str] = {}
@@ -86,28 +86,32 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
             news.set()
             if input.once:
                 return
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
-    def safe_at() -> float | None:
+    def find_safe_time() -> float | None:
         if not backend.fences:
             return None
         return safe_launch_at(generations, since, stopped_at, last_heard)
 
-    async with beating() as shown:
+    async with send_heartbeats() as shown:
         tasks = {node: asyncio.create_task(stop(node)) for node in input.nodes}
         try:
             while True:
                 news.clear()
                 waiting = tuple(node for node in input.nodes if node not in stopped_at)
-                safe, now = safe_at(), read_boot_clock()
+                safe, now = find_safe_time(), read_boot_clock()
                 fenced = waiting if safe is not None and now >= safe else ()
                 done = input.once and all(task.done() for task in tasks.values())
                 if len(fenced) == len(waiting) or done:
                     nodes = (*stopped_at, *fenced)
                     return StopRanksOutput(at=datetime.now(UTC), nodes=nodes, fenced=fenced)
-                named = {node: silent.get(node, "no answer yet") for node in waiting[:MOST_NAMED]}
+                named = {node: silent.get(node, "no answer yet") for node in waiting[:MAX_NAMED]}
                 shown[:] = [{"waiting for": named, "nodes": len(waiting)}]
-                pause = LOOK_AGAIN if safe is None else max(0.0, min(LOOK_AGAIN, safe - now))
+                pause = (
+                    RETRY_INTERVAL_S
+                    if safe is None
+                    else max(0.0, min(RETRY_INTERVAL_S, safe - now))
+                )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await news.wait()
@@ -116,7 +120,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
                 task.cancel()
 
 
-def launched_generations(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:
+def list_launches(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:
     """Return the launches by which the silent nodes are judged; each node is in one of them."""
     known = input.generations
     if not known:
@@ -152,7 +156,7 @@ async def _try_to_stop(
 
 
 @asynccontextmanager
-async def beating() -> AsyncIterator[list[Any]]:
+async def send_heartbeats() -> AsyncIterator[list[Any]]:
     """Heartbeat while the body runs, so that a dead worker is noticed within seconds.
 
     The server then starts the next attempt. Yields the list of details that each heartbeat carries:

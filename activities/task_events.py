@@ -20,10 +20,10 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.backends.base import BackendError, EventQueue, TaskEvent
 from relaunch.messages.jobs import WORKFLOW_ID_PREFIX
 
-AGAIN = (1.0, 30.0)
+RETRY_DELAYS_S = (1.0, 30.0)
 """Seconds after which a queue that does not answer is asked again: the first and the longest
 delay."""
-SIGNAL_WITHIN = 10.0
+SIGNAL_TIMEOUT_S = 10.0
 
 log = logging.getLogger("relaunch.events")
 
@@ -47,26 +47,28 @@ class TaskEvents:
 
     async def run(self) -> None:
         """Receive events until cancelled."""
-        delay = AGAIN[0]
+        delay = RETRY_DELAYS_S[0]
         while True:
             if (queue := self._queue()) is None:
-                await asyncio.sleep(AGAIN[1])
+                await asyncio.sleep(RETRY_DELAYS_S[1])
                 continue
             try:
                 messages = await queue.receive()
-                told = [message for message in messages if await self._tell(message.event, queue)]
-                if told:
-                    await queue.delete(told)
-                delay = AGAIN[0]
+                delivered = [
+                    message for message in messages if await self._deliver(message.event, queue)
+                ]
+                if delivered:
+                    await queue.delete(delivered)
+                delay = RETRY_DELAYS_S[0]
             except BackendError as error:
                 log.warning(
-                    "the queue of events does not answer, and watches look only by themselves: %s",
+                    "the event queue does not answer; tasks are polled at intervals only: %s",
                     error.reason,
                 )
                 await asyncio.sleep(delay)
-                delay = min(AGAIN[1], 2 * delay)
+                delay = min(RETRY_DELAYS_S[1], 2 * delay)
 
-    async def _tell(self, event: TaskEvent | None, queue: EventQueue) -> bool:
+    async def _deliver(self, event: TaskEvent | None, queue: EventQueue) -> bool:
         """Pass an event on if it concerns a job. Return whether its message can be deleted."""
         if (
             event is None
@@ -81,7 +83,7 @@ class TaskEvents:
         hint = Hint(event.what, event.version, token.submission, token.generation)
         handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{token.job}")
         try:
-            async with asyncio.timeout(SIGNAL_WITHIN):
+            async with asyncio.timeout(SIGNAL_TIMEOUT_S):
                 await handle.signal("hint", asdict(hint))
         except TimeoutError:
             return False
@@ -89,9 +91,9 @@ class TaskEvents:
             if error.status is RPCStatusCode.NOT_FOUND:
                 return True  # the job has ended
             log.warning(
-                "job %s could not be told of %s, which stays in the queue: %s",
-                token.job,
+                "the event of %s could not be sent to job %s and stays in the queue: %s",
                 event.what,
+                token.job,
                 error,
             )
             return False

@@ -19,7 +19,7 @@ from temporalio.client import AsyncActivityCancelledError, Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.activities.gang import Gang
+from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from relaunch.backends.answers import parse_watch_line
 from relaunch.backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
@@ -28,7 +28,7 @@ from relaunch.job.hang import Pace
 from relaunch.job.places import explain_forgotten, find_doubt, parse_place
 from relaunch.spec.policy import Timeouts
 
-RECONNECT = (0.1, 2.0)
+RECONNECT_DELAYS_S = (0.1, 2.0)
 """Seconds between two attempts to reach a node: the first and the longest delay."""
 
 
@@ -46,14 +46,14 @@ class WatchActivities:
         """
         info = activity.info()
         pace = Pace(started_at=input.launched_at, expected=input.progress_expected)
-        before = _left_behind(info.heartbeat_details)
+        before = _read_previous(info.heartbeat_details)
         if before is not None and before.generation != input.token.generation:
             before = None
         if before is not None:
             # Keep the learned pace. The current step is not known until a node reports it, and the
             # gap between the two watches must not count as an interval.
             pace = replace(before.pace, step=None, advanced_at=None)
-        gang = Gang(input, pace, before)
+        gang = WatchedShard(input, pace, before)
         try:
             return await self._watch(gang, info.task_token)
         except* ApplicationError as group:
@@ -71,14 +71,14 @@ class WatchActivities:
             return before or now
         return now
 
-    async def _watch(self, gang: Gang, task_token: bytes) -> WatchReport:
+    async def _watch(self, gang: WatchedShard, task_token: bytes) -> WatchReport:
         input = gang.input
         async with asyncio.TaskGroup() as tasks:
             watchers = [
                 tasks.create_task(_follow(partial(self._reach, input.fleet, node), gang, node))
                 for node in input.nodes
             ]
-            beating = tasks.create_task(_beat(gang, beat_interval(input.timeouts)))
+            beating = tasks.create_task(_keep_heartbeating(gang, beat_interval(input.timeouts)))
             lease = tasks.create_task(
                 self._keep_leases(gang, task_token, renewal_interval(input.timeouts))
             )
@@ -99,7 +99,7 @@ class WatchActivities:
                 for task in (*watchers, beating, lease, reporting, leaving):
                     task.cancel()
 
-    async def _keep_leases(self, gang: Gang, task_token: bytes, interval: float) -> None:
+    async def _keep_leases(self, gang: WatchedShard, task_token: bytes, interval: float) -> None:
         """Renew leases, only after the server acknowledged that this attempt is the current one.
 
         Each renewal needs such an acknowledgement. A watch that was superseded, or that cannot
@@ -117,7 +117,7 @@ class WatchActivities:
                 continue
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:
-                    raise Superseded(
+                    raise SupersededWatchError(
                         f"another watch has taken over generation {gang.generation}"
                     ) from error
                 activity.logger.warning(
@@ -130,11 +130,11 @@ class WatchActivities:
             await gang.wait_for_beat(interval)
 
 
-class Superseded(Exception):
+class SupersededWatchError(Exception):
     """The server has given this watch to another worker."""
 
 
-def _left_behind(details: Sequence[Any]) -> WatchHeartbeat | None:
+def _read_previous(details: Sequence[Any]) -> WatchHeartbeat | None:
     """Return the state that the previous watch left, or None if it cannot be read.
 
     It cannot be read if another version wrote it in another form.
@@ -148,7 +148,7 @@ def _left_behind(details: Sequence[Any]) -> WatchHeartbeat | None:
         return None
 
 
-async def _beat(gang: Gang, interval: float) -> None:
+async def _keep_heartbeating(gang: WatchedShard, interval: float) -> None:
     """Heartbeat with the current progress. Whether the server received it is not reported."""
     while True:
         activity.heartbeat(gang.heartbeat())
@@ -174,7 +174,9 @@ def renewal_interval(timeouts: Timeouts) -> float:
     return timeouts.lease.total_seconds() / 6
 
 
-async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: str) -> None:
+async def _follow(
+    reach: Callable[[Backend | None], Backend], gang: WatchedShard, node: str
+) -> None:
     """Keep a connection to one node and pass all its lines to the gang.
 
     Return when the node has nothing more to report.
@@ -184,45 +186,45 @@ async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: 
     """
     token = gang.input.token
     backend: Backend | None = None
-    delay = RECONNECT[0]
+    delay = RECONNECT_DELAYS_S[0]
     while True:
         backend = reach(backend)
         is_platform = isinstance(backend, SeesPeople) and backend.sees_people
         try:
             doubt = None
             async with backend.watch(
-                node, token, gang.after_seq(node), gang.input.timeouts.heartbeat.total_seconds()
+                node, token, gang.last_seq(node), gang.input.timeouts.heartbeat.total_seconds()
             ) as stream:
-                async for said in stream.lines():
-                    line = parse_watch_line(node, token, said, is_platform=is_platform)
+                async for text in stream.lines():
+                    line = parse_watch_line(node, token, text, is_platform=is_platform)
                     if (doubt := _find_doubt(gang, node, line)) is not None:
                         break
                     if line.get("outcome") == "refused":
-                        _unknown_generation(gang, node, line)
+                        _report_unknown_generation(gang, node, line)
                         return
                     if "hello" in line:
-                        gang.connected(node, stream)
-                        delay = RECONNECT[0]
-                    gang.line(node, line)
+                        gang.note_connection(node, stream)
+                        delay = RECONNECT_DELAYS_S[0]
+                    gang.process_line(node, line)
                     if "end" in line:
                         return
             reason = "the connection was closed" if doubt is None else doubt
         except ProtocolError as error:
-            if gang.misbehaved(node, error.reason):
+            if gang.note_invalid_data(node, error.reason):
                 activity.logger.warning(
                     "generation %s: node %s: %s", gang.generation, node, error.reason
                 )
-            delay = RECONNECT[1]
+            delay = RECONNECT_DELAYS_S[1]
             await asyncio.sleep(delay)
             continue
         except Unreachable as error:
             reason = error.reason
-        gang.disconnected(node, reason, is_elsewhere=doubt is not None)
+        gang.note_disconnection(node, reason, is_elsewhere=doubt is not None)
         await asyncio.sleep(delay)
-        delay = min(RECONNECT[1], delay * 2)
+        delay = min(RECONNECT_DELAYS_S[1], delay * 2)
 
 
-def _find_doubt(gang: Gang, node: str, line: Mapping[str, Any]) -> str | None:
+def _find_doubt(gang: WatchedShard, node: str, line: Mapping[str, Any]) -> str | None:
     """Return why an answer says nothing about the node's ranks, or None.
 
     It says nothing if it is not from where they were started.
@@ -235,12 +237,12 @@ def _find_doubt(gang: Gang, node: str, line: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _unknown_generation(gang: Gang, node: str, line: Mapping[str, Any]) -> None:
+def _report_unknown_generation(gang: WatchedShard, node: str, line: Mapping[str, Any]) -> None:
     """Report the ranks as gone.
 
     The place where they were started, or where none ever were, does not know the generation.
     """
-    gang.observed(
+    gang.add_observation(
         node,
         RanksVanished(
             node, datetime.now(UTC), f"the node refuses to be watched: {line.get('reason')}"

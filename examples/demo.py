@@ -41,7 +41,7 @@ from relaunch.cli.submit import submit  # noqa: E402
 from relaunch.config import Settings  # noqa: E402
 from relaunch.job.fencing import safe_after  # noqa: E402
 from relaunch.job.state import JobState, Phase  # noqa: E402
-from relaunch.temporal import connect, running_up  # noqa: E402
+from relaunch.temporal import connect, find_running_up  # noqa: E402
 
 STEPS = 270
 TRAIN = ("--steps", str(STEPS), "--batch", "16", "--checkpoint-every", "20", "--step-time", "0.1")
@@ -385,7 +385,7 @@ async def run(keep: bool, console: Console) -> int:
     began = time.monotonic()
     with service() as state:
         console.print("starting Temporal's server and a worker …", style="dim")
-        while (up := running_up(state)) is None:
+        while (up := find_running_up(state)) is None:
             if time.monotonic() > began + PATIENCE:
                 raise Trouble(f"there is no server: {(state / 'up.log').read_text().strip()}")
             await asyncio.sleep(0.05)

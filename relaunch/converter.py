@@ -20,20 +20,20 @@ from temporalio.converter import (
 
 
 @cache
-def _reader(hint: Any) -> TypeAdapter[Any]:
+def _make_adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint)
 
 
-class _Json(PydanticJSONPlainPayloadConverter):
+class _JsonConverter(PydanticJSONPlainPayloadConverter):
     def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
-        return _reader(Any if type_hint is None else type_hint).validate_json(payload.data)
+        return _make_adapter(Any if type_hint is None else type_hint).validate_json(payload.data)
 
 
 class SharedPayloadConverter(CompositePayloadConverter):
     def __init__(self) -> None:
         super().__init__(
             *(
-                _Json() if isinstance(one, JSONPlainPayloadConverter) else one
+                _JsonConverter() if isinstance(one, JSONPlainPayloadConverter) else one
                 for one in DefaultPayloadConverter.default_encoding_payload_converters
             )
         )

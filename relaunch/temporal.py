@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from temporalio.converter import DataConverter
 
 UP_FILE = "up.json"
-CONNECT_WITHIN = 10.0
+CONNECT_TIMEOUT_S = 10.0
 """Seconds: more than a server needs to restart (under 1 s), less than a person would wait."""
 RETENTION = timedelta(days=30)
 KEYWORD, INT, KEYWORD_LIST = "Keyword", "Int", "KeywordList"
@@ -35,7 +35,7 @@ SEARCH_ATTRIBUTES = {
 
 
 @dataclass(frozen=True)
-class Up:
+class UpProcess:
     """A running `relaunch up`, as it describes itself in its state folder."""
 
     address: str
@@ -58,7 +58,7 @@ def data_converter() -> DataConverter:
     return shared_converter
 
 
-def process_started(pid: int) -> int | None:
+def read_start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot.
 
     Return None if there is no such process, or only a zombie.
@@ -73,19 +73,19 @@ def process_started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def running_up(state: Path) -> Up | None:
+def find_running_up(state: Path) -> UpProcess | None:
     """Return the `up` that runs on this state folder, if there is one."""
     try:
-        up = Up(**json.loads((state / UP_FILE).read_text()))
+        up = UpProcess(**json.loads((state / UP_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return up if process_started(up.pid) == up.started else None
+    return up if read_start_time(up.pid) == up.started else None
 
 
 def write_up(state: Path, address: str, ui: str) -> None:
     pid = os.getpid()
     temporary = state / f"{UP_FILE}.{pid}"
-    temporary.write_text(json.dumps(asdict(Up(address, ui, pid, process_started(pid) or 0))))
+    temporary.write_text(json.dumps(asdict(UpProcess(address, ui, pid, read_start_time(pid) or 0))))
     temporary.replace(state / UP_FILE)
 
 
@@ -100,32 +100,33 @@ async def connect(state: Path, address: str | None = None) -> Client:
 
     try:
         config = ClientConfig.load_client_connect_config()
-    except (
-        Exception
-    ) as error:  # the SDK's ConfigError is a bare Exception subclass of its native part
+    except Exception as error:
+        # The SDK's ConfigError is a bare Exception subclass of its native part.
         raise ConfigError(f"the Temporal configuration cannot be used: {error}") from None
     target = address or config.get("target_host")
     if not target:
-        up = running_up(state)
+        up = find_running_up(state)
         if up is None:
             raise ConfigError(
-                f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state}; start one in another terminal"
+                f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state};"
+                " start one in another terminal"
             )
         target = up.address
     config["target_host"] = target
     try:
         return await asyncio.wait_for(
-            Client.connect(**config, data_converter=data_converter()), CONNECT_WITHIN
+            Client.connect(**config, data_converter=data_converter()), CONNECT_TIMEOUT_S
         )
     except TimeoutError:
         raise ConfigError(
-            f"the Temporal server at {target} did not answer within {CONNECT_WITHIN:g} s"
+            f"the Temporal server at {target} did not answer within {CONNECT_TIMEOUT_S:g} s"
         ) from None
     except (RuntimeError, ValueError) as error:
         # the SDK raises these for refused, unresolvable and malformed addresses
         cause = str(error).splitlines()[0]
         raise ConfigError(
-            f"the Temporal server at {target} cannot be reached: {cause}; expected the host:port of a running server"
+            f"the Temporal server at {target} cannot be reached: {cause};"
+            " expected the host:port of a running server"
         ) from None
 
 
@@ -172,8 +173,8 @@ async def ensure_namespace(client: Client) -> None:
     for name, kind in SEARCH_ATTRIBUTES.items():
         if name in known and known[name] != types[kind]:
             raise ConfigError(
-                f"search attribute {name} of namespace {client.namespace} is {IndexedValueType.Name(known[name])}, "
-                f"expected {kind}: use another namespace"
+                f"search attribute {name} of namespace {client.namespace} is"
+                f" {IndexedValueType.Name(known[name])}, expected {kind}: use another namespace"
             )
     if missing := {
         name: types[kind] for name, kind in SEARCH_ATTRIBUTES.items() if name not in known

@@ -59,21 +59,21 @@ class WorkerFleets:
     )
     """The file each fleet was read from, and the factory of its backend; a fleet that is in no file
     stays as it is."""
-    seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Signature of each file (see `_signature`) when it was last read."""
+    signatures: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Signature of each file (see `_read_signature`) when it was last read."""
     replaced: list[Backend] = field(default_factory=list)
     """Backends of earlier versions of the fleets, kept so that operations in progress on them can
     finish."""
     server: str = ""
     """The id of the Temporal server that this worker works for."""
 
-    def serve_for(self, server: str) -> None:
+    def set_server(self, server: str) -> None:
         """Set the Temporal server in whose name nodes get orders; call before the first order."""
         self.server = server
         for backend in self.backends.values():
             backend.server = server
 
-    def read_again(self, fleet: str) -> FleetSpec:
+    def reload(self, fleet: str) -> FleetSpec:
         """Read the fleet's file again, and serve what it now says.
 
         Raises:
@@ -84,47 +84,49 @@ class WorkerFleets:
         if fleet not in self.files:
             return before
         path, make_backend = self.files[fleet]
-        self.seen[fleet] = _signature(path)
+        self.signatures[fleet] = _read_signature(path)
         try:
             spec = read_fleet(path)
             if spec.name != fleet:
                 raise ConfigError(
-                    f"fleet file {path}: it is of fleet {spec.name!r} now, expected {fleet!r} until the worker is started anew"
+                    f"fleet file {path}: its name is {spec.name!r} now, expected {fleet!r}"
+                    " until the worker is restarted"
                 )
             if spec != before:
                 backend = make_backend(path, spec)
                 backend.server = self.server
                 self.replaced.append(self.backends[fleet])
                 self.specs[fleet], self.backends[fleet] = spec, backend
-        except ConfigError as mistake:
-            raise ValueError(str(mistake)) from None
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return spec
 
     def spec(self, fleet: str) -> FleetSpec:
         if fleet not in self.specs:
             raise KeyError(
-                f"fleet {fleet!r} is not known to this worker, it serves {', '.join(sorted(self.specs)) or 'none'}"
+                f"fleet {fleet!r} is not known to this worker,"
+                f" it serves {', '.join(sorted(self.specs)) or 'none'}"
             )
-        self._follow(fleet)
+        self._reload_if_changed(fleet)
         return self.specs[fleet]
 
     def backend(self, fleet: str) -> Backend:
         self.spec(fleet)
         return self.backends[fleet]
 
-    def _follow(self, fleet: str) -> None:
+    def _reload_if_changed(self, fleet: str) -> None:
         """Read the file again if it has changed.
 
         Of several workers only one runs the activity that reads it again, but the others are also
         asked about its new nodes.
         """
-        if fleet not in self.files or self.seen.get(fleet) in (
+        if fleet not in self.files or self.signatures.get(fleet) in (
             None,
-            _signature(self.files[fleet][0]),
+            _read_signature(self.files[fleet][0]),
         ):
             return
         try:
-            self.read_again(fleet)
+            self.reload(fleet)
         except ValueError as error:
             # the activity that reads the file for the fleet reports the error to people
             logging.getLogger("relaunch").warning("fleet %s is served as it was: %s", fleet, error)
@@ -134,7 +136,7 @@ class WorkerFleets:
             await backend.close()
 
 
-def _signature(path: Path) -> tuple[int, int, int]:
+def _read_signature(path: Path) -> tuple[int, int, int]:
     """Return values that differ once a file has been written: zeros if there is none."""
     try:
         found = path.stat()
@@ -170,30 +172,31 @@ def make_fleets(settings: Settings) -> WorkerFleets:
             from relaunch.backends.ecs.options import options
 
             try:
-                given = options(spec, os.environ)
+                ecs_options = options(spec, os.environ)
             except ValueError as error:
                 raise ConfigError(f"fleet file {path}: {error}") from None
-            if given.node_task is None:
+            if ecs_options.node_task is None:
                 logging.getLogger("relaunch").warning(
-                    "fleet %s names no ecs.node_task: no reboot of its nodes can be proven, so none is ordered; a node is repaired by stop"
-                    " and start, which loses what is on its instance store",
+                    "fleet %s names no ecs.node_task: no reboot of its nodes can be proven, so none"
+                    " is ordered; a node is repaired by stop and start, which erases its instance"
+                    " store",
                     spec.name,
                 )
-            return EcsBackend(spec, given)
+            return EcsBackend(spec, ecs_options)
         raise ConfigError(
             f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs"
         )
 
     for path in settings.fleets:
-        signature = _signature(path)
+        signature = _read_signature(path)
         spec = read_fleet(path)
         if spec.name in fleets.specs:
             raise ConfigError(
-                f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker"
+                f"fleet file {path}: another fleet file of this worker has the name {spec.name!r}"
             )
         fleets.backends[spec.name] = make_backend(path, spec)
         fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
-        fleets.seen[spec.name] = signature
+        fleets.signatures[spec.name] = signature
     return fleets
 
 
@@ -219,9 +222,9 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             nodes.order_repair,
             fleet.read_fleet,
             fleet.probe_nodes,
-            fleet.last_state,
+            fleet.read_last_state,
             fleet.find_jobs,
-            fleet.closed_jobs,
+            fleet.find_closed_jobs,
             fleet.reclaim,
             fleet.tell_fleet,
             PeopleActivities(fleets).tell_people,
@@ -256,8 +259,8 @@ async def serve(settings: Settings) -> None:
     fleets = make_fleets(settings)
     client = await connect(settings.state)
     await ensure_namespace(client)
-    fleets.serve_for(await read_server_id(client))
-    beside = [asyncio.create_task(one) for one in _beside(client, fleets)]
+    fleets.set_server(await read_server_id(client))
+    background = [asyncio.create_task(one) for one in _make_background_tasks(client, fleets)]
     gc.freeze()
     gc.enable()
     try:
@@ -268,19 +271,21 @@ async def serve(settings: Settings) -> None:
                 ", ".join(fleets.specs),
             )
             await asyncio.wait(
-                {asyncio.create_task(stop.wait()), *beside}, return_when=asyncio.FIRST_COMPLETED
+                {asyncio.create_task(stop.wait()), *background}, return_when=asyncio.FIRST_COMPLETED
             )
-        for one in beside:
+        for one in background:
             if one.done():
                 one.result()  # raises unexpected errors
     finally:
-        for one in beside:
+        for one in background:
             one.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         await fleets.close()
 
 
-def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any, None]]:
+def _make_background_tasks(
+    client: Client, fleets: WorkerFleets
+) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield the background tasks for ECS fleets, which run beside the worker.
 
     They receive task events, write quarantines and write the tables of old dashboards.
@@ -295,11 +300,11 @@ def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any
         name: backend for name in names if isinstance(backend := fleets.backends[name], EcsBackend)
     }
     for name in backends:
-        yield TaskEvents(client, partial(_events, fleets, name)).run()
+        yield TaskEvents(client, partial(_get_event_queue, fleets, name)).run()
     yield MirrorLoop(client, {name: backend.marks() for name, backend in backends.items()}).run()
 
 
-def _events(fleets: WorkerFleets, name: str) -> EventQueue | None:
+def _get_event_queue(fleets: WorkerFleets, name: str) -> EventQueue | None:
     from relaunch.backends.ecs.backend import EcsBackend
 
     backend = fleets.backends[name]
@@ -331,7 +336,7 @@ def main() -> int:
         settings = read_settings(**overrides)
         if arguments.show_settings:
             for name, value, source in describe_settings(
-                settings, tuple(key for key, given in overrides.items() if given is not None)
+                settings, tuple(key for key, value in overrides.items() if value is not None)
             ):
                 sys.stdout.write(f"{name:<18} {value:<40} {source}\n")
             return 0
@@ -347,7 +352,7 @@ def main() -> int:
                 )
             )
         asyncio.run(serve(settings))
-    except ConfigError as mistake:
-        sys.stderr.write(f"relaunch-worker: {mistake}\n")
+    except ConfigError as error:
+        sys.stderr.write(f"relaunch-worker: {error}\n")
         return 2
     return 0

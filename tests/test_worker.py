@@ -51,7 +51,7 @@ def test_a_fleet_file_that_did_not_change_is_served_by_the_same_backend(
     fleets: WorkerFleets,
 ) -> None:
     spec, backend = fleets.spec("lab"), fleets.backend("lab")
-    assert fleets.read_again("lab") == spec
+    assert fleets.reload("lab") == spec
     assert fleets.backend("lab") is backend
 
 
@@ -60,7 +60,7 @@ async def test_a_changed_fleet_file_is_served_and_what_goes_on_over_the_old_back
 ) -> None:
     before = fleets.backend("lab")
     fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4, gpus: 8}\n")
-    assert [node.name for node in fleets.read_again("lab").nodes] == ["n1", "n2", "n3"]
+    assert [node.name for node in fleets.reload("lab").nodes] == ["n1", "n2", "n3"]
     assert [node.name for node in fleets.spec("lab").nodes] == ["n1", "n2", "n3"]
     assert fleets.backend("lab").node("n3").gpus == 8
     assert fleets.replaced == [before]
@@ -84,7 +84,7 @@ async def test_a_worker_that_nobody_told_to_read_its_changed_fleet_file_serves_t
         ("name: lab\nbackend: local\nnodes: []\n", "fleet.yaml:3:"),
         (
             FLEET.replace("name: lab", "name: other"),
-            "it is of fleet 'other' now, expected 'lab' until the worker is started anew",
+            "its name is 'other' now, expected 'lab' until the worker is restarted",
         ),
         (FLEET.replace("backend: local", "backend: ecs"), "ecs.cluster is missing"),
         (None, "cannot be read: No such file or directory"),
@@ -98,23 +98,23 @@ def test_a_fleet_file_that_cannot_be_used_is_said_in_a_sentence_and_the_fleet_st
     else:
         fleet_file.write_text(text)
     with pytest.raises(ValueError, match=r"fleet\.yaml") as wrong:
-        fleets.read_again("lab")
+        fleets.reload("lab")
     assert sentence in str(wrong.value)
     assert [node.name for node in fleets.spec("lab").nodes] == ["n1", "n2"]
 
 
 def test_a_fleet_that_no_file_names_is_refused(fleets: WorkerFleets) -> None:
     with pytest.raises(KeyError, match="fleet 'other' is not known to this worker, it serves lab"):
-        fleets.read_again("other")
+        fleets.reload("other")
 
 
 def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_made_later(
     fleets: WorkerFleets, fleet_file: Path
 ) -> None:
-    fleets.serve_for("6c1e9ba4")
+    fleets.set_server("6c1e9ba4")
     assert fleets.backend("lab").server == "6c1e9ba4"
     fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4}\n")
-    fleets.read_again("lab")
+    fleets.reload("lab")
     assert len(fleets.replaced) == 1
     assert fleets.backend("lab").server == "6c1e9ba4"
 
@@ -125,8 +125,8 @@ async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_
     one, other = (
         make_fleets(Settings(state=tmp_path / "state", fleets=(fleet_file,))) for _ in range(2)
     )
-    one.serve_for("6c1e9ba4")
-    other.serve_for("0f9d2c77")
+    one.set_server("6c1e9ba4")
+    other.set_server("0f9d2c77")
     mine, others = one.backend("lab"), other.backend("lab")
 
     def order(backend: Backend, submission: int) -> PrepareOrder:

@@ -69,7 +69,7 @@ def memo(job: JobState) -> dict[str, object]:
     return {
         "phase": job.phase.value,
         "reason": job.reason,
-        "next": _next(job),
+        "next": _describe_next(job),
         "fleet": job.spec.fleet,
         "submission": job.submission,
     }
@@ -86,14 +86,15 @@ def current_details(job: JobState, now: datetime) -> str:
         "",
         f"**Why** {job.reason}",
         "",
-        f"**Next** {_next(job)}",
+        f"**Next** {_describe_next(job)}",
         "",
     ]
     if job.lost:
         lines += [
             "**Not answering** "
             + ", ".join(
-                f"{lost.node} (last heard {_clock(lost.last_heard_at)})" for lost in job.lost[:8]
+                f"{lost.node} (last heard {_format_time(lost.last_heard_at)})"
+                for lost in job.lost[:8]
             ),
             "",
         ]
@@ -104,11 +105,11 @@ def current_details(job: JobState, now: datetime) -> str:
             + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""),
             "",
         ]
-    if wanted := describe_drains(job):
+    if drains := describe_drains(job):
         lines += [
             "### Nodes that it is to leave",
             "",
-            *(f"- {one}" for one in wanted[:MOST_INCIDENTS]),
+            *(f"- {one}" for one in drains[:MOST_INCIDENTS]),
             "",
         ]
     if job.fewer:
@@ -138,15 +139,15 @@ def current_details(job: JobState, now: datetime) -> str:
         lines += [
             f"### Open incident: {incident.cause}",
             "",
-            f"{_clock(incident.opened)} {incident.reason}",
+            f"{_format_time(incident.opened)} {incident.reason}",
             "",
         ]
         lines += [
-            f"- {_clock(one.at)} **Further fault** {one.cause}: {one.reason[:300]}"
+            f"- {_format_time(one.at)} **Further fault** {one.cause}: {one.reason[:300]}"
             for one in incident.faults[1:][-4:]
         ]
         lines += [
-            f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}"
+            f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}"
             for d in incident.decisions[-8:]
         ]
         if incident.traceback:
@@ -159,7 +160,8 @@ def current_details(job: JobState, now: datetime) -> str:
         for incident in reversed(closed):
             lasted = f"{((incident.closed or now) - incident.opened).total_seconds():.1f} s"
             lines += [
-                f"- {_clock(incident.opened)}, {lasted}: **{incident.cause}** {incident.reason[:300]} → {incident.outcome or 'closed'}"
+                f"- {_format_time(incident.opened)}, {lasted}: **{incident.cause}**"
+                f" {incident.reason[:300]} → {incident.outcome or 'closed'}"
             ]
         lines += [""]
     if job.notices:
@@ -171,24 +173,28 @@ def current_details(job: JobState, now: datetime) -> str:
             "Send a signal from this page (one JSON object, every field optional, or none at all):",
             "",
             '- `cancel` `{"reason": "…", "by": "you"}` stops every rank and ends the job',
-            '- `force_retry` `{"reason": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
-            *_answers(job),
-            '- `report` `{"node": "n2", "declared": "dead", "reason": "…"}` you vouch that nothing runs on n2 any more',
+            '- `force_retry` `{"reason": "…", "avoid_nodes": ["n2"], "renew_budgets": false}`'
+            " launches a new generation now",
+            *_answer_lines(job),
+            '- `report` `{"node": "n2", "declared": "dead", "reason": "…"}`'
+            " you vouch that nothing runs on n2 any more",
         ]
     return _page(lines)
 
 
-def _answers(job: JobState) -> list[str]:
+def _answer_lines(job: JobState) -> list[str]:
     lines = []
     if job.phase is Phase.WAITING_FOR_PERSON:
-        said = '`{"decision": "approve", "reason": "…", "by": "you"}`'
+        example = '`{"decision": "approve", "reason": "…", "by": "you"}`'
         lines += [
-            f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"
+            f"- the update `answer` {example} launches a new generation;"
+            " `deny` ends the job, `snooze` and `take-over` give you time"
         ]
     for one in job.drains[:MOST_INCIDENTS] if describe_drains(job) else ():
-        said = f'`{{"decision": "approve", "node": "{one.node}", "reason": "…", "by": "you"}}`'
+        example = f'`{{"decision": "approve", "node": "{one.node}", "reason": "…", "by": "you"}}`'
         lines += [
-            f"- the update `answer` {said} has it leave {one.node} at once; `deny`: not before {_clock(one.until)}"
+            f"- the update `answer` {example} has it leave {one.node} at once;"
+            f" `deny`: not before {_format_time(one.until)}"
         ]
     return lines
 
@@ -212,7 +218,7 @@ def repair_details(
         case FinishRepair():
             doing = f"{decision.outcome}: {decision.reason}"
         case AskPerson():
-            until = _clock(decision.until)
+            until = _format_time(decision.until)
             doing = f"waiting for approval until {until}; without an answer it is not done"
         case _:
             doing = waiting_for or decision.reason
@@ -225,15 +231,15 @@ def repair_details(
         "",
     ]
     if not isinstance(decision, FinishRepair):
-        lines += [f"**Deadline** {_clock(repair.deadline)}", ""]
+        lines += [f"**Deadline** {_format_time(repair.deadline)}", ""]
     if repair.boot_id:
         lines += [
             f"**Boot** decided on boot id `{repair.boot_id}`: "
             "the node refuses an order that was decided on another boot",
             "",
         ]
-    lines += _last_examination(repair.health)
-    lines += _steps((*(escalation.log if escalation is not None else ()), *repair.log))
+    lines += _health_lines(repair.health)
+    lines += _step_lines((*(escalation.log if escalation is not None else ()), *repair.log))
     if isinstance(decision, AskPerson):
         answer = '`{"decision": "approve", "reason": "…", "by": "you"}`'
         lines += [
@@ -276,11 +282,11 @@ def escalation_details(
         "",
     ]
     if not isinstance(decision, FinishRepair):
-        lines += [f"**Deadline** {_clock(deadline)}", ""]
-    return _page([*lines, *_last_examination(escalation.health), *_steps(escalation.log)])
+        lines += [f"**Deadline** {_format_time(deadline)}", ""]
+    return _page([*lines, *_health_lines(escalation.health), *_step_lines(escalation.log)])
 
 
-def _last_examination(health: Health | None) -> list[str]:
+def _health_lines(health: Health | None) -> list[str]:
     if health is None:
         return []
     return [
@@ -290,13 +296,13 @@ def _last_examination(health: Health | None) -> list[str]:
     ]
 
 
-def _steps(log: tuple[LogEntry, ...]) -> list[str]:
+def _step_lines(log: tuple[LogEntry, ...]) -> list[str]:
     return (
         [
             "",
             "### Steps",
             "",
-            *(f"- {_clock(one.at)} **{one.what}** {one.reason}" for one in log),
+            *(f"- {_format_time(one.at)} **{one.what}** {one.reason}" for one in log),
             "",
         ]
         if log
@@ -313,9 +319,9 @@ def _page(lines: list[str]) -> str:
     )
 
 
-def _next(job: JobState) -> str:
-    return describe_next(job) + (f" (at {_clock(job.next.at)})" if job.next.at else "")
+def _describe_next(job: JobState) -> str:
+    return describe_next(job) + (f" (at {_format_time(job.next.at)})" if job.next.at else "")
 
 
-def _clock(at: datetime) -> str:
+def _format_time(at: datetime) -> str:
     return at.strftime("%Y-%m-%d %H:%M:%S UTC")

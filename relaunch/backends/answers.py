@@ -118,7 +118,7 @@ Lines = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
 
 
 class Holder(_Answer):
-    by: Annotated[str, Field(max_length=256)] = "somebody"
+    by: Annotated[str, Field(max_length=256)] = "another user"
     id: Annotated[str, Field(max_length=256)] = "unknown"
 
 
@@ -202,7 +202,7 @@ class LogsAnswer(_Answer):
     ended: bool
 
 
-class Unreadable(_Answer):
+class UnreadableRow(_Answer):
     unreadable: Reason
 
 
@@ -210,7 +210,7 @@ class StackRow(_Answer):
     rank: Count
     pid: Pid | None = None
     unreadable: Reason | None = None
-    py_spy: str | Unreadable | None = None
+    py_spy: str | UnreadableRow | None = None
     threads: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
 
 
@@ -235,21 +235,21 @@ class LeftProcess(_Answer):
     word: Annotated[str, Field(max_length=256)]
 
 
-class Cannot(_Answer):
+class FailureAnswer(_Answer):
     cannot: Reason
 
 
 class PreflightAnswer(BootAnswer):
-    left: LeftProcess | Cannot | None = None
+    left: LeftProcess | FailureAnswer | None = None
 
 
-class Met(_Answer):
+class MeetingRow(_Answer):
     took: Seconds
 
 
 class MeetAnswer(BootAnswer):
     lives: bool | None = None
-    met: Met | Cannot | None = None
+    met: MeetingRow | FailureAnswer | None = None
 
 
 class MissingTool(_Answer):
@@ -417,7 +417,7 @@ def parse_watch_line(
     """
     if not isinstance(line, dict):
         raise ProtocolError(
-            node, f"a line of its watch makes no sense: {_shown(line)}, expected an object"
+            node, f"a line of its watch makes no sense: {_shorten(line)}, expected an object"
         )
     if "observation" in line:
         return {"observation": _parse_observation(node, line["observation"], is_platform)}
@@ -440,19 +440,19 @@ def _parse_hello(node: str, token: Token, raw: object) -> dict[str, Any]:
     own = (token.namespace, token.job, token.submission, token.generation)
     names = ("namespace", "job", "submission", "generation")
     if not isinstance(named, Mapping) or tuple(named.get(name) for name in names) != own:
-        raise ProtocolError(node, f"its hello is of {_shown(named)}, expected generation {token}")
+        raise ProtocolError(node, f"its hello is of {_shorten(named)}, expected generation {token}")
     return hello.model_dump()
 
 
 def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, Any]:
     what = "an observation of it"
     if not isinstance(raw, dict):
-        raise ProtocolError(node, f"{what} makes no sense: {_shown(raw)}, expected an object")
+        raise ProtocolError(node, f"{what} makes no sense: {_shorten(raw)}, expected an object")
     # The error file is the rank's: a number in it that cannot be stored is not the node's fault.
     bare = {key: value for key, value in raw.items() if key not in ("error", "launched")}
     launched = raw.get("launched")
     if isinstance(launched, list):
-        bare["launched"] = [_without_error(one) for one in launched[: MAX_RANKS + 1]]
+        bare["launched"] = [_strip_error(one) for one in launched[: MAX_RANKS + 1]]
     elif launched is not None:
         bare["launched"] = launched
     if (wrong := find_unbounded(bare)) is not None:
@@ -463,12 +463,14 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
         if head.kind == STOPPED_BY_USER:
             raise ProtocolError(
                 node,
-                f"{what} says {STOPPED_BY_USER}: only a platform that runs the ranks knows what people did",
+                f"{what} says {STOPPED_BY_USER}:"
+                " only a platform that runs the ranks knows what people did",
             )
         if head.seq > MAX_OBSERVATIONS:
             raise ProtocolError(
                 node,
-                f"{what} has number {head.seq}, expected at most {MAX_OBSERVATIONS} of one generation",
+                f"{what} has number {head.seq},"
+                f" expected at most {MAX_OBSERVATIONS} of one generation",
             )
     schema = _OBSERVATIONS.get(head.kind)
     if schema is None:
@@ -484,7 +486,7 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
     return parsed
 
 
-def _without_error(value: object) -> object:
+def _strip_error(value: object) -> object:
     return {k: v for k, v in value.items() if k != "error"} if isinstance(value, dict) else value
 
 
@@ -537,10 +539,10 @@ def _first_error(error: ValidationError) -> str:
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     if first["type"] in ("too_long", "string_too_long", "value_error"):
         return f"{where}: {expected}"
-    return f"{where} is {_shown(first['input'])}, {expected}"
+    return f"{where} is {_shorten(first['input'])}, {expected}"
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     """Return at most 60 characters of a value, which may be as long as a line."""
     if isinstance(value, str):
         value = value[:60]

@@ -20,17 +20,21 @@ _NVML = "pynvml"
 """NVIDIA's bindings (package nvidia-ml-py, BSD licence in its header), as one file: nothing has to
 be installed on the nodes."""
 _PACKAGE = Path(__file__).resolve().parent.parent
-_ENTRY = "import os\nimport sys\n\nfrom relaunch.agent.__main__ import main\n\nos._exit(main(sys.argv[1:]))\n"
+_ENTRY = (
+    "import os\nimport sys\n\n"
+    "from relaunch.agent.__main__ import main\n\nos._exit(main(sys.argv[1:]))\n"
+)
 _WHEN = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a zip file can hold. It makes builds reproducible: the same source gives
 the same file, whenever and wherever it is built."""
 
 
-def _bindings() -> bytes:
+def _read_bindings() -> bytes:
     found = importlib.util.find_spec(_NVML)
     if found is None or found.origin is None:
         raise RuntimeError(
-            f"{_NVML} is not installed; expected the package nvidia-ml-py, which is shipped to the nodes"
+            f"{_NVML} is not installed;"
+            " expected the package nvidia-ml-py, which is shipped to the nodes"
         )
     return Path(found.origin).read_bytes()
 
@@ -40,8 +44,8 @@ _BYTECODE = 2
 this process has imported."""
 
 
-def _sources() -> dict[str, bytes]:
-    files = {"__main__.py": _ENTRY.encode(), f"{_NVML}.py": _bindings()}
+def _read_sources() -> dict[str, bytes]:
+    files = {"__main__.py": _ENTRY.encode(), f"{_NVML}.py": _read_bindings()}
     for path in [_PACKAGE / "__init__.py", *sorted((_PACKAGE / "agent").rglob("*.py"))]:
         files[path.relative_to(_PACKAGE.parent).as_posix()] = path.read_bytes()
     return files
@@ -62,7 +66,7 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _compiled(name: str, source: bytes) -> bytes:
+def _compile(name: str, source: bytes) -> bytes:
     """Return the content of a `.pyc` that Python does not check against its source (PEP 552)."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
     unchecked = (1).to_bytes(4, "little")
@@ -74,12 +78,12 @@ def _compiled(name: str, source: bytes) -> bytes:
     )
 
 
-def _archive(sources: dict[str, bytes]) -> bytes:
+def _make_archive(sources: dict[str, bytes]) -> bytes:
     files = dict(sources)
-    # The bindings have no bytecode here: the node compiles them once (agent.node.bindings). They are
-    # large, and most agents never read a GPU.
+    # The bindings have no bytecode here: the node compiles them once (agent.node.bindings). They
+    # are large, and most agents never read a GPU.
     files.update(
-        (f"{name}c", _compiled(name, source))
+        (f"{name}c", _compile(name, source))
         for name, source in sources.items()
         if name != f"{_NVML}.py"
     )
@@ -98,11 +102,11 @@ def build_agent(folder: Path) -> Path:
 
     The digits are from the SHA-256 of its sources and of the version of this Python's bytecode.
     """
-    sources = _sources()
+    sources = _read_sources()
     path = folder / _name(sources)
     if _is_whole(path):
         return path
-    data = _archive(sources)
+    data = _make_archive(sources)
     folder.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=folder, prefix=".agent-")
     try:

@@ -27,7 +27,7 @@ MAX_LINES_PER_SECOND = 2000
 MAX_BYTES_PER_SECOND = 4 * LINE_LIMIT
 """Limits of one node's output. A node beyond them waits, because one loop serves all nodes. A watch
 sends a line a second, a log some MiB."""
-IN_VAIN = 10_000
+MAX_LATE_LINES = 10_000
 """Most lines in a row for commands that are over. After a watch is closed, a few lines are still in
 transit."""
 PARTING = 2.0
@@ -79,7 +79,7 @@ class Link:
         self._reason: str | None = None
         """Why this side broke the session off; None if it did not."""
         self._heard_at = 0.0
-        self._in_vain = 0
+        self._late_lines = 0
         self._reader = asyncio.create_task(self._read(self._inboxes), name=f"session {node}")
 
     @property
@@ -128,7 +128,7 @@ class Link:
     async def receive(self, inbox: Inbox, within: float, doing: str) -> Mapping[str, Any]:
         began = asyncio.get_running_loop().time()
         try:
-            # Not `wait_for`: until Python 3.12 it swallows a cancel that comes together with a message.
+            # Not `wait_for`: until Python 3.12 it swallows a cancel that comes with a message.
             async with asyncio.timeout(within):
                 message = await inbox.get()
         except TimeoutError:
@@ -203,13 +203,13 @@ class Link:
         if not known:
             return f"the agent answered order {str(number)[:40]!r}, which nobody gave"
         if (inbox := inboxes.get(number)) is None:
-            self._in_vain += 1
+            self._late_lines += 1
             return (
-                f"the agent said {IN_VAIN} lines that nobody waits for"
-                if self._in_vain > IN_VAIN
+                f"the agent said {MAX_LATE_LINES} lines that nobody waits for"
+                if self._late_lines > MAX_LATE_LINES
                 else None
             )
-        self._in_vain = 0
+        self._late_lines = 0
         if b"\\ud" in line or b"\\uD" in line:
             message = _writable(message)
         inbox.put(message, len(line))

@@ -81,8 +81,8 @@ class LocalBackend(SessionBackend):
             }
         return await super().list(node, gpus)
 
-    def _started_within(self, name: str) -> float:
-        usual = super()._started_within(name)
+    def _start_timeout(self, name: str) -> float:
+        usual = super()._start_timeout(name)
         return usual if (self.folder(name) / CUT).exists() else max(usual, STARTED_WITHIN)
 
     async def _connect(self, name: str) -> ProcessPipe:

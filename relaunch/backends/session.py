@@ -35,7 +35,8 @@ from relaunch.generation import Token
 from relaunch.job.places import parse_place
 
 ANSWER_WITHIN = 5.0
-"""Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
+"""Seconds for an answer that needs no waiting on the node; an unloaded node needs some
+milliseconds."""
 GPUS_WITHIN = 14.0
 """Seconds for a `list` with GPUs: the agent gives NVML ten, then kills the process, then looks up
 user names."""
@@ -86,7 +87,7 @@ class AgentSession:
         within = order.stop_grace + order.stuck_after + self._within
         answer = await self._call("prepare", {"token": self._token(order.token), **body}, within)
         if answer["outcome"] == "refused":
-            return self._refused("prepare", answer)
+            return self._read_refusal("prepare", answer)
         prepared = answers.parse(self._node, "prepare", answers.PrepareAnswer, answer)
         return Prepared(
             self._node,
@@ -122,7 +123,7 @@ class AgentSession:
             "start", {"token": self._token(order.token), **body}, 2 * self._within
         )
         if answer["outcome"] == "refused":
-            return self._refused("start", answer)
+            return self._read_refusal("start", answer)
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
         return Started(
             self._node,
@@ -138,7 +139,7 @@ class AgentSession:
         }
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
         if answer["outcome"] == "refused":
-            return self._refused("stop", answer)
+            return self._read_refusal("stop", answer)
         answers.parse(self._node, "stop", answers.StopAnswer, answer)
         return Gone(self._node, parse_place(answer.get("place")))
 
@@ -148,7 +149,7 @@ class AgentSession:
         else:
             answer = await self._call("list", {}, self._within)
         if answer["outcome"] == "refused":
-            refused = self._refused("list", answer)
+            refused = self._read_refusal("list", answer)
             raise ProtocolError(
                 self._node, f"list changes nothing and was refused: {refused.reason}"
             )
@@ -173,7 +174,7 @@ class AgentSession:
         }
         answer = await self._call("logs", body, wait + self._within)
         if answer["outcome"] == "refused":
-            return self._refused("logs", answer)
+            return self._read_refusal("logs", answer)
         logs = answers.parse(self._node, "logs", answers.LogsAnswer, answer)
         chunks = tuple(LogChunk(one.rank, one.offset, one.next, one.data) for one in logs.chunks)
         return Logs(chunks, logs.ended)
@@ -183,13 +184,13 @@ class AgentSession:
             "stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within
         )
         if answer["outcome"] == "refused":
-            return self._refused("stacks", answer)
+            return self._read_refusal("stacks", answer)
         answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
         return answer
 
     async def probe(self, within: float, kernel_since: float | None) -> Mapping[str, Any]:
         order = {"within": within, "kernel_since": kernel_since}
-        answer = await self._asked("probe", order, within, answers.BootAnswer)
+        answer = await self._ask("probe", order, within, answers.BootAnswer)
         return answers.check_size(self._node, "probe", answer, answers.MAX_PROBE_BYTES)
 
     async def preflight(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
@@ -198,12 +199,12 @@ class AgentSession:
         The order and the answer are those of docs/reference/agent-protocol.md.
         """
         order = {**order, "within": within}
-        return await self._asked("preflight", order, within, answers.PreflightAnswer)
+        return await self._ask("preflight", order, within, answers.PreflightAnswer)
 
     async def meet(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
-        return await self._asked("meet", order, within, answers.MeetAnswer)
+        return await self._ask("meet", order, within, answers.MeetAnswer)
 
-    async def _asked(
+    async def _ask(
         self,
         command: str,
         order: Mapping[str, Any],
@@ -212,7 +213,7 @@ class AgentSession:
     ) -> Mapping[str, Any]:
         answer = await self._call(command, order, within + self._within)
         if answer["outcome"] == "refused":
-            reason = self._refused(command, answer).reason
+            reason = self._read_refusal(command, answer).reason
             raise ProtocolError(self._node, f"{command} changes nothing and was refused: {reason}")
         answers.parse(self._node, command, schema, answer)
         return answer
@@ -223,7 +224,7 @@ class AgentSession:
         order = {"id": id, "level": level, "within": within, **_whose(fleet)}
         answer = await self._call("diagnose", order, within + self._within)
         if answer["outcome"] == "refused":
-            return self._refused("diagnose", answer)
+            return self._read_refusal("diagnose", answer)
         return answers.check_output(self._node, "diagnose", answer, "stdout")
 
     async def reset_gpus(
@@ -232,7 +233,7 @@ class AgentSession:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
         answer = await self._call("reset-gpus", order, within + self._within)
         if answer["outcome"] == "refused":
-            return self._refused("reset-gpus", answer)
+            return self._read_refusal("reset-gpus", answer)
         return answers.check_output(self._node, "reset-gpus", answer, "output")
 
     async def reboot(
@@ -244,7 +245,7 @@ class AgentSession:
             2 * self._within,
         )
         if answer["outcome"] == "refused":
-            return self._refused("reboot", answer)
+            return self._read_refusal("reboot", answer)
         answers.parse(self._node, "reboot", answers.BootAnswer, answer)
         return answer
 
@@ -309,7 +310,7 @@ class AgentSession:
                 self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome"
             )
         if last["outcome"] == "refused" and last.get("why") in ("bad_order", "protocol"):
-            raise ProtocolError(self._node, self._refused(command, last).reason)
+            raise ProtocolError(self._node, self._read_refusal(command, last).reason)
         return last
 
     @asynccontextmanager
@@ -336,7 +337,7 @@ class AgentSession:
                 return self._link
             pipe = await self._connect()
             try:
-                version = await self._greeted(pipe)
+                version = await self._read_greeting(pipe)
                 if version != PROTOCOL:
                     said = str(version)[:40]
                     raise ProtocolError(
@@ -349,7 +350,7 @@ class AgentSession:
             self._link = Link(self._node, pipe, self._within, self._silence_breaks)
             return self._link
 
-    async def _greeted(self, pipe: Pipe) -> Any:
+    async def _read_greeting(self, pipe: Pipe) -> Any:
         """Wait for the agent's first line and return the protocol version that it names."""
         line = b""
         clock, reading = asyncio.get_running_loop().time, asyncio.ensure_future(pipe.readline())
@@ -378,7 +379,7 @@ class AgentSession:
     def _token(self, token: Token) -> dict[str, Any]:
         return {**asdict(token), "server": self._server} if self._server else asdict(token)
 
-    def _refused(self, command: str, answer: Mapping[str, Any]) -> Refused:
+    def _read_refusal(self, command: str, answer: Mapping[str, Any]) -> Refused:
         refusal = answers.parse(self._node, command, answers.RefusalAnswer, answer)
         highest = refusal.highest
         return Refused(

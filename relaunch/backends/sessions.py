@@ -50,7 +50,7 @@ class SessionBackend(ABC):
             Unreachable: it cannot be started or reached.
         """
 
-    def _started_within(self, name: str) -> float:
+    def _start_timeout(self, name: str) -> float:
         """Return the seconds that an agent started on the node has for its first line."""
         return 2 * self._answer_within
 
@@ -129,7 +129,7 @@ class SessionBackend(ABC):
     def _session(self, name: str) -> AgentSession:
         if name not in self._sessions:
             connect = partial(self._connect, name)
-            started = partial(self._started_within, name)
+            started = partial(self._start_timeout, name)
             session = AgentSession(
                 name, connect, self._answer_within, self.silence_breaks, self.server, started
             )

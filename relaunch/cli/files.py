@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from relaunch.config import ConfigError
 from relaunch.fields import parse_name
-from relaunch.spec.annotations import annotated
+from relaunch.spec.annotations import apply_annotations
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, preset, preset_names, resolve
@@ -96,7 +96,7 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
     spec = _validate(JobSpec, {**document.content, **overrides}, document, tuple(overrides))
     policy = read_policy(spec.policy, path.parent, None if "policy" in overrides else document)
     try:
-        return spec, annotated(policy, spec.metadata.annotations)
+        return spec, apply_annotations(policy, spec.metadata.annotations)
     except ValueError as error:
         raise ConfigError(f"{path}:{document.line(('metadata', 'annotations'))}: {error}") from None
 

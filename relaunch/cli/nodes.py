@@ -63,9 +63,9 @@ def nodes_show(
     from relaunch.cli import fleets, node_pages, node_views
 
     async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
-        from relaunch.temporal import running_up
+        from relaunch.temporal import find_running_up
 
-        up = running_up(settings.state)
+        up = find_running_up(settings.state)
         # TEMPORAL_ADDRESS may name another server than the `up` of this state folder.
         ours = up is not None and client.service_client.config.target_host == up.address
         web = node_pages.workflow_address(up.ui, client.namespace) if up and ours else None

@@ -22,7 +22,7 @@ from relaunch.fields import duration
 from relaunch.job.apply import changed_keys
 from relaunch.job.replay import Replayed, name_decision, replay, simulate
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
-from relaunch.spec.annotations import annotated
+from relaunch.spec.annotations import apply_annotations
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, Rung, preset, preset_names
 
@@ -276,7 +276,7 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
 
 def _annotated(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
     try:
-        return annotated(policy, spec.metadata.annotations), ()
+        return apply_annotations(policy, spec.metadata.annotations), ()
     except ValueError as error:
         return policy, (f"the job's annotations are left out: {error}",)
 

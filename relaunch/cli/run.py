@@ -20,7 +20,7 @@ from typing import IO, Any
 from relaunch.cli import files
 from relaunch.cli.service import READY_WITHIN, RELAUNCH, STOP_WITHIN, write_local_fleet
 from relaunch.config import ConfigError, Settings
-from relaunch.temporal import connect, running_up
+from relaunch.temporal import connect, find_running_up
 
 INTERRUPTED = 130
 PASSED_ON = (
@@ -110,7 +110,7 @@ class OwnService:
     async def address(self) -> str:
         deadline = time.monotonic() + READY_WITHIN
         while time.monotonic() < deadline:
-            if up := running_up(self.state):
+            if up := find_running_up(self.state):
                 return up.address
             if self.process.poll() is not None:
                 lines = self.log.read_text(errors="replace").strip().splitlines() or [
@@ -171,7 +171,7 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
 
 async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], None]) -> int:
     """Run a job to its end and return the exit code."""
-    shared = bool(os.environ.get("TEMPORAL_ADDRESS")) or running_up(settings.state) is not None
+    shared = bool(os.environ.get("TEMPORAL_ADDRESS")) or find_running_up(settings.state) is not None
     own: OwnService | None = None
     spec, policy = files.job_from_flags(values)
     if not shared:

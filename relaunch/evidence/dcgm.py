@@ -16,9 +16,14 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
-from relaunch.evidence.catalog.dcgm_tables import Advice, DcgmErrorRow, dcgm_errors, dcgm_exits
+from relaunch.evidence.catalog.dcgm_tables import (
+    Advice,
+    DcgmErrorRow,
+    load_dcgm_errors,
+    load_dcgm_exits,
+)
 from relaunch.evidence.causes import Cause
-from relaunch.evidence.dcgm_output import Document, read_output
+from relaunch.evidence.dcgm_output import DiagDocument, read_output
 from relaunch.evidence.findings import Finding, Role, Verdict
 
 NO_OVERRIDES: Mapping[int, Advice] = MappingProxyType({})
@@ -105,7 +110,7 @@ class _Error:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _DiagReading:
     """What was collected from one document."""
 
     modern: bool | None
@@ -141,14 +146,14 @@ def read_diag(
     documents, whole = read_output(stdout)
     readings = [_read(document, level) for document in documents]
     judged = [
-        (_advice(error, reading, catalog_overrides), error)
+        (_choose_advice(error, reading, catalog_overrides), error)
         for reading in readings
         for error in reading.errors
     ]
     alike: dict[tuple[Advice, int | str], list[_Error]] = {}
     for advice, error in judged:
         alike.setdefault((advice, error.text if error.id is None else error.id), []).append(error)
-    reasons = [(advice, _sentence(errors)) for (advice, _), errors in alike.items()]
+    reasons = [(advice, _describe_errors(errors)) for (advice, _), errors in alike.items()]
     if whole:
         reasons += [
             (Advice.INCONCLUSIVE, clause) for reading in readings for clause in reading.unclear
@@ -167,7 +172,7 @@ def read_diag(
     runtime_error = next(
         (reading.runtime_error for reading in readings if reading.runtime_error is not None), None
     )
-    ended = _ended(exit_code, readings, runtime_error, explained=bool(reasons))
+    ended = _judge_exit(exit_code, readings, runtime_error, explained=bool(reasons))
     if ended:
         reasons.append(ended)
     elif runtime_error is not None:
@@ -181,14 +186,14 @@ def read_diag(
     return Examination(
         verdict=_VERDICTS.get(advice, Verdict.UNKNOWN),
         advice=advice,
-        reason=_reason(reasons, readings),
-        findings=_findings(judged, ended, exit_code),
+        reason=_summarize(reasons, readings),
+        findings=_make_findings(judged, ended, exit_code),
         version=next((document.version for document in documents if document.version), ""),
         tests_run=sum(reading.tests_run for reading in readings),
     )
 
 
-def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
+def _summarize(reasons: list[tuple[Advice, str]], readings: list[_DiagReading]) -> str:
     if not reasons:
         tests, skipped = (
             sum(reading.tests_run for reading in readings),
@@ -197,7 +202,7 @@ def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
         gpus = sorted({gpu for reading in readings for gpu in reading.gpus}, key=int)
         return (
             f"{tests} test{'s' * (tests != 1)} passed"
-            + (f" on {_gpus(gpus)}" if gpus else "")
+            + (f" on {_format_gpus(gpus)}" if gpus else "")
             + (f", {skipped} skipped" if skipped else "")
         )
     clauses = list(
@@ -211,11 +216,11 @@ def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
 # --- reading a document
 
 
-def _read(document: Document, level: int) -> _Reading:
-    reading = _Reading(modern=_is_modern(document))
+def _read(document: DiagDocument, level: int) -> _DiagReading:
+    reading = _DiagReading(modern=_is_modern(document))
     body = document.body
     if "runtime_error" in body:
-        reading.runtime_error = _text(body["runtime_error"]) or "it does not say why"
+        reading.runtime_error = _read_text(body["runtime_error"]) or "it does not say why"
         if "test_categories" not in body:
             return reading
     hardware_listed = hardware_run = False
@@ -223,11 +228,11 @@ def _read(document: Document, level: int) -> _Reading:
         True: {},
         False: {},
     }  # key: whether only software was checked
-    for category in _objects(body.get("test_categories"), "test_categories", reading):
+    for category in _read_objects(body.get("test_categories"), "test_categories", reading):
         software = category.get("category") == "Deployment"
         if not isinstance(category.get("category"), str):
             reading.unclear.append("a category of tests has no readable name")
-        for test in _objects(category.get("tests"), "tests", reading):
+        for test in _read_objects(category.get("tests"), "tests", reading):
             ran, gpus = _read_test(test, reading, deployment_of_3=software and not document.is_4)
             hardware_listed |= not software
             hardware_run |= ran and not software
@@ -244,33 +249,33 @@ def _read(document: Document, level: int) -> _Reading:
     elif not hardware_run and (hardware_listed or level > 1):
         reading.unexamined.append("nothing beyond the software checks was run")
     elif reading.gpus and (
-        left_out := {*on_gpus[True], *on_gpus[False], *document.gpus} - reading.gpus
+        unexamined := {*on_gpus[True], *on_gpus[False], *document.gpus} - reading.gpus
     ):
-        reading.unexamined.append(f"{_gpus(sorted(left_out, key=int))} not examined")
+        reading.unexamined.append(f"{_format_gpus(sorted(unexamined, key=int))} not examined")
     return reading
 
 
 def _read_test(
-    test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool
+    test: dict[str, Any], reading: _DiagReading, *, deployment_of_3: bool
 ) -> tuple[bool, dict[str, bool]]:
     """Return whether a test was executed on anything, and for each GPU whether it was."""
-    name = _text(test.get("name"))
+    name = _read_text(test.get("name"))
     if not name:
         reading.unclear.append("a test has no readable name")
     ran, on_gpus, failed = False, dict[str, bool](), list[str]()
     before = len(reading.errors)
-    for result in _objects(test.get("results"), f"results of {name}", reading):
-        gpu, where = _entity(result)
-        executed = _executed(result.get("status"), f"{where or 'the node'}: {name}", reading)
+    for result in _read_objects(test.get("results"), f"results of {name}", reading):
+        gpu, where = _read_entity(result)
+        executed = _is_executed(result.get("status"), f"{where or 'the node'}: {name}", reading)
         ran |= executed
         if gpu is not None:
             on_gpus[gpu] = on_gpus.get(gpu, False) or executed
-        if executed and _text(result["status"]).lower() != "pass":
+        if executed and _read_text(result["status"]).lower() != "pass":
             failed.append(where)
-        for error in _errors(result, gpu, where, name, reading):
+        for error in _read_errors(result, gpu, where, name, reading):
             # Version 3 puts the deployment errors of all GPUs into one result, under the id of the
             # last GPU (dcgmi/Diag.cpp, 3.3.9).
-            named = _gpu_in(error.text) if deployment_of_3 else None
+            named = _find_gpu(error.text) if deployment_of_3 else None
             reading.errors.append(
                 _Error(error.id, error.severity, error.text, named, f"GPU {named}")
                 if named
@@ -279,16 +284,16 @@ def _read_test(
     summary = test.get("test_summary")
     if isinstance(summary, dict):
         known = {(error.id, error.text) for error in reading.errors[before:]}
-        for error in _errors(summary, None, "", name, reading):
+        for error in _read_errors(summary, None, "", name, reading):
             if (
                 error.id,
                 error.text,
             ) not in known:  # it repeats the results' errors; only those of no entity are new
-                gpu = _gpu_in(error.text)
+                gpu = _find_gpu(error.text)
                 reading.errors.append(
                     _Error(error.id, error.severity, error.text, gpu, f"GPU {gpu}" if gpu else "")
                 )
-        if not failed and _text(summary.get("status")).lower() in {"fail", "warn"}:
+        if not failed and _read_text(summary.get("status")).lower() in {"fail", "warn"}:
             failed.append("")
     elif summary is not None:
         reading.unclear.append(f"the summary of {name} cannot be read")
@@ -299,8 +304,8 @@ def _read_test(
     return ran, on_gpus
 
 
-def _errors(
-    holder: dict[str, Any], gpu: str | None, where: str, test: str, reading: _Reading
+def _read_errors(
+    holder: dict[str, Any], gpu: str | None, where: str, test: str, reading: _DiagReading
 ) -> Iterator[_Error]:
     """Yield the errors recorded beside a status, whatever it is: an error under Pass counts."""
     recorded = holder.get("warnings")
@@ -308,29 +313,29 @@ def _errors(
         if isinstance(item, str):  # up to 3.2.6: only the text; since 3.2 with the id beside it
             item = {"warning": item, "error_id": holder.get("error_id")}  # noqa: PLW2901 (one form from here on)
         if isinstance(item, dict):
-            text = _text(item.get("warning")) or _text(
+            text = _read_text(item.get("warning")) or _read_text(
                 item.get("warnings")
             )  # 3.3: the plural, in deployment checks
-            code = _number(item.get("error_id")) or _ID_BY_CHECK.get(
+            code = _read_number(item.get("error_id")) or _ID_BY_CHECK.get(
                 test
             )  # 0 means "no error", which does not apply to a warning
-            yield _Error(code, _number(item.get("error_severity")), text, gpu, where)
+            yield _Error(code, _read_number(item.get("error_severity")), text, gpu, where)
         elif item is not None:
             reading.unclear.append(f"{where or 'the node'}: a warning of {test} cannot be read")
 
 
-def _executed(status: object, what: str, reading: _Reading) -> bool:
-    word = _text(status).lower()
+def _is_executed(status: object, what: str, reading: _DiagReading) -> bool:
+    word = _read_text(status).lower()
     if word not in {"pass", "fail", "warn", "skip", "not run"}:
         reading.unclear.append(f"{what} has no readable status")
     return word in {"pass", "fail", "warn"}
 
 
-def _entity(result: dict[str, Any]) -> tuple[str | None, str]:
+def _read_entity(result: dict[str, Any]) -> tuple[str | None, str]:
     """Return the index of the GPU that a result is about (None: no GPU), and the entity's name."""
-    group, number = result.get("entity_group_id"), _number(result.get("entity_id"))
+    group, number = result.get("entity_group_id"), _read_number(result.get("entity_id"))
     if number is None:
-        number = _number(
+        number = _read_number(
             result.get("gpu_id", result.get("gpu_ids"))
         )  # version 3: a string, or an integer in a deployment check
         group = 1
@@ -338,10 +343,10 @@ def _entity(result: dict[str, Any]) -> tuple[str | None, str]:
         return None, ""
     if group == 1 or result.get("entity_group") == "GPU":
         return str(number), f"GPU {number}"
-    return None, f"{_text(result.get('entity_group')) or 'entity'} {number}"
+    return None, f"{_read_text(result.get('entity_group')) or 'entity'} {number}"
 
 
-def _objects(value: object, what: str, reading: _Reading) -> Iterator[dict[str, Any]]:
+def _read_objects(value: object, what: str, reading: _DiagReading) -> Iterator[dict[str, Any]]:
     if not isinstance(value, list):
         reading.unclear.append(
             f"{what} cannot be read" if value is not None else f"{what} are missing"
@@ -357,10 +362,10 @@ def _objects(value: object, what: str, reading: _Reading) -> Iterator[dict[str, 
 # --- advice
 
 
-def _advice(error: _Error, reading: _Reading, overrides: Mapping[int, Advice]) -> Advice:
+def _choose_advice(error: _Error, reading: _DiagReading, overrides: Mapping[int, Advice]) -> Advice:
     if error.id is not None and error.id in overrides:
         return overrides[error.id]
-    row = _row(error)
+    row = _find_row(error)
     if row is not None:
         return row.advice
     severities = {True: _SEVERITIES_SINCE_3_3, False: _SEVERITIES_BEFORE, None: ()}[reading.modern]
@@ -372,12 +377,16 @@ def _advice(error: _Error, reading: _Reading, overrides: Mapping[int, Advice]) -
     )
 
 
-def _row(error: _Error) -> DcgmErrorRow | None:
-    return dcgm_errors().get(error.id) if error.id is not None else None
+def _find_row(error: _Error) -> DcgmErrorRow | None:
+    return load_dcgm_errors().get(error.id) if error.id is not None else None
 
 
-def _ended(
-    exit_code: int | None, readings: list[_Reading], runtime_error: str | None, *, explained: bool
+def _judge_exit(
+    exit_code: int | None,
+    readings: list[_DiagReading],
+    runtime_error: str | None,
+    *,
+    explained: bool,
 ) -> tuple[Advice, str] | None:
     """Return what the exit code adds to the output; None where it adds nothing."""
     if exit_code is None:
@@ -387,8 +396,9 @@ def _ended(
     if exit_code == _ISOLATE_EXIT and any(
         _isolates(error, reading) for reading in readings for error in reading.errors
     ):
-        return None  # the error itself was judged, perhaps as less grave: a missing library, or a user's override
-    row = dcgm_exits().get(exit_code)
+        # The error itself was judged, perhaps as less grave: a missing library, or an override.
+        return None
+    row = load_dcgm_exits().get(exit_code)
     if row is not None:
         detail = f" ({shorten(runtime_error, 200)})" if runtime_error else ""
         return row.advice, f"dcgmi exit {exit_code}: {row.meaning}{detail}"
@@ -400,9 +410,9 @@ def _ended(
     )
 
 
-def _isolates(error: _Error, reading: _Reading) -> bool:
+def _isolates(error: _Error, reading: _DiagReading) -> bool:
     """Return whether this error makes its version's exit code ask for isolation."""
-    row = _row(error)
+    row = _find_row(error)
     if row is None:
         return False
     if reading.modern is False:
@@ -410,7 +420,7 @@ def _isolates(error: _Error, reading: _Reading) -> bool:
     return row.severity == "ISOLATE" or row.advice in {Advice.ISOLATE, Advice.RMA}
 
 
-def _is_modern(document: Document) -> bool | None:
+def _is_modern(document: DiagDocument) -> bool | None:
     found = re.match(r"(\d{1,4})\.(\d{1,4})", document.version)
     return (int(found[1]), int(found[2])) >= (3, 3) if found else (True if document.is_4 else None)
 
@@ -418,15 +428,15 @@ def _is_modern(document: Document) -> bool | None:
 # --- text for people
 
 
-def _sentence(alike: list[_Error]) -> str:
+def _describe_errors(alike: list[_Error]) -> str:
     """Return one sentence for all entities with the same error."""
     error = alike[0]
     gpus = sorted({other.gpu for other in alike if other.gpu is not None}, key=int)
     others = list(
         dict.fromkeys(other.where for other in alike if other.gpu is None and other.where)
     )
-    who = ", ".join(([_gpus(gpus)] if gpus else []) + others[:4]) or "the node"
-    row = _row(error)
+    who = ", ".join(([_format_gpus(gpus)] if gpus else []) + others[:4]) or "the node"
+    row = _find_row(error)
     if error.id is None:
         return f"{who}: {shorten(error.text, 160) or 'an error without a text'}"
     meaning = (row.meaning if row else "") or shorten(error.text, 160)
@@ -439,7 +449,7 @@ def _sentence(alike: list[_Error]) -> str:
     )
 
 
-def _findings(
+def _make_findings(
     judged: list[tuple[Advice, _Error]], ended: tuple[Advice, str] | None, exit_code: int | None
 ) -> tuple[Finding, ...]:
     findings = []
@@ -447,7 +457,7 @@ def _findings(
         role, cause = _ROLES[advice]
         if cause is not None and error.where.startswith("CPU"):
             cause = Cause.NODE_FAULT
-        row = _row(error)
+        row = _find_row(error)
         reason = shorten(error.text, 200) or (row.title if row else "an error without a text")
         findings.append((advice, Finding("dcgm", _code(error), role, reason, cause, error.gpu)))
     if ended and exit_code is not None:
@@ -465,7 +475,7 @@ def _code(error: _Error) -> str:
     return "DCGM" if error.id is None else f"DCGM {error.id}"
 
 
-def _gpus(indices: list[str]) -> str:
+def _format_gpus(indices: list[str]) -> str:
     """Return GPU indices as text: `GPU 3`, `GPUs 0-7`, `GPUs 0-2, 5`."""
     runs: list[list[int]] = []
     for index in map(int, indices):
@@ -477,12 +487,12 @@ def _gpus(indices: list[str]) -> str:
     return f"GPU{'s' if len(indices) > 1 else ''} {spans}"
 
 
-def _gpu_in(text: str) -> str | None:
+def _find_gpu(text: str) -> str | None:
     found = set(re.findall(r"\bGPU (\d{1,3})\b", text))
     return found.pop() if len(found) == 1 else None
 
 
-def _number(value: object) -> int | None:
+def _read_number(value: object) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
     return (
@@ -492,7 +502,7 @@ def _number(value: object) -> int | None:
     )
 
 
-def _text(value: object) -> str:
+def _read_text(value: object) -> str:
     """Return a text as one line that any encoder accepts: it may hold any output of a driver."""
     return (
         " ".join(value.encode("utf-8", "replace").decode().split())

@@ -17,7 +17,7 @@ _MAX_STARTS = 64  # braces in other lines before the document; each costs one at
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class DiagDocument:
     """One JSON document, the result of one iteration."""
 
     body: dict[str, Any]
@@ -28,18 +28,18 @@ class Document:
     """Indices of the GPUs for which it was run; empty where it does not list them."""
 
 
-def read_output(stdout: str) -> tuple[tuple[Document, ...], bool]:
+def read_output(stdout: str) -> tuple[tuple[DiagDocument, ...], bool]:
     """Return the documents of an output, one for each iteration, and whether they are complete."""
     found, whole = _find(stdout)
     if found is None:
         return (), False
     runs = found.get("iterations", [found])
-    documents = [_document(run) for run in runs] if isinstance(runs, list) else []
+    documents = [_read_document(run) for run in runs] if isinstance(runs, list) else []
     readable = tuple(document for document in documents if document is not None)
     return readable, whole and len(readable) == len(documents)
 
 
-def _document(run: object) -> Document | None:
+def _read_document(run: object) -> DiagDocument | None:
     if not isinstance(run, dict):
         return None
     is_4 = _ROOT_4 in run
@@ -53,15 +53,15 @@ def _document(run: object) -> Document | None:
         body,
     )  # version 4, version 3, a runtime error
     versions = [holder["version"] for holder in holders if isinstance(holder.get("version"), str)]
-    return Document(
+    return DiagDocument(
         body,
         is_4,
         versions[0].encode("utf-8", "replace").decode()[:40] if versions else "",
-        _inventory(run),
+        _list_gpus(run),
     )
 
 
-def _inventory(run: dict[str, Any]) -> frozenset[str]:
+def _list_gpus(run: dict[str, Any]) -> frozenset[str]:
     serials = run.get("GPU Device Serials")
     found = (
         [key for key in serials if re.fullmatch(r"[0-9]{1,9}", key)]
@@ -104,7 +104,7 @@ def _find(stdout: str) -> tuple[dict[str, Any] | None, bool]:
             if _is_ours(found):
                 return found, True
     for start, end in broken:
-        closed = _closed(stdout[start:end])
+        closed = _close_brackets(stdout[start:end])
         try:
             found = json.loads(closed)
         except (ValueError, RecursionError):
@@ -118,7 +118,7 @@ def _is_ours(found: object) -> bool:
     return isinstance(found, dict) and any(key in found for key in (_ROOT_3, _ROOT_4, "iterations"))
 
 
-def _closed(text: str) -> str:
+def _close_brackets(text: str) -> str:
     """Return the longest prefix that ends after a whole value, with all open brackets closed."""
     stack: list[str] = []
     cut, closing = 0, ""

@@ -17,7 +17,7 @@ NEGATED = (4, 6, 7, 8, 9, 11, 15)
 
 For other signals, 256 - n is as likely to be an unrelated exit code.
 """
-LONGEST = 2000
+MAX_LINE = 2000
 """Characters of a line that are searched: faults are named near its start; matching takes time."""
 EXCERPT = 200
 
@@ -51,7 +51,7 @@ def read_exit(
         code = signal_name(signal)
         how, inner = f"killed by {code}", signal
     elif exit_code is not None:
-        code, inner = f"exit {exit_code}", _signal_within(exit_code)
+        code, inner = f"exit {exit_code}", _decode_signal(exit_code)
         how = f"exited with code {exit_code}" + (
             f", which stands for {signal_name(inner)}" if inner is not None else ""
         )
@@ -60,7 +60,7 @@ def read_exit(
             "exit",
             "exit unknown",
             Role.SYMPTOM,
-            "nobody knows how it ended",
+            "it is not known how it ended",
             Cause.UNKNOWN,
             pid=pid,
         )
@@ -68,17 +68,17 @@ def read_exit(
         return Finding("exit", code, Role.INFORMATION, "it ended well", pid=pid)
     if stopped:
         return Finding("exit", code, Role.CASCADE, f"{how}: we stopped it", pid=pid)
-    if inner == SIGKILL and (killer := _killed_for_memory(kernel, pid, direct=signal is not None)):
+    if inner == SIGKILL and (killer := _find_memory_kill(kernel, pid, direct=signal is not None)):
         return Finding(
             "exit", code, Role.ROOT, f"{how}: {killer.reason}", Cause.OUT_OF_MEMORY, pid=pid
         )
     row = catalog.exits.get(code) or (
         catalog.exits.get(signal_name(inner)) if inner is not None else None
     )
-    return _of_row(row, code, how, pid, by_signal=inner is not None)
+    return _make_finding(row, code, how, pid, by_signal=inner is not None)
 
 
-def _of_row(
+def _make_finding(
     row: ExitRow | None, code: str, how: str, pid: int | None, *, by_signal: bool
 ) -> Finding:
     if row is not None:
@@ -90,7 +90,7 @@ def _of_row(
     return Finding("exit", code, Role.WRAPPER, how, Cause.APPLICATION, pid=pid)
 
 
-def _killed_for_memory(
+def _find_memory_kill(
     kernel: tuple[Finding, ...], pid: int | None, *, direct: bool
 ) -> Finding | None:
     """Return the kernel's finding that it killed this process for memory; None: there is none.
@@ -106,7 +106,7 @@ def _killed_for_memory(
     return next((kill for kill in kills if kill.role is Role.CONFIRMATION), None)
 
 
-def _signal_within(exit_code: int) -> int | None:
+def _decode_signal(exit_code: int) -> int | None:
     """Return the signal that a shell (128 + n) or a Python program (256 - n) exits with as code."""
     if exit_code - 128 in SIGNALS:
         return exit_code - 128
@@ -125,12 +125,12 @@ def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
     found = []
     for text in lines:
         for line in text.splitlines():
-            if finding := _log_line(_RANK.sub("", line[:LONGEST]), catalog):
+            if finding := _read_log_line(_RANK.sub("", line[:MAX_LINE]), catalog):
                 found.append(finding)
     return tuple(found)
 
 
-def _log_line(line: str, catalog: Catalog) -> Finding | None:
+def _read_log_line(line: str, catalog: Catalog) -> Finding | None:
     if not line.strip() or any(advice.search(line) for advice in catalog.advice_lines):
         return None
     for row in catalog.log_lines:
@@ -159,24 +159,28 @@ def read_ecs_stop(
         catalog: The catalog with the user's overrides.
     """
     what = f"ECS {stop_code or 'without a stop code'}"
-    said = f" ({reason[:EXCERPT]})" if reason else ""
+    suffix = f" ({reason[:EXCERPT]})" if reason else ""
     for row in catalog.ecs_stops:
         if row.stop_code in ("", stop_code) and (row.reason is None or row.reason.search(reason)):
             return Finding(
                 "ecs",
                 f"ecs {stop_code or 'unknown'}",
                 row.role,
-                f"{what}: {row.meaning}{said}",
+                f"{what}: {row.meaning}{suffix}",
                 row.cause,
             )
     if exit_code is not None:
         read = read_exit(exit_code, None, stopped=False, kernel=(), pid=None, catalog=catalog)
-        return replace(read, source="ecs", reason=f"{what}: {read.reason}{said}")
+        return replace(read, source="ecs", reason=f"{what}: {read.reason}{suffix}")
     why = (
         "it ended without an exit code"
         if stop_code == "EssentialContainerExited"
         else "our catalog does not know this stop"
     )
     return Finding(
-        "ecs", f"ecs {stop_code or 'unknown'}", Role.SYMPTOM, f"{what}: {why}{said}", Cause.UNKNOWN
+        "ecs",
+        f"ecs {stop_code or 'unknown'}",
+        Role.SYMPTOM,
+        f"{what}: {why}{suffix}",
+        Cause.UNKNOWN,
     )

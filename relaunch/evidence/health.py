@@ -20,12 +20,12 @@ from relaunch.evidence.findings import Finding, Role, Verdict
 from relaunch.evidence.node_readings import (
     CLOCK_NAMED,
     CLOCK_SHOWN,
-    clock,
     clock_offset,
-    disks,
-    ecs,
-    kernel,
-    memory,
+    read_clock,
+    read_disks,
+    read_ecs_health,
+    read_kernel,
+    read_memory,
     seconds,
 )
 from relaunch.evidence.nvml import bus_id, read_gpus
@@ -38,9 +38,9 @@ __all__ = [
     "SICK",
     "Health",
     "Reboot",
+    "add_diag",
     "clock_offset",
     "read_health",
-    "with_diag",
 ]
 
 SICK = (Cause.GPU_FATAL, Cause.GPU_RESET, Cause.NODE_FAULT)
@@ -144,21 +144,21 @@ def read_health(
             journal_unread=why,
             unread=(why,),
         )
-    health = _probed(facts, expected_gpus, catalog)
+    health = _read_probe(facts, expected_gpus, catalog)
     if diag is not None:
-        return with_diag(health, diag, level=level, catalog=catalog)
+        return add_diag(health, diag, level=level, catalog=catalog)
     if expected_gpus and level:
         health = replace(health, unread=(*health.unread, NOT_DIAGNOSED))
-    return _judged(health)
+    return _judge(health)
 
 
-def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:
+def add_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:
     """Return the health of a probed node with the result of `dcgmi diag` added."""
     health = replace(
         health, unread=tuple(clause for clause in health.unread if clause != NOT_DIAGNOSED)
     )
     if diag.get("outcome") == "done" and "contract" in diag:
-        return _by_contract(health, diag)
+        return _add_contract(health, diag)
     stdout, exit_code = diag.get("stdout"), diag.get("exit_code", "")
     missing = ""
     if "refused" in diag:
@@ -176,22 +176,22 @@ def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: C
     ):
         missing = "what dcgmi diag printed and how it ended cannot be read"
     if missing:
-        return _judged(replace(health, unread=(*health.unread, missing)))
+        return _judge(replace(health, unread=(*health.unread, missing)))
     examination = read_diag(stdout or "", exit_code, catalog.dcgm, level=level)
     if (
         examination.verdict is Verdict.HEALTHY
         and diag.get("cut") is not None
         and diag["cut"] is not False
     ):
-        return _judged(
+        return _judge(
             replace(health, unread=(*health.unread, "the output of dcgmi diag is cut short"))
         )
-    return _judged(
+    return _judge(
         replace(health, findings=(*health.findings, *examination.findings)), examination, level
     )
 
 
-def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
+def _add_contract(health: Health, diag: Mapping[str, Any]) -> Health:
     """Return the health with a health check's exit code added.
 
     0: healthy, 1: faulty, any other: inconclusive.
@@ -201,14 +201,14 @@ def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
     # A health check reports no boot id, or only that of EC2. If the node goes down during it, the
     # check is killed, which is inconclusive.
     if diag.get("boot_id", health.boot_id) != health.boot_id:
-        return _judged(
+        return _judge(
             replace(
                 health, unread=(*unread, "it is not the same boot that was probed and diagnosed")
             )
         )
     match diag["contract"]:
         case "healthy":
-            return _judged(
+            return _judge(
                 replace(health, unread=unread, examined=(*health.examined, "its health check"))
             )
         case "faulty":
@@ -219,9 +219,9 @@ def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
                 f"its health check found a fault: {reason}",
                 Cause.GPU_FATAL,
             )
-            return _judged(replace(health, unread=unread, findings=(*health.findings, finding)))
+            return _judge(replace(health, unread=unread, findings=(*health.findings, finding)))
         case _:
-            return _judged(
+            return _judge(
                 replace(health, unread=(*unread, f"its health check says nothing: {reason}"))
             )
 
@@ -229,9 +229,9 @@ def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
 # --- reading the probe
 
 
-def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
+def _read_probe(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
     if facts.get("unprobed") is True:
-        return _unprobed(facts, expected, catalog)
+        return _read_unprobed(facts, expected, catalog)
     gpus = read_gpus(facts.get("gpus"), expected, catalog)
     findings, unread, examined = list(gpus.findings), list[str](), list[str]()
     if expected:
@@ -244,7 +244,7 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
     if not isinstance(boot_id, str) or not _BOOT_ID.fullmatch(boot_id):
         boot_id = ""
         unread.append(f"boot id: {unreadable(facts.get('boot_id'))}")
-    for read in (disks, memory, kernel, clock, ecs):
+    for read in (read_disks, read_memory, read_kernel, read_clock, read_ecs_health):
         found, missing = read(facts, catalog)
         findings += found
         unread += missing
@@ -252,7 +252,7 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
     if not expected and fields(facts.get("kernel")) is not None:
         examined.append("kernel log")
     return replace(
-        _shared(facts, boot_id, gpus.users),
+        _read_common(facts, boot_id, gpus.users),
         findings=tuple(findings),
         working=gpus.working,
         seen=gpus.seen,
@@ -261,7 +261,7 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
     )
 
 
-def _unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
+def _read_unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
     """Return the health of a node without a probe, from its scheduler and its machine's owner."""
     boot_id = facts.get("boot_id")
     known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
@@ -271,20 +271,20 @@ def _unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Heal
         unread.append(f"boot id: {unreadable(boot_id)}")
     if expected and (registered or 0) < expected:
         unread.append(f"ECS has registered {registered or 0} of {expected} GPUs")
-    findings, _ = ecs(facts, catalog)
+    findings, _ = read_ecs_health(facts, catalog)
     return replace(
-        _shared(facts, str(boot_id) if known else "", ()),
+        _read_common(facts, str(boot_id) if known else "", ()),
         findings=tuple(findings),
         working=registered,
         unread=tuple(unread),
     )
 
 
-def _shared(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> Health:
+def _read_common(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> Health:
     """Return the part common to all nodes: users of the node and its reboots, without a verdict."""
-    reboots = _reboots(facts.get("reboots"))
+    reboots = _read_reboots(facts.get("reboots"))
     held = facts.get("held", "")
-    busy = (*_jobs(facts.get("jobs")), *_holder(held), *users)
+    busy = (*_list_jobs(facts.get("jobs")), *_list_holder(held), *users)
     if len(busy) > MAX_NAMED:
         busy = (*busy[:MAX_NAMED], f"{len(busy) - MAX_NAMED} more")
     return Health(
@@ -302,7 +302,7 @@ def _shared(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> H
     )
 
 
-def _jobs(rows: object) -> Iterator[str]:
+def _list_jobs(rows: object) -> Iterator[str]:
     if not isinstance(rows, list):
         yield "which jobs run on it cannot be read"
         return
@@ -314,14 +314,15 @@ def _jobs(rows: object) -> Iterator[str]:
         )
 
 
-def _holder(held: object) -> Iterator[str]:
+def _list_holder(held: object) -> Iterator[str]:
     if isinstance(held, Mapping):
-        yield f"{text(held.get('by'), 40) or 'somebody'} of {text(held.get('id'), 128) or 'no id'} holds it"
+        holder = text(held.get("by"), 40) or "another user"
+        yield f"{holder} of {text(held.get('id'), 128) or 'no id'} holds it"
     elif held is not None:
         yield "who holds it cannot be read"
 
 
-def _reboots(rows: object) -> tuple[Reboot, ...] | None:
+def _read_reboots(rows: object) -> tuple[Reboot, ...] | None:
     if not isinstance(rows, list):
         return None
     reboots = []
@@ -345,8 +346,8 @@ def _reboots(rows: object) -> tuple[Reboot, ...] | None:
 # --- the verdict
 
 
-def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> Health:
-    findings = tuple(sorted(health.findings, key=_gravity))[:MAX_FINDINGS]
+def _judge(health: Health, diag: Examination | None = None, level: int = 0) -> Health:
+    findings = tuple(sorted(health.findings, key=_rank_gravity))[:MAX_FINDINGS]
     sick = [finding for finding in findings if _is_sick(finding)]
     gpus = dict.fromkeys(
         known for finding in sick if finding.gpu and (known := bus_id(finding.gpu, health.seen))
@@ -357,15 +358,13 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
         if diag.verdict is Verdict.UNKNOWN:
             unread = (*unread, f"dcgmi diag -r {level}: {diag.reason}")
     if sick or (diag is not None and diag.verdict is Verdict.UNHEALTHY):
-        verdict, reason = Verdict.UNHEALTHY, _clauses(_reasons(sick, diag, level))
+        verdict, reason = Verdict.UNHEALTHY, _join_clauses(_list_reasons(sick, diag, level))
     elif unread:
-        verdict, reason = Verdict.UNKNOWN, _clauses([*unread, *_symptoms(findings)])
+        verdict, reason = Verdict.UNKNOWN, _join_clauses([*unread, *_list_symptoms(findings)])
     else:
-        said = _symptoms(findings)
-        verdict, reason = (
-            Verdict.HEALTHY,
-            f"{', '.join(examined)}: {f'nothing broken; {_clauses(said)}' if said else 'nothing found'}",
-        )
+        symptoms = _list_symptoms(findings)
+        summary = f"nothing broken; {_join_clauses(symptoms)}" if symptoms else "nothing found"
+        verdict, reason = Verdict.HEALTHY, f"{', '.join(examined)}: {summary}"
     return replace(
         health,
         verdict=verdict,
@@ -377,7 +376,7 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
     )
 
 
-def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[str]:
+def _list_reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[str]:
     """Return the reasons of an unhealthy node, with one clause for all of DCGM's findings together.
 
     DCGM orders its own findings by gravity.
@@ -387,7 +386,7 @@ def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[
     return reasons or [said]
 
 
-def _symptoms(findings: tuple[Finding, ...]) -> list[str]:
+def _list_symptoms(findings: tuple[Finding, ...]) -> list[str]:
     shown = [
         finding
         for finding in findings
@@ -396,7 +395,7 @@ def _symptoms(findings: tuple[Finding, ...]) -> list[str]:
     return [finding.reason for finding in shown if finding.source != "dcgm"]
 
 
-def _clauses(clauses: list[str]) -> str:
+def _join_clauses(clauses: list[str]) -> str:
     """Return the first two clauses and the number of the others.
 
     A node with eight faulty GPUs reports everything eight times.
@@ -409,7 +408,7 @@ def _is_sick(finding: Finding) -> bool:
     return finding.role is Role.ROOT and finding.cause in SICK
 
 
-def _gravity(finding: Finding) -> tuple[int, int]:
+def _rank_gravity(finding: Finding) -> tuple[int, int]:
     if finding.cause is not None and _is_sick(finding):
         return 0, HARDWARE_CAUSES.index(finding.cause)
     return 1, _ROLES.index(finding.role)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from relaunch.evidence.catalog import Catalog, RecoveryAction, XidRow
 from relaunch.evidence.catalog.nvlink import XIDS as NVLINK_XIDS
-from relaunch.evidence.catalog.nvlink import decode, reading
+from relaunch.evidence.catalog.nvlink import decode, interpret_rule
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Finding, Role
 
@@ -49,7 +49,7 @@ KERNEL_MARKS: tuple[str, ...] = (
 
 EXCERPT = 120
 """Characters of a line in a reason: enough for the text before the register values."""
-LONGEST = 1024
+MAX_LINE = 1024
 """Characters of a line that are searched: the kernel itself prints no longer lines."""
 
 PREEMPTIVE_REMOVAL, DOUBLE_BIT, REMAPPED, CONTAINED, ACTION_CHANGED = (
@@ -66,7 +66,8 @@ Source: NVIDIA's table for 144 to 150 and its workflow for 48.
 """
 
 _XID = re.compile(
-    r"NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F]+(?::[0-9a-fA-F]+)+)(?:\.\d)?[^)]*\): (?P<code>\d+)(?:,|$)\s*(?P<rest>.*)"
+    r"NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F]+(?::[0-9a-fA-F]+)+)(?:\.\d)?[^)]*\): "
+    r"(?P<code>\d+)(?:,|$)\s*(?P<rest>.*)"
 )
 _REST = re.compile(
     r"(?:pid='?(?P<pid>[^,']*)'?,?\s*)?(?:name=(?P<name>[^,]*),?\s*)?(?P<text>.*)", re.DOTALL
@@ -76,7 +77,7 @@ _ACTION = re.compile(r"changed from .* to (0x[0-9a-fA-F]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _KernelFinding:
     """The finding of one line, with what the workflows need."""
 
     finding: Finding
@@ -89,7 +90,7 @@ class _Read:
     def code(self) -> int:
         return self.row.code if self.row else 0
 
-    def but(self, role: Role, cause: Cause | None, words: str) -> _Read:
+    def reweigh(self, role: Role, cause: Cause | None, words: str) -> _KernelFinding:
         return replace(
             self,
             finding=replace(
@@ -98,7 +99,7 @@ class _Read:
         )
 
 
-def kernel_evidence(line: str) -> bool:
+def is_kernel_evidence(line: str) -> bool:
     return any(mark in line for mark in KERNEL_MARKS)
 
 
@@ -107,23 +108,25 @@ def read_kernel_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ..
     read = [
         found
         for line in lines
-        if kernel_evidence(line) and (found := _line(line[:LONGEST], catalog))
+        if is_kernel_evidence(line) and (found := _read_line(line[:MAX_LINE], catalog))
     ]
     of_gpu: dict[str, list[int]] = {}
     for index, each in enumerate(read):
         if each.row is not None and each.finding.gpu is not None:
             of_gpu.setdefault(each.finding.gpu.lower(), []).append(index)
     for indexes in of_gpu.values():
-        for index, each in zip(indexes, _together([read[index] for index in indexes]), strict=True):
+        for index, each in zip(
+            indexes, _weigh_together([read[index] for index in indexes]), strict=True
+        ):
             read[index] = each
     return tuple(each.finding for each in read)
 
 
-def _line(line: str, catalog: Catalog) -> _Read | None:
+def _read_line(line: str, catalog: Catalog) -> _KernelFinding | None:
     when = _AT.search(line)
     at = float(when[1]) if when else None
     if xid := _XID.search(line):
-        return _xid(xid, at, catalog)
+        return _read_xid(xid, at, catalog)
     for row in catalog.kernel_lines:
         if found := row.pattern.search(line):
             named = found.groupdict()
@@ -131,7 +134,7 @@ def _line(line: str, catalog: Catalog) -> _Read | None:
             gpu, pid = named.get("gpu"), named.get("pid")
             about = f"{code} on {gpu}: {row.meaning}" if gpu else row.meaning
             reason = f"{about} ({line[found.start() :][:EXCERPT].strip()})"
-            return _Read(
+            return _KernelFinding(
                 Finding(
                     "kernel", code, row.role, reason, row.cause, gpu, int(pid) if pid else None, at
                 )
@@ -139,7 +142,7 @@ def _line(line: str, catalog: Catalog) -> _Read | None:
     return None
 
 
-def _xid(found: re.Match[str], at: float | None, catalog: Catalog) -> _Read:
+def _read_xid(found: re.Match[str], at: float | None, catalog: Catalog) -> _KernelFinding:
     code, gpu = int(found["code"]), found["gpu"]
     rest = _REST.match(found["rest"])
     assert rest is not None  # every part of the pattern may be absent
@@ -151,18 +154,18 @@ def _xid(found: re.Match[str], at: float | None, catalog: Catalog) -> _Read:
     meaning = row.meaning if row else "a code that our catalog does not know"
     action = None
     if row is not None and not row.by_user and code in NVLINK_XIDS:
-        role, cause, decoded = _nvlink(row, text, catalog)
+        role, cause, decoded = _read_nvlink(row, text, catalog)
         meaning = f"{meaning}, {decoded}"
     elif row is not None and not row.by_user and code == ACTION_CHANGED:
-        action, role, cause, meaning = _action(text, catalog)
+        action, role, cause, meaning = _read_action(text, catalog)
     reason = f"Xid {code} on GPU {gpu}{who}: {meaning}"
     if text and text.rstrip(".").lower() not in meaning.lower():
         reason += f" ({text[:EXCERPT].strip()})"
     finding = Finding("kernel", f"Xid {code}", role, reason, cause, gpu, pid, at)
-    return _Read(finding, row if row and not row.by_user else None, action)
+    return _KernelFinding(finding, row if row and not row.by_user else None, action)
 
 
-def _nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | None, str]:
+def _read_nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | None, str]:
     rule = decode(row.code, text, catalog.nvlink)
     if isinstance(rule, str):
         # Only the line's own text is left: a nonfatal error is no reason for a reset.
@@ -171,7 +174,7 @@ def _nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | Non
             if "nonfatal" in text.lower()
             else (row.role, row.cause, rule)
         )
-    role, cause = reading(rule)
+    role, cause = interpret_rule(rule)
     return (
         role,
         cause,
@@ -179,7 +182,9 @@ def _nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | Non
     )
 
 
-def _action(text: str, catalog: Catalog) -> tuple[RecoveryAction | None, Role, Cause | None, str]:
+def _read_action(
+    text: str, catalog: Catalog
+) -> tuple[RecoveryAction | None, Role, Cause | None, str]:
     found = _ACTION.search(text)
     if found is None:
         return None, Role.SYMPTOM, None, "what the driver asks for cannot be read"
@@ -194,12 +199,12 @@ def _action(text: str, catalog: Catalog) -> tuple[RecoveryAction | None, Role, C
     return action, action.role, action.cause, action.meaning
 
 
-def _together(read: Sequence[_Read]) -> list[_Read]:
+def _weigh_together(read: Sequence[_KernelFinding]) -> list[_KernelFinding]:
     """Return the Xids of one GPU, each weighed against the others.
 
     Takes linear time: a faulty GPU may print thousands.
     """
-    beside = next(
+    other = next(
         (
             each
             for each in read
@@ -207,25 +212,28 @@ def _together(read: Sequence[_Read]) -> list[_Read]:
         ),
         None,
     )
-    sympathy: list[_Read | None] = []
+    sympathy: list[_KernelFinding | None] = []
     first = None
     for each in read:
         sympathy.append(first)
         first = first or (each if each.code in SYMPATHY else None)
-    remapped: list[_Read | None] = []
+    remapped: list[_KernelFinding | None] = []
     after = None
     for each in reversed(read):
         remapped.append(after)
         after = each if each.code in REMAPPED else after
     neighbours = zip(read, sympathy, reversed(remapped), strict=True)
-    weighed = [_beside(each, beside, before, later) for each, before, later in neighbours]
+    weighed = [_weigh_xid(each, other, before, later) for each, before, later in neighbours]
     verdicts = [index for index, each in enumerate(weighed) if each.action is not None]
-    return _by_the_driver(weighed, verdicts) if verdicts else weighed
+    return _apply_driver_verdict(weighed, verdicts) if verdicts else weighed
 
 
-def _beside(
-    each: _Read, other: _Read | None, sympathy: _Read | None, remapped: _Read | None
-) -> _Read:
+def _weigh_xid(
+    each: _KernelFinding,
+    other: _KernelFinding | None,
+    sympathy: _KernelFinding | None,
+    remapped: _KernelFinding | None,
+) -> _KernelFinding:
     """Return one Xid, weighed against other Xids of its GPU.
 
     Args:
@@ -236,15 +244,15 @@ def _beside(
     """
     role, cause = each.finding.role, each.finding.cause
     if each.code == PREEMPTIVE_REMOVAL and other:
-        return each.but(Role.CASCADE, None, f"it goes with {other.finding.code}")
+        return each.reweigh(Role.CASCADE, None, f"it goes with {other.finding.code}")
     if each.code == DOUBLE_BIT and remapped:
-        return each.but(
+        return each.reweigh(
             role, Cause.GPU_RESET, f"followed by {remapped.finding.code}: drain and reset"
         )
     if each.code == DOUBLE_BIT:
-        return each.but(role, cause, "not followed by Xid 63 or 64: a field diagnostic is due")
+        return each.reweigh(role, cause, "not followed by Xid 63 or 64: a field diagnostic is due")
     if each.code in CONTAINED and sympathy:
-        return each.but(
+        return each.reweigh(
             role,
             cause,
             f"in sympathy with {sympathy.finding.code}, which is the one to investigate",
@@ -252,7 +260,7 @@ def _beside(
     return each
 
 
-def _by_the_driver(read: list[_Read], verdicts: list[int]) -> list[_Read]:
+def _apply_driver_verdict(read: list[_KernelFinding], verdicts: list[int]) -> list[_KernelFinding]:
     """Return the Xids of one GPU according to the last Xid 154.
 
     It is the driver's own verdict on the GPU, and outweighs every table.
@@ -262,14 +270,16 @@ def _by_the_driver(read: list[_Read], verdicts: list[int]) -> list[_Read]:
     assert action is not None  # `verdicts` are the indices of Xids with an action
     result = list(read)
     for index in verdicts[:-1]:
-        result[index] = read[index].but(Role.INFORMATION, None, "a later Xid 154 says otherwise")
+        result[index] = read[index].reweigh(
+            Role.INFORMATION, None, "a later Xid 154 says otherwise"
+        )
     if action.role is not Role.ROOT:
         return result
     for index, each in enumerate(result):
         # A graver Xid that came later was not known to the driver when it printed the 154.
         graver = index > last and each.finding.cause is Cause.GPU_FATAL
         if index != last and each.finding.role is Role.ROOT and not graver:
-            result[index] = each.but(
+            result[index] = each.reweigh(
                 Role.ROOT, action.cause, f"Xid {ACTION_CHANGED}: {action.meaning}"
             )
     return result

@@ -34,7 +34,7 @@ which refuses at five minutes (RFC 4120).
 """
 
 
-def ecs(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+def read_ecs_health(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
     if facts.get("ecs_health") != "IMPAIRED":
         return [], []
     # ECS does not say why: containers that cannot be started for a while, or accelerators.
@@ -48,7 +48,7 @@ def ecs(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]
     ], []
 
 
-def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+def read_disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
     rows = facts.get("disks")
     if not isinstance(rows, list) or not rows:
         return [], [
@@ -86,7 +86,7 @@ def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str
     return findings, unread
 
 
-def memory(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+def read_memory(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
     found = fields(facts.get("memory"))
     total = count(found.get("total")) if found else None
     available = count(found.get("available")) if found else None
@@ -98,14 +98,14 @@ def memory(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[st
     return [Finding("node", "memory", Role.SYMPTOM, words)], []
 
 
-def kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], list[str]]:
+def read_kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], list[str]]:
     log = facts.get("kernel")
     lines = log.get("lines") if isinstance(log, Mapping) else None
     kept = lines[-MAX_LINES:] if isinstance(lines, list) else []
     findings = [
-        _kept(found)
+        _bound_finding(found)
         for found in read_kernel_log(
-            [_encodable(line) for line in kept if isinstance(line, str)], catalog
+            [_make_encodable(line) for line in kept if isinstance(line, str)], catalog
         )
     ]
     if fields(log) is None or not isinstance(lines, list):
@@ -137,7 +137,7 @@ def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:
     ) / 2
 
 
-def clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+def read_clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
     known = clock_offset(facts)
     if known is None:
         return [], []
@@ -159,11 +159,11 @@ def seconds(value: object) -> float | None:
     )
 
 
-def _encodable(line: str) -> str:
+def _make_encodable(line: str) -> str:
     return line.encode("utf-8", "replace").decode()
 
 
-def _kept(found: Finding) -> Finding:
+def _bound_finding(found: Finding) -> Finding:
     """Return a finding with bounded values: a line may have a thousand digits for a number."""
     at = found.at if found.at is not None and found.at < MOST else None
     return replace(

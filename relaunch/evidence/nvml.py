@@ -60,22 +60,22 @@ def bus_id(name: str, seen: tuple[str, ...]) -> str | None:
     """
     if name.isascii() and name.isdecimal():
         return (seen[int(name)] or None) if len(name) < 4 and int(name) < len(seen) else None
-    address = _address(name)
+    address = _parse_address(name)
     if address is None:
         return None
     return next(
-        (known for known in seen if _address(known) == address),
+        (known for known in seen if _parse_address(known) == address),
         f"{address[0]:08X}:{address[1]:02X}:{address[2]:02X}.0",
     )
 
 
 def short(name: str) -> str:
     """Return a GPU's bus id as the kernel prints it: `0000:05:00`."""
-    address = _address(name)
+    address = _parse_address(name)
     return f"{address[0]:04x}:{address[1]:02x}:{address[2]:02x}" if address else name
 
 
-def _address(name: str) -> tuple[int, int, int] | None:
+def _parse_address(name: str) -> tuple[int, int, int] | None:
     found = _ADDRESS.fullmatch(name)
     return (int(found[1] or "0", 16), int(found[2], 16), int(found[3], 16)) if found else None
 
@@ -116,10 +116,10 @@ class _Gpu:
         index = count(row.get("index"))
         self.index = index if index is not None and index < MOST_GPUS else position
         named = row.get("bus_id")
-        self.bus = named if isinstance(named, str) and _address(named) else ""
+        self.bus = named if isinstance(named, str) and _parse_address(named) else ""
         self.name = f"GPU {short(self.bus)}" if self.bus else f"GPU {self.index}"
         if "lost" in row:
-            self._find(
+            self._add_finding(
                 "GPU lost",
                 Role.ROOT,
                 f"is lost: {text(row['lost']) or 'no reason given'}",
@@ -128,51 +128,51 @@ class _Gpu:
             return
         self.works = True
         if not self.bus:
-            self._miss("bus id", named)
-        self._ecc(row.get("ecc"))
-        self._memory_repairs(row)
-        self._recovery_action(row.get("recovery_action"), catalog)
-        self._clocks(row.get("throttle"))
+            self._note_unread("bus id", named)
+        self._read_ecc(row.get("ecc"))
+        self._read_memory_repairs(row)
+        self._read_recovery_action(row.get("recovery_action"), catalog)
+        self._read_clocks(row.get("throttle"))
         links = row.get("nvlink_inactive")
         if isinstance(links, list) and links:
-            self._find(
+            self._add_finding(
                 "NVLink inactive", Role.SYMPTOM, f"{len(links)} of its NVLinks are not active"
             )
-        self._users(row.get("processes"))
+        self._read_users(row.get("processes"))
 
-    def _find(self, code: str, role: Role, words: str, cause: Cause | None = None) -> None:
+    def _add_finding(self, code: str, role: Role, words: str, cause: Cause | None = None) -> None:
         self.findings.append(
             Finding("nvml", code, role, f"{self.name}: {words}", cause, self.bus or str(self.index))
         )
 
-    def _miss(self, what: str, value: object) -> None:
+    def _note_unread(self, what: str, value: object) -> None:
         self.unread.append(f"{self.name}: {what}: {unreadable(value)}")
 
-    def _ecc(self, value: Any) -> None:
+    def _read_ecc(self, value: Any) -> None:
         counts = fields(value)
         if counts is None:
-            if not _unsupported(value):
-                self._miss("ECC errors", value)
+            if not _is_unsupported(value):
+                self._note_unread("ECC errors", value)
             return
         now, ever = (
             count(counts.get("volatile_uncorrected")),
             count(counts.get("aggregate_uncorrected")),
         )
         if now is None or ever is None:
-            self._miss(
+            self._note_unread(
                 "ECC errors",
                 counts.get("volatile_uncorrected" if now is None else "aggregate_uncorrected"),
             )
         if now:
             since = f", {ever} in its life" if ever is not None else ""
             # Contained errors only end a program; row remapping tells if the memory is worn out.
-            self._find(
+            self._add_finding(
                 "ECC uncorrected",
                 Role.SYMPTOM,
                 f"{now} uncorrected ECC errors since the driver was loaded{since}",
             )
 
-    def _memory_repairs(self, row: Mapping[str, Any]) -> None:
+    def _read_memory_repairs(self, row: Mapping[str, Any]) -> None:
         """Read the memory repairs, of which one must be readable.
 
         GPUs remap rows from Ampere on, and retired pages before it.
@@ -190,11 +190,11 @@ class _Gpu:
             ):
                 value = rows.get(key)
                 if value is True:
-                    self._find(f"row remap {key}", Role.ROOT, words, cause)
+                    self._add_finding(f"row remap {key}", Role.ROOT, words, cause)
                 elif value is not False:
-                    self._miss(f"row remap {key}", value)
+                    self._note_unread(f"row remap {key}", value)
         if retired is True:
-            self._find(
+            self._add_finding(
                 "page retirement pending",
                 Role.ROOT,
                 "a page of its memory waits for a reset to be retired",
@@ -203,24 +203,24 @@ class _Gpu:
         if (
             rows is None
             and not isinstance(retired, bool)
-            and not (_unsupported(remapped) and _unsupported(retired))
+            and not (_is_unsupported(remapped) and _is_unsupported(retired))
         ):
             what, value = (
                 ("retired pages", retired)
-                if _unsupported(remapped)
+                if _is_unsupported(remapped)
                 else ("remapped rows", remapped)
             )
-            self._miss(what, value)
+            self._note_unread(what, value)
 
-    def _recovery_action(self, value: Any, catalog: Catalog) -> None:
+    def _read_recovery_action(self, value: Any, catalog: Catalog) -> None:
         number = count(value)
         if number is None:
-            if not _unsupported(value):
-                self._miss("recovery action", value)
+            if not _is_unsupported(value):
+                self._note_unread("recovery action", value)
             return
         action = catalog.recovery_actions.get(number)
         if action is None:
-            self._find(
+            self._add_finding(
                 f"recovery action {number}",
                 Role.SYMPTOM,
                 f"the driver asks for recovery action {number}, which is unknown here",
@@ -229,31 +229,31 @@ class _Gpu:
                 f"{self.name}: the driver asks for recovery action {number}, which is unknown here"
             )
         elif number:
-            self._find(
+            self._add_finding(
                 f"recovery action {number}",
                 action.role,
                 f"{action.meaning} (recovery action {number})",
                 action.cause,
             )
 
-    def _clocks(self, value: Any) -> None:
+    def _read_clocks(self, value: Any) -> None:
         bits = count(value) or 0
         hard = [name for bit, name in _BY_HARDWARE.items() if bits & bit]
         soft = [name for bit, name in _BY_SOFTWARE.items() if bits & bit]
         if hard:
-            self._find(
+            self._add_finding(
                 "throttle", Role.SYMPTOM, f"its clocks are held down by {' and '.join(hard)}"
             )
         elif soft:
-            self._find(
+            self._add_finding(
                 "throttle", Role.INFORMATION, f"its clocks are held down by {' and '.join(soft)}"
             )
 
-    def _users(self, value: Any) -> None:
+    def _read_users(self, value: Any) -> None:
         for process in value if isinstance(value, list) else ():
             pid = count(process.get("pid")) if isinstance(process, Mapping) else None
             self.users.append(f"{'a process' if pid is None else f'pid {pid}'} uses {self.name}")
 
 
-def _unsupported(value: object) -> bool:
+def _is_unsupported(value: object) -> bool:
     return isinstance(value, Mapping) and value.get("unreadable") == NOT_SUPPORTED

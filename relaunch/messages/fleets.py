@@ -131,7 +131,7 @@ def quarantine_fact(raw: Any) -> Fact:
     if message.within is not None and not message.drain:
         return Rejected(
             "quarantine",
-            "within: it says how soon a node is left that is drained, expected drain true beside it",
+            "within: it limits the time for a drain, expected drain true beside it",
         )
     within = message.within if message.within is not None else DRAIN_WITHIN
     return QuarantineAsked(

@@ -17,7 +17,7 @@ from typing import assert_never
 from relaunch.evidence.catalog import Catalog
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
-from relaunch.evidence.health import Health, read_health, with_diag
+from relaunch.evidence.health import Health, add_diag, read_health
 from relaunch.evidence.nvml import bus_id
 from relaunch.repair.conditions import (
     can_switch_to_power,
@@ -515,7 +515,7 @@ def _apply_diag(
     state: RepairState, event: NodeDiagnosed, now: datetime, catalog: Catalog
 ) -> RepairState:
     assert state.health is not None  # only a probed node is diagnosed
-    health = with_diag(state.health, event.answer, level=state.rules.level, catalog=catalog)
+    health = add_diag(state.health, event.answer, level=state.rules.level, catalog=catalog)
     state = _keep_health(_log(state, now, event.kind, health.reason), health)
     if health.verdict is Verdict.UNKNOWN and has_just_booted(state, health, now):
         # DCGM's own service starts after the driver.

@@ -19,13 +19,13 @@ HANG_RETRY = f"{PREFIX}hang-retry"
 POD_RETRIES = f"{PREFIX}pod-retry-num"
 KNOWN = (JOB_RETRIES, UNCONDITIONAL, HANG_RETRY, POD_RETRIES)
 
-MOST_RETRIES = 128
+MAX_RETRIES = 128
 """ModelArts accepts 1 to 128."""
 
 FAIL = (Rung(strategy=Strategy.FAIL),)
 
 
-def annotated(policy: Policy, annotations: Mapping[str, str]) -> Policy:
+def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
     """Return the job's policy with the annotations of its job file applied.
 
     `job-retry-num` sets `max_restarts` under every policy. The others enable recoveries of the
@@ -43,21 +43,22 @@ def annotated(policy: Policy, annotations: Mapping[str, str]) -> Policy:
             raise ValueError(f"metadata.annotations: {key} is unknown: one of {', '.join(KNOWN)}")
         if key != JOB_RETRIES and policy.extends != "modelarts":
             raise ValueError(
-                f"metadata.annotations: {key} needs policy: modelarts, and the policy is {policy.extends}"
+                f"metadata.annotations: {key} needs policy: modelarts,"
+                f" and the policy is {policy.extends}"
             )
     if JOB_RETRIES not in ours:
         raise ValueError(f"metadata.annotations: {next(iter(ours))} needs {JOB_RETRIES} beside it")
-    changed = policy.model_copy(update={"max_restarts": _count(ours, JOB_RETRIES)})
-    return _switched(changed, ours) if policy.extends == "modelarts" else changed
+    changed = policy.model_copy(update={"max_restarts": _read_count(ours, JOB_RETRIES)})
+    return _apply_switches(changed, ours) if policy.extends == "modelarts" else changed
 
 
-def _switched(policy: Policy, ours: Mapping[str, str]) -> Policy:
+def _apply_switches(policy: Policy, ours: Mapping[str, str]) -> Policy:
     causes = dict(policy.causes)
-    if not _flag(ours, UNCONDITIONAL):
+    if not _read_flag(ours, UNCONDITIONAL):
         causes[Cause.UNKNOWN] = FAIL
-    if not _flag(ours, HANG_RETRY):
+    if not _read_flag(ours, HANG_RETRY):
         causes[Cause.HANG] = FAIL
-    pods = _count(ours, POD_RETRIES) if POD_RETRIES in ours else 0
+    pods = _read_count(ours, POD_RETRIES) if POD_RETRIES in ours else 0
     for cause, ladder in causes.items():
         rungs = (
             rung.model_copy(update={"tries": pods})
@@ -69,21 +70,22 @@ def _switched(policy: Policy, ours: Mapping[str, str]) -> Policy:
     return policy.model_copy(update={"causes": causes})
 
 
-def _count(ours: Mapping[str, str], key: str) -> int:
+def _read_count(ours: Mapping[str, str], key: str) -> int:
     value = ours[key]
     if (
         not value.isascii()
         or not value.isdigit()
         or len(value) > 3
-        or not 1 <= int(value) <= MOST_RETRIES
+        or not 1 <= int(value) <= MAX_RETRIES
     ):
         raise ValueError(
-            f"metadata.annotations: {key} is {value!r}: a whole number from 1 to {MOST_RETRIES}, in quotes"
+            f"metadata.annotations: {key} is {value!r}:"
+            f" a whole number from 1 to {MAX_RETRIES}, in quotes"
         )
     return int(value)
 
 
-def _flag(ours: Mapping[str, str], key: str) -> bool:
+def _read_flag(ours: Mapping[str, str], key: str) -> bool:
     value = ours.get(key, "false")
     if value not in ("true", "false"):
         raise ValueError(f'metadata.annotations: {key} is {value!r}: "true" or "false"')

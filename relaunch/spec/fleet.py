@@ -15,7 +15,7 @@ from relaunch.fields import Duration, Name, Strict
 from relaunch.spec.job import EcsTask, SecretReference
 
 
-def _share(value: int | str) -> int | str:
+def _check_share(value: int | str) -> int | str:
     """Validate a number of nodes, or a share of them such as 25%."""
     if isinstance(value, int):
         if value < 1:
@@ -27,22 +27,25 @@ def _share(value: int | str) -> int | str:
     return value
 
 
-def _address(value: str) -> str:
+def _check_address(value: str) -> str:
     if not re.fullmatch(r"[^\s@/\[\]\x00-\x1f-][^\s@/\[\]\x00-\x1f]*", value):
         raise ValueError(
-            f"{value!r} is not an address: a host's name or IP address alone; who logs in is `user`, and where is `port`"
+            f"{value!r} is not an address: a host's name or IP address alone;"
+            " the login name goes into `user`, the port into `port`"
         )
     return value
 
 
-def _user(value: str) -> str:
+def _check_user(value: str) -> str:
     if not re.fullmatch(r"[^\s@:\x00-\x1f-][^\s:\x00-\x1f]*", value):
         raise ValueError(f"{value!r} is not a user: a login name of the nodes")
     return value
 
 
 JUMP_PATTERN = re.compile(
-    r"(?:(?P<user>[^\s@:,-][^\s:,]*)@)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s@:,/\[\]-][^\s@:,/\[\]]*)(?::(?P<port>\d{1,5}))?"
+    r"(?:(?P<user>[^\s@:,-][^\s:,]*)@)?"
+    r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s@:,/\[\]-][^\s@:,/\[\]]*)"
+    r"(?::(?P<port>\d{1,5}))?"
 )
 
 
@@ -60,13 +63,14 @@ def parse_jumps(value: str) -> tuple[tuple[str | None, str, int | None], ...]:
         port = None if match is None or match["port"] is None else int(match["port"])
         if match is None or port == 0 or (port or 0) > 65535:
             raise ValueError(
-                f"{value!r} is no way to a node: hosts such as me@jump:22, separated by commas, or none"
+                f"{value!r} is not a list of jump hosts:"
+                " hosts such as me@jump:22, separated by commas, or none"
             )
         found.append((match["user"], match["host"].strip("[]"), port))
     return tuple(found)
 
 
-def _jumps(value: str) -> str:
+def _check_jumps(value: str) -> str:
     parse_jumps(value)
     return value
 
@@ -77,15 +81,15 @@ class Power(Strict):
 
 class FleetNode(Strict):
     name: Name
-    address: Annotated[str, AfterValidator(_address)]
+    address: Annotated[str, AfterValidator(_check_address)]
     """Where its controller reaches it.
 
     For `ssh`: what one would type after `ssh`, which may be a Host of the SSH configuration. For
     `ecs`: the id of its EC2 instance.
     """
-    network: Annotated[str, AfterValidator(_address)] | None = None
+    network: Annotated[str, AfterValidator(_check_address)] | None = None
     """Its address on the network that ranks use among each other, where that is a different one."""
-    user: Annotated[str, AfterValidator(_user)] | None = None
+    user: Annotated[str, AfterValidator(_check_user)] | None = None
     port: int | None = Field(default=None, ge=1, le=65535)
     gpus: int = Field(default=0, ge=0)
     spare: bool = False
@@ -104,8 +108,8 @@ class FleetLimits(Strict):
     A share is of the fleet's nodes, rounded down, and at least one node.
     """
 
-    repairs_at_once: Annotated[int | str, AfterValidator(_share)] = 2
-    nodes_out: Annotated[int | str, AfterValidator(_share)] = "25%"
+    repairs_at_once: Annotated[int | str, AfterValidator(_check_share)] = 2
+    nodes_out: Annotated[int | str, AfterValidator(_check_share)] = "25%"
     """Maximum number of nodes suspect, in repair or quarantined by relaunch.
 
     One more opens the breaker. Nodes that a person quarantined do not count.
@@ -138,14 +142,14 @@ class SshOptions(Strict):
     Options not given here come from ~/.ssh/config, or else are OpenSSH's defaults.
     """
 
-    user: Annotated[str, AfterValidator(_user)] | None = None
+    user: Annotated[str, AfterValidator(_check_user)] | None = None
     port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = None
     """The file of a private key; if given, no other key is tried."""
     known_hosts: str | None = None
     config: str | None = None
     """The file to read instead of ~/.ssh/config."""
-    proxy_jump: Annotated[str, AfterValidator(_jumps)] | None = None
+    proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = None
     """Hosts to connect through, in order, as in OpenSSH's ProxyJump.
 
     `none`: connect directly, regardless of ~/.ssh/config.
@@ -157,10 +161,11 @@ class SshOptions(Strict):
 
     @field_validator("python")
     @classmethod
-    def _of_harmless_letters(cls, value: str) -> str:
+    def _check_python(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*|(/[A-Za-z0-9._+-]+)+", value):
             raise ValueError(
-                f"{value!r} is not a Python of the nodes: a name such as python3.11, or an absolute path of plain letters"
+                f"{value!r} is not a Python of the nodes: a name such as python3.11,"
+                " or an absolute path of plain letters"
             )
         return value
 
@@ -219,7 +224,7 @@ class FleetSpec(Strict):
 
     @field_validator("nodes")
     @classmethod
-    def _distinct(cls, value: tuple[FleetNode, ...]) -> tuple[FleetNode, ...]:
+    def _check_distinct(cls, value: tuple[FleetNode, ...]) -> tuple[FleetNode, ...]:
         for field in ("name", "address", "network"):
             seen: dict[tuple[str, int | None], str] = {}
             for node in value:
@@ -228,7 +233,8 @@ class FleetSpec(Strict):
                 key = (text, node.port if field == "address" else None)
                 if text is not None and key in seen:
                     raise ValueError(
-                        f"nodes {seen[key]} and {node.name} have the same {field} {text!r}: each node has its own"
+                        f"nodes {seen[key]} and {node.name} have the same {field} {text!r}:"
+                        f" expected a different {field} for each node"
                     )
                 seen[key] = node.name
         return value

@@ -33,7 +33,7 @@ ALSO = ("torch.distributed.launch", "torch.distributed.elastic", "accelerate.com
 """Other modules that start ranks themselves."""
 
 
-def starts_ranks_itself(command: Sequence[str]) -> str | None:
+def find_launcher(command: Sequence[str]) -> str | None:
     """Return the launcher with which a command begins; None: with none.
 
     A launcher started by another launcher is never intended.
@@ -63,7 +63,7 @@ def parse_nodes(value: Any) -> Any:
     """
     if isinstance(value, NodeRange) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    written = value
+    original = value
     if isinstance(value, str):
         low, colon, high = value.partition(":")
         if not colon and low.isdecimal():
@@ -83,7 +83,8 @@ def parse_nodes(value: Any) -> Any:
             )
         return NodeRange(**value)
     raise ValueError(
-        f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)"
+        f"{original!r} is not a number of nodes:"
+        " write it like 4, or {min: 3, max: 4} (as a flag 3:4)"
     )
 
 
@@ -97,7 +98,7 @@ class ProgressSpec(Strict):
 
     @field_validator("log_pattern")
     @classmethod
-    def _has_step(cls, value: str | None) -> str | None:
+    def _check_pattern(cls, value: str | None) -> str | None:
         if value is None:
             return None
         compile_pattern(value)
@@ -120,7 +121,7 @@ class SecretReference(Strict):
     env: str | None = None
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_source(self) -> Self:
         if (self.file is None) == (self.env is None):
             raise ValueError("a secret has exactly one source: file: PATH or env: NAME")
         return self
@@ -172,28 +173,29 @@ class JobSpec(Strict):
 
     @field_validator("command", mode="before")
     @classmethod
-    def _is_a_list(cls, value: Any) -> Any:
+    def _check_command_form(cls, value: Any) -> Any:
         if isinstance(value, str):
             raise ValueError(
-                f"{value!r} is one string: write a list, one item per argument, such as [python, train.py]"
+                f"{value!r} is one string: write a list, one item per argument,"
+                " such as [python, train.py]"
             )
         return value
 
     @field_validator("nodes", mode="before")
     @classmethod
-    def _number_or_range(cls, value: Any) -> Any:
+    def _parse_nodes(cls, value: Any) -> Any:
         return parse_nodes(value)
 
     @field_validator("nodes")
     @classmethod
-    def _at_least_one(cls, value: int | NodeRange) -> int | NodeRange:
+    def _check_nodes(cls, value: int | NodeRange) -> int | NodeRange:
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{value} is not a number of nodes: at least 1")
         return value
 
     @field_validator("env", mode="before")
     @classmethod
-    def _plain_values(cls, value: Any) -> Any:
+    def _convert_values(cls, value: Any) -> Any:
         # YAML turns `DEBUG: 1` into a number, but users mean the string.
         if isinstance(value, dict):
             return {
@@ -206,19 +208,20 @@ class JobSpec(Strict):
 
     @field_validator("env", "secrets")
     @classmethod
-    def _not_reserved(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
             if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(
                 r"[A-Za-z_][A-Za-z0-9_]*", key
             ):
                 raise ValueError(
-                    f"{key!r} cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_"
+                    f"{key!r} cannot be set: a variable's name,"
+                    " not starting with RELAUNCH_ or TORCHELASTIC_"
                 )
         return value
 
     @field_validator("workdir")
     @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
+    def _check_workdir(cls, value: str | None) -> str | None:
         if value is not None and not PurePosixPath(value).is_absolute():
             raise ValueError(f"{value!r} is a relative path: a folder's absolute path on the nodes")
         return value
@@ -238,11 +241,11 @@ class JobSpec(Strict):
         return self.fewest_nodes < self.node_count
 
     @model_validator(mode="after")
-    def _one_launcher(self) -> Self:
-        if self.launcher != "none" and (found := starts_ranks_itself(self.command)) is not None:
-            told = f"launcher: {self.launcher} puts {self.launcher} before it"
+    def _check_launcher(self) -> Self:
+        if self.launcher != "none" and (nested := find_launcher(self.command)) is not None:
             raise ValueError(
-                f"command: {found} starts ranks itself: give the command of one rank; {told}"
+                f"command: {nested} starts ranks itself: give the command of one rank;"
+                f" launcher: {self.launcher} puts {self.launcher} before it"
             )
         return self
 
@@ -269,4 +272,7 @@ class JobSpec(Strict):
         if not self.is_elastic:
             return f"{self.world_size} ranks on {self.node_count} nodes"
         fewest = self.fewest_nodes
-        return f"{fewest * self.ranks_per_node} to {self.world_size} ranks on {fewest} to {self.node_count} nodes"
+        return (
+            f"{fewest * self.ranks_per_node} to {self.world_size} ranks"
+            f" on {fewest} to {self.node_count} nodes"
+        )

@@ -56,7 +56,7 @@ class Strategy(StrEnum):
         return self in (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
 
 
-def _listed(value: Any) -> Any:
+def _make_list(value: Any) -> Any:
     """Turn a single string into a list of one, so that users may write `when: HEALTHY`."""
     return [value] if isinstance(value, str) else value
 
@@ -72,22 +72,22 @@ class Rung(Strict):
     """How many tries the rung has; None: no limit."""
     window: Duration | None = None
     """Count only tries within this time; None: all since the budgets were renewed."""
-    key: Annotated[tuple[Key, ...], BeforeValidator(_listed)] = ("cause",)
+    key: Annotated[tuple[Key, ...], BeforeValidator(_make_list)] = ("cause",)
     """What an earlier try must have in common with this fault to count.
 
     `[node, gpu, code]` counts each fault code of each GPU separately, `[job]` counts all tries.
     """
     consecutive: bool = False
     """Count only consecutive tries, since the last event that `reset_by` names."""
-    reset_by: Annotated[tuple[Cause | Literal["PROGRESS"], ...], BeforeValidator(_listed)] = ()
+    reset_by: Annotated[tuple[Cause | Literal["PROGRESS"], ...], BeforeValidator(_make_list)] = ()
     """With `consecutive`: the causes whose faults reset the count, and PROGRESS for training that
     passed the step it had reached. Empty: a fault of any other cause, and progress."""
-    codes: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    codes: Annotated[tuple[str, ...], BeforeValidator(_make_list)] = ()
     """The rung is only for faults with one of these codes, such as `Xid 94`; empty: for all.
 
     A fault with another code also matches by the exit code of its rank, such as `exit 1`.
     """
-    when: Annotated[tuple[Verdict, ...], BeforeValidator(_listed)] = ()
+    when: Annotated[tuple[Verdict, ...], BeforeValidator(_make_list)] = ()
     """The rung applies only to suspects with one of these verdicts, so they are examined first.
 
     Empty: no examination.
@@ -125,13 +125,13 @@ class Rung(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _shrinks_for_nothing(cls, value: Any) -> Any:
+    def _spare_restarts(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("strategy") == Strategy.SHRINK:
             return {"spends": False, **value}
         return value
 
     @model_validator(mode="after")
-    def _means_something(self) -> Self:
+    def _check_meaning(self) -> Self:
         for condition, sentence in (
             (
                 self.strategy is Strategy.GROW,
@@ -153,11 +153,12 @@ class Rung(Strict):
                 self.isolate
                 and self.strategy
                 not in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK),
-                f"{self.strategy} keeps its nodes: isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
+                f"{self.strategy} keeps its nodes:"
+                " isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
             ),
             (
                 bool(self.reset_by) and not self.consecutive,
-                "reset_by says what begins a row anew: it needs consecutive: true",
+                "reset_by says what resets the count: it needs consecutive: true",
             ),
             (
                 self.consecutive and self.window is not None,
@@ -173,7 +174,8 @@ class Rung(Strict):
             ),
             (
                 not self.key,
-                "key is empty: it names what tries have in common, such as [cause] or [node, gpu, code]",
+                "key is empty: it names what tries have in common,"
+                " such as [cause] or [node, gpu, code]",
             ),
         ):
             if condition:
@@ -262,7 +264,7 @@ class Policy(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _yaml_off(cls, value: Any) -> Any:
+    def _convert_off(cls, value: Any) -> Any:
         # YAML 1.1 reads an unquoted `off` as false, and users write it unquoted.
         if isinstance(value, dict):
             for key in ("no_progress_stop", "no_progress_ask", "grow_after"):
@@ -270,7 +272,8 @@ class Policy(Strict):
                     value = {**value, key: "off"}
                 if value.get(key) is True:
                     raise ValueError(
-                        f"{key} is on: {'30m' if key == 'grow_after' else 'a number, such as 3'}, or off"
+                        f"{key} is on:"
+                        f" {'30m' if key == 'grow_after' else 'a number, such as 3'}, or off"
                     )
             hang = value.get("hang")
             if isinstance(hang, dict) and hang.get("after") is False:
@@ -278,21 +281,22 @@ class Policy(Strict):
         return value
 
     @model_validator(mode="after")
-    def _holds_together(self) -> Self:
+    def _check_consistency(self) -> Self:
         if Cause.UNKNOWN not in self.causes:
             raise ValueError(
-                "causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own"
+                "causes.UNKNOWN is missing: it is the ladder for every cause without one"
             )
         for cause, ladder in self.causes.items():
-            for sentence in impossible_ladder(ladder):
+            for sentence in find_ladder_errors(ladder):
                 raise ValueError(f"causes.{cause}: {sentence}")
             served = {one for one in Cause if self.ladder(one) is ladder}
             for rung in ladder:
                 if own := [one for one in rung.reset_by if one in served]:
                     raise ValueError(
-                        f"causes.{cause}: reset_by names {own[0]}, which this ladder serves: no row would ever grow"
+                        f"causes.{cause}: reset_by names {own[0]}, which this ladder serves:"
+                        " the count would never exceed one"
                     )
-        for sentence in impossible_timeouts(self.timeouts, self.hang):
+        for sentence in find_timeout_errors(self.timeouts, self.hang):
             raise ValueError(sentence)
         return self
 
@@ -300,7 +304,7 @@ class Policy(Strict):
         return self.causes.get(cause) or self.causes[Cause.UNKNOWN]
 
 
-def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
+def find_ladder_errors(ladder: tuple[Rung, ...]) -> list[str]:
     """Return what in a ladder can never happen, each as a sentence that says what to change."""
     if not ladder:
         return ["it has no rungs: at least one, such as {strategy: FAIL}"]
@@ -326,47 +330,52 @@ def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
     return sentences
 
 
-def impossible_timeouts(timeouts: Timeouts, hang: HangLimits) -> list[str]:
+def find_timeout_errors(timeouts: Timeouts, hang: HangLimits) -> list[str]:
     """Return the contradictions between timeouts, each as a sentence that says what to change."""
     sentences = []
+    heartbeat = f"timeouts.heartbeat {duration(timeouts.heartbeat)}"
     if timeouts.heartbeat <= timedelta(0):
         sentences.append("timeouts.heartbeat is 0s: it must be more")
     if timeouts.lease < 3 * timeouts.heartbeat:
         sentences.append(
-            f"timeouts.lease is {duration(timeouts.lease)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            f"timeouts.lease is {duration(timeouts.lease)} and {heartbeat}: "
             "two lost heartbeats would end the lease; "
             f"set lease to at least {duration(3 * timeouts.heartbeat)}"
         )
     if timeouts.lost_after < 2 * timeouts.heartbeat:
         sentences.append(
-            f"timeouts.lost_after is {duration(timeouts.lost_after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            f"timeouts.lost_after is {duration(timeouts.lost_after)} and {heartbeat}: "
             "one late heartbeat would lose a node; "
             f"set lost_after to at least {duration(2 * timeouts.heartbeat)}"
         )
     if timeouts.fence_after < timeouts.heartbeat:
         sentences.append(
-            f"timeouts.fence_after is {duration(timeouts.fence_after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            f"timeouts.fence_after is {duration(timeouts.fence_after)} and {heartbeat}: "
             "a short silence would fence a node; "
             f"set fence_after to at least {duration(timeouts.heartbeat)}"
         )
-    if isinstance(hang.after, timedelta) and hang.after < 3 * timeouts.heartbeat:
+    if not isinstance(hang.after, timedelta):
+        return sentences
+    after = f"hang.after is {duration(hang.after)}"
+    if hang.after < 3 * timeouts.heartbeat:
         sentences.append(
-            f"hang.after is {duration(hang.after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: steps are seen once a heartbeat, "
-            f"so training that advances would count as hung; set hang.after to at least {duration(3 * timeouts.heartbeat)}"
+            f"{after} and {heartbeat}: steps are seen once a heartbeat, "
+            "so training that advances would count as hung; "
+            f"set hang.after to at least {duration(3 * timeouts.heartbeat)}"
         )
-    if isinstance(hang.after, timedelta):
-        for phase in ("first_step", "checkpoint", "evaluation"):
-            limit: timedelta = getattr(hang, phase)
-            if hang.after > limit:
-                sentences.append(
-                    f"hang.after is {duration(hang.after)} and hang.{phase} {duration(limit)}: the longest phases would be allowed less "
-                    f"than a step; set hang.{phase} to at least {duration(hang.after)}"
-                )
-        if timeouts.collective is not None and hang.after <= timeouts.collective:
+    for phase in ("first_step", "checkpoint", "evaluation"):
+        limit: timedelta = getattr(hang, phase)
+        if hang.after > limit:
             sentences.append(
-                f"hang.after is {duration(hang.after)} and timeouts.collective {duration(timeouts.collective)}: the ranks would be stopped "
-                "before their own watchdog could say which collective hangs; set hang.after to more than that"
+                f"{after} and hang.{phase} {duration(limit)}: the longest phases would be "
+                f"allowed less than a step; set hang.{phase} to at least {duration(hang.after)}"
             )
+    if timeouts.collective is not None and hang.after <= timeouts.collective:
+        sentences.append(
+            f"{after} and timeouts.collective {duration(timeouts.collective)}: "
+            "the ranks would be stopped before their own watchdog could say which collective "
+            "hangs; set hang.after to more than that"
+        )
     return sentences
 
 

@@ -19,7 +19,7 @@ import relaunch.activities.fleet
 import relaunch.activities.readings
 from relaunch.activities.fleet import (
     FLEET_UNKNOWN,
-    MOST_RUNS,
+    MAX_RUNS,
     ClosedJobsInput,
     FleetActivities,
     LookInput,
@@ -181,9 +181,9 @@ def stopped(fleet: Stand) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaunch.activities.fleet, "LOOK_AGAIN", 0.05)
-    monkeypatch.setattr(relaunch.activities.fleet, "GIVE_BACK_AFTER", timedelta(seconds=0.3))
-    monkeypatch.setattr(relaunch.activities.fleet, "RECLAIM_WITHIN", timedelta(seconds=0.6))
+    monkeypatch.setattr(relaunch.activities.fleet, "RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(relaunch.activities.fleet, "GIVE_BACK_DELAY", timedelta(seconds=0.3))
+    monkeypatch.setattr(relaunch.activities.fleet, "RECLAIM_TIMEOUT", timedelta(seconds=0.6))
 
 
 # --- looks
@@ -289,7 +289,7 @@ async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
 async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_asked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.readings, "PATIENCE", 0.05)
+    monkeypatch.setattr(relaunch.activities.readings, "READING_TIMEOUT_S", 0.05)
     clock = ManualClock()
     fleet = stand()
     fleet.fleets.known = spec = fleet_of(2, gpus=2)
@@ -313,8 +313,8 @@ async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_as
 async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.readings, "PATIENCE", 0.05)
-    monkeypatch.setattr(relaunch.activities.readings, "KEPT", 0.0)
+    monkeypatch.setattr(relaunch.activities.readings, "READING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(relaunch.activities.readings, "MAX_READING_AGE_S", 0.0)
     clock = ManualClock()
     fleet = stand()
     fleet.fleets.known = spec = fleet_of(1, gpus=2)
@@ -399,7 +399,7 @@ async def test_a_submission_is_closed_when_nothing_that_continues_it_runs(
 ) -> None:
     asked, _ = of(stand(), *runs)
     found = await environment().run(
-        asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000),))
+        asked.find_closed_jobs, ClosedJobsInput("default", (("llama", 1000),))
     )
     assert found == ((("llama", 1000),) if closed else ())
 
@@ -410,7 +410,7 @@ async def test_a_job_that_runs_for_so_long_that_the_server_has_forgotten_its_fir
     asked, client = of(stand(), Run("job/llama", 9000, run_id="run-7", first="run-1"))
     client.states["job/llama"] = {"submission": 1000}
     assert await environment().run(
-        asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000), ("llama", 900)))
+        asked.find_closed_jobs, ClosedJobsInput("default", (("llama", 1000), ("llama", 900)))
     ) == (("llama", 900),)
 
 
@@ -420,7 +420,7 @@ async def test_of_many_jobs_only_those_are_asked_about_one_by_one_that_the_list_
     runs = [Run(f"job/j{number}", number) for number in range(40)]
     asked, client = of(stand(), *runs, Run("job/gone", 50, TERMINATED))
     claims = (*((f"j{number}", number) for number in range(40)), ("gone", 50))
-    assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", claims)) == (
+    assert await environment().run(asked.find_closed_jobs, ClosedJobsInput("default", claims)) == (
         ("gone", 50),
     )
     assert client.described == ["job/gone"]
@@ -580,7 +580,7 @@ def ended(at: int, known: FleetState | Exception, **more: Any) -> Run:
 async def last_state(*runs: Run, unlisted: int = 0) -> tuple[set[str], FakeClient]:
     asked, client = of(stand(), *runs, OWN)
     client.unlisted = unlisted
-    known = await environment().run(asked.last_state, "default")
+    known = await environment().run(asked.read_last_state, "default")
     return {node.name for node in known.nodes}, client
 
 
@@ -608,18 +608,18 @@ async def test_who_held_which_nodes_is_known_of_the_runs_before_that_had_not_res
     )
     failed = replace(knew("n2"), restore_error="no answer")
     asked, _ = of(stand(), ended(1000, held), ended(2000, failed), OWN)
-    known = await environment().run(asked.last_state, "default")
+    known = await environment().run(asked.read_last_state, "default")
     assert [(record.claim.job, record.restored) for record in known.claims] == [("llama", True)]
     assert ({node.name for node in known.nodes}, known.lost) == ({"n2"}, "")
 
 
 async def test_a_row_of_runs_that_had_restored_nothing_is_said_to_have_lost_it() -> None:
-    runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MOST_RUNS)]
+    runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MAX_RUNS)]
     asked, _ = of(stand(), *runs, OWN)
-    known = await environment().run(asked.last_state, "default")
+    known = await environment().run(asked.read_last_state, "default")
     assert (
         known.lost
-        == f"none of the {MOST_RUNS} runs before this one had taken over what there was before it"
+        == f"none of the {MAX_RUNS} runs before this one had restored the state of its predecessor"
     )
 
 
@@ -653,7 +653,7 @@ async def test_a_run_of_other_workers_is_not_asked() -> None:
 async def test_a_server_that_lists_nothing_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.fleet, "REMEMBER_WITHIN", timedelta(seconds=0.2))
+    monkeypatch.setattr(relaunch.activities.fleet, "RESTORE_TIMEOUT", timedelta(seconds=0.2))
     assert (await last_state(unlisted=10**6))[0] == set()
 
 

@@ -90,8 +90,8 @@ def hostile(
 
 @pytest.fixture(autouse=True)
 def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang_module, "GATHER_CASCADES", 0.0)
-    monkeypatch.setattr("relaunch.activities.watch.RECONNECT", (0.01, 0.02))
+    monkeypatch.setattr(gang_module, "CASCADE_GATHER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("relaunch.activities.watch.RECONNECT_DELAYS_S", (0.01, 0.02))
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"heartbeat": {**BEAT, "progress": {"2": {"step": 3, "age": 1e300}}}}, "progress.2.age"),
         (
             {"heartbeat": {**BEAT, "progress": {"0": {"step": 10**15}}}},
-            "it speaks of rank 0, expected 2 to 3",
+            "it reports rank 0, expected 2 to 3",
         ),
         ({"observation": {"kind": "RankExited", "rank": 2}}, "seq is missing"),
         ({"observation": {**EXITED, "exit_code": "boom"}}, "exit_code is 'boom'"),
         ({"observation": {**EXITED, "signal": 9.5}}, "signal is 9.5"),
-        ({"observation": {**EXITED, "rank": 77}}, "it speaks of rank 77, expected 2 to 3"),
+        ({"observation": {**EXITED, "rank": 77}}, "it reports rank 77, expected 2 to 3"),
         ({"observation": {**EXITED, "rank": 2**63}}, "rank is 9223372036854775808"),
         (
             {"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}},

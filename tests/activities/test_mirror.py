@@ -13,7 +13,7 @@ import pytest
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.activities.mirror import EVENTS, RECENT, MirrorLoop
+from relaunch.activities.mirror import MAX_ENDED_AGE, MAX_EVENTS, MirrorLoop
 from relaunch.backends.base import Unreachable
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.jobs import JobResult
@@ -145,31 +145,31 @@ def loop(*runs: Run, every: float = 5.0) -> tuple[MirrorLoop, FakeClient, Copy]:
 
 
 def age(started: float, length: int) -> int:
-    return int(started * 1000) * EVENTS + length
+    return int(started * 1000) * MAX_EVENTS + length
 
 
 async def test_a_job_is_asked_only_when_something_has_changed_since_it_was_shown() -> None:
     run = Run("job/llama", LLAMA)
     looking, client, copy = loop(run)
     for _ in range(3):
-        await looking.look()
+        await looking.copy_changes()
     assert (copy.shown, client.asked) == ([("RUNNING", age(1000, 10), False)], ["query job/llama"])
     run.said, run.length, run.state = (
         {**run.said, "phase": "EXAMINING"},
         14,
         replace(LLAMA, phase=Phase.EXAMINING),
     )
-    await looking.look()
+    await looking.copy_changes()
     assert copy.shown[1:] == [("EXAMINING", age(1000, 14), False)]
 
 
 async def test_what_is_newer_has_the_higher_age_across_runs_and_submissions() -> None:
     run = Run("job/llama", LLAMA, length=51_000)
     looking, client, copy = loop(run)
-    await looking.look()
+    await looking.copy_changes()
     run.status = CONTINUED
     client.runs.append(Run("job/llama", LLAMA, started=1000.001, length=3, run_id="run-2"))
-    await looking.look()
+    await looking.copy_changes()
     assert [seq for _, seq, _ in copy.shown] == sorted({seq for _, seq, _ in copy.shown}) and len(
         copy.shown
     ) == 2
@@ -179,24 +179,24 @@ async def test_jobs_of_other_fleets_and_those_that_do_not_say_yet_are_not_asked(
     looking, client, copy = loop(
         Run("job/a", LLAMA, said={"fleet": "cpus"}), Run("job/b", LLAMA, said={"phase": "QUEUED"})
     )
-    await looking.look()
+    await looking.copy_changes()
     assert (copy.shown, client.asked) == ([], [])
     client.runs[1].said = {"phase": "RUNNING", "fleet": "gpus"}
-    await looking.look()
+    await looking.copy_changes()
     assert client.asked == ["query job/b"]
 
 
 async def test_of_a_job_only_the_newest_submission_is_shown() -> None:
     old = Run("job/llama", DONE, COMPLETED, started=500.0, run_id="run-0")
     looking, _, copy = loop(Run("job/llama", LLAMA), old)
-    await looking.look()
+    await looking.copy_changes()
     assert copy.shown == [("RUNNING", age(1000, 10), False)]
 
 
 async def test_a_job_that_has_ended_is_shown_by_its_result_with_no_worker_asked() -> None:
     looking, client, copy = loop(Run("job/llama", DONE, COMPLETED, length=90))
-    await looking.look()
-    await looking.look()
+    await looking.copy_changes()
+    await looking.copy_changes()
     assert (copy.shown, client.asked) == (
         [("SUCCEEDED", age(1000, 90), False)],
         ["result job/llama"],
@@ -208,10 +208,10 @@ async def test_a_job_whose_workflow_was_ended_from_outside_is_shown_as_terminate
 ):
     looking, _, copy = loop(Run("job/llama", LLAMA, TERMINATED))
     copy.settled = False
-    await looking.look()
+    await looking.copy_changes()
     copy.settled = True
-    await looking.look()
-    await looking.look()
+    await looking.copy_changes()
+    await looking.copy_changes()
     assert copy.shown == [("RUNNING", age(1000, 10), True)] * 2
 
 
@@ -222,11 +222,11 @@ async def test_what_could_not_be_written_comes_again_and_is_logged_once(
     copy.fails = 2
     with caplog.at_level(logging.WARNING, "relaunch.mirror"):
         for _ in range(4):
-            await looking.look()
+            await looking.copy_changes()
     assert [phase for phase, _, _ in copy.shown] == ["RUNNING"]
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "job/llama: the copy is not brought up to date, and it is tried again: Unreachable: "
+        "job/llama: the copy could not be updated, and is retried: Unreachable: "
     )
 
 
@@ -234,43 +234,43 @@ async def test_a_job_that_cannot_be_asked_keeps_no_other_from_being_shown() -> N
     looking, client, copy = loop(
         Run("job/a", WorkflowQueryFailedError("no worker")), Run("job/b", LLAMA)
     )
-    await looking.look()
+    await looking.copy_changes()
     assert len(copy.shown) == 1
     client.runs[0].state = LLAMA
-    await looking.look()
+    await looking.copy_changes()
     assert len(copy.shown) == 2
 
 
 async def test_a_server_that_is_away_is_asked_again() -> None:
     looking, client, copy = loop(Run("job/llama", LLAMA))
     client.broken = True
-    await looking.look()
+    await looking.copy_changes()
     client.broken = False
-    await looking.look()
+    await looking.copy_changes()
     assert len(copy.shown) == 1
 
 
 async def test_a_fleet_is_asked_only_when_it_has_gone_on_and_none_is_no_mistake() -> None:
     run = Run("fleet/gpus", FleetState("gpus"), started=900.0, length=5)
     looking, client, copy = loop()
-    await looking.look()
+    await looking.copy_changes()
     client.runs.append(run)
     for _ in range(2):
-        await looking.look()
+        await looking.copy_changes()
     run.length = 8
-    await looking.look()
+    await looking.copy_changes()
     assert copy.shown == [("gpus", age(900, 5), False), ("gpus", age(900, 8), False)]
 
 
 async def test_the_server_is_asked_for_running_jobs_and_those_that_ended_lately() -> None:
     looking, client, _ = loop()
     before = datetime.now(UTC)
-    await looking.look()
+    await looking.copy_changes()
     (query,) = client.queries
     head, _, since = query.rpartition("CloseTime > ")
     assert head == "WorkflowType = 'TrainingJob' AND (ExecutionStatus = 'Running' OR "
     told = datetime.fromisoformat(since.strip("')").replace("Z", "+00:00"))
-    assert abs((before - told - RECENT).total_seconds()) < 60
+    assert abs((before - told - MAX_ENDED_AGE).total_seconds()) < 60
 
 
 async def test_many_jobs_are_asked_a_few_at_a_time_and_rounds_follow_one_another() -> None:

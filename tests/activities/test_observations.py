@@ -11,8 +11,8 @@ import pytest
 from relaunch.activities.observations import (
     KERNEL_LINE,
     KERNEL_LINES,
-    observation_from,
-    observations_from,
+    read_observation,
+    read_observations,
 )
 from relaunch.backends.base import StartOrder
 from relaunch.evidence.observations import RankExited, RanksVanished
@@ -56,25 +56,25 @@ OLD_AGENT = "the agent of this generation does not read it"
 def test_an_exit_is_read_with_what_the_kernel_said(
     sent: dict[str, Any], kernel: tuple[str, ...], unreadable: str | None
 ) -> None:
-    seen = observation_from("n1", {**EXIT, **sent}, AT)
+    seen = read_observation("n1", {**EXIT, **sent}, AT)
     assert isinstance(seen, RankExited)
     assert (seen.kernel, seen.kernel_unreadable, seen.pid) == (kernel, unreadable, 4242)
 
 
 @pytest.mark.parametrize("kind", ["ShimDied", "RanksVanished"])
 def test_an_end_that_nobody_saw_is_read_with_it_too(kind: str) -> None:
-    seen = observation_from(
+    seen = read_observation(
         "n1", {"kind": kind, "reason": "gone", "kernel": [XID], "kernel_unreadable": None}, AT
     )
     assert seen == RanksVanished("n1", AT, "gone", kernel=(XID,))
-    assert observation_from("n1", {"kind": kind, "reason": "gone"}, AT) == RanksVanished(
+    assert read_observation("n1", {"kind": kind, "reason": "gone"}, AT) == RanksVanished(
         "n1", AT, "gone", kernel_unreadable=OLD_AGENT
     )
 
 
 def test_more_than_an_agent_may_send_is_cut_to_the_newest() -> None:
     lines = [f"{number} " + "x" * 1000 for number in range(100)]
-    seen = observation_from("n1", {**EXIT, "kernel": lines, "kernel_unreadable": "y" * 1000}, AT)
+    seen = read_observation("n1", {**EXIT, "kernel": lines, "kernel_unreadable": "y" * 1000}, AT)
     assert isinstance(seen, RankExited)
     assert [line.split()[0] for line in seen.kernel] == [
         str(number) for number in range(100 - KERNEL_LINES, 100)
@@ -137,7 +137,7 @@ LAUNCHER = {**EXIT, "launcher": True, "log_tail": TOLD, "launched": BELOW}
 
 
 def read(**changes: Any) -> list[RankExited]:
-    seen = observations_from("n1", {**LAUNCHER, **changes}, AT)
+    seen = read_observations("n1", {**LAUNCHER, **changes}, AT)
     assert all(isinstance(one, RankExited) for one in seen)
     return [one for one in seen if isinstance(one, RankExited)]
 

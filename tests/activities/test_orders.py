@@ -13,7 +13,7 @@ from temporalio.api.common.v1 import Payload
 from temporalio.exceptions import ApplicationError
 
 import relaunch.job.fencing
-from relaunch.activities.launch import LAUNCH_ATTEMPTS, LaunchRanksOutput, gang_of
+from relaunch.activities.launch import LAUNCH_ATTEMPTS, LaunchRanksOutput, make_gang
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.records import (
     ArchiveIncidentsInput,
@@ -247,7 +247,7 @@ async def prepared_in_shards(fleet: Stand) -> tuple[list[dict[str, Any]], list[L
         {"slots": slots[2:], "first_group_rank": 2},
     ]
     outputs = [await fleet.launch(**shard, prepare_only=True) for shard in shards]
-    gang = gang_of([node for output in outputs for node in output.prepared])
+    gang = make_gang([node for output in outputs for node in output.prepared])
     orders = [
         {**shard, "prepared": output.prepared, "gang": gang}
         for shard, output in zip(shards, outputs, strict=True)

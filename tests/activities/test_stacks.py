@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from relaunch.activities.logs import LogActivities, told
+from relaunch.activities.logs import LogActivities, format_stacks
 from relaunch.backends.base import Backend, Refused, Unreachable
 from relaunch.messages.logs import ReadStacksInput, Stack
 from tests.backends.fleets import RUNS
@@ -129,4 +129,4 @@ THREAD = {
     ],
 )
 def test_what_is_known_best_is_told(row: dict[str, Any], expected: str) -> None:
-    assert told(row).startswith(expected)
+    assert format_stacks(row).startswith(expected)

@@ -12,7 +12,7 @@ import pytest
 import relaunch.activities.gang
 import relaunch.activities.stop
 import relaunch.job.fencing
-from relaunch.activities.stop import StopRanksInput, StopRanksOutput, launched_generations
+from relaunch.activities.stop import StopRanksInput, StopRanksOutput, list_launches
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.events import NodeUnreachable
 from relaunch.job.fencing import fence_wait
@@ -35,7 +35,7 @@ SECONDS_OF_LEASE = 0.9
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=MARGIN))
-    monkeypatch.setattr(relaunch.activities.stop, "LOOK_AGAIN", 0.1)
+    monkeypatch.setattr(relaunch.activities.stop, "RETRY_INTERVAL_S", 0.1)
 
 
 def order(fleet: Stand, *nodes: str, **changes: object) -> StopRanksInput:
@@ -188,8 +188,8 @@ def test_an_order_of_an_older_version_is_one_launch_by_its_own_fields() -> None:
     given = StopRanksInput(
         TOKEN, "default", ("n2", "n3"), Timeouts(), 4, fences=True, witnesses=("n1", "n2")
     )
-    one, unknown = launched_generations(given)
+    one, unknown = list_launches(given)
     assert (one.nodes, one.size, one.fences, one.lease) == (("n1", "n2"), 4, True, Timeouts().lease)
     assert (unknown.nodes, unknown.fences) == (("n3",), False)
-    (alone,) = launched_generations(replace(given, witnesses=None))
+    (alone,) = list_launches(replace(given, witnesses=None))
     assert alone.nodes == ("n2", "n3")

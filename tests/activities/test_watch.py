@@ -14,9 +14,9 @@ from temporalio.service import RPCError, RPCStatusCode
 
 import relaunch.activities.gang
 import relaunch.activities.watch
-from relaunch.activities.gang import GATHER_CASCADES, Gang
+from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S, WatchedShard
 from relaunch.activities.reports import WatchHeartbeat
-from relaunch.activities.watch import Superseded
+from relaunch.activities.watch import SupersededWatchError
 from relaunch.backends.base import Unreachable, WatchStream
 from relaunch.evidence.observations import RankExited, RanksVanished
 from relaunch.generation import Token
@@ -99,7 +99,7 @@ async def test_echoes_alone_wait_some_seconds_for_their_root() -> None:
     await fleet.launch()
     began = time.monotonic()
     report = await fleet.watch()
-    assert time.monotonic() - began >= GATHER_CASCADES
+    assert time.monotonic() - began >= CASCADE_GATHER_TIMEOUT_S
     assert isinstance(report.events[-1], FaultObserved)
 
 
@@ -183,13 +183,13 @@ async def test_a_node_with_a_wrong_line_in_the_fleet_file_is_found_where_a_later
 
 async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> None:
     fleet = stand()
-    gang = Gang(fleet.watch_input(lost=("n2",)), Pace(ago(1.0), expected=False))
+    gang = WatchedShard(fleet.watch_input(lost=("n2",)), Pace(ago(1.0), expected=False))
     for rank in range(4):
         node = f"n{1 + rank // 2}"
-        gang.line(
+        gang.process_line(
             node, {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": {}}}
         )
-        gang.observed(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
+        gang.add_observation(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
     report = await gang.report()
     assert report.events == (NodeReturned(1, "n2"),)
     assert report.all_succeeded, "no watch follows this one, and nobody would say so later"
@@ -198,8 +198,8 @@ async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> No
 async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_lease_is_not_renewed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.gang, "GATHER_CASCADES", 2.0)
-    monkeypatch.setattr(relaunch.activities.watch, "RECONNECT", (0.05, 0.1))
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(relaunch.activities.watch, "RECONNECT_DELAYS_S", (0.05, 0.1))
     # The fault is an echo, so that the report waits for its root while n2 returns.
     echo = Exit(rank=0, exit_code=1, after=0.3, log_tail=CASCADE)
     fleet = stand(Script((echo,)), ranks=1, timeouts={"lease": "6s", "heartbeat": "100ms"})
@@ -258,7 +258,7 @@ async def test_an_attempt_that_was_superseded_ends_and_renews_nothing() -> None:
     fleet.server.fails = RPCError("not found", RPCStatusCode.NOT_FOUND, b"")
     with pytest.raises(ExceptionGroup) as ended:
         await fleet.watch()
-    assert ended.group_contains(Superseded)
+    assert ended.group_contains(SupersededWatchError)
     assert fleet.renewals() == 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.activities.gang import Gang
+from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchHeartbeat, WatchReport
 from relaunch.job.events import CheckpointSaved, ProgressSeen, StepReached
 from relaunch.job.hang import Pace
@@ -67,7 +67,7 @@ async def test_a_step_that_is_waited_for_and_a_checkpoint_may_be_passed_in_one_m
     for step, saved in ((3, None), (10, 10)):
         for node, ranks in (("n1", "01"), ("n2", "23")):
             progress = {rank: {"step": step, "age": 0.0, "checkpoint": saved} for rank in ranks}
-            nodes.gang.line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
+            nodes.gang.process_line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
     report = await nodes.gang.report()
     assert [type(event) for event in report.events] == [ProgressSeen, StepReached, CheckpointSaved]
 
@@ -91,7 +91,9 @@ class Nodes:
 
     def __init__(self, before: WatchHeartbeat | None = None, **input: Any) -> None:
         given = stand().watch_input(**{"report_checkpoint": True, **input})
-        self.gang = Gang(given, Pace(given.launched_at, expected=given.progress_expected), before)
+        self.gang = WatchedShard(
+            given, Pace(given.launched_at, expected=given.progress_expected), before
+        )
 
     def beat(self, node: str, **checkpoints: int | None) -> int | None:
         """The node tells of its ranks, `r0=80`; return the step of the checkpoint that this makes the watch report."""
@@ -99,8 +101,8 @@ class Nodes:
             rank[1:]: {"step": 100, "age": 0.0, "checkpoint": saved}
             for rank, saved in checkpoints.items()
         }
-        self.gang.line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
-        saved = self.gang._saved()
+        self.gang.process_line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
+        saved = self.gang._find_new_checkpoint()
         return None if saved is None else saved.step
 
 
@@ -117,7 +119,7 @@ def test_nothing_is_called_new_before_every_node_that_can_be_reached_has_spoken(
     nodes = Nodes()
     assert (nodes.beat("n1", r0=80), nodes.beat("n1", r0=100)) == (None, None)
     assert nodes.gang.heartbeat().based is False
-    nodes.gang.disconnected("n2", "no route to host")
+    nodes.gang.note_disconnection("n2", "no route to host")
     assert nodes.beat("n1", r0=100) == 100
     assert (
         nodes.gang.heartbeat().based,
@@ -128,7 +130,7 @@ def test_nothing_is_called_new_before_every_node_that_can_be_reached_has_spoken(
 
 def test_a_node_that_is_heard_late_tells_first_of_what_was_there_before() -> None:
     nodes = Nodes()
-    nodes.gang.disconnected("n1", "no route to host")
+    nodes.gang.note_disconnection("n1", "no route to host")
     assert (nodes.beat("n2"), nodes.beat("n1", r0=80), nodes.beat("n1", r0=100)) == (
         None,
         None,
@@ -140,7 +142,7 @@ def test_a_rank_that_tells_only_of_checkpoints_is_heard() -> None:
     nodes = Nodes()
     nodes.beat("n2")
     for saved in (80, 100):
-        nodes.gang.line(
+        nodes.gang.process_line(
             "n1",
             {
                 "heartbeat": {
@@ -149,7 +151,7 @@ def test_a_rank_that_tells_only_of_checkpoints_is_heard() -> None:
                 }
             },
         )
-    saved = nodes.gang._saved()
+    saved = nodes.gang._find_new_checkpoint()
     assert saved is not None and saved.step == 100 and nodes.gang.heartbeat().step is None
 
 
@@ -217,12 +219,12 @@ def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_ste
         hang=HangLimits.model_validate({"after": "learned"}),
     )
     gang = nodes.gang
-    gang.line("n2", {"heartbeat": {"stamp": 1.0, "progress": {}}})
-    assert gang._hang() is None
-    gang.disconnected("n1", "no route to host")
-    assert gang._hang() is not None, "there is nobody to wait for"
+    gang.process_line("n2", {"heartbeat": {"stamp": 1.0, "progress": {}}})
+    assert gang._find_hang() is None
+    gang.note_disconnection("n1", "no route to host")
+    assert gang._find_hang() is not None, "there is nobody to wait for"
     nodes.beat("n1", r0=80)
-    assert gang._hang() is None
+    assert gang._find_hang() is None
 
 
 async def test_what_a_watch_of_another_generation_left_is_not_taken_over() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from relaunch.activities.gang import Gang
+from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchRanksInput
 from relaunch.activities.watch import WatchActivities
 from relaunch.generation import Token
@@ -115,13 +115,13 @@ async def test_a_renewal_says_for_how_long_its_heartbeat_has_been_here() -> None
         Timeouts(),
         HangLimits(),
     )
-    gang = Gang(order, Pace(started_at=order.launched_at, expected=False))
+    gang = WatchedShard(order, Pace(started_at=order.launched_at, expected=False))
     stream: Any = Renewals()
-    gang.connected("n1", stream)
-    gang.line("n1", {"heartbeat": {"stamp": 7.0}})
+    gang.note_connection("n1", stream)
+    gang.process_line("n1", {"heartbeat": {"stamp": 7.0}})
     stamps = gang.stamps()
     await asyncio.sleep(0.05)
-    gang.line(
+    gang.process_line(
         "n1", {"heartbeat": {"stamp": 8.0}}
     )  # after the acknowledgement: not what is renewed from
     await gang.renew(stamps)

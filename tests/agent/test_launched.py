@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from real_node import Json, Node, expect_done, is_alive, python_command, token, wait_for
 
-from relaunch.activities.observations import observations_from
+from relaunch.activities.observations import read_observations
 from relaunch.evidence.observations import RankExited
 from relaunch.job.launchers import launcher_command
 from relaunch.spec.job import JobSpec
@@ -42,7 +42,7 @@ def code(text: str) -> list[str]:
 
 def read(told: Json) -> RankExited:
     """The first of what a launcher's end tells."""
-    seen = observations_from("n1", told, datetime.now(UTC))[0]
+    seen = read_observations("n1", told, datetime.now(UTC))[0]
     assert isinstance(seen, RankExited)
     return seen
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from relaunch.activities.launch import AT_ONCE
+from relaunch.activities.launch import MAX_CONCURRENT_CALLS
 from relaunch.backends.ecs.aws import RATES, READS
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.batch import GATHER, Batch
@@ -142,7 +142,7 @@ async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_other
     spec = FleetSpec.model_validate({"name": "training", "backend": "ecs", "nodes": nodes})
     backend = EcsBackend(spec, EcsOptions(cluster="training"))
     backend.cluster.aws = table  # type: ignore[assignment]
-    room = asyncio.Semaphore(AT_ONCE)
+    room = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def look(node: str) -> None:
         async with room:

@@ -26,7 +26,7 @@ from relaunch.backends.ecs.legacy_rows import (
     node_status,
     task_status,
 )
-from relaunch.backends.ecs.legacy_tables import FleetMirror, Mirror
+from relaunch.backends.ecs.legacy_tables import Mirror, TableMirror
 from relaunch.backends.ecs.sns import LONGEST_MESSAGE, LONGEST_SUBJECT, Topic, plain_subject
 from relaunch.backends.ecs.tasks import (
     Container,
@@ -405,8 +405,8 @@ JOB = replace(
 FIRST, SECOND = started_by(JOB.token), started_by(replace(JOB.token, generation=2))
 
 
-def mirrored(account: Account, cluster: Cluster) -> FleetMirror:
-    return FleetMirror(
+def mirrored(account: Account, cluster: Cluster) -> TableMirror:
+    return TableMirror(
         "gpus",
         "arn:aws:ecs:eu-west-1:123456789012:cluster/training",
         account.mirror(),
@@ -539,7 +539,7 @@ async def test_tasks_and_container_instances_are_found_in_the_cluster_itself(
     account.double.register("train", [{"name": "trainer", "image": "any", "command": ["false"]}])
     real = RealCluster(account.aws, account.double.cluster, 10.0)
     node = FleetNode(name="n1", address=ec2_id)
-    mirror = FleetMirror(
+    mirror = TableMirror(
         "gpus", account.double.cluster, account.mirror(), real, {"n1": node}.__getitem__
     )
     request = run_task(

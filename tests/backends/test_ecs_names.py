@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from relaunch.activities.observations import observation_from
+from relaunch.activities.observations import read_observation
 from relaunch.backends.ecs import fence
-from relaunch.backends.ecs.aws import Bucket, Kind, _told
+from relaunch.backends.ecs.aws import Bucket, Kind, _classify_error
 from relaunch.backends.ecs.backend import jobs_of
 from relaunch.backends.ecs.cluster import Cluster
-from relaunch.backends.ecs.fence import Fence, to_forget
+from relaunch.backends.ecs.fence import Fence, find_removable
 from relaunch.backends.ecs.stream import ending
 from relaunch.backends.ecs.tasks import (
     Definition,
@@ -128,12 +128,12 @@ def test_attributes_are_forgotten_of_jobs_that_have_gone_and_what_was_stopped_go
         "ecs.os-type": "linux",
         "team": "ml",
     }
-    assert to_forget({others[0]: "stopped.1.1"}, own, ()) == ()
-    assert to_forget(attributes, own, ()) == (others[0],)
-    assert to_forget(attributes, own, (others[0], others[1])) == (others[2],)
-    assert to_forget({**attributes, others[5]: "stopped.9.9"}, own, ()) == (others[5],)
-    assert to_forget(attributes, own, others) == ()
-    assert to_forget({**attributes, own: "prepared.9.9"}, own, ()) == (others[0],)
+    assert find_removable({others[0]: "stopped.1.1"}, own, ()) == ()
+    assert find_removable(attributes, own, ()) == (others[0],)
+    assert find_removable(attributes, own, (others[0], others[1])) == (others[2],)
+    assert find_removable({**attributes, others[5]: "stopped.9.9"}, own, ()) == (others[5],)
+    assert find_removable(attributes, own, others) == ()
+    assert find_removable({**attributes, own: "prepared.9.9"}, own, ()) == (others[0],)
 
 
 # --- definitions
@@ -268,7 +268,7 @@ def test_s1_1_the_end_of_a_task_is_told_with_what_ecs_says_of_it(
         None,
         False,
     )
-    seen = observation_from("n1", told, NOW)
+    seen = read_observation("n1", told, NOW)
     assert isinstance(seen, RankExited) and seen.failed is (code != 0)
     assert isinstance(seen.ecs, EcsStop) and seen.ecs.stop_code == changes.get(
         "stopCode", "EssentialContainerExited"
@@ -377,7 +377,7 @@ def test_tasks_are_listed_by_job_and_generation() -> None:
 def test_an_error_of_aws_says_whether_the_call_was_applied(
     code: str, status: int, kind: Kind
 ) -> None:
-    error = _told(
+    error = _classify_error(
         "ECS RunTask",
         {"Error": {"Code": code, "Message": "why"}, "ResponseMetadata": {"HTTPStatusCode": status}},
     )

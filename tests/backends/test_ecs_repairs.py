@@ -13,7 +13,16 @@ import pytest
 from relaunch.backends.base import Refused, Unreachable
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.quarantine import Marks
-from relaunch.backends.ecs.reboots import KEPT, LONGEST, Entry, Journal, Phase, Way, read, written
+from relaunch.backends.ecs.reboots import (
+    KEPT,
+    LONGEST,
+    Journal,
+    JournalEntry,
+    Phase,
+    Way,
+    format_entry,
+    read,
+)
 from relaunch.backends.ecs.tasks import started_by
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
@@ -203,7 +212,7 @@ async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(ma
     )
     lost.clock.ahead = 400
     journal = await lost.settled()
-    assert [one["boot_id"] for one in journal.told(lost.instance.boot_id, None)] == [before]
+    assert [one["boot_id"] for one in journal.list_reboots(lost.instance.boot_id, None)] == [before]
     assert (lost.asked("RebootInstances"), lost.status) == (1, "ACTIVE")
 
 
@@ -271,7 +280,7 @@ async def _recovered(site: Site, before: str, of: str) -> None:
         if site.instance.boot_id != before:
             return
         launched = (await site.cluster.machine(site.ec2_id)).launched_at
-        if not journal.told(before, launched):
+        if not journal.list_reboots(before, launched):
             await _ordered(site, of)
     raise AssertionError("it was never rebooted")
 
@@ -400,7 +409,7 @@ async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
     assert answer["exit_code"] == 1 and answer["output"].endswith(
         "OperationNotPermitted: The instance is protected."
     )
-    assert (await site.settled(0.1)).told("", None) == [] or site.instance.boots == 1
+    assert (await site.settled(0.1)).list_reboots("", None) == [] or site.instance.boots == 1
     site.double.faults.add("CreateTags", error("UnauthorizedOperation", "no", 403))
     assert (await site.repairs.cycle_power("n1", site.ec2_id, "repair/2", 5.0))["exit_code"] == 1
     assert site.instance.boots == 1
@@ -501,13 +510,17 @@ def test_gpus_of_an_instance_are_not_reset(make: Make) -> None:
 
 
 def test_an_entry_is_what_was_written() -> None:
-    entry = Entry(
+    entry = JournalEntry(
         Way.REBOOT, "repair/a b/n1", 1_800_000_000.0, "2f1c+x", Phase.DOWN, sent=True, forced=True
     )
-    assert read(entry.key, written(entry)) == entry
-    long = Entry(Way.POWER, "r" * 300, 1.0, "", Phase.INTENT, standby=True)
-    kept = read(long.key, written(long))
-    assert kept is not None and len(written(long)) == LONGEST and written(kept) == written(long)
+    assert read(entry.key, format_entry(entry)) == entry
+    long = JournalEntry(Way.POWER, "r" * 300, 1.0, "", Phase.INTENT, standby=True)
+    kept = read(long.key, format_entry(long))
+    assert (
+        kept is not None
+        and len(format_entry(long)) == LONGEST
+        and format_entry(kept) == format_entry(long)
+    )
     for key, value in (
         ("Name", "x"),
         ("relaunch:reboot:1", "sent"),
@@ -522,10 +535,10 @@ async def test_the_journal_keeps_the_newest_entries(make: Make) -> None:
     site = make()
     journal = await Journal.of(site.aws, site.ec2_id)
     for number in range(KEPT + 2):
-        await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE))
-        await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b"))
+        await journal.write(JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE))
+        await journal.write(JournalEntry(Way.REBOOT, f"r{number}", float(number), "b"))
         await journal.write(
-            Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True)
+            JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True)
         )
     kept = await Journal.of(site.aws, site.ec2_id)
     assert [one.id for one in kept.entries] == [f"r{number}" for number in range(2, KEPT + 2)]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from relaunch.backends import local, local_power
 from relaunch.cli.service import HOST
-from relaunch.temporal import process_started
+from relaunch.temporal import read_start_time
 from tests.backends.netns import CONTROL, TRAINING, Network
 from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import Sshd, make_key
@@ -336,7 +336,7 @@ def environments() -> list[tuple[int, list[bytes]]]:
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 variables = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-                if process_started(int(entry)) is not None:
+                if read_start_time(int(entry)) is not None:
                     found.append((int(entry), variables))
     return found
 

@@ -34,7 +34,7 @@ from relaunch.config import ConfigError
 from relaunch.job.state import Incident, JobState
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, resolve
-from relaunch.temporal import connect, ensure_namespace, process_started, read_server_id
+from relaunch.temporal import connect, ensure_namespace, read_server_id, read_start_time
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
@@ -280,7 +280,7 @@ class Job:
             known = json.loads((folder / f"{who}.json").read_text()) if folder else None
         except FileNotFoundError:
             return None
-        return known["pid"] if known and process_started(known["pid"]) == known["started"] else None
+        return known["pid"] if known and read_start_time(known["pid"]) == known["started"] else None
 
     def let_end(self) -> None:
         (self.folder / "stop").touch()

@@ -25,7 +25,7 @@ from relaunch.cli.service import find_server
 from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
 from relaunch.messages.jobs import TASK_QUEUE
-from relaunch.temporal import data_converter, ensure_namespace, process_started, running_up
+from relaunch.temporal import data_converter, ensure_namespace, find_running_up, read_start_time
 from tests.console.fake_job import FakeTrainingJob, incident, probe_nodes, read_incidents, read_logs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -375,7 +375,7 @@ def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_
     state = tmp_path / ".relaunch"
     try:
         deadline = time.monotonic() + DEADLINE
-        while running_up(state) is None:
+        while find_running_up(state) is None:
             assert up.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         listed = subprocess.run(
@@ -401,10 +401,10 @@ def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_
     finally:
         up.kill()
         up.wait()
-    while any(process_started(pid) for pid in again):
+    while any(read_start_time(pid) for pid in again):
         assert time.monotonic() < deadline, "the server outlived the `up` that was killed"
         time.sleep(0.02)
-    assert running_up(state) is None
+    assert find_running_up(state) is None
 
 
 def children_of(pid: int) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.temporal import process_started
+from relaunch.temporal import read_start_time
 
 ROOT = Path(__file__).parents[2]
 COLD = {"RELAUNCH_NO_WARM": "1"}
@@ -194,7 +194,7 @@ def test_a_command_ends_with_its_client_or_by_its_signal_and_the_job_goes_on(pla
     process.kill()
     process.communicate(timeout=WITHIN)
     deadline = time.monotonic() + WITHIN
-    while process_started(child) is not None:
+    while read_start_time(child) is not None:
         assert time.monotonic() < deadline, "it outlived whoever typed it"
         time.sleep(0.02)
 

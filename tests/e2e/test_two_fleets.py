@@ -40,7 +40,7 @@ async def here(world: World) -> AsyncIterator[WorkerFleets]:
     """Both fleets over the same state of the same nodes, without a workflow that asks anything of them."""
     files = (world.folder / "chaos.yaml", world.folder / "other.yaml")
     made = make_fleets(Settings(state=world.folder / "state", fleets=files))
-    made.serve_for(await read_server_id(world.client))
+    made.set_server(await read_server_id(world.client))
     yield made
     await made.close()
 

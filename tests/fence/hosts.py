@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from relaunch.backends import local_power
-from relaunch.temporal import process_started
+from relaunch.temporal import read_start_time
 from tests.backends.netns import Network, run_in_network
 from tests.backends.sshd import ASYNCSSH, DEFAULT, Sshd, make_key
 from tests.chaos.disks import Disk
@@ -188,7 +188,7 @@ class Host(Sshd):
                 with contextlib.suppress(OSError):
                     if os.readlink(f"/proc/{entry}/ns/pid") == self._namespace:
                         found.append(int(entry))
-        return [pid for pid in found if process_started(pid) is not None]
+        return [pid for pid in found if read_start_time(pid) is not None]
 
     def find(self, kind: str) -> list[int]:
         """Return the host's living processes of a kind: shim, supervisor, rank, session or sshd."""

@@ -151,7 +151,7 @@ class Service:
         self.sentences.update(
             text
             for text in said
-            if "makes no sense" in text or "speaks of rank" in text or "agent said" in text
+            if "makes no sense" in text or "reports rank" in text or "agent said" in text
         )
 
     async def until_given(self, job: Job, node: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from relaunch.activities.fleet import _look
-from relaunch.activities.gang import Gang
+from relaunch.activities.fleet import _build_probe
+from relaunch.activities.gang import WatchedShard
 from relaunch.activities.launch import _check_highest
-from relaunch.activities.readings import Seen
+from relaunch.activities.readings import NodeSnapshot
 from relaunch.activities.reports import WatchRanksInput, WatchReport
 from relaunch.backends.answers import (
     PrepareAnswer,
@@ -134,7 +134,7 @@ def cross(value: object, kind: Any) -> None:
     CONVERTER.from_payloads([payload], [kind])
 
 
-def gang() -> Gang:
+def gang() -> WatchedShard:
     nodes = ("n1", "n2")
     given = WatchRanksInput(
         TOKEN,
@@ -147,7 +147,7 @@ def gang() -> Gang:
         first_rank=0,
         world_size=4,
     )
-    return Gang(given, Pace(datetime.now(UTC), False))
+    return WatchedShard(given, Pace(datetime.now(UTC), False))
 
 
 def watch(lines: list[object]) -> None:
@@ -155,11 +155,11 @@ def watch(lines: list[object]) -> None:
     seen = gang()
     try:
         for line in lines:
-            seen.line("n2", parse_watch_line("n2", TOKEN, line))
+            seen.process_line("n2", parse_watch_line("n2", TOKEN, line))
     finally:
         cross(seen.heartbeat(), type(seen.heartbeat()))
-        fault = seen._fault() if seen._faults else None
-        cross(seen._make(*([fault] if fault else [])), WatchReport)
+        fault = seen._make_fault() if seen._faults else None
+        cross(seen._make_report(*([fault] if fault else [])), WatchReport)
         if fault is not None:
             cross(fault, FaultObserved)
             diagnose(running(), fault)
@@ -181,7 +181,10 @@ def refuse(answer: object) -> None:
 def look(answer: object) -> None:
     listed = parse_list("n2", answer)
     cross(
-        _look("n2", Seen(listed, listed.get("gpus"), was_read=True), "default/default"), NodeProbe
+        _build_probe(
+            "n2", NodeSnapshot(listed, listed.get("gpus"), was_read=True), "default/default"
+        ),
+        NodeProbe,
     )
 
 

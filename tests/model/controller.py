@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 
 import relaunch.job.fencing
-from relaunch.activities.stop import StopRanksInput, launched_generations
+from relaunch.activities.stop import StopRanksInput, list_launches
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.apply import apply_event
 from relaunch.job.claim import build_current_claim, build_empty_claim, is_known_by
@@ -281,7 +281,7 @@ class Controller:
             unheard_for=unheard,
             generations=living_generations(job),
         )
-        generations = launched_generations(order)
+        generations = list_launches(order)
         last_heard = {node: seconds(self.since) - age.total_seconds() for node, age in unheard}
         if self.broken is None:
             with asking(self.most_peers):

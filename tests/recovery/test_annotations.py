@@ -14,9 +14,9 @@ from relaunch.spec.annotations import (
     JOB_RETRIES,
     POD_RETRIES,
     UNCONDITIONAL,
-    annotated,
+    apply_annotations,
 )
-from relaunch.spec.policy import Policy, impossible_ladder, preset, preset_names, resolve
+from relaunch.spec.policy import Policy, find_ladder_errors, preset, preset_names, resolve
 from tests.recovery.builders import Turn, died, gone, hung, mended, running, sick, walk, xid
 
 MODELARTS = preset("modelarts")
@@ -42,13 +42,13 @@ HEALS, FATAL, USERS = xid(95), xid(79), xid(31)
 )
 def test_without_our_annotations_a_policy_stays_as_it_is(name: str, others: dict[str, str]) -> None:
     policy = preset(name)
-    assert annotated(policy, others) is policy
+    assert apply_annotations(policy, others) is policy
 
 
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("number", ["1", "8", "128"])
 def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str) -> None:
-    policy = annotated(preset(name), {JOB_RETRIES: number, "jupyter-lab/enable": "true"})
+    policy = apply_annotations(preset(name), {JOB_RETRIES: number, "jupyter-lab/enable": "true"})
     assert policy.max_restarts == int(number)
     if name != "modelarts":
         assert policy == preset(name).model_copy(update={"max_restarts": int(number)})
@@ -129,7 +129,7 @@ def test_what_cannot_be_read_or_means_nothing_is_refused_with_a_sentence(
     name: str, annotations: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'metadata.annotations: {expected}')}$"):
-        annotated(preset(name), annotations)
+        apply_annotations(preset(name), annotations)
 
 
 def switched(unconditional: bool | None, hangs: bool | None, pods: int | None) -> Policy:
@@ -140,7 +140,7 @@ def switched(unconditional: bool | None, hangs: bool | None, pods: int | None) -
         annotations[HANG_RETRY] = str(hangs).lower()
     if pods is not None:
         annotations[POD_RETRIES] = str(pods)
-    return annotated(MODELARTS, annotations)
+    return apply_annotations(MODELARTS, annotations)
 
 
 COMBINATIONS = [
@@ -181,7 +181,7 @@ def test_s4_8_every_combination_is_a_policy_that_holds_together(
     policy = switched(unconditional, hangs, pods)
     assert Policy.model_validate(policy.model_dump(mode="json")) == policy
     assert [
-        sentence for ladder in policy.causes.values() for sentence in impossible_ladder(ladder)
+        sentence for ladder in policy.causes.values() for sentence in find_ladder_errors(ladder)
     ] == []
     assert set(policy.causes) == set(MODELARTS.causes)
     assert (policy.max_restarts, policy.extends) == (8, "modelarts")
@@ -223,8 +223,8 @@ def test_s4_8_the_preset_itself_is_not_changed() -> None:
 def test_s4_8_a_policy_that_extends_modelarts_is_switched_as_well() -> None:
     mine = resolve({"extends": "modelarts", "timeouts": {"stop_grace": "10s"}})
     assert (
-        annotated(mine, {JOB_RETRIES: "2"}).causes
-        == annotated(MODELARTS, {JOB_RETRIES: "2"}).causes
+        apply_annotations(mine, {JOB_RETRIES: "2"}).causes
+        == apply_annotations(MODELARTS, {JOB_RETRIES: "2"}).causes
     )
 
 
@@ -236,5 +236,5 @@ def test_s4_8_a_ladder_of_the_users_own_never_becomes_that_of_another_cause() ->
             "causes": {"GPU_FATAL": [{"strategy": "REPLACE_NODE", "tries": 2}]},
         }
     )
-    policy = annotated(mine, {JOB_RETRIES: "3", UNCONDITIONAL: "true"})
+    policy = apply_annotations(mine, {JOB_RETRIES: "3", UNCONDITIONAL: "true"})
     walk(running(policy=policy), (sick(FATAL), "FAILED 1"))

@@ -15,11 +15,11 @@ from relaunch.evidence.catalog import (
     NO_OVERRIDES,
     CatalogOverrides,
     catalog,
-    exit_meaning,
+    find_exit_row,
     is_cascade,
 )
 from relaunch.evidence.catalog.dcgm_tables import Advice
-from relaunch.evidence.catalog.nvlink import XIDS, decode, reading
+from relaunch.evidence.catalog.nvlink import XIDS, decode, interpret_rule
 from relaunch.evidence.catalog.overrides import LogOverride
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
@@ -270,7 +270,7 @@ def test_what_no_rule_fits_is_said_not_to_be_decoded(xid: int, text: str, why: s
 
 def test_every_resolution_of_the_nvlink_table_is_read() -> None:
     seen = {
-        (rule.resolution, rule.severity.startswith("Non-fatal")): reading(rule)
+        (rule.resolution, rule.severity.startswith("Non-fatal")): interpret_rule(rule)
         for rule in catalog().nvlink
     }
     assert seen == {
@@ -435,9 +435,9 @@ def test_two_hundred_overrides_of_the_longest_fit_into_a_jobs_state() -> None:
 
 
 def test_what_a_word_means_by_itself() -> None:
-    assert exit_meaning(1, None) is None
-    assert exit_meaning(None, 40) is None
-    segv = exit_meaning(None, 11)
+    assert find_exit_row(1, None) is None
+    assert find_exit_row(None, 40) is None
+    segv = find_exit_row(None, 11)
     assert segv is not None and (segv.cause, segv.meaning) == (
         Cause.APPLICATION,
         "segmentation fault",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaunch.evidence.catalog.dcgm_tables import Advice, dcgm_errors, dcgm_exits
+from relaunch.evidence.catalog.dcgm_tables import Advice, load_dcgm_errors, load_dcgm_exits
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.dcgm import GRAVITY, Examination, read_diag
 from relaunch.evidence.findings import Role, Verdict
@@ -638,10 +638,12 @@ def test_output_made_to_break_parsers_is_only_unreadable(stdout: str) -> None:
 
 
 def test_the_tables_are_whole() -> None:
-    assert (list(range(133)), 67) == (list(dcgm_errors()), len(dcgm_exits()))
+    assert (list(range(133)), 67) == (list(load_dcgm_errors()), len(load_dcgm_exits()))
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in dcgm_errors().values()])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row in load_dcgm_errors().values()]
+)
 def test_advice_that_departs_from_the_severity_says_why(row: Any) -> None:
     usual = {"ISOLATE": Advice.ISOLATE, "RESET": Advice.RESET, "CONFIG": Advice.CONFIG_ERROR}.get(
         row.severity, Advice.INCONCLUSIVE
@@ -651,13 +653,13 @@ def test_advice_that_departs_from_the_severity_says_why(row: Any) -> None:
 
 
 def test_no_error_id_is_read_as_health_and_every_advice_has_a_rank() -> None:
-    assert Advice.HEALTHY not in {row.advice for row in dcgm_errors().values()}
+    assert Advice.HEALTHY not in {row.advice for row in load_dcgm_errors().values()}
     assert sorted(Advice) == sorted(GRAVITY)
 
 
 @pytest.mark.parametrize("code", [29, 55, 23, 28])
 def test_what_is_a_setting_is_never_hardware(code: int) -> None:
-    assert Advice.CONFIG_ERROR is dcgm_errors()[code].advice
+    assert Advice.CONFIG_ERROR is load_dcgm_errors()[code].advice
 
 
 # --- properties

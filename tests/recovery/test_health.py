@@ -18,7 +18,7 @@ from relaunch.evidence.catalog.overrides import CatalogOverrides
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import LONGEST, last_line, text
 from relaunch.evidence.findings import Role, Verdict
-from relaunch.evidence.health import MAX_FINDINGS, Health, read_health, with_diag
+from relaunch.evidence.health import MAX_FINDINGS, Health, add_diag, read_health
 from relaunch.evidence.nvml import bus_id, short
 from tests.recovery.generated import searched
 from tests.recovery.nodes import (
@@ -400,7 +400,7 @@ def test_a_diagnosis_added_later_says_the_same_as_both_at_once() -> None:
         diag(missing="no dcgmi"),
         {"refused": "busy", "reason": "x"},
     ):
-        later = with_diag(read(probe(), None), answer, level=2, catalog=catalog())
+        later = add_diag(read(probe(), None), answer, level=2, catalog=catalog())
         assert later == read_health(probe(), answer, expected_gpus=8, level=2, catalog=catalog())
 
 
@@ -442,7 +442,7 @@ BUSY = {
         probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
         ("diagnose of r7 holds it",),
     ),
-    "a hold without words": (probe(held={}), ("somebody of no id holds it",)),
+    "a hold without words": (probe(held={}), ("another user of no id holds it",)),
     "a hold that is not told": (probe(held=...), ("who holds it cannot be read",)),
     "a process on a GPU": (
         with_gpu(processes=[{"pid": 4242, "used": 1}, "?"]),

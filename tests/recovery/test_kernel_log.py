@@ -10,7 +10,7 @@ import pytest
 from relaunch.evidence.catalog import CatalogOverrides, catalog
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Finding, Role
-from relaunch.evidence.kernel_log import KERNEL_MARKS, kernel_evidence, read_kernel_log
+from relaunch.evidence.kernel_log import KERNEL_MARKS, is_kernel_evidence, read_kernel_log
 
 SAMPLES = [
     line.rstrip("\n").split(" | ", 2)
@@ -51,7 +51,7 @@ def brief(*lines: str) -> list[tuple[str, str, str | None]]:
 def test_a_sample_line_gives_the_code_its_tag_says(origin: str, code: str, line: str) -> None:
     assert origin in ("T", "O", "S")
     assert ([] if code == "-" else [code]) == [found.code for found in read(line)]
-    assert code == "-" or kernel_evidence(line)
+    assert code == "-" or is_kernel_evidence(line)
 
 
 def test_every_mark_and_every_row_is_met_by_a_sample() -> None:

@@ -18,8 +18,8 @@ from relaunch.spec.policy import (
     Rung,
     Strategy,
     Timeouts,
-    impossible_ladder,
-    impossible_timeouts,
+    find_ladder_errors,
+    find_timeout_errors,
     preset,
     preset_names,
     resolve,
@@ -116,7 +116,7 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
         ),
         pytest.param(
             {"strategy": "RESTART_IN_PLACE", "reset_by": "HANG"},
-            "reset_by says what begins a row anew: it needs consecutive: true",
+            "reset_by says what resets the count: it needs consecutive: true",
             id="reset_by alone",
         ),
         pytest.param(
@@ -298,7 +298,7 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
 def test_what_in_a_ladder_can_never_happen(
     written: list[dict[str, Any]], expected: list[str]
 ) -> None:
-    assert impossible_ladder(ladder(*written)) == expected
+    assert find_ladder_errors(ladder(*written)) == expected
 
 
 def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
@@ -333,7 +333,7 @@ def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(
         )
     assert (
         sentence(error)
-        == f"Value error, causes.{cause}: reset_by names {named}, which this ladder serves: no row would ever grow"
+        == f"Value error, causes.{cause}: reset_by names {named}, which this ladder serves: the count would never exceed one"
     )
 
 
@@ -349,7 +349,7 @@ def test_a_policy_without_a_ladder_for_unknown_is_refused() -> None:
         Policy.model_validate({"causes": {"HANG": [FAIL]}})
     assert (
         sentence(error)
-        == "Value error, causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own"
+        == "Value error, causes.UNKNOWN is missing: it is the ladder for every cause without one"
     )
 
 
@@ -451,7 +451,7 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
 def test_timeouts_that_cannot_hold_together(
     timeouts: dict[str, str], hang: dict[str, str], expected: list[str]
 ) -> None:
-    found = impossible_timeouts(Timeouts.model_validate(timeouts), HangLimits.model_validate(hang))
+    found = find_timeout_errors(Timeouts.model_validate(timeouts), HangLimits.model_validate(hang))
     assert found == expected
     if expected:
         with pytest.raises(ValidationError) as error:

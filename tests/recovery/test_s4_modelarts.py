@@ -22,7 +22,7 @@ from relaunch.job.events import (
 from relaunch.job.ranks import rank_environments, seat
 from relaunch.job.state import JobState, Phase, Relaunch, Slot
 from relaunch.pool.messages import Place
-from relaunch.spec.annotations import annotated
+from relaunch.spec.annotations import apply_annotations
 from relaunch.spec.policy import Policy, preset, resolve
 from tests.recovery.builders import (
     T0,
@@ -65,7 +65,7 @@ def without_pods(**more: str) -> Policy:
         "fault-tolerance/job-unconditional-retry": "true",
         "fault-tolerance/hang-retry": "true",
     }
-    return annotated(preset("modelarts"), {RETRIES: "8", **flags, **more})
+    return apply_annotations(preset("modelarts"), {RETRIES: "8", **flags, **more})
 
 
 def rebooted(node: str = "n2") -> Any:
@@ -368,7 +368,7 @@ def test_s4_7_hangs_that_training_has_passed_are_no_row() -> None:
 def test_s4_8_annotations_switch_each_recovery_on(
     annotations: dict[str, str], turns: list[Turn]
 ) -> None:
-    walk(job(annotated(preset("modelarts"), {RETRIES: "8", **annotations})), *turns)
+    walk(job(apply_annotations(preset("modelarts"), {RETRIES: "8", **annotations})), *turns)
 
 
 def counters(slots: tuple[Slot, ...]) -> list[tuple[str, str]]:

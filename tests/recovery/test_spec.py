@@ -302,7 +302,7 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     [
         pytest.param(
             [{"name": "n1", "address": "10.0.0.1"}, {"name": "n1", "address": "10.0.0.2"}],
-            "nodes n1 and n1 have the same name 'n1': each node has its own",
+            "nodes n1 and n1 have the same name 'n1': expected a different name for each node",
             id="one name twice",
         ),
         pytest.param(
@@ -310,7 +310,7 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
                 {"name": "n1", "address": "10.0.0.1"},
                 {"name": "n2", "address": "10.0.0.1", "spare": True},
             ],
-            "nodes n1 and n2 have the same address '10.0.0.1': each node has its own",
+            "nodes n1 and n2 have the same address '10.0.0.1': expected a different address for each node",
             id="one machine twice",
         ),
     ],
@@ -442,9 +442,9 @@ def ssh_fleet(
         (
             {},
             {"proxy_jump": "jump:99999"},
-            "'jump:99999' is no way to a node: hosts such as me@jump:22, separated by commas, or none",
+            "'jump:99999' is not a list of jump hosts: hosts such as me@jump:22, separated by commas, or none",
         ),
-        ({}, {"proxy_jump": "a,,b"}, "'a,,b' is no way to a node"),
+        ({}, {"proxy_jump": "a,,b"}, "'a,,b' is not a list of jump hosts"),
         ({}, {"sudo": "perhaps"}, "valid boolean"),
         ({}, {"password": "secret"}, "Extra inputs are not permitted"),
     ],

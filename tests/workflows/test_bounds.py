@@ -10,7 +10,7 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHistory
 
-from relaunch.activities.gang import Gang
+from relaunch.activities.gang import WatchedShard
 from relaunch.activities.launch import LaunchRanksInput, PreparedNode
 from relaunch.activities.reports import WatchRanksInput, WatchReport
 from relaunch.evidence.observations import RankError, RankExited
@@ -85,13 +85,13 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
         policy().timeouts,
         policy().hang,
     )
-    gang = Gang(order, Pace(T0, expected=False))
+    gang = WatchedShard(order, Pace(T0, expected=False))
     error = RankError(letter * 2000, letter * 8000, 1.0)
     for rank in range(SHARD * RANKS):
         node = f"node-{rank // RANKS}"
         gang._nodes[node].seq = 2**40
         tail = tuple(letter * 500 for _ in range(40))
-        gang.observed(
+        gang.add_observation(
             node,
             RankExited(
                 node,
@@ -104,8 +104,8 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
                 log_tail=tail,
             ),
         )
-    fault = gang._fault()
-    report = gang._make(fault)
+    fault = gang._make_fault()
+    report = gang._make_report(fault)
     assert size(report) <= 256 * KIB
     assert isinstance(report, WatchReport)
     assert len(fault.observations) + fault.more == SHARD * RANKS

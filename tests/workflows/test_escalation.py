@@ -317,7 +317,7 @@ async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
     happening: Happening,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.examine, "PROBE_AGAIN", 0.01)
+    monkeypatch.setattr(relaunch.activities.examine, "PROBE_INTERVAL_S", 0.01)
     async with world(skipping.client, happening) as one:
         begun = await skipping.get_current_time()
         ended = await one.ended()
@@ -330,7 +330,7 @@ async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
 async def test_a_node_that_answers_the_second_time_is_judged_by_that(
     skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.examine, "PROBE_AGAIN", 0.01)
+    monkeypatch.setattr(relaunch.activities.examine, "PROBE_INTERVAL_S", 0.01)
     lost = tuple(Fault(kind="lose_answer", command="probe", nth=number) for number in (1, 2, 3))
     async with world(skipping.client, faults=lost) as one:
         assert (await one.ended()).outcome == "done"

@@ -367,7 +367,7 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
         (
             "quarantine",
             {"node": "n1", "within": "30m"},
-            "quarantine: within: it says how soon a node is left",
+            "quarantine: within: it limits the time for a drain",
         ),
         ("quarantine", {"node": "../n1"}, "quarantine: node: '../n1' is not a name"),
         ("quarantine", ["n1"], "quarantine: "),

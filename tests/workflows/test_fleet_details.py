@@ -34,7 +34,7 @@ def node(name: str, **changes: object) -> NodeRecord:
 
 
 def page(state: FleetState, *doing: str) -> list[str]:
-    return fleet_details(state, NOW, doing, "it waits until somebody wants nodes").splitlines()
+    return fleet_details(state, NOW, doing, "it waits until a job wants nodes").splitlines()
 
 
 def fleet(*nodes: NodeRecord, **changes: object) -> FleetState:
@@ -46,7 +46,7 @@ def test_a_fleet_that_is_well_says_so_in_few_lines() -> None:
     lines = page(fleet(node("n1"), node("n2")))
     assert lines[0] == "## fleet lab: 2 nodes, 0 jobs have nodes, 0 wait"
     assert lines[2] == "**Breaker** closed; repairs are asked for"
-    assert lines[4] == "**Next** it waits until somebody wants nodes"
+    assert lines[4] == "**Next** it waits until a job wants nodes"
     assert not [line for line in lines if line.startswith("### ") and "overrule" not in line]
 
 
@@ -126,7 +126,7 @@ def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
     )
     since = "since 2026-11-21 02:48:00 UTC"
     assert f"- **bert** 4 nodes with 2 GPUs each {since}: 1 of 4 nodes: job llama holds 3" in lines
-    assert f"- **vit** a replacement, 2 nodes {since}: nobody has told it why yet" in lines
+    assert f"- **vit** a replacement, 2 nodes {since}: the reason is not known yet" in lines
     assert "- **llama** n1, n2 (GPUs 0,1)" in lines
     assert (
         "- **gpt** n3; its workflow has ended, what is left of its ranks is being stopped" in lines
@@ -141,7 +141,7 @@ def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
         fleet(node("n1"), awaited=("llama", "bert"), settles_at=NOW + timedelta(seconds=30))
     )
     assert (
-        "**Begun anew** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs say before what they hold: llama, bert"
+        "**Restarted** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs claim their nodes before: llama, bert"
         in lines
     )
 
@@ -174,7 +174,8 @@ def test_jobs_that_would_take_more_and_what_is_offered_to_them_are_on_the_page()
     assert "- n2, n3 offered to job llama until 2026-11-21 03:00:00 UTC" in lines
     assert "- **llama** n1; takes up to 3 from 2026-11-21 02:48:00 UTC on" in lines
     assert (
-        "- **bert** 2 to 4 nodes since 2026-11-21 02:48:00 UTC: nobody has told it why yet" in lines
+        "- **bert** 2 to 4 nodes since 2026-11-21 02:48:00 UTC: the reason is not known yet"
+        in lines
     )
 
 
@@ -199,11 +200,11 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
             ),
         )
     )
-    at = lines.index("### GPUs that strangers use, that are missing or cannot be read (3)")
+    at = lines.index("### GPUs that foreign processes use, that are missing or cannot be read (3)")
     assert lines[at + 2 : at + 6] == [
         "- **n1** GPU 2 is used by alice (python, pid 4242)",
         "- **n2** 7 of 8 GPUs answer; GPU 2 is used by alice (python, pid 4242)",
-        "- **n3** GPUs unreadable, and given unseen: libnvidia-ml.so.1 is not on this node",
+        "- **n3** GPUs unreadable, and granted unread: libnvidia-ml.so.1 is not on this node",
         "",
     ]
 

@@ -19,7 +19,7 @@ from relaunch.job.diagnose import Fault
 from relaunch.spec.policy import Policy
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.recording import recording
-from tests.fakes.nodes import Cut, Exit, Progress, Script, Sick, error_file
+from tests.fakes.nodes import Cut, Exit, Progress, Script, ShimDies, Sick, error_file
 from tests.recovery.diagnoses import count_diagnoses
 from tests.workflows.rig import policy, replay, rig
 

@@ -248,7 +248,7 @@ async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(
             state.token
         }
         closed = await environment().run(
-            FleetActivities(rig.fleets, rig.client, rig.queue).closed_jobs,
+            FleetActivities(rig.fleets, rig.client, rig.queue).find_closed_jobs,
             ClosedJobsInput(rig.fleets.known.name, ((name, later), (name, later + 1))),
         )
         assert closed == ((name, later),), (

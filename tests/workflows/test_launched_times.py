@@ -29,7 +29,7 @@ RUNS = Script((Progress(rate=20.0, hangs=True),))
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=1))
-    monkeypatch.setattr(relaunch.activities.stop, "LOOK_AGAIN", 0.2)
+    monkeypatch.setattr(relaunch.activities.stop, "RETRY_INTERVAL_S", 0.2)
 
 
 async def renewed(rig: Rig, job: Job) -> JobState:

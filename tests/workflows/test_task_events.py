@@ -109,7 +109,7 @@ async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(
 async def test_S1_9_an_event_stays_in_the_queue_while_the_server_is_away(
     server: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relaunch.activities.task_events.SIGNAL_WITHIN", 0.5)
+    monkeypatch.setattr("relaunch.activities.task_events.SIGNAL_TIMEOUT_S", 0.5)
     host, _, port = server.service_client.config.target_host.rpartition(":")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

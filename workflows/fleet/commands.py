@@ -30,17 +30,17 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.pool.state import NodeProbe
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
-ASK_WITHIN = timedelta(minutes=2)
+ASK_TIMEOUT = timedelta(minutes=2)
 """For probes and questions to the server, retries included; after that the fleet asks again with
 what it needs by then."""
-READ_WITHIN = timedelta(seconds=10)
-RECLAIM_WITHIN = timedelta(minutes=10)
+READ_TIMEOUT = timedelta(seconds=10)
+RECLAIM_TIMEOUT = timedelta(minutes=10)
 """For one order to stop ranks; it ends by itself after half of that."""
-REMEMBER_WITHIN = timedelta(seconds=15)
+RESTORE_TIMEOUT = timedelta(seconds=15)
 """As long as the fleet waits for it."""
-REPAIR_WITHIN = timedelta(hours=2)
+REPAIR_TIMEOUT = timedelta(hours=2)
 """Until a repair that the fleet has ordered gives up."""
-START_AGAIN = (1, 2, 4, 8, 16, 32)
+RETRY_DELAYS_S = (1, 2, 4, 8, 16, 32)
 """Seconds. A repair that has reported its end takes a moment to end; one that is still there after
 a minute is another one."""
 
@@ -48,12 +48,12 @@ Answer = TypeVar("Answer")
 
 
 async def find_jobs(fleet: str) -> tuple[str, ...] | None:
-    return await _answer(
+    return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.find_jobs,
             fleet,
-            start_to_close_timeout=ASK_WITHIN,
-            schedule_to_close_timeout=ASK_WITHIN,
+            start_to_close_timeout=ASK_TIMEOUT,
+            schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             summary="which jobs run, that may hold nodes",
@@ -61,41 +61,41 @@ async def find_jobs(fleet: str) -> tuple[str, ...] | None:
     )
 
 
-async def last_state(fleet: str) -> Remembered | None:
-    return await _answer(
+async def read_last_state(fleet: str) -> Remembered | None:
+    return await _await_answer(
         workflow.execute_activity_method(
-            FleetActivities.last_state,
+            FleetActivities.read_last_state,
             fleet,
-            start_to_close_timeout=REMEMBER_WITHIN,
-            schedule_to_close_timeout=REMEMBER_WITHIN,
+            start_to_close_timeout=RESTORE_TIMEOUT,
+            schedule_to_close_timeout=RESTORE_TIMEOUT,
             retry_policy=KEEP_TRYING,
-            summary="which nodes were out of service in the run before this one",
+            summary="which nodes were out of service in the previous run",
         )
     )
 
 
 async def read_fleet(fleet: str) -> FleetFile | None:
-    return await _answer(
+    return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.read_fleet,
             fleet,
-            start_to_close_timeout=READ_WITHIN,
-            schedule_to_close_timeout=ASK_WITHIN,
+            start_to_close_timeout=READ_TIMEOUT,
+            schedule_to_close_timeout=ASK_TIMEOUT,
             retry_policy=KEEP_TRYING,
             summary="what the fleet file says",
         )
     )
 
 
-async def closed_jobs(
+async def find_closed_jobs(
     fleet: str, claims: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, int], ...] | None:
-    return await _answer(
+    return await _await_answer(
         workflow.execute_activity_method(
-            FleetActivities.closed_jobs,
+            FleetActivities.find_closed_jobs,
             ClosedJobsInput(fleet, claims),
-            start_to_close_timeout=ASK_WITHIN,
-            schedule_to_close_timeout=ASK_WITHIN,
+            start_to_close_timeout=ASK_TIMEOUT,
+            schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             summary=f"which of {len(claims)} jobs have ended without giving their nodes back",
@@ -104,12 +104,12 @@ async def closed_jobs(
 
 
 async def look(fleet: str, order: Look) -> tuple[NodeProbe, ...] | None:
-    return await _answer(
+    return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.probe_nodes,
             LookInput(fleet, order.nodes, order.read),
-            start_to_close_timeout=ASK_WITHIN,
-            schedule_to_close_timeout=ASK_WITHIN,
+            start_to_close_timeout=ASK_TIMEOUT,
+            schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             summary=f"look at {_names(order.nodes)}"[:200],
@@ -118,12 +118,12 @@ async def look(fleet: str, order: Look) -> tuple[NodeProbe, ...] | None:
 
 
 async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
-    return await _answer(
+    return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.reclaim,
             ReclaimInput(fleet, order.job, order.submission, order.nodes),
-            start_to_close_timeout=RECLAIM_WITHIN,
-            schedule_to_close_timeout=RECLAIM_WITHIN,
+            start_to_close_timeout=RECLAIM_TIMEOUT,
+            schedule_to_close_timeout=RECLAIM_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             summary=f"stop what is left of job {order.job} on {_names(order.nodes)}"[:200],
@@ -134,16 +134,16 @@ async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
 async def start_repair(fleet: str, order: StartRepair, is_awaited: Callable[[], bool]) -> None:
     """Start a repair without waiting for its end: it reports to whichever run of the fleet exists
     then."""
-    for again in START_AGAIN:
-        if await _started(fleet, order):
+    for delay in RETRY_DELAYS_S:
+        if await _start_child(fleet, order):
             return
-        await workflow.sleep(again, summary=f"before another repair of {order.node} begins")
+        await workflow.sleep(delay, summary=f"before another repair of {order.node} begins")
         if not is_awaited():
             break
-    workflow.logger.info("a repair of %s is under way already, and tells how it ends", order.node)
+    workflow.logger.info("a repair of %s is under way already, and reports its end", order.node)
 
 
-async def _started(fleet: str, order: StartRepair) -> bool:
+async def _start_child(fleet: str, order: StartRepair) -> bool:
     try:
         repair = await workflow.start_child_workflow(
             "NodeRepair",
@@ -153,7 +153,7 @@ async def _started(fleet: str, order: StartRepair) -> bool:
                 strategy=order.strategy,
                 reason=order.reason,
                 by=f"fleet {fleet}",
-                deadline=workflow.now() + REPAIR_WITHIN,
+                deadline=workflow.now() + REPAIR_TIMEOUT,
                 gpus=order.gpus,
                 after_reboot=order.after_reboot,
             ),
@@ -163,20 +163,20 @@ async def _started(fleet: str, order: StartRepair) -> bool:
         )
     except WorkflowAlreadyStartedError:
         return False
-    repair.add_done_callback(_pass_over)
+    repair.add_done_callback(_retrieve_result)
     return True
 
 
-def _pass_over(repair: asyncio.Future[Any]) -> None:
+def _retrieve_result(repair: asyncio.Future[Any]) -> None:
     """Retrieve the result of an ended repair, so that asyncio logs no exception as never
     retrieved."""
     if not repair.cancelled():
         repair.exception()
 
 
-async def _answer(asked: Awaitable[Answer]) -> Answer | None:
+async def _await_answer(activity: Awaitable[Answer]) -> Answer | None:
     try:
-        return await asked
+        return await activity
     except ActivityError as error:
         # Only a timeout or a cancel can end them: they are retried after any other failure.
         if is_cancelled_exception(error) or error.retry_state is RetryState.TIMEOUT:

@@ -15,7 +15,10 @@ MOST_SHOWN = 16
 limit."""
 LONGEST = 240
 """Characters of a reason."""
-HOW_TO_RESUME = '`relaunch nodes resume --reason …`, or the signal `resume` `{"reason": "…", "by": "you"}` from this page'
+HOW_TO_RESUME = (
+    '`relaunch nodes resume --reason …`, or the signal `resume` `{"reason": "…", "by": "you"}`'
+    " from this page"
+)
 
 
 def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_next: str) -> str:
@@ -28,26 +31,28 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         what_next: The answer of the query `next`.
     """
     out = [node for node in state.nodes if node.standing is not NodeStatus.IN_SERVICE]
-    odd = [node for node in state.nodes if node.standing is NodeStatus.IN_SERVICE and _odd(node)]
+    odd = [node for node in state.nodes if node.standing is NodeStatus.IN_SERVICE and _is_odd(node)]
     waiting = [record for record in state.claims if record.waits]
     using = [record for record in state.claims if record.places]
     lines = [f"## {_summary(state, out, odd, using, waiting)}", ""]
-    lines += _stands_still(state)
+    lines += _breaker_lines(state)
     lines += [f"**Next** {what_next}", ""]
     if doing:
         lines += [f"**Under way** {_some(doing)}", ""]
     lines += _section("Out of service", [_out_line(node) for node in out])
-    lines += _section("In service, but not to be had", [_odd_line(node) for node in odd])
-    gpus = [f"**{node.name}** {said}" for node in state.nodes if (said := _gpus(node))]
-    lines += _section("GPUs that strangers use, that are missing or cannot be read", gpus)
+    lines += _section("In service, but not available", [_odd_line(node) for node in odd])
+    gpus = [f"**{node.name}** {note}" for node in state.nodes if (note := _gpu_note(node))]
+    lines += _section("GPUs that foreign processes use, that are missing or cannot be read", gpus)
     lines += _section("Waiting for nodes", [_waiting_line(record) for record in waiting])
     asked = [
-        f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.reason)}"
+        f"{one.node}: {one.step} since {_format_time(one.asked_at)} by `{one.workflow}`:"
+        f" {_cut(one.reason)}"
         for one in state.requests
     ]
     open_offers = [one for one in state.offers if one.places]
     offers = [
-        f"{_some([place.node for place in one.places])} offered to job {one.job} until {_clock(one.until)}"
+        f"{_some([place.node for place in one.places])} offered to job {one.job}"
+        f" until {_format_time(one.until)}"
         for one in open_offers
     ]
     lines += _section("Offered to jobs that would take more", offers)
@@ -65,10 +70,12 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         "",
         "Send a signal from this page (one JSON object):",
         "",
-        '- `quarantine` `{"node": "n2", "reason": "…", "by": "you", "drain": true, "within": "30m"}` nobody new gets n2; `drain`: whoever'
-        " is on it leaves",
-        '- `release` `{"node": "n2", "reason": "…", "by": "you"}` n2 is in service again: you vouch for it',
-        '- `pause` and `resume` `{"reason": "…", "by": "you"}` stop all repairs; resume also closes the breaker',
+        '- `quarantine` `{"node": "n2", "reason": "…", "by": "you", "drain": true, "within": "30m"}`'
+        " no job gets n2 any more; `drain`: jobs on it leave it",
+        '- `release` `{"node": "n2", "reason": "…", "by": "you"}`'
+        " n2 is in service again: you vouch for it",
+        '- `pause` and `resume` `{"reason": "…", "by": "you"}`'
+        " stop all repairs; resume also closes the breaker",
         "- `apply` reads the fleet file again now",
     ]
     text = "\n".join(lines)
@@ -96,76 +103,79 @@ def _summary(
     return f"fleet {state.name}: {', '.join(parts)}"
 
 
-def _stands_still(state: FleetState) -> list[str]:
+def _breaker_lines(state: FleetState) -> list[str]:
     breaker = state.breaker
     lines: list[str] = []
     if breaker.is_open:
         lines += [
-            f"**THE BREAKER IS OPEN{_since(breaker.since)}** {_cut(breaker.reason)}. Nothing is granted and nothing is repaired"
-            f" until somebody closes it: {HOW_TO_RESUME}.",
+            f"**THE BREAKER IS OPEN{_format_since(breaker.since)}** {_cut(breaker.reason)}."
+            " Nothing is granted and nothing is repaired until a person closes it:"
+            f" {HOW_TO_RESUME}.",
             "",
         ]
     if breaker.paused:
         lines += [
-            f"**Repairs are paused{_since(breaker.paused_since)}** {_cut(breaker.paused)}. To end it: {HOW_TO_RESUME}.",
+            f"**Repairs are paused{_format_since(breaker.paused_since)}** {_cut(breaker.paused)}."
+            f" To end it: {HOW_TO_RESUME}.",
             "",
         ]
     if not breaker.is_open and not breaker.paused:
         lines += [
             "**Breaker** closed; repairs are "
-            + {"act": "done", "ask": "asked for", "observe": "only written down"}[state.repairs],
+            + {"act": "done", "ask": "asked for", "observe": "only recorded"}[state.repairs],
             "",
         ]
     if state.awaited:
-        until = f" until {_clock(state.settles_at)}" if state.settles_at else ""
+        until = f" until {_format_time(state.settles_at)}" if state.settles_at else ""
         lines += [
-            f"**Begun anew** nothing is granted{until}, unless these jobs say before what they hold: {_some(state.awaited)}",
+            f"**Restarted** nothing is granted{until}, unless these jobs claim their nodes before:"
+            f" {_some(state.awaited)}",
             "",
         ]
     return lines
 
 
-def _odd(node: NodeRecord) -> bool:
+def _is_odd(node: NodeRecord) -> bool:
     looks_odd = node.look is not None and bool(node.look.silent or node.look.held)
     return looks_odd or bool(node.repair) or node.drain is not None
 
 
 def _out_line(node: NodeRecord) -> str:
     by = f" by {node.by}" if node.by else ""
-    return (
-        f"**{node.name}** {node.standing}{_since(node.since)}{by}: {_cut(node.reason)}{_more(node)}"
-    )
+    return f"**{node.name}** {node.standing}{_format_since(node.since)}{by}: {_cut(node.reason)}{_node_notes(node)}"
 
 
 def _odd_line(node: NodeRecord) -> str:
-    return f"**{node.name}**{_more(node).removeprefix(';')}"
+    return f"**{node.name}**{_node_notes(node).removeprefix(';')}"
 
 
-def _gpus(node: NodeRecord) -> str:
+def _gpu_note(node: NodeRecord) -> str:
     if node.inventory is None or not node.spec.gpus:
         return ""
     if node.inventory.unreadable:
-        return f"GPUs unreadable, and given unseen: {_cut(node.inventory.unreadable)}"
+        return f"GPUs unreadable, and granted unread: {_cut(node.inventory.unreadable)}"
     # For a suspect this is already shown as its reason.
     lacks = node.short if node.standing is NodeStatus.IN_SERVICE else ""
     return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
 
 
-def _more(node: NodeRecord) -> str:
+def _node_notes(node: NodeRecord) -> str:
     parts: list[str] = []
     if node.look is not None and node.look.silent:
-        parts.append(f"no answer{_since(node.silent_since)}: {_cut(node.look.silent)}")
+        parts.append(f"no answer{_format_since(node.silent_since)}: {_cut(node.look.silent)}")
     if node.look is not None and node.look.held:
         parts.append(_cut(node.look.held))
     if node.repair:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
         parts.append(
-            f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.reason)})"
+            f"jobs leave it until {_format_time(node.drain.until)}"
+            f" ({node.drain.by}: {_cut(node.drain.reason)})"
         )
     elif node.leave is not None and node.told:
         parts.append(
-            f"{_some(node.told)} asked to leave it by {_clock(node.leave.until)}, so that it can be examined"
+            f"{_some(node.told)} asked to leave it by {_format_time(node.leave.until)},"
+            " so that it can be examined"
         )
     return "".join(f"; {part}" for part in parts)
 
@@ -174,9 +184,9 @@ def _waiting_line(record: ClaimRecord) -> str:
     claim = record.claim
     gpus = f" with {claim.gpus} GPUs each" if claim.gpus else ""
     first = "a replacement, " if claim.running else ""
-    why = _cut(record.said) or "nobody has told it why yet"
+    why = _cut(record.said) or "the reason is not known yet"
     nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.up_to else f"{claim.nodes}"
-    return f"**{claim.job}** {first}{nodes} nodes{gpus}{_since(record.waiting_since)}: {why}"
+    return f"**{claim.job}** {first}{nodes} nodes{gpus}{_format_since(record.waiting_since)}: {why}"
 
 
 def _using_line(record: ClaimRecord) -> str:
@@ -193,7 +203,7 @@ def _using_line(record: ClaimRecord) -> str:
     more = (
         ""
         if claim.more_at is None
-        else f"; takes up to {claim.most} from {_clock(claim.more_at)} on"
+        else f"; takes up to {claim.most} from {_format_time(claim.more_at)} on"
     )
     return f"**{claim.job}** {_some(names)}{more}{closed}"
 
@@ -225,9 +235,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def _since(at: datetime | None) -> str:
-    return f" since {_clock(at)}" if at else ""
+def _format_since(at: datetime | None) -> str:
+    return f" since {_format_time(at)}" if at else ""
 
 
-def _clock(at: datetime) -> str:
+def _format_time(at: datetime) -> str:
     return at.strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -199,7 +199,7 @@ class Fleet:
             self._inbox.append(JobsFound(jobs))
 
     async def _remember(self) -> None:
-        known = await commands.last_state(self._name)
+        known = await commands.read_last_state(self._name)
         if known is not None:
             self._inbox.append(known)
 
@@ -222,7 +222,7 @@ class Fleet:
         if self._state.awaited:  # a job that has ended meanwhile never claims what it holds
             await self._find_jobs()
         claims = tuple(record.key for record in self._state.claims if not record.closed)
-        if claims and (closed := await commands.closed_jobs(self._name, claims)):
+        if claims and (closed := await commands.find_closed_jobs(self._name, claims)):
             self._inbox.append(JobsClosed(closed))
 
     async def _look(self, order: Look) -> None:
@@ -263,7 +263,7 @@ class Fleet:
             except (
                 ApplicationError
             ) as error:  # the receiver has ended; if it held nodes, the check finds that out
-                workflow.logger.info("%s could not be told %s: %s", receiver, signal, error)
+                workflow.logger.info("%s could not be sent signal %s: %s", receiver, signal, error)
                 self._check_asked = self._check_asked or receiver.startswith(WORKFLOW_ID_PREFIX)
         del self._outbox[receiver], self._telling[receiver]
 
@@ -277,7 +277,7 @@ class Fleet:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 # A bug. It fails the workflow task, not the workflow: the server shows it and
                 # retries until it is fixed.
-                raise RuntimeError(f"nobody expected this: {error}") from error
+                raise RuntimeError(f"unexpected error: {error}") from error
         self._asking = {key: task for key, task in self._asking.items() if not task.done()}
         self._telling = {key: task for key, task in self._telling.items() if not task.done()}
 
@@ -314,16 +314,16 @@ class Fleet:
     def _doing(self) -> list[str]:
         words = {
             LOOK: "a look at nodes",
-            CHECK: "a check of the fleet file and of whose jobs still run",
+            CHECK: "a check of the fleet file and of which jobs still run",
             FIND: "a search for jobs",
-            REMEMBER: "a question to the run before this one",
+            REMEMBER: "a query to the previous run",
         }
         return [words.get(key, key) for key in self._asking]
 
     # --- signals from programs and people: any message may arrive, and none raises
 
     @workflow.signal(
-        description="A job says all that it wants and all that it holds. Nobody else sends it."
+        description="A job states all nodes that it wants and holds. Only jobs send it."
     )
     def claim(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("claim", message, claim_fact))
@@ -332,34 +332,37 @@ class Fleet:
     def report_faults(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("report_faults", message, fault_report_fact))
 
-    @workflow.signal(description="A repair tells that it has begun. Nobody else sends it.")
+    @workflow.signal(description="A repair has begun. Only repairs send it.")
     def repair_began(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_began", message, repair_began_fact))
 
     @workflow.signal(
-        description="A repair asks whether it may act on its node. Nobody else sends it."
+        description="A repair asks whether it may act on its node. Only repairs send it."
     )
     def repair_wanted(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_wanted", message, repair_wanted_fact))
 
-    @workflow.signal(description="A repair tells how it has ended. Nobody else sends it.")
+    @workflow.signal(description="A repair has ended. Only repairs send it.")
     def repair_ended(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_ended", message, repair_ended_fact))
 
     @workflow.signal(
-        description='Give a node to nobody: {"node": "n2", "reason", "by", "drain": false, "within": "30m"}.'
+        description="Take a node out of service: "
+        '{"node": "n2", "reason", "by", "drain": false, "within": "30m"}.'
     )
     def quarantine(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("quarantine", message, quarantine_fact))
 
     @workflow.signal(
-        description='Take a node into service again; you vouch for it: {"node": "n2", "reason", "by"}.'
+        description="Take a node into service again; you vouch for it: "
+        '{"node": "n2", "reason", "by"}.'
     )
     def release(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("release", message, release_fact))
 
     @workflow.signal(
-        description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "reason", "by"}.'
+        description="Vouch that no process of an ended job runs on a node: "
+        '{"node": "n2", "reason", "by"}.'
     )
     def declare_dead(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("declare_dead", message, dead_fact))
@@ -394,16 +397,17 @@ class Fleet:
         if not state.applied:
             return "the fleet file is read"
         if state.breaker.is_open:
-            return f"nothing, until somebody closes the breaker: {state.breaker.reason}"
+            return f"nothing, until a person closes the breaker: {state.breaker.reason}"
         if state.awaited is None:
-            return "it is found out which jobs run"
+            return "the running jobs are searched for"
         if state.awaited:
             return f"{len(state.awaited)} jobs are asked what they hold, before anything is granted"
         if is_restoring(state, workflow.now()):
-            return "the run before this one is asked which nodes are out of service, before anything is granted"
+            return (
+                "the previous run is asked which nodes are out of service,"
+                " before anything is granted"
+            )
         if not state.begun:
             return "every node is looked at once, before anything is granted"
         waiting = sum(record.waits for record in state.claims)
-        return (
-            f"{waiting} jobs wait for nodes" if waiting else "it waits until somebody wants nodes"
-        )
+        return f"{waiting} jobs wait for nodes" if waiting else "it waits until a job wants nodes"

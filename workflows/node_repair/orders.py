@@ -11,7 +11,7 @@ from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.examine import (
-        DIAGNOSE_WITHIN,
+        DIAGNOSE_TIMEOUTS,
         NodeActivities,
         NodeInput,
         NodeTerms,
@@ -114,7 +114,7 @@ async def examine_node(
     result."""
     now, level = workflow.now(), repair.level
     left = max(timedelta(seconds=1), repair.deadline - now)
-    diag_timeout = DIAGNOSE_WITHIN.get(level, timedelta(0))
+    diag_timeout = DIAGNOSE_TIMEOUTS.get(level, timedelta(0))
     timeout = min(diag_timeout + EXAMINATION_OVERHEAD, left)
     diag = f" (dcgmi diag -r {level})" if level and has_gpus else ""
     request = ExamineNodesInput(

@@ -24,7 +24,7 @@ from temporalio.exceptions import ApplicationError
 with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
-    from relaunch.activities.examine import DIAGNOSE_WITHIN, NodeTerms
+    from relaunch.activities.examine import DIAGNOSE_TIMEOUTS, NodeTerms
     from relaunch.evidence.catalog import catalog
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
@@ -193,7 +193,7 @@ class NodeRepair:
                 mode=terms.repairs,
                 level=start.level,
                 expected_gpus=terms.gpus,
-                diag_timeout=DIAGNOSE_WITHIN.get(start.level, timedelta(0)),
+                diag_timeout=DIAGNOSE_TIMEOUTS.get(start.level, timedelta(0)),
                 answer_timeout=start.answer_within,
                 has_power_command=terms.power,
                 job_waits=bool(start.job),

@@ -31,7 +31,7 @@ with workflow.unsafe.imports_passed_through():
         LaunchRanksInput,
         LaunchRanksOutput,
         PreparedNode,
-        gang_of,
+        make_gang,
     )
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
     from relaunch.activities.reports import WatchRanksInput, WatchReport
@@ -134,7 +134,7 @@ async def launch(
 def start_orders(
     job: JobState, token: Token, slots: tuple[Slot, ...], prepared: list[tuple[PreparedNode, ...]]
 ) -> list[LaunchRanksInput]:
-    gang = gang_of([node for shard in prepared for node in shard])
+    gang = make_gang([node for shard in prepared for node in shard])
     orders = zip(_launch_orders(job, token, slots), prepared, strict=True)
     return [replace(order, prepared=shard, gang=gang) for order, shard in orders]
 

@@ -167,7 +167,7 @@ class Aws:
                 **request
             )
         except ClientError as error:
-            raise _told(what, error.response) from error
+            raise _classify_error(what, error.response) from error
         except (
             NoCredentialsError,
             PartialCredentialsError,
@@ -205,7 +205,7 @@ class Aws:
             return self._clients[service]
 
 
-def _told(what: str, response: Mapping[str, Any]) -> AwsError:
+def _classify_error(what: str, response: Mapping[str, Any]) -> AwsError:
     """Return the classified error for an error response of AWS."""
     error = response.get("Error") or {}
     code, status = (

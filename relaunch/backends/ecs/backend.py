@@ -35,7 +35,7 @@ from relaunch.backends.ecs.events import SqsEvents
 from relaunch.backends.ecs.examine import NodeTasks
 from relaunch.backends.ecs.fence import Fence, key
 from relaunch.backends.ecs.launch import JUST_NOW, Launcher
-from relaunch.backends.ecs.legacy_tables import FleetMirror, Mirror
+from relaunch.backends.ecs.legacy_tables import Mirror, TableMirror
 from relaunch.backends.ecs.occupants import occupants
 from relaunch.backends.ecs.quarantine import Marks
 from relaunch.backends.ecs.rank_logs import RankLogs
@@ -72,7 +72,8 @@ class EcsBackend:
         """
         if options.cluster is None:
             raise ValueError(
-                f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster"
+                f"fleet {spec.name}: ecs.cluster is missing,"
+                " expected the name or ARN of its ECS cluster"
             )
         self._nodes = {node.name: node for node in spec.nodes}
         self.server = ""
@@ -91,9 +92,9 @@ class EcsBackend:
             if options.queue
             else None
         )
-        tables: FleetMirror | None = None
+        tables: TableMirror | None = None
         if any(options.tables.model_dump().values()):
-            tables = FleetMirror(
+            tables = TableMirror(
                 spec.name,
                 options.cluster,
                 Mirror(self.aws, options.tables),
@@ -127,7 +128,7 @@ class EcsBackend:
         self, node: str, token: Token, after_seq: int, heartbeat: float
     ) -> AsyncIterator[WatchStream]:
         ec2_id = self._ec2_id(node)
-        with _asked(node):
+        with _convert_errors(node):
             arn = await self._find(ec2_id, token)
         if arn is None:
             reason = f"ECS knows no task of {token} on {ec2_id}: it ended more than an hour ago, or was never run"
@@ -169,7 +170,7 @@ class EcsBackend:
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         ec2_id = self._ec2_id(node)
-        with _asked(node):
+        with _convert_errors(node):
             tasks = await self.cluster.census(ec2_id)
             # The census has just read the instance too: a fleet lists every node every minute.
             instance = await self.cluster.instance(ec2_id, max_age=JUST_NOW)
@@ -213,7 +214,7 @@ class EcsBackend:
         return Refused(node, "no_such_generation", reason)
 
     async def _task(self, node: str, token: Token) -> Task | None:
-        with _asked(node):
+        with _convert_errors(node):
             return await self.cluster.task_of(self._ec2_id(node), started_by(token))
 
     def _agents_of(
@@ -228,7 +229,7 @@ class EcsBackend:
         """Return the address at which the containers of a node listen."""
         if (known := self.node(node).network) is not None:
             return known
-        with _asked(node):
+        with _convert_errors(node):
             machine = await self.cluster.machine(self._ec2_id(node))
         if not machine.address:
             raise Unreachable(node, f"EC2 gives {self._ec2_id(node)} no private address")
@@ -237,24 +238,30 @@ class EcsBackend:
     async def _where(self, node: str, token: Token, task: Task | None) -> str:
         if task is None:
             return f"ECS knows no task of {token} on {self._ec2_id(node)}"
-        with _asked(node):
+        with _convert_errors(node):
             where = await self._logs.where(task)
         if where is None:
-            return f"what ranks print is where their task definition {task.definition} sends it, and not in CloudWatch Logs"
-        return f"what rank {task.rank} prints is in CloudWatch Logs, group {where[0]}, stream {where[1]}"
+            return (
+                f"what ranks print is where their task definition {task.definition} sends it,"
+                " and not in CloudWatch Logs"
+            )
+        return (
+            f"what rank {task.rank} prints is in CloudWatch Logs,"
+            f" group {where[0]}, stream {where[1]}"
+        )
 
     # --- machines
 
     async def probe(
         self, node: str, within: float, kernel_since: float | None
     ) -> Mapping[str, Any]:
-        with _asked(node):
+        with _convert_errors(node):
             return await self._node_tasks.probe(self._ec2_id(node), node, within, kernel_since)
 
     async def diagnose(
         self, node: str, id: str, level: int, within: float, fleet: str = ""
     ) -> Mapping[str, Any] | Refused:
-        with _asked(node):
+        with _convert_errors(node):
             return await self._node_tasks.diagnose(
                 self._ec2_id(node), node, id, level, within, self._nodes[node].gpus
             )
@@ -278,11 +285,11 @@ class EcsBackend:
         def probe() -> Awaitable[Mapping[str, Any]]:
             return self._node_tasks.probe(ec2_id, node, LAST_LOOK, None)
 
-        with _asked(node):
+        with _convert_errors(node):
             return await self.repairs.reboot(node, ec2_id, id, boot_id, reason, probe)
 
     async def cycle_power(self, node: str, id: str, within: float) -> Mapping[str, Any]:
-        with _asked(node):
+        with _convert_errors(node):
             return await self.repairs.cycle_power(node, self._ec2_id(node), id, within)
 
     # --- notifications, events and attributes
@@ -310,7 +317,7 @@ class EcsBackend:
 
 
 @contextmanager
-def _asked(node: str) -> Iterator[None]:
+def _convert_errors(node: str) -> Iterator[None]:
     try:
         yield
     except (AwsError, UnknownInstance) as error:

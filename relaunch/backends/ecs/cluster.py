@@ -220,12 +220,12 @@ class Cluster:
         return dict(
             zip(
                 arns,
-                await asyncio.gather(*(self._stopped(arn, within) for arn in arns)),
+                await asyncio.gather(*(self._wait_stopped(arn, within) for arn in arns)),
                 strict=True,
             )
         )
 
-    async def _stopped(self, arn: str, within: float) -> Task | None:
+    async def _wait_stopped(self, arn: str, within: float) -> Task | None:
         pause, until = FIRST_LOOK, time.monotonic() + within
         with self.follow(arn) as followed:
             while not (followed.missing or (followed.task is not None and followed.task.stopped)):

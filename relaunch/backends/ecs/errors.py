@@ -65,7 +65,10 @@ def forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
 
 
 def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
-    reason = f"{node} was prepared for generation {highest[1]} of submission {highest[0]}, and this is {token.generation} of {token.submission}"
+    reason = (
+        f"{node} was prepared for generation {highest[1]} of submission {highest[0]},"
+        f" and this is {token.generation} of {token.submission}"
+    )
     return Refused(node, "not_above", reason, highest)
 
 

@@ -77,18 +77,18 @@ class NodeTasks:
         with _asking(node):
             instance = await self._instance(node, ec2_id)
             if self._options.node_task is None:
-                return await self._unprobed(instance, journal)
+                return await self._read_without_probe(instance, journal)
             order = {"protocol": PROTOCOL, "within": within, "kernel_since": kernel_since}
             kind = "probe" if kernel_since is None else "probe-since"
-            answer = await self._probed(node, instance, kind, order, until)
+            answer = await self._run_probe(node, instance, kind, order, until)
             machine = await self._cluster.machine(ec2_id)
             on_it = occupants(await self._cluster.tasks_on(ec2_id))
-        told = journal.told(str(answer.get("boot_id") or ""), machine.launched_at)
+        told = journal.list_reboots(str(answer.get("boot_id") or ""), machine.launched_at)
         return {
             **answer,
-            "jobs": _joined(answer.get("jobs"), list(on_it.jobs)),
+            "jobs": _join_lists(answer.get("jobs"), list(on_it.jobs)),
             "held": on_it.held or answer.get("held"),
-            "reboots": _joined(answer.get("reboots"), told),
+            "reboots": _join_lists(answer.get("reboots"), told),
             "ecs_health": instance.health,
             "ecs_gpus": len(instance.gpus),
         }
@@ -135,7 +135,7 @@ class NodeTasks:
             if isinstance(task, Refused):
                 return task
             try:
-                ended = await self._ended(task, until)
+                ended = await self._wait_or_stop(task, until)
             except TimeoutError:
                 return _inconclusive(f"it did not end within {within:g} s and was stopped")
             if ended is None:
@@ -150,7 +150,7 @@ class NodeTasks:
                 else None
             )
             if answer is None:
-                return await self._by_exit_code(ec2_id, ended, container)
+                return await self._judge_exit_code(ec2_id, ended, container)
         if answer.get("outcome") == "refused":
             return Refused(
                 node,
@@ -161,7 +161,7 @@ class NodeTasks:
 
     # --- facts from ECS and EC2 alone
 
-    async def _unprobed(self, instance: Instance, journal: Journal) -> Mapping[str, Any]:
+    async def _read_without_probe(self, instance: Instance, journal: Journal) -> Mapping[str, Any]:
         """Return a probe's answer that contains only facts from ECS and EC2.
 
         The launch time stands in for the boot id: only a stop and start changes it.
@@ -178,12 +178,12 @@ class NodeTasks:
             else max(0.0, time.time() - machine.launched_at),
             "jobs": list(on_it.jobs),
             "held": on_it.held,
-            "reboots": journal.told(boot_id, machine.launched_at),
+            "reboots": journal.list_reboots(boot_id, machine.launched_at),
             "ecs_health": instance.health,
             "ecs_gpus": len(instance.gpus),
         }
 
-    async def _by_exit_code(self, ec2_id: str, task: Task, container: str) -> Mapping[str, Any]:
+    async def _judge_exit_code(self, ec2_id: str, task: Task, container: str) -> Mapping[str, Any]:
         """Return the result of a health check by its exit code.
 
         0 is healthy and 1 is faulty; every other code, such as 226 of dcgmi, is inconclusive.
@@ -215,7 +215,7 @@ class NodeTasks:
 
     # --- tasks
 
-    async def _probed(
+    async def _run_probe(
         self, node: str, instance: Instance, kind: str, order: Mapping[str, Any], until: float
     ) -> Mapping[str, Any]:
         assert self._options.node_task is not None
@@ -240,7 +240,9 @@ class NodeTasks:
             )
             placed = await self._cluster.run(asked, instance.arn)
             if isinstance(placed, Failure):
-                raise Unreachable(node, f"ECS placed no task to look at it: {_failed(placed)}")
+                raise Unreachable(
+                    node, f"ECS placed no task to look at it: {_describe_failure(placed)}"
+                )
             task = placed
         try:
             ended = await self._wait(task, until)
@@ -316,14 +318,20 @@ class NodeTasks:
             if isinstance(placed, Task):
                 return placed
             if placed.reason == "AGENT":
-                raise Unreachable(node, f"ECS placed no task to examine it: {_failed(placed)}")
+                raise Unreachable(
+                    node, f"ECS placed no task to examine it: {_describe_failure(placed)}"
+                )
             if not placed.reason.startswith("RESOURCE:"):
                 return Refused(
-                    node, "cannot_start", f"ECS placed no task to examine it: {_failed(placed)}"
+                    node,
+                    "cannot_start",
+                    f"ECS placed no task to examine it: {_describe_failure(placed)}",
                 )
             if time.monotonic() + FREE_LOOK >= free_until:
                 return Refused(
-                    node, "busy", f"ECS has not its GPUs free to examine it: {_failed(placed)}"
+                    node,
+                    "busy",
+                    f"ECS has not its GPUs free to examine it: {_describe_failure(placed)}",
                 )
             await asyncio.sleep(FREE_LOOK)
 
@@ -337,7 +345,7 @@ class NodeTasks:
             None,
         )
 
-    async def _ended(self, task: Task, until: float) -> Task | None:
+    async def _wait_or_stop(self, task: Task, until: float) -> Task | None:
         """Wait for an examination. Stop its task if the wait is cancelled or times out."""
         try:
             return await self._wait(task, until)
@@ -428,7 +436,7 @@ def _words(task: Task) -> str:
     return "; ".join([*codes, *filter(None, said)]) or "ECS does not say how"
 
 
-def _failed(failure: Failure) -> str:
+def _describe_failure(failure: Failure) -> str:
     return failure.reason + (f" ({failure.detail})" if failure.detail else "")
 
 
@@ -436,7 +444,7 @@ def _inconclusive(reason: str) -> dict[str, Any]:
     return {"outcome": "done", "contract": "inconclusive", "reason": reason, "exit_code": None}
 
 
-def _joined(agents: Any, ours: list[dict[str, Any]]) -> Any:
+def _join_lists(agents: Any, ours: list[dict[str, Any]]) -> Any:
     """Return both lists joined; a value that the agent could not read is returned unchanged."""
     return [*agents, *ours] if isinstance(agents, list) else agents
 

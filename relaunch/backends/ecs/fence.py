@@ -64,7 +64,7 @@ def only_for(attribute: str, token: Token) -> str:
     return f"attribute:{attribute} == {Fence.of(token, 'prepared')}"
 
 
-def to_forget(
+def find_removable(
     attributes: Mapping[str, str], attribute: str, living: Iterable[str]
 ) -> tuple[str, ...]:
     """Return the attributes of other jobs to remove before `attribute` can be set, oldest first.

@@ -122,7 +122,10 @@ class Launcher:
             return not_above(node, token, highest)
         mine = [task for task in own if token_of(task.started_by) == token]
         if mine and all(task.stopped for task in mine):
-            reason = f"generation {token.generation} was started on {node} already and has ended: a generation is launched once"
+            reason = (
+                f"generation {token.generation} was started on {node} already and has ended:"
+                " a generation is launched once"
+            )
             return Refused(node, "not_above", reason, fence.key(token))
         older = [task for task in own if not task.stopped and task not in mine]
         if (
@@ -143,18 +146,18 @@ class Launcher:
         if machine.state != "running" or not machine.address:
             raise Unreachable(
                 node,
-                f"{ec2_id} is {_said(machine)}"
+                f"{ec2_id} is {_describe_state(machine)}"
                 + ("" if machine.address else " and has no private address"),
             )
         self._addresses[ec2_id] = machine.address
 
     async def _put(self, instance: Instance, ec2_id: str, attribute: str, word: Fence) -> None:
-        jobs = len(fence.to_forget(instance.attributes, attribute, ()))
+        jobs = len(fence.find_removable(instance.attributes, attribute, ()))
         living: list[str] = []
         if jobs:
             tokens = [token_of(task.started_by) for task in await self._cluster.tasks_on(ec2_id)]
             living = [job_attribute(one.namespace, one.job) for one in tokens if one is not None]
-        forgotten = dict.fromkeys(fence.to_forget(instance.attributes, attribute, living))
+        forgotten = dict.fromkeys(fence.find_removable(instance.attributes, attribute, living))
         await self._cluster.put_attributes(instance.arn, {**forgotten, attribute: str(word)})
 
     # --- start
@@ -172,7 +175,10 @@ class Launcher:
         given = order.ecs
         name = (given.task_definition if given else None) or self._options.task_definition
         if name is None:
-            reason = "neither the job file nor the fleet file says what a rank is run as: write `ecs: {task_definition: FAMILY}`"
+            reason = (
+                "neither the job file nor the fleet file says what a rank is run as:"
+                " write `ecs: {task_definition: FAMILY}`"
+            )
             return Refused(node, "cannot_start", reason)
         try:
             definition = await self._cluster.definition(name)
@@ -189,8 +195,8 @@ class Launcher:
             return Refused(node, "cannot_start", str(error))
         if port is None and len(order.rank_env) != 1:
             reason = (
-                f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must be 1, unless the agent is in the image "
-                f"and {inside.PORT} in {definition.arn}"
+                f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must"
+                f" be 1, unless the agent is in the image and {inside.PORT} in {definition.arn}"
             )
             return Refused(node, "cannot_start", reason)
         if (reason := no_network(definition, order)) is not None:
@@ -211,7 +217,10 @@ class Launcher:
             ),
         )
         if (length := overrides_length(request)) > LONGEST_OVERRIDES:
-            reason = f"command and environment are {length} characters, of which ECS takes {LONGEST_OVERRIDES}: put what is constant into {name}"
+            reason = (
+                f"command and environment are {length} characters, of which ECS takes"
+                f" {LONGEST_OVERRIDES}: put what is constant into {name}"
+            )
             return Refused(node, "cannot_start", reason)
         try:
             return await self._run(node, ec2_id, token, request)
@@ -293,7 +302,7 @@ class Launcher:
         try:
             return await self._stop(node, ec2_id, order)
         except UnknownInstance as error:
-            return await self._gone_with_machine(node, ec2_id, token, error)
+            return await self._stop_with_machine(node, ec2_id, token, error)
         except AwsError as error:
             return by_aws(node, error)
 
@@ -333,7 +342,7 @@ class Launcher:
         await asyncio.sleep(self._settles)
         return [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
 
-    async def _gone_with_machine(
+    async def _stop_with_machine(
         self, node: str, ec2_id: str, token: Token, error: UnknownInstance
     ) -> Gone:
         try:
@@ -343,7 +352,8 @@ class Launcher:
         if machine.state in GONE or not machine.state:
             return Gone(node)
         raise Unreachable(
-            node, f"{error.reason}, and it is {_said(machine)}: what runs there cannot be seen"
+            node,
+            f"{error.reason}, and it is {_describe_state(machine)}: what runs there cannot be seen",
         ) from error
 
     async def _end(
@@ -372,7 +382,9 @@ class Launcher:
                 reason = (
                     f"its ECS agent is not connected, and {len(living)} of its tasks may run yet"
                 )
-                raise Unreachable(node, f"{ec2_id} is {_said(machine)}, {reason}") from None
+                raise Unreachable(
+                    node, f"{ec2_id} is {_describe_state(machine)}, {reason}"
+                ) from None
             names = ", ".join(task.short for task in living[:4])
             return Refused(
                 node,
@@ -407,7 +419,7 @@ def _key(task: Task) -> tuple[int, int]:
     return fence.key(of)
 
 
-def _said(machine: Machine) -> str:
+def _describe_state(machine: Machine) -> str:
     return machine.state or "not known to EC2"
 
 

@@ -175,7 +175,7 @@ class Mirror:
         return True
 
 
-class FleetMirror:
+class TableMirror:
     """Writer of the rows of one fleet and its jobs.
 
     It remembers the tasks that it has not yet seen end.
@@ -239,7 +239,7 @@ class FleetMirror:
         used = {place.node for record in state.claims for place in record.places}
         rows = []
         for record in state.nodes:
-            node = self._known(record.name) or record.spec
+            node = self._find_node(record.name) or record.spec
             row = NodeRow(
                 record.name,
                 seq,
@@ -276,7 +276,7 @@ class FleetMirror:
         found = [one for token in tokens for one in await self._tasks(state, seq, token)]
         before = self._going.get(state.name, {})
         newest = {row.task_id for _, _, row, _ in found}
-        found += await self._ended_since(
+        found += await self._read_previous_tasks(
             [one for task, one in before.items() if task not in newest], seq
         )
         await asyncio.gather(*(self._write_task(row) for _, _, row, _ in found))
@@ -320,7 +320,7 @@ class FleetMirror:
             return []
 
         async def one(index: int, name: str) -> tuple[str, str, TaskRow, Task | None] | None:
-            node = self._known(name)
+            node = self._find_node(name)
             if node is None:
                 return None
             task = await self._task(node.address, by)
@@ -347,7 +347,7 @@ class FleetMirror:
         )
         return [each for each in looked if each is not None]
 
-    async def _ended_since(
+    async def _read_previous_tasks(
         self, going: list[tuple[str, str, TaskRow]], seq: int
     ) -> list[tuple[str, str, TaskRow, Task | None]]:
         """Look up again tasks of earlier generations and of nodes that the job has left."""
@@ -371,7 +371,7 @@ class FleetMirror:
         async with self._gate:
             await self._mirror.task(row)
 
-    def _known(self, name: str) -> FleetNode | None:
+    def _find_node(self, name: str) -> FleetNode | None:
         try:
             return self._node(name)
         except KeyError:

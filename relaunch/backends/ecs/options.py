@@ -67,7 +67,8 @@ def _check(spec: FleetSpec, filled: EcsOptions, from_environment: set[str]) -> N
 
     if filled.cluster is None:
         raise ValueError(
-            f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster there or in ECS_CLUSTER_NAME"
+            f"fleet {spec.name}: ecs.cluster is missing,"
+            " expected the name or ARN of its ECS cluster there or in ECS_CLUSTER_NAME"
         )
     if not CLUSTER.fullmatch(filled.cluster):
         refuse("cluster", filled.cluster, "the name or ARN of an ECS cluster")
@@ -88,7 +89,8 @@ def _check(spec: FleetSpec, filled: EcsOptions, from_environment: set[str]) -> N
         if value is not None and not TABLE.fullmatch(value):
             where = f"ecs.tables.{name}" if getattr(spec.ecs.tables, name) is not None else variable
             raise ValueError(
-                f"fleet {spec.name}: {where} is {value!r}, expected the name or ARN of a DynamoDB table"
+                f"fleet {spec.name}: {where} is {value!r},"
+                " expected the name or ARN of a DynamoDB table"
             )
     if filled.poll.total_seconds() < LEAST_POLL:
         refuse(
@@ -99,8 +101,8 @@ def _check(spec: FleetSpec, filled: EcsOptions, from_environment: set[str]) -> N
     for node in spec.nodes:
         if not INSTANCE_ID.fullmatch(node.address):
             raise ValueError(
-                f"fleet {spec.name}: the address of node {node.name} is {node.address!r}, expected the id of its EC2 instance, such as "
-                "i-0123456789abcdef0"
+                f"fleet {spec.name}: the address of node {node.name} is {node.address!r},"
+                " expected the id of its EC2 instance, such as i-0123456789abcdef0"
             )
 
 

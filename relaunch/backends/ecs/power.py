@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
-from relaunch.backends.ecs.reboots import Entry, Journal, Phase, launch
+from relaunch.backends.ecs.reboots import Journal, JournalEntry, Phase, launch
 
 FORCE_AFTER = 120.0
 """Seconds until the stop is forced. A hanging driver can keep the system from shutting down, and
@@ -38,7 +38,7 @@ class PowerCycle:
         self._aws = aws
         self._now = now
 
-    async def step(self, journal: Journal, entry: Entry) -> Waiting | None:
+    async def step(self, journal: Journal, entry: JournalEntry) -> Waiting | None:
         """Take the next step. Return None once the instance runs again and its agent is connected.
 
         Raises:
@@ -57,10 +57,10 @@ class PowerCycle:
             case "pending":
                 return Waiting("EC2 starts it")
             case state:
-                await journal.write(entry.moved(Phase.DONE))
+                await journal.write(entry.advance(Phase.DONE))
                 return Waiting(f"EC2 says that it is {state or 'unknown'}", FAILED)
 
-    async def _stop(self, journal: Journal, entry: Entry) -> Waiting:
+    async def _stop(self, journal: Journal, entry: JournalEntry) -> Waiting:
         group, state = await self._group(journal.ec2_id)
         if state == "InService":
             # An Auto Scaling group terminates an instance that was stopped, and starts another.
@@ -71,7 +71,7 @@ class PowerCycle:
                     "autoscaling", "EnterStandby", InstanceIds=[journal.ec2_id], **request
                 )
             except AwsError as error:
-                return await self._given_up(journal, replace(entry, standby=False), error)
+                return await self._give_up(journal, replace(entry, standby=False), error)
         if state not in ("", "Standby"):
             return Waiting(
                 f"its Auto Scaling group {group} has it {state}; it is stopped when that says Standby"
@@ -79,19 +79,19 @@ class PowerCycle:
         try:
             await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
-            return await self._given_up(journal, entry, error)
+            return await self._give_up(journal, entry, error)
         if not entry.sent:
             await journal.write(replace(entry, phase=Phase.SENT, sent=True))
         return Waiting("EC2 was told to stop it")
 
-    async def _given_up(self, journal: Journal, entry: Entry, error: AwsError) -> Waiting:
+    async def _give_up(self, journal: Journal, entry: JournalEntry, error: AwsError) -> Waiting:
         if error.kind not in (Kind.REFUSED, Kind.DENIED):
             return Waiting(error.reason)
         await self._leave_standby(journal, entry)
-        await journal.write(entry.moved(Phase.DONE))
+        await journal.write(entry.advance(Phase.DONE))
         return Waiting(f"it was not stopped: {error.reason}", FAILED)
 
-    async def _stopping(self, journal: Journal, entry: Entry) -> Waiting:
+    async def _stopping(self, journal: Journal, entry: JournalEntry) -> Waiting:
         since = self._now() - entry.at
         if since < FORCE_AFTER or entry.forced:
             return Waiting(
@@ -103,7 +103,7 @@ class PowerCycle:
             f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was told to stop it by force"
         )
 
-    async def _start(self, journal: Journal, entry: Entry) -> Waiting:
+    async def _start(self, journal: Journal, entry: JournalEntry) -> Waiting:
         try:
             await self._aws.call("ec2", "StartInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
@@ -116,7 +116,7 @@ class PowerCycle:
             return Waiting(error.reason)
         return Waiting("EC2 was told to start it")
 
-    async def _back(self, journal: Journal, entry: Entry) -> Waiting | None:
+    async def _back(self, journal: Journal, entry: JournalEntry) -> Waiting | None:
         try:
             instance = await self._cluster.instance(journal.ec2_id)
         except UnknownInstance as error:
@@ -124,10 +124,10 @@ class PowerCycle:
         if not instance.agent_connected:
             return Waiting("it runs, and its ECS agent is not connected yet")
         await self._leave_standby(journal, entry)
-        await journal.write(entry.moved(Phase.DONE))
+        await journal.write(entry.advance(Phase.DONE))
         return None
 
-    async def _leave_standby(self, journal: Journal, entry: Entry) -> None:
+    async def _leave_standby(self, journal: Journal, entry: JournalEntry) -> None:
         if not entry.standby:
             return
         group, state = await self._group(journal.ec2_id)

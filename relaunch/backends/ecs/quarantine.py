@@ -13,7 +13,7 @@ from collections.abc import Callable
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ecs.aws import AwsError
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
-from relaunch.backends.ecs.legacy_tables import FleetMirror
+from relaunch.backends.ecs.legacy_tables import TableMirror
 from relaunch.backends.ecs.tasks import QUARANTINE
 from relaunch.job.state import JobState
 from relaunch.pool.state import FleetState, NodeStatus
@@ -36,7 +36,7 @@ class Marks:
         fleet: str,
         cluster: Cluster,
         node: Callable[[str], FleetNode],
-        tables: FleetMirror | None,
+        tables: TableMirror | None,
     ) -> None:
         self._fleet = fleet
         self._cluster = cluster

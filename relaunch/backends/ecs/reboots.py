@@ -47,7 +47,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     way: Way
     id: str
     """Id of the repair that ordered it."""
@@ -72,20 +72,20 @@ class Entry:
     def over(self) -> bool:
         return self.phase is Phase.DONE
 
-    def moved(self, phase: Phase) -> Entry:
+    def advance(self, phase: Phase) -> JournalEntry:
         return replace(self, phase=phase, sent=self.sent or phase is Phase.SENT)
 
 
 _MARKS = ("sent", "standby", "forced")
 
 
-def written(entry: Entry) -> str:
+def format_entry(entry: JournalEntry) -> str:
     """Return the value of the tag for an entry."""
     state = "+".join((entry.phase, *(mark for mark in _MARKS if getattr(entry, mark))))
     return f"{state} {entry.at:.0f} {entry.before or '-'} {entry.id}"[:LONGEST]
 
 
-def read(key: str, value: str) -> Entry | None:
+def read(key: str, value: str) -> JournalEntry | None:
     """Parse a tag; None if it is no entry of this journal, or was overwritten by a user."""
     way = key.removeprefix(PREFIX).partition(":")[0]
     state, _, rest = value.partition(" ")
@@ -100,7 +100,7 @@ def read(key: str, value: str) -> Entry | None:
         or not id
     ):
         return None
-    return Entry(
+    return JournalEntry(
         Way(way),
         id,
         float(at),
@@ -113,7 +113,7 @@ def read(key: str, value: str) -> Entry | None:
 class Journal:
     """Journal of one instance, as of when it was read."""
 
-    def __init__(self, aws: Aws, ec2_id: str, entries: tuple[Entry, ...]) -> None:
+    def __init__(self, aws: Aws, ec2_id: str, entries: tuple[JournalEntry, ...]) -> None:
         self._aws = aws
         self.ec2_id = ec2_id
         self.entries = entries
@@ -123,16 +123,16 @@ class Journal:
     async def of(cls, aws: Aws, ec2_id: str) -> Journal:
         return cls(aws, ec2_id, await _entries(aws, ec2_id))
 
-    def unfinished(self, way: Way) -> Entry | None:
+    def find_unfinished(self, way: Way) -> JournalEntry | None:
         return next(
             (one for one in reversed(self.entries) if one.way is way and not one.over), None
         )
 
-    def of_repair(self, way: Way, id: str) -> Entry | None:
-        key = Entry(way, id, 0.0, "").key
+    def find_entry(self, way: Way, id: str) -> JournalEntry | None:
+        key = JournalEntry(way, id, 0.0, "").key
         return next((one for one in self.entries if one.key == key), None)
 
-    async def write(self, entry: Entry) -> Entry:
+    async def write(self, entry: JournalEntry) -> JournalEntry:
         """Write an entry, replacing the earlier entry of the same repair.
 
         For an INTENT entry, wait until EC2 shows it to readers.
@@ -144,7 +144,7 @@ class Journal:
             "ec2",
             "CreateTags",
             Resources=[self.ec2_id],
-            Tags=[{"Key": entry.key, "Value": written(entry)}],
+            Tags=[{"Key": entry.key, "Value": format_entry(entry)}],
         )
         others = [one for one in self.entries if one.key != entry.key]
         old = [one for one in others if one.over][: max(0, len(others) + 1 - KEPT)]
@@ -157,12 +157,12 @@ class Journal:
             await self._visible(entry)
         return entry
 
-    async def withdraw(self, entry: Entry) -> None:
+    async def withdraw(self, entry: JournalEntry) -> None:
         """Delete an entry whose order was not carried out."""
         await self._forget([entry])
         self.entries = tuple(one for one in self.entries if one.key != entry.key)
 
-    def told(self, boot_id: str, launched_at: float | None) -> list[dict[str, Any]]:
+    def list_reboots(self, boot_id: str, launched_at: float | None) -> list[dict[str, Any]]:
         """Return the reboots that happened or are about to, in the format of a probe's answer."""
         return [
             {
@@ -175,16 +175,16 @@ class Journal:
             if one.sent or one.before != (boot_id if one.way is Way.REBOOT else launch(launched_at))
         ]
 
-    async def _forget(self, entries: Sequence[Entry]) -> None:
+    async def _forget(self, entries: Sequence[JournalEntry]) -> None:
         await self._aws.call(
             "ec2", "DeleteTags", Resources=[self.ec2_id], Tags=[{"Key": one.key} for one in entries]
         )
 
-    async def _visible(self, entry: Entry) -> None:
+    async def _visible(self, entry: JournalEntry) -> None:
         async with asyncio.timeout(VISIBLE_WITHIN):
             while True:
                 if any(
-                    one.key == entry.key and written(one) == written(entry)
+                    one.key == entry.key and format_entry(one) == format_entry(entry)
                     for one in await _entries(self._aws, self.ec2_id)
                 ):
                     return
@@ -196,11 +196,11 @@ def launch(launched_at: float | None) -> str:
     return "" if launched_at is None else f"{launched_at:.0f}"
 
 
-def _reason(entry: Entry) -> str:
+def _reason(entry: JournalEntry) -> str:
     return "relaunch rebooted it" if entry.way is Way.REBOOT else "relaunch stopped and started it"
 
 
-async def _entries(aws: Aws, ec2_id: str) -> tuple[Entry, ...]:
+async def _entries(aws: Aws, ec2_id: str) -> tuple[JournalEntry, ...]:
     answer: Mapping[str, Any] = await aws.call(
         "ec2", "DescribeTags", Filters=[{"Name": "resource-id", "Values": [ec2_id]}]
     )

@@ -17,7 +17,7 @@ from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import names, occupants
 from relaunch.backends.ecs.power import NO_CAPACITY, PowerCycle
-from relaunch.backends.ecs.reboots import Entry, Journal, Phase, Way, launch
+from relaunch.backends.ecs.reboots import Journal, JournalEntry, Phase, Way, launch
 from relaunch.backends.ecs.tasks import Instance
 from relaunch.spec.fleet import EcsOptions
 
@@ -75,10 +75,10 @@ class Repairs:
             return Refused(node, "cannot_reboot", why)
         with _asking(node):
             journal = await Journal.of(self._aws, ec2_id)
-            going = journal.unfinished(Way.REBOOT)
+            going = journal.find_unfinished(Way.REBOOT)
             if going is not None and going.id != id and self._age(going) < HARD_RESET:
                 return Refused(node, "held", f"it is being rebooted (reboot, {going.id})")
-            mine = journal.of_repair(Way.REBOOT, id)
+            mine = journal.find_entry(Way.REBOOT, id)
             if mine is not None and (mine.sent or not mine.over) and self._age(mine) < HARD_RESET:
                 return {"outcome": "done", "boot_id": mine.before, "already": True}
             instance = await self._cluster.instance(ec2_id)
@@ -93,10 +93,12 @@ class Repairs:
                 return refused
             # the probe may have finished an interrupted order
             journal = await Journal.of(self._aws, ec2_id)
-            return await self._ordered(node, journal, Entry(Way.REBOOT, id, self._now(), boot_id))
+            return await self._ordered(
+                node, journal, JournalEntry(Way.REBOOT, id, self._now(), boot_id)
+            )
 
     async def _ordered(
-        self, node: str, journal: Journal, entry: Entry
+        self, node: str, journal: Journal, entry: JournalEntry
     ) -> Mapping[str, Any] | Refused:
         instance = await self._cluster.instance(journal.ec2_id)
         await journal.write(entry)
@@ -115,10 +117,10 @@ class Repairs:
             if error.kind is Kind.THROTTLED:
                 raise
             return Refused(node, "cannot_reboot", error.reason)
-        await journal.write(entry.moved(Phase.SENT))
+        await journal.write(entry.advance(Phase.SENT))
         return {"outcome": "done", "boot_id": entry.before}
 
-    async def _undo(self, journal: Journal, entry: Entry, instance: Instance) -> None:
+    async def _undo(self, journal: Journal, entry: JournalEntry, instance: Instance) -> None:
         await self._set_state(instance, "ACTIVE")
         await journal.withdraw(entry)
 
@@ -171,23 +173,23 @@ class Repairs:
 
     async def _unfinished(self, journal: Journal) -> str:
         """Return why the instance cannot be probed yet; empty if it can."""
-        cycle = journal.unfinished(Way.POWER)
+        cycle = journal.find_unfinished(Way.POWER)
         if cycle is not None:
             waiting = await self._power.step(journal, cycle)
             if waiting is not None:
                 return f"its power is being cycled: {waiting.reason}"
-            if (reboot := journal.unfinished(Way.REBOOT)) is not None:
+            if (reboot := journal.find_unfinished(Way.REBOOT)) is not None:
                 # the power cycle also ended that boot
-                await journal.write(reboot.moved(Phase.DOWN))
-        reboot = journal.unfinished(Way.REBOOT)
+                await journal.write(reboot.advance(Phase.DOWN))
+        reboot = journal.find_unfinished(Way.REBOOT)
         return "" if reboot is None else await self._not_back(journal, reboot)
 
-    async def _not_back(self, journal: Journal, entry: Entry) -> str:
+    async def _not_back(self, journal: Journal, entry: JournalEntry) -> str:
         instance = await self._cluster.instance(journal.ec2_id)
         age = self._age(entry)
         if not instance.agent_connected:
             if entry.phase is not Phase.DOWN and instance.status == "DRAINING":
-                await journal.write(entry.moved(Phase.DOWN))
+                await journal.write(entry.advance(Phase.DOWN))
             return f"it was told to reboot {age:.0f} s ago, and its ECS agent has not come back"
         if entry.phase is Phase.INTENT and instance.status == "ACTIVE":
             if age < BEGUN_WITHIN:
@@ -202,10 +204,10 @@ class Repairs:
             return f"it was told to reboot {age:.0f} s ago, and has not gone down"
         if instance.status == "DRAINING":
             await self._set_state(instance, "ACTIVE")
-        await journal.write(entry.moved(Phase.DONE))
+        await journal.write(entry.advance(Phase.DONE))
         return ""
 
-    def _age(self, entry: Entry) -> float:
+    def _age(self, entry: JournalEntry) -> float:
         return max(0.0, self._now() - entry.at)
 
     # --- power
@@ -243,19 +245,19 @@ class Repairs:
                 if over:
                     raise Unreachable(node, f"its power is being cycled: {waiting.reason}")
                 await asyncio.sleep(self._look)
-                entry = journal.unfinished(Way.POWER)
+                entry = journal.find_unfinished(Way.POWER)
         return ended(0, LOST_BY_A_STOP)
 
-    async def _cycle(self, ec2_id: str, id: str) -> tuple[Journal, Entry | None]:
+    async def _cycle(self, ec2_id: str, id: str) -> tuple[Journal, JournalEntry | None]:
         """Return the power cycle to continue; None if that of this repair has already happened."""
         journal = await Journal.of(self._aws, ec2_id)
-        if (going := journal.unfinished(Way.POWER)) is not None:
+        if (going := journal.find_unfinished(Way.POWER)) is not None:
             return journal, going
         now = launch((await self._cluster.machine(ec2_id)).launched_at)
-        mine = journal.of_repair(Way.POWER, id)
+        mine = journal.find_entry(Way.POWER, id)
         if mine is not None and mine.before != now:
             return journal, None
-        return journal, await journal.write(Entry(Way.POWER, id, self._now(), now))
+        return journal, await journal.write(JournalEntry(Way.POWER, id, self._now(), now))
 
     # --- the rest
 

@@ -183,7 +183,7 @@ class TaskStream:
         followed = self._followed
         if followed.missing:
             return [
-                vanished(
+                make_vanished(
                     f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how"
                 )
             ]
@@ -206,7 +206,7 @@ class TaskStream:
         state = await self._state()
         if state is not None and (state in GONE or not state):
             return [
-                vanished(
+                make_vanished(
                     f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it"
                 )
             ]
@@ -266,7 +266,7 @@ class EndedStream:
                     "seq": ECS_SEQ,
                     "at": time.time(),
                     "stamp": time.monotonic(),
-                    **vanished(self._reason),
+                    **make_vanished(self._reason),
                 }
             }
         yield {"end": {}}
@@ -310,7 +310,7 @@ def ending(task: Task) -> dict[str, Any]:
     }
 
 
-def vanished(reason: str) -> dict[str, Any]:
+def make_vanished(reason: str) -> dict[str, Any]:
     return {
         "kind": "RanksVanished",
         "reason": reason,

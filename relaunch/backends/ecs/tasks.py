@@ -262,7 +262,8 @@ def the_container(definition: Definition, named: str | None) -> str:
         return definition.essential[0]
     known = ", ".join(definition.essential) or "none"
     raise ValueError(
-        f"task definition {definition.arn} has not one essential container ({known}): name the one that trains, `ecs: {{container: …}}`"
+        f"task definition {definition.arn} has not one essential container ({known}):"
+        " name the one that trains, `ecs: {container: …}`"
     )
 
 
@@ -278,20 +279,21 @@ def started_by(token: Token) -> str:
     name = "/".join(
         (
             "relaunch",
-            _escaped(token.namespace),
-            _escaped(token.job),
+            _escape(token.namespace),
+            _escape(token.job),
             str(token.submission),
             str(token.generation),
         )
     )
     if len(name) > LONGEST_STARTED_BY:
         raise ValueError(
-            f"{token} makes {len(name)} letters of startedBy, of which ECS takes {LONGEST_STARTED_BY}: give the job a shorter name"
+            f"{token} makes {len(name)} letters of startedBy,"
+            f" of which ECS takes {LONGEST_STARTED_BY}: give the job a shorter name"
         )
     return name
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise ValueError(
             f"{name!r} cannot be part of a task's startedBy: letters, digits, '.', '_' and '-'"

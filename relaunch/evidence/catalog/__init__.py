@@ -57,34 +57,40 @@ YOURS = "your policy"
 
 def catalog(overrides: CatalogOverrides = NO_OVERRIDES) -> Catalog:
     """Return the tables with the overrides of one job's policy."""
-    return _built_in() if overrides == NO_OVERRIDES else _overridden(overrides.model_dump_json())
+    return (
+        _load_tables()
+        if overrides == NO_OVERRIDES
+        else _apply_overrides(overrides.model_dump_json())
+    )
 
 
 @cache
-def _built_in() -> Catalog:
-    xids = _table("xids")
-    log = _table("log_lines")
+def _load_tables() -> Catalog:
+    xids = _load_table("xids")
+    log = _load_table("log_lines")
     return Catalog(
-        xids={row["code"]: XidRow(**_read(row)) for row in xids["rows"]},
+        xids={row["code"]: XidRow(**_parse_row(row)) for row in xids["rows"]},
         recovery_actions={
-            row["number"]: RecoveryAction(**_read(row)) for row in xids["recovery_actions"]
+            row["number"]: RecoveryAction(**_parse_row(row)) for row in xids["recovery_actions"]
         },
-        nvlink=tuple(NvlinkRule(**row) for row in _table("nvlink")["rows"]),
-        exits={row["key"]: ExitRow(**_read(row)) for row in _table("exits")["rows"]},
-        log_lines=tuple(LogRow(**_read(row)) for row in log["rows"]),
+        nvlink=tuple(NvlinkRule(**row) for row in _load_table("nvlink")["rows"]),
+        exits={row["key"]: ExitRow(**_parse_row(row)) for row in _load_table("exits")["rows"]},
+        log_lines=tuple(LogRow(**_parse_row(row)) for row in log["rows"]),
         advice_lines=tuple(re.compile(row["pattern"]) for row in log["advice"]),
-        kernel_lines=tuple(KernelRow(**_read(row)) for row in _table("kernel_lines")["rows"]),
-        ecs_stops=tuple(EcsStopRow(**_read(row)) for row in _table("ecs_stops")["rows"]),
+        kernel_lines=tuple(
+            KernelRow(**_parse_row(row)) for row in _load_table("kernel_lines")["rows"]
+        ),
+        ecs_stops=tuple(EcsStopRow(**_parse_row(row)) for row in _load_table("ecs_stops")["rows"]),
         dcgm={},
     )
 
 
-def _table(name: str) -> dict[str, Any]:
+def _load_table(name: str) -> dict[str, Any]:
     table: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return table
 
 
-def _read(row: dict[str, Any]) -> dict[str, Any]:
+def _parse_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with roles, causes and patterns as objects.
 
     Raises:
@@ -100,24 +106,27 @@ def _read(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)  # one worker serves a few dozen policies; a miss costs a few milliseconds
-def _overridden(canonical: str) -> Catalog:
+def _apply_overrides(canonical: str) -> Catalog:
     overrides = CatalogOverrides.model_validate_json(canonical)
-    tables = _built_in()
+    tables = _load_tables()
     return replace(
         tables,
         xids=tables.xids
-        | {code: _xid(code, wish, tables.xids.get(code)) for code, wish in overrides.xid.items()},
+        | {
+            code: _override_xid(code, wish, tables.xids.get(code))
+            for code, wish in overrides.xid.items()
+        },
         exits=tables.exits
         | {
             key: ExitRow(key, wish.cause, wish.role or Role.ROOT, wish.meaning, YOURS)
             for key, wish in overrides.exit.items()
         },
-        log_lines=_log_lines(tables.log_lines, overrides.log),
+        log_lines=_override_log_lines(tables.log_lines, overrides.log),
         dcgm={error: wish.advice for error, wish in overrides.dcgm.items()},
     )
 
 
-def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
+def _override_xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
     row = known or XidRow(
         code, "", "", "", "", wish.effective_role, None, "a code that our catalog does not know", ""
     )
@@ -127,7 +136,9 @@ def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
     )
 
 
-def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple[LogRow, ...]:
+def _override_log_lines(
+    rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]
+) -> tuple[LogRow, ...]:
     """Return the log rows with the user's overrides.
 
     A known id keeps its position; new ones come first, in the user's order.
@@ -143,7 +154,7 @@ def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple
     )
 
 
-def exit_meaning(exit_code: int | None, signal: int | None) -> ExitRow | None:
+def find_exit_row(exit_code: int | None, signal: int | None) -> ExitRow | None:
     """Return the catalog's row for an exit; None when the exit says no more than "it failed"."""
     key = SIGNALS.get(signal, "") if signal is not None else f"exit {exit_code}"
     return catalog().exits.get(key)

@@ -96,23 +96,23 @@ _CAPITALS = frozenset(
 )
 
 
-def _rows(file: str) -> list[dict[str, Any]]:
+def _load_rows(file: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((_FOLDER / file).read_text(encoding="utf-8"))["rows"]
     return rows
 
 
 @cache
-def dcgm_errors() -> dict[int, DcgmErrorRow]:
+def load_dcgm_errors() -> dict[int, DcgmErrorRow]:
     return {
         row["id"]: DcgmErrorRow(**(row | {"advice": Advice(row["advice"])}))
-        for row in _rows("dcgm_errors.json")
+        for row in _load_rows("dcgm_errors.json")
     }
 
 
 @cache
-def dcgm_exits() -> dict[int, DcgmExitRow]:
+def load_dcgm_exits() -> dict[int, DcgmExitRow]:
     """Return the rows by exit code, which is DCGM's return value modulo 256."""
     return {
         row["exit"]: DcgmExitRow(row["exit"], row["name"], Advice(row["advice"]), row["meaning"])
-        for row in _rows("dcgm_exits.json")
+        for row in _load_rows("dcgm_exits.json")
     }

@@ -15,8 +15,9 @@ from relaunch.evidence.findings import Role
 
 XIDS = range(144, 151)
 
-_WORDS = re.compile(
-    r"(?P<unit>[A-Z][A-Z0-9_]*)\b.*?\((?P<info>0x[0-9a-fA-F]{1,8})[ ,]+(?P<status>0x[0-9a-fA-F]{1,8})[ ,)]"
+_TEXT = re.compile(
+    r"(?P<unit>[A-Z][A-Z0-9_]*)\b.*?"
+    r"\((?P<info>0x[0-9a-fA-F]{1,8})[ ,]+(?P<status>0x[0-9a-fA-F]{1,8})[ ,)]"
 )
 
 _GRAVITY = {"RESET_GPU": 2, "XID_154_EVAL": 1, "IGNORE": 0}
@@ -24,7 +25,7 @@ _GRAVITY = {"RESET_GPU": 2, "XID_154_EVAL": 1, "IGNORE": 0}
 
 def decode(xid: int, text: str, rules: Iterable[NvlinkRule]) -> NvlinkRule | str:
     """Return the rule that matches, or a clause that says why none does."""
-    words = _WORDS.match(text)
+    words = _TEXT.match(text)
     if words is None:
         return "not decoded: the line is cut off"
     unit, info, status = words["unit"], int(words["info"], 16), int(words["status"], 16)
@@ -44,7 +45,7 @@ def decode(xid: int, text: str, rules: Iterable[NvlinkRule]) -> NvlinkRule | str
     return f"not decoded: NVIDIA's table has no row for {unit} {words['info']} {words['status']}"
 
 
-def reading(rule: NvlinkRule) -> tuple[Role, Cause | None]:
+def interpret_rule(rule: NvlinkRule) -> tuple[Role, Cause | None]:
     match rule.resolution:
         case "RESET_GPU":
             return Role.ROOT, Cause.GPU_RESET
@@ -59,13 +60,13 @@ def reading(rule: NvlinkRule) -> tuple[Role, Cause | None]:
 
 
 def _matches(rule: NvlinkRule, info: int) -> bool:
-    mask, bits = _bits(rule.pattern_v1)
-    mask2, bits2 = _bits(rule.pattern_v2)
+    mask, bits = _split_pattern(rule.pattern_v1)
+    mask2, bits2 = _split_pattern(rule.pattern_v2)
     return info & mask == bits or info & mask2 == bits2
 
 
 @cache
-def _bits(pattern: str) -> tuple[int, int]:
+def _split_pattern(pattern: str) -> tuple[int, int]:
     """Return the mask of the bits that a pattern compares, and their required values."""
     return int("".join("0" if bit == "-" else "1" for bit in pattern), 2), int(
         pattern.replace("-", "0"), 2
