@@ -2,8 +2,7 @@
 
 While the breaker is open, nothing is repaired or granted until a person has looked. This module
 only counts and compares: why a node is out of service, and whether it needs the repair, is decided
-elsewhere.
-"""
+elsewhere."""
 
 from __future__ import annotations
 
@@ -11,14 +10,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from relaunch.evidence.fields import text
-from relaunch.pool.drains import shared, sharing
-from relaunch.pool.facts import PauseAsked, PermitWanted, ResumeAsked
+from relaunch.pool.drains import in_use, shared, sharing
+from relaunch.pool.events import PauseCommand, PermitMessage, PermitRequestEvent, ResumeCommand
 from relaunch.pool.messages import Permit, PermitRequest
 from relaunch.pool.nodes import find, is_awaiting, is_out, noticed, put, under_repair
-from relaunch.pool.orders import TellRepair
-from relaunch.pool.power import restarted
 from relaunch.pool.restore import is_restoring
-from relaunch.pool.state import Answered, Breaker, FleetState, NodeStatus
+from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
 
 REBOOTS_WITHIN = timedelta(hours=1)
 """The window over which `reboots_per_hour` counts."""
@@ -30,7 +27,7 @@ NAMED = 4
 
 def under_way(state: FleetState) -> int:
     """Return the number of nodes that are being examined or repaired, by any order."""
-    return sum(node.standing is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
+    return sum(node.status is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
 
 
 def repairs_at_once(state: FleetState) -> int:
@@ -43,7 +40,7 @@ def may_repair(state: FleetState) -> bool:
 
 def opened(state: FleetState, now: datetime) -> FleetState:
     """Open the breaker when too many nodes are out."""
-    out = [node.name for node in state.nodes if is_out(node) and not node.gone]
+    out = [node.name for node in state.nodes if is_out(node) and not node.is_removed]
     most = state.limits.of("nodes_out", _size(state))
     if len(out) <= most and state.out_when_resumed:
         # The outage that a person knew of when they resumed is over.
@@ -58,7 +55,7 @@ def opened(state: FleetState, now: datetime) -> FleetState:
     return _open(state, reason, now)
 
 
-def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRepair]]:
+def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[PermitMessage]]:
     """Answer the permit requests that can be answered, and send answers again that were asked for
     twice."""
     reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
@@ -69,10 +66,11 @@ def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRep
     ):  # repairs may have been paused before, and that is not restored yet
         for request in state.requests:
             state = _answer(state, request, now)
-    tells = [TellRepair(one.workflow, one.permit) for one in state.answered if not one.told]
+    tells = [PermitMessage(one.workflow, one.permit) for one in state.permits if not one.is_sent]
     if tells:
         state = replace(
-            state, answered=tuple(replace(one, told=True) for one in state.answered)[-KEPT_ANSWERS:]
+            state,
+            permits=tuple(replace(one, is_sent=True) for one in state.permits)[-KEPT_ANSWERS:],
         )
     return state, tells
 
@@ -86,10 +84,10 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     if (request.power or request.job) and is_awaiting(state, now):
         return state  # a job may still claim the node
     if request.job and (others := sharing(state, record, request.job)):
-        if all(one.closed for one in others):
+        if all(one.is_closed for one in others):
             return state  # their remaining ranks are being stopped
         state, refused = shared(
-            state, record, request, [one for one in others if not one.closed], now
+            state, record, request, [one for one in others if not one.is_closed], now
         )
         return _said(state, request, False, refused)
     # Repairs that only examine do not count here: each of them may be waiting for the same permit.
@@ -114,17 +112,17 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     return _said(state, request, True, f"repair {acting + 1} of {most} that may act at a time")
 
 
-def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
+def wanted(state: FleetState, fact: PermitRequestEvent, now: datetime) -> FleetState:
     request = fact.request
     asked = (request.workflow, request.run, request.seq)
     again = [
-        one for one in state.answered if (one.workflow, one.permit.run, one.permit.seq) == asked
+        one for one in state.permits if (one.workflow, one.permit.run, one.permit.seq) == asked
     ]
     if again:
         return replace(
             state,
-            answered=tuple(
-                replace(one, told=False) if one in again else one for one in state.answered
+            permits=tuple(
+                replace(one, is_sent=False) if one in again else one for one in state.permits
             ),
         )
     mine = [
@@ -137,19 +135,19 @@ def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
     return replace(state, requests=(*(one for one in state.requests if one not in mine), request))
 
 
-def pause_asked(state: FleetState, fact: PauseAsked, now: datetime) -> FleetState:
+def pause_asked(state: FleetState, fact: PauseCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     breaker = replace(state.breaker, paused=f"{by}: {reason}", paused_since=now)
     return noticed(replace(state, breaker=breaker), f"{by} paused repairs: {reason}", now)
 
 
-def resume_asked(state: FleetState, fact: ResumeAsked, now: datetime) -> FleetState:
+def resume_asked(state: FleetState, fact: ResumeCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     for request in state.requests:
         at = request.asked_at.isoformat(timespec="minutes")
         said = f"it was asked at {at}, before {by} resumed repairs at {now.isoformat(timespec='minutes')}; ask again"
         state = _said(state, request, False, said, stale=True)
-    out = sum(is_out(node) and not node.gone for node in state.nodes)
+    out = sum(is_out(node) and not node.is_removed for node in state.nodes)
     state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
     return noticed(state, f"{by} resumed repairs: {reason}", now)
 
@@ -157,11 +155,13 @@ def resume_asked(state: FleetState, fact: ResumeAsked, now: datetime) -> FleetSt
 def _said(
     state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False
 ) -> FleetState:
-    answer = Answered(request.workflow, Permit(request.run, request.seq, allowed, reason, stale))
+    answer = PermitRecord(
+        request.workflow, Permit(request.run, request.seq, allowed, reason, stale)
+    )
     return replace(
         state,
         requests=tuple(one for one in state.requests if one != request),
-        answered=(*state.answered, answer),
+        permits=(*state.permits, answer),
     )
 
 
@@ -170,4 +170,46 @@ def _open(state: FleetState, reason: str, now: datetime) -> FleetState:
 
 
 def _size(state: FleetState) -> int:
-    return sum(not node.gone for node in state.nodes)
+    return sum(not node.is_removed for node in state.nodes)
+
+
+RESTARTS_WITHIN = timedelta(days=3)
+MOST_RESTARTS = 2
+"""Within that time, as for reboots: after that a person has to look."""
+GOES_DOWN_WITHIN = timedelta(minutes=10)
+"""systemd gives a service 90 s to stop, and some nodes have several in a row; nodes are probed once
+a minute."""
+
+
+def restarted(
+    state: FleetState, record: NodeRecord, request: PermitRequest, now: datetime
+) -> tuple[NodeRecord, str]:
+    """Count the requested reboot, or return why it is not allowed."""
+    if request.step != "reboot":
+        return record, ""
+    if request.power and (why := in_use(state, record, request.job)):
+        return record, why
+    recent = tuple(at for at in record.power_cycles if now - at < RESTARTS_WITHIN)
+    times = len(recent) + request.restarts
+    if recent and times >= MOST_RESTARTS:
+        cycles = f"{len(recent)} of them by its power"
+        return (
+            record,
+            f"{record.name} was rebooted {times} times within 3d, {cycles}: a person should look at its hardware",
+        )
+    return replace(
+        record, power_cycles=(*recent, now) if request.power else recent, rebooted_at=now
+    ), ""
+
+
+def is_silent_since_reboot(record: NodeRecord) -> bool:
+    """Return whether the node went silent when it was rebooted, by any order, and has not answered
+    since."""
+    if (
+        record.probe is None
+        or not record.probe.silent
+        or record.silent_since is None
+        or record.rebooted_at is None
+    ):
+        return False
+    return timedelta(0) <= record.silent_since - record.rebooted_at < GOES_DOWN_WITHIN

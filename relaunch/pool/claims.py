@@ -10,13 +10,13 @@ from datetime import datetime, timedelta
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import text
 from relaunch.generation import LaunchedGeneration
-from relaunch.pool.facts import Reclaimed
+from relaunch.pool.events import ReclaimResult
 from relaunch.pool.messages import Claim, FaultReport, Place, Suspect
 from relaunch.pool.state import (
     BehindClaim,
     ClaimRecord,
     FleetState,
-    GivenBack,
+    LastClaim,
     LiveGeneration,
     Mark,
     NodeProbe,
@@ -42,7 +42,7 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     known = next((record for record in state.claims if record.claim.job == claim.job), None)
     if known is None:
         newest = next(
-            ((one.submission, one.seq) for one in state.given_back if one.job == claim.job), None
+            ((one.submission, one.seq) for one in state.last_claims if one.job == claim.job), None
         )
     else:
         newest = known.claim.submission, known.claim.seq
@@ -52,7 +52,7 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
             and (claim.submission, claim.seq) == newest
             and known.answer is not None
         ):
-            return _with(state, replace(known, told=False))
+            return _with(state, replace(known, is_answer_sent=False))
         if claim.submission < newest[0]:
             # Either a late message of a submission that has ended: the running submission ignores
             # the answer. Or the server's clock was set back between the two: submissions are
@@ -63,13 +63,16 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
             )
         return state
     state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
-    if state.awaited is not None:
-        state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
+    if state.awaited_jobs is not None:
+        state = replace(
+            state, awaited_jobs=tuple(job for job in state.awaited_jobs if job != claim.job)
+        )
     record = _record(claim, known, now)
-    if known is not None and known.moved:
+    if known is not None and known.old_logins:
         older = {place.node for place in (*record.inherited, *claim.holds)}
         record = replace(
-            record, moved={node: login for node, login in known.moved.items() if node in older}
+            record,
+            old_logins={node: login for node, login in known.old_logins.items() if node in older},
         )
     if known is not None and (
         left := {place.node for place in _knew(claim, known)}
@@ -78,7 +81,7 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
         # The job has stopped the ranks of earlier submissions there. The next probe shows its own
         # ranks.
         state = _without_living(
-            state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left)))
+            state, ReclaimResult(claim.job, claim.submission - 1, tuple(sorted(left)))
         )
     if claim.nodes <= 0 and not record.places:
         return without(state, record, now)
@@ -95,25 +98,29 @@ def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) 
         # Its granted and held nodes stay reserved until no rank lives there. Which nodes were
         # launched together must still be known when some of them are free again.
         claim = replace(record.claim, launched=record.launched)
-        after = replace(record, claim=claim, inherited_launched=(), closed=True, told=True)
+        after = replace(
+            record, claim=claim, inherited_launched=(), is_closed=True, is_answer_sent=True
+        )
         state = _with(state, after) if after.places else without(state, after, now)
     return state
 
 
-def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
+def reclaimed(state: FleetState, fact: ReclaimResult, now: datetime) -> FleetState:
     state = _without_living(state, fact)
     for record in [record for record in state.claims if record.claim.job == fact.job]:
         # The host that answers for a moved node never saw the ranks.
-        nodes = [node for node in fact.nodes if node not in record.moved]
+        nodes = [node for node in fact.nodes if node not in record.old_logins]
         after = (
             replace(record, inherited=_less(record.inherited, nodes))
             if record.claim.submission >= fact.submission
             else record
         )
-        if record.closed and record.claim.submission <= fact.submission:
+        if record.is_closed and record.claim.submission <= fact.submission:
             after = _without_nodes(after, nodes)
         state = (
-            without(state, after, now) if after.closed and not after.places else _with(state, after)
+            without(state, after, now)
+            if after.is_closed and not after.places
+            else _with(state, after)
         )
     return state
 
@@ -136,9 +143,9 @@ def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
 
 def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, str]) -> ClaimRecord:
     held = {place.node for place in record.places}
-    then = {node: login for node, login in {**was, **record.moved}.items() if node in held}
+    then = {node: login for node, login in {**was, **record.old_logins}.items() if node in held}
     moved = {node: login for node, login in then.items() if now.get(node, login) != login}
-    return replace(record, moved=moved) if moved != record.moved else record
+    return replace(record, old_logins=moved) if moved != record.old_logins else record
 
 
 def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
@@ -146,13 +153,13 @@ def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
     node."""
     for record in state.claims:
         after = replace(record, inherited=_less(record.inherited, [node]))
-        after = _without_nodes(after, [node]) if record.closed else after
+        after = _without_nodes(after, [node]) if record.is_closed else after
         if after != record:
-            moved = {name: login for name, login in record.moved.items() if name != node}
-            after = replace(after, moved=moved)
+            moved = {name: login for name, login in record.old_logins.items() if name != node}
+            after = replace(after, old_logins=moved)
             state = (
                 without(state, after, now)
-                if after.closed and not after.places
+                if after.is_closed and not after.places
                 else _with(state, after)
             )
     return state
@@ -162,9 +169,9 @@ def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState
     """Remove a claim that has no nodes left, and remember its last submission and sequence
     number."""
     claims = tuple(one for one in state.claims if one.claim.job != record.claim.job)
-    others = tuple(one for one in state.given_back if one.job != record.claim.job)
-    last = GivenBack(record.claim.job, record.claim.submission, record.claim.seq, now)
-    return replace(state, claims=claims, given_back=(*others, last)[-KEPT_RETURNS:])
+    others = tuple(one for one in state.last_claims if one.job != record.claim.job)
+    last = LastClaim(record.claim.job, record.claim.submission, record.claim.seq, now)
+    return replace(state, claims=claims, last_claims=(*others, last)[-KEPT_RETURNS:])
 
 
 def by_marks(record: NodeRecord) -> str:
@@ -204,13 +211,13 @@ def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]
             record,
             claim=replace(record.claim, suspects=(), avoid=()),
             granted=record.granted or (),
-            said="",
+            wait_reason="",
             waiting_since=None,
             answer=None,
-            told=True,
-            said_at=None,
-            say_at=None,
-            restored=True,
+            is_answer_sent=True,
+            reason_sent_at=None,
+            reason_due_at=None,
+            is_restored=True,
         )
         for record in records
         if record.places
@@ -220,17 +227,20 @@ def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]
 def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
     """Restore which jobs held which nodes. Newer claims of a job take precedence where they say
     more."""
-    given_back = {one.job: one for one in state.given_back}
+    given_back = {one.job: one for one in state.last_claims}
     known = {record.claim.job: record for record in state.claims}
     for old in records:
         job = old.claim.job
         if (record := known.get(job)) is not None:
             launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
-            moved = {**old.moved, **record.moved}
+            moved = {**old.old_logins, **record.old_logins}
             state = _with(
                 state,
                 replace(
-                    record, inherited=_both(record, old), inherited_launched=launched, moved=moved
+                    record,
+                    inherited=_both(record, old),
+                    inherited_launched=launched,
+                    old_logins=moved,
                 ),
             )
         elif (last := given_back.get(job)) is None:
@@ -252,7 +262,7 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
                 granted=(),
                 inherited=inherited,
                 inherited_launched=(),
-                closed=True,
+                is_closed=True,
             )
             state = _with(state, ended)
     return state
@@ -291,7 +301,7 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
         if claim.submission > known.claim.submission:
             inherited, launched = known.places, known.launched
         else:
-            since = known.waiting_since or now if known.waits else now
+            since = known.waiting_since or now if known.is_waiting else now
             if not _has_seen(claim, known):
                 inherited, launched = known.inherited, known.inherited_launched
         inherited = _less(inherited, [place.node for place in claim.holds])
@@ -308,7 +318,7 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
         granted=(),
         inherited=inherited,
         inherited_launched=launched if inherited else (),
-        closed=bool(inherited) and not claim.holds,
+        is_closed=bool(inherited) and not claim.holds,
     )
 
 
@@ -341,22 +351,24 @@ def _less(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
     return tuple(place for place in places if place.node not in freed)
 
 
-def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
+def _without_living(state: FleetState, fact: ReclaimResult) -> FleetState:
     nodes = tuple(
-        _left(node, node.look, fact) if node.look and node.name in fact.nodes else node
+        _left(node, node.probe, fact) if node.probe and node.name in fact.nodes else node
         for node in state.nodes
     )
     return replace(state, nodes=nodes)
 
 
-def _left(node: NodeRecord, look: NodeProbe, fact: Reclaimed) -> NodeRecord:
+def _left(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> NodeRecord:
     def others(living: tuple[LiveGeneration, ...]) -> tuple[LiveGeneration, ...]:
         return tuple(
             one for one in living if one.job != fact.job or one.submission > fact.submission
         )
 
     return replace(
-        node, look=replace(look, living=others(look.living)), last_living=others(node.last_living)
+        node,
+        probe=replace(look, generations=others(look.generations)),
+        last_generations=others(node.last_generations),
     )
 
 
@@ -376,14 +388,14 @@ def _accused(
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
                 records[name] = _followed(other, report, suspect, now)
-        if marked.standing is NodeStatus.IN_SERVICE:
+        if marked.status is NodeStatus.IN_SERVICE:
             by = f"job {report.job}" if suspect.isolate else "relaunch"
             reason = (
                 (text(suspect.reason) or suspect.cause) if suspect.isolate else by_marks(marked)
             )
             if reason:
                 records[suspect.node] = replace(
-                    marked, standing=NodeStatus.SUSPECT, reason=reason, by=by, since=now
+                    marked, status=NodeStatus.SUSPECT, reason=reason, by=by, since=now
                 )
     return tuple(records.values()) or nodes
 
@@ -430,6 +442,6 @@ def _followed(
     if marks == record.marks:
         return record
     record = replace(record, marks=marks)
-    if record.standing is NodeStatus.SUSPECT and not by_marks(record):
-        return replace(record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now)
+    if record.status is NodeStatus.SUSPECT and not by_marks(record):
+        return replace(record, status=NodeStatus.IN_SERVICE, reason="", by="", since=now)
     return record

@@ -12,27 +12,26 @@ from dataclasses import replace
 from datetime import datetime
 
 from relaunch.evidence.fields import text
-from relaunch.pool.messages import PermitRequest, Withdraw
+from relaunch.pool.events import DrainMessage
+from relaunch.pool.messages import DrainRequest, PermitRequest
 from relaunch.pool.nodes import FLEET, is_awaiting, put
-from relaunch.pool.orders import AskToLeave
-from relaunch.pool.power import in_use
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
 NAMED = 4
 
 
-def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[AskToLeave]]:
+def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[DrainMessage]]:
     """Ask the jobs on a wanted node to leave, each once; notify them once when it is no longer
     wanted."""
     wanted = [
         node
         for node in state.nodes
-        if node.drain or node.leave or node.told or node.standing is NodeStatus.SUSPECT
+        if node.drain or node.repair_drain or node.asked_jobs or node.status is NodeStatus.SUSPECT
     ]
     if not wanted:
         return state, []
-    orders: list[AskToLeave] = []
+    orders: list[DrainMessage] = []
     on = _on_nodes(state)
     after = {node.name: _asked(state, node, on[node.name], now, orders) for node in wanted}
     nodes = tuple(after.get(node.name, node) for node in state.nodes)
@@ -44,52 +43,56 @@ def _asked(
     node: NodeRecord,
     here: list[ClaimRecord],
     now: datetime,
-    orders: list[AskToLeave],
+    orders: list[DrainMessage],
 ) -> NodeRecord:
     leave = _leave(state, node, here, now)
     wish = node.drain or leave
     if wish is None:
-        over = Withdraw(node.name, _why_over(node), f"{FLEET}{state.name}", now, withdrawn=True)
+        over = DrainRequest(node.name, _why_over(node), f"{FLEET}{state.name}", now, cancelled=True)
         waiting = (
-            [record for record in state.claims if record.waits and record not in here]
-            if node.told
+            [record for record in state.claims if record.is_waiting and record not in here]
+            if node.asked_jobs
             else []
         )
         orders += [
-            AskToLeave(record.claim.job, over)
+            DrainMessage(record.claim.job, over)
             for record in (*here, *waiting)
-            if record.claim.job in node.told
+            if record.claim.job in node.asked_jobs
         ]
         told: tuple[str, ...] = ()
     else:
         asked = [record.claim.job for record in here if node.drain or not _accuses(node, record)]
-        new = [job for job in asked if job not in node.told]
-        orders += [AskToLeave(job, wish) for job in new]
-        told = (*node.told, *new)
+        new = [job for job in asked if job not in node.asked_jobs]
+        orders += [DrainMessage(job, wish) for job in new]
+        told = (*node.asked_jobs, *new)
     return (
-        node if (leave, told) == (node.leave, node.told) else replace(node, leave=leave, told=told)
+        node
+        if (leave, told) == (node.repair_drain, node.asked_jobs)
+        else replace(node, repair_drain=leave, asked_jobs=told)
     )
 
 
 def _leave(
     state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime
-) -> Withdraw | None:
+) -> DrainRequest | None:
     """Return the fleet's own request to leave a shared suspect; None while no repair would be
     started."""
-    if node.standing is not NodeStatus.SUSPECT or node.drain is not None or _stands_still(state):
+    if node.status is not NodeStatus.SUSPECT or node.drain is not None or _stands_still(state):
         return None
     if (
-        node.leave is not None
-        or not state.begun
+        node.repair_drain is not None
+        or not state.is_probed
         or is_awaiting(state, now)
         or is_restoring(state, now)
     ):
-        return node.leave
+        return node.repair_drain
     return _wish(state, node, now) if any(not _accuses(node, record) for record in here) else None
 
 
-def _wish(state: FleetState, node: NodeRecord, now: datetime) -> Withdraw:
-    return Withdraw(node.name, node.reason, f"{FLEET}{state.name}", now + state.limits.drain_within)
+def _wish(state: FleetState, node: NodeRecord, now: datetime) -> DrainRequest:
+    return DrainRequest(
+        node.name, node.reason, f"{FLEET}{state.name}", now + state.limits.drain_within
+    )
 
 
 def _stands_still(state: FleetState) -> bool:
@@ -107,13 +110,13 @@ def _accuses(node: NodeRecord, record: ClaimRecord) -> bool:
 
 
 def _why_over(node: NodeRecord) -> str:
-    match node.standing:
+    match node.status:
         case NodeStatus.IN_SERVICE:
             return "it is in service again"
         case NodeStatus.SUSPECT:
             return "nothing is repaired at the moment"
         case _:
-            return f"it is {node.standing}, and whoever has it may stay"
+            return f"it is {node.status}, and whoever has it may stay"
 
 
 def _is_on(record: ClaimRecord, node: NodeRecord) -> bool:
@@ -123,7 +126,7 @@ def _is_on(record: ClaimRecord, node: NodeRecord) -> bool:
 def _on_nodes(state: FleetState) -> defaultdict[str, list[ClaimRecord]]:
     on: defaultdict[str, list[ClaimRecord]] = defaultdict(list)
     for record in state.claims:
-        for place in record.places if not record.closed else ():
+        for place in record.places if not record.is_closed else ():
             on[place.node].append(record)
     return on
 
@@ -147,27 +150,45 @@ def shared(
     now."""
     if not any(record.claim.job == request.job and _is_on(record, node) for record in state.claims):
         return state, in_use(state, node, request.job)
-    if node.standing is NodeStatus.IN_SERVICE and not _stands_still(state):
+    if node.status is NodeStatus.IN_SERVICE and not _stands_still(state):
         node = replace(
             node,
-            standing=NodeStatus.SUSPECT,
+            status=NodeStatus.SUSPECT,
             reason=text(request.reason),
             by=f"job {request.job}",
             since=now,
         )
-    if node.standing is NodeStatus.SUSPECT and node.leave is None and not _stands_still(state):
-        node = replace(node, leave=_wish(state, node, now))
+    if node.status is NodeStatus.SUSPECT and node.repair_drain is None and not _stands_still(state):
+        node = replace(node, repair_drain=_wish(state, node, now))
     jobs = [record.claim.job for record in others]
     many = len(jobs) > 1
     named = ", ".join(jobs[:NAMED]) + (
         f" and {len(jobs) - NAMED} more" if len(jobs) > NAMED else ""
     )
     has = f"job{'s' * many} {named} {'have' if many else 'has'} a part of {node.name} too"
-    if (wish := node.drain or node.leave) is None:
+    if (wish := node.drain or node.repair_drain) is None:
         return put(state, node), f"{has}: drain the node to have it left"
-    if request.job not in node.told:
-        node = replace(node, told=(*node.told, request.job))  # the refusal itself informs it
+    if request.job not in node.asked_jobs:
+        node = replace(
+            node, asked_jobs=(*node.asked_jobs, request.job)
+        )  # the refusal itself informs it
     return (
         put(state, node),
         f"{has}, and {'were' if many else 'was'} asked to leave it by {wish.until:%Y-%m-%d %H:%M} UTC",
     )
+
+
+def in_use(state: FleetState, record: NodeRecord, job: str) -> str:
+    """Return why only another job may have the node treated, as a clause; empty if no other job has
+    it."""
+    others = [
+        one.claim.job
+        for one in state.claims
+        if one.claim.job != job and any(place.node == record.name for place in one.places)
+    ]
+    others += [
+        one.job for one in (record.probe.generations if record.probe else ()) if one.job != job
+    ]
+    if not others:
+        return ""
+    return f"job {others[0]} has {record.name}, and ranks of it may live there: cancel it, drain the node, or let that job order it"

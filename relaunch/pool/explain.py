@@ -13,9 +13,8 @@ from datetime import datetime
 from relaunch.evidence.fields import text
 from relaunch.pool.inventory import used_by
 from relaunch.pool.nodes import is_awaiting
-from relaunch.pool.placement import Board, Chosen
+from relaunch.pool.placement import Choice, Placement, Shape, fits
 from relaunch.pool.restore import is_restoring
-from relaunch.pool.shapes import Shape, fits
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
 NAMED = 3
@@ -24,19 +23,19 @@ NAMED = 3
 
 def why_closed(state: FleetState, now: datetime) -> str:
     """Return why the fleet grants nothing; empty if it grants."""
-    if not state.applied:
+    if not state.is_file_read:
         return f"the file of fleet {state.name} has not been read yet"
     if state.breaker.is_open:
         since = f"{state.breaker.since:%H:%M} UTC" if state.breaker.since else "some time"
         return f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; relaunch nodes resume closes it"
     anew = f"fleet {state.name} was started anew and "
-    if state.awaited is None:
+    if state.awaited_jobs is None:
         return anew + "looks which jobs run"
     if is_awaiting(state, now):
-        return anew + f"asks the jobs what they hold: {listed(state.awaited)}"
+        return anew + f"asks the jobs what they hold: {listed(state.awaited_jobs)}"
     if is_restoring(state, now):
         return anew + "asks the run before it which nodes are out of service"
-    if not state.begun:
+    if not state.is_probed:
         return anew + f"looks at its {len(state.nodes)} nodes"
     return ""
 
@@ -60,14 +59,14 @@ class Survey:
     """Free spares, which only jobs that have run may use."""
 
 
-class Words:
-    def __init__(self, board: Board) -> None:
+class Explainer:
+    def __init__(self, board: Placement) -> None:
         self._board = board
         self._surveys: dict[tuple[int, bool], Survey] = {}
 
     def why_hopeless(self, record: ClaimRecord, shape: Shape) -> str:
         claim, board = record.claim, self._board
-        gone = [node for node in board.kept(record) if board.nodes[node].gone]
+        gone = [node for node in board.kept(record) if board.nodes[node].is_removed]
         most = board.most(shape) + len(gone)
         if most >= claim.nodes:
             return ""
@@ -91,26 +90,26 @@ class Words:
             600,
         )
 
-    def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+    def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Choice, ahead: str) -> str:
         """Return why a job that runs, or can start, has fewer nodes than it would take."""
         have = len(chosen.kept) + len(chosen.new)
         parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or [
             "no other is to be had"
         ]
-        return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
+        return text(f"{have} of {record.claim.max_nodes} nodes: " + "; ".join(parts), 600)
 
-    def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+    def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Choice, ahead: str) -> str:
         # A stale answer is not news: the job would get a message every ten seconds and record each
         # of them.
         have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
-        wanted = record.claim.nodes if chosen.missing else record.claim.up_to
+        wanted = record.claim.nodes if chosen.missing else record.claim.max_nodes
         return text(
             f"{have} of {wanted} nodes: "
             + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part),
             600,
         )
 
-    def _parts(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> list[str]:
+    def _parts(self, record: ClaimRecord, shape: Shape, chosen: Choice, ahead: str) -> list[str]:
         claim, board = record.claim, self._board
         survey = self._survey(shape)
         parts = []
@@ -140,7 +139,7 @@ class Words:
         avoided = [
             node.name
             for node in known
-            if fits(node, shape, with_avoided=True) and node.standing is NodeStatus.IN_SERVICE
+            if fits(node, shape, with_avoided=True) and node.status is NodeStatus.IN_SERVICE
         ]
         parts.append(f"it avoids {listed(avoided)}" if avoided else "")
         idle = survey.spares
@@ -167,12 +166,12 @@ class Words:
         out, silent, blocked = [], [], []
         for index, node in nodes:
             holders.update(list(board.holders.get(index, ())))
-            if node.standing is not NodeStatus.IN_SERVICE:
-                out.append(f"{node.name} is {node.standing} ({text(node.reason, 80)})")
-            elif node.look is not None and node.look.silent:
-                silent.append(f"{node.name} does not answer ({text(node.look.silent, 80)})")
-            elif node.short:
-                blocked.append(f"{node.name}: {node.short}")
+            if node.status is not NodeStatus.IN_SERVICE:
+                out.append(f"{node.name} is {node.status} ({text(node.reason, 80)})")
+            elif node.probe is not None and node.probe.silent:
+                silent.append(f"{node.name} does not answer ({text(node.probe.silent, 80)})")
+            elif node.missing_gpus:
+                blocked.append(f"{node.name}: {node.missing_gpus}")
             elif uses := board.in_the_way(index, shape[0]):
                 blocked.append(f"{node.name}: {text(used_by(uses), 160)}")
             elif index not in board.holders and (why := _in_the_way(node)):
@@ -201,10 +200,10 @@ class Words:
 def _in_the_way(node: NodeRecord) -> str:
     if node.repair:
         return f"it is under repair ({node.repair})"
-    if node.look is None:
+    if node.probe is None:
         return ""
-    if node.look.held:
-        return text(node.look.held, 80)
-    if node.look.living and node.spec.gpus:
-        return f"ranks of job {node.look.living[0].job} live there"
+    if node.probe.busy:
+        return text(node.probe.busy, 80)
+    if node.probe.generations and node.spec.gpus:
+        return f"ranks of job {node.probe.generations[0].job} live there"
     return ""

@@ -9,15 +9,15 @@ from datetime import datetime, timedelta
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.claims import all_retracted, by_marks, declared_dead, note_moves
-from relaunch.pool.facts import (
-    Applied,
-    DeadDeclared,
-    QuarantineAsked,
-    ReleaseAsked,
-    RepairBegan,
-    RepairEnded,
+from relaunch.pool.events import (
+    DeathDeclaration,
+    FleetFileContent,
+    QuarantineCommand,
+    ReleaseCommand,
+    RepairResult,
+    RepairStart,
 )
-from relaunch.pool.messages import Withdraw
+from relaunch.pool.messages import DrainRequest
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 
 FLEET_FILE = "fleet file"
@@ -54,15 +54,15 @@ def put(state: FleetState, record: NodeRecord) -> FleetState:
 
 def is_awaiting(state: FleetState, now: datetime) -> bool:
     """Return whether jobs may still claim nodes that look free."""
-    return state.awaited is None or (
-        bool(state.awaited) and (state.settles_at is None or now < state.settles_at)
+    return state.awaited_jobs is None or (
+        bool(state.awaited_jobs) and (state.awaited_until is None or now < state.awaited_until)
     )
 
 
 # --- the file
 
 
-def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
+def applied(state: FleetState, fact: FleetFileContent, now: datetime) -> FleetState:
     if not fact.nodes and state.nodes:
         return noticed(
             state,
@@ -74,9 +74,11 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
     for spec in fact.nodes:
         record = known.pop(spec.name, None) or NodeRecord(spec)
         record = (
-            replace(record, spec=spec, gone=False) if record.spec != spec or record.gone else record
+            replace(record, spec=spec, is_removed=False)
+            if record.spec != spec or record.is_removed
+            else record
         )
-        if record.standing is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
+        if record.status is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _back(record, now)
         nodes.append(record)
     # A node that has left the file while a job is on it is kept until it is free: see `settle`.
@@ -85,12 +87,12 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
         state = noticed(state, notice, now)
     logins = {node.name: node.spec.login for node in state.nodes}
     state = replace(
-        state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True
+        state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), is_file_read=True
     )
     return note_moves(state, logins)
 
 
-def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
+def _describe_moves(state: FleetState, fact: FleetFileContent) -> list[str]:
     """Return notices of nodes whose address or user changed in the file while a job may have ranks
     there."""
     before = {node.name: node.spec for node in state.nodes}
@@ -110,24 +112,26 @@ def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
 
 
 def _left(record: NodeRecord, now: datetime) -> NodeRecord:
-    if record.standing in (NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
-        return replace(record, gone=True)
-    return quarantined(replace(record, gone=True), FLEET_FILE, NOT_IN_FILE, now)
+    if record.status in (NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
+        return replace(record, is_removed=True)
+    return quarantined(replace(record, is_removed=True), FLEET_FILE, NOT_IN_FILE, now)
 
 
 def _back(record: NodeRecord, now: datetime) -> NodeRecord:
     if reason := by_marks(record):
-        return replace(record, standing=NodeStatus.SUSPECT, reason=reason, by=RELAUNCH, since=now)
+        return replace(record, status=NodeStatus.SUSPECT, reason=reason, by=RELAUNCH, since=now)
     return in_service(record, now)
 
 
 def without_gone(state: FleetState) -> FleetState:
     """Remove the nodes that the file no longer names, once no job has them and no repair runs on
     them."""
-    if not any(node.gone for node in state.nodes):
+    if not any(node.is_removed for node in state.nodes):
         return state
     held = {place.node for record in state.claims for place in record.places}
-    nodes = tuple(node for node in state.nodes if not node.gone or node.repair or node.name in held)
+    nodes = tuple(
+        node for node in state.nodes if not node.is_removed or node.repair or node.name in held
+    )
     return replace(state, nodes=nodes) if len(nodes) < len(state.nodes) else state
 
 
@@ -136,12 +140,18 @@ def without_gone(state: FleetState) -> FleetState:
 
 def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
     return replace(
-        record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now, drain=None, leave=None
+        record,
+        status=NodeStatus.IN_SERVICE,
+        reason="",
+        by="",
+        since=now,
+        drain=None,
+        repair_drain=None,
     )
 
 
 def quarantined(record: NodeRecord, by: str, reason: str, now: datetime) -> NodeRecord:
-    return replace(record, standing=NodeStatus.QUARANTINED, reason=reason, by=by, since=now)
+    return replace(record, status=NodeStatus.QUARANTINED, reason=reason, by=by, since=now)
 
 
 def is_ours(record: NodeRecord) -> bool:
@@ -150,7 +160,7 @@ def is_ours(record: NodeRecord) -> bool:
 
 
 def is_out(record: NodeRecord) -> bool:
-    match record.standing:
+    match record.status:
         case NodeStatus.SUSPECT | NodeStatus.REPAIRING:
             return True
         case NodeStatus.QUARANTINED:
@@ -173,23 +183,27 @@ def _seen(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeReco
     if look is None:
         return record
     if look.inventory is not None:
-        record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
-    look = replace(look, inventory=None, read_ago=timedelta(0))
+        record = replace(record, inventory=look.inventory, inventory_at=now - look.inventory_age)
+    look = replace(look, inventory=None, inventory_age=timedelta(0))
     record = replace(
         record,
-        last_living=_last_living(record) if look.silent else (),
-        answered=record.answered or not look.silent,
+        last_generations=_last_living(record) if look.silent else (),
+        has_answered=record.has_answered or not look.silent,
     )
     return replace(
         record,
-        look=look,
-        looked_at=now,
+        probe=look,
+        probed_at=now,
         silent_since=(record.silent_since or now) if look.silent else None,
     )
 
 
 def _last_living(record: NodeRecord) -> tuple[LiveGeneration, ...]:
-    return record.last_living if record.look is None or record.look.silent else record.look.living
+    return (
+        record.last_generations
+        if record.probe is None or record.probe.silent
+        else record.probe.generations
+    )
 
 
 def short(state: FleetState, now: datetime) -> FleetState:
@@ -197,12 +211,16 @@ def short(state: FleetState, now: datetime) -> FleetState:
 
     A node in use is left to the fault handling of its job.
     """
-    if not state.begun or is_awaiting(state, now) or not any(node.short for node in state.nodes):
+    if (
+        not state.is_probed
+        or is_awaiting(state, now)
+        or not any(node.missing_gpus for node in state.nodes)
+    ):
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = (
-        replace(node, standing=NodeStatus.SUSPECT, reason=node.short, by=RELAUNCH, since=now)
-        if _is_idle(node, held) and node.short
+        replace(node, status=NodeStatus.SUSPECT, reason=node.missing_gpus, by=RELAUNCH, since=now)
+        if _is_idle(node, held) and node.missing_gpus
         else node
         for node in state.nodes
     )
@@ -211,9 +229,9 @@ def short(state: FleetState, now: datetime) -> FleetState:
 
 def _is_idle(record: NodeRecord, held: set[str]) -> bool:
     if (
-        record.standing is not NodeStatus.IN_SERVICE
+        record.status is not NodeStatus.IN_SERVICE
         or record.repair
-        or record.gone
+        or record.is_removed
         or record.name in held
     ):
         return False
@@ -221,15 +239,15 @@ def _is_idle(record: NodeRecord, held: set[str]) -> bool:
         record.foreign_processes
     ):  # an examination would be refused, and the node would stay out of service for that
         return False
-    return record.look is not None and not (
-        record.look.silent or record.look.held or record.look.living
+    return record.probe is not None and not (
+        record.probe.silent or record.probe.busy or record.probe.generations
     )
 
 
 # --- repairs
 
 
-def repair_began(state: FleetState, fact: RepairBegan, now: datetime) -> FleetState:
+def repair_began(state: FleetState, fact: RepairStart, now: datetime) -> FleetState:
     record = find(state, fact.node)
     if record is None:
         return noticed(
@@ -245,7 +263,7 @@ def under_repair(record: NodeRecord, workflow: str, run: str, now: datetime) -> 
     return replace(record, repair=repair, repair_since=now, repair_acts=False)
 
 
-def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetState:
+def repair_ended(state: FleetState, fact: RepairResult, now: datetime) -> FleetState:
     requests = tuple(
         one for one in state.requests if (one.workflow, one.run) != (fact.workflow, fact.run)
     )
@@ -260,13 +278,18 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
         return state
     # An inventory from before the repair is no longer valid.
     record = replace(
-        record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None
+        record,
+        repair="",
+        repair_since=None,
+        repair_acts=False,
+        repair_ended=repair,
+        inventory_at=None,
     )
     if fact.verdict is not Verdict.UNKNOWN:
         record = replace(
             record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason)
         )
-    if fact.job and record.standing is not NodeStatus.REPAIRING:
+    if fact.job and record.status is not NodeStatus.REPAIRING:
         return put(state, record)
     if _proves_nothing(record, fact):
         return noticed(
@@ -277,7 +300,7 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
     return put(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
 
 
-def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
+def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
     """Return whether a person's repair of a node in service was refused, for example because it is
     in use.
 
@@ -285,37 +308,37 @@ def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
     """
     ordered = not fact.by.startswith(FLEET)
     refused = fact.outcome == "refused" and fact.verdict is not Verdict.UNHEALTHY
-    return ordered and refused and record.standing is NodeStatus.IN_SERVICE
+    return ordered and refused and record.status is NodeStatus.IN_SERVICE
 
 
-def _was_stale(state: FleetState, fact: RepairEnded) -> bool:
+def _was_stale(state: FleetState, fact: RepairResult) -> bool:
     """Return whether the last answer to this repair was that it had asked before a person resumed
     repairs."""
     told = [
         one.permit
-        for one in state.answered
+        for one in state.permits
         if (one.workflow, one.permit.run) == (fact.workflow, fact.run)
     ]
     return bool(told) and told[-1].stale
 
 
 def _after_repair(
-    record: NodeRecord, fact: RepairEnded, now: datetime, *, stale: bool
+    record: NodeRecord, fact: RepairResult, now: datetime, *, stale: bool
 ) -> NodeRecord:
     done = fact.outcome == "done"
     if done:
         record = all_retracted(record, "examined healthy after a repair")
-    if record.gone:
+    if record.is_removed:
         return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
-    if record.standing is NodeStatus.QUARANTINED and not is_ours(record):
+    if record.status is NodeStatus.QUARANTINED and not is_ours(record):
         # A person's quarantine holds until a person releases the node: ordering a repair says
         # nothing about why it is quarantined.
         return record
     if done:
         return in_service(record, now)
-    if stale and record.standing is NodeStatus.REPAIRING:
+    if stale and record.status is NodeStatus.REPAIRING:
         # The repair proved nothing: the next one examines the current state.
-        return replace(record, standing=NodeStatus.SUSPECT, since=now)
+        return replace(record, status=NodeStatus.SUSPECT, since=now)
     return quarantined(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
 
 
@@ -327,7 +350,7 @@ def overdue(state: FleetState, now: datetime) -> FleetState:
         if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN
     ]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)
-        if record.standing is NodeStatus.REPAIRING:
+        if record.status is NodeStatus.REPAIRING:
             after = quarantined(after, RELAUNCH, "nobody told how its repair ended", now)
         state = noticed(
             put(state, after),
@@ -340,7 +363,7 @@ def overdue(state: FleetState, now: datetime) -> FleetState:
 # --- orders of people
 
 
-def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) -> FleetState:
+def quarantine_asked(state: FleetState, fact: QuarantineCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find(state, fact.node)
     if record is None:
@@ -350,9 +373,11 @@ def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) ->
     drain = (
         None
         if fact.drain_within is None
-        else Withdraw(record.name, reason, by, now + fact.drain_within)
+        else DrainRequest(record.name, reason, by, now + fact.drain_within)
     )
-    record = replace(record, drain=drain, told=record.told if drain in (None, record.drain) else ())
+    record = replace(
+        record, drain=drain, asked_jobs=record.asked_jobs if drain in (None, record.drain) else ()
+    )
     how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
     return noticed(
         put(state, quarantined(record, by, reason, now)),
@@ -361,22 +386,22 @@ def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) ->
     )
 
 
-def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> FleetState:
+def release_asked(state: FleetState, fact: ReleaseCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find(state, fact.node)
-    if record is None or record.gone:
+    if record is None or record.is_removed:
         return noticed(
             state,
             f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}",
             now,
         )
     record = all_retracted(
-        replace(in_service(record, now), read_at=None), f"{by} released it: {reason}"
+        replace(in_service(record, now), inventory_at=None), f"{by} released it: {reason}"
     )
     return noticed(put(state, record), f"{by} released {record.name}: {reason}", now)
 
 
-def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> FleetState:
+def dead_declared(state: FleetState, fact: DeathDeclaration, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     if find(state, fact.node) is None:
         return noticed(
@@ -385,4 +410,67 @@ def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> Fleet
     state = declared_dead(state, fact.node, now)
     return noticed(
         state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {reason}", now
+    )
+
+
+FRESH = timedelta(seconds=10)
+"""How long an answer of a node counts as current: a launch follows a grant within a second or
+two."""
+READ_AGAIN = timedelta(minutes=5)
+"""Time between two readings of the GPUs of a node that no claim waits for: foreign processes stay
+for hours."""
+MOST_READ = 512
+"""Nodes whose GPUs are read with one probe: their answers, with foreign processes on each, are half
+a megabyte of history."""
+LOOK_AGAIN = timedelta(seconds=2)
+"""Time between probes of a node that is silent or busy while a claim waits for it."""
+
+
+def look_gap(record: NodeRecord, now: datetime) -> timedelta:
+    """Return how long to wait after a probe that found the node silent. A node that has been silent
+    for long may be back at any time."""
+    silent = now - record.silent_since if record.silent_since else timedelta(0)
+    return max(LOOK_AGAIN, silent / 10)
+
+
+def is_due(record: NodeRecord, now: datetime) -> bool:
+    """Return whether to probe the node again for a waiting claim.
+
+    Not while the answer to the last probe may still come.
+    """
+    if _lacks_only_a_reading(record, now):
+        return True
+    gap = look_gap(record, now)
+    times = (record.probed_at, record.probe_ordered_at)
+    return all(at is None or now - at >= gap for at in times)
+
+
+def may_be_read(record: NodeRecord, now: datetime, gap: timedelta) -> bool:
+    """Return whether to read the GPUs with a probe. Not during a repair: no process may have them
+    open for a reset."""
+    if (
+        not record.spec.gpus
+        or record.is_removed
+        or record.repair
+        or record.status is NodeStatus.REPAIRING
+    ):
+        return False
+    return record.inventory_at is None or now - record.inventory_at >= gap
+
+
+def _lacks_only_a_reading(record: NodeRecord, now: datetime) -> bool:
+    """Return whether the last probe was not to read the GPUs, so that the next one need not wait
+    for anything."""
+    look, at, asked = record.probe, record.probed_at, record.probe_ordered_at
+    if (
+        look is None
+        or at is None
+        or look.silent
+        or look.busy
+        or look.inventory_pending
+        or (asked is not None and asked > at)
+    ):
+        return False
+    return may_be_read(record, now, FRESH) and (
+        record.inventory_at is None or record.inventory_at < at
     )

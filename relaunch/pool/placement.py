@@ -1,8 +1,4 @@
-"""Track which jobs have which nodes, what is free, and which nodes a claim could have.
-
-`allocate` decides the order of claims. This module keeps no state: the board is built from the
-fleet's state each time.
-"""
+"""What a claim can use of a node, and what a node offers once jobs and repairs have ended."""
 
 from __future__ import annotations
 
@@ -14,16 +10,35 @@ from datetime import datetime, timedelta
 
 from relaunch.pool.inventory import GpuUse
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.probing import FRESH, is_due, may_be_read
-from relaunch.pool.shapes import Kind, Shape, fits, serves
+from relaunch.pool.nodes import FRESH, is_due, may_be_read
 from relaunch.pool.state import (
     ClaimRecord,
     FleetState,
     LiveGeneration,
     NodeRecord,
     NodeStatus,
-    Offered,
+    OfferRecord,
 )
+
+Shape = tuple[int, bool, frozenset[str]]
+"""What a claim can use: GPUs on each node, whether spares too, and the nodes to avoid."""
+Kind = tuple[bool, int, bool]
+"""Whether the node is a spare, its GPUs without those that foreign processes use (the fleet does
+not control these), and whether there are no such GPUs."""
+
+
+def serves(kind: Kind, shape: Shape) -> bool:
+    spare, gpus, whole = kind
+    need, spares, _ = shape
+    return gpus >= need and (whole or need > 0) and (spares or not spare)
+
+
+def fits(record: NodeRecord, shape: Shape, *, with_avoided: bool = False) -> bool:
+    need, spares, avoid = shape
+    if record.spec.gpus < need or (record.spec.spare and not spares):
+        return False
+    return with_avoided or record.name not in avoid
+
 
 GIVEN_UP = timedelta(minutes=10)
 """After so long a silence a node is no longer waited for, and other jobs get what a large claim
@@ -34,21 +49,21 @@ interchangeable."""
 NOWHERE: Key = (False, 0, -1, -1)
 
 
-def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
+def holds(offered: OfferRecord, record: ClaimRecord | None, now: datetime) -> bool:
     """Return whether the nodes of an offer are still reserved: the job has sent no newer claim, or
     its newer claim still waits for the answer."""
     if (
         record is None
-        or record.closed
+        or record.is_closed
         or record.claim.submission != offered.submission
         or now >= offered.until
     ):
         return False
-    return record.claim.seq == offered.seq or record.waits
+    return record.claim.seq == offered.seq or record.is_waiting
 
 
 @dataclass(slots=True)
-class Chosen:
+class Choice:
     """The nodes that a claim can have now."""
 
     kept: list[int]
@@ -64,7 +79,7 @@ class Chosen:
     would still lack others."""
 
 
-class Board:
+class Placement:
     """Which jobs have which nodes, and what is free. Grants change it."""
 
     def __init__(self, state: FleetState, now: datetime) -> None:
@@ -106,7 +121,7 @@ class Board:
                     if (node := self.index.get(place.node)) is not None:
                         self.offered.setdefault(node, {})[offered.job] = place.gpus
         for node, one in enumerate(self.nodes):
-            for living in one.look.living if one.look else ():
+            for living in one.probe.generations if one.probe else ():
                 self.living.setdefault(living.job, []).append((node, living))
             if (
                 one.inventory is not None
@@ -114,7 +129,7 @@ class Board:
                 and (foreign_processes := one.foreign_processes)
             ):
                 self.visited[node] = frozenset(gpu for use in foreign_processes for gpu in use.gpus)
-            if not one.gone:
+            if not one.is_removed:
                 self._in_file[one.spec.spare, one.spec.gpus] += 1
             if self._is_eventual(one):
                 self._eventual[self._kind(node)] += 1
@@ -143,19 +158,19 @@ class Board:
 
     def has_foreign_ranks(self, node: int, job: str = "") -> bool:
         """Return whether ranks of other jobs without a share of this node live there."""
-        look = self.nodes[node].look
+        look = self.nodes[node].probe
         if look is None or not self.nodes[node].spec.gpus:
             return False
         shares = self.holders.get(node, {})
-        return any(one.job != job and not shares.get(one.job) for one in look.living)
+        return any(one.job != job and not shares.get(one.job) for one in look.generations)
 
     def is_ready(self, node: int, job: str = "") -> bool:
         one = self.nodes[node]
-        if one.look is None or one.looked_at is None or one.look.silent or one.look.held:
+        if one.probe is None or one.probed_at is None or one.probe.silent or one.probe.busy:
             return False
-        if one.spec.gpus and (one.read_at is None or self.now - one.read_at >= FRESH):
+        if one.spec.gpus and (one.inventory_at is None or self.now - one.inventory_at >= FRESH):
             return False
-        return self.now - one.looked_at < FRESH and not self.has_foreign_ranks(node, job)
+        return self.now - one.probed_at < FRESH and not self.has_foreign_ranks(node, job)
 
     def in_the_way(self, node: int, need: int) -> tuple[GpuUse, ...]:
         """Return the foreign processes without which a claim for so many GPUs (0: all) would fit
@@ -175,22 +190,22 @@ class Board:
         return node not in self.holders
 
     def has_living(self, node: int) -> bool:
-        look = self.nodes[node].look
-        return look is not None and bool(look.living)
+        look = self.nodes[node].probe
+        return look is not None and bool(look.generations)
 
     def _is_usable(self, node: int) -> bool:
         one = self.nodes[node]
         return (
-            one.standing is NodeStatus.IN_SERVICE
+            one.status is NodeStatus.IN_SERVICE
             and one.drain is None
-            and not one.gone
+            and not one.is_removed
             and not one.repair
-            and not one.short
+            and not one.missing_gpus
         )
 
     def _is_eventual(self, one: NodeRecord) -> bool:
         """Return whether a job may get the node eventually, without a person's help."""
-        if one.standing is NodeStatus.QUARANTINED or one.drain is not None or one.gone:
+        if one.status is NodeStatus.QUARANTINED or one.drain is not None or one.is_removed:
             return False
         return one.silent_since is None or self.now - one.silent_since < GIVEN_UP
 
@@ -252,27 +267,26 @@ class Board:
             ):
                 continue
             one = self.nodes[node]
-            wish = one.drain or one.leave
+            wish = one.drain or one.repair_drain
             stays = wish is not None and name in record.claim.stays and self.now < wish.until
             if stays or (
-                one.drain is None
-                and one.standing in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)
+                one.drain is None and one.status in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)
             ):
                 found.append(node)
-        return found[: record.claim.up_to]
+        return found[: record.claim.max_nodes]
 
-    def choose(self, record: ClaimRecord, shape: Shape, *, alone: bool = False) -> Chosen:
+    def choose(self, record: ClaimRecord, shape: Shape, *, alone: bool = False) -> Choice:
         """Return what the claim can have now; `alone`: no other claim waits."""
         chosen = self._needed(record, shape)
-        if not chosen.missing and len(chosen.kept) + len(chosen.new) < record.claim.up_to:
+        if not chosen.missing and len(chosen.kept) + len(chosen.new) < record.claim.max_nodes:
             self._choose_more(record, shape, chosen, alone)
         return chosen
 
-    def _needed(self, record: ClaimRecord, shape: Shape) -> Chosen:
+    def _needed(self, record: ClaimRecord, shape: Shape) -> Choice:
         kept = self.kept(record)
         missing = record.claim.nodes - len(kept)
         if missing <= 0:
-            return Chosen(kept, [], 0)
+            return Choice(kept, [], 0)
         taken = frozenset(kept)
         ready: list[int] = []
         doubtful: list[int] = []
@@ -289,7 +303,7 @@ class Board:
             new.append(node)
             if len(new) == missing:
                 break
-        chosen = Chosen(kept, new, missing - len(new))
+        chosen = Choice(kept, new, missing - len(new))
         if chosen.missing:
             doubts = doubts or [*doubtful, *self._fitting(self._doubtful, shape, own)]
             stale = [node for node in doubts if self._only_stale(node)]
@@ -318,7 +332,7 @@ class Board:
             and is_due(self.nodes[node], self.now)
         ]
 
-    def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Chosen, alone: bool) -> None:
+    def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Choice, alone: bool) -> None:
         """Add nodes beyond the required ones that no other claim waits for.
 
         Spares, and nodes that others wait for, replace nodes that the job had before; they never
@@ -337,10 +351,10 @@ class Board:
             )
 
         for node in (*own, *self._fitting(self._free, shape, without)):
-            if count < claim.up_to and self.is_ready(node, claim.job) and may_have(node):
+            if count < claim.max_nodes and self.is_ready(node, claim.job) and may_have(node):
                 chosen.new.append(node)
                 count += 1
-        if count < claim.up_to:
+        if count < claim.max_nodes:
             doubts = [
                 node
                 for node in (*own, *self._fitting(self._doubtful, shape, without))
@@ -386,7 +400,7 @@ class Board:
             self._put(node)
         return tuple(places)
 
-    def grant(self, record: ClaimRecord, chosen: Chosen) -> tuple[Place, ...]:
+    def grant(self, record: ClaimRecord, chosen: Choice) -> tuple[Place, ...]:
         job, need = record.claim.job, record.claim.gpus
         held = {place.node: place for place in record.places}
         places = []
@@ -410,7 +424,7 @@ class Board:
             self._put(node)
         return tuple(places)
 
-    def could_have(self, record: ClaimRecord, shape: Shape, chosen: Chosen) -> bool:
+    def could_have(self, record: ClaimRecord, shape: Shape, chosen: Choice) -> bool:
         """Return whether there will be enough nodes once jobs and repairs end, without a person's
         help."""
         count = sum(n for kind, n in self._eventual.items() if serves(kind, shape))
@@ -474,7 +488,7 @@ class Board:
             for node, one in enumerate(self.nodes)
             if any(
                 living.job == claim.job and living.submission < claim.submission
-                for living in one.last_living
+                for living in one.last_generations
             )
         }
         return tuple(name for node in sorted(nodes) if (name := self.nodes[node].name) not in told)
@@ -494,7 +508,11 @@ class Board:
         )
         if not (self.state.restore_error or earlier):
             return []
-        return [node for node, one in enumerate(self.nodes) if not one.answered and not one.gone]
+        return [
+            node
+            for node, one in enumerate(self.nodes)
+            if not one.has_answered and not one.is_removed
+        ]
 
     def _own(self, record: ClaimRecord, shape: Shape, taken: frozenset[int]) -> list[int]:
         """Return the usable nodes that the job already has but does not keep.
@@ -532,5 +550,5 @@ class Board:
 
     def _only_stale(self, node: int) -> bool:
         """Return whether the age of the last probe is the only reason against the node."""
-        look = self.nodes[node].look
-        return look is None or not (look.silent or look.held or self.has_foreign_ranks(node))
+        look = self.nodes[node].probe
+        return look is None or not (look.silent or look.busy or self.has_foreign_ranks(node))

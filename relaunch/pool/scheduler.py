@@ -16,35 +16,40 @@ from relaunch.pool import breaker
 from relaunch.pool import claims as fleet_claims
 from relaunch.pool import nodes as fleet_nodes
 from relaunch.pool import restore as fleet_memory
-from relaunch.pool.allocate import LOOK_FIRST, allocate, yields_at
+from relaunch.pool.breaker import is_silent_since_reboot
 from relaunch.pool.drains import asked_to_leave
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    DeadDeclared,
-    Fact,
-    FaultsReported,
-    JobsClosed,
-    JobsFound,
-    Looked,
-    PauseAsked,
-    PermitWanted,
-    QuarantineAsked,
-    Reclaimed,
-    Rejected,
-    ReleaseAsked,
-    Remembered,
-    RepairBegan,
-    RepairEnded,
-    ResumeAsked,
+from relaunch.pool.events import (
+    ClaimEvent,
+    ClaimReminder,
+    DeathDeclaration,
+    EndedJobs,
+    FaultReportEvent,
+    FleetEvent,
+    FleetFileContent,
+    GrantMessage,
+    MalformedMessage,
+    Order,
+    PauseCommand,
+    PermitRequestEvent,
+    PreviousRun,
+    ProbeOrder,
+    ProbeResults,
+    QuarantineCommand,
+    ReclaimOrder,
+    ReclaimResult,
+    ReleaseCommand,
+    RepairRequest,
+    RepairResult,
+    RepairStart,
+    ResumeCommand,
+    RunningJobs,
+    ScheduleResult,
 )
+from relaunch.pool.grants import LOOK_FIRST, allocate, offered, offers_at, released, yields_at
 from relaunch.pool.messages import Grant
-from relaunch.pool.offers import offered, offers_at, released
-from relaunch.pool.orders import AskToClaim, Look, Order, Reclaim, Settled, StartRepair, TellJob
-from relaunch.pool.placement import Board
-from relaunch.pool.power import is_silent_since_reboot
-from relaunch.pool.probing import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, Reclaiming
+from relaunch.pool.nodes import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
+from relaunch.pool.placement import Placement
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, RecentReclaim
 
 SWEEP = timedelta(seconds=60)
 """Time between two probes of all nodes: how long ranks of no known job may go unseen."""
@@ -57,53 +62,57 @@ AT_LEAST = timedelta(seconds=1)
 """Shortest time between two wakes without news."""
 
 
-def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
+def apply_event(state: FleetState, fact: FleetEvent, now: datetime) -> FleetState:
     """Apply one fact. Applying it again changes nothing."""
     match fact:
-        case Applied():
+        case FleetFileContent():
             return fleet_memory.began(fleet_nodes.applied(state, fact, now), now)
-        case JobsFound():
+        case RunningJobs():
             return _found(state, fact, now)
-        case Remembered():
+        case PreviousRun():
             return fleet_memory.remembered(state, fact, now)
-        case Claimed():
+        case ClaimEvent():
             return fleet_claims.claimed(state, fact.claim, now)
-        case FaultsReported():
+        case FaultReportEvent():
             return fleet_claims.reported(state, fact.report, now)
-        case Looked():
-            return fleet_nodes.looked(state, fact.looks, now)
-        case JobsClosed():
+        case ProbeResults():
+            return fleet_nodes.looked(state, fact.probes, now)
+        case EndedJobs():
             return fleet_claims.closed(state, fact.jobs, now)
-        case Reclaimed():
+        case ReclaimResult():
             return fleet_claims.reclaimed(state, fact, now)
-        case RepairBegan():
+        case RepairStart():
             return fleet_nodes.repair_began(state, fact, now)
-        case PermitWanted():
+        case PermitRequestEvent():
             return breaker.wanted(state, fact, now)
-        case RepairEnded():
+        case RepairResult():
             return fleet_nodes.repair_ended(state, fact, now)
-        case QuarantineAsked():
+        case QuarantineCommand():
             return fleet_nodes.quarantine_asked(state, fact, now)
-        case ReleaseAsked():
+        case ReleaseCommand():
             return fleet_nodes.release_asked(state, fact, now)
-        case DeadDeclared():
+        case DeathDeclaration():
             return fleet_nodes.dead_declared(state, fact, now)
-        case PauseAsked():
+        case PauseCommand():
             return breaker.pause_asked(state, fact, now)
-        case ResumeAsked():
+        case ResumeCommand():
             return breaker.resume_asked(state, fact, now)
-        case Rejected():
+        case MalformedMessage():
             return fleet_nodes.noticed(state, f"{fact.name}: {fact.reason}", now)
         case _:
             assert_never(fact)
 
 
-def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
+def schedule(state: FleetState, now: datetime, busy: frozenset[str]) -> ScheduleResult:
     """Do everything that can be done now. `busy` names the orders under way: `look`,
     `reclaim/JOB/SUBMISSION`."""
     state = fleet_nodes.without_gone(fleet_nodes.overdue(fleet_memory.given_up(state, now), now))
-    if not state.begun and state.nodes and all(node.looked_at is not None for node in state.nodes):
-        state = replace(state, begun=True)
+    if (
+        not state.is_probed
+        and state.nodes
+        and all(node.probed_at is not None for node in state.nodes)
+    ):
+        state = replace(state, is_probed=True)
     state = breaker.opened(fleet_nodes.short(state, now), now)
     orders: list[Order] = []
     state, numbers = _behind(state)
@@ -124,13 +133,13 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     ):  # a claim may wait for just the nodes of an offer that was not taken
         state = released(state, now)
         before = state.offers
-        board = Board(state, now)
+        board = Placement(state, now)
         done = allocate(state, board, now, busy)
         orders += done.tells
         wanted = done.looks
         claims = tuple(done.claims[record.claim.job] for record in state.claims)
         if claims != state.claims:
-            state = replace(state, claims=claims, moved_at=done.moved_at)
+            state = replace(state, claims=claims, progress_at=done.moved_at)
         state = released(state, now)
     state, offers, doubtful = offered(state, board, now)
     orders += offers
@@ -140,51 +149,51 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     orders += reclaims
     state, looks = _looks(state, board, [*wanted, *doubtful], now, busy)
     orders += looks
-    return Settled(state, tuple(orders))
+    return ScheduleResult(state, tuple(orders))
 
 
 def next_wake(state: FleetState, now: datetime) -> datetime:
     """Return when to settle even if no fact arrives."""
     times = [(state.swept_at or now) + SWEEP]
-    later = [one.at + RECLAIM_AGAIN for one in state.reclaims]
-    later += [record.say_at for record in state.claims if record.say_at is not None]
+    later = [one.at + RECLAIM_AGAIN for one in state.recent_reclaims]
+    later += [record.reason_due_at for record in state.claims if record.reason_due_at is not None]
     later += [
         node.repair_since + fleet_nodes.REPAIR_WITHIN
         for node in state.nodes
         if node.repair_since is not None
     ]
-    if state.awaited and state.settles_at is not None:
-        later.append(state.settles_at)
-    if not state.remembered and state.remembers_until is not None:
-        later.append(state.remembers_until)
+    if state.awaited_jobs and state.awaited_until is not None:
+        later.append(state.awaited_until)
+    if not state.is_restored and state.restore_until is not None:
+        later.append(state.restore_until)
     later += [
-        node.looked_at + look_gap(node, now)
+        node.probed_at + look_gap(node, now)
         for node in state.nodes
-        if node.looked_at is not None and node.look and node.look.unread
+        if node.probed_at is not None and node.probe and node.probe.inventory_pending
     ]
     later += offers_at(state)
     later += [
         record.waiting_since + LOOK_FIRST
         for record in state.claims
-        if record.waits
+        if record.is_waiting
         and record.waiting_since is not None
-        and record.claim.nodes < record.claim.up_to
+        and record.claim.nodes < record.claim.max_nodes
     ]
     if (stuck := yields_at(state)) is not None:
         later.append(stuck)
-    if not state.begun or any(record.waits for record in state.claims):
+    if not state.is_probed or any(record.is_waiting for record in state.claims):
         held = {place.node for record in state.claims for place in record.places}
         later += [
-            max(at for at in (node.looked_at, node.asked_at) if at is not None)
+            max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
             + look_gap(node, now)
             for node in state.nodes
             if _is_watched(node, held)
         ]
         # Foreign processes on these GPUs may be gone by now.
         later += [
-            node.read_at + FRESH
+            node.inventory_at + FRESH
             for node in state.nodes
-            if node.read_at is not None and node.foreign_processes
+            if node.inventory_at is not None and node.foreign_processes
         ]
     # Times in the past were handled when the state was settled, are no longer needed, or have news
     # on the way.
@@ -194,37 +203,44 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
 
 def _is_watched(node: NodeRecord, held: set[str]) -> bool:
     """Return whether a probe of the node may bring news that a claim waits for."""
-    if node.standing not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT) or node.asked_at is None:
+    if (
+        node.status not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT)
+        or node.probe_ordered_at is None
+    ):
         return False
-    if node.look is None or node.looked_at is None or node.looked_at < node.asked_at:
+    if node.probe is None or node.probed_at is None or node.probed_at < node.probe_ordered_at:
         return True
-    return bool(node.look.silent or node.look.held or (node.look.living and node.name not in held))
+    return bool(
+        node.probe.silent or node.probe.busy or (node.probe.generations and node.name not in held)
+    )
 
 
 # --- a restarted fleet
 
 
-def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
-    known = {record.claim.job for record in state.claims if not record.restored} | {
-        one.job for one in state.given_back
+def _found(state: FleetState, fact: RunningJobs, now: datetime) -> FleetState:
+    known = {record.claim.job for record in state.claims if not record.is_restored} | {
+        one.job for one in state.last_claims
     }
     awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
-    return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
+    return replace(state, awaited_jobs=awaited, awaited_until=state.awaited_until or now + SETTLE)
 
 
-def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
+def _asked(state: FleetState) -> tuple[FleetState, list[ClaimReminder]]:
     """Ask jobs what they hold, each once."""
-    ask = tuple(job for job in state.awaited or () if job not in state.asked)
-    return (replace(state, asked=(*state.asked, *ask)) if ask else state), [
-        AskToClaim(job) for job in ask
+    ask = tuple(job for job in state.awaited_jobs or () if job not in state.asked_jobs)
+    return (replace(state, asked_jobs=(*state.asked_jobs, *ask)) if ask else state), [
+        ClaimReminder(job) for job in ask
     ]
 
 
-def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
+def _behind(state: FleetState) -> tuple[FleetState, list[GrantMessage]]:
     """Notify jobs whose submission is lower than a known one, so that they take a higher number."""
     reason = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
     tells = [
-        TellJob(one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above))
+        GrantMessage(
+            one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)
+        )
         for one in state.behind
     ]
     return (replace(state, behind=()) if tells else state), tells
@@ -238,43 +254,43 @@ def _reclaims(
 ) -> tuple[FleetState, list[Order]]:
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
     records = {record.claim.job: record for record in state.claims}
-    given_back = {one.job: one for one in state.given_back}
+    given_back = {one.job: one for one in state.last_claims}
     for record in state.claims:
-        if record.closed:
+        if record.is_closed:
             found[record.key].update(
-                place.node for place in record.places if place.node not in record.moved
+                place.node for place in record.places if place.node not in record.old_logins
             )
-        elif record.waits and record.said and record.inherited:
+        elif record.is_waiting and record.wait_reason and record.inherited:
             # A claim that comes before this one may wait for just these nodes.
             older = record.claim.job, record.claim.submission - 1
             found[older].update(
-                place.node for place in record.inherited if place.node not in record.moved
+                place.node for place in record.inherited if place.node not in record.old_logins
             )
-    for node in state.nodes if state.awaited is not None else ():
-        for living in node.look.living if node.look else ():
+    for node in state.nodes if state.awaited_jobs is not None else ():
+        for living in node.probe.generations if node.probe else ():
             known, last = records.get(living.job), given_back.get(living.job)
-            if living.job in (state.awaited or ()):
+            if living.job in (state.awaited_jobs or ()):
                 continue
             if known is not None:
-                if known.closed and living.submission <= known.claim.submission:
+                if known.is_closed and living.submission <= known.claim.submission:
                     found[known.key].add(node.name)
                 elif living.submission < known.claim.submission and _is_forgotten(known, node.name):
                     found[living.job, known.claim.submission - 1].add(node.name)
-            elif last is None or node.looked_at is None or node.looked_at - last.at >= FRESH:
+            elif last is None or node.probed_at is None or node.probed_at - last.at >= FRESH:
                 # A probe that was under way when the job gave back its nodes still shows its ranks:
                 # ignore those.
                 found[living.job, living.submission].add(node.name)
-    recent = tuple(one for one in state.reclaims if now - one.at < RECLAIM_AGAIN)
+    recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_AGAIN)
     wait = {(one.job, one.submission) for one in recent}
     due = [
         key
         for key in sorted(found)
         if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy
     ]
-    recent += tuple(Reclaiming(*key, now) for key in due)
-    if recent != state.reclaims:
-        state = replace(state, reclaims=recent)
-    return state, [Reclaim(*key, tuple(sorted(found[key]))) for key in due]
+    recent += tuple(RecentReclaim(*key, now) for key in due)
+    if recent != state.recent_reclaims:
+        state = replace(state, recent_reclaims=recent)
+    return state, [ReclaimOrder(*key, tuple(sorted(found[key]))) for key in due]
 
 
 def _is_forgotten(record: ClaimRecord, node: str) -> bool:
@@ -282,8 +298,8 @@ def _is_forgotten(record: ClaimRecord, node: str) -> bool:
 
     Its grant names such nodes, but a grant may be long in coming.
     """
-    if record.waits:
-        return bool(record.said)
+    if record.is_waiting:
+        return bool(record.wait_reason)
     told = record.answer.holding if record.answer else ()
     return node not in told and all(place.node != node for place in record.places)
 
@@ -293,7 +309,7 @@ def _is_forgotten(record: ClaimRecord, node: str) -> bool:
 
 def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]:
     room = breaker.repairs_at_once(state) - breaker.under_way(state)
-    if room <= 0 or not breaker.may_repair(state) or not state.begun:
+    if room <= 0 or not breaker.may_repair(state) or not state.is_probed:
         return state, []
     if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_restoring(state, now):
         return state, []
@@ -301,10 +317,10 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
     suspects = [
         (node.since or now, index)
         for index, node in enumerate(state.nodes)
-        if node.standing is NodeStatus.SUSPECT
+        if node.status is NodeStatus.SUSPECT
         and not node.repair
         and node.name not in held
-        and not (node.look and node.look.living)
+        and not (node.probe and node.probe.generations)
     ]
     orders: list[Order] = []
     nodes = list(state.nodes)
@@ -314,12 +330,12 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
             dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus)
         )
         orders.append(
-            StartRepair(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))
+            RepairRequest(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))
         )
         repair = f"repair/{state.name}/{node.name}"
         nodes[index] = replace(
             node,
-            standing=NodeStatus.REPAIRING,
+            status=NodeStatus.REPAIRING,
             since=now,
             repair=repair,
             repair_since=now,
@@ -329,7 +345,7 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
 
 
 def _looks(
-    state: FleetState, board: Board, wanted: list[int], now: datetime, busy: frozenset[str]
+    state: FleetState, board: Placement, wanted: list[int], now: datetime, busy: frozenset[str]
 ) -> tuple[FleetState, list[Order]]:
     if "look" in busy or not state.nodes:
         return state, []
@@ -344,10 +360,10 @@ def _looks(
             index
             for index, node in enumerate(state.nodes)
             if (
-                node.looked_at is None
-                or (node.look is not None and node.look.unread)
+                node.probed_at is None
+                or (node.probe is not None and node.probe.inventory_pending)
                 or (
-                    node.standing is NodeStatus.SUSPECT
+                    node.status is NodeStatus.SUSPECT
                     and board.is_free(index)
                     and board.has_living(index)
                 )
@@ -365,15 +381,17 @@ def _looks(
         and index not in reads
     ]
     # With each sweep read some nodes of a large fleet, those not read for longest first.
-    old.sort(key=lambda index: (at := state.nodes[index].read_at) is not None and at.timestamp())
+    old.sort(
+        key=lambda index: (at := state.nodes[index].inventory_at) is not None and at.timestamp()
+    )
     reads |= set(old[: max(0, MOST_READ - len(reads))])
-    order = Look(
+    order = ProbeOrder(
         tuple(state.nodes[index].name for index in nodes),
         tuple(state.nodes[index].name for index in nodes if index in reads),
     )
     asked = frozenset(nodes)
     records = tuple(
-        replace(node, asked_at=now) if index in asked else node
+        replace(node, probe_ordered_at=now) if index in asked else node
         for index, node in enumerate(state.nodes)
     )
-    return replace(state, nodes=records, looks=state.looks + 1), [order]
+    return replace(state, nodes=records, probe_count=state.probe_count + 1), [order]

@@ -13,8 +13,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.causes import Cause
     from relaunch.messages.fleets import FleetFile, FleetInput
     from relaunch.messages.jobs import AnswerMessage
-    from relaunch.pool.facts import Applied
-    from relaunch.pool.messages import Claim, Place, Withdraw
+    from relaunch.pool.events import FleetFileContent
+    from relaunch.pool.messages import Claim, DrainRequest, Place
     from relaunch.pool.state import (
         Breaker,
         ClaimRecord,
@@ -56,7 +56,7 @@ def living(number: int, *jobs: str, **changes: Any) -> NodeRecord:
     look = NodeProbe(
         f"gpu-{number:02}",
         boot_id=f"boot {number}",
-        living=tuple(LiveGeneration(job, 7, 2) for job in jobs),
+        generations=tuple(LiveGeneration(job, 7, 2) for job in jobs),
     )
     return node(number, **{"look": look, **changes})
 
@@ -92,7 +92,7 @@ def fleet(*nodes: NodeRecord, **changes: Any) -> FleetState:
     )
 
 
-FILE = Applied(
+FILE = FleetFileContent(
     "act", tuple(node(number).spec for number in (1, 2, 4)), FleetLimits(repairs_at_once=3)
 )
 
@@ -170,7 +170,7 @@ class FakeFleet:
             return
         asked = {"reason": message["reason"], "by": message["by"]}
         drain = (
-            Withdraw(message["node"], **asked, until=T0 + timedelta(minutes=30))
+            DrainRequest(message["node"], **asked, until=T0 + timedelta(minutes=30))
             if message["drain"]
             else None
         )

@@ -348,19 +348,25 @@ def test_it_wants_its_fewest_and_takes_its_most() -> None:
     assert (
         wanted.nodes,
         wanted.most,
-        wanted.up_to,
+        wanted.max_nodes,
         wanted.had,
         wanted.more_at,
         wanted.running,
     ) == (2, 4, 4, 0, None, False)
     again = claim(elastic(3), 2, keep=("n1", "n3"), avoid=("n2",))
-    assert (again.nodes, again.most, again.up_to, again.had, again.running) == (2, 4, 4, 3, True)
+    assert (again.nodes, again.most, again.max_nodes, again.had, again.running) == (
+        2,
+        4,
+        4,
+        3,
+        True,
+    )
 
 
 def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
     job = replace(elastic(3), avoided=(Avoided("n8", "so", T0),))
     said = as_it_is(job, 3, ("n1", "n2", "n3"))
-    assert (said.nodes, said.most, said.up_to, said.more_at, said.avoid) == (
+    assert (said.nodes, said.most, said.max_nodes, said.more_at, said.avoid) == (
         3,
         4,
         3,
@@ -368,7 +374,7 @@ def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
         ("n8",),
     )
     launching = as_it_is(walk(job, (died(), "RESTART_IN_PLACE")), 4, ("n1", "n2", "n3"))
-    assert (launching.nodes, launching.up_to, launching.more_at, launching.avoid) == (
+    assert (launching.nodes, launching.max_nodes, launching.more_at, launching.avoid) == (
         3,
         3,
         None,
@@ -382,7 +388,7 @@ def test_a_job_of_one_size_says_what_it_always_said() -> None:
         as_it_is(running(), 1, ("n1", "n2")),
         give_back(running(), 1),
     ):
-        assert (said.most, said.had, said.more_at, said.up_to) == (0, 0, None, said.nodes)
+        assert (said.most, said.had, said.more_at, said.max_nodes) == (0, 0, None, said.nodes)
     assert as_it_is(running(), 1, ("n1", "n2")) == claim(running(), 1, keep=("n1", "n2"))
 
 

@@ -27,9 +27,9 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         doing: What is under way, one clause each.
         what_next: The answer of the query `next`.
     """
-    out = [node for node in state.nodes if node.standing is not NodeStatus.IN_SERVICE]
-    odd = [node for node in state.nodes if node.standing is NodeStatus.IN_SERVICE and _odd(node)]
-    waiting = [record for record in state.claims if record.waits]
+    out = [node for node in state.nodes if node.status is not NodeStatus.IN_SERVICE]
+    odd = [node for node in state.nodes if node.status is NodeStatus.IN_SERVICE and _odd(node)]
+    waiting = [record for record in state.claims if record.is_waiting]
     using = [record for record in state.claims if record.places]
     lines = [f"## {_summary(state, out, odd, using, waiting)}", ""]
     lines += _stands_still(state)
@@ -88,7 +88,7 @@ def _summary(
 ) -> str:
     parts = [f"{len(state.nodes)} nodes"]
     for standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
-        if count := sum(node.standing is standing for node in out):
+        if count := sum(node.status is standing for node in out):
             parts.append(f"{count} {standing}")
     if odd:
         parts.append(f"{len(odd)} silent or held")
@@ -116,24 +116,24 @@ def _stands_still(state: FleetState) -> list[str]:
             + {"act": "done", "ask": "asked for", "observe": "only written down"}[state.repairs],
             "",
         ]
-    if state.awaited:
-        until = f" until {_clock(state.settles_at)}" if state.settles_at else ""
+    if state.awaited_jobs:
+        until = f" until {_clock(state.awaited_until)}" if state.awaited_until else ""
         lines += [
-            f"**Begun anew** nothing is granted{until}, unless these jobs say before what they hold: {_some(state.awaited)}",
+            f"**Begun anew** nothing is granted{until}, unless these jobs say before what they hold: {_some(state.awaited_jobs)}",
             "",
         ]
     return lines
 
 
 def _odd(node: NodeRecord) -> bool:
-    looks_odd = node.look is not None and bool(node.look.silent or node.look.held)
+    looks_odd = node.probe is not None and bool(node.probe.silent or node.probe.busy)
     return looks_odd or bool(node.repair) or node.drain is not None
 
 
 def _out_line(node: NodeRecord) -> str:
     by = f" by {node.by}" if node.by else ""
     return (
-        f"**{node.name}** {node.standing}{_since(node.since)}{by}: {_cut(node.reason)}{_more(node)}"
+        f"**{node.name}** {node.status}{_since(node.since)}{by}: {_cut(node.reason)}{_more(node)}"
     )
 
 
@@ -147,25 +147,25 @@ def _gpus(node: NodeRecord) -> str:
     if node.inventory.unreadable:
         return f"GPUs unreadable, and given unseen: {_cut(node.inventory.unreadable)}"
     # For a suspect this is already shown as its reason.
-    lacks = node.short if node.standing is NodeStatus.IN_SERVICE else ""
+    lacks = node.missing_gpus if node.status is NodeStatus.IN_SERVICE else ""
     return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
 
 
 def _more(node: NodeRecord) -> str:
     parts: list[str] = []
-    if node.look is not None and node.look.silent:
-        parts.append(f"no answer{_since(node.silent_since)}: {_cut(node.look.silent)}")
-    if node.look is not None and node.look.held:
-        parts.append(_cut(node.look.held))
+    if node.probe is not None and node.probe.silent:
+        parts.append(f"no answer{_since(node.silent_since)}: {_cut(node.probe.silent)}")
+    if node.probe is not None and node.probe.busy:
+        parts.append(_cut(node.probe.busy))
     if node.repair:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
         parts.append(
             f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.reason)})"
         )
-    elif node.leave is not None and node.told:
+    elif node.repair_drain is not None and node.asked_jobs:
         parts.append(
-            f"{_some(node.told)} asked to leave it by {_clock(node.leave.until)}, so that it can be examined"
+            f"{_some(node.asked_jobs)} asked to leave it by {_clock(node.repair_drain.until)}, so that it can be examined"
         )
     return "".join(f"; {part}" for part in parts)
 
@@ -174,8 +174,8 @@ def _waiting_line(record: ClaimRecord) -> str:
     claim = record.claim
     gpus = f" with {claim.gpus} GPUs each" if claim.gpus else ""
     first = "a replacement, " if claim.running else ""
-    why = _cut(record.said) or "nobody has told it why yet"
-    nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.up_to else f"{claim.nodes}"
+    why = _cut(record.wait_reason) or "nobody has told it why yet"
+    nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.max_nodes else f"{claim.nodes}"
     return f"**{claim.job}** {first}{nodes} nodes{gpus}{_since(record.waiting_since)}: {why}"
 
 
@@ -186,7 +186,7 @@ def _using_line(record: ClaimRecord) -> str:
     ]
     closed = (
         "; its workflow has ended, what is left of its ranks is being stopped"
-        if record.closed
+        if record.is_closed
         else ""
     )
     claim = record.claim

@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter, ValidationError
 
     from relaunch.activities.fleet import FleetActivities, TellFleetInput
-    from relaunch.pool.facts import RepairBegan, RepairEnded
+    from relaunch.pool.events import RepairResult, RepairStart
     from relaunch.pool.messages import Permit, PermitRequest
     from relaunch.repair.state import Permitted, Slept
     from relaunch.workflows.training_job.commands import KEEP_TRYING
@@ -59,7 +59,7 @@ class Permits:
     async def tell(
         self,
         signal: Literal["repair_began", "repair_wanted", "repair_ended"],
-        message: RepairBegan | PermitRequest | RepairEnded,
+        message: RepairStart | PermitRequest | RepairResult,
         within: timedelta = TELL_WITHIN,
     ) -> None:
         try:

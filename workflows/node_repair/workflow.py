@@ -35,7 +35,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.health import Health
     from relaunch.messages.jobs import AnswerMessage, NodeRepairInput, NodeRepairResult, explain
     from relaunch.messages.nodes import ExamineNodesInput
-    from relaunch.pool.facts import RepairBegan, RepairEnded
+    from relaunch.pool.events import RepairResult, RepairStart
     from relaunch.repair.explain import order_of
     from relaunch.repair.guard import restarts
     from relaunch.repair.machine import begin, learn, next_step
@@ -110,7 +110,7 @@ class NodeRepair:
         if unknown:
             return await self._ended(Finish("refused", Verdict.UNKNOWN, unknown))
         info = workflow.info()
-        began = RepairBegan(start.node, info.workflow_id, info.run_id, start.by, start.reason)
+        began = RepairStart(start.node, info.workflow_id, info.run_id, start.by, start.reason)
         await self._carried_out(self._fleet.tell("repair_began", began))
         try:
             if start.strategy is None:
@@ -135,7 +135,7 @@ class NodeRepair:
 
     async def _ended(self, end: Finish) -> NodeRepairResult:
         start, info = self._start, workflow.info()
-        ended = RepairEnded(
+        ended = RepairResult(
             start.node,
             info.workflow_id,
             info.run_id,

@@ -5,8 +5,7 @@ submission time. Nodes that a large claim could use are reserved, so that later 
 it.
 
 Also decides which nodes have to be probed before a claim can be granted, and which job yields when
-two running jobs block each other.
-"""
+two running jobs block each other."""
 
 from __future__ import annotations
 
@@ -14,13 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from relaunch.pool.explain import Words, why_closed
+from relaunch.pool.events import GrantMessage, OfferMessage
+from relaunch.pool.explain import Explainer, why_closed
 from relaunch.pool.messages import Grant
-from relaunch.pool.orders import TellJob
-from relaunch.pool.placement import Board, Chosen
-from relaunch.pool.probing import FRESH, is_due
-from relaunch.pool.shapes import Shape, fits
-from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus
+from relaunch.pool.nodes import FRESH, is_due
+from relaunch.pool.placement import Choice, Placement, Shape, fits, holds
+from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus, OfferRecord
 
 MOST_LOOKS = 512
 """Nodes probed for waiting claims at a time: two rounds of the probes that a worker runs in
@@ -40,7 +38,7 @@ A probe takes a second."""
 class Allocation:
     claims: dict[str, ClaimRecord]
     moved_at: datetime | None
-    tells: list[TellJob] = field(default_factory=list)
+    tells: list[GrantMessage] = field(default_factory=list)
     looks: list[int] = field(default_factory=list)
 
 
@@ -48,7 +46,7 @@ class Allocation:
 class Waiting:
     record: ClaimRecord
     shape: Shape
-    chosen: Chosen
+    chosen: Choice
     ahead: str
     """The job for which the nodes that this claim could use are reserved."""
 
@@ -60,34 +58,36 @@ def order_of(record: ClaimRecord) -> tuple[bool, int, float, str]:
     return not claim.running, -claim.priority, since.timestamp() if since else 0.0, claim.job
 
 
-def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str]) -> Allocation:
-    done = Allocation({record.claim.job: record for record in state.claims}, state.moved_at)
+def allocate(
+    state: FleetState, board: Placement, now: datetime, busy: frozenset[str]
+) -> Allocation:
+    done = Allocation({record.claim.job: record for record in state.claims}, state.progress_at)
     for record in state.claims:
-        if not record.told and not record.closed and record.answer is not None:
-            done.tells.append(TellJob(record.claim.job, record.answer))
-            done.claims[record.claim.job] = replace(record, told=True)
-    waiting = sorted((record for record in done.claims.values() if record.waits), key=order_of)
+        if not record.is_answer_sent and not record.is_closed and record.answer is not None:
+            done.tells.append(GrantMessage(record.claim.job, record.answer))
+            done.claims[record.claim.job] = replace(record, is_answer_sent=True)
+    waiting = sorted((record for record in done.claims.values() if record.is_waiting), key=order_of)
     gap = max(SAY_AGAIN, timedelta(seconds=len(waiting) / SAYS_A_SECOND))
-    closed, words = why_closed(state, now), Words(board)
+    closed, words = why_closed(state, now), Explainer(board)
     left = []
     fewer: list[tuple[Waiting, Grant]] = []
     for record in waiting:
         claim, shape = record.claim, board.shape(record.claim)
         kept = board.kept(record)
-        if len(kept) == claim.up_to and not board.holding(record):
+        if len(kept) == claim.max_nodes and not board.holding(record):
             done.claims[claim.job] = _goes_on(board, record, kept)
-        elif state.applied and (hopeless := words.why_hopeless(record, shape)):
+        elif state.is_file_read and (hopeless := words.why_hopeless(record, shape)):
             _answered(
                 done, record, Grant(claim.submission, claim.seq, "hopeless", reason=hopeless), now
             )
         elif closed and len(kept) >= claim.nodes and not board.holding(record):
             # The job can run with the nodes that it keeps, so it does not wait for the fleet to
             # grant again.
-            grant = _grant(board, record, Chosen(kept, [], 0))
+            grant = _grant(board, record, Choice(kept, [], 0))
             _answered(
                 done,
                 record,
-                replace(grant, fewer=f"{len(kept)} of {claim.up_to} nodes: {closed}"),
+                replace(grant, fewer=f"{len(kept)} of {claim.max_nodes} nodes: {closed}"),
                 now,
             )
         elif closed:
@@ -97,7 +97,7 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
                 closed,
                 now,
                 gap,
-                soon=not (state.awaited or (state.begun and state.remembered)),
+                soon=not (state.awaited_jobs or (state.is_probed and state.is_restored)),
             )
         elif f"reclaim/{claim.job}/{claim.submission}" in busy:
             # The order that stops its old ranks would also stop the ranks launched with this grant.
@@ -121,7 +121,7 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
                 chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST
             ):
                 grant = _grant(board, record, chosen)
-                if len(grant.places) < claim.up_to:
+                if len(grant.places) < claim.max_nodes:
                     fewer.append((Waiting(record, shape, chosen, board.ahead(shape)), grant))
                 else:
                     _answered(done, record, grant, now)
@@ -153,21 +153,28 @@ def yields_at(state: FleetState) -> datetime | None:
     since = [record.waiting_since for record in stuck if record.waiting_since is not None]
     if len(since) < 2:
         return None
-    return max(sorted(since)[1], state.moved_at or since[0]) + state.limits.replacement_wait
+    return max(sorted(since)[1], state.progress_at or since[0]) + state.limits.replacement_wait
 
 
-def _goes_on(board: Board, record: ClaimRecord, kept: list[int]) -> ClaimRecord:
+def _goes_on(board: Placement, record: ClaimRecord, kept: list[int]) -> ClaimRecord:
     """Grant a claim that already keeps every node it wants.
 
     The job waits for nothing, so the answer is sent only if the job repeats the claim.
     """
     claim = record.claim
-    places = board.grant(record, Chosen(kept, [], 0))
+    places = board.grant(record, Choice(kept, [], 0))
     grant = Grant(claim.submission, claim.seq, places=places, reason="it goes on with what it has")
-    return replace(record, granted=places, answer=grant, said="", said_at=None, say_at=None)
+    return replace(
+        record,
+        granted=places,
+        answer=grant,
+        wait_reason="",
+        reason_sent_at=None,
+        reason_due_at=None,
+    )
 
 
-def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
+def _grant(board: Placement, record: ClaimRecord, chosen: Choice) -> Grant:
     claim = record.claim
     holding = board.holding(record)
     places = board.grant(record, chosen)
@@ -182,15 +189,20 @@ def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
         reason=reason,
         holding=holding,
         launched=record.inherited_launched if holding else (),
-        moved=tuple(node for node in holding if node in record.moved),
+        moved=tuple(node for node in holding if node in record.old_logins),
     )
 
 
 def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime) -> None:
     done.claims[record.claim.job] = replace(
-        record, granted=grant.places, answer=grant, said="", said_at=None, say_at=None
+        record,
+        granted=grant.places,
+        answer=grant,
+        wait_reason="",
+        reason_sent_at=None,
+        reason_due_at=None,
     )
-    done.tells.append(TellJob(record.claim.job, grant))
+    done.tells.append(GrantMessage(record.claim.job, grant))
     if grant.kind == "granted" and record.claim.running:
         done.moved_at = now
 
@@ -210,24 +222,26 @@ def _wait(
     """
     claim = record.claim
     say_at = None
-    if reason != record.said:
-        if record.said_at is not None:
-            say_at = record.said_at + gap
+    if reason != record.wait_reason:
+        if record.reason_sent_at is not None:
+            say_at = record.reason_sent_at + gap
         elif soon:
             say_at = (record.waiting_since or now) + SAY_AGAIN
         if say_at is None or now >= say_at:
             done.tells.append(
-                TellJob(claim.job, Grant(claim.submission, claim.seq, "waiting", reason=reason))
+                GrantMessage(
+                    claim.job, Grant(claim.submission, claim.seq, "waiting", reason=reason)
+                )
             )
-            record = replace(record, said=reason, said_at=now)
+            record = replace(record, wait_reason=reason, reason_sent_at=now)
             say_at = None
-    if say_at != record.say_at:
-        record = replace(record, say_at=say_at)
+    if say_at != record.reason_due_at:
+        record = replace(record, reason_due_at=say_at)
     done.claims[claim.job] = record
 
 
 def _may_be_stuck(record: ClaimRecord) -> bool:
-    return record.waits and record.claim.running and bool(record.places)
+    return record.is_waiting and record.claim.running and bool(record.places)
 
 
 def _lacks(one: Waiting, now: datetime, wait: timedelta) -> bool:
@@ -240,7 +254,7 @@ def _lacks(one: Waiting, now: datetime, wait: timedelta) -> bool:
     )
 
 
-def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetime) -> None:
+def _yield(done: Allocation, board: Placement, left: Iterable[Waiting], now: datetime) -> None:
     """Have the last of the running jobs that hold nodes which the others need yield."""
     wait = board.state.limits.replacement_wait
     stuck = [one for one in left if _lacks(one, now, wait)]
@@ -253,12 +267,12 @@ def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetim
             reason = f"job {other} comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
             grant = Grant(claim.submission, claim.seq, "yield", reason=reason)
             done.claims[claim.job] = replace(record, answer=grant)
-            done.tells.append(TellJob(claim.job, grant))
+            done.tells.append(GrantMessage(claim.job, grant))
             done.moved_at = now
             return
 
 
-def _helped(board: Board, stuck: list[Waiting], last: int) -> str:
+def _helped(board: Placement, stuck: list[Waiting], last: int) -> str:
     """Return the first job ahead of this one that could go on with what this one and later ones
     hold."""
     for first, one in enumerate(stuck[:last]):
@@ -268,16 +282,99 @@ def _helped(board: Board, stuck: list[Waiting], last: int) -> str:
     return ""
 
 
-def _gain(board: Board, record: ClaimRecord, shape: Shape) -> int:
+def _gain(board: Placement, record: ClaimRecord, shape: Shape) -> int:
     nodes = [
         board.nodes[node]
         for place in record.places
         if (node := board.index.get(place.node)) is not None
     ]
-    return sum(one.standing is NodeStatus.IN_SERVICE and fits(one, shape) for one in nodes)
+    return sum(one.status is NodeStatus.IN_SERVICE and fits(one, shape) for one in nodes)
 
 
 def _named(names: Iterable[str]) -> str:
     from_all = list(names)
     more = f" and {len(from_all) - 4} more" if len(from_all) > 4 else ""
     return ", ".join(from_all[:4]) + more
+
+
+OFFER_HOLDS = timedelta(minutes=2)
+"""How long the offered nodes are reserved: a job answers within seconds, or when its worker is
+back."""
+OFFER_AGAIN = timedelta(minutes=5)
+"""From the end of an offer to the next one: a job that does not take offers keeps nodes from others
+for two minutes in seven."""
+
+
+def released(state: FleetState, now: datetime) -> FleetState:
+    """End the offers that expired, were taken, or were superseded by a claim; forget those after
+    which the next one may be made."""
+    if not state.offers:
+        return state
+    records = {record.claim.job: record for record in state.claims}
+    offers = []
+    for one in state.offers:
+        record = records.get(one.job)
+        is_over = bool(one.places) and not holds(one, record, now)
+        known = replace(one, places=(), until=min(one.until, now)) if is_over else one
+        if not (is_over and _took(record, one)) and now < known.until + OFFER_AGAIN:
+            offers.append(known)
+    return state if tuple(offers) == state.offers else replace(state, offers=tuple(offers))
+
+
+def _took(record: ClaimRecord | None, offer: OfferRecord) -> bool:
+    """Return whether the job was granted some of the offered nodes; its `more_at` then sets the
+    time of the next offer."""
+    granted = record.granted if record is not None else None
+    return bool({place.node for place in granted or ()} & {place.node for place in offer.places})
+
+
+def offered(
+    state: FleetState, board: Placement, now: datetime
+) -> tuple[FleetState, list[OfferMessage], list[int]]:
+    """Make the offers that are possible; also return the nodes to probe before more can be made."""
+    wishes = [record for record in state.claims if _wishes(state, record, now)]
+    if not wishes or any(record.is_waiting for record in state.claims) or why_closed(state, now):
+        return state, [], []
+    made: list[OfferRecord] = []
+    looks: list[int] = []
+    for record in sorted(wishes, key=order_of):
+        claim = record.claim
+        ready, stale = board.offerable(record, claim.most - len(claim.keep))
+        looks += [node for node in stale if is_due(state.nodes[node], now)]
+        if ready and not stale:  # one offer of all nodes instead of two restarts
+            made.append(
+                OfferRecord(
+                    claim.job,
+                    claim.submission,
+                    claim.seq,
+                    board.offer(record, ready),
+                    now + OFFER_HOLDS,
+                )
+            )
+    state = replace(state, offers=(*state.offers, *made)) if made else state
+    return state, [OfferMessage(one.job, one.offer) for one in made], looks
+
+
+def offers_at(state: FleetState) -> list[datetime]:
+    """Return when there may be something to offer, or an offer ends."""
+    times = [record.claim.more_at for record in state.claims if record.claim.more_at is not None]
+    times += [one.until for one in state.offers if one.places]
+    return times + [one.until + OFFER_AGAIN for one in state.offers]
+
+
+def _wishes(state: FleetState, record: ClaimRecord, now: datetime) -> bool:
+    claim = record.claim
+    if (
+        claim.more_at is None
+        or now < claim.more_at
+        or claim.most <= len(claim.keep)
+        or record.is_closed
+        or record.is_waiting
+    ):
+        return False
+    wanted = {
+        node.name for node in state.nodes if node.drain is not None or node.repair_drain is not None
+    }
+    return all(one.job != claim.job for one in state.offers) and not any(
+        place.node in wanted for place in record.places
+    )
