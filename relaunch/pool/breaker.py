@@ -10,27 +10,27 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from relaunch.evidence.fields import text
-from relaunch.pool.drains import in_use, shared, sharing
+from relaunch.pool.drains import drain_shared_node, find_sharers, why_in_use
 from relaunch.pool.events import PauseCommand, PermitMessage, PermitRequestEvent, ResumeCommand
 from relaunch.pool.messages import Permit, PermitRequest
-from relaunch.pool.nodes import find, is_awaiting, is_out, noticed, put, under_repair
+from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
 
-REBOOTS_WITHIN = timedelta(hours=1)
+REBOOT_WINDOW = timedelta(hours=1)
 """The window over which `reboots_per_hour` counts."""
-KEPT_ANSWERS = 64
+MAX_PERMITS = 64
 """Permits kept so that they can be sent again: more than any fleet has repairs that act at a
 time."""
-NAMED = 4
+MAX_NAMED = 4
 
 
-def under_way(state: FleetState) -> int:
+def count_repairs(state: FleetState) -> int:
     """Return the number of nodes that are being examined or repaired, by any order."""
     return sum(node.status is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
 
 
-def repairs_at_once(state: FleetState) -> int:
+def max_repairs(state: FleetState) -> int:
     return state.limits.of("repairs_at_once", _size(state))
 
 
@@ -38,7 +38,7 @@ def may_repair(state: FleetState) -> bool:
     return not state.breaker.is_open and not state.breaker.paused
 
 
-def opened(state: FleetState, now: datetime) -> FleetState:
+def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
     """Open the breaker when too many nodes are out."""
     out = [node.name for node in state.nodes if is_out(node) and not node.is_removed]
     most = state.limits.of("nodes_out", _size(state))
@@ -47,18 +47,20 @@ def opened(state: FleetState, now: datetime) -> FleetState:
         state = replace(state, out_when_resumed=0)
     if state.breaker.is_open or len(out) <= max(most, state.out_when_resumed):
         return state
-    more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
+    more = f" and {len(out) - MAX_NAMED} more" if len(out) > MAX_NAMED else ""
     known = (
         f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
     )
-    reason = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:NAMED])}{more}); limits.nodes_out allows {most}{known}"
+    reason = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:MAX_NAMED])}{more}); limits.nodes_out allows {most}{known}"
     return _open(state, reason, now)
 
 
-def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[PermitMessage]]:
+def answer_permit_requests(
+    state: FleetState, now: datetime
+) -> tuple[FleetState, list[PermitMessage]]:
     """Answer the permit requests that can be answered, and send answers again that were asked for
     twice."""
-    reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
+    reboots = tuple(at for at in state.reboots if now - at < REBOOT_WINDOW)
     if reboots != state.reboots:
         state = replace(state, reboots=reboots)
     if not is_restoring(
@@ -70,34 +72,34 @@ def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[PermitM
     if tells:
         state = replace(
             state,
-            permits=tuple(replace(one, is_sent=True) for one in state.permits)[-KEPT_ANSWERS:],
+            permits=tuple(replace(one, is_sent=True) for one in state.permits)[-MAX_PERMITS:],
         )
     return state, tells
 
 
 def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetState:
-    record = find(state, request.node)
+    record = find_node(state, request.node)
     if record is None:
-        return _said(state, request, False, f"{request.node} is not in fleet {state.name}")
+        return _give_answer(state, request, False, f"{request.node} is not in fleet {state.name}")
     if not may_repair(state):
         return state
     if (request.power or request.job) and is_awaiting(state, now):
         return state  # a job may still claim the node
-    if request.job and (others := sharing(state, record, request.job)):
+    if request.job and (others := find_sharers(state, record, request.job)):
         if all(one.is_closed for one in others):
             return state  # their remaining ranks are being stopped
-        state, refused = shared(
+        state, refused = drain_shared_node(
             state, record, request, [one for one in others if not one.is_closed], now
         )
-        return _said(state, request, False, refused)
+        return _give_answer(state, request, False, refused)
     # Repairs that only examine do not count here: each of them may be waiting for the same permit.
     acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
-    most = repairs_at_once(state)
+    most = max_repairs(state)
     if acting >= most:
         return state
-    record, refused = restarted(state, record, request, now)
+    record, refused = count_reboot(state, record, request, now)
     if refused:
-        return _said(state, request, False, refused)
+        return _give_answer(state, request, False, refused)
     if request.step == "reboot":
         hourly = state.limits.reboots_per_hour
         if len(state.reboots) >= hourly:
@@ -108,11 +110,13 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
                 now,
             )
         state = replace(state, reboots=(*state.reboots, now))
-    state = put(state, replace(record, repair_acts=True))
-    return _said(state, request, True, f"repair {acting + 1} of {most} that may act at a time")
+    state = put_node(state, replace(record, repair_acts=True))
+    return _give_answer(
+        state, request, True, f"repair {acting + 1} of {most} that may act at a time"
+    )
 
 
-def wanted(state: FleetState, fact: PermitRequestEvent, now: datetime) -> FleetState:
+def record_permit_request(state: FleetState, fact: PermitRequestEvent, now: datetime) -> FleetState:
     request = fact.request
     asked = (request.workflow, request.run, request.seq)
     again = [
@@ -130,29 +134,29 @@ def wanted(state: FleetState, fact: PermitRequestEvent, now: datetime) -> FleetS
     ]
     if any(one.seq >= request.seq for one in mine):
         return state
-    if record := find(state, request.node):
-        state = put(state, under_repair(record, request.workflow, request.run, now))
+    if record := find_node(state, request.node):
+        state = put_node(state, mark_repair(record, request.workflow, request.run, now))
     return replace(state, requests=(*(one for one in state.requests if one not in mine), request))
 
 
-def pause_asked(state: FleetState, fact: PauseCommand, now: datetime) -> FleetState:
+def pause_repairs(state: FleetState, fact: PauseCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     breaker = replace(state.breaker, paused=f"{by}: {reason}", paused_since=now)
-    return noticed(replace(state, breaker=breaker), f"{by} paused repairs: {reason}", now)
+    return add_notice(replace(state, breaker=breaker), f"{by} paused repairs: {reason}", now)
 
 
-def resume_asked(state: FleetState, fact: ResumeCommand, now: datetime) -> FleetState:
+def resume_repairs(state: FleetState, fact: ResumeCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     for request in state.requests:
         at = request.asked_at.isoformat(timespec="minutes")
         said = f"it was asked at {at}, before {by} resumed repairs at {now.isoformat(timespec='minutes')}; ask again"
-        state = _said(state, request, False, said, stale=True)
+        state = _give_answer(state, request, False, said, stale=True)
     out = sum(is_out(node) and not node.is_removed for node in state.nodes)
     state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
-    return noticed(state, f"{by} resumed repairs: {reason}", now)
+    return add_notice(state, f"{by} resumed repairs: {reason}", now)
 
 
-def _said(
+def _give_answer(
     state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False
 ) -> FleetState:
     answer = PermitRecord(
@@ -173,25 +177,25 @@ def _size(state: FleetState) -> int:
     return sum(not node.is_removed for node in state.nodes)
 
 
-RESTARTS_WITHIN = timedelta(days=3)
-MOST_RESTARTS = 2
+RESTART_WINDOW = timedelta(days=3)
+MAX_RESTARTS = 2
 """Within that time, as for reboots: after that a person has to look."""
-GOES_DOWN_WITHIN = timedelta(minutes=10)
+SHUTDOWN_TIMEOUT = timedelta(minutes=10)
 """systemd gives a service 90 s to stop, and some nodes have several in a row; nodes are probed once
 a minute."""
 
 
-def restarted(
+def count_reboot(
     state: FleetState, record: NodeRecord, request: PermitRequest, now: datetime
 ) -> tuple[NodeRecord, str]:
     """Count the requested reboot, or return why it is not allowed."""
     if request.step != "reboot":
         return record, ""
-    if request.power and (why := in_use(state, record, request.job)):
+    if request.power and (why := why_in_use(state, record, request.job)):
         return record, why
-    recent = tuple(at for at in record.power_cycles if now - at < RESTARTS_WITHIN)
+    recent = tuple(at for at in record.power_cycles if now - at < RESTART_WINDOW)
     times = len(recent) + request.restarts
-    if recent and times >= MOST_RESTARTS:
+    if recent and times >= MAX_RESTARTS:
         cycles = f"{len(recent)} of them by its power"
         return (
             record,
@@ -212,4 +216,4 @@ def is_silent_since_reboot(record: NodeRecord) -> bool:
         or record.rebooted_at is None
     ):
         return False
-    return timedelta(0) <= record.silent_since - record.rebooted_at < GOES_DOWN_WITHIN
+    return timedelta(0) <= record.silent_since - record.rebooted_at < SHUTDOWN_TIMEOUT

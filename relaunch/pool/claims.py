@@ -24,21 +24,27 @@ from relaunch.pool.state import (
     NodeStatus,
 )
 
-KEPT_MARKS = 20
+MAX_MARKS = 20
 """Per node. Jobs repeat their newest suspects with each claim; more marks than these change
 nothing."""
-KEPT_RETURNS = 256
+MAX_LAST_CLAIMS = 256
 """Jobs remembered after they gave back everything. Late messages are late by seconds, not by
 hundreds of jobs."""
-SUSPECT_JOBS, SUSPECT_WITHIN = 3, timedelta(hours=24)
+SUSPECT_JOBS, SUSPECT_WINDOW = 3, timedelta(hours=24)
 """How many jobs must fail on a node, within which time, before it becomes a suspect. One failed job
 proves nothing against a node, and two may be two mistakes of one person."""
-FOLLOWING = (Cause.APPLICATION, Cause.NUMERICS, Cause.OUT_OF_MEMORY, Cause.UNKNOWN, Cause.HANG)
+FOLLOWING_CAUSES = (
+    Cause.APPLICATION,
+    Cause.NUMERICS,
+    Cause.OUT_OF_MEMORY,
+    Cause.UNKNOWN,
+    Cause.HANG,
+)
 """Causes for which a mark is retracted when the same fault recurs with the same job on another
 node: it was not the first node's."""
 
 
-def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
+def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     known = next((record for record in state.claims if record.claim.job == claim.job), None)
     if known is None:
         newest = next(
@@ -52,7 +58,7 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
             and (claim.submission, claim.seq) == newest
             and known.answer is not None
         ):
-            return _with(state, replace(known, is_answer_sent=False))
+            return _put_claim(state, replace(known, is_answer_sent=False))
         if claim.submission < newest[0]:
             # Either a late message of a submission that has ended: the running submission ignores
             # the answer. Or the server's clock was set back between the two: submissions are
@@ -62,12 +68,12 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
                 state, behind=(*(one for one in state.behind if one.job != claim.job), behind)
             )
         return state
-    state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
+    state = record_faults(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
     if state.awaited_jobs is not None:
         state = replace(
             state, awaited_jobs=tuple(job for job in state.awaited_jobs if job != claim.job)
         )
-    record = _record(claim, known, now)
+    record = _make_record(claim, known, now)
     if known is not None and known.old_logins:
         older = {place.node for place in (*record.inherited, *claim.holds)}
         record = replace(
@@ -75,25 +81,25 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
             old_logins={node: login for node, login in known.old_logins.items() if node in older},
         )
     if known is not None and (
-        left := {place.node for place in _knew(claim, known)}
+        left := {place.node for place in _known_places(claim, known)}
         - {place.node for place in record.places}
     ):
         # The job has stopped the ranks of earlier submissions there. The next probe shows its own
         # ranks.
-        state = _without_living(
+        state = _forget_ranks(
             state, ReclaimResult(claim.job, claim.submission - 1, tuple(sorted(left)))
         )
     if claim.nodes <= 0 and not record.places:
-        return without(state, record, now)
-    return _with(state, record)
+        return remove_claim(state, record, now)
+    return _put_claim(state, record)
 
 
-def reported(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
+def record_faults(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
     """Add marks to the nodes that a job's fault report names."""
-    return replace(state, nodes=_accused(state.nodes, report, now))
+    return replace(state, nodes=_mark_nodes(state.nodes, report, now))
 
 
-def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
+def close_claims(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
     for record in [record for record in state.claims if record.key in jobs]:
         # Its granted and held nodes stay reserved until no rank lives there. Which nodes were
         # launched together must still be known when some of them are free again.
@@ -101,36 +107,36 @@ def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) 
         after = replace(
             record, claim=claim, inherited_launched=(), is_closed=True, is_answer_sent=True
         )
-        state = _with(state, after) if after.places else without(state, after, now)
+        state = _put_claim(state, after) if after.places else remove_claim(state, after, now)
     return state
 
 
-def reclaimed(state: FleetState, fact: ReclaimResult, now: datetime) -> FleetState:
-    state = _without_living(state, fact)
+def free_stopped_nodes(state: FleetState, fact: ReclaimResult, now: datetime) -> FleetState:
+    state = _forget_ranks(state, fact)
     for record in [record for record in state.claims if record.claim.job == fact.job]:
         # The host that answers for a moved node never saw the ranks.
         nodes = [node for node in fact.nodes if node not in record.old_logins]
         after = (
-            replace(record, inherited=_less(record.inherited, nodes))
+            replace(record, inherited=_drop_places(record.inherited, nodes))
             if record.claim.submission >= fact.submission
             else record
         )
         if record.is_closed and record.claim.submission <= fact.submission:
             after = _without_nodes(after, nodes)
         state = (
-            without(state, after, now)
+            remove_claim(state, after, now)
             if after.is_closed and not after.places
-            else _with(state, after)
+            else _put_claim(state, after)
         )
     return state
 
 
 def _without_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
-    claim = replace(record.claim, holds=_less(record.claim.holds, nodes))
-    return replace(record, claim=claim, granted=_less(record.granted or (), nodes))
+    claim = replace(record.claim, holds=_drop_places(record.claim.holds, nodes))
+    return replace(record, claim=claim, granted=_drop_places(record.granted or (), nodes))
 
 
-def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
+def record_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
     """Record the earlier login of nodes that moved in the fleet file while ranks may live there.
 
     Args:
@@ -148,48 +154,48 @@ def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, s
     return replace(record, old_logins=moved) if moved != record.old_logins else record
 
 
-def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
+def declare_ranks_dead(state: FleetState, node: str, now: datetime) -> FleetState:
     """Record a person's declaration that no ranks of ended jobs or earlier submissions live on a
     node."""
     for record in state.claims:
-        after = replace(record, inherited=_less(record.inherited, [node]))
+        after = replace(record, inherited=_drop_places(record.inherited, [node]))
         after = _without_nodes(after, [node]) if record.is_closed else after
         if after != record:
             moved = {name: login for name, login in record.old_logins.items() if name != node}
             after = replace(after, old_logins=moved)
             state = (
-                without(state, after, now)
+                remove_claim(state, after, now)
                 if after.is_closed and not after.places
-                else _with(state, after)
+                else _put_claim(state, after)
             )
     return state
 
 
-def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
+def remove_claim(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
     """Remove a claim that has no nodes left, and remember its last submission and sequence
     number."""
     claims = tuple(one for one in state.claims if one.claim.job != record.claim.job)
     others = tuple(one for one in state.last_claims if one.job != record.claim.job)
     last = LastClaim(record.claim.job, record.claim.submission, record.claim.seq, now)
-    return replace(state, claims=claims, last_claims=(*others, last)[-KEPT_RETURNS:])
+    return replace(state, claims=claims, last_claims=(*others, last)[-MAX_LAST_CLAIMS:])
 
 
-def by_marks(record: NodeRecord) -> str:
+def explain_marks(record: NodeRecord) -> str:
     """Return why the marks that are not retracted make the node a suspect; empty if they do not."""
     valid = [mark for mark in record.marks if not mark.retracted]
     if isolated := [mark for mark in valid if mark.isolated]:
         return isolated[-1].reason
-    jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WITHIN}
+    jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WINDOW}
     if len(jobs) < SUSPECT_JOBS:
         return ""
-    hours = int(SUSPECT_WITHIN / timedelta(hours=1))
+    hours = int(SUSPECT_WINDOW / timedelta(hours=1))
     named = ", ".join(
         f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:]
     )
     return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
 
 
-def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
+def retract_marks(record: NodeRecord, reason: str) -> NodeRecord:
     return replace(
         record,
         marks=tuple(
@@ -201,7 +207,7 @@ def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
 # --- restoring after a restart of the fleet
 
 
-def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+def export_claims(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
     """Return the claims of jobs that hold nodes, as the next run of the fleet restores them.
 
     They are not waiting, so that run grants nothing to them.
@@ -224,7 +230,7 @@ def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]
     )
 
 
-def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
+def restore_claims(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
     """Restore which jobs held which nodes. Newer claims of a job take precedence where they say
     more."""
     given_back = {one.job: one for one in state.last_claims}
@@ -234,17 +240,17 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
         if (record := known.get(job)) is not None:
             launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
             moved = {**old.old_logins, **record.old_logins}
-            state = _with(
+            state = _put_claim(
                 state,
                 replace(
                     record,
-                    inherited=_both(record, old),
+                    inherited=_find_inherited(record, old),
                     inherited_launched=launched,
                     old_logins=moved,
                 ),
             )
         elif (last := given_back.get(job)) is None:
-            state = _with(state, old)
+            state = _put_claim(state, old)
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
             # The job has ended and never knew of ranks that may live there.
             claim = replace(
@@ -264,26 +270,26 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
                 inherited_launched=(),
                 is_closed=True,
             )
-            state = _with(state, ended)
+            state = _put_claim(state, ended)
     return state
 
 
-def _both(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
+def _find_inherited(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
     """Return where ranks of earlier submissions may live that this submission may not know of."""
     claim = record.claim
     if claim.submission == old.claim.submission and claim.seq >= old.claim.seq:
-        before = () if _has_seen(claim, old) else old.inherited
+        before = () if _has_received_grant(claim, old) else old.inherited
     else:
         before = old.places
     named = {place.node for place in record.inherited}
     more = tuple(place for place in before if place.node not in named)
-    return (*record.inherited, *_less(more, [place.node for place in claim.holds]))
+    return (*record.inherited, *_drop_places(more, [place.node for place in claim.holds]))
 
 
 # --- records
 
 
-def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
+def _make_record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
     inherited: tuple[Place, ...] = ()
     launched: tuple[LaunchedGeneration, ...] = ()
     since = now
@@ -302,9 +308,9 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
             inherited, launched = known.places, known.launched
         else:
             since = known.waiting_since or now if known.is_waiting else now
-            if not _has_seen(claim, known):
+            if not _has_received_grant(claim, known):
                 inherited, launched = known.inherited, known.inherited_launched
-        inherited = _less(inherited, [place.node for place in claim.holds])
+        inherited = _drop_places(inherited, [place.node for place in claim.holds])
     if claim.nodes > 0:
         return ClaimRecord(
             claim,
@@ -322,13 +328,13 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
     )
 
 
-def _knew(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
+def _known_places(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
     """Return the places that the job knew of when it sent the claim, without a grant that it had
     not yet received."""
-    return known.places if _has_seen(claim, known) else known.claim.holds
+    return known.places if _has_received_grant(claim, known) else known.claim.holds
 
 
-def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
+def _has_received_grant(claim: Claim, known: ClaimRecord) -> bool:
     """Return whether the job has received its grant: it holds nodes that it was granted.
 
     It then also knows where an earlier submission lived.
@@ -337,7 +343,7 @@ def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
     return any(place.node in granted for place in claim.holds)
 
 
-def _with(state: FleetState, record: ClaimRecord) -> FleetState:
+def _put_claim(state: FleetState, record: ClaimRecord) -> FleetState:
     job = record.claim.job
     if any(one.claim.job == job for one in state.claims):
         return replace(
@@ -346,20 +352,20 @@ def _with(state: FleetState, record: ClaimRecord) -> FleetState:
     return replace(state, claims=(*state.claims, record))
 
 
-def _less(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
+def _drop_places(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
     freed = frozenset(nodes)
     return tuple(place for place in places if place.node not in freed)
 
 
-def _without_living(state: FleetState, fact: ReclaimResult) -> FleetState:
+def _forget_ranks(state: FleetState, fact: ReclaimResult) -> FleetState:
     nodes = tuple(
-        _left(node, node.probe, fact) if node.probe and node.name in fact.nodes else node
+        _forget_ranks_on(node, node.probe, fact) if node.probe and node.name in fact.nodes else node
         for node in state.nodes
     )
     return replace(state, nodes=nodes)
 
 
-def _left(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> NodeRecord:
+def _forget_ranks_on(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> NodeRecord:
     def others(living: tuple[LiveGeneration, ...]) -> tuple[LiveGeneration, ...]:
         return tuple(
             one for one in living if one.job != fact.job or one.submission > fact.submission
@@ -375,23 +381,25 @@ def _left(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> NodeRecord:
 # --- marks
 
 
-def _accused(
+def _mark_nodes(
     nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime
 ) -> tuple[NodeRecord, ...]:
     records = {node.name: node for node in nodes} if report.suspects else {}
     for suspect in report.suspects:
         if (record := records.get(suspect.node)) is None or (
-            marked := _marked(record, report, suspect)
+            marked := _add_mark(record, report, suspect)
         ) is None:
             continue
         records[suspect.node] = marked
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
-                records[name] = _followed(other, report, suspect, now)
+                records[name] = _retract_followed(other, report, suspect, now)
         if marked.status is NodeStatus.IN_SERVICE:
             by = f"job {report.job}" if suspect.isolate else "relaunch"
             reason = (
-                (text(suspect.reason) or suspect.cause) if suspect.isolate else by_marks(marked)
+                (text(suspect.reason) or suspect.cause)
+                if suspect.isolate
+                else explain_marks(marked)
             )
             if reason:
                 records[suspect.node] = replace(
@@ -400,7 +408,7 @@ def _accused(
     return tuple(records.values()) or nodes
 
 
-def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
+def _add_mark(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
     """Return the node with the mark added; None if the suspect adds nothing new."""
     said = (report.job, report.submission, suspect.generation)
     known = next(
@@ -420,14 +428,14 @@ def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRe
     )
     marks = sorted(
         (*(one for one in record.marks if one is not known), mark), key=lambda one: one.at
-    )[-KEPT_MARKS:]
+    )[-MAX_MARKS:]
     return replace(record, marks=tuple(marks)) if mark in marks else None
 
 
-def _followed(
+def _retract_followed(
     record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime
 ) -> NodeRecord:
-    if suspect.cause not in FOLLOWING:
+    if suspect.cause not in FOLLOWING_CAUSES:
         return record
     reason = f"the fault followed job {report.job} to {suspect.node}"
     marks = tuple(
@@ -442,6 +450,6 @@ def _followed(
     if marks == record.marks:
         return record
     record = replace(record, marks=marks)
-    if record.status is NodeStatus.SUSPECT and not by_marks(record):
+    if record.status is NodeStatus.SUSPECT and not explain_marks(record):
         return replace(record, status=NodeStatus.IN_SERVICE, reason="", by="", since=now)
     return record

@@ -17,7 +17,7 @@ from relaunch.pool.placement import Choice, Placement, Shape, fits
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
-NAMED = 3
+MAX_NAMED = 3
 """Items of each kind that are named; the rest is counted."""
 
 
@@ -32,7 +32,7 @@ def why_closed(state: FleetState, now: datetime) -> str:
     if state.awaited_jobs is None:
         return anew + "looks which jobs run"
     if is_awaiting(state, now):
-        return anew + f"asks the jobs what they hold: {listed(state.awaited_jobs)}"
+        return anew + f"asks the jobs what they hold: {list_names(state.awaited_jobs)}"
     if is_restoring(state, now):
         return anew + "asks the run before it which nodes are out of service"
     if not state.is_probed:
@@ -40,9 +40,9 @@ def why_closed(state: FleetState, now: datetime) -> str:
     return ""
 
 
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Explainer:
     def why_unknown(self, record: ClaimRecord, nodes: Sequence[int]) -> str:
         """Return why a claim waits for nodes that have not answered since the fleet began."""
         board = self._board
-        names = listed([board.nodes[node].name for node in nodes])
+        names = list_names([board.nodes[node].name for node in nodes])
         error = board.state.restore_error
         return text(
             f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {board.state.name} began, and ranks of an earlier "
@@ -117,9 +117,9 @@ class Explainer:
             parts.append("it is looked whether the others answer")
         elif ahead:
             parts.append(f"job {ahead} comes first")
-        holders = [(job, count) for job, count in survey.holders[: NAMED + 1] if job != claim.job][
-            :NAMED
-        ]
+        holders = [
+            (job, count) for job, count in survey.holders[: MAX_NAMED + 1] if job != claim.job
+        ][:MAX_NAMED]
         if holders:
             rest = len(survey.holders) - len(holders) - (claim.job in survey.jobs)
             more = (
@@ -141,7 +141,7 @@ class Explainer:
             for node in known
             if fits(node, shape, with_avoided=True) and node.status is NodeStatus.IN_SERVICE
         ]
-        parts.append(f"it avoids {listed(avoided)}" if avoided else "")
+        parts.append(f"it avoids {list_names(avoided)}" if avoided else "")
         idle = survey.spares
         parts.append(
             f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else ""
@@ -150,8 +150,10 @@ class Explainer:
 
     @staticmethod
     def _some(clauses: tuple[str, ...], what: str) -> str:
-        more = f" and {len(clauses) - NAMED} more are {what}" if len(clauses) > NAMED else ""
-        return ", ".join(clauses[:NAMED]) + more
+        more = (
+            f" and {len(clauses) - MAX_NAMED} more are {what}" if len(clauses) > MAX_NAMED else ""
+        )
+        return ", ".join(clauses[:MAX_NAMED]) + more
 
     def _survey(self, shape: Shape) -> Survey:
         key = shape[0], shape[1]
@@ -174,7 +176,7 @@ class Explainer:
                 blocked.append(f"{node.name}: {node.missing_gpus}")
             elif uses := board.in_the_way(index, shape[0]):
                 blocked.append(f"{node.name}: {text(used_by(uses), 160)}")
-            elif index not in board.holders and (why := _in_the_way(node)):
+            elif index not in board.holders and (why := _why_blocked(node)):
                 blocked.append(f"{node.name}: {why}")
             elif index in board.offered and node.spec.gpus:
                 blocked.append(f"{node.name} is offered to job {', '.join(board.offered[index])}")
@@ -197,7 +199,7 @@ class Explainer:
         )
 
 
-def _in_the_way(node: NodeRecord) -> str:
+def _why_blocked(node: NodeRecord) -> str:
     if node.repair:
         return f"it is under repair ({node.repair})"
     if node.probe is None:

@@ -16,20 +16,20 @@ from datetime import datetime, timedelta
 from relaunch.pool.events import GrantMessage, OfferMessage
 from relaunch.pool.explain import Explainer, why_closed
 from relaunch.pool.messages import Grant
-from relaunch.pool.nodes import FRESH, is_due
+from relaunch.pool.nodes import PROBE_LIFETIME, is_probe_due
 from relaunch.pool.placement import Choice, Placement, Shape, fits, holds
 from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus, OfferRecord
 
-MOST_LOOKS = 512
+MAX_PROBES = 512
 """Nodes probed for waiting claims at a time: two rounds of the probes that a worker runs in
 parallel."""
-SAY_AGAIN = timedelta(seconds=5)
+REASON_INTERVAL = timedelta(seconds=5)
 """Time between two messages to a job that it still waits. Also the delay before the first one if
 the job may get its nodes in a moment."""
-SAYS_A_SECOND = 20
+MAX_REASONS_PER_S = 20
 """Messages per second to all waiting jobs together. Each costs both sides a workflow task and only
 informs people."""
-LOOK_FIRST = FRESH
+PROBE_WAIT = PROBE_LIFETIME
 """How long a job that could already run waits for probes of further nodes that it would also take.
 A probe takes a second."""
 
@@ -51,7 +51,7 @@ class Waiting:
     """The job for which the nodes that this claim could use are reserved."""
 
 
-def order_of(record: ClaimRecord) -> tuple[bool, int, float, str]:
+def claim_order(record: ClaimRecord) -> tuple[bool, int, float, str]:
     """Return the sort key of a claim: replacements first, then priority, then submission time."""
     claim = record.claim
     since = claim.since or record.waiting_since
@@ -66,8 +66,10 @@ def allocate(
         if not record.is_answer_sent and not record.is_closed and record.answer is not None:
             done.tells.append(GrantMessage(record.claim.job, record.answer))
             done.claims[record.claim.job] = replace(record, is_answer_sent=True)
-    waiting = sorted((record for record in done.claims.values() if record.is_waiting), key=order_of)
-    gap = max(SAY_AGAIN, timedelta(seconds=len(waiting) / SAYS_A_SECOND))
+    waiting = sorted(
+        (record for record in done.claims.values() if record.is_waiting), key=claim_order
+    )
+    gap = max(REASON_INTERVAL, timedelta(seconds=len(waiting) / MAX_REASONS_PER_S))
     closed, words = why_closed(state, now), Explainer(board)
     left = []
     fewer: list[tuple[Waiting, Grant]] = []
@@ -112,13 +114,13 @@ def allocate(
             # There is no bound on how long ranks run on if all nodes of their gang are silent, or
             # if the job has a single node.
             _wait(done, record, words.why_unknown(record, unknown), now, gap)
-            done.looks += [node for node in unknown if is_due(board.nodes[node], now)][
-                : MOST_LOOKS - len(done.looks)
+            done.looks += [node for node in unknown if is_probe_due(board.nodes[node], now)][
+                : MAX_PROBES - len(done.looks)
             ]
         else:
             chosen = board.choose(record, shape, alone=len(waiting) == 1)
             if not chosen.missing and not (
-                chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST
+                chosen.hopeful and now - (record.waiting_since or now) < PROBE_WAIT
             ):
                 grant = _grant(board, record, chosen)
                 if len(grant.places) < claim.max_nodes:
@@ -127,7 +129,7 @@ def allocate(
                     _answered(done, record, grant, now)
                 continue
             left.append(Waiting(record, shape, chosen, board.ahead(shape)))
-            done.looks += chosen.looks[: MOST_LOOKS - len(done.looks)]
+            done.looks += chosen.looks[: MAX_PROBES - len(done.looks)]
             if board.could_have(record, shape, chosen):
                 board.reserve(claim.job, shape)
     for (
@@ -147,7 +149,7 @@ def allocate(
     return done
 
 
-def yields_at(state: FleetState) -> datetime | None:
+def yield_time(state: FleetState) -> datetime | None:
     """Return when a running job may have to yield; None if no two of them wait."""
     stuck = [record for record in state.claims if _may_be_stuck(record)]
     since = [record.waiting_since for record in stuck if record.waiting_since is not None]
@@ -226,7 +228,7 @@ def _wait(
         if record.reason_sent_at is not None:
             say_at = record.reason_sent_at + gap
         elif soon:
-            say_at = (record.waiting_since or now) + SAY_AGAIN
+            say_at = (record.waiting_since or now) + REASON_INTERVAL
         if say_at is None or now >= say_at:
             done.tells.append(
                 GrantMessage(
@@ -297,15 +299,15 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(from_all[:4]) + more
 
 
-OFFER_HOLDS = timedelta(minutes=2)
+OFFER_TIMEOUT = timedelta(minutes=2)
 """How long the offered nodes are reserved: a job answers within seconds, or when its worker is
 back."""
-OFFER_AGAIN = timedelta(minutes=5)
+OFFER_INTERVAL = timedelta(minutes=5)
 """From the end of an offer to the next one: a job that does not take offers keeps nodes from others
 for two minutes in seven."""
 
 
-def released(state: FleetState, now: datetime) -> FleetState:
+def end_offers(state: FleetState, now: datetime) -> FleetState:
     """End the offers that expired, were taken, or were superseded by a claim; forget those after
     which the next one may be made."""
     if not state.offers:
@@ -316,7 +318,7 @@ def released(state: FleetState, now: datetime) -> FleetState:
         record = records.get(one.job)
         is_over = bool(one.places) and not holds(one, record, now)
         known = replace(one, places=(), until=min(one.until, now)) if is_over else one
-        if not (is_over and _took(record, one)) and now < known.until + OFFER_AGAIN:
+        if not (is_over and _took(record, one)) and now < known.until + OFFER_INTERVAL:
             offers.append(known)
     return state if tuple(offers) == state.offers else replace(state, offers=tuple(offers))
 
@@ -328,7 +330,7 @@ def _took(record: ClaimRecord | None, offer: OfferRecord) -> bool:
     return bool({place.node for place in granted or ()} & {place.node for place in offer.places})
 
 
-def offered(
+def make_offers(
     state: FleetState, board: Placement, now: datetime
 ) -> tuple[FleetState, list[OfferMessage], list[int]]:
     """Make the offers that are possible; also return the nodes to probe before more can be made."""
@@ -337,10 +339,10 @@ def offered(
         return state, [], []
     made: list[OfferRecord] = []
     looks: list[int] = []
-    for record in sorted(wishes, key=order_of):
+    for record in sorted(wishes, key=claim_order):
         claim = record.claim
         ready, stale = board.offerable(record, claim.most - len(claim.keep))
-        looks += [node for node in stale if is_due(state.nodes[node], now)]
+        looks += [node for node in stale if is_probe_due(state.nodes[node], now)]
         if ready and not stale:  # one offer of all nodes instead of two restarts
             made.append(
                 OfferRecord(
@@ -348,18 +350,18 @@ def offered(
                     claim.submission,
                     claim.seq,
                     board.offer(record, ready),
-                    now + OFFER_HOLDS,
+                    now + OFFER_TIMEOUT,
                 )
             )
     state = replace(state, offers=(*state.offers, *made)) if made else state
     return state, [OfferMessage(one.job, one.offer) for one in made], looks
 
 
-def offers_at(state: FleetState) -> list[datetime]:
+def offer_times(state: FleetState) -> list[datetime]:
     """Return when there may be something to offer, or an offer ends."""
     times = [record.claim.more_at for record in state.claims if record.claim.more_at is not None]
     times += [one.until for one in state.offers if one.places]
-    return times + [one.until + OFFER_AGAIN for one in state.offers]
+    return times + [one.until + OFFER_INTERVAL for one in state.offers]
 
 
 def _wishes(state: FleetState, record: ClaimRecord, now: datetime) -> bool:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from relaunch.pool.inventory import GpuUse
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.nodes import FRESH, is_due, may_be_read
+from relaunch.pool.nodes import PROBE_LIFETIME, can_read_inventory, is_probe_due
 from relaunch.pool.state import (
     ClaimRecord,
     FleetState,
@@ -40,7 +40,7 @@ def fits(record: NodeRecord, shape: Shape, *, with_avoided: bool = False) -> boo
     return with_avoided or record.name not in avoid
 
 
-GIVEN_UP = timedelta(minutes=10)
+SILENCE_TIMEOUT = timedelta(minutes=10)
 """After so long a silence a node is no longer waited for, and other jobs get what a large claim
 would leave free meanwhile."""
 Key = tuple[bool, int, int, int]
@@ -168,9 +168,11 @@ class Placement:
         one = self.nodes[node]
         if one.probe is None or one.probed_at is None or one.probe.silent or one.probe.busy:
             return False
-        if one.spec.gpus and (one.inventory_at is None or self.now - one.inventory_at >= FRESH):
+        if one.spec.gpus and (
+            one.inventory_at is None or self.now - one.inventory_at >= PROBE_LIFETIME
+        ):
             return False
-        return self.now - one.probed_at < FRESH and not self.has_foreign_ranks(node, job)
+        return self.now - one.probed_at < PROBE_LIFETIME and not self.has_foreign_ranks(node, job)
 
     def in_the_way(self, node: int, need: int) -> tuple[GpuUse, ...]:
         """Return the foreign processes without which a claim for so many GPUs (0: all) would fit
@@ -207,7 +209,7 @@ class Placement:
         """Return whether a job may get the node eventually, without a person's help."""
         if one.status is NodeStatus.QUARANTINED or one.drain is not None or one.is_removed:
             return False
-        return one.silent_since is None or self.now - one.silent_since < GIVEN_UP
+        return one.silent_since is None or self.now - one.silent_since < SILENCE_TIMEOUT
 
     def _put(self, node: int) -> None:
         if not self._is_usable(node):
@@ -311,7 +313,7 @@ class Placement:
             chosen.looks = [
                 node
                 for node in (stale if chosen.hopeful else doubts)
-                if is_due(self.nodes[node], self.now)
+                if is_probe_due(self.nodes[node], self.now)
             ]
             chosen.looks += (
                 () if chosen.hopeful else self._visited_for(shape, frozenset((*own, *new, *doubts)))
@@ -328,8 +330,8 @@ class Placement:
             and self._is_usable(node)
             and fits(self.nodes[node], shape)
             and self.in_the_way(node, shape[0])
-            and may_be_read(self.nodes[node], self.now, FRESH)
-            and is_due(self.nodes[node], self.now)
+            and can_read_inventory(self.nodes[node], self.now, PROBE_LIFETIME)
+            and is_probe_due(self.nodes[node], self.now)
         ]
 
     def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Choice, alone: bool) -> None:
@@ -362,7 +364,7 @@ class Placement:
             ]
             stale = [node for node in doubts if self._only_stale(node) and may_have(node)]
             chosen.hopeful = bool(stale)
-            chosen.looks = [node for node in stale if is_due(self.nodes[node], self.now)]
+            chosen.looks = [node for node in stale if is_probe_due(self.nodes[node], self.now)]
 
     def offerable(self, record: ClaimRecord, count: int) -> tuple[list[int], list[int]]:
         """Return nodes by which a running job could grow now, and those by which it could if a new

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from relaunch.pool.claims import note_moves, restored, worth_restoring
+from relaunch.pool.claims import export_claims, record_moves, restore_claims
 from relaunch.pool.events import PreviousRun
-from relaunch.pool.nodes import FLEET_FILE, is_out, noticed
+from relaunch.pool.nodes import FLEET_FILE, add_notice, is_out
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
 
-REMEMBER_WITHIN = timedelta(seconds=15)
+RESTORE_TIMEOUT = timedelta(seconds=15)
 """How long nothing is granted or repaired meanwhile: a worker asks the previous run for ten seconds
 at most."""
 
@@ -31,15 +31,15 @@ def export_state(*runs: FleetState) -> PreviousRun:
         before = export_state(*older)
         if not state.nodes:
             return before
-        state = _taken_over(state, before)
+        state = _take_over(state, before)
     held = {place.node for record in state.claims for place in record.places}
-    records = (_worth(node) for node in state.nodes if node.by != FLEET_FILE)
+    records = (_export_node(node) for node in state.nodes if node.by != FLEET_FILE)
     nodes = tuple(record for record in records if record != NodeRecord(record.spec))
     logins = {node.name: node.spec.login for node in state.nodes if node.name in held}
-    return PreviousRun(nodes, worth_restoring(state.claims), state.breaker, logins=logins)
+    return PreviousRun(nodes, export_claims(state.claims), state.breaker, logins=logins)
 
 
-def _worth(record: NodeRecord) -> NodeRecord:
+def _export_node(record: NodeRecord) -> NodeRecord:
     # The node has to be examined again: the end of a repair under way may never be reported to the
     # new run.
     standing = NodeStatus.SUSPECT if record.status is NodeStatus.REPAIRING else record.status
@@ -70,37 +70,37 @@ def is_restoring(state: FleetState, now: datetime) -> bool:
     return not state.is_restored and (state.restore_until is None or now < state.restore_until)
 
 
-def began(state: FleetState, now: datetime) -> FleetState:
+def start_restore_timeout(state: FleetState, now: datetime) -> FleetState:
     """Start the timeout for restoring: the nodes are known now."""
     if state.restore_until is not None or not state.nodes:
         return state
-    return replace(state, restore_until=now + REMEMBER_WITHIN)
+    return replace(state, restore_until=now + RESTORE_TIMEOUT)
 
 
-def given_up(state: FleetState, now: datetime) -> FleetState:
+def give_up_restoring(state: FleetState, now: datetime) -> FleetState:
     if state.is_restored or is_restoring(state, now):
         return state
     state = replace(
         state,
         is_restored=True,
-        restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s",
+        restore_error=f"it did not say so within {RESTORE_TIMEOUT.total_seconds():.0f} s",
     )
-    return noticed(
+    return add_notice(
         state,
         "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten",
         now,
     )
 
 
-def remembered(state: FleetState, fact: PreviousRun, now: datetime) -> FleetState:
+def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetState:
     """Restore the state where nothing newer is known. Done once, or again if parts could not be
     read at first."""
     if (state.is_restored and not state.restore_error) or not state.nodes:
         return state
     is_news = fact.lost != state.restore_error
-    state = replace(_taken_over(state, fact), restore_error=fact.lost)
+    state = replace(_take_over(state, fact), restore_error=fact.lost)
     if fact.lost and is_news:
-        state = noticed(
+        state = add_notice(
             state,
             f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}",
             now,
@@ -117,22 +117,22 @@ def remembered(state: FleetState, fact: PreviousRun, now: datetime) -> FleetStat
     parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
     parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
     return (
-        noticed(state, f"remembers {' and '.join(parts)} from the run before", now)
+        add_notice(state, f"remembers {' and '.join(parts)} from the run before", now)
         if parts
         else state
     )
 
 
-def _taken_over(state: FleetState, fact: PreviousRun) -> FleetState:
+def _take_over(state: FleetState, fact: PreviousRun) -> FleetState:
     known = {record.name: record for record in fact.nodes}
-    nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
-    state = note_moves(restored(state, fact.claims), fact.logins)
+    nodes = tuple(_restore_node(node, known.get(node.name)) for node in state.nodes)
+    state = record_moves(restore_claims(state, fact.claims), fact.logins)
     return replace(
-        state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), is_restored=True
+        state, nodes=nodes, breaker=_restore_breaker(state.breaker, fact.breaker), is_restored=True
     )
 
 
-def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
+def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     if known is not None:
         record = replace(
             record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles)))
@@ -172,7 +172,7 @@ def _name(mark: Mark) -> tuple[str, int, int]:
     return mark.job, mark.submission, mark.generation
 
 
-def _breaker(now: Breaker, before: Breaker) -> Breaker:
+def _restore_breaker(now: Breaker, before: Breaker) -> Breaker:
     if now.resumed_at is not None:
         return now
     if not now.is_open:

@@ -17,7 +17,7 @@ from relaunch.pool import claims as fleet_claims
 from relaunch.pool import nodes as fleet_nodes
 from relaunch.pool import restore as fleet_memory
 from relaunch.pool.breaker import is_silent_since_reboot
-from relaunch.pool.drains import asked_to_leave
+from relaunch.pool.drains import request_drains
 from relaunch.pool.events import (
     ClaimEvent,
     ClaimReminder,
@@ -45,20 +45,34 @@ from relaunch.pool.events import (
     RunningJobs,
     ScheduleResult,
 )
-from relaunch.pool.grants import LOOK_FIRST, allocate, offered, offers_at, released, yields_at
+from relaunch.pool.grants import (
+    PROBE_WAIT,
+    allocate,
+    end_offers,
+    make_offers,
+    offer_times,
+    yield_time,
+)
 from relaunch.pool.messages import Grant
-from relaunch.pool.nodes import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
+from relaunch.pool.nodes import (
+    INVENTORY_INTERVAL,
+    MAX_INVENTORIES,
+    PROBE_LIFETIME,
+    can_read_inventory,
+    is_probe_due,
+    probe_delay,
+)
 from relaunch.pool.placement import Placement
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, RecentReclaim
 
-SWEEP = timedelta(seconds=60)
+SWEEP_INTERVAL = timedelta(seconds=60)
 """Time between two probes of all nodes: how long ranks of no known job may go unseen."""
-SETTLE = timedelta(seconds=30)
+CLAIMS_TIMEOUT = timedelta(seconds=30)
 """How long a restarted fleet waits for jobs to claim what they hold: restarting a worker meanwhile
 takes ten seconds."""
-RECLAIM_AGAIN = timedelta(seconds=10)
+RECLAIM_INTERVAL = timedelta(seconds=10)
 """Delay after an order to stop ranks that ended without success."""
-AT_LEAST = timedelta(seconds=1)
+MIN_WAKE_DELAY = timedelta(seconds=1)
 """Shortest time between two wakes without news."""
 
 
@@ -66,39 +80,41 @@ def apply_event(state: FleetState, fact: FleetEvent, now: datetime) -> FleetStat
     """Apply one fact. Applying it again changes nothing."""
     match fact:
         case FleetFileContent():
-            return fleet_memory.began(fleet_nodes.applied(state, fact, now), now)
+            return fleet_memory.start_restore_timeout(
+                fleet_nodes.apply_fleet_file(state, fact, now), now
+            )
         case RunningJobs():
             return _found(state, fact, now)
         case PreviousRun():
-            return fleet_memory.remembered(state, fact, now)
+            return fleet_memory.restore_state(state, fact, now)
         case ClaimEvent():
-            return fleet_claims.claimed(state, fact.claim, now)
+            return fleet_claims.record_claim(state, fact.claim, now)
         case FaultReportEvent():
-            return fleet_claims.reported(state, fact.report, now)
+            return fleet_claims.record_faults(state, fact.report, now)
         case ProbeResults():
-            return fleet_nodes.looked(state, fact.probes, now)
+            return fleet_nodes.record_probes(state, fact.probes, now)
         case EndedJobs():
-            return fleet_claims.closed(state, fact.jobs, now)
+            return fleet_claims.close_claims(state, fact.jobs, now)
         case ReclaimResult():
-            return fleet_claims.reclaimed(state, fact, now)
+            return fleet_claims.free_stopped_nodes(state, fact, now)
         case RepairStart():
-            return fleet_nodes.repair_began(state, fact, now)
+            return fleet_nodes.record_repair_start(state, fact, now)
         case PermitRequestEvent():
-            return breaker.wanted(state, fact, now)
+            return breaker.record_permit_request(state, fact, now)
         case RepairResult():
-            return fleet_nodes.repair_ended(state, fact, now)
+            return fleet_nodes.record_repair_result(state, fact, now)
         case QuarantineCommand():
-            return fleet_nodes.quarantine_asked(state, fact, now)
+            return fleet_nodes.quarantine_node(state, fact, now)
         case ReleaseCommand():
-            return fleet_nodes.release_asked(state, fact, now)
+            return fleet_nodes.release_node(state, fact, now)
         case DeathDeclaration():
-            return fleet_nodes.dead_declared(state, fact, now)
+            return fleet_nodes.declare_dead(state, fact, now)
         case PauseCommand():
-            return breaker.pause_asked(state, fact, now)
+            return breaker.pause_repairs(state, fact, now)
         case ResumeCommand():
-            return breaker.resume_asked(state, fact, now)
+            return breaker.resume_repairs(state, fact, now)
         case MalformedMessage():
-            return fleet_nodes.noticed(state, f"{fact.name}: {fact.reason}", now)
+            return fleet_nodes.add_notice(state, f"{fact.name}: {fact.reason}", now)
         case _:
             assert_never(fact)
 
@@ -106,32 +122,34 @@ def apply_event(state: FleetState, fact: FleetEvent, now: datetime) -> FleetStat
 def schedule(state: FleetState, now: datetime, busy: frozenset[str]) -> ScheduleResult:
     """Do everything that can be done now. `busy` names the orders under way: `look`,
     `reclaim/JOB/SUBMISSION`."""
-    state = fleet_nodes.without_gone(fleet_nodes.overdue(fleet_memory.given_up(state, now), now))
+    state = fleet_nodes.forget_removed_nodes(
+        fleet_nodes.give_up_overdue_repairs(fleet_memory.give_up_restoring(state, now), now)
+    )
     if (
         not state.is_probed
         and state.nodes
         and all(node.probed_at is not None for node in state.nodes)
     ):
         state = replace(state, is_probed=True)
-    state = breaker.opened(fleet_nodes.short(state, now), now)
+    state = breaker.open_if_too_many_out(fleet_nodes.suspect_incomplete_nodes(state, now), now)
     orders: list[Order] = []
     state, numbers = _behind(state)
     orders += numbers
-    state, permits = breaker.answered(state, now)
-    state = breaker.opened(
+    state, permits = breaker.answer_permit_requests(state, now)
+    state = breaker.open_if_too_many_out(
         state, now
     )  # a repair refused because jobs share the node makes it a suspect
     orders += permits
     state, repairs = _repairs(state, now)
     orders += repairs
-    state, leaves = asked_to_leave(state, now)
+    state, leaves = request_drains(state, now)
     orders += leaves
     wanted: list[int] = []
     before = None
     while (
         before != state.offers
     ):  # a claim may wait for just the nodes of an offer that was not taken
-        state = released(state, now)
+        state = end_offers(state, now)
         before = state.offers
         board = Placement(state, now)
         done = allocate(state, board, now, busy)
@@ -140,8 +158,8 @@ def schedule(state: FleetState, now: datetime, busy: frozenset[str]) -> Schedule
         claims = tuple(done.claims[record.claim.job] for record in state.claims)
         if claims != state.claims:
             state = replace(state, claims=claims, progress_at=done.moved_at)
-        state = released(state, now)
-    state, offers, doubtful = offered(state, board, now)
+        state = end_offers(state, now)
+    state, offers, doubtful = make_offers(state, board, now)
     orders += offers
     state, claims_again = _asked(state)
     orders += claims_again
@@ -154,11 +172,11 @@ def schedule(state: FleetState, now: datetime, busy: frozenset[str]) -> Schedule
 
 def next_wake(state: FleetState, now: datetime) -> datetime:
     """Return when to settle even if no fact arrives."""
-    times = [(state.swept_at or now) + SWEEP]
-    later = [one.at + RECLAIM_AGAIN for one in state.recent_reclaims]
+    times = [(state.swept_at or now) + SWEEP_INTERVAL]
+    later = [one.at + RECLAIM_INTERVAL for one in state.recent_reclaims]
     later += [record.reason_due_at for record in state.claims if record.reason_due_at is not None]
     later += [
-        node.repair_since + fleet_nodes.REPAIR_WITHIN
+        node.repair_since + fleet_nodes.REPAIR_TIMEOUT
         for node in state.nodes
         if node.repair_since is not None
     ]
@@ -167,38 +185,38 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
     if not state.is_restored and state.restore_until is not None:
         later.append(state.restore_until)
     later += [
-        node.probed_at + look_gap(node, now)
+        node.probed_at + probe_delay(node, now)
         for node in state.nodes
         if node.probed_at is not None and node.probe and node.probe.inventory_pending
     ]
-    later += offers_at(state)
+    later += offer_times(state)
     later += [
-        record.waiting_since + LOOK_FIRST
+        record.waiting_since + PROBE_WAIT
         for record in state.claims
         if record.is_waiting
         and record.waiting_since is not None
         and record.claim.nodes < record.claim.max_nodes
     ]
-    if (stuck := yields_at(state)) is not None:
+    if (stuck := yield_time(state)) is not None:
         later.append(stuck)
     if not state.is_probed or any(record.is_waiting for record in state.claims):
         held = {place.node for record in state.claims for place in record.places}
         later += [
             max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
-            + look_gap(node, now)
+            + probe_delay(node, now)
             for node in state.nodes
             if _is_watched(node, held)
         ]
         # Foreign processes on these GPUs may be gone by now.
         later += [
-            node.inventory_at + FRESH
+            node.inventory_at + PROBE_LIFETIME
             for node in state.nodes
             if node.inventory_at is not None and node.foreign_processes
         ]
     # Times in the past were handled when the state was settled, are no longer needed, or have news
     # on the way.
     times += [at for at in later if at > now]
-    return max(min(times), now + AT_LEAST)
+    return max(min(times), now + MIN_WAKE_DELAY)
 
 
 def _is_watched(node: NodeRecord, held: set[str]) -> bool:
@@ -223,7 +241,9 @@ def _found(state: FleetState, fact: RunningJobs, now: datetime) -> FleetState:
         one.job for one in state.last_claims
     }
     awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
-    return replace(state, awaited_jobs=awaited, awaited_until=state.awaited_until or now + SETTLE)
+    return replace(
+        state, awaited_jobs=awaited, awaited_until=state.awaited_until or now + CLAIMS_TIMEOUT
+    )
 
 
 def _asked(state: FleetState) -> tuple[FleetState, list[ClaimReminder]]:
@@ -276,11 +296,13 @@ def _reclaims(
                     found[known.key].add(node.name)
                 elif living.submission < known.claim.submission and _is_forgotten(known, node.name):
                     found[living.job, known.claim.submission - 1].add(node.name)
-            elif last is None or node.probed_at is None or node.probed_at - last.at >= FRESH:
+            elif (
+                last is None or node.probed_at is None or node.probed_at - last.at >= PROBE_LIFETIME
+            ):
                 # A probe that was under way when the job gave back its nodes still shows its ranks:
                 # ignore those.
                 found[living.job, living.submission].add(node.name)
-    recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_AGAIN)
+    recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
     wait = {(one.job, one.submission) for one in recent}
     due = [
         key
@@ -308,7 +330,7 @@ def _is_forgotten(record: ClaimRecord, node: str) -> bool:
 
 
 def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]:
-    room = breaker.repairs_at_once(state) - breaker.under_way(state)
+    room = breaker.max_repairs(state) - breaker.count_repairs(state)
     if room <= 0 or not breaker.may_repair(state) or not state.is_probed:
         return state, []
     if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_restoring(state, now):
@@ -349,8 +371,10 @@ def _looks(
 ) -> tuple[FleetState, list[Order]]:
     if "look" in busy or not state.nodes:
         return state, []
-    reads = frozenset(index for index in wanted if may_be_read(state.nodes[index], now, FRESH))
-    if state.swept_at is None or now - state.swept_at >= SWEEP:
+    reads = frozenset(
+        index for index in wanted if can_read_inventory(state.nodes[index], now, PROBE_LIFETIME)
+    )
+    if state.swept_at is None or now - state.swept_at >= SWEEP_INTERVAL:
         nodes = list(range(len(state.nodes)))
         state = replace(state, swept_at=now)
     else:
@@ -368,7 +392,7 @@ def _looks(
                     and board.has_living(index)
                 )
             )
-            and is_due(node, now)
+            and is_probe_due(node, now)
         ]
         nodes = list(dict.fromkeys((*wanted, *unknown)))
     if not nodes:
@@ -376,7 +400,7 @@ def _looks(
     old = [
         index
         for index in nodes
-        if may_be_read(state.nodes[index], now, READ_AGAIN)
+        if can_read_inventory(state.nodes[index], now, INVENTORY_INTERVAL)
         and not board.is_full(index)
         and index not in reads
     ]
@@ -384,7 +408,7 @@ def _looks(
     old.sort(
         key=lambda index: (at := state.nodes[index].inventory_at) is not None and at.timestamp()
     )
-    reads |= set(old[: max(0, MOST_READ - len(reads))])
+    reads |= set(old[: max(0, MAX_INVENTORIES - len(reads))])
     order = ProbeOrder(
         tuple(state.nodes[index].name for index in nodes),
         tuple(state.nodes[index].name for index in nodes if index in reads),

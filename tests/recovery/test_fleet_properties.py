@@ -40,7 +40,7 @@ from relaunch.pool.events import (
     ResumeCommand,
     RunningJobs,
 )
-from relaunch.pool.grants import OFFER_HOLDS
+from relaunch.pool.grants import OFFER_TIMEOUT
 from relaunch.pool.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
 from relaunch.pool.restore import export_state
 from relaunch.pool.scheduler import apply_event, next_wake, schedule
@@ -906,7 +906,7 @@ def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
     free = 9 - sum(map(len, places.values()))
     says("late", needs, (), needs)
     waited = T0 - T0
-    while "late" not in desk.granted() and waited <= OFFER_HOLDS:
+    while "late" not in desk.granted() and waited <= OFFER_TIMEOUT:
         assert not desk.of(OfferMessage), "nothing is offered while somebody waits"
         step = timedelta(seconds=desk.wakes_in())
         desk.now, waited = desk.now + step, waited + step

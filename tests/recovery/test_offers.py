@@ -16,7 +16,7 @@ from relaunch.pool.events import (
     QuarantineCommand,
     ReleaseCommand,
 )
-from relaunch.pool.grants import LOOK_FIRST, OFFER_AGAIN, OFFER_HOLDS
+from relaunch.pool.grants import OFFER_INTERVAL, OFFER_TIMEOUT, PROBE_WAIT
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.scheduler import schedule
 from relaunch.pool.state import LiveGeneration
@@ -205,12 +205,12 @@ def test_but_not_for_long() -> None:
     desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0, most=4)))
     desk.settle()
     assert desk.granted() == {}
-    while desk.wakes_in() < 10 and desk.now - T0 < timedelta(seconds=30) + LOOK_FIRST:
+    while desk.wakes_in() < 10 and desk.now - T0 < timedelta(seconds=30) + PROBE_WAIT:
         desk.now += timedelta(seconds=desk.wakes_in())
         desk.look(["n1", "n2"])
         desk.settle()
     assert desk.granted() == {"a": ["n1", "n2"]}
-    assert desk.now == T0 + timedelta(seconds=30) + LOOK_FIRST
+    assert desk.now == T0 + timedelta(seconds=30) + PROBE_WAIT
 
 
 def test_a_job_that_goes_on_with_all_that_it_has_is_told_nothing() -> None:
@@ -233,7 +233,7 @@ def test_s3_3_what_is_free_is_offered_when_the_job_has_run_for_long_enough_and_n
     assert (tell.offer.submission, tell.offer.seq, tell.offer.until) == (
         1,
         2,
-        desk.now + OFFER_HOLDS,
+        desk.now + OFFER_TIMEOUT,
     )
     assert desk.wait(seconds=1) == []
 
@@ -324,7 +324,7 @@ def test_nobody_else_is_given_what_is_offered_and_is_told_so_until_it_is_over() 
     assert desk.granted() == {}
     reason = desk.grants("waiting")["b"].reason
     assert reason == "0 of 1 nodes: job a holds 2; n3 is offered to job a, n4 is offered to job a"
-    assert desk.wakes_in() <= OFFER_HOLDS.total_seconds()
+    assert desk.wakes_in() <= OFFER_TIMEOUT.total_seconds()
     desk.now = desk.state.offers[0].until
     desk.go()
     assert desk.granted() == {"b": ["n3"]}
@@ -335,12 +335,12 @@ def test_an_offer_that_is_not_taken_is_made_again_later() -> None:
     desk.wait(seconds=61)
     assert offers(desk) != {}
     end = desk.state.offers[0].until
-    while desk.now < end + OFFER_AGAIN:
+    while desk.now < end + OFFER_INTERVAL:
         desk.now += timedelta(seconds=desk.wakes_in())
         desk.go()
-        if desk.now < end + OFFER_AGAIN:
+        if desk.now < end + OFFER_INTERVAL:
             assert offers(desk) == {}
-    assert desk.now == end + OFFER_AGAIN and offers(desk) == {"a": ["n3", "n4"]}
+    assert desk.now == end + OFFER_INTERVAL and offers(desk) == {"a": ["n3", "n4"]}
 
 
 def test_s3_3_a_job_that_takes_the_offer_gets_just_those_nodes() -> None:
@@ -357,7 +357,7 @@ def test_s3_3_a_job_that_takes_the_offer_gets_just_those_nodes() -> None:
 def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -> None:
     desk = short()
     desk.wait(seconds=61)
-    desk.now += OFFER_HOLDS
+    desk.now += OFFER_TIMEOUT
     desk.go()
     desk.claim("b", 3)
     asks(desk, "a", ("n1", "n2"), 3)

@@ -39,7 +39,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         relaunch.pool.scheduler,
         relaunch.workflows.fleet.workflow,
     ):  # how soon it is seen that a node is back
-        monkeypatch.setattr(module, "SWEEP", timedelta(seconds=3))
+        monkeypatch.setattr(module, "SWEEP_INTERVAL", timedelta(seconds=3))
 
 
 def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:

@@ -52,7 +52,7 @@ with workflow.unsafe.imports_passed_through():
         RunningJobs,
     )
     from relaunch.pool.restore import is_restoring
-    from relaunch.pool.scheduler import SWEEP, apply_event, next_wake, schedule
+    from relaunch.pool.scheduler import SWEEP_INTERVAL, apply_event, next_wake, schedule
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
     from relaunch.workflows.fleet import commands
@@ -301,7 +301,7 @@ class Fleet:
 
     def _check_due(self) -> datetime:
         if CHECK in self._asking:
-            return workflow.now() + SWEEP
+            return workflow.now() + SWEEP_INTERVAL
         if self._checked_at is None or self._check_asked:
             return workflow.now()
         lately = workflow.now() - HURRY_FOR
@@ -309,7 +309,7 @@ class Fleet:
             record.is_waiting and (record.waiting_since or lately) > lately
             for record in self._state.claims
         )
-        return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP)
+        return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP_INTERVAL)
 
     def _doing(self) -> list[str]:
         words = {
