@@ -11,7 +11,13 @@ from datetime import datetime, timedelta
 
 from relaunch.evidence.fields import text
 from relaunch.pool.drains import drain_shared_node, find_sharers, why_in_use
-from relaunch.pool.events import PauseCommand, PermitMessage, PermitRequestEvent, ResumeCommand
+from relaunch.pool.events import (
+    PauseCommand,
+    PermitMessage,
+    PermitRequestEvent,
+    RepairRequest,
+    ResumeCommand,
+)
 from relaunch.pool.messages import Permit, PermitRequest
 from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
 from relaunch.pool.restore import is_restoring
@@ -217,3 +223,50 @@ def is_silent_since_reboot(record: NodeRecord) -> bool:
     ):
         return False
     return timedelta(0) <= record.silent_since - record.rebooted_at < SHUTDOWN_TIMEOUT
+
+
+# --- new repairs
+
+
+def start_repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[RepairRequest]]:
+    """Start repairs of unused suspects, the oldest first, as far as the limits allow.
+
+    Not before it is known which jobs hold nodes and which ranks live on them.
+    """
+    room = max_repairs(state) - count_repairs(state)
+    if room <= 0 or not may_repair(state) or not state.is_probed:
+        return state, []
+    if is_awaiting(state, now) or is_restoring(state, now):
+        return state, []
+    in_use = {place.node for record in state.claims for place in record.places}
+    suspects = [
+        node
+        for node in state.nodes
+        if node.status is NodeStatus.SUSPECT
+        and not node.repair
+        and node.name not in in_use
+        and not (node.probe and node.probe.generations)
+    ]
+    if not suspects:
+        return state, []
+    suspects.sort(key=lambda node: node.since or now)
+    begun = {node.name: _mark_repairing(state, node, now) for node in suspects[:room]}
+    nodes = tuple(begun.get(node.name, node) for node in state.nodes)
+    return replace(state, nodes=nodes), [_request_repair(node) for node in suspects[:room]]
+
+
+def _mark_repairing(state: FleetState, node: NodeRecord, now: datetime) -> NodeRecord:
+    return replace(
+        node,
+        status=NodeStatus.REPAIRING,
+        since=now,
+        repair=f"repair/{state.name}/{node.name}",
+        repair_since=now,
+        repair_acts=False,
+    )
+
+
+def _request_repair(node: NodeRecord) -> RepairRequest:
+    counted = (mark for mark in node.marks if not mark.retracted)
+    gpus = tuple(dict.fromkeys(gpu for mark in counted for gpu in mark.gpus))
+    return RepairRequest(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))

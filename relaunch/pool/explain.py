@@ -13,7 +13,7 @@ from datetime import datetime
 from relaunch.evidence.fields import text
 from relaunch.pool.inventory import used_by
 from relaunch.pool.nodes import is_awaiting
-from relaunch.pool.placement import Choice, Placement, Shape, fits
+from relaunch.pool.placement import Choice, NodeUse, Placement, Shape
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
@@ -60,60 +60,58 @@ class Survey:
 
 
 class Explainer:
-    def __init__(self, board: Placement) -> None:
-        self._board = board
-        self._surveys: dict[tuple[int, bool], Survey] = {}
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._surveys: dict[Shape, Survey] = {}
 
     def why_hopeless(self, record: ClaimRecord, shape: Shape) -> str:
-        claim, board = record.claim, self._board
-        gone = [node for node in board.kept(record) if board.nodes[node].is_removed]
-        most = board.most(shape) + len(gone)
+        claim, placement = record.claim, self._placement
+        removed = [node for node in placement.keep_nodes(record) if node.record.is_removed]
+        most = placement.count_in_file(shape) + len(removed)
         if most >= claim.nodes:
             return ""
-        if not board.nodes:
-            return (
-                f"the file of fleet {board.state.name} names no node, and {claim.nodes} are wanted"
-            )
+        if not placement.nodes:
+            return f"the file of fleet {placement.state.name} names no node, and {claim.nodes} are wanted"
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
-        return f"fleet {board.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
+        return f"fleet {placement.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
 
-    def why_unknown(self, record: ClaimRecord, nodes: Sequence[int]) -> str:
+    def why_unknown(self, record: ClaimRecord, nodes: Sequence[NodeUse]) -> str:
         """Return why a claim waits for nodes that have not answered since the fleet began."""
-        board = self._board
-        names = list_names([board.nodes[node].name for node in nodes])
-        error = board.state.restore_error
+        placement = self._placement
+        names = list_names([node.name for node in nodes])
+        error = placement.state.restore_error
         return text(
-            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {board.state.name} began, and ranks of an earlier "
+            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {placement.state.name} began, and ranks of an earlier "
             f"submission of job {record.claim.job} may live there: what the fleet knew before is lost"
             f"{f' ({text(error, 160)})' if error else ''}. "
             "The job is launched when all have answered; take a node that is off for good out of the fleet file",
             600,
         )
 
-    def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Choice, ahead: str) -> str:
+    def why_fewer(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> str:
         """Return why a job that runs, or can start, has fewer nodes than it would take."""
-        have = len(chosen.kept) + len(chosen.new)
-        parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or [
+        have = len(choice)
+        parts = [part for part in self._parts(record, shape, choice, ahead) if part] or [
             "no other is to be had"
         ]
         return text(f"{have} of {record.claim.max_nodes} nodes: " + "; ".join(parts), 600)
 
-    def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Choice, ahead: str) -> str:
+    def why_waiting(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> str:
         # A stale answer is not news: the job would get a message every ten seconds and record each
         # of them.
-        have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
-        wanted = record.claim.nodes if chosen.missing else record.claim.max_nodes
+        have = len(choice) + (0 if choice.is_hopeful else choice.stale)
+        wanted = record.claim.nodes if choice.missing else record.claim.max_nodes
         return text(
             f"{have} of {wanted} nodes: "
-            + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part),
+            + "; ".join(part for part in self._parts(record, shape, choice, ahead) if part),
             600,
         )
 
-    def _parts(self, record: ClaimRecord, shape: Shape, chosen: Choice, ahead: str) -> list[str]:
-        claim, board = record.claim, self._board
+    def _parts(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> list[str]:
+        claim, placement = record.claim, self._placement
         survey = self._survey(shape)
         parts = []
-        if chosen.hopeful:
+        if choice.is_hopeful:
             parts.append("it is looked whether the others answer")
         elif ahead:
             parts.append(f"job {ahead} comes first")
@@ -134,12 +132,12 @@ class Explainer:
             self._some(survey.blocked, "in use"),
         ]
         known = [
-            board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None
+            placement.by_name[name].record for name in claim.avoid if name in placement.by_name
         ]
         avoided = [
             node.name
             for node in known
-            if fits(node, shape, with_avoided=True) and node.status is NodeStatus.IN_SERVICE
+            if shape.fits(node, with_avoided=True) and node.status is NodeStatus.IN_SERVICE
         ]
         parts.append(f"it avoids {list_names(avoided)}" if avoided else "")
         idle = survey.spares
@@ -156,37 +154,38 @@ class Explainer:
         return ", ".join(clauses[:MAX_NAMED]) + more
 
     def _survey(self, shape: Shape) -> Survey:
-        key = shape[0], shape[1]
+        key = Shape(shape.gpus, shape.with_spares)
         if key not in self._surveys:
-            self._surveys[key] = self._surveyed((shape[0], shape[1], frozenset()))
+            self._surveys[key] = self._make_survey(key)
         return self._surveys[key]
 
-    def _surveyed(self, shape: Shape) -> Survey:
-        board = self._board
-        nodes = [(index, node) for index, node in enumerate(board.nodes) if fits(node, shape)]
+    def _make_survey(self, shape: Shape) -> Survey:
+        placement = self._placement
         holders: Counter[str] = Counter()
         out, silent, blocked = [], [], []
-        for index, node in nodes:
-            holders.update(list(board.holders.get(index, ())))
+        for use in placement.nodes:
+            node = use.record
+            if not shape.fits(node):
+                continue
+            holders.update(list(use.holders))
             if node.status is not NodeStatus.IN_SERVICE:
                 out.append(f"{node.name} is {node.status} ({text(node.reason, 80)})")
             elif node.probe is not None and node.probe.silent:
                 silent.append(f"{node.name} does not answer ({text(node.probe.silent, 80)})")
             elif node.missing_gpus:
                 blocked.append(f"{node.name}: {node.missing_gpus}")
-            elif uses := board.in_the_way(index, shape[0]):
-                blocked.append(f"{node.name}: {text(used_by(uses), 160)}")
-            elif index not in board.holders and (why := _why_blocked(node)):
+            elif processes := use.blocking_processes(shape.gpus):
+                blocked.append(f"{node.name}: {text(used_by(processes), 160)}")
+            elif not use.holders and (why := _why_blocked(node)):
                 blocked.append(f"{node.name}: {why}")
-            elif index in board.offered and node.spec.gpus:
-                blocked.append(f"{node.name} is offered to job {', '.join(board.offered[index])}")
-        need, spares, _ = shape
+            elif use.offers and node.spec.gpus:
+                blocked.append(f"{node.name} is offered to job {', '.join(use.offers)}")
         idle = (
             0
-            if spares
+            if shape.with_spares
             else sum(
-                node.spec.spare and node.spec.gpus >= need and board.is_free(i)
-                for i, node in enumerate(board.nodes)
+                one.record.spec.spare and one.record.spec.gpus >= shape.gpus and not one.holders
+                for one in placement.nodes
             )
         )
         return Survey(

@@ -1,22 +1,19 @@
-"""Scheduler of one pool of nodes: facts change its state, and settling the state gives orders.
+"""Scheduler of one pool of nodes: events change its state, and scheduling it gives orders.
 
-This module only calls the others: `claims` and `nodes` apply facts, `allocate` grants nodes,
-`breaker` decides when to stop. A settled state gives no order twice, and every step is repeatable:
-equal states, facts and times give equal orders.
+`apply_event` takes in what jobs, nodes, repairs and people say; `schedule` runs every pass once, in
+an order that it explains. A scheduled state gives no order twice, and every step is repeatable:
+equal states, events and times give equal results.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import assert_never
 
-from relaunch.pool import breaker
-from relaunch.pool import claims as fleet_claims
-from relaunch.pool import nodes as fleet_nodes
-from relaunch.pool import restore as fleet_memory
-from relaunch.pool.breaker import is_silent_since_reboot
+from relaunch.pool import breaker, claims, nodes, restore
 from relaunch.pool.drains import request_drains
 from relaunch.pool.events import (
     ClaimEvent,
@@ -38,21 +35,13 @@ from relaunch.pool.events import (
     ReclaimOrder,
     ReclaimResult,
     ReleaseCommand,
-    RepairRequest,
     RepairResult,
     RepairStart,
     ResumeCommand,
     RunningJobs,
     ScheduleResult,
 )
-from relaunch.pool.grants import (
-    PROBE_WAIT,
-    allocate,
-    end_offers,
-    make_offers,
-    offer_times,
-    yield_time,
-)
+from relaunch.pool.grants import PROBE_WAIT, grant_nodes, offer_nodes, offer_times, yield_time
 from relaunch.pool.messages import Grant
 from relaunch.pool.nodes import (
     INVENTORY_INTERVAL,
@@ -62,7 +51,7 @@ from relaunch.pool.nodes import (
     is_probe_due,
     probe_delay,
 )
-from relaunch.pool.placement import Placement
+from relaunch.pool.placement import NodeUse, Placement
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, RecentReclaim
 
 SWEEP_INTERVAL = timedelta(seconds=60)
@@ -76,107 +65,117 @@ MIN_WAKE_DELAY = timedelta(seconds=1)
 """Shortest time between two wakes without news."""
 
 
-def apply_event(state: FleetState, fact: FleetEvent, now: datetime) -> FleetState:
-    """Apply one fact. Applying it again changes nothing."""
-    match fact:
+def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetState:
+    """Apply one event. Applying it again changes nothing."""
+    match event:
         case FleetFileContent():
-            return fleet_memory.start_restore_timeout(
-                fleet_nodes.apply_fleet_file(state, fact, now), now
-            )
+            return restore.start_restore_timeout(nodes.apply_fleet_file(state, event, now), now)
         case RunningJobs():
-            return _found(state, fact, now)
+            return _record_running_jobs(state, event, now)
         case PreviousRun():
-            return fleet_memory.restore_state(state, fact, now)
+            return restore.restore_state(state, event, now)
         case ClaimEvent():
-            return fleet_claims.record_claim(state, fact.claim, now)
+            return claims.record_claim(state, event.claim, now)
         case FaultReportEvent():
-            return fleet_claims.record_faults(state, fact.report, now)
+            return claims.record_faults(state, event.report, now)
         case ProbeResults():
-            return fleet_nodes.record_probes(state, fact.probes, now)
+            return nodes.record_probes(state, event.probes, now)
         case EndedJobs():
-            return fleet_claims.close_claims(state, fact.jobs, now)
+            return claims.close_claims(state, event.jobs, now)
         case ReclaimResult():
-            return fleet_claims.free_stopped_nodes(state, fact, now)
+            return claims.free_stopped_nodes(state, event, now)
         case RepairStart():
-            return fleet_nodes.record_repair_start(state, fact, now)
+            return nodes.record_repair_start(state, event, now)
         case PermitRequestEvent():
-            return breaker.record_permit_request(state, fact, now)
+            return breaker.record_permit_request(state, event, now)
         case RepairResult():
-            return fleet_nodes.record_repair_result(state, fact, now)
+            return nodes.record_repair_result(state, event, now)
         case QuarantineCommand():
-            return fleet_nodes.quarantine_node(state, fact, now)
+            return nodes.quarantine_node(state, event, now)
         case ReleaseCommand():
-            return fleet_nodes.release_node(state, fact, now)
+            return nodes.release_node(state, event, now)
         case DeathDeclaration():
-            return fleet_nodes.declare_dead(state, fact, now)
+            return nodes.declare_dead(state, event, now)
         case PauseCommand():
-            return breaker.pause_repairs(state, fact, now)
+            return breaker.pause_repairs(state, event, now)
         case ResumeCommand():
-            return breaker.resume_repairs(state, fact, now)
+            return breaker.resume_repairs(state, event, now)
         case MalformedMessage():
-            return fleet_nodes.add_notice(state, f"{fact.name}: {fact.reason}", now)
+            return nodes.add_notice(state, f"{event.name}: {event.reason}", now)
         case _:
-            assert_never(fact)
+            assert_never(event)
 
 
-def schedule(state: FleetState, now: datetime, busy: frozenset[str]) -> ScheduleResult:
-    """Do everything that can be done now. `busy` names the orders under way: `look`,
-    `reclaim/JOB/SUBMISSION`."""
-    state = fleet_nodes.forget_removed_nodes(
-        fleet_nodes.give_up_overdue_repairs(fleet_memory.give_up_restoring(state, now), now)
-    )
-    if (
-        not state.is_probed
-        and state.nodes
-        and all(node.probed_at is not None for node in state.nodes)
-    ):
-        state = replace(state, is_probed=True)
-    state = breaker.open_if_too_many_out(fleet_nodes.suspect_incomplete_nodes(state, now), now)
+def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> ScheduleResult:
+    """Run every pass once, in this order. A pass sees what those before it have changed.
+
+    First what is known is brought up to date, then nodes are taken out of service and repaired, then
+    nodes are granted, and last the fleet asks for what it does not know.
+
+    Args:
+        state: The state with all events applied.
+        now: Time by the workflow's clock.
+        under_way: Keys of the orders under way: `look`, `reclaim/JOB/SUBMISSION`.
+    """
     orders: list[Order] = []
-    state, numbers = _behind(state)
-    orders += numbers
+
+    # What has waited too long is given up first: other passes wait for it.
+    state = restore.give_up_restoring(state, now)
+    state = nodes.give_up_overdue_repairs(state, now)
+    # Nodes go that no job and no repair needs any more, so that they count nowhere below.
+    state = nodes.forget_removed_nodes(state)
+    # Before every node was probed it is unknown which ranks live where: nothing is granted.
+    state = _note_first_probes(state)
+
+    # New suspects come before the breaker, which counts them. While it is open, the passes below
+    # neither repair nor grant.
+    state = nodes.suspect_incomplete_nodes(state, now)
+    state = breaker.open_if_too_many_out(state, now)
+
+    # Needs nothing and hinders nothing: a job with a number that is too low has to submit again.
+    state, late_answers = _answer_late_submissions(state)
+    orders += late_answers
+
+    # Permits come before new repairs: a repair under way is finished first. A permit that is refused
+    # because jobs share the node makes the node a suspect, which the breaker counts again.
     state, permits = breaker.answer_permit_requests(state, now)
-    state = breaker.open_if_too_many_out(
-        state, now
-    )  # a repair refused because jobs share the node makes it a suspect
+    state = breaker.open_if_too_many_out(state, now)
     orders += permits
-    state, repairs = _repairs(state, now)
+    # Repairs come before grants: an unused suspect is repaired now, and is no node to wait for.
+    state, repairs = breaker.start_repairs(state, now)
     orders += repairs
-    state, leaves = request_drains(state, now)
-    orders += leaves
-    wanted: list[int] = []
-    before = None
-    while (
-        before != state.offers
-    ):  # a claim may wait for just the nodes of an offer that was not taken
-        state = end_offers(state, now)
-        before = state.offers
-        board = Placement(state, now)
-        done = allocate(state, board, now, busy)
-        orders += done.tells
-        wanted = done.looks
-        claims = tuple(done.claims[record.claim.job] for record in state.claims)
-        if claims != state.claims:
-            state = replace(state, claims=claims, progress_at=done.moved_at)
-        state = end_offers(state, now)
-    state, offers, doubtful = make_offers(state, board, now)
-    orders += offers
-    state, claims_again = _asked(state)
-    orders += claims_again
-    state, reclaims = _reclaims(state, now, busy)
+    # A suspect that jobs share is drained first. After the repairs, so that only suspects are asked
+    # for that no repair could take.
+    state, drains = request_drains(state, now)
+    orders += drains
+
+    # Waiting claims come before offers: running jobs are offered only what no claim waits for.
+    granted = grant_nodes(state, now, under_way)
+    orders += granted.messages
+    offered = offer_nodes(granted.state, granted.placement, now)
+    orders += offered.messages
+    state = offered.state
+
+    # What the fleet does not know it asks for, and what belongs to no job it stops. After the
+    # grants: a claim that waits says whether the fleet or its job stops ranks before it, and which
+    # nodes have to be probed.
+    state, reminders = _remind_jobs(state)
+    orders += reminders
+    state, reclaims = _reclaim_nodes(state, now, under_way)
     orders += reclaims
-    state, looks = _looks(state, board, [*wanted, *doubtful], now, busy)
-    orders += looks
+    wanted = [*granted.probes, *offered.probes]
+    state, probes = _order_probes(state, granted.placement, wanted, now, under_way)
+    orders += probes
     return ScheduleResult(state, tuple(orders))
 
 
 def next_wake(state: FleetState, now: datetime) -> datetime:
-    """Return when to settle even if no fact arrives."""
+    """Return when to schedule even if no fact arrives."""
     times = [(state.swept_at or now) + SWEEP_INTERVAL]
     later = [one.at + RECLAIM_INTERVAL for one in state.recent_reclaims]
     later += [record.reason_due_at for record in state.claims if record.reason_due_at is not None]
     later += [
-        node.repair_since + fleet_nodes.REPAIR_TIMEOUT
+        node.repair_since + nodes.REPAIR_TIMEOUT
         for node in state.nodes
         if node.repair_since is not None
     ]
@@ -200,12 +199,12 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
     if (stuck := yield_time(state)) is not None:
         later.append(stuck)
     if not state.is_probed or any(record.is_waiting for record in state.claims):
-        held = {place.node for record in state.claims for place in record.places}
+        in_use = {place.node for record in state.claims for place in record.places}
         later += [
             max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
             + probe_delay(node, now)
             for node in state.nodes
-            if _is_watched(node, held)
+            if _is_watched(node, in_use)
         ]
         # Foreign processes on these GPUs may be gone by now.
         later += [
@@ -213,13 +212,13 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
             for node in state.nodes
             if node.inventory_at is not None and node.foreign_processes
         ]
-    # Times in the past were handled when the state was settled, are no longer needed, or have news
+    # Times in the past were handled when the state was scheduled, are no longer needed, or have news
     # on the way.
     times += [at for at in later if at > now]
     return max(min(times), now + MIN_WAKE_DELAY)
 
 
-def _is_watched(node: NodeRecord, held: set[str]) -> bool:
+def _is_watched(node: NodeRecord, in_use: set[str]) -> bool:
     """Return whether a probe of the node may bring news that a claim waits for."""
     if (
         node.status not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT)
@@ -229,90 +228,111 @@ def _is_watched(node: NodeRecord, held: set[str]) -> bool:
     if node.probe is None or node.probed_at is None or node.probed_at < node.probe_ordered_at:
         return True
     return bool(
-        node.probe.silent or node.probe.busy or (node.probe.generations and node.name not in held)
+        node.probe.silent or node.probe.busy or (node.probe.generations and node.name not in in_use)
     )
 
 
 # --- a restarted fleet
 
 
-def _found(state: FleetState, fact: RunningJobs, now: datetime) -> FleetState:
-    known = {record.claim.job for record in state.claims if not record.is_restored} | {
-        one.job for one in state.last_claims
-    }
-    awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
-    return replace(
-        state, awaited_jobs=awaited, awaited_until=state.awaited_until or now + CLAIMS_TIMEOUT
-    )
+def _record_running_jobs(state: FleetState, event: RunningJobs, now: datetime) -> FleetState:
+    """Wait for the claims of the jobs that run, except those that have claimed since."""
+    known = {record.claim.job for record in state.claims if not record.is_restored}
+    known |= {one.job for one in state.last_claims}
+    awaited = tuple(job for job in dict.fromkeys(event.jobs) if job not in known)
+    until = state.awaited_until or now + CLAIMS_TIMEOUT
+    return replace(state, awaited_jobs=awaited, awaited_until=until)
 
 
-def _asked(state: FleetState) -> tuple[FleetState, list[ClaimReminder]]:
-    """Ask jobs what they hold, each once."""
-    ask = tuple(job for job in state.awaited_jobs or () if job not in state.asked_jobs)
-    return (replace(state, asked_jobs=(*state.asked_jobs, *ask)) if ask else state), [
-        ClaimReminder(job) for job in ask
-    ]
+def _note_first_probes(state: FleetState) -> FleetState:
+    """Note when every node has been probed since this run of the fleet began."""
+    if state.is_probed or not state.nodes:
+        return state
+    if any(node.probed_at is None for node in state.nodes):
+        return state
+    return replace(state, is_probed=True)
 
 
-def _behind(state: FleetState) -> tuple[FleetState, list[GrantMessage]]:
+def _remind_jobs(state: FleetState) -> tuple[FleetState, list[ClaimReminder]]:
+    """Ask running jobs what they hold, each once."""
+    jobs = tuple(job for job in state.awaited_jobs or () if job not in state.asked_jobs)
+    if jobs:
+        state = replace(state, asked_jobs=(*state.asked_jobs, *jobs))
+    return state, [ClaimReminder(job) for job in jobs]
+
+
+def _answer_late_submissions(state: FleetState) -> tuple[FleetState, list[GrantMessage]]:
     """Notify jobs whose submission is lower than a known one, so that they take a higher number."""
-    reason = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
-    tells = [
+    reason = (
+        "a submission of this job that was numbered higher is known: "
+        "the server's clock was set back in between"
+    )
+    messages = [
         GrantMessage(
             one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)
         )
         for one in state.behind
     ]
-    return (replace(state, behind=()) if tells else state), tells
+    return (replace(state, behind=()) if messages else state), messages
 
 
 # --- ranks that no running job answers for
 
 
-def _reclaims(
-    state: FleetState, now: datetime, busy: frozenset[str]
-) -> tuple[FleetState, list[Order]]:
+def _reclaim_nodes(
+    state: FleetState, now: datetime, under_way: frozenset[str]
+) -> tuple[FleetState, list[ReclaimOrder]]:
+    """Stop the ranks that no running job stops, each submission again after `RECLAIM_INTERVAL`."""
+    found = _find_orphaned_ranks(state)
+    recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
+    ordered = {(one.job, one.submission) for one in recent}
+    due = [
+        (job, submission)
+        for job, submission in sorted(found)
+        if (job, submission) not in ordered and f"reclaim/{job}/{submission}" not in under_way
+    ]
+    recent += tuple(RecentReclaim(job, submission, now) for job, submission in due)
+    if recent != state.recent_reclaims:
+        state = replace(state, recent_reclaims=recent)
+    return state, [ReclaimOrder(*key, tuple(sorted(found[key]))) for key in due]
+
+
+def _find_orphaned_ranks(state: FleetState) -> dict[tuple[str, int], set[str]]:
+    """Return by (job, submission) the nodes on which ranks of it, or of earlier ones, may live and
+    no running job stops them."""
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
-    records = {record.claim.job: record for record in state.claims}
-    given_back = {one.job: one for one in state.last_claims}
     for record in state.claims:
         if record.is_closed:
-            found[record.key].update(
-                place.node for place in record.places if place.node not in record.old_logins
-            )
+            key, places = record.key, record.places
         elif record.is_waiting and record.wait_reason and record.inherited:
             # A claim that comes before this one may wait for just these nodes.
-            older = record.claim.job, record.claim.submission - 1
-            found[older].update(
-                place.node for place in record.inherited if place.node not in record.old_logins
-            )
-    for node in state.nodes if state.awaited_jobs is not None else ():
-        for living in node.probe.generations if node.probe else ():
-            known, last = records.get(living.job), given_back.get(living.job)
-            if living.job in (state.awaited_jobs or ()):
+            key, places = (record.claim.job, record.claim.submission - 1), record.inherited
+        else:
+            continue
+        # The host that answers for a moved node never saw the ranks.
+        if nodes := {place.node for place in places if place.node not in record.old_logins}:
+            found[key].update(nodes)
+    if state.awaited_jobs is None:
+        return found
+    records = {record.claim.job: record for record in state.claims}
+    last_claims = {one.job: one for one in state.last_claims}
+    for node in state.nodes:
+        for one in node.probe.generations if node.probe else ():
+            if one.job in state.awaited_jobs:
                 continue
+            known, last = records.get(one.job), last_claims.get(one.job)
             if known is not None:
-                if known.is_closed and living.submission <= known.claim.submission:
+                if known.is_closed and one.submission <= known.claim.submission:
                     found[known.key].add(node.name)
-                elif living.submission < known.claim.submission and _is_forgotten(known, node.name):
-                    found[living.job, known.claim.submission - 1].add(node.name)
+                elif one.submission < known.claim.submission and _is_forgotten(known, node.name):
+                    found[one.job, known.claim.submission - 1].add(node.name)
             elif (
                 last is None or node.probed_at is None or node.probed_at - last.at >= PROBE_LIFETIME
             ):
                 # A probe that was under way when the job gave back its nodes still shows its ranks:
                 # ignore those.
-                found[living.job, living.submission].add(node.name)
-    recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
-    wait = {(one.job, one.submission) for one in recent}
-    due = [
-        key
-        for key in sorted(found)
-        if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy
-    ]
-    recent += tuple(RecentReclaim(*key, now) for key in due)
-    if recent != state.recent_reclaims:
-        state = replace(state, recent_reclaims=recent)
-    return state, [ReclaimOrder(*key, tuple(sorted(found[key]))) for key in due]
+                found[one.job, one.submission].add(node.name)
+    return found
 
 
 def _is_forgotten(record: ClaimRecord, node: str) -> bool:
@@ -322,100 +342,67 @@ def _is_forgotten(record: ClaimRecord, node: str) -> bool:
     """
     if record.is_waiting:
         return bool(record.wait_reason)
-    told = record.answer.holding if record.answer else ()
-    return node not in told and all(place.node != node for place in record.places)
+    named = record.answer.holding if record.answer else ()
+    return node not in named and all(place.node != node for place in record.places)
 
 
-# --- repairs and probes
+# --- probes
 
 
-def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]:
-    room = breaker.max_repairs(state) - breaker.count_repairs(state)
-    if room <= 0 or not breaker.may_repair(state) or not state.is_probed:
+def _order_probes(
+    state: FleetState,
+    placement: Placement,
+    wanted: Sequence[NodeUse],
+    now: datetime,
+    under_way: frozenset[str],
+) -> tuple[FleetState, list[ProbeOrder]]:
+    """Probe the nodes that claims and offers wait for, those of which nothing is known, and once in
+    `SWEEP_INTERVAL` all; one order at a time."""
+    if "look" in under_way or not placement.nodes:
         return state, []
-    if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_restoring(state, now):
-        return state, []
-    held = {place.node for record in state.claims for place in record.places}
-    suspects = [
-        (node.since or now, index)
-        for index, node in enumerate(state.nodes)
-        if node.status is NodeStatus.SUSPECT
-        and not node.repair
-        and node.name not in held
-        and not (node.probe and node.probe.generations)
-    ]
-    orders: list[Order] = []
-    nodes = list(state.nodes)
-    for _, index in sorted(suspects)[:room]:
-        node = nodes[index]
-        gpus = tuple(
-            dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus)
-        )
-        orders.append(
-            RepairRequest(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))
-        )
-        repair = f"repair/{state.name}/{node.name}"
-        nodes[index] = replace(
-            node,
-            status=NodeStatus.REPAIRING,
-            since=now,
-            repair=repair,
-            repair_since=now,
-            repair_acts=False,
-        )
-    return (replace(state, nodes=tuple(nodes)) if orders else state), orders
-
-
-def _looks(
-    state: FleetState, board: Placement, wanted: list[int], now: datetime, busy: frozenset[str]
-) -> tuple[FleetState, list[Order]]:
-    if "look" in busy or not state.nodes:
-        return state, []
-    reads = frozenset(
-        index for index in wanted if can_read_inventory(state.nodes[index], now, PROBE_LIFETIME)
-    )
     if state.swept_at is None or now - state.swept_at >= SWEEP_INTERVAL:
-        nodes = list(range(len(state.nodes)))
+        uses: Sequence[NodeUse] = placement.nodes
         state = replace(state, swept_at=now)
     else:
-        # Also probe where nothing can start before it is known which ranks live there (the whole
-        # fleet, or one repair), and where a reading may have ended.
-        unknown = [
-            index
-            for index, node in enumerate(state.nodes)
-            if (
-                node.probed_at is None
-                or (node.probe is not None and node.probe.inventory_pending)
-                or (
-                    node.status is NodeStatus.SUSPECT
-                    and board.is_free(index)
-                    and board.has_living(index)
-                )
-            )
-            and is_probe_due(node, now)
-        ]
-        nodes = list(dict.fromkeys((*wanted, *unknown)))
-    if not nodes:
+        unknown = (use for use in placement.nodes if _is_unknown(use, now))
+        uses = tuple(dict.fromkeys((*wanted, *unknown)))
+    if not uses:
         return state, []
-    old = [
-        index
-        for index in nodes
-        if can_read_inventory(state.nodes[index], now, INVENTORY_INTERVAL)
-        and not board.is_full(index)
-        and index not in reads
-    ]
-    # With each sweep read some nodes of a large fleet, those not read for longest first.
-    old.sort(
-        key=lambda index: (at := state.nodes[index].inventory_at) is not None and at.timestamp()
-    )
-    reads |= set(old[: max(0, MAX_INVENTORIES - len(reads))])
-    order = ProbeOrder(
-        tuple(state.nodes[index].name for index in nodes),
-        tuple(state.nodes[index].name for index in nodes if index in reads),
-    )
-    asked = frozenset(nodes)
+    to_read = _choose_inventories(uses, wanted, now)
+    probed = frozenset(use.name for use in uses)
     records = tuple(
-        replace(node, probe_ordered_at=now) if index in asked else node
-        for index, node in enumerate(state.nodes)
+        replace(node, probe_ordered_at=now) if node.name in probed else node for node in state.nodes
+    )
+    order = ProbeOrder(
+        tuple(use.name for use in uses), tuple(use.name for use in uses if use in to_read)
     )
     return replace(state, nodes=records, probe_count=state.probe_count + 1), [order]
+
+
+def _is_unknown(use: NodeUse, now: datetime) -> bool:
+    """Return whether something waits for a probe of the node: the whole fleet, a repair that cannot
+    start before it is known which ranks live there, or a reading that may have ended."""
+    node = use.record
+    is_unknown = (
+        node.probed_at is None
+        or (node.probe is not None and node.probe.inventory_pending)
+        or (node.status is NodeStatus.SUSPECT and not use.holders and use.has_ranks())
+    )
+    return is_unknown and is_probe_due(node, now)
+
+
+def _choose_inventories(
+    uses: Sequence[NodeUse], wanted: Sequence[NodeUse], now: datetime
+) -> set[NodeUse]:
+    """Return the nodes whose GPUs are read with the probe: all that are wanted, and of a large fleet
+    some others, those not read for longest first."""
+    to_read = {use for use in wanted if can_read_inventory(use.record, now, PROBE_LIFETIME)}
+    old = [
+        use
+        for use in uses
+        if can_read_inventory(use.record, now, INVENTORY_INTERVAL)
+        and not use.is_full()
+        and use not in to_read
+    ]
+    old.sort(key=lambda use: (at := use.record.inventory_at) is not None and at.timestamp())
+    return to_read | set(old[: max(0, MAX_INVENTORIES - len(to_read))])
