@@ -1,7 +1,7 @@
 """Input of the fleet workflow: its argument, messages from programs, and messages from people.
 
-A message that cannot be parsed becomes a `MalformedMessage`, which is shown to people as a notice: a
-message never fails a workflow.
+A message that cannot be parsed becomes a `MalformedMessage`, which is shown to people as a notice:
+a message never fails a workflow.
 """
 
 from __future__ import annotations

@@ -57,7 +57,10 @@ def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
     known = (
         f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
     )
-    reason = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:MAX_NAMED])}{more}); limits.nodes_out allows {most}{known}"
+    reason = (
+        f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:MAX_NAMED])}{more}); "
+        f"limits.nodes_out allows {most}{known}"
+    )
     return _open(state, reason, now)
 
 
@@ -112,7 +115,8 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
             asked = f"the reboot of {request.node} ({text(request.reason, 120)})"
             return _open(
                 state,
-                f"{asked} would be number {len(state.reboots) + 1} within 1h; limits.reboots_per_hour allows {hourly}",
+                f"{asked} would be number {len(state.reboots) + 1} within 1h; "
+                f"limits.reboots_per_hour allows {hourly}",
                 now,
             )
         state = replace(state, reboots=(*state.reboots, now))
@@ -155,7 +159,8 @@ def resume_repairs(state: FleetState, fact: ResumeCommand, now: datetime) -> Fle
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     for request in state.requests:
         at = request.asked_at.isoformat(timespec="minutes")
-        said = f"it was asked at {at}, before {by} resumed repairs at {now.isoformat(timespec='minutes')}; ask again"
+        resumed = now.isoformat(timespec="minutes")
+        said = f"it was asked at {at}, before {by} resumed repairs at {resumed}; ask again"
         state = _give_answer(state, request, False, said, stale=True)
     out = sum(is_out(node) and not node.is_removed for node in state.nodes)
     state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
@@ -205,7 +210,8 @@ def count_reboot(
         cycles = f"{len(recent)} of them by its power"
         return (
             record,
-            f"{record.name} was rebooted {times} times within 3d, {cycles}: a person should look at its hardware",
+            f"{record.name} was rebooted {times} times within 3d, {cycles}: "
+            "a person should look at its hardware",
         )
     return replace(
         record, power_cycles=(*recent, now) if request.power else recent, rebooted_at=now

@@ -1,4 +1,4 @@
-"""Ask jobs to leave nodes by a deadline, and notify them when a request is withdrawn.
+"""Ask jobs to drain nodes by a deadline, and notify them when a request is cancelled.
 
 Either a person wants the node empty, or the fleet does because the node has to be examined and jobs
 share it. Whether and when a job leaves is decided by the job and by the people who may answer for
@@ -45,9 +45,9 @@ def _request_drain(
     now: datetime,
     orders: list[DrainMessage],
 ) -> NodeRecord:
-    leave = _find_repair_drain(state, node, here, now)
-    wish = node.drain or leave
-    if wish is None:
+    drain = _find_repair_drain(state, node, here, now)
+    request = node.drain or drain
+    if request is None:
         over = DrainRequest(
             node.name, _why_cancelled(node), f"{FLEET}{state.name}", now, cancelled=True
         )
@@ -61,16 +61,16 @@ def _request_drain(
             for record in (*here, *waiting)
             if record.claim.job in node.asked_jobs
         ]
-        told: tuple[str, ...] = ()
+        asked_jobs: tuple[str, ...] = ()
     else:
         asked = [record.claim.job for record in here if node.drain or not _isolates(node, record)]
         new = [job for job in asked if job not in node.asked_jobs]
-        orders += [DrainMessage(job, wish) for job in new]
-        told = (*node.asked_jobs, *new)
+        orders += [DrainMessage(job, request) for job in new]
+        asked_jobs = (*node.asked_jobs, *new)
     return (
         node
-        if (leave, told) == (node.repair_drain, node.asked_jobs)
-        else replace(node, repair_drain=leave, asked_jobs=told)
+        if (drain, asked_jobs) == (node.repair_drain, node.asked_jobs)
+        else replace(node, repair_drain=drain, asked_jobs=asked_jobs)
     )
 
 
@@ -184,7 +184,8 @@ def drain_shared_node(
         )  # the refusal itself informs it
     return (
         put_node(state, node),
-        f"{has}, and {'were' if many else 'was'} asked to leave it by {wish.until:%Y-%m-%d %H:%M} UTC",
+        f"{has}, and {'were' if many else 'was'} asked to leave it by "
+        f"{wish.until:%Y-%m-%d %H:%M} UTC",
     )
 
 
@@ -201,4 +202,7 @@ def why_in_use(state: FleetState, record: NodeRecord, job: str) -> str:
     ]
     if not others:
         return ""
-    return f"job {others[0]} has {record.name}, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    return (
+        f"job {others[0]} has {record.name}, and ranks of it may live there: "
+        "cancel it, drain the node, or let that job order it"
+    )

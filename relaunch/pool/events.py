@@ -1,4 +1,8 @@
-"""Facts that a fleet takes in, one at a time. Each may arrive twice. `learn` applies them."""
+"""Events that a fleet takes in, one at a time, and orders that it gives.
+
+Each event may arrive twice; `apply_event` applies them. `schedule` gives each order once; the
+workflow carries them out.
+"""
 
 from __future__ import annotations
 

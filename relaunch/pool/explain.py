@@ -27,7 +27,10 @@ def why_closed(state: FleetState, now: datetime) -> str:
         return f"the file of fleet {state.name} has not been read yet"
     if state.breaker.is_open:
         since = f"{state.breaker.since:%H:%M} UTC" if state.breaker.since else "some time"
-        return f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; relaunch nodes resume closes it"
+        return (
+            f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; "
+            "relaunch nodes resume closes it"
+        )
     anew = f"fleet {state.name} was started anew and "
     if state.awaited_jobs is None:
         return anew + "looks which jobs run"
@@ -70,10 +73,12 @@ class Explainer:
         most = placement.count_in_file(shape) + len(removed)
         if most >= claim.nodes:
             return ""
+        fleet = placement.state.name
         if not placement.nodes:
-            return f"the file of fleet {placement.state.name} names no node, and {claim.nodes} are wanted"
+            return f"the file of fleet {fleet} names no node, and {claim.nodes} are wanted"
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
-        return f"fleet {placement.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
+        has = f"{most} node{'s' * (most != 1)}{gpus}"
+        return f"fleet {fleet} has {has}, and {claim.nodes} are wanted"
 
     def why_unknown(self, record: ClaimRecord, nodes: Sequence[NodeUse]) -> str:
         """Return why a claim waits for nodes that have not answered since the fleet began."""
@@ -81,10 +86,12 @@ class Explainer:
         names = list_names([node.name for node in nodes])
         error = placement.state.restore_error
         return text(
-            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {placement.state.name} began, and ranks of an earlier "
-            f"submission of job {record.claim.job} may live there: what the fleet knew before is lost"
+            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {placement.state.name} began, "
+            f"and ranks of an earlier submission of job {record.claim.job} may live there: "
+            "what the fleet knew before is lost"
             f"{f' ({text(error, 160)})' if error else ''}. "
-            "The job is launched when all have answered; take a node that is off for good out of the fleet file",
+            "The job is launched when all have answered; "
+            "take a node that is off for good out of the fleet file",
             600,
         )
 

@@ -66,7 +66,8 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
     if not fact.nodes and state.nodes:
         return add_notice(
             state,
-            f"the file of fleet {state.name} names no node: its {len(state.nodes)} nodes stay as they are",
+            f"the file of fleet {state.name} names no node: "
+            f"its {len(state.nodes)} nodes stay as they are",
             now,
         )
     known = {node.name: node for node in state.nodes}
@@ -81,7 +82,7 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
         if record.status is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _return_to_file(record, now)
         nodes.append(record)
-    # A node that has left the file while a job is on it is kept until it is free: see `settle`.
+    # A node that has left the file while a job is on it is kept until it is free: see `forget_removed_nodes`.
     nodes += [_remove_from_file(record, now) for record in known.values()]
     for notice in _describe_moves(state, fact):
         state = add_notice(state, notice, now)
@@ -314,12 +315,12 @@ def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
 def _was_stale(state: FleetState, fact: RepairResult) -> bool:
     """Return whether the last answer to this repair was that it had asked before a person resumed
     repairs."""
-    told = [
+    permits = [
         one.permit
         for one in state.permits
         if (one.workflow, one.permit.run) == (fact.workflow, fact.run)
     ]
-    return bool(told) and told[-1].stale
+    return bool(permits) and permits[-1].stale
 
 
 def _after_repair(

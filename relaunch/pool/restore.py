@@ -87,7 +87,8 @@ def give_up_restoring(state: FleetState, now: datetime) -> FleetState:
     )
     return add_notice(
         state,
-        "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten",
+        "nobody could say what the run before knew: "
+        "quarantines, pauses and faults of before are forgotten",
         now,
     )
 
@@ -102,7 +103,8 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
     if fact.lost and is_news:
         state = add_notice(
             state,
-            f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}",
+            f"what a run before this one knew of nodes is not to be had, "
+            f"and has to be said again: {fact.lost}",
             now,
         )
     if not state.breaker.is_open:

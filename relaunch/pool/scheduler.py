@@ -109,8 +109,8 @@ def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetSta
 def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> ScheduleResult:
     """Run every pass once, in this order. A pass sees what those before it have changed.
 
-    First what is known is brought up to date, then nodes are taken out of service and repaired, then
-    nodes are granted, and last the fleet asks for what it does not know.
+    First what is known is brought up to date, then nodes are taken out of service and repaired,
+    then nodes are granted, and last the fleet asks for what it does not know.
 
     Args:
         state: The state with all events applied.
@@ -136,8 +136,8 @@ def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> Sch
     state, late_answers = _answer_late_submissions(state)
     orders += late_answers
 
-    # Permits come before new repairs: a repair under way is finished first. A permit that is refused
-    # because jobs share the node makes the node a suspect, which the breaker counts again.
+    # Permits come before new repairs: a repair under way is finished first. A permit that is
+    # refused because jobs share the node makes the node a suspect, so the breaker counts again.
     state, permits = breaker.answer_permit_requests(state, now)
     state = breaker.open_if_too_many_out(state, now)
     orders += permits
@@ -212,8 +212,7 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
             for node in state.nodes
             if node.inventory_at is not None and node.foreign_processes
         ]
-    # Times in the past were handled when the state was scheduled, are no longer needed, or have news
-    # on the way.
+    # Times in the past were handled by `schedule`, are no longer needed, or have news on the way.
     times += [at for at in later if at > now]
     return max(min(times), now + MIN_WAKE_DELAY)
 
@@ -394,8 +393,8 @@ def _is_unknown(use: NodeUse, now: datetime) -> bool:
 def _choose_inventories(
     uses: Sequence[NodeUse], wanted: Sequence[NodeUse], now: datetime
 ) -> set[NodeUse]:
-    """Return the nodes whose GPUs are read with the probe: all that are wanted, and of a large fleet
-    some others, those not read for longest first."""
+    """Return the nodes whose GPUs are read with the probe: all that are wanted, and of a large
+    fleet some others, those not read for longest first."""
     to_read = {use for use in wanted if can_read_inventory(use.record, now, PROBE_LIFETIME)}
     old = [
         use

@@ -398,7 +398,8 @@ class Fleet:
         if state.awaited_jobs is None:
             return "it is found out which jobs run"
         if state.awaited_jobs:
-            return f"{len(state.awaited_jobs)} jobs are asked what they hold, before anything is granted"
+            count = len(state.awaited_jobs)
+            return f"{count} jobs are asked what they hold, before anything is granted"
         if is_restoring(state, workflow.now()):
             return "the run before this one is asked which nodes are out of service, before anything is granted"
         if not state.is_probed:
