@@ -88,7 +88,14 @@ def claim(job: str, *places: Place, nodes: int | None = None, **changes: Any) ->
 
 def fleet(*nodes: NodeRecord, **changes: Any) -> FleetState:
     return FleetState(
-        **{"name": "default", "nodes": nodes, "awaited": (), "looks": 1, "applied": True, **changes}
+        **{
+            "name": "default",
+            "nodes": nodes,
+            "awaited_jobs": (),
+            "probe_count": 1,
+            "is_file_read": True,
+            **changes,
+        }
     )
 
 

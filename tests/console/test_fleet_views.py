@@ -33,13 +33,13 @@ from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silen
 KEYS = {"name", "state", "job", "gpus", "health", "reason", "by", "history", "findings", "boot_id"}
 HOUR = timedelta(hours=1)
 OUT: dict[str, Any] = {
-    "standing": NodeStatus.QUARANTINED,
+    "status": NodeStatus.QUARANTINED,
     "reason": "flaky NVLink",
     "by": "grace@ops",
     "since": T0 - 3 * HOUR,
 }
 SUSPECT: dict[str, Any] = {
-    "standing": NodeStatus.SUSPECT,
+    "status": NodeStatus.SUSPECT,
     "reason": "Xid 79",
     "by": "job llama",
     "since": T0 - HOUR,
@@ -75,7 +75,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
         ),
         (node(1, **SUSPECT), (), "suspect", "Xid 79 (job llama, 60m ago)"),
         (
-            node(1, **{**SUSPECT, "standing": NodeStatus.REPAIRING}),
+            node(1, **{**SUSPECT, "status": NodeStatus.REPAIRING}),
             (),
             "repairing",
             "Xid 79 (job llama, 60m ago)",

@@ -213,11 +213,11 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
 def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when() -> None:
     leave = DrainRequest("n3", "Xid 79", "fleet lab", NOW + timedelta(hours=2))
     suspect = {
-        "standing": NodeStatus.SUSPECT,
+        "status": NodeStatus.SUSPECT,
         "reason": "Xid 79",
         "by": "job llama",
         "since": AGO,
-        "leave": leave,
+        "repair_drain": leave,
     }
     line = next(
         line
