@@ -40,8 +40,8 @@ def node(number: int, **changes: Any) -> NodeRecord:
     return NodeRecord(
         **{
             "spec": spec,
-            "look": NodeProbe(name, boot_id=f"boot {number}"),
-            "looked_at": T0,
+            "probe": NodeProbe(name, boot_id=f"boot {number}"),
+            "probed_at": T0,
             **changes,
         }
     )
@@ -49,7 +49,7 @@ def node(number: int, **changes: Any) -> NodeRecord:
 
 def silent(number: int, **changes: Any) -> NodeRecord:
     look = NodeProbe(f"gpu-{number:02}", silent="connection refused")
-    return node(number, **{"look": look, "silent_since": T0 - timedelta(minutes=5), **changes})
+    return node(number, **{"probe": look, "silent_since": T0 - timedelta(minutes=5), **changes})
 
 
 def living(number: int, *jobs: str, **changes: Any) -> NodeRecord:
@@ -58,7 +58,7 @@ def living(number: int, *jobs: str, **changes: Any) -> NodeRecord:
         boot_id=f"boot {number}",
         generations=tuple(LiveGeneration(job, 7, 2) for job in jobs),
     )
-    return node(number, **{"look": look, **changes})
+    return node(number, **{"probe": look, **changes})
 
 
 def mark(ago: timedelta, **changes: Any) -> Mark:
@@ -183,7 +183,7 @@ class FakeFleet:
         )
         self._change(
             message["node"],
-            standing=NodeStatus.QUARANTINED,
+            status=NodeStatus.QUARANTINED,
             since=workflow.now(),
             drain=drain,
             **asked,
@@ -193,7 +193,7 @@ class FakeFleet:
     def release(self, message: Any = None) -> None:
         self._change(
             message["node"],
-            standing=NodeStatus.IN_SERVICE,
+            status=NodeStatus.IN_SERVICE,
             reason="",
             by="",
             since=workflow.now(),

@@ -109,15 +109,15 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             "quarantined",
             "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago): connection refused",
         ),
-        (node(1, look=None, looked_at=None), (), "silent", "nobody has looked at it yet"),
+        (node(1, probe=None, probed_at=None), (), "silent", "nobody has looked at it yet"),
         (
-            node(1, look=NodeProbe("gpu-01", busy="repair (x) works on it")),
+            node(1, probe=NodeProbe("gpu-01", busy="repair (x) works on it")),
             (),
             "held",
             "repair (x) works on it",
         ),
         (
-            node(1, look=NodeProbe("gpu-01", busy="check (x) works on it")),
+            node(1, probe=NodeProbe("gpu-01", busy="check (x) works on it")),
             (Place("gpu-01"),),
             "held",
             "check (x) works on it",
@@ -285,11 +285,11 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
             paused="grace@ops: maintenance",
         ),
         claims=(
-            claim("llama", nodes=4, said="2 of 4 nodes: gpu-03 is quarantined"),
-            claim("gone", nodes=2, closed=True),
+            claim("llama", nodes=4, wait_reason="2 of 4 nodes: gpu-03 is quarantined"),
+            claim("gone", nodes=2, is_closed=True),
         ),
         requests=(request,),
-        awaited=("mixtral",),
+        awaited_jobs=("mixtral",),
     )
     assert fleet_notes(state, T0) == [
         "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
@@ -355,10 +355,10 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
 def test_what_a_file_changes_is_named_node_by_node() -> None:
     leaving_node = node(
         3,
-        standing=NodeStatus.QUARANTINED,
+        status=NodeStatus.QUARANTINED,
         by="fleet file",
         reason="it is no longer in the fleet file",
-        gone=True,
+        is_removed=True,
     )
     state = fleet(node(1), node(2), leaving_node, claims=(claim("llama", Place("gpu-03")),))
     same = FleetFileContent(state.repairs, (node(1).spec, node(2).spec), state.limits)
@@ -462,7 +462,9 @@ READ = Inventory(
 
 
 def read(inventory: Inventory, **changes: Any) -> NodeRecord:
-    return node(1, **{"inventory": inventory, "read_at": T0 - timedelta(seconds=12), **changes})
+    return node(
+        1, **{"inventory": inventory, "inventory_at": T0 - timedelta(seconds=12), **changes}
+    )
 
 
 def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses_it() -> None:
@@ -513,7 +515,7 @@ def test_s2_10_a_node_is_shown_with_each_gpu_its_memory_and_who_computes_there()
         "gpu 2       60000 of 81559 MiB used; alice (python, pid 4242)",
     ]
     unread = node_lines(
-        read(Inventory(unreadable="no library"), read_at=None), (), "default", T0, None
+        read(Inventory(unreadable="no library"), inventory_at=None), (), "default", T0, None
     )
     assert (
         "gpus        GPUs unreadable: no library; read before something was done to the node"

@@ -73,7 +73,7 @@ def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when(
             node("n1"),
             node(
                 "n2",
-                standing=NodeStatus.QUARANTINED,
+                status=NodeStatus.QUARANTINED,
                 reason="new memory",
                 by="grace",
                 since=AGO,
@@ -81,14 +81,14 @@ def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when(
             ),
             node(
                 "n3",
-                standing=NodeStatus.REPAIRING,
+                status=NodeStatus.REPAIRING,
                 reason="Xid 79",
                 by="job llama",
                 since=AGO,
                 repair="repair/lab/n3",
             ),
-            node("n4", look=silent, silent_since=AGO),
-            node("n5", look=NodeProbe("n5", busy="diagnose (grace) works on it")),
+            node("n4", probe=silent, silent_since=AGO),
+            node("n5", probe=NodeProbe("n5", busy="diagnose (grace) works on it")),
         )
     )
     assert (
@@ -140,7 +140,7 @@ def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
 
 def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
     lines = page(
-        fleet(node("n1"), awaited=("llama", "bert"), settles_at=NOW + timedelta(seconds=30))
+        fleet(node("n1"), awaited_jobs=("llama", "bert"), awaited_until=NOW + timedelta(seconds=30))
     )
     assert (
         "**Begun anew** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs say before what they hold: llama, bert"
@@ -151,7 +151,7 @@ def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
 def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_needed_to_act() -> None:
     reason = "ü" * 5000
     nodes = tuple(
-        node(f"n{i}", standing=NodeStatus.QUARANTINED, reason=reason, by="grace", since=AGO)
+        node(f"n{i}", status=NodeStatus.QUARANTINED, reason=reason, by="grace", since=AGO)
         for i in range(2048)
     )
     holds = tuple(Place(one.name) for one in nodes)
@@ -184,19 +184,19 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
     used = Inventory("H100", 8, used=(GpuUse((2,), "alice (python, pid 4242)"),))
     lines = page(
         fleet(
-            node("n1", inventory=used, read_at=NOW),
-            node("n2", inventory=replace(used, count=7), read_at=NOW),
+            node("n1", inventory=used, inventory_at=NOW),
+            node("n2", inventory=replace(used, count=7), inventory_at=NOW),
             node(
                 "n3",
                 inventory=Inventory(unreadable="libnvidia-ml.so.1 is not on this node"),
-                read_at=NOW,
+                inventory_at=NOW,
             ),
-            node("n4", inventory=Inventory("H100", 8), read_at=NOW),
+            node("n4", inventory=Inventory("H100", 8), inventory_at=NOW),
             node(
                 "n5",
                 inventory=Inventory("H100", 7),
-                read_at=NOW,
-                standing=NodeStatus.SUSPECT,
+                inventory_at=NOW,
+                status=NodeStatus.SUSPECT,
                 reason="7 of 8 GPUs answer",
             ),
         )
@@ -221,7 +221,7 @@ def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when
     }
     line = next(
         line
-        for line in page(fleet(node("n3", **suspect, told=("bert", "vit"))))
+        for line in page(fleet(node("n3", **suspect, asked_jobs=("bert", "vit"))))
         if line.startswith("- **n3**")
     )
     assert line.endswith(
