@@ -35,9 +35,9 @@ from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.messages.jobs import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
-from relaunch.pool.facts import Applied, Remembered
+from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
-from relaunch.pool.restore import has_restored, memory
+from relaunch.pool.restore import export_state, has_restored
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.policy import Timeouts
@@ -131,10 +131,10 @@ class FleetActivities:
             )
             for node in spec.nodes
         )
-        return FleetFile(Applied(spec.repairs, tuple(nodes), spec.limits))
+        return FleetFile(FleetFileContent(spec.repairs, tuple(nodes), spec.limits))
 
     @activity.defn
-    async def read_last_state(self, fleet: str) -> Remembered:
+    async def read_last_state(self, fleet: str) -> PreviousRun:
         """Return the state of the fleet before this run of its workflow.
 
         It is empty if there was no earlier run; if the earlier state cannot be read any more,
@@ -169,7 +169,7 @@ class FleetActivities:
             activity.logger.warning(
                 "fleet %s: the state of the previous run cannot be read: %s", fleet, lost
             )
-        found = memory(*known) if known else Remembered()
+        found = export_state(*known) if known else PreviousRun()
         return replace(found, lost=lost)
 
     async def _runs_before(self, fleet: str) -> list[WorkflowExecution]:
@@ -460,11 +460,11 @@ def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
     return NodeProbe(
         node,
         boot_id=str(listing.get("boot_id") or ""),
-        held=by or next(iter(others), ""),
-        living=tuple(living),
+        busy=by or next(iter(others), ""),
+        generations=tuple(living),
         inventory=read_inventory(seen.gpus) if seen.was_read else None,
-        read_ago=seen.age,
-        unread=seen.unread,
+        inventory_age=seen.age,
+        inventory_pending=seen.unread,
     )
 
 

@@ -34,7 +34,7 @@ from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
 from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.messages.jobs import FLEET_ID_PREFIX, ReportMessage
-from relaunch.pool.facts import Applied
+from relaunch.pool.events import FleetFileContent
 from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus
 
 WORKFLOW = "Fleet"
@@ -108,7 +108,7 @@ async def _runs(client: Client, fleet: str) -> bool:
 
 
 def _has_looked(state: FleetState) -> bool:
-    return state.applied and all(node.look is not None for node in state.nodes)
+    return state.is_file_read and all(node.probe is not None for node in state.nodes)
 
 
 async def _query(client: Client, fleet: str) -> FleetState:
@@ -149,7 +149,7 @@ async def _until(
     return state, True
 
 
-async def read_file(client: Client, task_queue: str, fleet: str) -> Applied:
+async def read_file(client: Client, task_queue: str, fleet: str) -> FleetFileContent:
     """Return the fleet file as a worker has it.
 
     Raises:
@@ -200,9 +200,7 @@ async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
         return {}
     state = await _query(client, fleet)
     return {
-        record.name: record
-        for record in state.nodes
-        if record.standing is not NodeStatus.IN_SERVICE
+        record.name: record for record in state.nodes if record.status is not NodeStatus.IN_SERVICE
     }
 
 
@@ -227,7 +225,7 @@ async def quarantine(
         record = _find(state, node)
         return (
             record is not None
-            and (record.standing, record.by) == (NodeStatus.QUARANTINED, text(who, LONGEST_BY))
+            and (record.status, record.by) == (NodeStatus.QUARANTINED, text(who, LONGEST_BY))
             and record.since != old.since
             and (record.drain is not None or not drain)
         )
@@ -248,7 +246,7 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
         record = _find(state, node)
         return (
             record is not None
-            and record.standing is NodeStatus.IN_SERVICE
+            and record.status is NodeStatus.IN_SERVICE
             and record.drain is None
             and record.since != old.since
         )
@@ -329,7 +327,7 @@ async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
         kept = (
             place.node
             for record in state.claims
-            for place in (record.places if record.closed else record.inherited)
+            for place in (record.places if record.is_closed else record.inherited)
         )
         if node in kept:
             found.append(fleet)
@@ -388,7 +386,7 @@ async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> An
 
 async def apply(
     client: Client, task_queue: str, fleet: str, reason: str
-) -> tuple[FleetState, Applied, Answer]:
+) -> tuple[FleetState, FleetFileContent, Answer]:
     """Have the fleet read its worker's file again.
 
     Return the state before, the file, and the answer with the state after.
@@ -397,7 +395,7 @@ async def apply(
     file = await read_file(client, task_queue, fleet)
 
     def shown(state: FleetState) -> bool:
-        nodes = tuple(node.spec for node in state.nodes if not node.gone)
+        nodes = tuple(node.spec for node in state.nodes if not node.is_removed)
         return (state.repairs, state.limits, sorted(nodes, key=lambda node: node.name)) == (
             file.repairs,
             file.limits,

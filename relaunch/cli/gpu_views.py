@@ -38,7 +38,7 @@ def remarks(record: NodeRecord) -> list[str]:
     if record.inventory.unreadable:
         return [f"GPUs unreadable: {record.inventory.unreadable}"]
     # A suspect node has this as its reason already.
-    lacks = record.short if record.standing is NodeStatus.IN_SERVICE else ""
+    lacks = record.missing_gpus if record.status is NodeStatus.IN_SERVICE else ""
     return [part for part in (lacks, used_by(record.foreign_processes)) if part]
 
 
@@ -67,8 +67,8 @@ def lines(record: NodeRecord, jobs: Mapping[int, Sequence[str]], now: datetime) 
     if found is None or not record.spec.gpus:
         return []
     when = (
-        f"read {age(now - record.read_at)} ago"
-        if record.read_at
+        f"read {age(now - record.inventory_at)} ago"
+        if record.inventory_at
         else "read before something was done to the node"
     )
     if found.unreadable:

@@ -29,7 +29,7 @@ from relaunch.cli.node_views import (
 )
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
-from relaunch.pool.facts import Applied
+from relaunch.pool.events import FleetFileContent
 from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
@@ -51,16 +51,16 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
         notes.append(
             f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}"
         )
-    if state.awaited:
+    if state.awaited_jobs:
         notes.append(
-            f"the fleet was started anew and asks what they hold: {names(list(state.awaited))}"
+            f"the fleet was started anew and asks what they hold: {names(list(state.awaited_jobs))}"
         )
     for record in _waiting(state):
         claim = record.claim
-        more = f" to {claim.most}" if claim.nodes < claim.up_to else ""
-        wanted = f"{claim.job} waits for {claim.nodes}{more} node{'s' * (claim.up_to != 1)}"
+        more = f" to {claim.most}" if claim.nodes < claim.max_nodes else ""
+        wanted = f"{claim.job} waits for {claim.nodes}{more} node{'s' * (claim.max_nodes != 1)}"
         notes.append(
-            f"{wanted}{since_text(record.waiting_since, now)}: {record.said or 'it has just asked'}"
+            f"{wanted}{since_text(record.waiting_since, now)}: {record.wait_reason or 'it has just asked'}"
         )
     for record in state.claims:
         claim = record.claim
@@ -80,7 +80,7 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
 
 
 def _waiting(state: FleetState) -> list[ClaimRecord]:
-    return [record for record in state.claims if record.waits and record.claim.nodes]
+    return [record for record in state.claims if record.is_waiting and record.claim.nodes]
 
 
 def fleet_view(state: FleetState) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
                 "nodes": r.claim.nodes,
                 "gpus": r.claim.gpus,
                 "since": iso(r.waiting_since),
-                "reason": r.said,
+                "reason": r.wait_reason,
             }
             for r in _waiting(state)
         ],
@@ -119,7 +119,7 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
             for r in state.requests
         ],
         "reboots": [iso(at) for at in state.reboots],
-        "awaited": list(state.awaited or ()),
+        "awaited": list(state.awaited_jobs or ()),
         "offers": [
             {"job": one.job, "nodes": [place.node for place in one.places], "until": iso(one.until)}
             for one in state.offers
@@ -147,7 +147,7 @@ def node_lines(
     record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None
 ) -> list[str]:
     """Return the lines of `nodes show NODE`. `web` is the URL of workflows, up to their IDs."""
-    spec, look, drain = record.spec, record.look, record.drain
+    spec, look, drain = record.spec, record.probe, record.drain
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
     what = ", ".join([spec.address, count(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])])
@@ -159,17 +159,17 @@ def node_lines(
         f"state       {state}{why}",
         f"health      {health_text(record, now)}{found}; `relaunch nodes check {record.name} --fleet {fleet}` examines it now",
     ]
-    if look is None or record.looked_at is None:
+    if look is None or record.probed_at is None:
         lines.append("look        nobody has looked at it yet")
     else:
         answer = f"it answered, boot id {look.boot_id}" if look.boot_id else "it answered"
         if look.silent:
             answer = f"no answer{since_text(record.silent_since, now)}: {look.silent}"
-        lines.append(f"look        {age(now - record.looked_at)} ago: {answer}")
-        lines += [f"held        {look.held}"] if look.held else []
+        lines.append(f"look        {age(now - record.probed_at)} ago: {answer}")
+        lines += [f"held        {look.busy}"] if look.busy else []
         lines += [
             f"living      job {one.job}, submission {one.submission}, generation {one.generation}"
-            for one in look.living
+            for one in look.generations
         ]
     for tenant in here:
         has = "has it " if tenant.offered is None else "offered"
@@ -181,9 +181,9 @@ def node_lines(
         lines.append(
             f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.reason}"
         )
-    elif record.leave is not None:
+    elif record.repair_drain is not None:
         lines.append(
-            f"shared      {names(list(record.told))} asked to leave it by {iso(record.leave.until)}, so that it can be examined"
+            f"shared      {names(list(record.asked_jobs))} asked to leave it by {iso(record.repair_drain.until)}, so that it can be examined"
         )
     lines.append(
         f"repair      {_address(*repair_ids(record.repair), web)}"
@@ -231,9 +231,9 @@ def _mark_line(mark: Mark) -> str:
     return f"{line} [does not count: {mark.retracted}]" if mark.retracted else line
 
 
-def changes(fleet: FleetState, file: Applied) -> list[str]:
+def changes(fleet: FleetState, file: FleetFileContent) -> list[str]:
     """Return the changes in a fleet file: new, gone and changed nodes, repairs and limits."""
-    known = {node.name: node.spec for node in fleet.nodes if not node.gone}
+    known = {node.name: node.spec for node in fleet.nodes if not node.is_removed}
     told = {spec.name: spec for spec in file.nodes}
     lines = [f"new: {name}" for name in told if name not in known]
     lines += [f"gone: {name}" for name in known if name not in told]
@@ -264,7 +264,7 @@ def _value(value: Any) -> str:
 
 def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     """Return the keys that `nodes show NODE --json` adds to those of `nodes list`."""
-    living = record.look.living if record.look else ()
+    living = record.probe.generations if record.probe else ()
     return {
         "tenants": [
             {
@@ -302,7 +302,7 @@ def released_sentence(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
     but = (
         ", but it does not answer"
-        if record.look and record.look.silent
+        if record.probe and record.probe.silent
         else ", when its repair has ended"
         if record.repair
         else ""
@@ -316,5 +316,5 @@ def leaving(fleet: FleetState) -> list[str]:
     return [
         f"{record.name} stays until it is free: {names(jobs_on(known[record.name])) or 'a repair'} is on it"
         for record in fleet.nodes
-        if record.gone
+        if record.is_removed
     ]

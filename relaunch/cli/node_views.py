@@ -56,7 +56,7 @@ def tenants(state: FleetState) -> Tenants:
             for place in offer.places
             if place.node == node.name
         ]
-        for living in node.look.living if node.look else ():
+        for living in node.probe.generations if node.probe else ():
             if all(tenant.job != living.job for tenant in here):
                 here.append(Tenant(living.job, living.submission, None))
     return {node: tuple(here) for node, here in found.items()}
@@ -85,13 +85,13 @@ def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
     """Return one of STATES; what keeps the node from jobs takes precedence."""
     if record.drain is not None and jobs_on(here):
         return "draining"
-    if record.standing is not NodeStatus.IN_SERVICE:
-        return str(record.standing)
+    if record.status is not NodeStatus.IN_SERVICE:
+        return str(record.status)
     if record.repair:
         return "repairing"
-    if record.look is None or record.look.silent:
+    if record.probe is None or record.probe.silent:
         return "silent"
-    return "held" if record.look.held else "busy" if jobs_on(here) else "free"
+    return "held" if record.probe.busy else "busy" if jobs_on(here) else "free"
 
 
 def health(record: NodeRecord) -> tuple[Verdict, str]:
@@ -101,9 +101,9 @@ def health(record: NodeRecord) -> tuple[Verdict, str]:
     """
     if record.verdict is Verdict.UNHEALTHY:
         return Verdict.UNHEALTHY, record.verdict_reason
-    if record.standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING):
+    if record.status in (NodeStatus.SUSPECT, NodeStatus.REPAIRING):
         return Verdict.UNKNOWN, "suspected"
-    if record.standing is NodeStatus.QUARANTINED and record.by == "relaunch":
+    if record.status is NodeStatus.QUARANTINED and record.by == "relaunch":
         return Verdict.UNKNOWN, "not proven"
     examined = record.verdict_at
     if record.verdict is None or examined is None:
@@ -141,17 +141,17 @@ def find_reason(
     record: NodeRecord, state: str, here: Sequence[Tenant]
 ) -> tuple[str, str | None, datetime | None]:
     """Return why a node is in that state, who put it there, and since when."""
-    look = record.look
+    look = record.probe
     if state == "draining" and record.drain is not None:
         return record.drain.reason, record.drain.by, record.since
-    if record.standing is not NodeStatus.IN_SERVICE:
+    if record.status is not NodeStatus.IN_SERVICE:
         return record.reason, record.by or None, record.since
     if state == "repairing":
         return f"{repair_ids(record.repair)[0]} is under way", None, record.repair_since
     if state == "silent":
         return (look.silent if look else "nobody has looked at it yet"), None, record.silent_since
     if state == "held" and look is not None:
-        return look.held, None, None
+        return look.busy, None, None
     if unclaimed := [tenant.job for tenant in here if tenant.place is None]:
         return (
             f"ranks of {names(unclaimed)} live there, by no claim that the fleet knows",
@@ -181,7 +181,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
     verdict, says = health(record)
-    look, drain = record.look, record.drain
+    look, drain = record.probe, record.drain
     jobs = jobs_on(here)
     return {
         "name": record.name,
@@ -208,19 +208,19 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "gpus_used": gpus_used(record, here),
         "health_reason": says,
         "examined_at": iso(record.verdict_at),
-        "standing": str(record.standing),
+        "standing": str(record.status),
         "spare": record.spec.spare,
         "address": record.spec.address,
         "silent": look.silent or None if look else "nobody has looked at it yet",
         "silent_since": iso(record.silent_since),
-        "held": look.held or None if look else None,
-        "gone": record.gone,
-        "looked_at": iso(record.looked_at),
+        "held": look.busy or None if look else None,
+        "gone": record.is_removed,
+        "looked_at": iso(record.probed_at),
         "repair": repair_ids(record.repair)[0] if record.repair else None,
         "drain": {"reason": drain.reason, "by": drain.by, "until": iso(drain.until)}
         if drain
         else None,
-        "inventory": gpu_views.as_json(record, iso(record.read_at)),
+        "inventory": gpu_views.as_json(record, iso(record.inventory_at)),
     }
 
 
@@ -292,8 +292,10 @@ def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetim
     parts = [f"{reason} ({who})" if who else reason]
     if record.drain is not None and jobs_on(here):
         parts.append(f"to be left within {age(record.drain.until - now)}")
-    if state != "silent" and record.look is not None and record.look.silent:
-        parts.append(f"does not answer{since_text(record.silent_since, now)}: {record.look.silent}")
+    if state != "silent" and record.probe is not None and record.probe.silent:
+        parts.append(
+            f"does not answer{since_text(record.silent_since, now)}: {record.probe.silent}"
+        )
     parts += gpu_views.remarks(record)
     return "; ".join(part for part in parts if part)
 

@@ -82,7 +82,7 @@ def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
     `kept` is the fleet's record of a node that it gives to no job.
     """
     health = item.health
-    free = "free" if kept is None else str(kept.standing)
+    free = "free" if kept is None else str(kept.status)
     jobs = [one.split(" ")[1] for one in health.busy if one.startswith("job ")]
     return {
         "name": item.node,
@@ -92,7 +92,7 @@ def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
         "health": str(health.verdict),
         "reason": health.reason,
         "by": (kept.by or None) if kept is not None else None,
-        "standing": str(NodeStatus.IN_SERVICE if kept is None else kept.standing),
+        "standing": str(NodeStatus.IN_SERVICE if kept is None else kept.status),
         "standing_reason": kept.reason if kept is not None else "",
         "history": [
             {"at": one.at.isoformat(), "what": "reboot", "reason": one.reason}

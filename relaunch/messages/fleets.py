@@ -1,7 +1,7 @@
 """Input of the fleet workflow: its argument, messages from programs, and messages from people.
 
-A message that cannot be parsed becomes a `Rejected`, which is shown to people as a notice: a
-message never fails a workflow.
+A message that cannot be parsed becomes a `MalformedMessage`, which is shown to people as a notice:
+a message never fails a workflow.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pydantic.dataclasses import dataclass
 
 from relaunch.fields import Duration, Reason, Strict, parse_name
 from relaunch.messages.jobs import explain
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    DeadDeclared,
-    Fact,
-    FaultsReported,
-    PauseAsked,
-    PermitWanted,
-    QuarantineAsked,
-    Rejected,
-    ReleaseAsked,
-    RepairBegan,
-    RepairEnded,
-    ResumeAsked,
+from relaunch.pool.events import (
+    ClaimEvent,
+    DeathDeclaration,
+    FaultReportEvent,
+    FleetEvent,
+    FleetFileContent,
+    MalformedMessage,
+    PauseCommand,
+    PermitRequestEvent,
+    QuarantineCommand,
+    ReleaseCommand,
+    RepairResult,
+    RepairStart,
+    ResumeCommand,
 )
 from relaunch.pool.messages import Claim, FaultReport, PermitRequest
 from relaunch.pool.state import FleetState
@@ -45,8 +45,8 @@ _STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
 _CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
 _FAULT_REPORT: TypeAdapter[FaultReport] = TypeAdapter(FaultReport)
 _PERMIT_REQUEST: TypeAdapter[PermitRequest] = TypeAdapter(PermitRequest)
-_REPAIR_BEGAN: TypeAdapter[RepairBegan] = TypeAdapter(RepairBegan)
-_REPAIR_ENDED: TypeAdapter[RepairEnded] = TypeAdapter(RepairEnded)
+_REPAIR_BEGAN: TypeAdapter[RepairStart] = TypeAdapter(RepairStart)
+_REPAIR_ENDED: TypeAdapter[RepairResult] = TypeAdapter(RepairResult)
 
 
 def short(state: FleetState | None) -> Any:
@@ -62,7 +62,7 @@ class FleetInput:
     name: str
     resume: Annotated[FleetState | None, PlainSerializer(short)] = None
     """Set by continue-as-new only."""
-    inbox: tuple[Fact, ...] = ()
+    inbox: tuple[FleetEvent, ...] = ()
     checked_at: datetime | None = None
     """When the fleet file was last read and the claims were last checked."""
 
@@ -71,7 +71,7 @@ class FleetInput:
 class FleetFile:
     """What a worker found in its fleet file."""
 
-    applied: Applied | None
+    applied: FleetFileContent | None
     wrong: str = ""
     """Why `applied` is None."""
 
@@ -104,75 +104,75 @@ class ApplyMessage(Strict):
     by: str = ""
 
 
-def claim_fact(raw: Any) -> Fact:
-    return Claimed(_CLAIM.validate_python(raw))
+def claim_fact(raw: Any) -> FleetEvent:
+    return ClaimEvent(_CLAIM.validate_python(raw))
 
 
-def fault_report_fact(raw: Any) -> Fact:
-    return FaultsReported(_FAULT_REPORT.validate_python(raw))
+def fault_report_fact(raw: Any) -> FleetEvent:
+    return FaultReportEvent(_FAULT_REPORT.validate_python(raw))
 
 
-def repair_began_fact(raw: Any) -> Fact:
+def repair_began_fact(raw: Any) -> FleetEvent:
     return _REPAIR_BEGAN.validate_python(raw)
 
 
-def repair_wanted_fact(raw: Any) -> Fact:
-    return PermitWanted(_PERMIT_REQUEST.validate_python(raw))
+def repair_wanted_fact(raw: Any) -> FleetEvent:
+    return PermitRequestEvent(_PERMIT_REQUEST.validate_python(raw))
 
 
-def repair_ended_fact(raw: Any) -> Fact:
+def repair_ended_fact(raw: Any) -> FleetEvent:
     return _REPAIR_ENDED.validate_python(raw)
 
 
-def quarantine_fact(raw: Any) -> Fact:
+def quarantine_fact(raw: Any) -> FleetEvent:
     message = QuarantineMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
-        return Rejected("quarantine", wrong)
+        return MalformedMessage("quarantine", wrong)
     if message.within is not None and not message.drain:
-        return Rejected(
+        return MalformedMessage(
             "quarantine",
             "within: it limits the time for a drain, expected drain true beside it",
         )
     within = message.within if message.within is not None else DRAIN_WITHIN
-    return QuarantineAsked(
+    return QuarantineCommand(
         message.node, message.reason[:LONGEST_REASON], message.by, within if message.drain else None
     )
 
 
-def release_fact(raw: Any) -> Fact:
+def release_fact(raw: Any) -> FleetEvent:
     message = ReleaseMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
-        return Rejected("release", wrong)
-    return ReleaseAsked(message.node, message.reason[:LONGEST_REASON], message.by)
+        return MalformedMessage("release", wrong)
+    return ReleaseCommand(message.node, message.reason[:LONGEST_REASON], message.by)
 
 
-def dead_fact(raw: Any) -> Fact:
+def dead_fact(raw: Any) -> FleetEvent:
     message = ReleaseMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
-        return Rejected("declare_dead", wrong)
-    return DeadDeclared(message.node, message.reason[:LONGEST_REASON], message.by)
+        return MalformedMessage("declare_dead", wrong)
+    return DeathDeclaration(message.node, message.reason[:LONGEST_REASON], message.by)
 
 
-def pause_fact(raw: Any) -> Fact:
+def pause_fact(raw: Any) -> FleetEvent:
     message = ReasonMessage.model_validate(raw)
-    return PauseAsked(message.reason[:LONGEST_REASON], message.by)
+    return PauseCommand(message.reason[:LONGEST_REASON], message.by)
 
 
-def resume_fact(raw: Any) -> Fact:
+def resume_fact(raw: Any) -> FleetEvent:
     message = ReasonMessage.model_validate(raw)
-    return ResumeAsked(message.reason[:LONGEST_REASON], message.by)
+    return ResumeCommand(message.reason[:LONGEST_REASON], message.by)
 
 
 def apply_message(raw: Any) -> ApplyMessage:
     return ApplyMessage.model_validate(raw)
 
 
-def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | Rejected:
+def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | MalformedMessage:
     """Parse a message; an empty message counts as an empty object."""
     try:
         return parse({} if message in (None, "") else message)
     except ValidationError as error:
-        return Rejected(name, explain(error)[:LONGEST_REASON])
+        return MalformedMessage(name, explain(error)[:LONGEST_REASON])
 
 
 def _wrong_node(name: str) -> str | None:

@@ -25,11 +25,11 @@ from relaunch.job.events import (
     RetryRequested,
 )
 from relaunch.job.state import Incident, JobState, Phase
-from relaunch.pool.messages import Offer, Place, Suspect, Withdraw
+from relaunch.pool.messages import DrainRequest, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, Strategy, resolve
 
-WITHDRAW = TypeAdapter(Withdraw)
+WITHDRAW = TypeAdapter(DrainRequest)
 OFFER = TypeAdapter(Offer)
 TASK_QUEUE = "relaunch"
 WORKFLOW_ID_PREFIX = "job/"
@@ -229,7 +229,7 @@ def report_event(raw: Any, job: JobState) -> Event:
 
 def drain_event(raw: Any) -> Event:
     asked = WITHDRAW.validate_python(raw)
-    if asked.withdrawn:
+    if asked.cancelled:
         return DrainCancelled(asked.node, asked.reason)
     return DrainRequested(asked.node, asked.reason, asked.by, asked.until)
 

@@ -2,8 +2,7 @@
 
 While the breaker is open, nothing is repaired or granted until a person has looked. This module
 only counts and compares: why a node is out of service, and whether it needs the repair, is decided
-elsewhere.
-"""
+elsewhere."""
 
 from __future__ import annotations
 
@@ -11,29 +10,33 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from relaunch.evidence.fields import text
-from relaunch.pool.drains import shared, sharing
-from relaunch.pool.facts import PauseAsked, PermitWanted, ResumeAsked
+from relaunch.pool.drains import drain_shared_node, find_sharers, why_in_use
+from relaunch.pool.events import (
+    PauseCommand,
+    PermitMessage,
+    PermitRequestEvent,
+    RepairRequest,
+    ResumeCommand,
+)
 from relaunch.pool.messages import Permit, PermitRequest
-from relaunch.pool.nodes import find, is_awaiting, is_out, noticed, put, under_repair
-from relaunch.pool.orders import TellRepair
-from relaunch.pool.power import restarted
+from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
 from relaunch.pool.restore import is_restoring
-from relaunch.pool.state import Answered, Breaker, FleetState, NodeStatus
+from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
 
-REBOOTS_WITHIN = timedelta(hours=1)
+REBOOT_WINDOW = timedelta(hours=1)
 """The window over which `reboots_per_hour` counts."""
-KEPT_ANSWERS = 64
+MAX_PERMITS = 64
 """Permits kept so that they can be sent again: more than any fleet has repairs that act at a
 time."""
-NAMED = 4
+MAX_NAMED = 4
 
 
-def under_way(state: FleetState) -> int:
+def count_repairs(state: FleetState) -> int:
     """Return the number of nodes that are being examined or repaired, by any order."""
-    return sum(node.standing is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
+    return sum(node.status is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
 
 
-def repairs_at_once(state: FleetState) -> int:
+def max_repairs(state: FleetState) -> int:
     return state.limits.of("repairs_at_once", _size(state))
 
 
@@ -41,27 +44,32 @@ def may_repair(state: FleetState) -> bool:
     return not state.breaker.is_open and not state.breaker.paused
 
 
-def opened(state: FleetState, now: datetime) -> FleetState:
+def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
     """Open the breaker when too many nodes are out."""
-    out = [node.name for node in state.nodes if is_out(node) and not node.gone]
+    out = [node.name for node in state.nodes if is_out(node) and not node.is_removed]
     most = state.limits.of("nodes_out", _size(state))
     if len(out) <= most and state.out_when_resumed:
         # The outage that a person knew of when they resumed is over.
         state = replace(state, out_when_resumed=0)
     if state.breaker.is_open or len(out) <= max(most, state.out_when_resumed):
         return state
-    more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
+    more = f" and {len(out) - MAX_NAMED} more" if len(out) > MAX_NAMED else ""
     known = (
         f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
     )
-    reason = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:NAMED])}{more}); limits.nodes_out allows {most}{known}"
+    reason = (
+        f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:MAX_NAMED])}{more}); "
+        f"limits.nodes_out allows {most}{known}"
+    )
     return _open(state, reason, now)
 
 
-def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRepair]]:
+def answer_permit_requests(
+    state: FleetState, now: datetime
+) -> tuple[FleetState, list[PermitMessage]]:
     """Answer the permit requests that can be answered, and send answers again that were asked for
     twice."""
-    reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
+    reboots = tuple(at for at in state.reboots if now - at < REBOOT_WINDOW)
     if reboots != state.reboots:
         state = replace(state, reboots=reboots)
     if not is_restoring(
@@ -69,62 +77,66 @@ def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRep
     ):  # repairs may have been paused before, and that is not restored yet
         for request in state.requests:
             state = _answer(state, request, now)
-    tells = [TellRepair(one.workflow, one.permit) for one in state.answered if not one.told]
+    tells = [PermitMessage(one.workflow, one.permit) for one in state.permits if not one.is_sent]
     if tells:
         state = replace(
-            state, answered=tuple(replace(one, told=True) for one in state.answered)[-KEPT_ANSWERS:]
+            state,
+            permits=tuple(replace(one, is_sent=True) for one in state.permits)[-MAX_PERMITS:],
         )
     return state, tells
 
 
 def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetState:
-    record = find(state, request.node)
+    record = find_node(state, request.node)
     if record is None:
-        return _said(state, request, False, f"{request.node} is not in fleet {state.name}")
+        return _give_answer(state, request, False, f"{request.node} is not in fleet {state.name}")
     if not may_repair(state):
         return state
     if (request.power or request.job) and is_awaiting(state, now):
         return state  # a job may still claim the node
-    if request.job and (others := sharing(state, record, request.job)):
-        if all(one.closed for one in others):
+    if request.job and (others := find_sharers(state, record, request.job)):
+        if all(one.is_closed for one in others):
             return state  # their remaining ranks are being stopped
-        state, refused = shared(
-            state, record, request, [one for one in others if not one.closed], now
+        state, refused = drain_shared_node(
+            state, record, request, [one for one in others if not one.is_closed], now
         )
-        return _said(state, request, False, refused)
+        return _give_answer(state, request, False, refused)
     # Repairs that only examine do not count here: each of them may be waiting for the same permit.
     acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
-    most = repairs_at_once(state)
+    most = max_repairs(state)
     if acting >= most:
         return state
-    record, refused = restarted(state, record, request, now)
+    record, refused = count_reboot(state, record, request, now)
     if refused:
-        return _said(state, request, False, refused)
+        return _give_answer(state, request, False, refused)
     if request.step == "reboot":
         hourly = state.limits.reboots_per_hour
         if len(state.reboots) >= hourly:
             asked = f"the reboot of {request.node} ({text(request.reason, 120)})"
             return _open(
                 state,
-                f"{asked} would be number {len(state.reboots) + 1} within 1h; limits.reboots_per_hour allows {hourly}",
+                f"{asked} would be number {len(state.reboots) + 1} within 1h; "
+                f"limits.reboots_per_hour allows {hourly}",
                 now,
             )
         state = replace(state, reboots=(*state.reboots, now))
-    state = put(state, replace(record, repair_acts=True))
-    return _said(state, request, True, f"repair {acting + 1} of {most} that may act at a time")
+    state = put_node(state, replace(record, repair_acts=True))
+    return _give_answer(
+        state, request, True, f"repair {acting + 1} of {most} that may act at a time"
+    )
 
 
-def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
+def record_permit_request(state: FleetState, fact: PermitRequestEvent, now: datetime) -> FleetState:
     request = fact.request
     asked = (request.workflow, request.run, request.seq)
     again = [
-        one for one in state.answered if (one.workflow, one.permit.run, one.permit.seq) == asked
+        one for one in state.permits if (one.workflow, one.permit.run, one.permit.seq) == asked
     ]
     if again:
         return replace(
             state,
-            answered=tuple(
-                replace(one, told=False) if one in again else one for one in state.answered
+            permits=tuple(
+                replace(one, is_sent=False) if one in again else one for one in state.permits
             ),
         )
     mine = [
@@ -132,36 +144,39 @@ def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
     ]
     if any(one.seq >= request.seq for one in mine):
         return state
-    if record := find(state, request.node):
-        state = put(state, under_repair(record, request.workflow, request.run, now))
+    if record := find_node(state, request.node):
+        state = put_node(state, mark_repair(record, request.workflow, request.run, now))
     return replace(state, requests=(*(one for one in state.requests if one not in mine), request))
 
 
-def pause_asked(state: FleetState, fact: PauseAsked, now: datetime) -> FleetState:
+def pause_repairs(state: FleetState, fact: PauseCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     breaker = replace(state.breaker, paused=f"{by}: {reason}", paused_since=now)
-    return noticed(replace(state, breaker=breaker), f"{by} paused repairs: {reason}", now)
+    return add_notice(replace(state, breaker=breaker), f"{by} paused repairs: {reason}", now)
 
 
-def resume_asked(state: FleetState, fact: ResumeAsked, now: datetime) -> FleetState:
+def resume_repairs(state: FleetState, fact: ResumeCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     for request in state.requests:
         at = request.asked_at.isoformat(timespec="minutes")
-        said = f"it was asked at {at}, before {by} resumed repairs at {now.isoformat(timespec='minutes')}; ask again"
-        state = _said(state, request, False, said, stale=True)
-    out = sum(is_out(node) and not node.gone for node in state.nodes)
+        resumed = now.isoformat(timespec="minutes")
+        said = f"it was asked at {at}, before {by} resumed repairs at {resumed}; ask again"
+        state = _give_answer(state, request, False, said, stale=True)
+    out = sum(is_out(node) and not node.is_removed for node in state.nodes)
     state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
-    return noticed(state, f"{by} resumed repairs: {reason}", now)
+    return add_notice(state, f"{by} resumed repairs: {reason}", now)
 
 
-def _said(
+def _give_answer(
     state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False
 ) -> FleetState:
-    answer = Answered(request.workflow, Permit(request.run, request.seq, allowed, reason, stale))
+    answer = PermitRecord(
+        request.workflow, Permit(request.run, request.seq, allowed, reason, stale)
+    )
     return replace(
         state,
         requests=tuple(one for one in state.requests if one != request),
-        answered=(*state.answered, answer),
+        permits=(*state.permits, answer),
     )
 
 
@@ -170,4 +185,94 @@ def _open(state: FleetState, reason: str, now: datetime) -> FleetState:
 
 
 def _size(state: FleetState) -> int:
-    return sum(not node.gone for node in state.nodes)
+    return sum(not node.is_removed for node in state.nodes)
+
+
+RESTART_WINDOW = timedelta(days=3)
+MAX_RESTARTS = 2
+"""Within that time, as for reboots: after that a person has to look."""
+SHUTDOWN_TIMEOUT = timedelta(minutes=10)
+"""systemd gives a service 90 s to stop, and some nodes have several in a row; nodes are probed once
+a minute."""
+
+
+def count_reboot(
+    state: FleetState, record: NodeRecord, request: PermitRequest, now: datetime
+) -> tuple[NodeRecord, str]:
+    """Count the requested reboot, or return why it is not allowed."""
+    if request.step != "reboot":
+        return record, ""
+    if request.power and (why := why_in_use(state, record, request.job)):
+        return record, why
+    recent = tuple(at for at in record.power_cycles if now - at < RESTART_WINDOW)
+    times = len(recent) + request.restarts
+    if recent and times >= MAX_RESTARTS:
+        cycles = f"{len(recent)} of them by its power"
+        return (
+            record,
+            f"{record.name} was rebooted {times} times within 3d, {cycles}: "
+            "a person should look at its hardware",
+        )
+    return replace(
+        record, power_cycles=(*recent, now) if request.power else recent, rebooted_at=now
+    ), ""
+
+
+def is_silent_since_reboot(record: NodeRecord) -> bool:
+    """Return whether the node went silent when it was rebooted, by any order, and has not answered
+    since."""
+    if (
+        record.probe is None
+        or not record.probe.silent
+        or record.silent_since is None
+        or record.rebooted_at is None
+    ):
+        return False
+    return timedelta(0) <= record.silent_since - record.rebooted_at < SHUTDOWN_TIMEOUT
+
+
+# --- new repairs
+
+
+def start_repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[RepairRequest]]:
+    """Start repairs of unused suspects, the oldest first, as far as the limits allow.
+
+    Not before it is known which jobs hold nodes and which ranks live on them.
+    """
+    room = max_repairs(state) - count_repairs(state)
+    if room <= 0 or not may_repair(state) or not state.is_probed:
+        return state, []
+    if is_awaiting(state, now) or is_restoring(state, now):
+        return state, []
+    in_use = {place.node for record in state.claims for place in record.places}
+    suspects = [
+        node
+        for node in state.nodes
+        if node.status is NodeStatus.SUSPECT
+        and not node.repair
+        and node.name not in in_use
+        and not (node.probe and node.probe.generations)
+    ]
+    if not suspects:
+        return state, []
+    suspects.sort(key=lambda node: node.since or now)
+    begun = {node.name: _mark_repairing(state, node, now) for node in suspects[:room]}
+    nodes = tuple(begun.get(node.name, node) for node in state.nodes)
+    return replace(state, nodes=nodes), [_request_repair(node) for node in suspects[:room]]
+
+
+def _mark_repairing(state: FleetState, node: NodeRecord, now: datetime) -> NodeRecord:
+    return replace(
+        node,
+        status=NodeStatus.REPAIRING,
+        since=now,
+        repair=f"repair/{state.name}/{node.name}",
+        repair_since=now,
+        repair_acts=False,
+    )
+
+
+def _request_repair(node: NodeRecord) -> RepairRequest:
+    counted = (mark for mark in node.marks if not mark.retracted)
+    gpus = tuple(dict.fromkeys(gpu for mark in counted for gpu in mark.gpus))
+    return RepairRequest(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))

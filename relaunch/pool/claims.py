@@ -10,13 +10,13 @@ from datetime import datetime, timedelta
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import text
 from relaunch.generation import LaunchedGeneration
-from relaunch.pool.facts import Reclaimed
+from relaunch.pool.events import ReclaimResult
 from relaunch.pool.messages import Claim, FaultReport, Place, Suspect
 from relaunch.pool.state import (
     BehindClaim,
     ClaimRecord,
     FleetState,
-    GivenBack,
+    LastClaim,
     LiveGeneration,
     Mark,
     NodeProbe,
@@ -24,25 +24,31 @@ from relaunch.pool.state import (
     NodeStatus,
 )
 
-KEPT_MARKS = 20
+MAX_MARKS = 20
 """Per node. Jobs repeat their newest suspects with each claim; more marks than these change
 nothing."""
-KEPT_RETURNS = 256
+MAX_LAST_CLAIMS = 256
 """Jobs remembered after they gave back everything. Late messages are late by seconds, not by
 hundreds of jobs."""
-SUSPECT_JOBS, SUSPECT_WITHIN = 3, timedelta(hours=24)
+SUSPECT_JOBS, SUSPECT_WINDOW = 3, timedelta(hours=24)
 """How many jobs must fail on a node, within which time, before it becomes a suspect. One failed job
 proves nothing against a node, and two may be two mistakes of one person."""
-FOLLOWING = (Cause.APPLICATION, Cause.NUMERICS, Cause.OUT_OF_MEMORY, Cause.UNKNOWN, Cause.HANG)
+FOLLOWING_CAUSES = (
+    Cause.APPLICATION,
+    Cause.NUMERICS,
+    Cause.OUT_OF_MEMORY,
+    Cause.UNKNOWN,
+    Cause.HANG,
+)
 """Causes for which a mark is retracted when the same fault recurs with the same job on another
 node: it was not the first node's."""
 
 
-def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
+def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     known = next((record for record in state.claims if record.claim.job == claim.job), None)
     if known is None:
         newest = next(
-            ((one.submission, one.seq) for one in state.given_back if one.job == claim.job), None
+            ((one.submission, one.seq) for one in state.last_claims if one.job == claim.job), None
         )
     else:
         newest = known.claim.submission, known.claim.seq
@@ -52,7 +58,7 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
             and (claim.submission, claim.seq) == newest
             and known.answer is not None
         ):
-            return _with(state, replace(known, told=False))
+            return _put_claim(state, replace(known, is_answer_sent=False))
         if claim.submission < newest[0]:
             # Either a late message of a submission that has ended: the running submission ignores
             # the answer. Or the server's clock was set back between the two: submissions are
@@ -62,68 +68,75 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
                 state, behind=(*(one for one in state.behind if one.job != claim.job), behind)
             )
         return state
-    state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
-    if state.awaited is not None:
-        state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
-    record = _record(claim, known, now)
-    if known is not None and known.moved:
+    state = record_faults(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
+    if state.awaited_jobs is not None:
+        state = replace(
+            state, awaited_jobs=tuple(job for job in state.awaited_jobs if job != claim.job)
+        )
+    record = _make_record(claim, known, now)
+    if known is not None and known.old_logins:
         older = {place.node for place in (*record.inherited, *claim.holds)}
         record = replace(
-            record, moved={node: login for node, login in known.moved.items() if node in older}
+            record,
+            old_logins={node: login for node, login in known.old_logins.items() if node in older},
         )
     if known is not None and (
-        left := {place.node for place in _knew(claim, known)}
+        left := {place.node for place in _known_places(claim, known)}
         - {place.node for place in record.places}
     ):
         # The job has stopped the ranks of earlier submissions there. The next probe shows its own
         # ranks.
-        state = _without_living(
-            state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left)))
+        state = _forget_ranks(
+            state, ReclaimResult(claim.job, claim.submission - 1, tuple(sorted(left)))
         )
     if claim.nodes <= 0 and not record.places:
-        return without(state, record, now)
-    return _with(state, record)
+        return remove_claim(state, record, now)
+    return _put_claim(state, record)
 
 
-def reported(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
+def record_faults(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
     """Add marks to the nodes that a job's fault report names."""
-    return replace(state, nodes=_accused(state.nodes, report, now))
+    return replace(state, nodes=_mark_nodes(state.nodes, report, now))
 
 
-def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
+def close_claims(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
     for record in [record for record in state.claims if record.key in jobs]:
         # Its granted and held nodes stay reserved until no rank lives there. Which nodes were
         # launched together must still be known when some of them are free again.
         claim = replace(record.claim, launched=record.launched)
-        after = replace(record, claim=claim, inherited_launched=(), closed=True, told=True)
-        state = _with(state, after) if after.places else without(state, after, now)
+        after = replace(
+            record, claim=claim, inherited_launched=(), is_closed=True, is_answer_sent=True
+        )
+        state = _put_claim(state, after) if after.places else remove_claim(state, after, now)
     return state
 
 
-def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
-    state = _without_living(state, fact)
+def free_stopped_nodes(state: FleetState, fact: ReclaimResult, now: datetime) -> FleetState:
+    state = _forget_ranks(state, fact)
     for record in [record for record in state.claims if record.claim.job == fact.job]:
         # The host that answers for a moved node never saw the ranks.
-        nodes = [node for node in fact.nodes if node not in record.moved]
+        nodes = [node for node in fact.nodes if node not in record.old_logins]
         after = (
-            replace(record, inherited=_less(record.inherited, nodes))
+            replace(record, inherited=_drop_places(record.inherited, nodes))
             if record.claim.submission >= fact.submission
             else record
         )
-        if record.closed and record.claim.submission <= fact.submission:
+        if record.is_closed and record.claim.submission <= fact.submission:
             after = _without_nodes(after, nodes)
         state = (
-            without(state, after, now) if after.closed and not after.places else _with(state, after)
+            remove_claim(state, after, now)
+            if after.is_closed and not after.places
+            else _put_claim(state, after)
         )
     return state
 
 
 def _without_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
-    claim = replace(record.claim, holds=_less(record.claim.holds, nodes))
-    return replace(record, claim=claim, granted=_less(record.granted or (), nodes))
+    claim = replace(record.claim, holds=_drop_places(record.claim.holds, nodes))
+    return replace(record, claim=claim, granted=_drop_places(record.granted or (), nodes))
 
 
-def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
+def record_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
     """Record the earlier login of nodes that moved in the fleet file while ranks may live there.
 
     Args:
@@ -136,53 +149,53 @@ def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
 
 def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, str]) -> ClaimRecord:
     held = {place.node for place in record.places}
-    then = {node: login for node, login in {**was, **record.moved}.items() if node in held}
+    then = {node: login for node, login in {**was, **record.old_logins}.items() if node in held}
     moved = {node: login for node, login in then.items() if now.get(node, login) != login}
-    return replace(record, moved=moved) if moved != record.moved else record
+    return replace(record, old_logins=moved) if moved != record.old_logins else record
 
 
-def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
+def declare_ranks_dead(state: FleetState, node: str, now: datetime) -> FleetState:
     """Record a person's declaration that no ranks of ended jobs or earlier submissions live on a
     node."""
     for record in state.claims:
-        after = replace(record, inherited=_less(record.inherited, [node]))
-        after = _without_nodes(after, [node]) if record.closed else after
+        after = replace(record, inherited=_drop_places(record.inherited, [node]))
+        after = _without_nodes(after, [node]) if record.is_closed else after
         if after != record:
-            moved = {name: login for name, login in record.moved.items() if name != node}
-            after = replace(after, moved=moved)
+            moved = {name: login for name, login in record.old_logins.items() if name != node}
+            after = replace(after, old_logins=moved)
             state = (
-                without(state, after, now)
-                if after.closed and not after.places
-                else _with(state, after)
+                remove_claim(state, after, now)
+                if after.is_closed and not after.places
+                else _put_claim(state, after)
             )
     return state
 
 
-def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
+def remove_claim(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
     """Remove a claim that has no nodes left, and remember its last submission and sequence
     number."""
     claims = tuple(one for one in state.claims if one.claim.job != record.claim.job)
-    others = tuple(one for one in state.given_back if one.job != record.claim.job)
-    last = GivenBack(record.claim.job, record.claim.submission, record.claim.seq, now)
-    return replace(state, claims=claims, given_back=(*others, last)[-KEPT_RETURNS:])
+    others = tuple(one for one in state.last_claims if one.job != record.claim.job)
+    last = LastClaim(record.claim.job, record.claim.submission, record.claim.seq, now)
+    return replace(state, claims=claims, last_claims=(*others, last)[-MAX_LAST_CLAIMS:])
 
 
-def by_marks(record: NodeRecord) -> str:
+def explain_marks(record: NodeRecord) -> str:
     """Return why the marks that are not retracted make the node a suspect; empty if they do not."""
     valid = [mark for mark in record.marks if not mark.retracted]
     if isolated := [mark for mark in valid if mark.isolated]:
         return isolated[-1].reason
-    jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WITHIN}
+    jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WINDOW}
     if len(jobs) < SUSPECT_JOBS:
         return ""
-    hours = int(SUSPECT_WITHIN / timedelta(hours=1))
+    hours = int(SUSPECT_WINDOW / timedelta(hours=1))
     named = ", ".join(
         f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:]
     )
     return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
 
 
-def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
+def retract_marks(record: NodeRecord, reason: str) -> NodeRecord:
     return replace(
         record,
         marks=tuple(
@@ -194,7 +207,7 @@ def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
 # --- restoring after a restart of the fleet
 
 
-def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+def export_claims(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
     """Return the claims of jobs that hold nodes, as the next run of the fleet restores them.
 
     They are not waiting, so that run grants nothing to them.
@@ -204,37 +217,40 @@ def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]
             record,
             claim=replace(record.claim, suspects=(), avoid=()),
             granted=record.granted or (),
-            said="",
+            wait_reason="",
             waiting_since=None,
             answer=None,
-            told=True,
-            said_at=None,
-            say_at=None,
-            restored=True,
+            is_answer_sent=True,
+            reason_sent_at=None,
+            reason_due_at=None,
+            is_restored=True,
         )
         for record in records
         if record.places
     )
 
 
-def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
+def restore_claims(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
     """Restore which jobs held which nodes. Newer claims of a job take precedence where they say
     more."""
-    given_back = {one.job: one for one in state.given_back}
+    given_back = {one.job: one for one in state.last_claims}
     known = {record.claim.job: record for record in state.claims}
     for old in records:
         job = old.claim.job
         if (record := known.get(job)) is not None:
             launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
-            moved = {**old.moved, **record.moved}
-            state = _with(
+            moved = {**old.old_logins, **record.old_logins}
+            state = _put_claim(
                 state,
                 replace(
-                    record, inherited=_both(record, old), inherited_launched=launched, moved=moved
+                    record,
+                    inherited=_find_inherited(record, old),
+                    inherited_launched=launched,
+                    old_logins=moved,
                 ),
             )
         elif (last := given_back.get(job)) is None:
-            state = _with(state, old)
+            state = _put_claim(state, old)
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
             # The job has ended and never knew of ranks that may live there.
             claim = replace(
@@ -252,28 +268,28 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
                 granted=(),
                 inherited=inherited,
                 inherited_launched=(),
-                closed=True,
+                is_closed=True,
             )
-            state = _with(state, ended)
+            state = _put_claim(state, ended)
     return state
 
 
-def _both(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
+def _find_inherited(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
     """Return where ranks of earlier submissions may live that this submission may not know of."""
     claim = record.claim
     if claim.submission == old.claim.submission and claim.seq >= old.claim.seq:
-        before = () if _has_seen(claim, old) else old.inherited
+        before = () if _has_received_grant(claim, old) else old.inherited
     else:
         before = old.places
     named = {place.node for place in record.inherited}
     more = tuple(place for place in before if place.node not in named)
-    return (*record.inherited, *_less(more, [place.node for place in claim.holds]))
+    return (*record.inherited, *_drop_places(more, [place.node for place in claim.holds]))
 
 
 # --- records
 
 
-def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
+def _make_record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
     inherited: tuple[Place, ...] = ()
     launched: tuple[LaunchedGeneration, ...] = ()
     since = now
@@ -291,10 +307,10 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
         if claim.submission > known.claim.submission:
             inherited, launched = known.places, known.launched
         else:
-            since = known.waiting_since or now if known.waits else now
-            if not _has_seen(claim, known):
+            since = known.waiting_since or now if known.is_waiting else now
+            if not _has_received_grant(claim, known):
                 inherited, launched = known.inherited, known.inherited_launched
-        inherited = _less(inherited, [place.node for place in claim.holds])
+        inherited = _drop_places(inherited, [place.node for place in claim.holds])
     if claim.nodes > 0:
         return ClaimRecord(
             claim,
@@ -308,17 +324,17 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
         granted=(),
         inherited=inherited,
         inherited_launched=launched if inherited else (),
-        closed=bool(inherited) and not claim.holds,
+        is_closed=bool(inherited) and not claim.holds,
     )
 
 
-def _knew(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
+def _known_places(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
     """Return the places that the job knew of when it sent the claim, without a grant that it had
     not yet received."""
-    return known.places if _has_seen(claim, known) else known.claim.holds
+    return known.places if _has_received_grant(claim, known) else known.claim.holds
 
 
-def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
+def _has_received_grant(claim: Claim, known: ClaimRecord) -> bool:
     """Return whether the job has received its grant: it holds nodes that it was granted.
 
     It then also knows where an earlier submission lived.
@@ -327,7 +343,7 @@ def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
     return any(place.node in granted for place in claim.holds)
 
 
-def _with(state: FleetState, record: ClaimRecord) -> FleetState:
+def _put_claim(state: FleetState, record: ClaimRecord) -> FleetState:
     job = record.claim.job
     if any(one.claim.job == job for one in state.claims):
         return replace(
@@ -336,59 +352,63 @@ def _with(state: FleetState, record: ClaimRecord) -> FleetState:
     return replace(state, claims=(*state.claims, record))
 
 
-def _less(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
+def _drop_places(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
     freed = frozenset(nodes)
     return tuple(place for place in places if place.node not in freed)
 
 
-def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
+def _forget_ranks(state: FleetState, fact: ReclaimResult) -> FleetState:
     nodes = tuple(
-        _left(node, node.look, fact) if node.look and node.name in fact.nodes else node
+        _forget_ranks_on(node, node.probe, fact) if node.probe and node.name in fact.nodes else node
         for node in state.nodes
     )
     return replace(state, nodes=nodes)
 
 
-def _left(node: NodeRecord, look: NodeProbe, fact: Reclaimed) -> NodeRecord:
+def _forget_ranks_on(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> NodeRecord:
     def others(living: tuple[LiveGeneration, ...]) -> tuple[LiveGeneration, ...]:
         return tuple(
             one for one in living if one.job != fact.job or one.submission > fact.submission
         )
 
     return replace(
-        node, look=replace(look, living=others(look.living)), last_living=others(node.last_living)
+        node,
+        probe=replace(look, generations=others(look.generations)),
+        last_generations=others(node.last_generations),
     )
 
 
 # --- marks
 
 
-def _accused(
+def _mark_nodes(
     nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime
 ) -> tuple[NodeRecord, ...]:
     records = {node.name: node for node in nodes} if report.suspects else {}
     for suspect in report.suspects:
         if (record := records.get(suspect.node)) is None or (
-            marked := _marked(record, report, suspect)
+            marked := _add_mark(record, report, suspect)
         ) is None:
             continue
         records[suspect.node] = marked
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
-                records[name] = _followed(other, report, suspect, now)
-        if marked.standing is NodeStatus.IN_SERVICE:
+                records[name] = _retract_followed(other, report, suspect, now)
+        if marked.status is NodeStatus.IN_SERVICE:
             by = f"job {report.job}" if suspect.isolate else "relaunch"
             reason = (
-                (text(suspect.reason) or suspect.cause) if suspect.isolate else by_marks(marked)
+                (text(suspect.reason) or suspect.cause)
+                if suspect.isolate
+                else explain_marks(marked)
             )
             if reason:
                 records[suspect.node] = replace(
-                    marked, standing=NodeStatus.SUSPECT, reason=reason, by=by, since=now
+                    marked, status=NodeStatus.SUSPECT, reason=reason, by=by, since=now
                 )
     return tuple(records.values()) or nodes
 
 
-def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
+def _add_mark(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
     """Return the node with the mark added; None if the suspect adds nothing new."""
     said = (report.job, report.submission, suspect.generation)
     known = next(
@@ -408,14 +428,14 @@ def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRe
     )
     marks = sorted(
         (*(one for one in record.marks if one is not known), mark), key=lambda one: one.at
-    )[-KEPT_MARKS:]
+    )[-MAX_MARKS:]
     return replace(record, marks=tuple(marks)) if mark in marks else None
 
 
-def _followed(
+def _retract_followed(
     record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime
 ) -> NodeRecord:
-    if suspect.cause not in FOLLOWING:
+    if suspect.cause not in FOLLOWING_CAUSES:
         return record
     reason = f"the fault followed job {report.job} to {suspect.node}"
     marks = tuple(
@@ -430,6 +450,6 @@ def _followed(
     if marks == record.marks:
         return record
     record = replace(record, marks=marks)
-    if record.standing is NodeStatus.SUSPECT and not by_marks(record):
-        return replace(record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now)
+    if record.status is NodeStatus.SUSPECT and not explain_marks(record):
+        return replace(record, status=NodeStatus.IN_SERVICE, reason="", by="", since=now)
     return record

@@ -13,37 +13,39 @@ from datetime import datetime
 from relaunch.evidence.fields import text
 from relaunch.pool.inventory import used_by
 from relaunch.pool.nodes import is_awaiting
-from relaunch.pool.placement import Board, Chosen
+from relaunch.pool.placement import Choice, NodeUse, Placement, Shape
 from relaunch.pool.restore import is_restoring
-from relaunch.pool.shapes import Shape, fits
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
-NAMED = 3
+MAX_NAMED = 3
 """Items of each kind that are named; the rest is counted."""
 
 
 def why_closed(state: FleetState, now: datetime) -> str:
     """Return why the fleet grants nothing; empty if it grants."""
-    if not state.applied:
+    if not state.is_file_read:
         return f"the file of fleet {state.name} has not been read yet"
     if state.breaker.is_open:
         since = f"{state.breaker.since:%H:%M} UTC" if state.breaker.since else "some time"
-        return f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; relaunch nodes resume closes it"
+        return (
+            f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; "
+            "relaunch nodes resume closes it"
+        )
     anew = f"fleet {state.name} was started anew and "
-    if state.awaited is None:
+    if state.awaited_jobs is None:
         return anew + "looks which jobs run"
     if is_awaiting(state, now):
-        return anew + f"asks the jobs what they hold: {listed(state.awaited)}"
+        return anew + f"asks the jobs what they hold: {list_names(state.awaited_jobs)}"
     if is_restoring(state, now):
         return anew + "asks the run before it which nodes are out of service"
-    if not state.begun:
+    if not state.is_probed:
         return anew + f"looks at its {len(state.nodes)} nodes"
     return ""
 
 
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,67 +62,69 @@ class Survey:
     """Free spares, which only jobs that have run may use."""
 
 
-class Words:
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._surveys: dict[tuple[int, bool], Survey] = {}
+class Explainer:
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._surveys: dict[Shape, Survey] = {}
 
     def why_hopeless(self, record: ClaimRecord, shape: Shape) -> str:
-        claim, board = record.claim, self._board
-        gone = [node for node in board.kept(record) if board.nodes[node].gone]
-        most = board.most(shape) + len(gone)
+        claim, placement = record.claim, self._placement
+        removed = [node for node in placement.keep_nodes(record) if node.record.is_removed]
+        most = placement.count_in_file(shape) + len(removed)
         if most >= claim.nodes:
             return ""
-        if not board.nodes:
-            return (
-                f"the file of fleet {board.state.name} names no node, and {claim.nodes} are wanted"
-            )
+        fleet = placement.state.name
+        if not placement.nodes:
+            return f"the file of fleet {fleet} names no node, and {claim.nodes} are wanted"
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
-        return f"fleet {board.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
+        has = f"{most} node{'s' * (most != 1)}{gpus}"
+        return f"fleet {fleet} has {has}, and {claim.nodes} are wanted"
 
-    def why_unknown(self, record: ClaimRecord, nodes: Sequence[int]) -> str:
+    def why_unknown(self, record: ClaimRecord, nodes: Sequence[NodeUse]) -> str:
         """Return why a claim waits for nodes that have not answered since the fleet began."""
-        board = self._board
-        names = listed([board.nodes[node].name for node in nodes])
-        error = board.state.restore_error
+        placement = self._placement
+        names = list_names([node.name for node in nodes])
+        error = placement.state.restore_error
         return text(
-            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {board.state.name} began, and ranks of an earlier "
-            f"submission of job {record.claim.job} may live there: what the fleet knew before is lost"
+            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {placement.state.name} began, "
+            f"and ranks of an earlier submission of job {record.claim.job} may live there: "
+            "what the fleet knew before is lost"
             f"{f' ({text(error, 160)})' if error else ''}. "
-            "The job is launched when all have answered; take a node that is off for good out of the fleet file",
+            "The job is launched when all have answered; "
+            "take a node that is off for good out of the fleet file",
             600,
         )
 
-    def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+    def why_fewer(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> str:
         """Return why a job that runs, or can start, has fewer nodes than it would take."""
-        have = len(chosen.kept) + len(chosen.new)
-        parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or [
+        have = len(choice)
+        parts = [part for part in self._parts(record, shape, choice, ahead) if part] or [
             "no other is to be had"
         ]
-        return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
+        return text(f"{have} of {record.claim.max_nodes} nodes: " + "; ".join(parts), 600)
 
-    def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+    def why_waiting(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> str:
         # A stale answer is not news: the job would get a message every ten seconds and record each
         # of them.
-        have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
-        wanted = record.claim.nodes if chosen.missing else record.claim.up_to
+        have = len(choice) + (0 if choice.is_hopeful else choice.stale)
+        wanted = record.claim.nodes if choice.missing else record.claim.max_nodes
         return text(
             f"{have} of {wanted} nodes: "
-            + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part),
+            + "; ".join(part for part in self._parts(record, shape, choice, ahead) if part),
             600,
         )
 
-    def _parts(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> list[str]:
-        claim, board = record.claim, self._board
+    def _parts(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> list[str]:
+        claim, placement = record.claim, self._placement
         survey = self._survey(shape)
         parts = []
-        if chosen.hopeful:
+        if choice.is_hopeful:
             parts.append("it is looked whether the others answer")
         elif ahead:
             parts.append(f"job {ahead} comes first")
-        holders = [(job, count) for job, count in survey.holders[: NAMED + 1] if job != claim.job][
-            :NAMED
-        ]
+        holders = [
+            (job, count) for job, count in survey.holders[: MAX_NAMED + 1] if job != claim.job
+        ][:MAX_NAMED]
         if holders:
             rest = len(survey.holders) - len(holders) - (claim.job in survey.jobs)
             more = (
@@ -135,14 +139,14 @@ class Words:
             self._some(survey.blocked, "in use"),
         ]
         known = [
-            board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None
+            placement.by_name[name].record for name in claim.avoid if name in placement.by_name
         ]
         avoided = [
             node.name
             for node in known
-            if fits(node, shape, with_avoided=True) and node.standing is NodeStatus.IN_SERVICE
+            if shape.fits(node, with_avoided=True) and node.status is NodeStatus.IN_SERVICE
         ]
-        parts.append(f"it avoids {listed(avoided)}" if avoided else "")
+        parts.append(f"it avoids {list_names(avoided)}" if avoided else "")
         idle = survey.spares
         parts.append(
             f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else ""
@@ -151,41 +155,44 @@ class Words:
 
     @staticmethod
     def _some(clauses: tuple[str, ...], what: str) -> str:
-        more = f" and {len(clauses) - NAMED} more are {what}" if len(clauses) > NAMED else ""
-        return ", ".join(clauses[:NAMED]) + more
+        more = (
+            f" and {len(clauses) - MAX_NAMED} more are {what}" if len(clauses) > MAX_NAMED else ""
+        )
+        return ", ".join(clauses[:MAX_NAMED]) + more
 
     def _survey(self, shape: Shape) -> Survey:
-        key = shape[0], shape[1]
+        key = Shape(shape.gpus, shape.with_spares)
         if key not in self._surveys:
-            self._surveys[key] = self._surveyed((shape[0], shape[1], frozenset()))
+            self._surveys[key] = self._make_survey(key)
         return self._surveys[key]
 
-    def _surveyed(self, shape: Shape) -> Survey:
-        board = self._board
-        nodes = [(index, node) for index, node in enumerate(board.nodes) if fits(node, shape)]
+    def _make_survey(self, shape: Shape) -> Survey:
+        placement = self._placement
         holders: Counter[str] = Counter()
         out, silent, blocked = [], [], []
-        for index, node in nodes:
-            holders.update(list(board.holders.get(index, ())))
-            if node.standing is not NodeStatus.IN_SERVICE:
-                out.append(f"{node.name} is {node.standing} ({text(node.reason, 80)})")
-            elif node.look is not None and node.look.silent:
-                silent.append(f"{node.name} does not answer ({text(node.look.silent, 80)})")
-            elif node.short:
-                blocked.append(f"{node.name}: {node.short}")
-            elif uses := board.in_the_way(index, shape[0]):
-                blocked.append(f"{node.name}: {text(used_by(uses), 160)}")
-            elif index not in board.holders and (why := _in_the_way(node)):
+        for use in placement.nodes:
+            node = use.record
+            if not shape.fits(node):
+                continue
+            holders.update(list(use.holders))
+            if node.status is not NodeStatus.IN_SERVICE:
+                out.append(f"{node.name} is {node.status} ({text(node.reason, 80)})")
+            elif node.probe is not None and node.probe.silent:
+                silent.append(f"{node.name} does not answer ({text(node.probe.silent, 80)})")
+            elif node.missing_gpus:
+                blocked.append(f"{node.name}: {node.missing_gpus}")
+            elif processes := use.blocking_processes(shape.gpus):
+                blocked.append(f"{node.name}: {text(used_by(processes), 160)}")
+            elif not use.holders and (why := _why_blocked(node)):
                 blocked.append(f"{node.name}: {why}")
-            elif index in board.offered and node.spec.gpus:
-                blocked.append(f"{node.name} is offered to job {', '.join(board.offered[index])}")
-        need, spares, _ = shape
+            elif use.offers and node.spec.gpus:
+                blocked.append(f"{node.name} is offered to job {', '.join(use.offers)}")
         idle = (
             0
-            if spares
+            if shape.with_spares
             else sum(
-                node.spec.spare and node.spec.gpus >= need and board.is_free(i)
-                for i, node in enumerate(board.nodes)
+                one.record.spec.spare and one.record.spec.gpus >= shape.gpus and not one.holders
+                for one in placement.nodes
             )
         )
         return Survey(
@@ -198,13 +205,13 @@ class Words:
         )
 
 
-def _in_the_way(node: NodeRecord) -> str:
+def _why_blocked(node: NodeRecord) -> str:
     if node.repair:
         return f"it is under repair ({node.repair})"
-    if node.look is None:
+    if node.probe is None:
         return ""
-    if node.look.held:
-        return text(node.look.held, 80)
-    if node.look.living and node.spec.gpus:
-        return f"ranks of job {node.look.living[0].job} live there"
+    if node.probe.busy:
+        return text(node.probe.busy, 80)
+    if node.probe.generations and node.spec.gpus:
+        return f"ranks of job {node.probe.generations[0].job} live there"
     return ""

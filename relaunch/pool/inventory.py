@@ -12,7 +12,7 @@ from typing import Any
 
 from relaunch.evidence.fields import MOST_GPUS, count, fields, text, unreadable
 
-NAMED = 3
+MAX_NAMED = 3
 """Users and lost GPUs that are named; the rest is counted. A fleet keeps this for 2,048 nodes, and
 continues as new with less than 2 MiB."""
 MPS_SERVER = "nvidia-cuda-mps-server"
@@ -126,9 +126,9 @@ def _name(value: object) -> str:
 
 def _uses(foreign_processes: Mapping[tuple[str, str], _Stranger]) -> tuple[GpuUse, ...]:
     named = list(foreign_processes.items())
-    uses = [GpuUse(tuple(one.gpus), _who(*name, one)) for name, one in named[:NAMED]]
-    rest = sorted({gpu for _, one in named[NAMED:] for gpu in one.gpus})
-    return (*uses, GpuUse(tuple(rest), f"{len(named) - NAMED} more")) if rest else tuple(uses)
+    uses = [GpuUse(tuple(one.gpus), _who(*name, one)) for name, one in named[:MAX_NAMED]]
+    rest = sorted({gpu for _, one in named[MAX_NAMED:] for gpu in one.gpus})
+    return (*uses, GpuUse(tuple(rest), f"{len(named) - MAX_NAMED} more")) if rest else tuple(uses)
 
 
 def _who(user: str, program: str, stranger: _Stranger) -> str:
@@ -159,7 +159,7 @@ def shortage(inventory: Inventory, expected: int) -> str:
     said = (
         f"{inventory.count} of {max(expected, inventory.count + len(inventory.lost))} GPUs answer"
     )
-    lost = ", ".join(inventory.lost[:NAMED]) + (
-        f" and {len(inventory.lost) - NAMED} more" if len(inventory.lost) > NAMED else ""
+    lost = ", ".join(inventory.lost[:MAX_NAMED]) + (
+        f" and {len(inventory.lost) - MAX_NAMED} more" if len(inventory.lost) > MAX_NAMED else ""
     )
     return f"{said}; {lost} {'is' if len(inventory.lost) == 1 else 'are'} lost" if lost else said

@@ -90,7 +90,7 @@ class Claim:
     submission judges silent nodes by it."""
 
     @property
-    def up_to(self) -> int:
+    def max_nodes(self) -> int:
         """The most nodes that the claim can be granted."""
         return self.nodes if self.more_at is not None else max(self.nodes, self.most)
 
@@ -148,7 +148,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
+class DrainRequest:
     """A request to a job to leave a node, for maintenance or because a node that jobs share has to
     be examined."""
 
@@ -157,7 +157,7 @@ class Withdraw:
     by: str
     until: datetime
     """The deadline. The job leaves earlier at its next checkpoint or its next launch."""
-    withdrawn: bool = False
+    cancelled: bool = False
     """The request is withdrawn."""
 
 

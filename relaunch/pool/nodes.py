@@ -8,16 +8,16 @@ from datetime import datetime, timedelta
 
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.claims import all_retracted, by_marks, declared_dead, note_moves
-from relaunch.pool.facts import (
-    Applied,
-    DeadDeclared,
-    QuarantineAsked,
-    ReleaseAsked,
-    RepairBegan,
-    RepairEnded,
+from relaunch.pool.claims import declare_ranks_dead, explain_marks, record_moves, retract_marks
+from relaunch.pool.events import (
+    DeathDeclaration,
+    FleetFileContent,
+    QuarantineCommand,
+    ReleaseCommand,
+    RepairResult,
+    RepairStart,
 )
-from relaunch.pool.messages import Withdraw
+from relaunch.pool.messages import DrainRequest
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 
 FLEET_FILE = "fleet file"
@@ -26,27 +26,27 @@ NOT_IN_FILE = "it is no longer in the fleet file"
 RELAUNCH = "relaunch"
 FLEET = "fleet "
 """Prefix of the `by` of a repair that a fleet orders, not a person: `fleet gpus`."""
-REPAIR_WITHIN = timedelta(hours=3)
+REPAIR_TIMEOUT = timedelta(hours=3)
 """A repair has two hours and reports its end itself: one that has not reported by then never
 will."""
-KEPT_NOTICES = 50
+MAX_NOTICES = 50
 MAX_MOVES_NAMED = 4
 
 
-def noticed(state: FleetState, notice: str, now: datetime) -> FleetState:
+def add_notice(state: FleetState, notice: str, now: datetime) -> FleetState:
     return replace(
         state,
         notices=(*state.notices, f"{now.isoformat(timespec='minutes')} {text(notice)}")[
-            -KEPT_NOTICES:
+            -MAX_NOTICES:
         ],
     )
 
 
-def find(state: FleetState, name: str) -> NodeRecord | None:
+def find_node(state: FleetState, name: str) -> NodeRecord | None:
     return next((node for node in state.nodes if node.name == name), None)
 
 
-def put(state: FleetState, record: NodeRecord) -> FleetState:
+def put_node(state: FleetState, record: NodeRecord) -> FleetState:
     return replace(
         state, nodes=tuple(record if node.name == record.name else node for node in state.nodes)
     )
@@ -54,19 +54,20 @@ def put(state: FleetState, record: NodeRecord) -> FleetState:
 
 def is_awaiting(state: FleetState, now: datetime) -> bool:
     """Return whether jobs may still claim nodes that look free."""
-    return state.awaited is None or (
-        bool(state.awaited) and (state.settles_at is None or now < state.settles_at)
+    return state.awaited_jobs is None or (
+        bool(state.awaited_jobs) and (state.awaited_until is None or now < state.awaited_until)
     )
 
 
 # --- the file
 
 
-def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
+def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -> FleetState:
     if not fact.nodes and state.nodes:
-        return noticed(
+        return add_notice(
             state,
-            f"the file of fleet {state.name} names no node: its {len(state.nodes)} nodes stay as they are",
+            f"the file of fleet {state.name} names no node: "
+            f"its {len(state.nodes)} nodes stay as they are",
             now,
         )
     known = {node.name: node for node in state.nodes}
@@ -74,23 +75,25 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
     for spec in fact.nodes:
         record = known.pop(spec.name, None) or NodeRecord(spec)
         record = (
-            replace(record, spec=spec, gone=False) if record.spec != spec or record.gone else record
+            replace(record, spec=spec, is_removed=False)
+            if record.spec != spec or record.is_removed
+            else record
         )
-        if record.standing is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
-            record = _back(record, now)
+        if record.status is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
+            record = _return_to_file(record, now)
         nodes.append(record)
-    # A node that has left the file while a job is on it is kept until it is free: see `settle`.
-    nodes += [_left(record, now) for record in known.values()]
+    # A node that has left the file while a job is on it is kept until it is free: see `forget_removed_nodes`.
+    nodes += [_remove_from_file(record, now) for record in known.values()]
     for notice in _describe_moves(state, fact):
-        state = noticed(state, notice, now)
+        state = add_notice(state, notice, now)
     logins = {node.name: node.spec.login for node in state.nodes}
     state = replace(
-        state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True
+        state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), is_file_read=True
     )
-    return note_moves(state, logins)
+    return record_moves(state, logins)
 
 
-def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
+def _describe_moves(state: FleetState, fact: FleetFileContent) -> list[str]:
     """Return notices of nodes whose address or user changed in the file while a job may have ranks
     there."""
     before = {node.name: node.spec for node in state.nodes}
@@ -109,52 +112,60 @@ def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
     return found[:MAX_MOVES_NAMED] + (more if len(found) > MAX_MOVES_NAMED else [])
 
 
-def _left(record: NodeRecord, now: datetime) -> NodeRecord:
-    if record.standing in (NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
-        return replace(record, gone=True)
-    return quarantined(replace(record, gone=True), FLEET_FILE, NOT_IN_FILE, now)
+def _remove_from_file(record: NodeRecord, now: datetime) -> NodeRecord:
+    if record.status in (NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
+        return replace(record, is_removed=True)
+    return quarantine(replace(record, is_removed=True), FLEET_FILE, NOT_IN_FILE, now)
 
 
-def _back(record: NodeRecord, now: datetime) -> NodeRecord:
-    if reason := by_marks(record):
-        return replace(record, standing=NodeStatus.SUSPECT, reason=reason, by=RELAUNCH, since=now)
-    return in_service(record, now)
+def _return_to_file(record: NodeRecord, now: datetime) -> NodeRecord:
+    if reason := explain_marks(record):
+        return replace(record, status=NodeStatus.SUSPECT, reason=reason, by=RELAUNCH, since=now)
+    return put_in_service(record, now)
 
 
-def without_gone(state: FleetState) -> FleetState:
+def forget_removed_nodes(state: FleetState) -> FleetState:
     """Remove the nodes that the file no longer names, once no job has them and no repair runs on
     them."""
-    if not any(node.gone for node in state.nodes):
+    if not any(node.is_removed for node in state.nodes):
         return state
     held = {place.node for record in state.claims for place in record.places}
-    nodes = tuple(node for node in state.nodes if not node.gone or node.repair or node.name in held)
+    nodes = tuple(
+        node for node in state.nodes if not node.is_removed or node.repair or node.name in held
+    )
     return replace(state, nodes=nodes) if len(nodes) < len(state.nodes) else state
 
 
 # --- status
 
 
-def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
+def put_in_service(record: NodeRecord, now: datetime) -> NodeRecord:
     return replace(
-        record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now, drain=None, leave=None
+        record,
+        status=NodeStatus.IN_SERVICE,
+        reason="",
+        by="",
+        since=now,
+        drain=None,
+        repair_drain=None,
     )
 
 
-def quarantined(record: NodeRecord, by: str, reason: str, now: datetime) -> NodeRecord:
-    return replace(record, standing=NodeStatus.QUARANTINED, reason=reason, by=by, since=now)
+def quarantine(record: NodeRecord, by: str, reason: str, now: datetime) -> NodeRecord:
+    return replace(record, status=NodeStatus.QUARANTINED, reason=reason, by=by, since=now)
 
 
-def is_ours(record: NodeRecord) -> bool:
+def is_taken_by_relaunch(record: NodeRecord) -> bool:
     """Return whether relaunch, and not a person, took the node out of service."""
     return record.by == RELAUNCH or record.by.startswith("job ")
 
 
 def is_out(record: NodeRecord) -> bool:
-    match record.standing:
+    match record.status:
         case NodeStatus.SUSPECT | NodeStatus.REPAIRING:
             return True
         case NodeStatus.QUARANTINED:
-            return is_ours(record)
+            return is_taken_by_relaunch(record)
         case _:
             return False
 
@@ -162,47 +173,55 @@ def is_out(record: NodeRecord) -> bool:
 # --- probes
 
 
-def looked(state: FleetState, looks: tuple[NodeProbe, ...], now: datetime) -> FleetState:
+def record_probes(state: FleetState, looks: tuple[NodeProbe, ...], now: datetime) -> FleetState:
     by_name = {look.node: look for look in looks}
     return replace(
-        state, nodes=tuple(_seen(node, by_name.get(node.name), now) for node in state.nodes)
+        state, nodes=tuple(_record_probe(node, by_name.get(node.name), now) for node in state.nodes)
     )
 
 
-def _seen(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeRecord:
+def _record_probe(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeRecord:
     if look is None:
         return record
     if look.inventory is not None:
-        record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
-    look = replace(look, inventory=None, read_ago=timedelta(0))
+        record = replace(record, inventory=look.inventory, inventory_at=now - look.inventory_age)
+    look = replace(look, inventory=None, inventory_age=timedelta(0))
     record = replace(
         record,
-        last_living=_last_living(record) if look.silent else (),
-        answered=record.answered or not look.silent,
+        last_generations=_last_generations(record) if look.silent else (),
+        has_answered=record.has_answered or not look.silent,
     )
     return replace(
         record,
-        look=look,
-        looked_at=now,
+        probe=look,
+        probed_at=now,
         silent_since=(record.silent_since or now) if look.silent else None,
     )
 
 
-def _last_living(record: NodeRecord) -> tuple[LiveGeneration, ...]:
-    return record.last_living if record.look is None or record.look.silent else record.look.living
+def _last_generations(record: NodeRecord) -> tuple[LiveGeneration, ...]:
+    return (
+        record.last_generations
+        if record.probe is None or record.probe.silent
+        else record.probe.generations
+    )
 
 
-def short(state: FleetState, now: datetime) -> FleetState:
+def suspect_incomplete_nodes(state: FleetState, now: datetime) -> FleetState:
     """Make nodes that lack GPUs suspects, once they are unused.
 
     A node in use is left to the fault handling of its job.
     """
-    if not state.begun or is_awaiting(state, now) or not any(node.short for node in state.nodes):
+    if (
+        not state.is_probed
+        or is_awaiting(state, now)
+        or not any(node.missing_gpus for node in state.nodes)
+    ):
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = (
-        replace(node, standing=NodeStatus.SUSPECT, reason=node.short, by=RELAUNCH, since=now)
-        if _is_idle(node, held) and node.short
+        replace(node, status=NodeStatus.SUSPECT, reason=node.missing_gpus, by=RELAUNCH, since=now)
+        if _is_idle(node, held) and node.missing_gpus
         else node
         for node in state.nodes
     )
@@ -211,9 +230,9 @@ def short(state: FleetState, now: datetime) -> FleetState:
 
 def _is_idle(record: NodeRecord, held: set[str]) -> bool:
     if (
-        record.standing is not NodeStatus.IN_SERVICE
+        record.status is not NodeStatus.IN_SERVICE
         or record.repair
-        or record.gone
+        or record.is_removed
         or record.name in held
     ):
         return False
@@ -221,36 +240,36 @@ def _is_idle(record: NodeRecord, held: set[str]) -> bool:
         record.foreign_processes
     ):  # an examination would be refused, and the node would stay out of service for that
         return False
-    return record.look is not None and not (
-        record.look.silent or record.look.held or record.look.living
+    return record.probe is not None and not (
+        record.probe.silent or record.probe.busy or record.probe.generations
     )
 
 
 # --- repairs
 
 
-def repair_began(state: FleetState, fact: RepairBegan, now: datetime) -> FleetState:
-    record = find(state, fact.node)
+def record_repair_start(state: FleetState, fact: RepairStart, now: datetime) -> FleetState:
+    record = find_node(state, fact.node)
     if record is None:
-        return noticed(
+        return add_notice(
             state, f"{fact.by} repairs {fact.node}, which is not in fleet {state.name}", now
         )
-    return put(state, under_repair(record, fact.workflow, fact.run, now))
+    return put_node(state, mark_repair(record, fact.workflow, fact.run, now))
 
 
-def under_repair(record: NodeRecord, workflow: str, run: str, now: datetime) -> NodeRecord:
+def mark_repair(record: NodeRecord, workflow: str, run: str, now: datetime) -> NodeRecord:
     repair = f"{workflow}/{run}"
     if repair in (record.repair, record.repair_ended):
         return record
     return replace(record, repair=repair, repair_since=now, repair_acts=False)
 
 
-def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetState:
+def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -> FleetState:
     requests = tuple(
         one for one in state.requests if (one.workflow, one.run) != (fact.workflow, fact.run)
     )
     state = replace(state, requests=requests)
-    record = find(state, fact.node)
+    record = find_node(state, fact.node)
     repair = f"{fact.workflow}/{fact.run}"
     if (
         record is None
@@ -260,24 +279,29 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
         return state
     # An inventory from before the repair is no longer valid.
     record = replace(
-        record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None
+        record,
+        repair="",
+        repair_since=None,
+        repair_acts=False,
+        repair_ended=repair,
+        inventory_at=None,
     )
     if fact.verdict is not Verdict.UNKNOWN:
         record = replace(
             record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason)
         )
-    if fact.job and record.standing is not NodeStatus.REPAIRING:
-        return put(state, record)
+    if fact.job and record.status is not NodeStatus.REPAIRING:
+        return put_node(state, record)
     if _proves_nothing(record, fact):
-        return noticed(
-            put(state, record),
+        return add_notice(
+            put_node(state, record),
             f"{record.name} stays in service, its repair was refused: {fact.reason}",
             now,
         )
-    return put(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
+    return put_node(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
 
 
-def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
+def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
     """Return whether a person's repair of a node in service was refused, for example because it is
     in use.
 
@@ -285,52 +309,52 @@ def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
     """
     ordered = not fact.by.startswith(FLEET)
     refused = fact.outcome == "refused" and fact.verdict is not Verdict.UNHEALTHY
-    return ordered and refused and record.standing is NodeStatus.IN_SERVICE
+    return ordered and refused and record.status is NodeStatus.IN_SERVICE
 
 
-def _was_stale(state: FleetState, fact: RepairEnded) -> bool:
+def _was_stale(state: FleetState, fact: RepairResult) -> bool:
     """Return whether the last answer to this repair was that it had asked before a person resumed
     repairs."""
-    told = [
+    permits = [
         one.permit
-        for one in state.answered
+        for one in state.permits
         if (one.workflow, one.permit.run) == (fact.workflow, fact.run)
     ]
-    return bool(told) and told[-1].stale
+    return bool(permits) and permits[-1].stale
 
 
 def _after_repair(
-    record: NodeRecord, fact: RepairEnded, now: datetime, *, stale: bool
+    record: NodeRecord, fact: RepairResult, now: datetime, *, stale: bool
 ) -> NodeRecord:
     done = fact.outcome == "done"
     if done:
-        record = all_retracted(record, "examined healthy after a repair")
-    if record.gone:
-        return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
-    if record.standing is NodeStatus.QUARANTINED and not is_ours(record):
+        record = retract_marks(record, "examined healthy after a repair")
+    if record.is_removed:
+        return quarantine(record, FLEET_FILE, NOT_IN_FILE, now)
+    if record.status is NodeStatus.QUARANTINED and not is_taken_by_relaunch(record):
         # A person's quarantine holds until a person releases the node: ordering a repair says
         # nothing about why it is quarantined.
         return record
     if done:
-        return in_service(record, now)
-    if stale and record.standing is NodeStatus.REPAIRING:
+        return put_in_service(record, now)
+    if stale and record.status is NodeStatus.REPAIRING:
         # The repair proved nothing: the next one examines the current state.
-        return replace(record, standing=NodeStatus.SUSPECT, since=now)
-    return quarantined(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
+        return replace(record, status=NodeStatus.SUSPECT, since=now)
+    return quarantine(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
 
 
-def overdue(state: FleetState, now: datetime) -> FleetState:
-    """Give up repairs that have not reported their end within `REPAIR_WITHIN`."""
+def give_up_overdue_repairs(state: FleetState, now: datetime) -> FleetState:
+    """Give up repairs that have not reported their end within `REPAIR_TIMEOUT`."""
     for record in [
         one
         for one in state.nodes
-        if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN
+        if one.repair_since is not None and now - one.repair_since >= REPAIR_TIMEOUT
     ]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)
-        if record.standing is NodeStatus.REPAIRING:
-            after = quarantined(after, RELAUNCH, "nobody told how its repair ended", now)
-        state = noticed(
-            put(state, after),
+        if record.status is NodeStatus.REPAIRING:
+            after = quarantine(after, RELAUNCH, "nobody told how its repair ended", now)
+        state = add_notice(
+            put_node(state, after),
             f"{record.name}: nobody told within 3 h how {record.repair} ended",
             now,
         )
@@ -340,49 +364,114 @@ def overdue(state: FleetState, now: datetime) -> FleetState:
 # --- orders of people
 
 
-def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) -> FleetState:
+def quarantine_node(state: FleetState, fact: QuarantineCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
-    record = find(state, fact.node)
+    record = find_node(state, fact.node)
     if record is None:
-        return noticed(
+        return add_notice(
             state, f"{by} asked to quarantine {fact.node}, which is not in fleet {state.name}", now
         )
     drain = (
         None
         if fact.drain_within is None
-        else Withdraw(record.name, reason, by, now + fact.drain_within)
+        else DrainRequest(record.name, reason, by, now + fact.drain_within)
     )
-    record = replace(record, drain=drain, told=record.told if drain in (None, record.drain) else ())
+    record = replace(
+        record, drain=drain, asked_jobs=record.asked_jobs if drain in (None, record.drain) else ()
+    )
     how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
-    return noticed(
-        put(state, quarantined(record, by, reason, now)),
+    return add_notice(
+        put_node(state, quarantine(record, by, reason, now)),
         f"{by} quarantined {record.name}{how}: {reason}",
         now,
     )
 
 
-def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> FleetState:
+def release_node(state: FleetState, fact: ReleaseCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
-    record = find(state, fact.node)
-    if record is None or record.gone:
-        return noticed(
+    record = find_node(state, fact.node)
+    if record is None or record.is_removed:
+        return add_notice(
             state,
             f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}",
             now,
         )
-    record = all_retracted(
-        replace(in_service(record, now), read_at=None), f"{by} released it: {reason}"
+    record = retract_marks(
+        replace(put_in_service(record, now), inventory_at=None), f"{by} released it: {reason}"
     )
-    return noticed(put(state, record), f"{by} released {record.name}: {reason}", now)
+    return add_notice(put_node(state, record), f"{by} released {record.name}: {reason}", now)
 
 
-def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> FleetState:
+def declare_dead(state: FleetState, fact: DeathDeclaration, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
-    if find(state, fact.node) is None:
-        return noticed(
+    if find_node(state, fact.node) is None:
+        return add_notice(
             state, f"{by} declared {fact.node} dead, which is not in fleet {state.name}", now
         )
-    state = declared_dead(state, fact.node, now)
-    return noticed(
+    state = declare_ranks_dead(state, fact.node, now)
+    return add_notice(
         state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {reason}", now
+    )
+
+
+PROBE_LIFETIME = timedelta(seconds=10)
+"""How long an answer of a node counts as current: a launch follows a grant within a second or
+two."""
+INVENTORY_INTERVAL = timedelta(minutes=5)
+"""Time between two readings of the GPUs of a node that no claim waits for: foreign processes stay
+for hours."""
+MAX_INVENTORIES = 512
+"""Nodes whose GPUs are read with one probe: their answers, with foreign processes on each, are half
+a megabyte of history."""
+PROBE_INTERVAL = timedelta(seconds=2)
+"""Time between probes of a node that is silent or busy while a claim waits for it."""
+
+
+def probe_delay(record: NodeRecord, now: datetime) -> timedelta:
+    """Return how long to wait after a probe that found the node silent. A node that has been silent
+    for long may be back at any time."""
+    silent = now - record.silent_since if record.silent_since else timedelta(0)
+    return max(PROBE_INTERVAL, silent / 10)
+
+
+def is_probe_due(record: NodeRecord, now: datetime) -> bool:
+    """Return whether to probe the node again for a waiting claim.
+
+    Not while the answer to the last probe may still come.
+    """
+    if _lacks_only_inventory(record, now):
+        return True
+    gap = probe_delay(record, now)
+    times = (record.probed_at, record.probe_ordered_at)
+    return all(at is None or now - at >= gap for at in times)
+
+
+def can_read_inventory(record: NodeRecord, now: datetime, gap: timedelta) -> bool:
+    """Return whether to read the GPUs with a probe. Not during a repair: no process may have them
+    open for a reset."""
+    if (
+        not record.spec.gpus
+        or record.is_removed
+        or record.repair
+        or record.status is NodeStatus.REPAIRING
+    ):
+        return False
+    return record.inventory_at is None or now - record.inventory_at >= gap
+
+
+def _lacks_only_inventory(record: NodeRecord, now: datetime) -> bool:
+    """Return whether the last probe was not to read the GPUs, so that the next one need not wait
+    for anything."""
+    look, at, asked = record.probe, record.probed_at, record.probe_ordered_at
+    if (
+        look is None
+        or at is None
+        or look.silent
+        or look.busy
+        or look.inventory_pending
+        or (asked is not None and asked > at)
+    ):
+        return False
+    return can_read_inventory(record, now, PROBE_LIFETIME) and (
+        record.inventory_at is None or record.inventory_at < at
     )

@@ -1,225 +1,357 @@
-"""Track which jobs have which nodes, what is free, and which nodes a claim could have.
+"""Track which jobs have which nodes, what is free, and choose the nodes that a claim can have.
 
-`allocate` decides the order of claims. This module keeps no state: the board is built from the
-fleet's state each time.
+`grants` decides the order of claims. A placement is built from the fleet's state each time, and
+keeps nothing beyond one run of the scheduler.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from relaunch.pool.inventory import GpuUse
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.probing import FRESH, is_due, may_be_read
-from relaunch.pool.shapes import Kind, Shape, fits, serves
+from relaunch.pool.nodes import PROBE_LIFETIME, can_read_inventory, is_probe_due
 from relaunch.pool.state import (
     ClaimRecord,
     FleetState,
     LiveGeneration,
     NodeRecord,
     NodeStatus,
-    Offered,
+    OfferRecord,
 )
 
-GIVEN_UP = timedelta(minutes=10)
+SILENCE_TIMEOUT = timedelta(minutes=10)
 """After so long a silence a node is no longer waited for, and other jobs get what a large claim
 would leave free meanwhile."""
-Key = tuple[bool, int, int, int]
-"""Spare, preference (lower is better), free GPUs, GPUs: nodes with the same key are
-interchangeable."""
-NOWHERE: Key = (False, 0, -1, -1)
+Gpus = tuple[int, ...]
+"""GPU indexes of a job's share of a node. Empty: no particular share (all GPUs, or there are
+none)."""
 
 
-def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
-    """Return whether the nodes of an offer are still reserved: the job has sent no newer claim, or
-    its newer claim still waits for the answer."""
-    if (
-        record is None
-        or record.closed
-        or record.claim.submission != offered.submission
-        or now >= offered.until
-    ):
-        return False
-    return record.claim.seq == offered.seq or record.waits
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """What a node offers once jobs and repairs have ended."""
+
+    is_spare: bool
+    gpus: int
+    """Without those that foreign processes use: the fleet does not control these."""
+    is_whole: bool
+    """There are no foreign processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a claim can use of the nodes."""
+
+    gpus: int
+    """Wanted on each node; 0: all of the node."""
+    with_spares: bool
+    avoid: frozenset[str] = frozenset()
+
+    def fits(self, node: NodeRecord, *, with_avoided: bool = False) -> bool:
+        if node.spec.gpus < self.gpus or (node.spec.spare and not self.with_spares):
+            return False
+        return with_avoided or node.name not in self.avoid
+
+    def accepts(self, kind: NodeKind) -> bool:
+        if kind.gpus < self.gpus or (kind.is_spare and not self.with_spares):
+            return False
+        return kind.is_whole or self.gpus > 0
+
+
+class BucketKey(NamedTuple):
+    """Nodes with the same key are interchangeable. Claims get nodes in the order of the keys."""
+
+    is_spare: bool
+    preference: int
+    """Lower is better: nodes that are already shared are shared further; nodes without GPUs have
+    nothing to share, so the emptiest is best."""
+    free: int
+    gpus: int
+
+
+Buckets = dict[BucketKey, list["NodeUse"]]
+
+
+@dataclass(eq=False, slots=True)
+class NodeUse:
+    """A node, the jobs that have it or may have it, and the foreign processes on it."""
+
+    record: NodeRecord
+    position: int
+    """In the fleet file."""
+    holders: dict[str, Gpus] = field(default_factory=dict)
+    """The jobs that have it, and their GPUs."""
+    offers: dict[str, Gpus] = field(default_factory=dict)
+    """The running jobs that may have it or a part of it, if they want to grow."""
+    foreign_gpus: frozenset[int] = frozenset()
+    """The GPUs that foreign processes use."""
+    bucket: tuple[Buckets, BucketKey] | None = None
+    """Where it is listed as free."""
+
+    def __lt__(self, other: NodeUse) -> bool:
+        return self.position < other.position
+
+    @property
+    def name(self) -> str:
+        return self.record.spec.name
+
+    @property
+    def kind(self) -> NodeKind:
+        gpus, foreign = self.record.spec.gpus, self.foreign_gpus
+        return NodeKind(self.record.spec.spare, gpus - len(foreign), not foreign)
+
+    def unclaimed_gpus(self, job: str = "") -> Gpus:
+        """Return the GPUs that no other job has or was offered."""
+        every = range(self.record.spec.gpus)
+        if not self.holders and not self.offers:
+            return tuple(every)
+        free = set(every)
+        for shares in (self.holders, self.offers):
+            for holder, gpus in shares.items():
+                if holder != job:
+                    free.difference_update(gpus or every)
+        return tuple(sorted(free))
+
+    def free_gpus(self, job: str = "") -> Gpus:
+        """Return the GPUs that this job may have: no other job has them, and no foreign process was
+        seen on them."""
+        return tuple(gpu for gpu in self.unclaimed_gpus(job) if gpu not in self.foreign_gpus)
+
+    def has_room(self, claim: Claim) -> bool:
+        return len(self.free_gpus(claim.job)) >= (claim.gpus or self.record.spec.gpus)
+
+    def is_full(self) -> bool:
+        """Return whether jobs have all of the node."""
+        return bool(self.holders) and not self.unclaimed_gpus()
+
+    def blocking_processes(self, gpus: int) -> tuple[GpuUse, ...]:
+        """Return the foreign processes without which a claim for so many GPUs (0: all) would fit
+        here."""
+        if not self.foreign_gpus:
+            return ()
+        wanted = gpus or self.record.spec.gpus
+        if not len(self.free_gpus()) < wanted <= len(self.unclaimed_gpus()):
+            return ()
+        return self.record.foreign_processes
+
+    def has_ranks(self) -> bool:
+        probe = self.record.probe
+        return probe is not None and bool(probe.generations)
+
+    def has_foreign_ranks(self, job: str = "") -> bool:
+        """Return whether ranks of other jobs without a share of this node live there."""
+        probe = self.record.probe
+        if probe is None or not self.record.spec.gpus:
+            return False
+        return any(one.job != job and not self.holders.get(one.job) for one in probe.generations)
+
+    def is_ready(self, now: datetime, job: str = "") -> bool:
+        """Return whether a fresh probe says that the job can be launched there."""
+        record = self.record
+        probe = record.probe
+        if probe is None or record.probed_at is None or probe.silent or probe.busy:
+            return False
+        if record.spec.gpus and (
+            record.inventory_at is None or now - record.inventory_at >= PROBE_LIFETIME
+        ):
+            return False
+        return now - record.probed_at < PROBE_LIFETIME and not self.has_foreign_ranks(job)
+
+    def is_only_stale(self) -> bool:
+        """Return whether the age of the last probe is the only reason against the node."""
+        probe = self.record.probe
+        return probe is None or not (probe.silent or probe.busy or self.has_foreign_ranks())
+
+    def is_usable(self) -> bool:
+        """Return whether jobs may be granted the node, as far as its status goes."""
+        record = self.record
+        return (
+            record.status is NodeStatus.IN_SERVICE
+            and record.drain is None
+            and not record.is_removed
+            and not record.repair
+            and not record.missing_gpus
+        )
+
+    def is_eventual(self, now: datetime) -> bool:
+        """Return whether a job may get the node eventually, without a person's help."""
+        record = self.record
+        if record.status is NodeStatus.QUARANTINED or record.drain is not None or record.is_removed:
+            return False
+        return record.silent_since is None or now - record.silent_since < SILENCE_TIMEOUT
 
 
 @dataclass(slots=True)
-class Chosen:
+class Choice:
     """The nodes that a claim can have now."""
 
-    kept: list[int]
-    new: list[int]
+    kept: list[NodeUse]
+    new: list[NodeUse]
     missing: int
-    """Nodes that are missing beyond `kept` and `new` for the job to run."""
-    looks: list[int] = field(default_factory=list)
+    """Nodes that are missing beyond `kept` and `new`."""
+    probes: list[NodeUse] = field(default_factory=list)
     """Nodes that have to be probed before the claim can have more."""
-    hopeful: bool = False
+    is_hopeful: bool = False
     """The nodes to probe may be enough."""
     stale: int = 0
     """Nodes that the claim could have but for a stale probe. They are not probed for a claim that
     would still lack others."""
 
+    def __len__(self) -> int:
+        return len(self.kept) + len(self.new)
 
-class Board:
-    """Which jobs have which nodes, and what is free. Grants change it."""
+
+def is_reserved(offer: OfferRecord, record: ClaimRecord | None, now: datetime) -> bool:
+    """Return whether the nodes of an offer are still reserved: the job has sent no newer claim, or
+    its newer claim still waits for the answer."""
+    if (
+        record is None
+        or record.is_closed
+        or record.claim.submission != offer.submission
+        or now >= offer.until
+    ):
+        return False
+    return record.claim.seq == offer.seq or record.is_waiting
+
+
+class Placement:
+    """Which jobs have which nodes, and what is free. Grants, offers and reservations change it."""
 
     def __init__(self, state: FleetState, now: datetime) -> None:
         self.state = state
         self.now = now
-        self.nodes = state.nodes
-        self.index = {node.name: index for index, node in enumerate(state.nodes)}
-        self.holders: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By node: the jobs that have it, and their GPUs."""
-        self.contested: set[tuple[int, str]] = set()
-        """Jobs that claim what another job has: their claim came so late that a restarted fleet had
-        granted the node elsewhere."""
-        self.visited: dict[int, frozenset[int]] = {}
-        """By node: the GPUs that foreign processes use."""
-        self.living: dict[str, list[tuple[int, LiveGeneration]]] = {}
-        """By job: where ranks of it live."""
-        self.offered: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By node: the running jobs that may have it or a part of it, if they want to grow."""
+        self.nodes = [NodeUse(record, position) for position, record in enumerate(state.nodes)]
+        self.by_name = {node.name: node for node in self.nodes}
         self.reserved: dict[Shape, str] = {}
         """The shapes that nodes are reserved for, and the job of each."""
-        self._free: dict[Key, list[int]] = {}
-        self._doubtful: dict[Key, list[int]] = {}
-        """Nodes that would be free if they answered, or if the ranks that live there were gone."""
-        self._where: dict[int, tuple[dict[Key, list[int]], Key]] = {}
-        self._eventual = Counter[Kind]()
+        self._contested: set[tuple[str, str]] = set()
+        """(node, job): the job claims what another job has. Its claim came so late that a restarted
+        fleet had granted the node elsewhere."""
+        self._offered: dict[str, list[NodeUse]] = {}
+        """By job: the nodes offered to it."""
+        self._generations: dict[str, list[tuple[NodeUse, LiveGeneration]]] = {}
+        """By job: where its ranks live."""
+        self._last_generations: dict[str, list[tuple[NodeUse, LiveGeneration]]] = {}
+        """By job: where its ranks lived when nodes answered last that are silent now."""
+        self._free: Buckets = {}
+        self._doubtful: Buckets = {}
+        """Nodes that would be free if they answered, or if the ranks that live there had ended."""
+        self._eventual = Counter[NodeKind]()
         self._in_file = Counter[tuple[bool, int]]()
-        for record in state.claims:
+        """By (is a spare, GPUs): how many nodes the fleet file names."""
+        self._record_claims()
+        self._record_offers()
+        for node in self.nodes:
+            self._record_node(node)
+
+    def _record_claims(self) -> None:
+        for record in self.state.claims:
             for place in record.places:
-                if (node := self.index.get(place.node)) is not None:
-                    if node in self.holders and not set(place.gpus or self._all(node)) <= set(
-                        self.unclaimed(node)
-                    ):
-                        self.contested.add((node, record.claim.job))
-                    self.holders.setdefault(node, {})[record.claim.job] = place.gpus
-        records = {record.claim.job: record for record in state.claims} if state.offers else {}
-        for offered in state.offers:
-            if holds(offered, records.get(offered.job), now):
-                for place in offered.places:
-                    if (node := self.index.get(place.node)) is not None:
-                        self.offered.setdefault(node, {})[offered.job] = place.gpus
-        for node, one in enumerate(self.nodes):
-            for living in one.look.living if one.look else ():
-                self.living.setdefault(living.job, []).append((node, living))
-            if (
-                one.inventory is not None
-                and one.inventory.used
-                and (foreign_processes := one.foreign_processes)
-            ):
-                self.visited[node] = frozenset(gpu for use in foreign_processes for gpu in use.gpus)
-            if not one.gone:
-                self._in_file[one.spec.spare, one.spec.gpus] += 1
-            if self._is_eventual(one):
-                self._eventual[self._kind(node)] += 1
-            self._put(node)
+                if (node := self.by_name.get(place.node)) is None:
+                    continue
+                wanted = place.gpus or range(node.record.spec.gpus)
+                if node.holders and not set(wanted) <= set(node.unclaimed_gpus()):
+                    self._contested.add((node.name, record.claim.job))
+                node.holders[record.claim.job] = place.gpus
 
-    # --- nodes
-
-    def free_gpus(self, node: int, job: str = "") -> tuple[int, ...]:
-        """Return the GPUs that this job may have: no other job has them, and no foreign process was
-        seen on them."""
-        return tuple(
-            gpu for gpu in self.unclaimed(node, job) if gpu not in self.visited.get(node, ())
-        )
-
-    def unclaimed(self, node: int, job: str = "") -> tuple[int, ...]:
-        """Return the GPUs that no other job has or was offered."""
-        free = set(self._all(node))
-        for has in (self.holders.get(node, {}), self.offered.get(node, {})):
-            for holder, gpus in has.items():
-                if holder != job:
-                    free.difference_update(gpus or self._all(node))
-        return tuple(sorted(free))
-
-    def _all(self, node: int) -> range:
-        return range(self.nodes[node].spec.gpus)
-
-    def has_foreign_ranks(self, node: int, job: str = "") -> bool:
-        """Return whether ranks of other jobs without a share of this node live there."""
-        look = self.nodes[node].look
-        if look is None or not self.nodes[node].spec.gpus:
-            return False
-        shares = self.holders.get(node, {})
-        return any(one.job != job and not shares.get(one.job) for one in look.living)
-
-    def is_ready(self, node: int, job: str = "") -> bool:
-        one = self.nodes[node]
-        if one.look is None or one.looked_at is None or one.look.silent or one.look.held:
-            return False
-        if one.spec.gpus and (one.read_at is None or self.now - one.read_at >= FRESH):
-            return False
-        return self.now - one.looked_at < FRESH and not self.has_foreign_ranks(node, job)
-
-    def in_the_way(self, node: int, need: int) -> tuple[GpuUse, ...]:
-        """Return the foreign processes without which a claim for so many GPUs (0: all) would fit
-        here."""
-        wanted = need or self.nodes[node].spec.gpus
-        if node not in self.visited or not len(self.free_gpus(node)) < wanted <= len(
-            self.unclaimed(node)
-        ):
-            return ()
-        return self.nodes[node].foreign_processes
-
-    def is_full(self, node: int) -> bool:
-        """Return whether jobs have all of the node."""
-        return node in self.holders and not self.unclaimed(node)
-
-    def is_free(self, node: int) -> bool:
-        return node not in self.holders
-
-    def has_living(self, node: int) -> bool:
-        look = self.nodes[node].look
-        return look is not None and bool(look.living)
-
-    def _is_usable(self, node: int) -> bool:
-        one = self.nodes[node]
-        return (
-            one.standing is NodeStatus.IN_SERVICE
-            and one.drain is None
-            and not one.gone
-            and not one.repair
-            and not one.short
-        )
-
-    def _is_eventual(self, one: NodeRecord) -> bool:
-        """Return whether a job may get the node eventually, without a person's help."""
-        if one.standing is NodeStatus.QUARANTINED or one.drain is not None or one.gone:
-            return False
-        return one.silent_since is None or self.now - one.silent_since < GIVEN_UP
-
-    def _put(self, node: int) -> None:
-        if not self._is_usable(node):
+    def _record_offers(self) -> None:
+        if not self.state.offers:
             return
-        spec = self.nodes[node].spec
-        shared = node in self.holders or node in self.offered or node in self.visited
-        free = len(self.free_gpus(node)) if shared else spec.gpus
+        records = {record.claim.job: record for record in self.state.claims}
+        for offer in self.state.offers:
+            if is_reserved(offer, records.get(offer.job), self.now):
+                for place in offer.places:
+                    if (node := self.by_name.get(place.node)) is not None:
+                        self._record_offer(node, offer.job, place.gpus)
+
+    def _record_offer(self, node: NodeUse, job: str, gpus: Gpus) -> None:
+        node.offers[job] = gpus
+        self._offered.setdefault(job, []).append(node)
+
+    def _record_node(self, node: NodeUse) -> None:
+        record = node.record
+        for one in record.probe.generations if record.probe else ():
+            self._generations.setdefault(one.job, []).append((node, one))
+        for one in record.last_generations:
+            self._last_generations.setdefault(one.job, []).append((node, one))
+        if record.inventory is not None and record.inventory.used:
+            node.foreign_gpus = frozenset(
+                gpu for use in record.foreign_processes for gpu in use.gpus
+            )
+        if not record.is_removed:
+            self._in_file[record.spec.spare, record.spec.gpus] += 1
+        if node.is_eventual(self.now):
+            self._eventual[node.kind] += 1
+        self._list(node)
+
+    # --- the lists of free nodes
+
+    def _list(self, node: NodeUse) -> None:
+        """List the node as free, as far as it is."""
+        if not node.is_usable():
+            return
+        spec = node.record.spec
+        is_shared = node.holders or node.offers or node.foreign_gpus
+        free = len(node.free_gpus()) if is_shared else spec.gpus
         if spec.gpus and not free:
             return
-        # Nodes that are already shared are shared further; nodes without GPUs have nothing to
-        # share, so the emptiest is best.
-        liked = free - spec.gpus if spec.gpus else len(self.holders.get(node, {}))
-        buckets = self._free if self.is_ready(node) else self._doubtful
-        key = (spec.spare, liked, free, spec.gpus)
+        preference = free - spec.gpus if spec.gpus else len(node.holders)
+        buckets = self._free if node.is_ready(self.now) else self._doubtful
+        key = BucketKey(spec.spare, preference, free, spec.gpus)
         insort(buckets.setdefault(key, []), node)
-        self._where[node] = (buckets, key)
+        node.bucket = buckets, key
 
-    def _take(self, node: int) -> None:
-        buckets, key = self._where.pop(node, (self._free, NOWHERE))
-        bucket = buckets.get(key, [])
-        at = bisect_left(bucket, node)
-        if bucket[at : at + 1] == [node]:
-            del bucket[at]
+    def _unlist(self, node: NodeUse) -> None:
+        if node.bucket is None:
+            return
+        buckets, key = node.bucket
+        node.bucket = None
+        if node in (bucket := buckets.get(key, [])):  # not if it was reserved for another claim
+            bucket.remove(node)
 
-    # --- claims
+    def _fitting(
+        self, buckets: Buckets, shape: Shape, without: Collection[NodeUse]
+    ) -> Iterator[NodeUse]:
+        """Yield the listed nodes that fit the shape, the best first."""
+        for key in sorted(buckets):
+            if (key.is_spare and not shape.with_spares) or key.gpus < shape.gpus:
+                continue
+            if key.free < (shape.gpus or key.gpus):
+                continue
+            for node in buckets[key]:
+                if node not in without and node.name not in shape.avoid:
+                    yield node
 
-    def shape(self, claim: Claim) -> Shape:
+    def _own(
+        self, record: ClaimRecord, shape: Shape, without: Collection[NodeUse]
+    ) -> list[NodeUse]:
+        """Return the usable nodes that the job already has but does not keep.
+
+        No other job can have them, so the job gets them first.
+        """
+        job = record.claim.job
+        mine = {self.by_name[place.node] for place in record.places if place.node in self.by_name}
+        mine.update(node for node, _ in self._generations.get(job, ()))
+        mine.update(self._offered.get(job, ()))
+        return [
+            node
+            for node in sorted(mine, key=lambda node: (node.record.spec.spare, node.position))
+            if node not in without
+            and node.is_usable()
+            and shape.fits(node.record)
+            and node.has_room(record.claim)
+            and not any(other.fits(node.record) for other in self.reserved)
+        ]
+
+    # --- what a claim can have
+
+    def shape_of(self, claim: Claim) -> Shape:
         own = sum(
             count
             for (spare, gpus), count in self._in_file.items()
@@ -227,259 +359,239 @@ class Board:
         )
         # Spares are for jobs that have run, and for those that need more nodes than there are
         # without spares: they could never start.
-        return claim.gpus, claim.running or own < claim.nodes, frozenset(claim.avoid)
+        return Shape(claim.gpus, claim.running or own < claim.nodes, frozenset(claim.avoid))
 
-    def most(self, shape: Shape) -> int:
+    def count_in_file(self, shape: Shape) -> int:
         """Return how many nodes of the file fit the shape."""
-        need, spares, _ = shape
         return sum(
             count
             for (spare, gpus), count in self._in_file.items()
-            if gpus >= need and (spares or not spare)
+            if gpus >= shape.gpus and (shape.with_spares or not spare)
         )
 
-    def kept(self, record: ClaimRecord) -> list[int]:
-        held = {place.node for place in record.places}
-        avoid = frozenset(record.claim.avoid)
+    def keep_nodes(self, record: ClaimRecord) -> list[NodeUse]:
+        """Return the nodes that the job may continue with."""
+        places = {place.node for place in record.places}
         found = []
         for name in dict.fromkeys(record.claim.keep):
-            node = self.index.get(name)
+            node = self.by_name.get(name)
             if (
                 node is None
-                or name not in held
-                or name in avoid
-                or (node, record.claim.job) in self.contested
+                or name not in places
+                or name in record.claim.avoid
+                or (name, record.claim.job) in self._contested
             ):
                 continue
-            one = self.nodes[node]
-            wish = one.drain or one.leave
-            stays = wish is not None and name in record.claim.stays and self.now < wish.until
+            drain = node.record.drain or node.record.repair_drain
+            stays = drain is not None and name in record.claim.stays and self.now < drain.until
             if stays or (
-                one.drain is None
-                and one.standing in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)
+                node.record.drain is None
+                and node.record.status in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)
             ):
                 found.append(node)
-        return found[: record.claim.up_to]
+        return found[: record.claim.max_nodes]
 
-    def choose(self, record: ClaimRecord, shape: Shape, *, alone: bool = False) -> Chosen:
-        """Return what the claim can have now; `alone`: no other claim waits."""
-        chosen = self._needed(record, shape)
-        if not chosen.missing and len(chosen.kept) + len(chosen.new) < record.claim.up_to:
-            self._choose_more(record, shape, chosen, alone)
-        return chosen
+    def choose(self, record: ClaimRecord, shape: Shape, *, is_alone: bool = False) -> Choice:
+        """Return what the claim can have now; `is_alone`: no other claim waits."""
+        choice = self._choose_needed(record, shape)
+        if not choice.missing and len(choice) < record.claim.max_nodes:
+            self._choose_more(record, shape, choice, is_alone)
+        return choice
 
-    def _needed(self, record: ClaimRecord, shape: Shape) -> Chosen:
-        kept = self.kept(record)
+    def _choose_needed(self, record: ClaimRecord, shape: Shape) -> Choice:
+        """Choose the nodes without which the job does not run."""
+        kept = self.keep_nodes(record)
         missing = record.claim.nodes - len(kept)
         if missing <= 0:
-            return Chosen(kept, [], 0)
-        taken = frozenset(kept)
-        ready: list[int] = []
-        doubtful: list[int] = []
-        for node in self._own(record, shape, taken):
-            (ready if self.is_ready(node, record.claim.job) else doubtful).append(node)
-        own = frozenset((*ready, *doubtful, *taken))
+            return Choice(kept, [], 0)
+        ready: list[NodeUse] = []
+        doubtful: list[NodeUse] = []
+        for node in self._own(record, shape, set(kept)):
+            (ready if node.is_ready(self.now, record.claim.job) else doubtful).append(node)
+        own = {*ready, *doubtful, *kept}
         new = ready[:missing]
-        doubts: list[int] | None = None
+        doubts: list[NodeUse] | None = None
         for node in self._fitting(self._free, shape, own) if len(new) < missing else ():
-            if self.nodes[node].spec.spare and doubts is None:
+            if node.record.spec.spare and doubts is None:
                 doubts = [*doubtful, *self._fitting(self._doubtful, shape, own)]
-                if any(not self.nodes[one].spec.spare and self._only_stale(one) for one in doubts):
+                if any(not one.record.spec.spare and one.is_only_stale() for one in doubts):
                     break  # use a spare only once it is known that the others do not answer
             new.append(node)
             if len(new) == missing:
                 break
-        chosen = Chosen(kept, new, missing - len(new))
-        if chosen.missing:
+        choice = Choice(kept, new, missing - len(new))
+        if choice.missing:
             doubts = doubts or [*doubtful, *self._fitting(self._doubtful, shape, own)]
-            stale = [node for node in doubts if self._only_stale(node)]
-            chosen.hopeful, chosen.stale = len(stale) >= chosen.missing, len(stale)
-            chosen.looks = [
-                node
-                for node in (stale if chosen.hopeful else doubts)
-                if is_due(self.nodes[node], self.now)
-            ]
-            chosen.looks += (
-                () if chosen.hopeful else self._visited_for(shape, frozenset((*own, *new, *doubts)))
-            )
-        return chosen
+            stale = [node for node in doubts if node.is_only_stale()]
+            choice.is_hopeful, choice.stale = len(stale) >= choice.missing, len(stale)
+            choice.probes = self._due(stale if choice.is_hopeful else doubts)
+            if not choice.is_hopeful:
+                choice.probes += self._find_used_by_others(shape, {*own, *new, *doubts})
+        return choice
 
-    def _visited_for(self, shape: Shape, without: frozenset[int]) -> list[int]:
+    def _due(self, nodes: list[NodeUse]) -> list[NodeUse]:
+        return [node for node in nodes if is_probe_due(node.record, self.now)]
+
+    def _find_used_by_others(self, shape: Shape, without: Collection[NodeUse]) -> list[NodeUse]:
         """Return nodes that the claim could have if foreign processes had left, and that are due
         for a probe."""
         return [
             node
-            for node in sorted(self.visited)
-            if node not in without
-            and self._is_usable(node)
-            and fits(self.nodes[node], shape)
-            and self.in_the_way(node, shape[0])
-            and may_be_read(self.nodes[node], self.now, FRESH)
-            and is_due(self.nodes[node], self.now)
+            for node in self.nodes
+            if node.foreign_gpus
+            and node not in without
+            and node.is_usable()
+            and shape.fits(node.record)
+            and node.blocking_processes(shape.gpus)
+            and can_read_inventory(node.record, self.now, PROBE_LIFETIME)
+            and is_probe_due(node.record, self.now)
         ]
 
-    def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Chosen, alone: bool) -> None:
+    def _choose_more(
+        self, record: ClaimRecord, shape: Shape, choice: Choice, is_alone: bool
+    ) -> None:
         """Add nodes beyond the required ones that no other claim waits for.
 
         Spares, and nodes that others wait for, replace nodes that the job had before; they never
         make it larger.
         """
         claim = record.claim
-        count = len(chosen.kept) + len(chosen.new)
-        own = self._own(record, shape, frozenset((*chosen.kept, *chosen.new)))
-        without = frozenset((*chosen.kept, *chosen.new, *own))
+        own = self._own(record, shape, {*choice.kept, *choice.new})
+        without = {*choice.kept, *choice.new, *own}
 
-        def may_have(node: int) -> bool:
-            if count < claim.had:
+        def may_have(node: NodeUse) -> bool:
+            if len(choice) < claim.had:
                 return True
-            return not self.nodes[node].spec.spare and (
-                alone or not claim.running or claim.job in self.offered.get(node, ())
+            return not node.record.spec.spare and (
+                is_alone or not claim.running or claim.job in node.offers
             )
 
         for node in (*own, *self._fitting(self._free, shape, without)):
-            if count < claim.up_to and self.is_ready(node, claim.job) and may_have(node):
-                chosen.new.append(node)
-                count += 1
-        if count < claim.up_to:
+            if (
+                len(choice) < claim.max_nodes
+                and node.is_ready(self.now, claim.job)
+                and may_have(node)
+            ):
+                choice.new.append(node)
+        if len(choice) < claim.max_nodes:
             doubts = [
                 node
                 for node in (*own, *self._fitting(self._doubtful, shape, without))
-                if node not in chosen.new
+                if node not in choice.new
             ]
-            stale = [node for node in doubts if self._only_stale(node) and may_have(node)]
-            chosen.hopeful = bool(stale)
-            chosen.looks = [node for node in stale if is_due(self.nodes[node], self.now)]
+            stale = [node for node in doubts if node.is_only_stale() and may_have(node)]
+            choice.is_hopeful = bool(stale)
+            choice.probes = self._due(stale)
 
-    def offerable(self, record: ClaimRecord, count: int) -> tuple[list[int], list[int]]:
-        """Return nodes by which a running job could grow now, and those by which it could if a new
-        probe finds that they answer."""
+    def choose_offer(self, record: ClaimRecord, count: int) -> Choice:
+        """Return so many nodes by which a running job could grow now; `stale` counts those by which
+        it could if a new probe finds that they answer."""
         claim = record.claim
-        shape = claim.gpus, False, frozenset(claim.avoid)
-        taken = frozenset(
-            self.index[place.node] for place in record.places if place.node in self.index
-        )
+        shape = Shape(claim.gpus, False, frozenset(claim.avoid))
+        taken = {self.by_name[place.node] for place in record.places if place.node in self.by_name}
         own = self._own(record, shape, taken)
-        without = frozenset((*taken, *own))
+        without = {*taken, *own}
         ready = [
             node
             for node in (*own, *self._fitting(self._free, shape, without))
-            if self.is_ready(node, claim.job)
+            if node.is_ready(self.now, claim.job)
         ][:count]
-        if len(ready) == count:
-            return ready, []
-        doubts = [
-            node
-            for node in (*own, *self._fitting(self._doubtful, shape, without))
-            if node not in ready
-        ]
-        return ready, [node for node in doubts if self._only_stale(node)]
+        choice = Choice([], ready, count - len(ready))
+        if choice.missing:
+            doubts = (*own, *self._fitting(self._doubtful, shape, without))
+            stale = [node for node in doubts if node not in ready and node.is_only_stale()]
+            choice.probes, choice.stale = self._due(stale), len(stale)
+        return choice
 
-    def offer(self, record: ClaimRecord, nodes: list[int]) -> tuple[Place, ...]:
-        job, need = record.claim.job, record.claim.gpus
-        places = []
-        for node in nodes:
-            spec = self.nodes[node].spec
-            gpus = self.free_gpus(node, job)[:need] if 0 < need < spec.gpus else ()
-            places.append(Place(spec.name, spec.address, gpus))
-            self._take(node)
-            self.offered.setdefault(node, {})[job] = gpus
-            self._put(node)
-        return tuple(places)
-
-    def grant(self, record: ClaimRecord, chosen: Chosen) -> tuple[Place, ...]:
-        job, need = record.claim.job, record.claim.gpus
-        held = {place.node: place for place in record.places}
-        places = []
-        for node in chosen.kept:
-            spec = self.nodes[node].spec
-            places.append(Place(spec.name, spec.address, held[spec.name].gpus))
-        for node in chosen.new:
-            spec = self.nodes[node].spec
-            gpus = self.free_gpus(node, job)[:need] if 0 < need < spec.gpus else ()
-            places.append(Place(spec.name, spec.address, gpus))
-            before = self.holders.get(node, {}).get(job)
-            both = (
-                gpus
-                if before is None
-                else tuple(sorted({*before, *gpus}))
-                if before and gpus
-                else ()
-            )
-            self._take(node)
-            self.holders.setdefault(node, {})[job] = both
-            self._put(node)
-        return tuple(places)
-
-    def could_have(self, record: ClaimRecord, shape: Shape, chosen: Chosen) -> bool:
+    def could_have(self, record: ClaimRecord, shape: Shape, choice: Choice) -> bool:
         """Return whether there will be enough nodes once jobs and repairs end, without a person's
         help."""
-        count = sum(n for kind, n in self._eventual.items() if serves(kind, shape))
-        out = {node for name in shape[2] if (node := self.index.get(name)) is not None} | set(
-            chosen.kept
-        )
+        count = sum(number for kind, number in self._eventual.items() if shape.accepts(kind))
+        avoided = {self.by_name[name] for name in shape.avoid if name in self.by_name}
         count -= sum(
-            self._is_eventual(self.nodes[node]) and serves(self._kind(node), shape) for node in out
+            node.is_eventual(self.now) and shape.accepts(node.kind)
+            for node in avoided | set(choice.kept)
         )
-        return count + len(chosen.kept) >= record.claim.nodes
+        return count + len(choice.kept) >= record.claim.nodes
 
-    def _kind(self, node: int) -> Kind:
-        spec, visited = self.nodes[node].spec, self.visited.get(node, ())
-        return spec.spare, spec.gpus - len(visited), not visited
+    # --- grants, offers, reservations
+
+    def grant(self, record: ClaimRecord, choice: Choice) -> tuple[Place, ...]:
+        """Give the chosen nodes to the job, and return its places."""
+        job = record.claim.job
+        shares = {place.node: place.gpus for place in record.places}
+        places = [
+            Place(node.name, node.record.spec.address, shares[node.name]) for node in choice.kept
+        ]
+        for node in choice.new:
+            gpus = self._share(node, record.claim)
+            places.append(Place(node.name, node.record.spec.address, gpus))
+            before = node.holders.get(job)
+            if before is not None:
+                gpus = tuple(sorted({*before, *gpus})) if before and gpus else ()
+            self._unlist(node)
+            node.holders[job] = gpus
+            self._list(node)
+        return tuple(places)
+
+    def offer(self, record: ClaimRecord, nodes: list[NodeUse]) -> tuple[Place, ...]:
+        """Reserve nodes for a job that may grow by them, and return their places."""
+        places = []
+        for node in nodes:
+            gpus = self._share(node, record.claim)
+            places.append(Place(node.name, node.record.spec.address, gpus))
+            self._unlist(node)
+            self._record_offer(node, record.claim.job, gpus)
+            self._list(node)
+        return tuple(places)
+
+    def _share(self, node: NodeUse, claim: Claim) -> Gpus:
+        is_part = 0 < claim.gpus < node.record.spec.gpus
+        return node.free_gpus(claim.job)[: claim.gpus] if is_part else ()
 
     def reserve(self, job: str, shape: Shape) -> None:
         """Reserve every node that this shape could use, so that later claims do not get it."""
         if shape in self.reserved:
             return
         self.reserved[shape] = job
-        avoid = shape[2]
         for buckets in (self._free, self._doubtful):
-            for key in [key for key in buckets if key[3] >= shape[0] and (shape[1] or not key[0])]:
-                left = (
-                    [node for node in buckets[key] if self.nodes[node].name in avoid]
-                    if avoid
-                    else []
-                )
-                if left:
-                    buckets[key] = left
+            for key in list(buckets):
+                if key.gpus < shape.gpus or (key.is_spare and not shape.with_spares):
+                    continue
+                rest = [node for node in buckets[key] if node.name in shape.avoid]
+                if rest:
+                    buckets[key] = rest
                 else:
                     del buckets[key]
 
-    def ahead(self, shape: Shape) -> str:
+    def find_job_ahead(self, shape: Shape) -> str:
         """Return the job for which nodes of this shape are reserved; empty if there is none."""
+        for other, job in self.reserved.items():
+            for is_spare, gpus in self._in_file:
+                is_for_both = not is_spare or (shape.with_spares and other.with_spares)
+                if is_for_both and gpus >= max(shape.gpus, other.gpus):
+                    return job
+        return ""
 
-        def both(other: Shape, spare: bool, gpus: int) -> bool:
-            return gpus >= max(shape[0], other[0]) and ((shape[1] and other[1]) or not spare)
+    # --- ranks of earlier submissions
 
-        return next(
-            (
-                job
-                for other, job in self.reserved.items()
-                if any(both(other, *kind) for kind in self._in_file)
-            ),
-            "",
-        )
-
-    def holding(self, record: ClaimRecord) -> tuple[str, ...]:
-        """Return where ranks of an earlier submission of this job may live."""
+    def find_earlier_ranks(self, record: ClaimRecord) -> tuple[str, ...]:
+        """Return the nodes on which ranks of an earlier submission of this job may live, without
+        those that the job names itself."""
         claim = record.claim
-        told = {place.node for place in claim.holds}
-        nodes = {self.index[place.node] for place in record.inherited if place.node in self.index}
-        nodes |= {
-            node
-            for node, living in self.living.get(claim.job, ())
-            if living.submission < claim.submission
+        named = {place.node for place in claim.holds}
+        nodes = {
+            self.by_name[place.node] for place in record.inherited if place.node in self.by_name
         }
-        nodes |= {
-            node
-            for node, one in enumerate(self.nodes)
-            if any(
-                living.job == claim.job and living.submission < claim.submission
-                for living in one.last_living
+        for generations in (self._generations, self._last_generations):
+            nodes.update(
+                node
+                for node, one in generations.get(claim.job, ())
+                if one.submission < claim.submission
             )
-        }
-        return tuple(name for node in sorted(nodes) if (name := self.nodes[node].name) not in told)
+        return tuple(node.name for node in sorted(nodes) if node.name not in named)
 
-    def where_unknown(self, record: ClaimRecord) -> list[int]:
+    def find_unknown_nodes(self, record: ClaimRecord) -> list[NodeUse]:
         """Return the silent nodes on which unrecorded ranks of an earlier submission may live.
 
         Only for a job that was never granted anything: otherwise the run that granted it knew. And
@@ -489,48 +601,13 @@ class Board:
         claim = record.claim
         if claim.running or claim.holds or record.inherited:
             return []
-        earlier = any(
-            living.submission < claim.submission for _, living in self.living.get(claim.job, ())
+        has_earlier = any(
+            one.submission < claim.submission for _, one in self._generations.get(claim.job, ())
         )
-        if not (self.state.restore_error or earlier):
+        if not (self.state.restore_error or has_earlier):
             return []
-        return [node for node, one in enumerate(self.nodes) if not one.answered and not one.gone]
-
-    def _own(self, record: ClaimRecord, shape: Shape, taken: frozenset[int]) -> list[int]:
-        """Return the usable nodes that the job already has but does not keep.
-
-        No other job can have them, so the job gets them first.
-        """
-        job = record.claim.job
-        mine = {self.index[place.node] for place in record.places if place.node in self.index}
-        mine |= {node for node, _ in self.living.get(job, ())}
-        mine |= {node for node, jobs in self.offered.items() if job in jobs}
         return [
             node
-            for node in sorted(mine - taken, key=lambda node: (self.nodes[node].spec.spare, node))
-            if self._is_usable(node)
-            and fits(self.nodes[node], shape)
-            and self._has_room(node, record.claim)
-            and not any(fits(self.nodes[node], other) for other in self.reserved)
+            for node in self.nodes
+            if not node.record.has_answered and not node.record.is_removed
         ]
-
-    def _has_room(self, node: int, claim: Claim) -> bool:
-        free, gpus = len(self.free_gpus(node, claim.job)), self.nodes[node].spec.gpus
-        return free >= (claim.gpus or gpus)
-
-    def _fitting(
-        self, buckets: dict[Key, list[int]], shape: Shape, without: frozenset[int]
-    ) -> Iterator[int]:
-        need, spares, avoid = shape
-        for key in sorted(buckets):
-            spare, _, free, gpus = key
-            if (spare and not spares) or gpus < need or free < (need or gpus):
-                continue
-            for node in buckets[key]:
-                if node not in without and self.nodes[node].name not in avoid:
-                    yield node
-
-    def _only_stale(self, node: int) -> bool:
-        """Return whether the age of the last probe is the only reason against the node."""
-        look = self.nodes[node].look
-        return look is None or not (look.silent or look.held or self.has_foreign_ranks(node))

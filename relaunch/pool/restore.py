@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from relaunch.pool.claims import note_moves, restored, worth_restoring
-from relaunch.pool.facts import Remembered
-from relaunch.pool.nodes import FLEET_FILE, is_out, noticed
+from relaunch.pool.claims import export_claims, record_moves, restore_claims
+from relaunch.pool.events import PreviousRun
+from relaunch.pool.nodes import FLEET_FILE, add_notice, is_out
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
 
-REMEMBER_WITHIN = timedelta(seconds=15)
+RESTORE_TIMEOUT = timedelta(seconds=15)
 """How long nothing is granted or repaired meanwhile: a worker asks the previous run for ten seconds
 at most."""
 
 
-def memory(*runs: FleetState) -> Remembered:
+def export_state(*runs: FleetState) -> PreviousRun:
     """Return what to restore from runs that have ended, newest first.
 
     Args:
@@ -28,21 +28,21 @@ def memory(*runs: FleetState) -> Remembered:
     """
     state, *older = runs
     if older and not has_restored(state):
-        before = memory(*older)
+        before = export_state(*older)
         if not state.nodes:
             return before
-        state = _taken_over(state, before)
+        state = _take_over(state, before)
     held = {place.node for record in state.claims for place in record.places}
-    records = (_worth(node) for node in state.nodes if node.by != FLEET_FILE)
+    records = (_export_node(node) for node in state.nodes if node.by != FLEET_FILE)
     nodes = tuple(record for record in records if record != NodeRecord(record.spec))
     logins = {node.name: node.spec.login for node in state.nodes if node.name in held}
-    return Remembered(nodes, worth_restoring(state.claims), state.breaker, logins=logins)
+    return PreviousRun(nodes, export_claims(state.claims), state.breaker, logins=logins)
 
 
-def _worth(record: NodeRecord) -> NodeRecord:
+def _export_node(record: NodeRecord) -> NodeRecord:
     # The node has to be examined again: the end of a repair under way may never be reported to the
     # new run.
-    standing = NodeStatus.SUSPECT if record.standing is NodeStatus.REPAIRING else record.standing
+    standing = NodeStatus.SUSPECT if record.status is NodeStatus.REPAIRING else record.status
     out = standing is not NodeStatus.IN_SERVICE
     return NodeRecord(
         record.spec,
@@ -51,7 +51,7 @@ def _worth(record: NodeRecord) -> NodeRecord:
         by=record.by if out else "",
         since=record.since if out else None,
         drain=record.drain,
-        leave=record.leave,
+        repair_drain=record.repair_drain,
         power_cycles=record.power_cycles,
         marks=record.marks,
         verdict=record.verdict,
@@ -62,77 +62,79 @@ def _worth(record: NodeRecord) -> NodeRecord:
 
 def has_restored(state: FleetState) -> bool:
     """Return whether the run has restored everything that its predecessor knew."""
-    return state.remembered and not state.restore_error
+    return state.is_restored and not state.restore_error
 
 
 def is_restoring(state: FleetState, now: datetime) -> bool:
     """Return whether the previous run may still report that a node that looks good is bad."""
-    return not state.remembered and (state.remembers_until is None or now < state.remembers_until)
+    return not state.is_restored and (state.restore_until is None or now < state.restore_until)
 
 
-def began(state: FleetState, now: datetime) -> FleetState:
+def start_restore_timeout(state: FleetState, now: datetime) -> FleetState:
     """Start the timeout for restoring: the nodes are known now."""
-    if state.remembers_until is not None or not state.nodes:
+    if state.restore_until is not None or not state.nodes:
         return state
-    return replace(state, remembers_until=now + REMEMBER_WITHIN)
+    return replace(state, restore_until=now + RESTORE_TIMEOUT)
 
 
-def given_up(state: FleetState, now: datetime) -> FleetState:
-    if state.remembered or is_restoring(state, now):
+def give_up_restoring(state: FleetState, now: datetime) -> FleetState:
+    if state.is_restored or is_restoring(state, now):
         return state
     state = replace(
         state,
-        remembered=True,
-        restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s",
+        is_restored=True,
+        restore_error=f"it did not say so within {RESTORE_TIMEOUT.total_seconds():.0f} s",
     )
-    return noticed(
+    return add_notice(
         state,
-        "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten",
+        "nobody could say what the run before knew: "
+        "quarantines, pauses and faults of before are forgotten",
         now,
     )
 
 
-def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState:
+def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetState:
     """Restore the state where nothing newer is known. Done once, or again if parts could not be
     read at first."""
-    if (state.remembered and not state.restore_error) or not state.nodes:
+    if (state.is_restored and not state.restore_error) or not state.nodes:
         return state
     is_news = fact.lost != state.restore_error
-    state = replace(_taken_over(state, fact), restore_error=fact.lost)
+    state = replace(_take_over(state, fact), restore_error=fact.lost)
     if fact.lost and is_news:
-        state = noticed(
+        state = add_notice(
             state,
-            f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}",
+            f"what a run before this one knew of nodes is not to be had, "
+            f"and has to be said again: {fact.lost}",
             now,
         )
     if not state.breaker.is_open:
         # As many nodes were out before without opening the breaker, or a person knew of it.
-        out = sum(is_out(node) and not node.gone for node in state.nodes)
+        out = sum(is_out(node) and not node.is_removed for node in state.nodes)
         state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
     known = {record.name for record in fact.nodes}
     out = sum(
-        node.standing is not NodeStatus.IN_SERVICE and node.name in known for node in state.nodes
+        node.status is not NodeStatus.IN_SERVICE and node.name in known for node in state.nodes
     )
     parts = [f"{out} node{'s' * (out != 1)} out of service"] if out else []
     parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
     parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
     return (
-        noticed(state, f"remembers {' and '.join(parts)} from the run before", now)
+        add_notice(state, f"remembers {' and '.join(parts)} from the run before", now)
         if parts
         else state
     )
 
 
-def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
+def _take_over(state: FleetState, fact: PreviousRun) -> FleetState:
     known = {record.name: record for record in fact.nodes}
-    nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
-    state = note_moves(restored(state, fact.claims), fact.logins)
+    nodes = tuple(_restore_node(node, known.get(node.name)) for node in state.nodes)
+    state = record_moves(restore_claims(state, fact.claims), fact.logins)
     return replace(
-        state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True
+        state, nodes=nodes, breaker=_restore_breaker(state.breaker, fact.breaker), is_restored=True
     )
 
 
-def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
+def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     if known is not None:
         record = replace(
             record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles)))
@@ -141,26 +143,26 @@ def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
         return record
     # A release or a quarantine that a person ordered since takes precedence, but a job's suspicion
     # does not replace a quarantine.
-    is_news = record.standing is not NodeStatus.IN_SERVICE or record.since is not None
+    is_news = record.status is not NodeStatus.IN_SERVICE or record.since is not None
     if is_news and not (
-        record.standing is NodeStatus.SUSPECT and known.standing is NodeStatus.QUARANTINED
+        record.status is NodeStatus.SUSPECT and known.status is NodeStatus.QUARANTINED
     ):
         # The deadline by which other jobs must leave a suspect was already announced.
         return (
-            replace(record, leave=known.leave)
-            if record.standing is known.standing is NodeStatus.SUSPECT
+            replace(record, repair_drain=known.repair_drain)
+            if record.status is known.status is NodeStatus.SUSPECT
             else record
         )
     old = {_name(mark) for mark in known.marks}
     new = tuple(mark for mark in record.marks if _name(mark) not in old)
     return replace(
         record,
-        standing=known.standing,
+        status=known.status,
         reason=known.reason,
         by=known.by,
         since=known.since,
         drain=known.drain,
-        leave=known.leave,
+        repair_drain=known.repair_drain,
         marks=tuple(sorted((*known.marks, *new), key=lambda mark: mark.at)),
         verdict=record.verdict or known.verdict,
         verdict_at=record.verdict_at or known.verdict_at,
@@ -172,7 +174,7 @@ def _name(mark: Mark) -> tuple[str, int, int]:
     return mark.job, mark.submission, mark.generation
 
 
-def _breaker(now: Breaker, before: Breaker) -> Breaker:
+def _restore_breaker(now: Breaker, before: Breaker) -> Breaker:
     if now.resumed_at is not None:
         return now
     if not now.is_open:

@@ -1,280 +1,337 @@
-"""Scheduler of one pool of nodes: facts change its state, and settling the state gives orders.
+"""Scheduler of one pool of nodes: events change its state, and scheduling it gives orders.
 
-This module only calls the others: `claims` and `nodes` apply facts, `allocate` grants nodes,
-`breaker` decides when to stop. A settled state gives no order twice, and every step is repeatable:
-equal states, facts and times give equal orders.
+`apply_event` takes in what jobs, nodes, repairs and people say; `schedule` runs every pass once, in
+an order that it explains. A scheduled state gives no order twice, and every step is repeatable:
+equal states, events and times give equal results.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import assert_never
 
-from relaunch.pool import breaker
-from relaunch.pool import claims as fleet_claims
-from relaunch.pool import nodes as fleet_nodes
-from relaunch.pool import restore as fleet_memory
-from relaunch.pool.allocate import LOOK_FIRST, allocate, yields_at
-from relaunch.pool.drains import asked_to_leave
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    DeadDeclared,
-    Fact,
-    FaultsReported,
-    JobsClosed,
-    JobsFound,
-    Looked,
-    PauseAsked,
-    PermitWanted,
-    QuarantineAsked,
-    Reclaimed,
-    Rejected,
-    ReleaseAsked,
-    Remembered,
-    RepairBegan,
-    RepairEnded,
-    ResumeAsked,
+from relaunch.pool import breaker, claims, nodes, restore
+from relaunch.pool.drains import request_drains
+from relaunch.pool.events import (
+    ClaimEvent,
+    ClaimReminder,
+    DeathDeclaration,
+    EndedJobs,
+    FaultReportEvent,
+    FleetEvent,
+    FleetFileContent,
+    GrantMessage,
+    MalformedMessage,
+    Order,
+    PauseCommand,
+    PermitRequestEvent,
+    PreviousRun,
+    ProbeOrder,
+    ProbeResults,
+    QuarantineCommand,
+    ReclaimOrder,
+    ReclaimResult,
+    ReleaseCommand,
+    RepairResult,
+    RepairStart,
+    ResumeCommand,
+    RunningJobs,
+    ScheduleResult,
 )
+from relaunch.pool.grants import PROBE_WAIT, grant_nodes, offer_nodes, offer_times, yield_time
 from relaunch.pool.messages import Grant
-from relaunch.pool.offers import offered, offers_at, released
-from relaunch.pool.orders import AskToClaim, Look, Order, Reclaim, Settled, StartRepair, TellJob
-from relaunch.pool.placement import Board
-from relaunch.pool.power import is_silent_since_reboot
-from relaunch.pool.probing import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, Reclaiming
+from relaunch.pool.nodes import (
+    INVENTORY_INTERVAL,
+    MAX_INVENTORIES,
+    PROBE_LIFETIME,
+    can_read_inventory,
+    is_probe_due,
+    probe_delay,
+)
+from relaunch.pool.placement import NodeUse, Placement
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, RecentReclaim
 
-SWEEP = timedelta(seconds=60)
+SWEEP_INTERVAL = timedelta(seconds=60)
 """Time between two probes of all nodes: how long ranks of no known job may go unseen."""
-SETTLE = timedelta(seconds=30)
+CLAIMS_TIMEOUT = timedelta(seconds=30)
 """How long a restarted fleet waits for jobs to claim what they hold: restarting a worker meanwhile
 takes ten seconds."""
-RECLAIM_AGAIN = timedelta(seconds=10)
+RECLAIM_INTERVAL = timedelta(seconds=10)
 """Delay after an order to stop ranks that ended without success."""
-AT_LEAST = timedelta(seconds=1)
+MIN_WAKE_DELAY = timedelta(seconds=1)
 """Shortest time between two wakes without news."""
 
 
-def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
-    """Apply one fact. Applying it again changes nothing."""
-    match fact:
-        case Applied():
-            return fleet_memory.began(fleet_nodes.applied(state, fact, now), now)
-        case JobsFound():
-            return _found(state, fact, now)
-        case Remembered():
-            return fleet_memory.remembered(state, fact, now)
-        case Claimed():
-            return fleet_claims.claimed(state, fact.claim, now)
-        case FaultsReported():
-            return fleet_claims.reported(state, fact.report, now)
-        case Looked():
-            return fleet_nodes.looked(state, fact.looks, now)
-        case JobsClosed():
-            return fleet_claims.closed(state, fact.jobs, now)
-        case Reclaimed():
-            return fleet_claims.reclaimed(state, fact, now)
-        case RepairBegan():
-            return fleet_nodes.repair_began(state, fact, now)
-        case PermitWanted():
-            return breaker.wanted(state, fact, now)
-        case RepairEnded():
-            return fleet_nodes.repair_ended(state, fact, now)
-        case QuarantineAsked():
-            return fleet_nodes.quarantine_asked(state, fact, now)
-        case ReleaseAsked():
-            return fleet_nodes.release_asked(state, fact, now)
-        case DeadDeclared():
-            return fleet_nodes.dead_declared(state, fact, now)
-        case PauseAsked():
-            return breaker.pause_asked(state, fact, now)
-        case ResumeAsked():
-            return breaker.resume_asked(state, fact, now)
-        case Rejected():
-            return fleet_nodes.noticed(state, f"{fact.name}: {fact.reason}", now)
+def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetState:
+    """Apply one event. Applying it again changes nothing."""
+    match event:
+        case FleetFileContent():
+            return restore.start_restore_timeout(nodes.apply_fleet_file(state, event, now), now)
+        case RunningJobs():
+            return _record_running_jobs(state, event, now)
+        case PreviousRun():
+            return restore.restore_state(state, event, now)
+        case ClaimEvent():
+            return claims.record_claim(state, event.claim, now)
+        case FaultReportEvent():
+            return claims.record_faults(state, event.report, now)
+        case ProbeResults():
+            return nodes.record_probes(state, event.probes, now)
+        case EndedJobs():
+            return claims.close_claims(state, event.jobs, now)
+        case ReclaimResult():
+            return claims.free_stopped_nodes(state, event, now)
+        case RepairStart():
+            return nodes.record_repair_start(state, event, now)
+        case PermitRequestEvent():
+            return breaker.record_permit_request(state, event, now)
+        case RepairResult():
+            return nodes.record_repair_result(state, event, now)
+        case QuarantineCommand():
+            return nodes.quarantine_node(state, event, now)
+        case ReleaseCommand():
+            return nodes.release_node(state, event, now)
+        case DeathDeclaration():
+            return nodes.declare_dead(state, event, now)
+        case PauseCommand():
+            return breaker.pause_repairs(state, event, now)
+        case ResumeCommand():
+            return breaker.resume_repairs(state, event, now)
+        case MalformedMessage():
+            return nodes.add_notice(state, f"{event.name}: {event.reason}", now)
         case _:
-            assert_never(fact)
+            assert_never(event)
 
 
-def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
-    """Do everything that can be done now. `busy` names the orders under way: `look`,
-    `reclaim/JOB/SUBMISSION`."""
-    state = fleet_nodes.without_gone(fleet_nodes.overdue(fleet_memory.given_up(state, now), now))
-    if not state.begun and state.nodes and all(node.looked_at is not None for node in state.nodes):
-        state = replace(state, begun=True)
-    state = breaker.opened(fleet_nodes.short(state, now), now)
+def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> ScheduleResult:
+    """Run every pass once, in this order. A pass sees what those before it have changed.
+
+    First what is known is brought up to date, then nodes are taken out of service and repaired,
+    then nodes are granted, and last the fleet asks for what it does not know.
+
+    Args:
+        state: The state with all events applied.
+        now: Time by the workflow's clock.
+        under_way: Keys of the orders under way: `look`, `reclaim/JOB/SUBMISSION`.
+    """
     orders: list[Order] = []
-    state, numbers = _behind(state)
-    orders += numbers
-    state, permits = breaker.answered(state, now)
-    state = breaker.opened(
-        state, now
-    )  # a repair refused because jobs share the node makes it a suspect
+
+    # What has waited too long is given up first: other passes wait for it.
+    state = restore.give_up_restoring(state, now)
+    state = nodes.give_up_overdue_repairs(state, now)
+    # Nodes go that no job and no repair needs any more, so that they count nowhere below.
+    state = nodes.forget_removed_nodes(state)
+    # Before every node was probed it is unknown which ranks live where: nothing is granted.
+    state = _note_first_probes(state)
+
+    # New suspects come before the breaker, which counts them. While it is open, the passes below
+    # neither repair nor grant.
+    state = nodes.suspect_incomplete_nodes(state, now)
+    state = breaker.open_if_too_many_out(state, now)
+
+    # Needs nothing and hinders nothing: a job with a number that is too low has to submit again.
+    state, late_answers = _answer_late_submissions(state)
+    orders += late_answers
+
+    # Permits come before new repairs: a repair under way is finished first. A permit that is
+    # refused because jobs share the node makes the node a suspect, so the breaker counts again.
+    state, permits = breaker.answer_permit_requests(state, now)
+    state = breaker.open_if_too_many_out(state, now)
     orders += permits
-    state, repairs = _repairs(state, now)
+    # Repairs come before grants: an unused suspect is repaired now, and is no node to wait for.
+    state, repairs = breaker.start_repairs(state, now)
     orders += repairs
-    state, leaves = asked_to_leave(state, now)
-    orders += leaves
-    wanted: list[int] = []
-    before = None
-    while (
-        before != state.offers
-    ):  # a claim may wait for just the nodes of an offer that was not taken
-        state = released(state, now)
-        before = state.offers
-        board = Board(state, now)
-        done = allocate(state, board, now, busy)
-        orders += done.tells
-        wanted = done.looks
-        claims = tuple(done.claims[record.claim.job] for record in state.claims)
-        if claims != state.claims:
-            state = replace(state, claims=claims, moved_at=done.moved_at)
-        state = released(state, now)
-    state, offers, doubtful = offered(state, board, now)
-    orders += offers
-    state, claims_again = _asked(state)
-    orders += claims_again
-    state, reclaims = _reclaims(state, now, busy)
+    # A suspect that jobs share is drained first. After the repairs, so that only suspects are asked
+    # for that no repair could take.
+    state, drains = request_drains(state, now)
+    orders += drains
+
+    # Waiting claims come before offers: running jobs are offered only what no claim waits for.
+    granted = grant_nodes(state, now, under_way)
+    orders += granted.messages
+    offered = offer_nodes(granted.state, granted.placement, now)
+    orders += offered.messages
+    state = offered.state
+
+    # What the fleet does not know it asks for, and what belongs to no job it stops. After the
+    # grants: a claim that waits says whether the fleet or its job stops ranks before it, and which
+    # nodes have to be probed.
+    state, reminders = _remind_jobs(state)
+    orders += reminders
+    state, reclaims = _reclaim_nodes(state, now, under_way)
     orders += reclaims
-    state, looks = _looks(state, board, [*wanted, *doubtful], now, busy)
-    orders += looks
-    return Settled(state, tuple(orders))
+    wanted = [*granted.probes, *offered.probes]
+    state, probes = _order_probes(state, granted.placement, wanted, now, under_way)
+    orders += probes
+    return ScheduleResult(state, tuple(orders))
 
 
 def next_wake(state: FleetState, now: datetime) -> datetime:
-    """Return when to settle even if no fact arrives."""
-    times = [(state.swept_at or now) + SWEEP]
-    later = [one.at + RECLAIM_AGAIN for one in state.reclaims]
-    later += [record.say_at for record in state.claims if record.say_at is not None]
+    """Return when to schedule even if no fact arrives."""
+    times = [(state.swept_at or now) + SWEEP_INTERVAL]
+    later = [one.at + RECLAIM_INTERVAL for one in state.recent_reclaims]
+    later += [record.reason_due_at for record in state.claims if record.reason_due_at is not None]
     later += [
-        node.repair_since + fleet_nodes.REPAIR_WITHIN
+        node.repair_since + nodes.REPAIR_TIMEOUT
         for node in state.nodes
         if node.repair_since is not None
     ]
-    if state.awaited and state.settles_at is not None:
-        later.append(state.settles_at)
-    if not state.remembered and state.remembers_until is not None:
-        later.append(state.remembers_until)
+    if state.awaited_jobs and state.awaited_until is not None:
+        later.append(state.awaited_until)
+    if not state.is_restored and state.restore_until is not None:
+        later.append(state.restore_until)
     later += [
-        node.looked_at + look_gap(node, now)
+        node.probed_at + probe_delay(node, now)
         for node in state.nodes
-        if node.looked_at is not None and node.look and node.look.unread
+        if node.probed_at is not None and node.probe and node.probe.inventory_pending
     ]
-    later += offers_at(state)
+    later += offer_times(state)
     later += [
-        record.waiting_since + LOOK_FIRST
+        record.waiting_since + PROBE_WAIT
         for record in state.claims
-        if record.waits
+        if record.is_waiting
         and record.waiting_since is not None
-        and record.claim.nodes < record.claim.up_to
+        and record.claim.nodes < record.claim.max_nodes
     ]
-    if (stuck := yields_at(state)) is not None:
+    if (stuck := yield_time(state)) is not None:
         later.append(stuck)
-    if not state.begun or any(record.waits for record in state.claims):
-        held = {place.node for record in state.claims for place in record.places}
+    if not state.is_probed or any(record.is_waiting for record in state.claims):
+        in_use = {place.node for record in state.claims for place in record.places}
         later += [
-            max(at for at in (node.looked_at, node.asked_at) if at is not None)
-            + look_gap(node, now)
+            max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
+            + probe_delay(node, now)
             for node in state.nodes
-            if _is_watched(node, held)
+            if _is_watched(node, in_use)
         ]
         # Foreign processes on these GPUs may be gone by now.
         later += [
-            node.read_at + FRESH
+            node.inventory_at + PROBE_LIFETIME
             for node in state.nodes
-            if node.read_at is not None and node.foreign_processes
+            if node.inventory_at is not None and node.foreign_processes
         ]
-    # Times in the past were handled when the state was settled, are no longer needed, or have news
-    # on the way.
+    # Times in the past were handled by `schedule`, are no longer needed, or have news on the way.
     times += [at for at in later if at > now]
-    return max(min(times), now + AT_LEAST)
+    return max(min(times), now + MIN_WAKE_DELAY)
 
 
-def _is_watched(node: NodeRecord, held: set[str]) -> bool:
+def _is_watched(node: NodeRecord, in_use: set[str]) -> bool:
     """Return whether a probe of the node may bring news that a claim waits for."""
-    if node.standing not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT) or node.asked_at is None:
+    if (
+        node.status not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT)
+        or node.probe_ordered_at is None
+    ):
         return False
-    if node.look is None or node.looked_at is None or node.looked_at < node.asked_at:
+    if node.probe is None or node.probed_at is None or node.probed_at < node.probe_ordered_at:
         return True
-    return bool(node.look.silent or node.look.held or (node.look.living and node.name not in held))
+    return bool(
+        node.probe.silent or node.probe.busy or (node.probe.generations and node.name not in in_use)
+    )
 
 
 # --- a restarted fleet
 
 
-def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
-    known = {record.claim.job for record in state.claims if not record.restored} | {
-        one.job for one in state.given_back
-    }
-    awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
-    return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
+def _record_running_jobs(state: FleetState, event: RunningJobs, now: datetime) -> FleetState:
+    """Wait for the claims of the jobs that run, except those that have claimed since."""
+    known = {record.claim.job for record in state.claims if not record.is_restored}
+    known |= {one.job for one in state.last_claims}
+    awaited = tuple(job for job in dict.fromkeys(event.jobs) if job not in known)
+    until = state.awaited_until or now + CLAIMS_TIMEOUT
+    return replace(state, awaited_jobs=awaited, awaited_until=until)
 
 
-def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
-    """Ask jobs what they hold, each once."""
-    ask = tuple(job for job in state.awaited or () if job not in state.asked)
-    return (replace(state, asked=(*state.asked, *ask)) if ask else state), [
-        AskToClaim(job) for job in ask
-    ]
+def _note_first_probes(state: FleetState) -> FleetState:
+    """Note when every node has been probed since this run of the fleet began."""
+    if state.is_probed or not state.nodes:
+        return state
+    if any(node.probed_at is None for node in state.nodes):
+        return state
+    return replace(state, is_probed=True)
 
 
-def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
+def _remind_jobs(state: FleetState) -> tuple[FleetState, list[ClaimReminder]]:
+    """Ask running jobs what they hold, each once."""
+    jobs = tuple(job for job in state.awaited_jobs or () if job not in state.asked_jobs)
+    if jobs:
+        state = replace(state, asked_jobs=(*state.asked_jobs, *jobs))
+    return state, [ClaimReminder(job) for job in jobs]
+
+
+def _answer_late_submissions(state: FleetState) -> tuple[FleetState, list[GrantMessage]]:
     """Notify jobs whose submission is lower than a known one, so that they take a higher number."""
-    reason = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
-    tells = [
-        TellJob(one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above))
+    reason = (
+        "a submission of this job that was numbered higher is known: "
+        "the server's clock was set back in between"
+    )
+    messages = [
+        GrantMessage(
+            one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)
+        )
         for one in state.behind
     ]
-    return (replace(state, behind=()) if tells else state), tells
+    return (replace(state, behind=()) if messages else state), messages
 
 
 # --- ranks that no running job answers for
 
 
-def _reclaims(
-    state: FleetState, now: datetime, busy: frozenset[str]
-) -> tuple[FleetState, list[Order]]:
+def _reclaim_nodes(
+    state: FleetState, now: datetime, under_way: frozenset[str]
+) -> tuple[FleetState, list[ReclaimOrder]]:
+    """Stop the ranks that no running job stops, each submission again after `RECLAIM_INTERVAL`."""
+    found = _find_orphaned_ranks(state)
+    recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
+    ordered = {(one.job, one.submission) for one in recent}
+    due = [
+        (job, submission)
+        for job, submission in sorted(found)
+        if (job, submission) not in ordered and f"reclaim/{job}/{submission}" not in under_way
+    ]
+    recent += tuple(RecentReclaim(job, submission, now) for job, submission in due)
+    if recent != state.recent_reclaims:
+        state = replace(state, recent_reclaims=recent)
+    return state, [ReclaimOrder(*key, tuple(sorted(found[key]))) for key in due]
+
+
+def _find_orphaned_ranks(state: FleetState) -> dict[tuple[str, int], set[str]]:
+    """Return by (job, submission) the nodes on which ranks of it, or of earlier ones, may live and
+    no running job stops them."""
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
-    records = {record.claim.job: record for record in state.claims}
-    given_back = {one.job: one for one in state.given_back}
     for record in state.claims:
-        if record.closed:
-            found[record.key].update(
-                place.node for place in record.places if place.node not in record.moved
-            )
-        elif record.waits and record.said and record.inherited:
+        if record.is_closed:
+            key, places = record.key, record.places
+        elif record.is_waiting and record.wait_reason and record.inherited:
             # A claim that comes before this one may wait for just these nodes.
-            older = record.claim.job, record.claim.submission - 1
-            found[older].update(
-                place.node for place in record.inherited if place.node not in record.moved
-            )
-    for node in state.nodes if state.awaited is not None else ():
-        for living in node.look.living if node.look else ():
-            known, last = records.get(living.job), given_back.get(living.job)
-            if living.job in (state.awaited or ()):
+            key, places = (record.claim.job, record.claim.submission - 1), record.inherited
+        else:
+            continue
+        # The host that answers for a moved node never saw the ranks.
+        if nodes := {place.node for place in places if place.node not in record.old_logins}:
+            found[key].update(nodes)
+    if state.awaited_jobs is None:
+        return found
+    records = {record.claim.job: record for record in state.claims}
+    last_claims = {one.job: one for one in state.last_claims}
+    for node in state.nodes:
+        for one in node.probe.generations if node.probe else ():
+            if one.job in state.awaited_jobs:
                 continue
+            known, last = records.get(one.job), last_claims.get(one.job)
             if known is not None:
-                if known.closed and living.submission <= known.claim.submission:
+                if known.is_closed and one.submission <= known.claim.submission:
                     found[known.key].add(node.name)
-                elif living.submission < known.claim.submission and _is_forgotten(known, node.name):
-                    found[living.job, known.claim.submission - 1].add(node.name)
-            elif last is None or node.looked_at is None or node.looked_at - last.at >= FRESH:
+                elif one.submission < known.claim.submission and _is_forgotten(known, node.name):
+                    found[one.job, known.claim.submission - 1].add(node.name)
+            elif (
+                last is None or node.probed_at is None or node.probed_at - last.at >= PROBE_LIFETIME
+            ):
                 # A probe that was under way when the job gave back its nodes still shows its ranks:
                 # ignore those.
-                found[living.job, living.submission].add(node.name)
-    recent = tuple(one for one in state.reclaims if now - one.at < RECLAIM_AGAIN)
-    wait = {(one.job, one.submission) for one in recent}
-    due = [
-        key
-        for key in sorted(found)
-        if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy
-    ]
-    recent += tuple(Reclaiming(*key, now) for key in due)
-    if recent != state.reclaims:
-        state = replace(state, reclaims=recent)
-    return state, [Reclaim(*key, tuple(sorted(found[key]))) for key in due]
+                found[one.job, one.submission].add(node.name)
+    return found
 
 
 def _is_forgotten(record: ClaimRecord, node: str) -> bool:
@@ -282,98 +339,69 @@ def _is_forgotten(record: ClaimRecord, node: str) -> bool:
 
     Its grant names such nodes, but a grant may be long in coming.
     """
-    if record.waits:
-        return bool(record.said)
-    told = record.answer.holding if record.answer else ()
-    return node not in told and all(place.node != node for place in record.places)
+    if record.is_waiting:
+        return bool(record.wait_reason)
+    named = record.answer.holding if record.answer else ()
+    return node not in named and all(place.node != node for place in record.places)
 
 
-# --- repairs and probes
+# --- probes
 
 
-def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]:
-    room = breaker.repairs_at_once(state) - breaker.under_way(state)
-    if room <= 0 or not breaker.may_repair(state) or not state.begun:
+def _order_probes(
+    state: FleetState,
+    placement: Placement,
+    wanted: Sequence[NodeUse],
+    now: datetime,
+    under_way: frozenset[str],
+) -> tuple[FleetState, list[ProbeOrder]]:
+    """Probe the nodes that claims and offers wait for, those of which nothing is known, and once in
+    `SWEEP_INTERVAL` all; one order at a time."""
+    if "look" in under_way or not placement.nodes:
         return state, []
-    if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_restoring(state, now):
-        return state, []
-    held = {place.node for record in state.claims for place in record.places}
-    suspects = [
-        (node.since or now, index)
-        for index, node in enumerate(state.nodes)
-        if node.standing is NodeStatus.SUSPECT
-        and not node.repair
-        and node.name not in held
-        and not (node.look and node.look.living)
-    ]
-    orders: list[Order] = []
-    nodes = list(state.nodes)
-    for _, index in sorted(suspects)[:room]:
-        node = nodes[index]
-        gpus = tuple(
-            dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus)
-        )
-        orders.append(
-            StartRepair(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))
-        )
-        repair = f"repair/{state.name}/{node.name}"
-        nodes[index] = replace(
-            node,
-            standing=NodeStatus.REPAIRING,
-            since=now,
-            repair=repair,
-            repair_since=now,
-            repair_acts=False,
-        )
-    return (replace(state, nodes=tuple(nodes)) if orders else state), orders
-
-
-def _looks(
-    state: FleetState, board: Board, wanted: list[int], now: datetime, busy: frozenset[str]
-) -> tuple[FleetState, list[Order]]:
-    if "look" in busy or not state.nodes:
-        return state, []
-    reads = frozenset(index for index in wanted if may_be_read(state.nodes[index], now, FRESH))
-    if state.swept_at is None or now - state.swept_at >= SWEEP:
-        nodes = list(range(len(state.nodes)))
+    if state.swept_at is None or now - state.swept_at >= SWEEP_INTERVAL:
+        uses: Sequence[NodeUse] = placement.nodes
         state = replace(state, swept_at=now)
     else:
-        # Also probe where nothing can start before it is known which ranks live there (the whole
-        # fleet, or one repair), and where a reading may have ended.
-        unknown = [
-            index
-            for index, node in enumerate(state.nodes)
-            if (
-                node.looked_at is None
-                or (node.look is not None and node.look.unread)
-                or (
-                    node.standing is NodeStatus.SUSPECT
-                    and board.is_free(index)
-                    and board.has_living(index)
-                )
-            )
-            and is_due(node, now)
-        ]
-        nodes = list(dict.fromkeys((*wanted, *unknown)))
-    if not nodes:
+        unknown = (use for use in placement.nodes if _is_unknown(use, now))
+        uses = tuple(dict.fromkeys((*wanted, *unknown)))
+    if not uses:
         return state, []
-    old = [
-        index
-        for index in nodes
-        if may_be_read(state.nodes[index], now, READ_AGAIN)
-        and not board.is_full(index)
-        and index not in reads
-    ]
-    # With each sweep read some nodes of a large fleet, those not read for longest first.
-    old.sort(key=lambda index: (at := state.nodes[index].read_at) is not None and at.timestamp())
-    reads |= set(old[: max(0, MOST_READ - len(reads))])
-    order = Look(
-        tuple(state.nodes[index].name for index in nodes),
-        tuple(state.nodes[index].name for index in nodes if index in reads),
-    )
-    asked = frozenset(nodes)
+    to_read = _choose_inventories(uses, wanted, now)
+    probed = frozenset(use.name for use in uses)
     records = tuple(
-        replace(node, asked_at=now) if index in asked else node
-        for index, node in enumerate(state.nodes)
+        replace(node, probe_ordered_at=now) if node.name in probed else node for node in state.nodes
     )
-    return replace(state, nodes=records, looks=state.looks + 1), [order]
+    order = ProbeOrder(
+        tuple(use.name for use in uses), tuple(use.name for use in uses if use in to_read)
+    )
+    return replace(state, nodes=records, probe_count=state.probe_count + 1), [order]
+
+
+def _is_unknown(use: NodeUse, now: datetime) -> bool:
+    """Return whether something waits for a probe of the node: the whole fleet, a repair that cannot
+    start before it is known which ranks live there, or a reading that may have ended."""
+    node = use.record
+    is_unknown = (
+        node.probed_at is None
+        or (node.probe is not None and node.probe.inventory_pending)
+        or (node.status is NodeStatus.SUSPECT and not use.holders and use.has_ranks())
+    )
+    return is_unknown and is_probe_due(node, now)
+
+
+def _choose_inventories(
+    uses: Sequence[NodeUse], wanted: Sequence[NodeUse], now: datetime
+) -> set[NodeUse]:
+    """Return the nodes whose GPUs are read with the probe: all that are wanted, and of a large
+    fleet some others, those not read for longest first."""
+    to_read = {use for use in wanted if can_read_inventory(use.record, now, PROBE_LIFETIME)}
+    old = [
+        use
+        for use in uses
+        if can_read_inventory(use.record, now, INVENTORY_INTERVAL)
+        and not use.is_full()
+        and use not in to_read
+    ]
+    old.sort(key=lambda use: (at := use.record.inventory_at) is not None and at.timestamp())
+    return to_read | set(old[: max(0, MAX_INVENTORIES - len(to_read))])

@@ -11,7 +11,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import LaunchedGeneration
 from relaunch.pool.inventory import GpuUse, Inventory, shortage
-from relaunch.pool.messages import Claim, Grant, Offer, Permit, PermitRequest, Place, Withdraw
+from relaunch.pool.messages import Claim, DrainRequest, Grant, Offer, Permit, PermitRequest, Place
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
 # --- nodes
@@ -34,15 +34,15 @@ class NodeProbe:
     silent: str = ""
     """Why it gave no answer; empty if it answered."""
     boot_id: str = ""
-    held: str = ""
+    busy: str = ""
     """What works on the node (an examination, a repair), as a clause; empty if nothing does. No job
     is granted the node meanwhile."""
-    living: tuple[LiveGeneration, ...] = ()
+    generations: tuple[LiveGeneration, ...] = ()
     inventory: Inventory | None = None
     """Inventory of its GPUs if they were read for this probe; the record of the node keeps it."""
-    read_ago: timedelta = timedelta(0)
+    inventory_age: timedelta = timedelta(0)
     """How old the inventory was then: a reading that took long is reported with the next probe."""
-    unread: bool = False
+    inventory_pending: bool = False
     """Its GPUs were to be read for this probe, but the reading has not ended."""
 
 
@@ -80,21 +80,21 @@ class Mark:
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
     spec: FleetNode
-    standing: NodeStatus = NodeStatus.IN_SERVICE
+    status: NodeStatus = NodeStatus.IN_SERVICE
     reason: str = ""
     by: str = ""
     since: datetime | None = None
-    look: NodeProbe | None = None
+    probe: NodeProbe | None = None
     """The newest probe."""
-    looked_at: datetime | None = None
-    answered: bool = False
+    probed_at: datetime | None = None
+    has_answered: bool = False
     """The node has answered since this fleet began, so ranks there that only it can report have
     been seen."""
-    last_living: tuple[LiveGeneration, ...] = ()
+    last_generations: tuple[LiveGeneration, ...] = ()
     """Ranks that lived there when the node last answered; only set while it is silent."""
     inventory: Inventory | None = None
     """Inventory of its GPUs, as last read."""
-    read_at: datetime | None = None
+    inventory_at: datetime | None = None
     """When the inventory was read; None: never, or before something was done to the node."""
     silent_since: datetime | None = None
     repair: str = ""
@@ -118,18 +118,18 @@ class NodeRecord:
     them."""
     rebooted_at: datetime | None = None
     """When a reboot or a power cycle was permitted last."""
-    drain: Withdraw | None = None
+    drain: DrainRequest | None = None
     """A person wants the node empty: the jobs on it were asked to leave, and no new ones get it."""
-    leave: Withdraw | None = None
+    repair_drain: DrainRequest | None = None
     """The fleet wants the node empty: it is a suspect that jobs share, and they were asked to
     leave."""
-    told: tuple[str, ...] = ()
+    asked_jobs: tuple[str, ...] = ()
     """Jobs that were asked to leave."""
     marks: tuple[Mark, ...] = ()
     """Newest last."""
-    asked_at: datetime | None = None
+    probe_ordered_at: datetime | None = None
     """When a probe of it was last ordered."""
-    gone: bool = False
+    is_removed: bool = False
     """The fleet file no longer names it; it is kept until no job has it."""
 
     @property
@@ -150,12 +150,12 @@ class NodeRecord:
         return tuple(GpuUse(gpus, who) for gpus, who in given if gpus)
 
     @property
-    def short(self) -> str:
+    def missing_gpus(self) -> str:
         """Which of the GPUs promised by the fleet file are missing, in words; empty if none, or if
         unknown."""
         return (
             shortage(self.inventory, self.spec.gpus)
-            if self.inventory and self.read_at and self.spec.gpus
+            if self.inventory and self.inventory_at and self.spec.gpus
             else ""
         )
 
@@ -165,10 +165,10 @@ class ClaimRecord:
     claim: Claim
     granted: tuple[Place, ...] | None = None
     """None: the claim waits."""
-    said: str = ""
+    wait_reason: str = ""
     """The last reason sent to the job while it waits, so that only news is sent."""
     waiting_since: datetime | None = None
-    closed: bool = False
+    is_closed: bool = False
     """Its workflow has ended without giving back its nodes: the remaining ranks are being
     stopped."""
     inherited: tuple[Place, ...] = ()
@@ -178,14 +178,14 @@ class ClaimRecord:
     """The launches whose ranks may live on the inherited places."""
     answer: Grant | None = None
     """The last answer to this claim, other than that it waits."""
-    told: bool = True
+    is_answer_sent: bool = True
     """The answer is on its way to the job; False: it has to be sent (again)."""
-    said_at: datetime | None = None
-    say_at: datetime | None = None
+    reason_sent_at: datetime | None = None
+    reason_due_at: datetime | None = None
     """When to send news that was held back so that a busy fleet does not flood its jobs."""
-    restored: bool = False
+    is_restored: bool = False
     """Restored from the previous run; the job has not yet claimed what it holds."""
-    moved: dict[str, str] = field(default_factory=dict)
+    old_logins: dict[str, str] = field(default_factory=dict)
     """Nodes of `places` that now have another address or user in the fleet file than when ranks may
     have been started there, with the earlier login of each. What answers now proves nothing about
     those ranks."""
@@ -222,8 +222,8 @@ class ClaimRecord:
         return (*self.inherited_launched, *(one for one in own if one.nodes))
 
     @property
-    def waits(self) -> bool:
-        return self.granted is None and not self.closed
+    def is_waiting(self) -> bool:
+        return self.granted is None and not self.is_closed
 
 
 # --- the breaker
@@ -249,20 +249,20 @@ class Breaker:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class PermitRecord:
     """A permit and the workflow that it is for. The newest are kept, so that a repeated request
     gets the same answer."""
 
     workflow: str
     permit: Permit
-    told: bool = False
+    is_sent: bool = False
 
 
 # --- the state
 
 
 @dataclass(frozen=True, slots=True)
-class GivenBack:
+class LastClaim:
     """The last claim of a job that has nothing left. Earlier or late messages of it change
     nothing."""
 
@@ -284,7 +284,7 @@ class BehindClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class Reclaiming:
+class RecentReclaim:
     job: str
     submission: int
     at: datetime
@@ -292,7 +292,7 @@ class Reclaiming:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferRecord:
     """An offer, from when it was made until the next one to this job may be made."""
 
     job: str
@@ -323,40 +323,40 @@ class FleetState:
     """Not yet answered."""
     reboots: tuple[datetime, ...] = ()
     """Reboots permitted in the last hour."""
-    awaited: tuple[str, ...] | None = None
+    awaited_jobs: tuple[str, ...] | None = None
     """Jobs that have not yet claimed what they hold since this run began; None: the running jobs
     are not yet known."""
-    settles_at: datetime | None = None
+    awaited_until: datetime | None = None
     """When they are no longer waited for."""
     notices: tuple[str, ...] = ()
     """What people did and what could not be parsed, newest last, with time and name."""
-    looks: int = 0
+    probe_count: int = 0
     """Number of probes ordered, which shows people that the fleet is active."""
-    applied: bool = False
+    is_file_read: bool = False
     """The fleet file has been read."""
-    remembered: bool = False
+    is_restored: bool = False
     """The state of the previous run was restored, or that was given up."""
-    remembers_until: datetime | None = None
+    restore_until: datetime | None = None
     """When to give up restoring."""
     restore_error: str = ""
     """Why it is unknown which jobs held which nodes before this run began; empty if it is known."""
-    begun: bool = False
+    is_probed: bool = False
     """Each node has been probed: before that it is unknown which ranks live where, and nothing is
     granted."""
     swept_at: datetime | None = None
     """When a probe of all nodes was last ordered."""
-    moved_at: datetime | None = None
+    progress_at: datetime | None = None
     """When a running job was last granted nodes or asked to yield: two running jobs that wait
     longer block each other."""
-    asked: tuple[str, ...] = ()
+    asked_jobs: tuple[str, ...] = ()
     """Jobs that were asked what they hold."""
-    given_back: tuple[GivenBack, ...] = ()
+    last_claims: tuple[LastClaim, ...] = ()
     """Newest last."""
     behind: tuple[BehindClaim, ...] = ()
-    reclaims: tuple[Reclaiming, ...] = ()
-    answered: tuple[Answered, ...] = ()
+    recent_reclaims: tuple[RecentReclaim, ...] = ()
+    permits: tuple[PermitRecord, ...] = ()
     """Permits, newest last."""
     out_when_resumed: int = 0
     """How many nodes were out when a person closed the breaker: one more opens it again."""
-    offers: tuple[Offered, ...] = ()
+    offers: tuple[OfferRecord, ...] = ()
     """The last offer to each job."""

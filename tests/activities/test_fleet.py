@@ -30,7 +30,7 @@ from relaunch.activities.launch import LaunchRanksOutput
 from relaunch.backends.base import Prepared, PrepareOrder, Started, StartOrder
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
-from relaunch.pool.facts import Applied
+from relaunch.pool.events import FleetFileContent
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import (
@@ -192,11 +192,11 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_look_tells_whose_ranks_live_where_and_which_boot_it_is() -> None:
     fleet = await launched(nodes=2, generation=2)
     looks = await look(fleet, "n2", "n1")
-    assert looks["n1"].living == (LiveGeneration("llama", 1000, 2),), (
+    assert looks["n1"].generations == (LiveGeneration("llama", 1000, 2),), (
         "ranks of generation 1 are gone"
     )
     assert looks["n1"].boot_id and looks["n1"].boot_id != looks["n2"].boot_id
-    assert (looks["n1"].silent, looks["n1"].held) == ("", "")
+    assert (looks["n1"].silent, looks["n1"].busy) == ("", "")
 
 
 async def test_a_node_that_does_not_answer_is_silent_and_says_why() -> None:
@@ -224,7 +224,7 @@ async def test_a_node_at_which_somebody_works_is_held_and_says_by_whom() -> None
     checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
     await eventually(lambda: any(one.kind == "began" for one in fleet.backend.upkeep), "began")
     looks = await look(fleet, "n1", "n2")
-    assert (looks["n1"].held, looks["n2"].held) == ("", "diagnose (grace) works on it")
+    assert (looks["n1"].busy, looks["n2"].busy) == ("", "diagnose (grace) works on it")
     checking.cancel()
 
 
@@ -233,7 +233,7 @@ async def test_ranks_of_another_namespace_keep_a_node_from_being_given_away_and_
 ):
     fleet = await launched()
     looks = await look(fleet, "n1", namespace="other")
-    assert (looks["n1"].living, looks["n1"].held) == (
+    assert (looks["n1"].generations, looks["n1"].busy) == (
         (),
         "job llama of namespace default runs on it",
     )
@@ -269,10 +269,14 @@ async def test_s2_10_gpus_are_read_with_a_look_where_that_is_wanted() -> None:
         (GpuUse((1,), "alice (python, pid 4242)"),),
     )
     assert (second.count, second.lost) == (1, ("0000:1b:00.0",))
-    assert (looks["n1"].read_ago, looks["n1"].unread) == (timedelta(0), False)
+    assert (looks["n1"].inventory_age, looks["n1"].inventory_pending) == (timedelta(0), False)
     fleet.backend.cut("n2")
     looks = await read_gpus(asked, "n1", "n2", read=("n2",))
-    assert (looks["n1"].inventory, looks["n2"].inventory, looks["n2"].unread) == (None, None, False)
+    assert (looks["n1"].inventory, looks["n2"].inventory, looks["n2"].inventory_pending) == (
+        None,
+        None,
+        False,
+    )
     assert "no answer" in looks["n2"].silent
 
 
@@ -282,7 +286,11 @@ async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
     checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
     await eventually(lambda: any(one.kind == "began" for one in fleet.backend.upkeep), "began")
     look = (await read_gpus(of(fleet)[0], "n2"))["n2"]
-    assert (look.held, look.inventory, look.unread) == ("diagnose (grace) works on it", None, False)
+    assert (look.busy, look.inventory, look.inventory_pending) == (
+        "diagnose (grace) works on it",
+        None,
+        False,
+    )
     checking.cancel()
 
 
@@ -299,7 +307,11 @@ async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_as
     asked, _ = of(fleet)
     for _ in range(2):
         looks = await read_gpus(asked, "n1", "n2")
-        assert (looks["n1"].inventory, looks["n1"].unread, looks["n1"].silent) == (None, True, "")
+        assert (looks["n1"].inventory, looks["n1"].inventory_pending, looks["n1"].silent) == (
+            None,
+            True,
+            "",
+        )
         assert looks["n2"].inventory is not None
     assert sum(call.node == "n1" for call in fleet.backend.calls) == 3, (
         "one reading, and a look each time"
@@ -307,7 +319,7 @@ async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_as
     await clock.advance(10.0)
     looks = await read_gpus(asked, "n1")
     assert looks["n1"].inventory == Inventory(unreadable="NVML did not answer within 10 s")
-    assert looks["n1"].read_ago < timedelta(seconds=PATIENCE)
+    assert looks["n1"].inventory_age < timedelta(seconds=PATIENCE)
 
 
 async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(
@@ -322,9 +334,9 @@ async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(
         spec, Script((Takes(node="n1", command="gpus", seconds=5.0),)), clock
     )
     asked, _ = of(fleet)
-    assert (await read_gpus(asked, "n1"))["n1"].unread
+    assert (await read_gpus(asked, "n1"))["n1"].inventory_pending
     await clock.advance(10.0)
-    assert (await read_gpus(asked, "n1"))["n1"].unread, "another one"
+    assert (await read_gpus(asked, "n1"))["n1"].inventory_pending, "another one"
 
 
 async def test_an_agent_that_does_not_read_gpus_leaves_them_unread_with_a_reason(
@@ -347,7 +359,7 @@ async def test_the_fleet_file_is_told_as_it_is_now_or_what_is_wrong_with_it() ->
     asked, _ = of(fleet)
     known = fleet.fleets.known
     assert await environment().run(asked.read_fleet, "default") == FleetFile(
-        Applied("act", known.nodes, FleetLimits())
+        FleetFileContent("act", known.nodes, FleetLimits())
     )
     unknown = await environment().run(asked.read_fleet, "elsewhere")
     assert (unknown.applied, unknown.wrong) == (
@@ -447,11 +459,11 @@ async def test_what_another_fleet_has_launched_is_in_the_way_and_not_this_fleets
     fleet = await launched(nodes=2)
     await launched_by_another(fleet, "n1", 2)
     looks = await look(fleet, "n1", "n2")
-    assert (looks["n1"].living, looks["n1"].held) == (
+    assert (looks["n1"].generations, looks["n1"].busy) == (
         (),
         "ranks of job llama of fleet other live on it",
     )
-    assert (looks["n2"].living, looks["n2"].held) == ((LiveGeneration("llama", 1000, 1),), "")
+    assert (looks["n2"].generations, looks["n2"].busy) == ((LiveGeneration("llama", 1000, 1),), "")
 
 
 async def test_of_a_job_that_two_fleets_have_launched_each_stops_its_own() -> None:
@@ -459,7 +471,7 @@ async def test_of_a_job_that_two_fleets_have_launched_each_stops_its_own() -> No
     await launched_by_another(fleet, "n1", 2)
     assert await reclaim(fleet) == ("n1", "n2")
     assert stopped(fleet) == [("n1", 1), ("n2", 1)], "generation 2 on n1 is the other's"
-    assert (await look(fleet, "n1"))["n1"].held == "ranks of job llama of fleet other live on it"
+    assert (await look(fleet, "n1"))["n1"].busy == "ranks of job llama of fleet other live on it"
 
 
 async def test_where_only_another_fleet_has_launched_a_job_nothing_is_stopped() -> None:
@@ -484,7 +496,7 @@ async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleet
 
     monkeypatch.setattr(fleet.backend, "list", of_another)
     fleet.backend.server = "6c1e9ba4"
-    assert (await look(fleet, "n1"))["n1"].held == "job llama of another Temporal server runs on it"
+    assert (await look(fleet, "n1"))["n1"].busy == "job llama of another Temporal server runs on it"
     assert await reclaim(fleet) == ("n1", "n2")
     assert stopped(fleet) == [], "its namesake is nothing of ours"
 
@@ -498,7 +510,7 @@ async def test_what_a_terminated_job_left_behind_is_stopped_by_its_highest_gener
     fleet = await launched(generation=2)
     assert await reclaim(fleet, Run("job/llama", 1000, TERMINATED)) == ("n1", "n2")
     assert stopped(fleet) == [("n1", 2), ("n2", 2)]
-    assert (await look(fleet, "n1", "n2"))["n1"].living == ()
+    assert (await look(fleet, "n1", "n2"))["n1"].generations == ()
     again = await fleet.launch(token=Token("default", "llama", 1000, 2))
     assert again.refusals and again.refusals[0].why == "stopped", (
         "nobody who was frozen meanwhile starts it again"
@@ -525,7 +537,7 @@ async def test_later_submissions_of_the_same_name_are_left_alone() -> None:
     await fleet.launch(token=replace(TOKEN, submission=2000))
     assert await reclaim(fleet, Run("job/llama", 2000), submission=1000) == ("n1", "n2")
     assert stopped(fleet) == []
-    assert (await look(fleet, "n1"))["n1"].living == (LiveGeneration("llama", 2000, 1),)
+    assert (await look(fleet, "n1"))["n1"].generations == (LiveGeneration("llama", 2000, 1),)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -545,7 +557,7 @@ async def test_a_silent_node_is_not_taken_for_clean_and_keeps_nobody_waiting_for
     assert await reclaim(fleet, nodes=("n2",)) == ()
     fleet.backend.heal("n2")
     assert await reclaim(fleet, nodes=("n2",)) == ("n2",)
-    assert (await look(fleet, "n1", "n2"))["n2"].living == ()
+    assert (await look(fleet, "n1", "n2"))["n2"].generations == ()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -556,7 +568,7 @@ async def test_a_node_whose_ranks_cannot_be_ended_is_asked_again_and_does_not_co
     await eventually(lambda: ("n1", 1) in stopped(fleet), "stopped")
     stopping.cancel()
     await asyncio.wait([stopping])
-    assert (await look(fleet, "n2"))["n2"].living == (LiveGeneration("llama", 1000, 1),)
+    assert (await look(fleet, "n2"))["n2"].generations == (LiveGeneration("llama", 1000, 1),)
 
 
 # --- remembering
@@ -569,7 +581,7 @@ OWN = Run("fleet/default", 9000, run_id="test-run")
 def knew(node: str, *, remembered: bool = True) -> FleetState:
     spec = next(one for one in fleet_of(3).nodes if one.name == node)
     record = NodeRecord(spec, NodeStatus.QUARANTINED, "a fan", "grace", NOW)
-    return FleetState("default", nodes=(record,), applied=True, remembered=remembered)
+    return FleetState("default", nodes=(record,), is_file_read=True, is_restored=remembered)
 
 
 def ended(at: int, known: FleetState | Exception, **more: Any) -> Run:
@@ -609,7 +621,7 @@ async def test_who_held_which_nodes_is_known_of_the_runs_before_that_had_not_res
     failed = replace(knew("n2"), restore_error="no answer")
     asked, _ = of(stand(), ended(1000, held), ended(2000, failed), OWN)
     known = await environment().run(asked.read_last_state, "default")
-    assert [(record.claim.job, record.restored) for record in known.claims] == [("llama", True)]
+    assert [(record.claim.job, record.is_restored) for record in known.claims] == [("llama", True)]
     assert ({node.name for node in known.nodes}, known.lost) == ({"n2"}, "")
 
 

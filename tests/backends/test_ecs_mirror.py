@@ -509,7 +509,7 @@ async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_kee
     await mirror.nodes(state, 2)
     assert account.double.calls["UpdateItem"] == before + 2
     cluster.unknown = ("i-00000002",)
-    broken = replace(state.nodes[1], standing=NodeStatus.QUARANTINED)
+    broken = replace(state.nodes[1], status=NodeStatus.QUARANTINED)
     await mirror.nodes(replace(state, nodes=(state.nodes[0], broken)), 3)
     assert account.double.calls["UpdateItem"] == before + 3
     rows = await account.rows("node")

@@ -486,7 +486,7 @@ async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_l
 
     async def marked(standing: NodeStatus, *claims: ClaimRecord) -> str | None:
         await marks.nodes(
-            FleetState("lab", nodes=(NodeRecord(node, standing=standing),), claims=claims), 1
+            FleetState("lab", nodes=(NodeRecord(node, status=standing),), claims=claims), 1
         )
         return (await site.cluster.instance(site.ec2_id)).attributes.get("relaunch.quarantine")
 

@@ -13,8 +13,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.causes import Cause
     from relaunch.messages.fleets import FleetFile, FleetInput
     from relaunch.messages.jobs import AnswerMessage
-    from relaunch.pool.facts import Applied
-    from relaunch.pool.messages import Claim, Place, Withdraw
+    from relaunch.pool.events import FleetFileContent
+    from relaunch.pool.messages import Claim, DrainRequest, Place
     from relaunch.pool.state import (
         Breaker,
         ClaimRecord,
@@ -40,8 +40,8 @@ def node(number: int, **changes: Any) -> NodeRecord:
     return NodeRecord(
         **{
             "spec": spec,
-            "look": NodeProbe(name, boot_id=f"boot {number}"),
-            "looked_at": T0,
+            "probe": NodeProbe(name, boot_id=f"boot {number}"),
+            "probed_at": T0,
             **changes,
         }
     )
@@ -49,16 +49,16 @@ def node(number: int, **changes: Any) -> NodeRecord:
 
 def silent(number: int, **changes: Any) -> NodeRecord:
     look = NodeProbe(f"gpu-{number:02}", silent="connection refused")
-    return node(number, **{"look": look, "silent_since": T0 - timedelta(minutes=5), **changes})
+    return node(number, **{"probe": look, "silent_since": T0 - timedelta(minutes=5), **changes})
 
 
 def living(number: int, *jobs: str, **changes: Any) -> NodeRecord:
     look = NodeProbe(
         f"gpu-{number:02}",
         boot_id=f"boot {number}",
-        living=tuple(LiveGeneration(job, 7, 2) for job in jobs),
+        generations=tuple(LiveGeneration(job, 7, 2) for job in jobs),
     )
-    return node(number, **{"look": look, **changes})
+    return node(number, **{"probe": look, **changes})
 
 
 def mark(ago: timedelta, **changes: Any) -> Mark:
@@ -88,11 +88,18 @@ def claim(job: str, *places: Place, nodes: int | None = None, **changes: Any) ->
 
 def fleet(*nodes: NodeRecord, **changes: Any) -> FleetState:
     return FleetState(
-        **{"name": "default", "nodes": nodes, "awaited": (), "looks": 1, "applied": True, **changes}
+        **{
+            "name": "default",
+            "nodes": nodes,
+            "awaited_jobs": (),
+            "probe_count": 1,
+            "is_file_read": True,
+            **changes,
+        }
     )
 
 
-FILE = Applied(
+FILE = FleetFileContent(
     "act", tuple(node(number).spec for number in (1, 2, 4)), FleetLimits(repairs_at_once=3)
 )
 
@@ -170,13 +177,13 @@ class FakeFleet:
             return
         asked = {"reason": message["reason"], "by": message["by"]}
         drain = (
-            Withdraw(message["node"], **asked, until=T0 + timedelta(minutes=30))
+            DrainRequest(message["node"], **asked, until=T0 + timedelta(minutes=30))
             if message["drain"]
             else None
         )
         self._change(
             message["node"],
-            standing=NodeStatus.QUARANTINED,
+            status=NodeStatus.QUARANTINED,
             since=workflow.now(),
             drain=drain,
             **asked,
@@ -186,7 +193,7 @@ class FakeFleet:
     def release(self, message: Any = None) -> None:
         self._change(
             message["node"],
-            standing=NodeStatus.IN_SERVICE,
+            status=NodeStatus.IN_SERVICE,
             reason="",
             by="",
             since=workflow.now(),

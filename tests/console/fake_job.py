@@ -145,7 +145,9 @@ async def probe_nodes(input: dict[str, Any]) -> tuple[NodeProbe, ...]:
     """Only local-2 answers."""
     living = (LiveGeneration("llama", 1, 1),)
     return tuple(
-        NodeProbe(node, living=living) if node == "local-2" else NodeProbe(node, "no route to host")
+        NodeProbe(node, generations=living)
+        if node == "local-2"
+        else NodeProbe(node, "no route to host")
         for node in input["nodes"]
     )
 

@@ -23,23 +23,23 @@ from relaunch.cli.node_pages import (
 from relaunch.cli.node_views import STATES, rows, table_row, tenants
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import Applied
+from relaunch.pool.events import FleetFileContent
 from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory
-from relaunch.pool.messages import PermitRequest, Place, Withdraw
-from relaunch.pool.state import Breaker, FleetState, NodeProbe, NodeRecord, NodeStatus, Offered
+from relaunch.pool.messages import DrainRequest, PermitRequest, Place
+from relaunch.pool.state import Breaker, FleetState, NodeProbe, NodeRecord, NodeStatus, OfferRecord
 from relaunch.spec.fleet import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 
 KEYS = {"name", "state", "job", "gpus", "health", "reason", "by", "history", "findings", "boot_id"}
 HOUR = timedelta(hours=1)
 OUT: dict[str, Any] = {
-    "standing": NodeStatus.QUARANTINED,
+    "status": NodeStatus.QUARANTINED,
     "reason": "flaky NVLink",
     "by": "grace@ops",
     "since": T0 - 3 * HOUR,
 }
 SUSPECT: dict[str, Any] = {
-    "standing": NodeStatus.SUSPECT,
+    "status": NodeStatus.SUSPECT,
     "reason": "Xid 79",
     "by": "job llama",
     "since": T0 - HOUR,
@@ -54,7 +54,7 @@ UNHEALTHY: dict[str, Any] = {
     "verdict": Verdict.UNHEALTHY,
     "verdict_reason": "Xid 79 on GPU 5",
 }
-DRAIN = Withdraw("gpu-01", "flaky NVLink", "grace@ops", T0 + 12 * HOUR / 60)
+DRAIN = DrainRequest("gpu-01", "flaky NVLink", "grace@ops", T0 + 12 * HOUR / 60)
 
 
 def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
@@ -75,7 +75,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
         ),
         (node(1, **SUSPECT), (), "suspect", "Xid 79 (job llama, 60m ago)"),
         (
-            node(1, **{**SUSPECT, "standing": NodeStatus.REPAIRING}),
+            node(1, **{**SUSPECT, "status": NodeStatus.REPAIRING}),
             (),
             "repairing",
             "Xid 79 (job llama, 60m ago)",
@@ -109,15 +109,15 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             "quarantined",
             "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago): connection refused",
         ),
-        (node(1, look=None, looked_at=None), (), "silent", "nobody has looked at it yet"),
+        (node(1, probe=None, probed_at=None), (), "silent", "nobody has looked at it yet"),
         (
-            node(1, look=NodeProbe("gpu-01", held="repair (x) works on it")),
+            node(1, probe=NodeProbe("gpu-01", busy="repair (x) works on it")),
             (),
             "held",
             "repair (x) works on it",
         ),
         (
-            node(1, look=NodeProbe("gpu-01", held="check (x) works on it")),
+            node(1, probe=NodeProbe("gpu-01", busy="check (x) works on it")),
             (Place("gpu-01"),),
             "held",
             "check (x) works on it",
@@ -132,7 +132,7 @@ def test_a_node_is_in_the_state_that_keeps_it_from_others_with_its_reason(
     assert (found[1], found[-1]) == (expected, reason)
     assert expected in STATES and rows(state)[0]["state"] == expected
     assert found[2] == (
-        "llama" if places else "orphan" if record.look and record.look.living else ""
+        "llama" if places else "orphan" if record.probe and record.probe.generations else ""
     )
 
 
@@ -285,11 +285,11 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
             paused="grace@ops: maintenance",
         ),
         claims=(
-            claim("llama", nodes=4, said="2 of 4 nodes: gpu-03 is quarantined"),
-            claim("gone", nodes=2, closed=True),
+            claim("llama", nodes=4, wait_reason="2 of 4 nodes: gpu-03 is quarantined"),
+            claim("gone", nodes=2, is_closed=True),
         ),
         requests=(request,),
-        awaited=("mixtral",),
+        awaited_jobs=("mixtral",),
     )
     assert fleet_notes(state, T0) == [
         "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
@@ -336,7 +336,7 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
         " [does not count: the fault followed job llama to gpu-02]",
         "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus",
     ]
-    suspect = replace(record, drain=None, leave=DRAIN, told=("llama",))
+    suspect = replace(record, drain=None, repair_drain=DRAIN, asked_jobs=("llama",))
     assert (
         "shared      llama asked to leave it by 2026-03-01T12:12:00Z, so that it can be examined"
         in node_lines(suspect, here, "default", T0, None)
@@ -355,15 +355,15 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
 def test_what_a_file_changes_is_named_node_by_node() -> None:
     leaving_node = node(
         3,
-        standing=NodeStatus.QUARANTINED,
+        status=NodeStatus.QUARANTINED,
         by="fleet file",
         reason="it is no longer in the fleet file",
-        gone=True,
+        is_removed=True,
     )
     state = fleet(node(1), node(2), leaving_node, claims=(claim("llama", Place("gpu-03")),))
-    same = Applied(state.repairs, (node(1).spec, node(2).spec), state.limits)
+    same = FleetFileContent(state.repairs, (node(1).spec, node(2).spec), state.limits)
     assert changes(state, same) == []
-    other = Applied(
+    other = FleetFileContent(
         "act",
         (node(1, spec={"gpus": 4}).spec, node(4).spec),
         FleetLimits(nodes_out=3, replacement_wait=timedelta(minutes=5)),
@@ -404,7 +404,7 @@ def test_what_was_said_is_answered_with_what_is_now() -> None:
 
 
 def test_what_is_offered_to_a_job_is_free_and_says_until_when_nobody_else_gets_it() -> None:
-    offer = Offered("llama", 7, 3, (Place("gpu-02"),), T0 + timedelta(minutes=2))
+    offer = OfferRecord("llama", 7, 3, (Place("gpu-02"),), T0 + timedelta(minutes=2))
     grows = claim("llama", Place("gpu-01"))
     grows = replace(grows, claim=replace(grows.claim, keep=("gpu-01",), most=2, more_at=T0))
     state = fleet(
@@ -462,7 +462,9 @@ READ = Inventory(
 
 
 def read(inventory: Inventory, **changes: Any) -> NodeRecord:
-    return node(1, **{"inventory": inventory, "read_at": T0 - timedelta(seconds=12), **changes})
+    return node(
+        1, **{"inventory": inventory, "inventory_at": T0 - timedelta(seconds=12), **changes}
+    )
 
 
 def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses_it() -> None:
@@ -513,7 +515,7 @@ def test_s2_10_a_node_is_shown_with_each_gpu_its_memory_and_who_computes_there()
         "gpu 2       60000 of 81559 MiB used; alice (python, pid 4242)",
     ]
     unread = node_lines(
-        read(Inventory(unreadable="no library"), read_at=None), (), "default", T0, None
+        read(Inventory(unreadable="no library"), inventory_at=None), (), "default", T0, None
     )
     assert (
         "gpus        GPUs unreadable: no library; read before something was done to the node"

@@ -80,8 +80,8 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
     pids = job.rank_pids()
     assert len(pids) == 2
     mine, others = await looked(world, here, FLEET), await looked(world, here, OTHER)
-    assert [[one.job for one in look.living] for look in mine] == [[job.name], [job.name]]
-    assert [(look.living, look.held) for look in others] == [((), lives_on(job, FLEET))] * 2
+    assert [[one.job for one in look.generations] for look in mine] == [[job.name], [job.name]]
+    assert [(look.generations, look.busy) for look in others] == [((), lives_on(job, FLEET))] * 2
 
     waits = await world.submit(fleet=OTHER)
     await waits.until_phase("QUEUED", "WAITING_FOR_NODES")
@@ -100,10 +100,10 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
     async def has_looked() -> bool:
         return (
             await fleets.read(world.client, QUEUE, OTHER)
-        ).looks >= state.looks + 5 or time.monotonic() > until
+        ).probe_count >= state.probe_count + 5 or time.monotonic() > until
 
     await eventually(has_looked, "it does not look again", patience=70)
-    assert (await fleets.read(world.client, QUEUE, OTHER)).reclaims == ()
+    assert (await fleets.read(world.client, QUEUE, OTHER)).recent_reclaims == ()
     assert (job.rank_pids(), (await job.phase())[1]) == (pids, 1)
     await job.until_steps()
 
@@ -134,10 +134,12 @@ async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_onl
     )
     assert clean == ("n1", "n2"), "nothing of it lives there"
     assert job.rank_pids() == pids
-    assert [look.held for look in await looked(world, here, OTHER)] == [lives_on(job, FLEET)] * 2
+    assert [look.busy for look in await looked(world, here, OTHER)] == [lives_on(job, FLEET)] * 2
     clean = await ActivityEnvironment().run(
         does(world, here).reclaim, ReclaimInput(FLEET, job.name, submission, ("n1", "n2"))
     )
     assert (set(clean), job.rank_pids()) == ({"n1", "n2"}, [])
-    assert [(look.living, look.held) for look in await looked(world, here, OTHER)] == [((), "")] * 2
+    assert [(look.generations, look.busy) for look in await looked(world, here, OTHER)] == [
+        ((), "")
+    ] * 2
     await world.tidy(job)

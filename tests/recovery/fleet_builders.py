@@ -9,21 +9,23 @@ from typing import Any, TypeVar
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    Fact,
-    JobsFound,
-    Looked,
-    PermitWanted,
-    Remembered,
-    RepairBegan,
-    RepairEnded,
+from relaunch.pool.events import (
+    ClaimEvent,
+    FleetEvent,
+    FleetFileContent,
+    GrantMessage,
+    Order,
+    PermitRequestEvent,
+    PreviousRun,
+    ProbeOrder,
+    ProbeResults,
+    RepairResult,
+    RepairStart,
+    RunningJobs,
 )
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Grant, PermitRequest, Place, Suspect
-from relaunch.pool.orders import Look, Order, TellJob
-from relaunch.pool.scheduler import learn, next_wake, settle
+from relaunch.pool.scheduler import apply_event, next_wake, schedule
 from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeRecord
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
@@ -52,9 +54,9 @@ def gpus(
     )
 
 
-def look(*names: str) -> Look:
+def look(*names: str) -> ProbeOrder:
     """At nodes, and at their GPUs."""
-    return Look(names, names)
+    return ProbeOrder(names, names)
 
 
 def suspect(node: str, generation: int = 1, cause: Cause = Cause.GPU_FATAL, **more: Any) -> Suspect:
@@ -81,18 +83,20 @@ class Desk:
         self.limits = FleetLimits(**{"nodes_out": "100%", **limits})
         self.state = FleetState("gpus")
         if begun:
-            self.learn(Applied("act", self.specs, self.limits), JobsFound(jobs), Remembered())
+            self.learn(
+                FleetFileContent("act", self.specs, self.limits), RunningJobs(jobs), PreviousRun()
+            )
             self.settle()
             self.look()
             self.settle()
 
-    def learn(self, *facts: Fact) -> None:
+    def learn(self, *facts: FleetEvent) -> None:
         for fact in facts:
-            self.state = learn(self.state, fact, self.now)
+            self.state = apply_event(self.state, fact, self.now)
 
     def settle(self) -> list[Order]:
         """Settle once; the newest orders."""
-        settled = settle(self.state, self.now, frozenset(self.busy))
+        settled = schedule(self.state, self.now, frozenset(self.busy))
         self.state = settled.state
         self.orders = list(settled.orders)
         return self.orders
@@ -101,7 +105,7 @@ class Desk:
         """The nodes answer, all with what their GPUs are unless `read` names some."""
         asked = [node.name for node in self.state.nodes] if names is None else list(names)
         to_read = set(asked if read is None else read)
-        self.learn(Looked(tuple(self.seen(name, name in to_read) for name in asked)))
+        self.learn(ProbeResults(tuple(self.seen(name, name in to_read) for name in asked)))
 
     def seen(self, name: str, read: bool) -> NodeProbe:
         look = NodeProbe(
@@ -112,23 +116,23 @@ class Desk:
             self.living.get(name, ()),
         )
         count = next((node.spec.gpus for node in self.state.nodes if node.name == name), 0)
-        if not (read and count) or look.silent or look.held:
+        if not (read and count) or look.silent or look.busy:
             return look
         if name in self.unread:
-            return replace(look, unread=True)
+            return replace(look, inventory_pending=True)
         return replace(look, inventory=self.gpus.get(name, gpus(count)))
 
-    def go(self, *facts: Fact) -> list[Order]:
-        """Learn and settle, and answer looks, until nothing new is ordered. All orders but looks."""
+    def go(self, *facts: FleetEvent) -> list[Order]:
+        """Learn and schedule, and answer looks, until nothing new is ordered. All orders but looks."""
         self.learn(*facts)
         orders: list[Order] = []
         while True:
-            orders += [order for order in self.settle() if not isinstance(order, Look)]
-            looks = self.of(Look)
+            orders += [order for order in self.settle() if not isinstance(order, ProbeOrder)]
+            looks = self.of(ProbeOrder)
             if not looks:
                 self.orders = orders
                 return orders
-            self.look(looks[0].nodes, looks[0].read)
+            self.look(looks[0].nodes, looks[0].inventories)
 
     def wait(self, **by: float) -> list[Order]:
         self.now += timedelta(**by)
@@ -141,13 +145,13 @@ class Desk:
             one if isinstance(one, Place) else Place(one)
             for one in more.get("holds", more.get("keep", ()))
         )
-        return self.go(Claimed(Claim(job, submission, seq, count, **{"since": T0, **more})))
+        return self.go(ClaimEvent(Claim(job, submission, seq, count, **{"since": T0, **more})))
 
     def of(self, kind: type[OneOrder]) -> list[OneOrder]:
         return [order for order in self.orders if isinstance(order, kind)]
 
     def grants(self, kind: str = "granted") -> dict[str, Grant]:
-        return {tell.job: tell.grant for tell in self.of(TellJob) if tell.grant.kind == kind}
+        return {tell.job: tell.grant for tell in self.of(GrantMessage) if tell.grant.kind == kind}
 
     def granted(self) -> dict[str, list[str]]:
         return {job: [place.node for place in grant.places] for job, grant in self.grants().items()}
@@ -162,19 +166,21 @@ class Desk:
         return (next_wake(self.state, self.now) - self.now).total_seconds()
 
 
-def began(node: str, run: str = "r1", by: str = "fleet gpus") -> RepairBegan:
-    return RepairBegan(node, f"repair/gpus/{node}", run, by, "Xid 79")
+def began(node: str, run: str = "r1", by: str = "fleet gpus") -> RepairStart:
+    return RepairStart(node, f"repair/gpus/{node}", run, by, "Xid 79")
 
 
 def ended(
     node: str, outcome: Any = "done", run: str = "r1", job: str = "", **more: Any
-) -> RepairEnded:
+) -> RepairResult:
     verdict = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
     told = {"by": "fleet gpus", "reason": "is healthy", "verdict": verdict, **more}
-    return RepairEnded(
+    return RepairResult(
         node, f"repair/gpus/{node}", run, told["by"], job, outcome, told["verdict"], told["reason"]
     )
 
 
-def permit(node: str, step: Any = "reset", seq: int = 1, run: str = "r1") -> PermitWanted:
-    return PermitWanted(PermitRequest(f"repair/gpus/{node}", run, seq, node, step, "Xid 79", T0))
+def permit(node: str, step: Any = "reset", seq: int = 1, run: str = "r1") -> PermitRequestEvent:
+    return PermitRequestEvent(
+        PermitRequest(f"repair/gpus/{node}", run, seq, node, step, "Xid 79", T0)
+    )

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from relaunch.pool.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked, RepairBegan
+from relaunch.pool.events import (
+    ClaimEvent,
+    FleetFileContent,
+    GrantMessage,
+    ProbeOrder,
+    QuarantineCommand,
+    ReleaseCommand,
+    RepairStart,
+)
 from relaunch.pool.messages import Claim, Grant, Place
-from relaunch.pool.orders import Look, TellJob
 from relaunch.pool.state import LiveGeneration, NodeStatus
 from relaunch.spec.fleet import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, look, nodes, suspect
@@ -55,7 +62,7 @@ def test_replacements_come_first_then_priority_then_who_came_first_then_the_name
         "high": {**ages(9), "priority": 5},
         "runs": {**ages(9), "running": True},
     }.items():
-        desk.learn(Claimed(Claim(job, 1, 1, 1, **more)))
+        desk.learn(ClaimEvent(Claim(job, 1, 1, 1, **more)))
     served = []
     last = "first"
     for _ in range(5):
@@ -91,7 +98,7 @@ def test_a_large_claim_is_not_passed_by_for_ever() -> None:
 
 def test_a_claim_that_only_a_person_could_serve_keeps_nothing_from_others() -> None:
     desk = Desk()
-    desk.go(QuarantineAsked("n4", "a fan", "grace"))
+    desk.go(QuarantineCommand("n4", "a fan", "grace"))
     desk.claim("large", 4)
     assert desk.grants("waiting")["large"].reason == "3 of 4 nodes: n4 is quarantined (a fan)"
     desk.claim("small", 1)
@@ -101,7 +108,7 @@ def test_a_claim_that_only_a_person_could_serve_keeps_nothing_from_others() -> N
 def test_a_claim_that_a_repair_could_serve_keeps_its_nodes() -> None:
     desk = Desk()
     desk.claim("a", 1, keep=("n1",), holds=("n1",), suspects=(suspect("n4", isolate=True),))
-    assert desk.node("n4").standing is NodeStatus.REPAIRING
+    assert desk.node("n4").status is NodeStatus.REPAIRING
     desk.claim("large", 3, avoid=("n1",))
     desk.claim("small", 1, **ages(1))
     assert desk.granted() == {}
@@ -134,7 +141,7 @@ def test_who_avoids_a_node_leaves_it_to_those_who_come_later() -> None:
         == "0 of 1 nodes: job large comes first; job a holds 1, job late holds 1"
     )
     desk.wait(seconds=6)
-    assert desk.record("large").said == reason
+    assert desk.record("large").wait_reason == reason
 
 
 def test_two_jobs_of_one_shape_keep_free_what_the_first_keeps_free() -> None:
@@ -204,7 +211,7 @@ def test_a_job_goes_on_with_what_it_keeps_and_with_its_share_of_it() -> None:
     assert desk.claim("a", 2, seq=2, **keeps) == [], "it knows that"
     assert desk.record("a").granted == places[::-1]
     assert desk.claim("a", 2, seq=2, **keeps) == [
-        TellJob("a", Grant(1, 2, "granted", places[::-1], "it goes on with what it has"))
+        GrantMessage("a", Grant(1, 2, "granted", places[::-1], "it goes on with what it has"))
     ]
     assert desk.go() == []
 
@@ -247,7 +254,7 @@ def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_le
         {"suspects": (suspect("n1", isolate=True),)} if standing is NodeStatus.SUSPECT else {}
     )
     if standing is NodeStatus.QUARANTINED:
-        desk.go(QuarantineAsked("n1", "a fan", "grace", drain))
+        desk.go(QuarantineCommand("n1", "a fan", "grace", drain))
     desk.claim("a", 1, seq=2, running=True, keep=("n1",), **more)
     assert desk.granted() == ({} if stays else {"a": ["n2"]})
     assert [place.node for place in desk.record("a").granted or ()] == ["n1" if stays else "n2"]
@@ -350,7 +357,7 @@ def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() ->
     desk.look(("n8", "n9"))
     desk.silent["n2"] = "it is off"
     desk.learn(
-        Claimed(Claim("a", 1, 2, 2, running=True, keep=("n1",), holds=(Place("n1"),), since=T0))
+        ClaimEvent(Claim("a", 1, 2, 2, running=True, keep=("n1",), holds=(Place("n1"),), since=T0))
     )
     assert desk.settle() == [look("n2")]
     desk.look(("n2",))
@@ -364,7 +371,7 @@ def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() ->
 def test_nodes_that_were_not_looked_at_lately_are_looked_at_before_they_are_given() -> None:
     desk = Desk()
     desk.now += timedelta(seconds=20)
-    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0)))
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0)))
     assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     desk.busy = {"look"}
     assert desk.settle() == []
@@ -377,7 +384,7 @@ def test_nodes_that_were_not_looked_at_lately_are_looked_at_before_they_are_give
 def test_a_job_that_would_have_its_nodes_in_a_moment_is_told_nothing_but_not_for_long() -> None:
     desk = Desk()
     desk.now += timedelta(seconds=20)
-    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0)))
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0)))
     desk.settle()
     desk.busy = {"look"}
     assert desk.wakes_in() == 2
@@ -407,7 +414,7 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
     while desk.now < end:
         desk.now += timedelta(seconds=desk.wakes_in())
         desk.settle()
-        for order in desk.of(Look):
+        for order in desk.of(ProbeOrder):
             looks.append(round((desk.now - T0).total_seconds()) - 60)
             desk.look(order.nodes)
     assert looks[:4] == [2, 4, 6, 8]
@@ -419,10 +426,12 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
 
 def test_a_job_that_waits_is_not_told_that_answers_grow_old() -> None:
     desk = Desk(*nodes("n1", "n2"))
-    desk.go(QuarantineAsked("n2", "a fan", "grace"))
-    told = [tell.grant.reason for tell in desk.claim("a", 2) if isinstance(tell, TellJob)]
+    desk.go(QuarantineCommand("n2", "a fan", "grace"))
+    told = [tell.grant.reason for tell in desk.claim("a", 2) if isinstance(tell, GrantMessage)]
     for _ in range(60):
-        told += [tell.grant.reason for tell in desk.wait(seconds=5) if isinstance(tell, TellJob)]
+        told += [
+            tell.grant.reason for tell in desk.wait(seconds=5) if isinstance(tell, GrantMessage)
+        ]
     assert told == ["1 of 2 nodes: n2 is quarantined (a fan)"]
 
 
@@ -439,7 +448,7 @@ def test_a_node_at_which_somebody_works_is_given_when_it_is_free() -> None:
 
 def test_a_node_under_repair_is_not_given() -> None:
     desk = Desk(*nodes("n1", "n2"))
-    desk.go(RepairBegan("n1", "repair/gpus/n1", "r1", "grace", "to be sure"))
+    desk.go(RepairStart("n1", "repair/gpus/n1", "r1", "grace", "to be sure"))
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n2"]}
     desk.claim("b", 1)
@@ -465,7 +474,7 @@ def test_a_node_that_just_came_is_looked_at_first() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("a", 1)
     desk.claim("b", 1)
-    desk.learn(Applied("act", nodes("n1", "n2"), desk.limits))
+    desk.learn(FleetFileContent("act", nodes("n1", "n2"), desk.limits))
     assert desk.settle() == [look("n2")]
     desk.look(("n2",))
     desk.settle()
@@ -479,7 +488,7 @@ def test_more_than_the_fleet_has_is_hopeless_and_waits_no_more() -> None:
     desk = Desk(*nodes("n1"), *nodes("n2", gpus=4))
     desk.claim("a", 3)
     assert desk.grants("hopeless")["a"].reason == "fleet gpus has 2 nodes, and 3 are wanted"
-    assert not desk.record("a").waits
+    assert not desk.record("a").is_waiting
     desk.claim("b", 2, gpus=8)
     assert (
         desk.grants("hopeless")["b"].reason
@@ -491,7 +500,7 @@ def test_more_than_the_fleet_has_is_hopeless_and_waits_no_more() -> None:
 
 def test_a_fleet_whose_file_names_nothing_is_hopeless() -> None:
     desk = Desk(begun=False)
-    desk.learn(Applied("ask", (), desk.limits))
+    desk.learn(FleetFileContent("ask", (), desk.limits))
     desk.claim("a", 1)
     assert (
         desk.grants("hopeless")["a"].reason
@@ -502,7 +511,7 @@ def test_a_fleet_whose_file_names_nothing_is_hopeless() -> None:
 def test_a_node_that_left_the_file_still_counts_for_the_job_that_keeps_it() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.claim("a", 2)
-    desk.go(Applied("act", nodes("n1"), desk.limits))
+    desk.go(FleetFileContent("act", nodes("n1"), desk.limits))
     desk.claim("a", 2, seq=2, running=True, keep=("n2",))
     assert desk.granted() == {"a": ["n2", "n1"]}
 
@@ -532,14 +541,14 @@ def test_names_and_reasons_that_are_many_are_counted() -> None:
     for job in "abcde":
         desk.claim(job, 1)
     for name in ("n6", "n7", "n8", "n9"):
-        desk.go(QuarantineAsked(name, "dust", "grace"))
+        desk.go(QuarantineCommand(name, "dust", "grace"))
     desk.claim("w", 1)
     assert desk.grants("waiting")["w"].reason == (
         "0 of 1 nodes: job a holds 1, job b holds 1, job c holds 1, 2 more jobs hold the rest; "
         "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) and 1 more are out of service"
     )
     desk.claim("w", 0, seq=2)
-    desk.go(ReleaseAsked("n9", "clean", "grace"))
+    desk.go(ReleaseCommand("n9", "clean", "grace"))
     desk.claim("a", 2, seq=2, running=True, keep=("n1",), avoid=("n2", "n3", "n4", "n5"))
     assert desk.granted()["a"] == ["n1", "n9"]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n9"), avoid=("n2", "n3", "n4", "n5"))
@@ -563,7 +572,7 @@ def stuck(**more: Any) -> Desk:
     desk = Desk(**more)
     for job, kept in {"a": ("n1", "n2"), "b": ("n3", "n4")}.items():
         desk.learn(
-            Claimed(
+            ClaimEvent(
                 Claim(
                     job,
                     1,
@@ -594,7 +603,7 @@ def test_of_two_jobs_that_hold_what_the_other_needs_the_last_gives_way_once() ->
     assert desk.granted() == {}
     desk.claim("b", 4, seq=3)
     assert desk.granted() == {"a": ["n1", "n2", "n3", "n4"]}
-    assert desk.record("b").waits
+    assert desk.record("b").is_waiting
 
 
 def test_who_was_asked_to_give_way_and_does_not_is_not_asked_again() -> None:
@@ -608,7 +617,7 @@ def test_who_was_asked_to_give_way_and_does_not_is_not_asked_again() -> None:
 def test_nobody_gives_way_where_it_helps_nobody() -> None:
     desk = Desk()
     desk.learn(
-        Claimed(
+        ClaimEvent(
             Claim(
                 "a",
                 1,
@@ -623,7 +632,7 @@ def test_nobody_gives_way_where_it_helps_nobody() -> None:
         )
     )
     desk.learn(
-        Claimed(
+        ClaimEvent(
             Claim(
                 "b",
                 1,
@@ -639,16 +648,20 @@ def test_nobody_gives_way_where_it_helps_nobody() -> None:
     desk.go()
     desk.wait(minutes=11)
     assert desk.grants("yield") == {}
-    assert desk.record("a").waits and desk.record("b").waits
+    assert desk.record("a").is_waiting and desk.record("b").is_waiting
 
 
 def test_a_grant_to_a_running_job_begins_the_wait_anew() -> None:
     desk = stuck()
     desk.now += timedelta(minutes=9)
     desk.learn(
-        Claimed(Claim("c", 1, 1, 1, priority=1, running=True, holds=(Place("n5"),), since=T0))
+        ClaimEvent(Claim("c", 1, 1, 1, priority=1, running=True, holds=(Place("n5"),), since=T0))
     )
-    desk.go(Applied("act", (*desk.specs, FleetNode(name="n5", address="5", gpus=8)), desk.limits))
+    desk.go(
+        FleetFileContent(
+            "act", (*desk.specs, FleetNode(name="n5", address="5", gpus=8)), desk.limits
+        )
+    )
     assert desk.granted() == {"c": ["n5"]}
     desk.wait(minutes=9, seconds=30)
     assert desk.grants("yield") == {}

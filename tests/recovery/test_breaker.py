@@ -7,14 +7,21 @@ from datetime import timedelta
 import pytest
 
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import Applied, PauseAsked, QuarantineAsked, ResumeAsked
+from relaunch.pool.events import (
+    FleetFileContent,
+    GrantMessage,
+    PauseCommand,
+    PermitMessage,
+    QuarantineCommand,
+    RepairRequest,
+    ResumeCommand,
+)
 from relaunch.pool.messages import Permit, Place
-from relaunch.pool.orders import StartRepair, TellJob, TellRepair
 from relaunch.pool.state import NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 EIGHT = nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")
-RESUME = ResumeAsked("looked at it", "grace")
+RESUME = ResumeCommand("looked at it", "grace")
 
 
 def fail(desk: Desk, *names: str, seq: int = 1) -> None:
@@ -28,7 +35,9 @@ def fail(desk: Desk, *names: str, seq: int = 1) -> None:
 
 
 def allowed(desk: Desk) -> dict[str, bool]:
-    return {tell.workflow.rpartition("/")[2]: tell.permit.allowed for tell in desk.of(TellRepair)}
+    return {
+        tell.workflow.rpartition("/")[2]: tell.permit.allowed for tell in desk.of(PermitMessage)
+    }
 
 
 # --- nodes that are out
@@ -50,7 +59,7 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
         "relaunch nodes resume closes it"
     )
     assert desk.go(ended("n2")) == []
-    assert desk.node("n4").standing is NodeStatus.SUSPECT
+    assert desk.node("n4").status is NodeStatus.SUSPECT
     assert desk.claim("c", 1, running=True, keep=("n8",)) == []
     assert desk.record("c").granted == (Place("n8", "10.0.0.8"),), "it has that already"
 
@@ -64,7 +73,7 @@ def test_a_breaker_that_was_closed_opens_again_only_for_one_more_node() -> None:
     )
     desk.claim("b", 1)
     assert desk.go(RESUME) != []
-    assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
+    assert desk.of(RepairRequest) == [RepairRequest("n2", "it failed on n2")]
     assert desk.granted()["b"] == ["n7"]
     fail(desk, "n8", seq=2)
     assert desk.state.breaker.reason.endswith(
@@ -86,8 +95,8 @@ def test_what_a_person_knew_of_is_forgotten_once_it_is_over() -> None:
 def test_what_people_quarantined_and_what_left_the_file_does_not_count() -> None:
     desk = Desk(*EIGHT, nodes_out=1)
     desk.claim("a", 8)
-    desk.go(*(QuarantineAsked(name, "dust", "grace") for name in ("n1", "n2", "n3")))
-    desk.go(Applied("act", EIGHT[:4], desk.limits))
+    desk.go(*(QuarantineCommand(name, "dust", "grace") for name in ("n1", "n2", "n3")))
+    desk.go(FleetFileContent("act", EIGHT[:4], desk.limits))
     assert len(desk.state.nodes) == 8
     assert not desk.state.breaker.is_open
 
@@ -105,7 +114,7 @@ def test_what_a_repair_could_not_mend_counts() -> None:
 
 def test_a_pause_stops_repairs_and_permits_and_nothing_else() -> None:
     desk = Desk()
-    desk.go(PauseAsked("new firmware", "grace"))
+    desk.go(PauseCommand("new firmware", "grace"))
     assert (desk.state.breaker.paused, desk.state.breaker.paused_since) == (
         "grace: new firmware",
         T0,
@@ -113,10 +122,10 @@ def test_a_pause_stops_repairs_and_permits_and_nothing_else() -> None:
     fail(desk, "n4")
     desk.claim("b", 1)
     assert desk.granted() == {"b": ["n2"]}
-    assert desk.of(StartRepair) == []
+    assert desk.of(RepairRequest) == []
     assert desk.go(permit("n3")) == []
-    desk.go(ResumeAsked("", ""))
-    assert desk.of(StartRepair) == [StartRepair("n4", "it failed on n4")]
+    desk.go(ResumeCommand("", ""))
+    assert desk.of(RepairRequest) == [RepairRequest("n4", "it failed on n4")]
     assert not desk.state.breaker.paused
     assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == [
         "grace paused repairs: new firmware",
@@ -130,13 +139,13 @@ def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
     if open_it:
         fail(desk, "n3", "n4")
     else:
-        desk.go(PauseAsked("", ""))
+        desk.go(PauseCommand("", ""))
     assert desk.go(permit("n2")) == []
     desk.now += timedelta(minutes=5)
     desk.go(RESUME)
     reason = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
-    assert desk.of(TellRepair) == [
-        TellRepair("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))
+    assert desk.of(PermitMessage) == [
+        PermitMessage("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))
     ]
     assert allowed(desk) == {"n2": False}
     desk.go(permit("n2", seq=2))
@@ -146,7 +155,7 @@ def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
 def asked_while_paused(desk: Desk) -> None:
     """The fleet repairs n4, which asked while repairs were paused; a person has resumed them."""
     fail(desk, "n4")
-    desk.go(began("n4"), PauseAsked("", "grace"), permit("n4"))
+    desk.go(began("n4"), PauseCommand("", "grace"), permit("n4"))
     desk.go(RESUME)
     assert allowed(desk) == {"n4": False}
 
@@ -157,9 +166,9 @@ def test_what_a_repair_came_to_that_had_to_ask_again_is_examined_anew(verdict: V
     asked_while_paused(desk)
     desk.now += timedelta(seconds=1)
     assert desk.go(ended("n4", "refused", verdict=verdict)) == [
-        StartRepair("n4", "it failed on n4")
+        RepairRequest("n4", "it failed on n4")
     ]
-    assert (desk.node("n4").standing, desk.node("n4").by) == (NodeStatus.REPAIRING, "job a")
+    assert (desk.node("n4").status, desk.node("n4").by) == (NodeStatus.REPAIRING, "job a")
 
 
 def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> None:
@@ -168,21 +177,21 @@ def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> 
     desk.go(permit("n4", seq=2))
     assert allowed(desk) == {"n4": True}
     desk.go(ended("n4", "refused"))
-    assert desk.node("n4").standing is NodeStatus.QUARANTINED
+    assert desk.node("n4").status is NodeStatus.QUARANTINED
 
 
 def test_a_repair_that_had_to_ask_again_and_proved_the_node_healthy_all_the_same_is_done() -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.go(ended("n4"))
-    assert desk.node("n4").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
 
 
 def test_a_person_s_quarantine_outlasts_a_repair_that_had_to_ask_again() -> None:
     desk = Desk()
     asked_while_paused(desk)
-    desk.go(QuarantineAsked("n4", "a fan", "grace"), ended("n4", "refused"))
-    assert (desk.node("n4").standing, desk.node("n4").by) == (NodeStatus.QUARANTINED, "grace")
+    desk.go(QuarantineCommand("n4", "a fan", "grace"), ended("n4", "refused"))
+    assert (desk.node("n4").status, desk.node("n4").by) == (NodeStatus.QUARANTINED, "grace")
 
 
 # --- permits
@@ -193,7 +202,9 @@ def test_a_repair_may_act_and_is_told_so_again_when_it_asks_again() -> None:
     desk.go(began("n2"))
     told = desk.go(permit("n2"))
     assert told == [
-        TellRepair("repair/gpus/n2", Permit("r1", 1, True, "repair 1 of 2 that may act at a time"))
+        PermitMessage(
+            "repair/gpus/n2", Permit("r1", 1, True, "repair 1 of 2 that may act at a time")
+        )
     ]
     assert desk.node("n2").repair_acts
     assert desk.go() == []
@@ -223,7 +234,7 @@ def test_a_request_by_a_repair_that_nobody_has_told_of_begins_it() -> None:
 
 def test_a_request_replaces_an_older_one_of_the_same_repair_and_not_a_newer_one() -> None:
     desk = Desk()
-    desk.go(PauseAsked("", ""))
+    desk.go(PauseCommand("", ""))
     desk.go(
         permit("n2", seq=1),
         permit("n2", seq=2),
@@ -237,8 +248,8 @@ def test_a_request_replaces_an_older_one_of_the_same_repair_and_not_a_newer_one(
 def test_a_repair_of_a_node_that_is_not_in_the_fleet_may_not_act() -> None:
     desk = Desk()
     desk.go(permit("n9"))
-    assert desk.of(TellRepair) == [
-        TellRepair("repair/gpus/n9", Permit("r1", 1, False, "n9 is not in fleet gpus"))
+    assert desk.of(PermitMessage) == [
+        PermitMessage("repair/gpus/n9", Permit("r1", 1, False, "n9 is not in fleet gpus"))
     ]
 
 
@@ -278,10 +289,10 @@ def test_the_newest_answers_are_kept() -> None:
     desk = Desk()
     for seq in range(1, 80):
         desk.go(permit("n2", seq=seq))
-    assert [one.permit.seq for one in desk.state.answered] == list(range(16, 80))
+    assert [one.permit.seq for one in desk.state.permits] == list(range(16, 80))
 
 
 def test_grants_come_with_permits_in_one_settling() -> None:
     desk = Desk()
     desk.learn(permit("n2"))
-    assert {type(order) for order in desk.claim("a", 1)} == {TellRepair, TellJob}
+    assert {type(order) for order in desk.claim("a", 1)} == {PermitMessage, GrantMessage}

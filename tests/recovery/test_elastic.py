@@ -350,19 +350,25 @@ def test_it_wants_its_fewest_and_takes_its_most() -> None:
     assert (
         wanted.nodes,
         wanted.most,
-        wanted.up_to,
+        wanted.max_nodes,
         wanted.had,
         wanted.more_at,
         wanted.running,
     ) == (2, 4, 4, 0, None, False)
     again = build_claim(elastic(3), 2, keep=("n1", "n3"), avoid=("n2",))
-    assert (again.nodes, again.most, again.up_to, again.had, again.running) == (2, 4, 4, 3, True)
+    assert (again.nodes, again.most, again.max_nodes, again.had, again.running) == (
+        2,
+        4,
+        4,
+        3,
+        True,
+    )
 
 
 def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
     job = replace(elastic(3), avoided=(Avoided("n8", "so", T0),))
     said = build_current_claim(job, 3, ("n1", "n2", "n3"))
-    assert (said.nodes, said.most, said.up_to, said.more_at, said.avoid) == (
+    assert (said.nodes, said.most, said.max_nodes, said.more_at, said.avoid) == (
         3,
         4,
         3,
@@ -370,7 +376,7 @@ def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
         ("n8",),
     )
     launching = build_current_claim(walk(job, (died(), "RESTART_IN_PLACE")), 4, ("n1", "n2", "n3"))
-    assert (launching.nodes, launching.up_to, launching.more_at, launching.avoid) == (
+    assert (launching.nodes, launching.max_nodes, launching.more_at, launching.avoid) == (
         3,
         3,
         None,
@@ -384,7 +390,7 @@ def test_a_job_of_one_size_says_what_it_always_said() -> None:
         build_current_claim(running(), 1, ("n1", "n2")),
         build_empty_claim(running(), 1),
     ):
-        assert (said.most, said.had, said.more_at, said.up_to) == (0, 0, None, said.nodes)
+        assert (said.most, said.had, said.more_at, said.max_nodes) == (0, 0, None, said.nodes)
     assert build_current_claim(running(), 1, ("n1", "n2")) == build_claim(
         running(), 1, keep=("n1", "n2")
     )

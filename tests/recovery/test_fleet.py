@@ -10,26 +10,32 @@ import pytest
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    FaultsReported,
-    JobsClosed,
-    JobsFound,
-    Looked,
-    QuarantineAsked,
-    Reclaimed,
-    Rejected,
-    ReleaseAsked,
+from relaunch.pool.events import (
+    ClaimEvent,
+    ClaimReminder,
+    DrainMessage,
+    EndedJobs,
+    FaultReportEvent,
+    FleetFileContent,
+    GrantMessage,
+    MalformedMessage,
+    Order,
+    ProbeOrder,
+    ProbeResults,
+    QuarantineCommand,
+    ReclaimOrder,
+    ReclaimResult,
+    ReleaseCommand,
+    RepairRequest,
+    RunningJobs,
 )
-from relaunch.pool.messages import Claim, FaultReport, Grant, Place, Withdraw
-from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob
-from relaunch.pool.scheduler import learn
+from relaunch.pool.messages import Claim, DrainRequest, FaultReport, Grant, Place
+from relaunch.pool.scheduler import apply_event
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from relaunch.spec.fleet import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
 
-DRAIN = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))
+DRAIN = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
 
 # --- a fleet that was started anew
@@ -39,30 +45,30 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
     None
 ):
     desk = Desk(begun=False)
-    desk.learn(Claimed(Claim("c", 1, 1, 1, since=T0)))
+    desk.learn(ClaimEvent(Claim("c", 1, 1, 1, since=T0)))
     assert desk.settle() == []
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert desk.grants("waiting")["c"].reason == "the file of fleet gpus has not been read yet"
-    desk.learn(Applied("act", desk.specs, desk.limits))
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits))
     assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert (
         desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks which jobs run"
     )
-    desk.learn(JobsFound(("a", "c", "b", "a")))
+    desk.learn(RunningJobs(("a", "c", "b", "a")))
     desk.busy = {"look"}
     desk.settle()
-    assert desk.orders == [AskToClaim("a"), AskToClaim("b")]
+    assert desk.orders == [ClaimReminder("a"), ClaimReminder("b")]
     desk.now += timedelta(seconds=6)
     desk.settle()
     assert (
         desk.grants("waiting")["c"].reason
         == "fleet gpus was started anew and asks the jobs what they hold: a, b"
     )
-    desk.learn(Claimed(Claim("a", 1, 7, 1, running=True, keep=("n1",), holds=(Place("n1"),))))
-    desk.learn(Claimed(Claim("b", 1, 3, 0)))
+    desk.learn(ClaimEvent(Claim("a", 1, 7, 1, running=True, keep=("n1",), holds=(Place("n1"),))))
+    desk.learn(ClaimEvent(Claim("b", 1, 3, 0)))
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert (
@@ -77,11 +83,11 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
 
 def test_a_job_that_keeps_what_it_has_waits_for_nothing_where_a_fleet_has_begun_anew() -> None:
     desk = Desk(begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("a", "b")))
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(("a", "b")))
     desk.settle()
     desk.claim("a", 2, running=True, keep=("n1", "n2"))
-    assert desk.of(TellJob) == []
-    assert not desk.record("a").waits
+    assert desk.of(GrantMessage) == []
+    assert not desk.record("a").is_waiting
 
 
 def test_a_job_that_does_not_say_what_it_holds_is_waited_for_half_a_minute_and_its_ranks_are_left_alone() -> (
@@ -106,9 +112,9 @@ def test_jobs_that_are_looked_up_again_are_awaited_unless_they_have_spoken() -> 
     desk = Desk(jobs=("a", "b", "c"))
     desk.claim("a", 1)
     desk.claim("b", 0)
-    settles = desk.state.settles_at
-    assert desk.go(JobsFound(("a", "b", "d"))) == [AskToClaim("d")]
-    assert (desk.state.awaited, desk.state.settles_at) == (("d",), settles)
+    settles = desk.state.awaited_until
+    assert desk.go(RunningJobs(("a", "b", "d"))) == [ClaimReminder("d")]
+    assert (desk.state.awaited_jobs, desk.state.awaited_until) == (("d",), settles)
 
 
 def test_a_job_that_ended_without_a_word_is_no_longer_awaited_once_it_is_not_found_any_more() -> (
@@ -119,22 +125,25 @@ def test_a_job_that_ended_without_a_word_is_no_longer_awaited_once_it_is_not_fou
     desk.look()
     desk.claim("b", 1)
     assert "b" not in desk.granted()
-    assert desk.go(JobsFound(("b",))) != []
-    assert desk.state.awaited == ()
-    assert (desk.granted(), desk.of(Reclaim)) == ({"b": ["n2"]}, [Reclaim("a", 1, ("n1",))])
+    assert desk.go(RunningJobs(("b",))) != []
+    assert desk.state.awaited_jobs == ()
+    assert (desk.granted(), desk.of(ReclaimOrder)) == (
+        {"b": ["n2"]},
+        [ReclaimOrder("a", 1, ("n1",))],
+    )
 
 
 def test_nothing_is_repaired_before_it_is_known_who_holds_it() -> None:
     desk = Desk(jobs=("b",))
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
-    assert desk.of(StartRepair) == []
+    assert desk.of(RepairRequest) == []
     desk.claim("b", 0)
-    assert desk.of(StartRepair) == [StartRepair("n1", "it failed on n1")]
+    assert desk.of(RepairRequest) == [RepairRequest("n1", "it failed on n1")]
 
 
 def test_a_look_that_fails_is_ordered_again() -> None:
     desk = Desk(begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()))
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()))
     assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     assert desk.settle() == []
     assert desk.wakes_in() == 2
@@ -150,8 +159,8 @@ def test_all_nodes_are_looked_at_every_minute() -> None:
     assert desk.settle() == []
     assert desk.wakes_in() == 1
     desk.busy = set()
-    assert desk.settle() == [Look(("n1", "n2", "n3", "n4"))]
-    assert desk.state.looks == 2
+    assert desk.settle() == [ProbeOrder(("n1", "n2", "n3", "n4"))]
+    assert desk.state.probe_count == 2
 
 
 # --- claims
@@ -159,17 +168,17 @@ def test_all_nodes_are_looked_at_every_minute() -> None:
 
 def test_claims_that_come_twice_late_or_after_their_withdrawal_change_nothing() -> None:
     desk = Desk()
-    first = Claimed(Claim("a", 2, 1, 1, since=T0))
+    first = ClaimEvent(Claim("a", 2, 1, 1, since=T0))
     desk.go(first)
     desk.claim("a", 2, seq=2, submission=2, holds=("n1",))
     known = desk.state
-    for old in (first, Claimed(Claim("a", 1, 9, 3))):
+    for old in (first, ClaimEvent(Claim("a", 1, 9, 3))):
         assert is_only_told_its_number(desk.go(old))
         assert desk.state == known
     desk.claim("a", 0, seq=3, submission=2)
     assert desk.state.claims == ()
     gone = desk.state
-    for old in (first, Claimed(Claim("a", 2, 3, 0)), Claimed(Claim("a", 1, 9, 3))):
+    for old in (first, ClaimEvent(Claim("a", 2, 3, 0)), ClaimEvent(Claim("a", 1, 9, 3))):
         assert is_only_told_its_number(desk.go(old))
         assert desk.state == gone
     desk.claim("a", 1, seq=4, submission=2)
@@ -178,7 +187,7 @@ def test_claims_that_come_twice_late_or_after_their_withdrawal_change_nothing() 
 
 def is_only_told_its_number(orders: list[Order]) -> bool:
     """Whether nothing was ordered, or a job was told that a later submission is known, which one that has ended does not hear."""
-    return all(isinstance(order, TellJob) and order.grant.kind == "behind" for order in orders)
+    return all(isinstance(order, GrantMessage) and order.grant.kind == "behind" for order in orders)
 
 
 def test_a_job_that_says_the_same_again_is_told_the_same_again() -> None:
@@ -234,8 +243,8 @@ def test_a_new_submission_has_what_the_old_one_had_and_stops_its_ranks_first() -
     assert desk.grants()["a"].holding == ("n3",)
     desk.living.clear()
     desk.claim("a", 1, seq=3, submission=2, gpus=4, running=True, keep=("n1",))
-    assert desk.node("n3").look == NodeProbe(
-        "n3", boot_id="boot", living=(LiveGeneration("a", 1, 1),)
+    assert desk.node("n3").probe == NodeProbe(
+        "n3", boot_id="boot", generations=(LiveGeneration("a", 1, 1),)
     )
     desk.wait(seconds=11)
     assert desk.granted() == {"b": ["n2", "n3", "n4"]}
@@ -275,9 +284,9 @@ def test_ranks_of_an_old_submission_are_stopped_by_the_fleet_when_the_new_one_ha
     desk.living["n3"] = (LiveGeneration("b", 1, 1),)
     desk.look()
     desk.claim("b", 1, submission=2, since=T0 + timedelta(hours=1))
-    assert desk.of(Reclaim) == [Reclaim("b", 1, ("n1", "n2", "n3"))]
+    assert desk.of(ReclaimOrder) == [ReclaimOrder("b", 1, ("n1", "n2", "n3"))]
     desk.living.clear()
-    desk.go(Reclaimed("b", 1, ("n1", "n2", "n3")))
+    desk.go(ReclaimResult("b", 1, ("n1", "n2", "n3")))
     assert desk.granted() == {"first": ["n1", "n2", "n3", "n4"]}
 
 
@@ -286,10 +295,10 @@ def test_ranks_of_an_old_submission_are_stopped_for_a_new_one_that_ends_without_
 ):
     desk = Desk()
     desk.claim("a", 2)
-    assert desk.claim("a", 0, submission=2) == [Reclaim("a", 2, ("n1", "n2"))]
-    desk.go(Reclaimed("a", 2, ("n1",)))
+    assert desk.claim("a", 0, submission=2) == [ReclaimOrder("a", 2, ("n1", "n2"))]
+    desk.go(ReclaimResult("a", 2, ("n1",)))
     assert desk.record("a").places == (Place("n2", "10.0.0.2"),)
-    desk.go(Reclaimed("a", 2, ("n2",)))
+    desk.go(ReclaimResult("a", 2, ("n2",)))
     assert desk.state.claims == ()
 
 
@@ -299,7 +308,7 @@ def test_ranks_of_an_old_submission_that_come_to_light_later_are_stopped() -> No
     desk.claim("w", 4)
     desk.living["n3"] = (LiveGeneration("a", 1, 5), LiveGeneration("w", 0, 2))
     desk.wait(minutes=1)
-    assert desk.of(Reclaim) == [Reclaim("a", 1, ("n3",)), Reclaim("w", 0, ("n3",))]
+    assert desk.of(ReclaimOrder) == [ReclaimOrder("a", 1, ("n3",)), ReclaimOrder("w", 0, ("n3",))]
 
 
 def test_ranks_of_a_submission_that_is_newer_than_its_claim_are_left_alone() -> None:
@@ -307,8 +316,8 @@ def test_ranks_of_a_submission_that_is_newer_than_its_claim_are_left_alone() -> 
     desk.claim("a", 1)
     desk.living["n3"] = (LiveGeneration("a", 2, 1),)
     assert desk.wait(minutes=1) == []
-    assert [type(order) for order in desk.go(JobsClosed((("a", 1),)))] == [Reclaim]
-    assert desk.orders == [Reclaim("a", 1, ("n1",))]
+    assert [type(order) for order in desk.go(EndedJobs((("a", 1),)))] == [ReclaimOrder]
+    assert desk.orders == [ReclaimOrder("a", 1, ("n1",))]
 
 
 # --- jobs that closed, and ranks that nobody answers for
@@ -319,19 +328,19 @@ def test_what_a_closed_job_held_is_free_when_its_ranks_are_stopped() -> None:
     desk.claim("a", 2, holds=("n3",))
     desk.living["n4"] = (LiveGeneration("a", 1, 1),)
     desk.look()
-    assert desk.go(JobsClosed((("a", 1), ("z", 1)))) == [Reclaim("a", 1, ("n1", "n3", "n4"))]
+    assert desk.go(EndedJobs((("a", 1), ("z", 1)))) == [ReclaimOrder("a", 1, ("n1", "n3", "n4"))]
     desk.busy = {"reclaim/a/1"}
     assert desk.wait(minutes=1) == []
     desk.busy = set()
-    assert desk.go() == [Reclaim("a", 1, ("n1", "n3", "n4"))]
+    assert desk.go() == [ReclaimOrder("a", 1, ("n1", "n3", "n4"))]
     assert desk.wakes_in() == 10
     assert desk.wait(seconds=9) == []
-    assert desk.wait(seconds=1) == [Reclaim("a", 1, ("n1", "n3", "n4"))]
+    assert desk.wait(seconds=1) == [ReclaimOrder("a", 1, ("n1", "n3", "n4"))]
     desk.claim("b", 3)
     desk.living.clear()
-    desk.go(Reclaimed("a", 1, ("n3", "n4")))
+    desk.go(ReclaimResult("a", 1, ("n3", "n4")))
     assert desk.granted() == {"b": ["n2", "n3", "n4"]}
-    desk.go(Reclaimed("a", 1, ("n1",)))
+    desk.go(ReclaimResult("a", 1, ("n1",)))
     assert [record.claim.job for record in desk.state.claims] == ["b"]
 
 
@@ -339,7 +348,7 @@ def test_a_closed_job_that_has_nothing_is_forgotten() -> None:
     desk = Desk()
     desk.claim("a", 4)
     desk.claim("w", 1)
-    desk.go(JobsClosed((("w", 1),)))
+    desk.go(EndedJobs((("w", 1),)))
     assert [record.claim.job for record in desk.state.claims] == ["a"]
     assert desk.claim("w", 1) == []
 
@@ -347,7 +356,7 @@ def test_a_closed_job_that_has_nothing_is_forgotten() -> None:
 def test_a_job_that_speaks_again_was_not_closed() -> None:
     desk = Desk()
     desk.claim("a", 1)
-    desk.go(JobsClosed((("a", 1),)))
+    desk.go(EndedJobs((("a", 1),)))
     desk.busy = {"reclaim/a/1"}
     desk.claim("a", 1, seq=2, holds=("n1",))
     assert (
@@ -355,7 +364,7 @@ def test_a_job_that_speaks_again_was_not_closed() -> None:
         == "ranks of job a itself, which nobody answered for, are being stopped"
     )
     desk.busy = set()
-    desk.go(Reclaimed("a", 1, ("n1",)))
+    desk.go(ReclaimResult("a", 1, ("n1",)))
     assert desk.granted() == {"a": ["n1"]}
     assert desk.record("a").claim.holds == (Place("n1"),)
 
@@ -363,22 +372,22 @@ def test_a_job_that_speaks_again_was_not_closed() -> None:
 def test_a_new_submission_takes_over_from_a_closed_one() -> None:
     desk = Desk()
     desk.claim("a", 2)
-    desk.go(JobsClosed((("a", 1),)))
+    desk.go(EndedJobs((("a", 1),)))
     desk.claim("a", 1, submission=2)
     assert desk.grants()["a"].holding == ("n1", "n2")
-    desk.go(Reclaimed("a", 1, ("n2", "n1")))
+    desk.go(ReclaimResult("a", 1, ("n2", "n1")))
     assert desk.record("a").places == (Place("n1", "10.0.0.1"),)
     known = desk.state
-    assert desk.go(Reclaimed("a", 3, ("n3",))) == []
+    assert desk.go(ReclaimResult("a", 3, ("n3",))) == []
     assert desk.state == known
 
 
 def test_ranks_of_a_job_that_nobody_knows_are_stopped() -> None:
     desk = Desk()
     desk.living["n2"] = desk.living["n4"] = (LiveGeneration("ghost", 7, 1),)
-    assert desk.wait(minutes=1) == [Reclaim("ghost", 7, ("n2", "n4"))]
+    assert desk.wait(minutes=1) == [ReclaimOrder("ghost", 7, ("n2", "n4"))]
     desk.living.clear()
-    desk.learn(Reclaimed("ghost", 7, ("n2", "n4")))
+    desk.learn(ReclaimResult("ghost", 7, ("n2", "n4")))
     desk.settle()
     desk.claim("a", 4)
     assert desk.granted() == {"a": ["n1", "n2", "n3", "n4"]}
@@ -391,14 +400,14 @@ def test_a_look_from_before_a_job_gave_its_nodes_back_gets_nothing_stopped() -> 
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     assert desk.go() == []
-    assert desk.wait(minutes=1) == [Reclaim("a", 1, ("n1",))]
+    assert desk.wait(minutes=1) == [ReclaimOrder("a", 1, ("n1",))]
 
 
 def test_nothing_is_stopped_before_it_is_known_which_jobs_run() -> None:
     desk = Desk(begun=False)
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
-    assert desk.go(Applied("act", desk.specs, desk.limits)) == []
-    assert desk.go(JobsFound(())) == [Reclaim("a", 1, ("n1",))]
+    assert desk.go(FleetFileContent("act", desk.specs, desk.limits)) == []
+    assert desk.go(RunningJobs(())) == [ReclaimOrder("a", 1, ("n1",))]
 
 
 # --- marks
@@ -419,23 +428,23 @@ def test_hardware_evidence_takes_a_node_out_of_service_and_has_it_repaired_when_
         holds=("n1", "n2"),
         suspects=(said, suspect("n9")),
     )
-    assert (desk.node("n1").standing, desk.node("n1").by, desk.node("n1").reason) == (
+    assert (desk.node("n1").status, desk.node("n1").by, desk.node("n1").reason) == (
         NodeStatus.SUSPECT,
         "job a",
         "Xid 79 on n1",
     )
     assert desk.granted() == {"a": ["n2", "n3"]}
-    assert desk.of(StartRepair) == []
+    assert desk.of(RepairRequest) == []
     desk.claim("a", 2, seq=3, running=True, keep=("n2", "n3"), suspects=(said,))
-    assert desk.of(StartRepair) == [StartRepair("n1", "Xid 79 on n1", ("0000:05:00",))]
-    assert desk.node("n1").standing is NodeStatus.REPAIRING
+    assert desk.of(RepairRequest) == [RepairRequest("n1", "Xid 79 on n1", ("0000:05:00",))]
+    assert desk.node("n1").status is NodeStatus.REPAIRING
     assert desk.go() == []
     assert desk.go(began("n1")) == []
     desk.go(ended("n1"))
-    assert (desk.node("n1").standing, desk.node("n1").repair) == (NodeStatus.IN_SERVICE, "")
+    assert (desk.node("n1").status, desk.node("n1").repair) == (NodeStatus.IN_SERVICE, "")
     assert desk.node("n1").marks[0].retracted == "examined healthy after a repair"
     desk.claim("a", 2, seq=4, running=True, keep=("n2", "n3"), suspects=(said,))
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
 
 
 def test_a_suspect_on_which_ranks_live_is_looked_at_until_they_are_gone() -> None:
@@ -444,19 +453,19 @@ def test_a_suspect_on_which_ranks_live_is_looked_at_until_they_are_gone() -> Non
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.claim("a", 1, seq=2, running=True, avoid=("n1",), suspects=(suspect("n1", isolate=True),))
-    assert desk.of(StartRepair) == []
+    assert desk.of(RepairRequest) == []
     del desk.living["n1"]
     assert desk.wakes_in() == 60
-    assert desk.wait(seconds=2) == [StartRepair("n1", "it failed on n1")]
+    assert desk.wait(seconds=2) == [RepairRequest("n1", "it failed on n1")]
 
 
 def test_evidence_that_becomes_certain_counts_from_then_on() -> None:
     desk = Desk()
     desk.claim("a", 1, suspects=(suspect("n4"),))
     desk.claim("a", 1, seq=2, suspects=(suspect("n4"),), holds=("n1",))
-    assert desk.node("n4").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
     desk.claim("a", 1, seq=3, suspects=(suspect("n4", isolate=True),), holds=("n1",))
-    assert desk.node("n4").standing is NodeStatus.REPAIRING
+    assert desk.node("n4").status is NodeStatus.REPAIRING
     assert len(desk.node("n4").marks) == 1
 
 
@@ -469,7 +478,7 @@ def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_
     desk = Desk()
     first = suspect("n1", 1, cause, code="exit 1", isolate=True)
     desk.claim("a", 1, holds=("n1",), suspects=(first,))
-    assert desk.node("n1").standing is NodeStatus.SUSPECT
+    assert desk.node("n1").status is NodeStatus.SUSPECT
     desk.claim(
         "a",
         1,
@@ -477,13 +486,13 @@ def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_
         holds=("n1", "n2"),
         suspects=(suspect("n2", 1, cause, code="exit 1"), suspect("n3", 2, cause, code="exit 2")),
     )
-    assert desk.node("n1").standing is NodeStatus.SUSPECT
+    assert desk.node("n1").status is NodeStatus.SUSPECT
     desk.claim(
         "a", 1, seq=3, holds=("n1", "n2"), suspects=(first, suspect("n2", 2, cause, code="exit 1"))
     )
     (mark,) = desk.node("n1").marks
     assert mark.retracted == ("the fault followed job a to n2" if follows else "")
-    assert desk.node("n1").standing is (NodeStatus.IN_SERVICE if follows else NodeStatus.SUSPECT)
+    assert desk.node("n1").status is (NodeStatus.IN_SERVICE if follows else NodeStatus.SUSPECT)
     assert desk.node("n3").marks[0].retracted == ""
 
 
@@ -496,7 +505,7 @@ def test_a_suspect_with_other_evidence_stays_one_when_a_fault_moves_on() -> None
         "",
         "the fault followed job a to n2",
     ]
-    assert desk.node("n1").standing is NodeStatus.SUSPECT
+    assert desk.node("n1").status is NodeStatus.SUSPECT
 
 
 def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None:
@@ -506,12 +515,12 @@ def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None
     )
     for job, cause, code in (("a", Cause.UNKNOWN, "exit 1"), ("b", Cause.HANG, "")):
         desk.claim(job, 1, suspects=(suspect("n4", 1, cause, code=code),))
-        assert desk.node("n4").standing is NodeStatus.IN_SERVICE
+        assert desk.node("n4").status is NodeStatus.IN_SERVICE
     desk.claim("c", 0, suspects=(suspect("n4", 1, Cause.UNKNOWN, code="exit 2"),))
     node = desk.node("n4")
-    assert (node.standing, node.by) == (NodeStatus.REPAIRING, "relaunch")
+    assert (node.status, node.by) == (NodeStatus.REPAIRING, "relaunch")
     assert node.reason == "3 jobs failed on it within 24h: a (exit 1), b (HANG), c (exit 2)"
-    assert desk.of(StartRepair) == [StartRepair("n4", node.reason)]
+    assert desk.of(RepairRequest) == [RepairRequest("n4", node.reason)]
 
 
 def test_a_node_keeps_its_newest_marks_and_one_that_is_older_than_those_changes_nothing() -> None:
@@ -522,7 +531,7 @@ def test_a_node_keeps_its_newest_marks_and_one_that_is_older_than_those_changes_
     assert [mark.generation for mark in desk.node("n4").marks] == list(range(5, 25))
     assert desk.node("n4").marks[0].reason == "GPU_FATAL"
     desk.claim("a", 1, seq=30, holds=("n1",), suspects=(suspect("n4", 1, isolate=True),))
-    assert desk.node("n4").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
 
 
 # --- repairs
@@ -531,7 +540,7 @@ def test_a_node_keeps_its_newest_marks_and_one_that_is_older_than_those_changes_
 def test_the_oldest_suspects_are_repaired_first_and_not_more_than_the_limit() -> None:
     desk = Desk(repairs_at_once=2)
     desk.claim("a", 1, seq=1, holds=("n1",), suspects=(suspect("n4", isolate=True),))
-    desk.go(ended("n4", "refused"), ReleaseAsked("n4", "ok", "grace"))
+    desk.go(ended("n4", "refused"), ReleaseCommand("n4", "ok", "grace"))
     desk.learn(began("n2", by="grace"))
     desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n3", 2, isolate=True),))
     desk.now += timedelta(seconds=1)
@@ -542,14 +551,14 @@ def test_the_oldest_suspects_are_repaired_first_and_not_more_than_the_limit() ->
         holds=("n1",),
         suspects=(suspect("n4", 3, isolate=True), suspect("n2", 3, isolate=True)),
     )
-    assert desk.node("n3").standing is NodeStatus.REPAIRING
-    assert desk.of(StartRepair) == []
+    assert desk.node("n3").status is NodeStatus.REPAIRING
+    assert desk.of(RepairRequest) == []
     assert desk.go(ended("n3", "refused", reason="it needs a technician")) == [
-        StartRepair("n4", "it failed on n4")
+        RepairRequest("n4", "it failed on n4")
     ]
-    assert (desk.node("n3").standing, desk.node("n3").by) == (NodeStatus.QUARANTINED, "relaunch")
+    assert (desk.node("n3").status, desk.node("n3").by) == (NodeStatus.QUARANTINED, "relaunch")
     assert desk.node("n3").reason == "repair refused: it needs a technician"
-    assert desk.go(ended("n2", job="a")) == [StartRepair("n2", "it failed on n2")]
+    assert desk.go(ended("n2", job="a")) == [RepairRequest("n2", "it failed on n2")]
 
 
 def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fleet_waited_for_it() -> (
@@ -557,10 +566,10 @@ def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fle
 ):
     desk = Desk()
     desk.go(began("n1"), ended("n1", "refused", job="a"))
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n2", isolate=True),))
     desk.go(began("n2"), ended("n2", "done", job="a"))
-    assert desk.node("n2").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n2").status is NodeStatus.IN_SERVICE
 
 
 @pytest.mark.parametrize(
@@ -579,7 +588,7 @@ def test_a_person_s_repair_that_is_refused_takes_no_node_out_of_service_that_was
     desk = Desk()
     end = {"by": "grace", "reason": "job a runs there", **more}
     desk.go(began("n2", by="grace"), ended("n2", outcome, **end))
-    assert (desk.node("n2").standing, desk.node("n2").repair) == (standing, "")
+    assert (desk.node("n2").status, desk.node("n2").repair) == (standing, "")
     stays = standing is NodeStatus.IN_SERVICE
     notice = "2026-03-01T12:00+00:00 n2 stays in service, its repair was refused: job a runs there"
     assert desk.state.notices == ((notice,) if stays else ())
@@ -642,32 +651,32 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
     desk.go()
     assert desk.wakes_in() == 10
     desk.wait(seconds=10)
-    assert (desk.node("n1").standing, desk.node("n1").reason) == (
+    assert (desk.node("n1").status, desk.node("n1").reason) == (
         NodeStatus.QUARANTINED,
         "nobody told how its repair ended",
     )
-    assert (desk.node("n2").standing, desk.node("n2").repair) == (NodeStatus.IN_SERVICE, "")
+    assert (desk.node("n2").status, desk.node("n2").repair) == (NodeStatus.IN_SERVICE, "")
     assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
 
 
 def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -> None:
     desk = Desk()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
-    desk.go(began("n1"), QuarantineAsked("n1", "a technician comes", "grace"), ended("n1"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
+    desk.go(began("n1"), QuarantineCommand("n1", "a technician comes", "grace"), ended("n1"))
+    assert (desk.node("n1").status, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     desk.go(began("n1", "r2", by="grace"), ended("n1", "refused", "r2", by="grace"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
+    assert (desk.node("n1").status, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     desk.go(began("n1", "r3", by="grace"), ended("n1", "done", "r3", by="grace"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
+    assert (desk.node("n1").status, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     assert desk.node("n1").verdict is Verdict.HEALTHY
-    desk.go(ReleaseAsked("n1", "the technician was there", "grace"))
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    desk.go(ReleaseCommand("n1", "the technician was there", "grace"))
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
 
 
 def test_nodes_that_are_out_of_service_wake_nobody() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.silent["n1"] = "it is off"
-    desk.go(QuarantineAsked("n1", "dust", "grace"))
+    desk.go(QuarantineCommand("n1", "dust", "grace"))
     desk.wait(minutes=1)
     desk.claim("a", 2)
     assert desk.wakes_in() == 60
@@ -680,19 +689,19 @@ def test_the_file_may_add_change_and_reorder_nodes() -> None:
     desk = Desk()
     desk.claim("a", 1)
     specs = (*nodes("n9"), *nodes("n2", "n1", gpus=4))
-    desk.go(Applied("observe", specs, FleetLimits(nodes_out=3)))
+    desk.go(FleetFileContent("observe", specs, FleetLimits(nodes_out=3)))
     assert [node.spec for node in desk.state.nodes] == list(specs)
     assert (desk.state.repairs, desk.state.limits.nodes_out) == ("observe", 3)
-    assert desk.node("n2").look is not None
+    assert desk.node("n2").probe is not None
 
 
 def test_a_node_that_left_the_file_goes_when_nobody_is_on_it() -> None:
     desk = Desk()
     desk.claim("a", 1)
     desk.claim("b", 0, suspects=(suspect("n4", isolate=True),))
-    desk.go(QuarantineAsked("n1", "dust", "grace"))
-    desk.go(Applied("act", nodes("n3"), desk.limits))
-    assert [(node.name, node.standing, node.by) for node in desk.state.nodes] == [
+    desk.go(QuarantineCommand("n1", "dust", "grace"))
+    desk.go(FleetFileContent("act", nodes("n3"), desk.limits))
+    assert [(node.name, node.status, node.by) for node in desk.state.nodes] == [
         ("n3", NodeStatus.IN_SERVICE, ""),
         ("n1", NodeStatus.QUARANTINED, "grace"),
         ("n4", NodeStatus.REPAIRING, "job b"),
@@ -706,16 +715,16 @@ def test_a_node_that_left_the_file_goes_when_nobody_is_on_it() -> None:
 def test_a_node_that_comes_back_into_the_file_is_what_it_was() -> None:
     desk = Desk()
     desk.claim("a", 2, holds=("n1", "n2"), suspects=(suspect("n2", isolate=True),))
-    desk.go(Applied("act", nodes("n3"), desk.limits))
+    desk.go(FleetFileContent("act", nodes("n3"), desk.limits))
     left = [(node.name, node.reason, node.by) for node in desk.state.nodes[1:]]
     assert left == [
         (name, "it is no longer in the fleet file", "fleet file") for name in ("n1", "n2")
     ]
-    desk.go(ReleaseAsked("n1", "why not", "grace"))
-    assert desk.node("n1").standing is NodeStatus.QUARANTINED
-    desk.go(Applied("act", desk.specs, desk.limits))
-    assert (desk.node("n1").standing, desk.node("n1").gone) == (NodeStatus.IN_SERVICE, False)
-    assert (desk.node("n2").standing, desk.node("n2").reason) == (
+    desk.go(ReleaseCommand("n1", "why not", "grace"))
+    assert desk.node("n1").status is NodeStatus.QUARANTINED
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert (desk.node("n1").status, desk.node("n1").is_removed) == (NodeStatus.IN_SERVICE, False)
+    assert (desk.node("n2").status, desk.node("n2").reason) == (
         NodeStatus.SUSPECT,
         "it failed on n2",
     )
@@ -723,7 +732,7 @@ def test_a_node_that_comes_back_into_the_file_is_what_it_was() -> None:
 
 def test_a_file_that_names_no_node_takes_none_away() -> None:
     desk = Desk()
-    desk.go(Applied("act", (), desk.limits))
+    desk.go(FleetFileContent("act", (), desk.limits))
     assert len(desk.state.nodes) == 4
     assert desk.state.notices[-1].endswith(
         "the file of fleet gpus names no node: its 4 nodes stay as they are"
@@ -743,14 +752,14 @@ def test_a_node_that_moves_while_a_job_has_it_is_told(change: dict[str, Any], no
     desk.claim("a", 1, running=True, keep=("n2",))
     moved = tuple(spec.model_copy(update=change) for spec in desk.specs)
     before = len(desk.state.notices)
-    desk.go(Applied("act", moved, desk.limits))
+    desk.go(FleetFileContent("act", moved, desk.limits))
     (notice,) = desk.state.notices[before:]
     was = desk.specs[1].address
     assert f"n2 is {now.format(was=was)} now and was {was}, while job a has it" in notice
     assert notice.endswith("or end its ranks there and `nodes declare-dead` it"), (
         "whole, for a notice is cut off"
     )
-    desk.go(Applied("act", moved, desk.limits))
+    desk.go(FleetFileContent("act", moved, desk.limits))
     assert len(desk.state.notices) == before + 1, "and it is told once"
 
 
@@ -760,7 +769,7 @@ def test_many_nodes_that_move_are_a_few_notices() -> None:
     desk.claim("a", 6, running=True, keep=names)
     before = len(desk.state.notices)
     desk.go(
-        Applied(
+        FleetFileContent(
             "act",
             tuple(spec.model_copy(update={"user": "train"}) for spec in desk.specs),
             desk.limits,
@@ -778,18 +787,18 @@ def test_a_person_quarantines_a_node_and_has_it_left_and_takes_it_back() -> None
     desk.claim("a", 2, gpus=2)
     desk.claim("b", 1, gpus=2)
     desk.claim("c", 1, gpus=2, holds=("n1",))
-    desk.go(JobsClosed((("c", 1),)))
+    desk.go(EndedJobs((("c", 1),)))
     desk.busy = {"reclaim/c/1"}
     until = T0 + timedelta(minutes=30)
-    withdraw = Withdraw("n1", "a fan", "grace", until)
-    assert desk.go(DRAIN) == [AskToLeave("a", withdraw), AskToLeave("b", withdraw)]
+    withdraw = DrainRequest("n1", "a fan", "grace", until)
+    assert desk.go(DRAIN) == [DrainMessage("a", withdraw), DrainMessage("b", withdraw)]
     assert desk.go(DRAIN) == []
     assert (
         desk.state.notices[0]
         == "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
     )
     node = desk.node("n1")
-    assert (node.standing, node.reason, node.by, node.since) == (
+    assert (node.status, node.reason, node.by, node.since) == (
         NodeStatus.QUARANTINED,
         "a fan",
         "grace",
@@ -797,25 +806,27 @@ def test_a_person_quarantines_a_node_and_has_it_left_and_takes_it_back() -> None
     )
     desk.now += timedelta(minutes=1)
     later = replace(withdraw, until=until + timedelta(minutes=1))
-    assert desk.go(DRAIN) == [AskToLeave("a", later), AskToLeave("b", later)]
-    desk.go(ReleaseAsked("n1", "", ""))
+    assert desk.go(DRAIN) == [DrainMessage("a", later), DrainMessage("b", later)]
+    desk.go(ReleaseCommand("n1", "", ""))
     node = desk.node("n1")
-    assert (node.standing, node.drain, node.told) == (NodeStatus.IN_SERVICE, None, ())
+    assert (node.status, node.drain, node.asked_jobs) == (NodeStatus.IN_SERVICE, None, ())
     assert desk.state.notices[-1] == "2026-03-01T12:01+00:00 a person released n1: no reason given"
 
 
 def test_a_release_takes_the_marks_off_a_suspect() -> None:
     desk = Desk()
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n1", isolate=True),))
-    desk.go(ReleaseAsked("n1", "a loose cable", "grace"))
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    desk.go(ReleaseCommand("n1", "a loose cable", "grace"))
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
     assert desk.node("n1").marks[0].retracted == "grace released it: a loose cable"
 
 
 def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands_is_noted() -> None:
     desk = Desk()
     desk.go(
-        QuarantineAsked("n9", "", ""), ReleaseAsked("n9", "", "grace"), Rejected("claim", "no job")
+        QuarantineCommand("n9", "", ""),
+        ReleaseCommand("n9", "", "grace"),
+        MalformedMessage("claim", "no job"),
     )
     assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == [
         "a person asked to quarantine n9, which is not in fleet gpus",
@@ -823,7 +834,7 @@ def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands
         "claim: no job",
     ]
     for _ in range(60):
-        desk.learn(Rejected("claim", "no job"))
+        desk.learn(MalformedMessage("claim", "no job"))
     assert len(desk.state.notices) == 50
 
 
@@ -833,25 +844,25 @@ def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands
 @pytest.mark.parametrize(
     "fact",
     [
-        Claimed(
+        ClaimEvent(
             Claim(
                 "a", 1, 1, 1, suspects=(suspect("n1", isolate=True), suspect("n2", 1, Cause.HANG))
             )
         ),
-        Claimed(Claim("a", 1, 1, 0)),
-        Claimed(Claim("b", 1, 1, 2)),
-        Claimed(Claim("b", 2, 1, 0)),
-        Looked(
+        ClaimEvent(Claim("a", 1, 1, 0)),
+        ClaimEvent(Claim("b", 1, 1, 2)),
+        ClaimEvent(Claim("b", 2, 1, 0)),
+        ProbeResults(
             (
                 NodeProbe("n1", "off"),
-                NodeProbe("n2", living=(LiveGeneration("b", 1, 1),)),
+                NodeProbe("n2", generations=(LiveGeneration("b", 1, 1),)),
                 NodeProbe("n9"),
             )
         ),
-        Applied("act", nodes("n3", "n5"), FleetLimits()),
-        JobsClosed((("b", 1),)),
-        JobsFound(("b", "x")),
-        Reclaimed("b", 1, ("n1",)),
+        FleetFileContent("act", nodes("n3", "n5"), FleetLimits()),
+        EndedJobs((("b", 1),)),
+        RunningJobs(("b", "x")),
+        ReclaimResult("b", 1, ("n1",)),
         began("n1"),
         ended("n1"),
         DRAIN,
@@ -861,16 +872,16 @@ def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands
 def test_what_is_learned_twice_changes_nothing(fact: Any) -> None:
     desk = Desk()
     desk.claim("b", 2)
-    once = learn(desk.state, fact, desk.now)
-    twice = learn(once, fact, desk.now)
+    once = apply_event(desk.state, fact, desk.now)
+    twice = apply_event(once, fact, desk.now)
     assert replace(twice, notices=()) == replace(once, notices=())
 
 
 def test_every_grant_answers_the_newest_claim() -> None:
     desk = Desk()
-    desk.learn(Claimed(Claim("a", 1, 1, 2)), Claimed(Claim("a", 1, 2, 1)))
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 2)), ClaimEvent(Claim("a", 1, 2, 1)))
     assert desk.settle() == [
-        TellJob("a", Grant(1, 2, "granted", (Place("n1", "10.0.0.1"),), "n1 joined"))
+        GrantMessage("a", Grant(1, 2, "granted", (Place("n1", "10.0.0.1"),), "n1 joined"))
     ]
 
 
@@ -909,9 +920,9 @@ def test_a_reported_fault_counts_like_a_claimed_one_and_changes_no_claim() -> No
     desk = Desk()
     desk.claim("a", 2)
     before = desk.record("a")
-    report = FaultsReported(FaultReport("a", 1, (suspect("n1", isolate=True), suspect("n9"))))
+    report = FaultReportEvent(FaultReport("a", 1, (suspect("n1", isolate=True), suspect("n9"))))
     desk.go(report)
-    assert desk.node("n1").standing is NodeStatus.SUSPECT
+    assert desk.node("n1").status is NodeStatus.SUSPECT
     assert [(mark.job, mark.generation, mark.isolated) for mark in desk.node("n1").marks] == [
         ("a", 1, True)
     ]

@@ -7,9 +7,15 @@ from datetime import timedelta
 
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.claim import build_claim
-from relaunch.pool.facts import Applied, DeadDeclared, JobsClosed, JobsFound, Reclaimed
-from relaunch.pool.orders import Reclaim
-from relaunch.pool.restore import memory
+from relaunch.pool.events import (
+    DeathDeclaration,
+    EndedJobs,
+    FleetFileContent,
+    ReclaimOrder,
+    ReclaimResult,
+    RunningJobs,
+)
+from relaunch.pool.restore import export_state
 from tests.recovery.builders import new_job, running
 from tests.recovery.fleet_builders import Desk
 
@@ -42,8 +48,8 @@ def test_what_was_launched_together_is_known_when_some_of_the_nodes_are_free_aga
     desk = Desk()
     longer = replace(RUNNING[0], nodes=("n2", "n3"), fence_after=timedelta(hours=1))
     desk.claim("a", 2, launched=(longer, *PLANNED), holds=("n2", "n3"))
-    desk.go(JobsClosed((("a", 1),)))
-    desk.go(Reclaimed("a", 1, ("n1", "n2")))
+    desk.go(EndedJobs((("a", 1),)))
+    desk.go(ReclaimResult("a", 1, ("n1", "n2")))
     desk.claim("a", 1, submission=2)
     grant = desk.grants()["a"]
     assert grant.holding == ("n3",)
@@ -63,12 +69,12 @@ def test_a_third_submission_is_told_of_the_first_where_the_second_never_heard_of
 # --- nodes that move while somebody may live there
 
 
-def _moved(desk: Desk, *names: str, to: str = "10.9.9.9") -> Applied:
+def _moved(desk: Desk, *names: str, to: str = "10.9.9.9") -> FleetFileContent:
     specs = tuple(
         one.model_copy(update={"address": f"{to}{one.name}"}) if one.name in names else one
         for one in desk.specs
     )
-    return Applied("act", specs, desk.limits)
+    return FleetFileContent("act", specs, desk.limits)
 
 
 def test_a_later_submission_is_told_which_nodes_have_moved_under_the_earlier_one() -> None:
@@ -79,38 +85,40 @@ def test_a_later_submission_is_told_which_nodes_have_moved_under_the_earlier_one
     grant = desk.grants()["a"]
     assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "n3 was nobody's"
     desk.claim("a", 2, seq=2, submission=2, keep=("n1", "n2"), holds=("n1", "n2"))
-    assert desk.record("a").moved == {"n2": desk.specs[1].address}, (
+    assert desk.record("a").old_logins == {"n2": desk.specs[1].address}, (
         "it may be terminated before it has proven anything"
     )
     desk.claim("a", 1, seq=3, submission=2, keep=("n1",), holds=("n1",))
-    assert desk.record("a").moved == {}
+    assert desk.record("a").old_logins == {}
 
 
 def test_a_node_that_moved_and_is_back_where_it_was_proves_again() -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.go(_moved(desk, "n2"), _moved(desk, "n2", to="10.8.8.8"))
-    assert desk.record("a").moved == {"n2": desk.specs[1].address}
-    desk.go(Applied("act", desk.specs, desk.limits))
-    assert desk.record("a").moved == {}
+    assert desk.record("a").old_logins == {"n2": desk.specs[1].address}
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert desk.record("a").old_logins == {}
 
 
 def test_what_answers_for_a_node_that_moved_frees_it_of_no_job_that_has_ended() -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.go(_moved(desk, "n2"))
-    orders = desk.go(JobsClosed((("a", 1),)))
-    assert [order for order in orders if isinstance(order, Reclaim)] == [Reclaim("a", 1, ("n1",))]
+    orders = desk.go(EndedJobs((("a", 1),)))
+    assert [order for order in orders if isinstance(order, ReclaimOrder)] == [
+        ReclaimOrder("a", 1, ("n1",))
+    ]
     # One that was under way when the file changed has asked the wrong machine.
-    desk.go(Reclaimed("a", 1, ("n1", "n2")))
+    desk.go(ReclaimResult("a", 1, ("n1", "n2")))
     assert [place.node for place in desk.record("a").places] == ["n2"]
-    assert [order for order in desk.wait(minutes=5) if isinstance(order, Reclaim)] == []
-    desk.go(DeadDeclared("n2", "the machine was scrapped", "grace"))
+    assert [order for order in desk.wait(minutes=5) if isinstance(order, ReclaimOrder)] == []
+    desk.go(DeathDeclaration("n2", "the machine was scrapped", "grace"))
     assert desk.state.claims == ()
     assert desk.state.notices[-1].endswith(
         "grace declared that nothing of ended jobs runs on n2: the machine was scrapped"
     )
-    desk.go(DeadDeclared("n9", "", ""))
+    desk.go(DeathDeclaration("n9", "", ""))
     assert desk.state.notices[-1].endswith("a person declared n9 dead, which is not in fleet gpus")
 
 
@@ -119,19 +127,19 @@ def test_a_person_vouches_for_a_node_that_an_earlier_submission_held() -> None:
     desk.claim("a", 2)
     desk.go(_moved(desk, "n2"))
     desk.claim("a", 4, submission=2, avoid=("n4",))
-    assert set(desk.record("a").moved) == {"n2"}
-    desk.go(DeadDeclared("n2", "scrapped", "grace"))
+    assert set(desk.record("a").old_logins) == {"n2"}
+    desk.go(DeathDeclaration("n2", "scrapped", "grace"))
     assert [place.node for place in desk.record("a").inherited] == ["n1"]
-    assert desk.record("a").moved == {}
+    assert desk.record("a").old_logins == {}
     before = desk.record("a")
-    desk.go(DeadDeclared("n3", "this job was never there", "grace"))
+    desk.go(DeathDeclaration("n3", "this job was never there", "grace"))
     assert desk.record("a") == before
 
 
 def test_a_fleet_that_begins_anew_with_another_file_knows_how_held_nodes_were_reached() -> None:
     desk = Desk()
     desk.claim("a", 2)
-    known = memory(desk.state)
+    known = export_state(desk.state)
     later = Desk(begun=False)
-    later.go(_moved(later, "n2"), JobsFound(()), known)
-    assert later.record("a").moved == {"n2": desk.specs[1].address}
+    later.go(_moved(later, "n2"), RunningJobs(()), known)
+    assert later.record("a").old_logins == {"n2": desk.specs[1].address}

@@ -10,34 +10,38 @@ import pytest
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    JobsClosed,
-    JobsFound,
-    PauseAsked,
-    PermitWanted,
-    QuarantineAsked,
-    Reclaimed,
-    ReleaseAsked,
-    Remembered,
-    ResumeAsked,
+from relaunch.pool.events import (
+    ClaimEvent,
+    ClaimReminder,
+    DrainMessage,
+    EndedJobs,
+    FleetFileContent,
+    GrantMessage,
+    PauseCommand,
+    PermitMessage,
+    PermitRequestEvent,
+    PreviousRun,
+    QuarantineCommand,
+    ReclaimResult,
+    ReleaseCommand,
+    RepairRequest,
+    ResumeCommand,
+    RunningJobs,
 )
-from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
-from relaunch.pool.orders import AskToClaim, AskToLeave, StartRepair, TellJob, TellRepair
-from relaunch.pool.restore import memory
+from relaunch.pool.messages import Claim, DrainRequest, PermitRequest, Place
+from relaunch.pool.restore import export_state
 from relaunch.pool.state import NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
 
 TWO_HOURS = T0 + timedelta(hours=2)
-XID = Withdraw("n2", "it failed on n2", "fleet gpus", TWO_HOURS)
-DRAIN = QuarantineAsked("n2", "swap its PSU", "carol", timedelta(hours=1))
+XID = DrainRequest("n2", "it failed on n2", "fleet gpus", TWO_HOURS)
+DRAIN = QuarantineCommand("n2", "swap its PSU", "carol", timedelta(hours=1))
 STILL_THERE: dict[str, Any] = {
     "keep": ("n2",),
     "holds": (Place("n2", gpus=(2, 3)),),
     "stays": ("n2",),
 }
-PSU = Withdraw("n2", "swap its PSU", "carol", T0 + timedelta(hours=1))
+PSU = DrainRequest("n2", "swap its PSU", "carol", T0 + timedelta(hours=1))
 
 
 def share(desk: Desk, *jobs: str) -> Desk:
@@ -64,8 +68,8 @@ def accuse(desk: Desk, job: str = "a", seq: int = 2, **more: Any) -> list[Any]:
     return desk.claim(job, 1, seq=seq, gpus=2, running=True, avoid=("n2",), suspects=evidence)
 
 
-def over(desk: Desk, reason: str = "it is in service again") -> Withdraw:
-    return Withdraw("n2", reason, "fleet gpus", desk.now, withdrawn=True)
+def over(desk: Desk, reason: str = "it is in service again") -> DrainRequest:
+    return DrainRequest("n2", reason, "fleet gpus", desk.now, cancelled=True)
 
 
 # --- a suspect that others share
@@ -75,19 +79,19 @@ def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_exam
     None
 ):
     desk = shared()
-    assert AskToLeave("b", XID) in accuse(desk) and len(desk.of(AskToLeave)) == 1
-    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (
+    assert DrainMessage("b", XID) in accuse(desk) and len(desk.of(DrainMessage)) == 1
+    assert (desk.node("n2").status, desk.node("n2").repair_drain, desk.node("n2").asked_jobs) == (
         NodeStatus.SUSPECT,
         XID,
         ("b",),
     )
     assert desk.node("n2").drain is None, "no person has drained it"
     desk.now += timedelta(minutes=5)
-    assert [order for order in desk.go() if isinstance(order, AskToLeave | StartRepair)] == []
+    assert [order for order in desk.go() if isinstance(order, DrainMessage | RepairRequest)] == []
     desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
-    assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
+    assert desk.of(RepairRequest) == [RepairRequest("n2", "it failed on n2")]
     assert desk.go(began("n2"), ended("n2")) == []
-    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (
+    assert (desk.node("n2").status, desk.node("n2").repair_drain, desk.node("n2").asked_jobs) == (
         NodeStatus.IN_SERVICE,
         None,
         (),
@@ -97,7 +101,9 @@ def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_exam
 def test_the_time_to_leave_is_the_fleet_file_s() -> None:
     desk = shared(drain_within="20m")
     accuse(desk)
-    assert desk.of(AskToLeave) == [AskToLeave("b", replace(XID, until=T0 + timedelta(minutes=20)))]
+    assert desk.of(DrainMessage) == [
+        DrainMessage("b", replace(XID, until=T0 + timedelta(minutes=20)))
+    ]
 
 
 def test_a_job_whose_fault_came_to_nothing_is_asked_as_well() -> None:
@@ -114,7 +120,7 @@ def test_a_job_whose_fault_came_to_nothing_is_asked_as_well() -> None:
         suspects=harmless,
     )
     accuse(desk)
-    assert [order.job for order in desk.of(AskToLeave)] == ["b"]
+    assert [order.job for order in desk.of(DrainMessage)] == ["b"]
 
 
 def test_jobs_that_both_accuse_it_leave_by_themselves() -> None:
@@ -129,12 +135,12 @@ def test_jobs_that_both_accuse_it_leave_by_themselves() -> None:
             holds=("n2",),
             suspects=(suspect("n2", isolate=True),),
         )
-        assert [order.job for order in desk.of(AskToLeave)] == (["b"] if job == "a" else [])
+        assert [order.job for order in desk.of(DrainMessage)] == (["b"] if job == "a" else [])
     alone = share(Desk(), "a")
     alone.claim(
         "a", 1, seq=2, gpus=2, running=True, holds=("n2",), suspects=(suspect("n2", isolate=True),)
     )
-    assert (alone.of(AskToLeave), alone.node("n2").leave) == ([], None)
+    assert (alone.of(DrainMessage), alone.node("n2").repair_drain) == ([], None)
 
 
 @pytest.mark.parametrize("how", ["release", "retracted", "quarantine"])
@@ -142,51 +148,51 @@ def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str
     desk = shared()
     accuse(desk, cause=Cause.HANG)
     if how == "release":
-        desk.go(ReleaseAsked("n2", "reseated", "grace"))
-        assert desk.orders == [AskToLeave("b", over(desk))]
+        desk.go(ReleaseCommand("n2", "reseated", "grace"))
+        assert desk.orders == [DrainMessage("b", over(desk))]
     elif how == "quarantine":
-        desk.go(QuarantineAsked("n2", "mine", "grace"))
+        desk.go(QuarantineCommand("n2", "mine", "grace"))
         assert desk.orders == [
-            AskToLeave("b", over(desk, "it is quarantined, and whoever has it may stay"))
+            DrainMessage("b", over(desk, "it is quarantined, and whoever has it may stay"))
         ]
     else:
         again = (suspect("n2", isolate=True, cause=Cause.HANG), suspect("n1", 2, Cause.HANG))
         desk.claim("a", 1, seq=3, gpus=2, running=True, keep=("n1",), suspects=again)
-        assert desk.of(AskToLeave) == [AskToLeave("b", over(desk))]
-        assert desk.node("n2").standing is NodeStatus.IN_SERVICE
-    assert (desk.node("n2").leave, desk.node("n2").told) == (None, ())
+        assert desk.of(DrainMessage) == [DrainMessage("b", over(desk))]
+        assert desk.node("n2").status is NodeStatus.IN_SERVICE
+    assert (desk.node("n2").repair_drain, desk.node("n2").asked_jobs) == (None, ())
     assert desk.go() == []
 
 
 def test_nobody_leaves_for_a_repair_that_would_not_be_done() -> None:
     watched = shared()
-    watched.go(Applied("observe", watched.specs, watched.limits))
+    watched.go(FleetFileContent("observe", watched.specs, watched.limits))
     accuse(watched)
-    assert watched.of(AskToLeave) == []
+    assert watched.of(DrainMessage) == []
     desk = shared()
-    desk.go(PauseAsked("", "grace"))
+    desk.go(PauseCommand("", "grace"))
     accuse(desk)
-    assert desk.of(AskToLeave) == []
+    assert desk.of(DrainMessage) == []
     desk.now += timedelta(minutes=1)
     later = replace(XID, until=TWO_HOURS + timedelta(minutes=1))
-    assert desk.go(ResumeAsked("", "grace")) == [AskToLeave("b", later)]
-    assert desk.go(PauseAsked("", "grace")) == [
-        AskToLeave("b", over(desk, "nothing is repaired at the moment"))
+    assert desk.go(ResumeCommand("", "grace")) == [DrainMessage("b", later)]
+    assert desk.go(PauseCommand("", "grace")) == [
+        DrainMessage("b", over(desk, "nothing is repaired at the moment"))
     ]
-    assert desk.go(PauseAsked("", "grace")) == []
-    assert desk.go(ResumeAsked("", "grace")) == [AskToLeave("b", later)]
+    assert desk.go(PauseCommand("", "grace")) == []
+    assert desk.go(ResumeCommand("", "grace")) == [DrainMessage("b", later)]
 
 
 def test_who_waits_for_nodes_hears_it_too_and_who_has_left_or_ended_does_not() -> None:
     desk = share(Desk(*nodes("n1", "n2", "n3")), "a", "b", "c", "d")
     accuse(desk)
-    assert [order.job for order in desk.of(AskToLeave)] == ["b", "c", "d"]
+    assert [order.job for order in desk.of(DrainMessage)] == ["b", "c", "d"]
     desk.claim("b", 3, seq=2, gpus=2, running=True, avoid=("n2",))
     desk.claim("c", 1, seq=2, gpus=2, running=True, avoid=("n2",))
-    desk.go(JobsClosed((("d", 1),)))
-    assert (desk.record("b").waits, desk.record("c").waits) == (True, False)
-    desk.go(ReleaseAsked("n2", "", ""))
-    assert [order.job for order in desk.of(AskToLeave)] == ["b"]
+    desk.go(EndedJobs((("d", 1),)))
+    assert (desk.record("b").is_waiting, desk.record("c").is_waiting) == (True, False)
+    desk.go(ReleaseCommand("n2", "", ""))
+    assert [order.job for order in desk.of(DrainMessage)] == ["b"]
 
 
 # --- a no
@@ -232,15 +238,15 @@ def test_a_no_to_a_person_s_drain_holds_as_long() -> None:
 
 def test_a_drain_that_a_person_takes_back_is_taken_back_from_whoever_was_asked() -> None:
     desk = shared()
-    assert desk.go(DRAIN) == [AskToLeave("a", PSU), AskToLeave("b", PSU)]
-    assert desk.go(ReleaseAsked("n2", "", "carol")) == [
-        AskToLeave("a", over(desk)),
-        AskToLeave("b", over(desk)),
+    assert desk.go(DRAIN) == [DrainMessage("a", PSU), DrainMessage("b", PSU)]
+    assert desk.go(ReleaseCommand("n2", "", "carol")) == [
+        DrainMessage("a", over(desk)),
+        DrainMessage("b", over(desk)),
     ]
     assert desk.go() == []
     desk.go(DRAIN)
-    assert desk.go(QuarantineAsked("n2", "later", "carol")) == [
-        AskToLeave(job, over(desk, "it is quarantined, and whoever has it may stay"))
+    assert desk.go(QuarantineCommand("n2", "later", "carol")) == [
+        DrainMessage(job, over(desk, "it is quarantined, and whoever has it may stay"))
         for job in ("a", "b")
     ]
 
@@ -248,8 +254,8 @@ def test_a_drain_that_a_person_takes_back_is_taken_back_from_whoever_was_asked()
 def test_a_drain_takes_the_place_of_what_the_fleet_asked() -> None:
     desk = shared()
     accuse(desk)
-    assert desk.go(DRAIN) == [AskToLeave("b", PSU)]
-    assert (desk.node("n2").leave, desk.node("n2").drain) == (None, PSU)
+    assert desk.go(DRAIN) == [DrainMessage("b", PSU)]
+    assert (desk.node("n2").repair_drain, desk.node("n2").drain) == (None, PSU)
 
 
 # --- a fleet that begins anew
@@ -260,14 +266,14 @@ def test_a_fleet_that_begins_anew_asks_for_the_same_time_and_not_before_it_remem
     accuse(before)
     desk = Desk(begun=False)
     desk.now += timedelta(minutes=30)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("a", "b")))
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(("a", "b")))
     for job, more in (("a", {"suspects": (suspect("n2", isolate=True),)}), ("b", STILL_THERE)):
-        desk.learn(Claimed(Claim(job, 1, 9, 1, 2, running=True, **more)))
+        desk.learn(ClaimEvent(Claim(job, 1, 9, 1, 2, running=True, **more)))
     desk.go()
-    assert desk.node("n2").standing is NodeStatus.SUSPECT and desk.of(AskToLeave) == []
-    desk.go(memory(before.state))
-    assert desk.of(AskToLeave) == [AskToLeave("b", XID)]
-    assert [order.job for order in desk.of(TellJob)] == ["a"] and desk.record(
+    assert desk.node("n2").status is NodeStatus.SUSPECT and desk.of(DrainMessage) == []
+    desk.go(export_state(before.state))
+    assert desk.of(DrainMessage) == [DrainMessage("b", XID)]
+    assert [order.job for order in desk.of(GrantMessage)] == ["a"] and desk.record(
         "b"
     ).granted is not None, "b goes on there meanwhile"
 
@@ -277,14 +283,20 @@ def test_what_was_asked_is_remembered_where_nobody_has_spoken_since(drained: boo
     before = shared()
     before.go(DRAIN) if drained else accuse(before)
     desk = Desk(begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("b",)), memory(before.state))
-    assert (desk.node("n2").leave, desk.node("n2").drain) == (
+    desk.learn(
+        FleetFileContent("act", desk.specs, desk.limits),
+        RunningJobs(("b",)),
+        export_state(before.state),
+    )
+    assert (desk.node("n2").repair_drain, desk.node("n2").drain) == (
         (None, PSU) if drained else (XID, None)
     )
     desk.claim("b", 1, seq=9, gpus=2, running=True, keep=("n2",))
     # Job a has not spoken yet, and holds what it held: a drain is for everyone there.
-    asked = [AskToLeave("a", PSU), AskToLeave("b", PSU)] if drained else [AskToLeave("b", XID)]
-    assert desk.of(AskToLeave) == asked
+    asked = (
+        [DrainMessage("a", PSU), DrainMessage("b", PSU)] if drained else [DrainMessage("b", XID)]
+    )
+    assert desk.of(DrainMessage) == asked
 
 
 def test_a_release_since_is_the_last_word() -> None:
@@ -292,12 +304,12 @@ def test_a_release_since_is_the_last_word() -> None:
     accuse(before)
     desk = Desk(begun=False)
     desk.learn(
-        Applied("act", desk.specs, desk.limits),
-        JobsFound(()),
-        ReleaseAsked("n2", "", "grace"),
-        memory(before.state),
+        FleetFileContent("act", desk.specs, desk.limits),
+        RunningJobs(()),
+        ReleaseCommand("n2", "", "grace"),
+        export_state(before.state),
     )
-    assert (desk.node("n2").standing, desk.node("n2").leave) == (NodeStatus.IN_SERVICE, None)
+    assert (desk.node("n2").status, desk.node("n2").repair_drain) == (NodeStatus.IN_SERVICE, None)
 
 
 # --- a repair that a job has ordered of a node that it shares
@@ -307,8 +319,8 @@ def asks(desk: Desk, job: str = "a", seq: int = 1, **more: Any) -> list[tuple[bo
     request = PermitRequest(
         "repair/gpus/n2", "r1", seq, "n2", "reset", "Xid 119 on n2", desk.now, job=job, **more
     )
-    desk.go(began("n2", by=f"job {job}"), PermitWanted(request))
-    return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(TellRepair)]
+    desk.go(began("n2", by=f"job {job}"), PermitRequestEvent(request))
+    return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(PermitMessage)]
 
 
 def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_asked_to_leave() -> (
@@ -319,11 +331,11 @@ def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_a
         (False, "job b has a part of n2 too, and was asked to leave it by 2026-03-01 14:00 UTC")
     ]
     wish = replace(XID, reason="Xid 119 on n2")
-    assert desk.of(AskToLeave) == [AskToLeave("b", wish)], (
+    assert desk.of(DrainMessage) == [DrainMessage("b", wish)], (
         "not the one that was told so by the refusal"
     )
     node = desk.node("n2")
-    assert (node.standing, node.by, node.reason, node.repair_acts) == (
+    assert (node.status, node.by, node.reason, node.repair_acts) == (
         NodeStatus.SUSPECT,
         "job a",
         "Xid 119 on n2",
@@ -332,17 +344,17 @@ def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_a
     desk.now += timedelta(minutes=10)
     assert asks(desk, seq=2)[-1][1].endswith("by 2026-03-01 14:00 UTC"), "what was said stands"
     desk.go(ended("n2", "refused", job="a", verdict=Verdict.UNKNOWN))
-    assert desk.node("n2").standing is NodeStatus.SUSPECT
+    assert desk.node("n2").status is NodeStatus.SUSPECT
     desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
-    assert desk.of(StartRepair) == [], "the other one is there still"
+    assert desk.of(RepairRequest) == [], "the other one is there still"
     desk.claim("a", 1, seq=2, gpus=2, running=True, avoid=("n2",))
-    assert desk.of(StartRepair) == [StartRepair("n2", "Xid 119 on n2")]
+    assert desk.of(RepairRequest) == [RepairRequest("n2", "Xid 119 on n2")]
 
 
 def test_a_job_that_has_the_node_for_itself_may_repair_it() -> None:
     desk = share(Desk(), "a")
     assert asks(desk) == [(True, "repair 1 of 2 that may act at a time")]
-    assert desk.node("n2").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n2").status is NodeStatus.IN_SERVICE
 
 
 def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_leaves_for_it() -> (
@@ -350,32 +362,32 @@ def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_le
 ):
     desk = shared()
     reason = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
-    assert (asks(desk, job="z"), desk.of(AskToLeave)) == ([(False, reason)], [])
-    assert desk.node("n2").standing is NodeStatus.IN_SERVICE
+    assert (asks(desk, job="z"), desk.of(DrainMessage)) == ([(False, reason)], [])
+    assert desk.node("n2").status is NodeStatus.IN_SERVICE
 
 
 def test_ranks_of_a_job_that_has_ended_are_waited_for() -> None:
     desk = shared()
     desk.busy = {"reclaim/b/1"}
-    desk.go(JobsClosed((("b", 1),)))
+    desk.go(EndedJobs((("b", 1),)))
     assert asks(desk) == []
-    assert desk.go(Reclaimed("b", 1, ("n2",))) != []
-    assert [tell.permit.allowed for tell in desk.of(TellRepair)] == [True]
+    assert desk.go(ReclaimResult("b", 1, ("n2",))) != []
+    assert [tell.permit.allowed for tell in desk.of(PermitMessage)] == [True]
 
 
 def test_while_repairs_are_paused_it_is_not_answered_and_nobody_leaves() -> None:
     desk = shared()
-    desk.go(PauseAsked("", "grace"))
-    assert (asks(desk), desk.of(AskToLeave)) == ([], [])
+    desk.go(PauseCommand("", "grace"))
+    assert (asks(desk), desk.of(DrainMessage)) == ([], [])
 
 
 def test_a_node_that_a_person_has_quarantined_is_that_person_s() -> None:
     desk = share(Desk(), "a", "b", "c")
-    desk.go(QuarantineAsked("n2", "mine", "carol"))
+    desk.go(QuarantineCommand("n2", "mine", "carol"))
     assert asks(desk) == [
         (False, "jobs b, c have a part of n2 too: drain the node to have it left")
     ]
-    assert (desk.node("n2").by, desk.of(AskToLeave)) == ("carol", [])
+    assert (desk.node("n2").by, desk.of(DrainMessage)) == ("carol", [])
     desk.go(DRAIN)
     assert asks(desk, seq=2) == [
         (
@@ -397,19 +409,21 @@ def test_a_suspect_already_asked_about_is_not_asked_for_again() -> None:
             holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),),
         )
     accuse(desk, "g")
-    assert [order.job for order in desk.of(AskToLeave)] == list("abcdef")
+    assert [order.job for order in desk.of(DrainMessage)] == list("abcdef")
     ((allowed, reason),) = asks(desk)
     assert not allowed and reason.startswith(
         "jobs b, c, d, e and 1 more have a part of n2 too, and were asked to leave it by"
     )
-    assert desk.of(AskToLeave) == []
+    assert desk.of(DrainMessage) == []
 
 
 def test_a_fleet_that_began_anew_hears_first_who_shares_the_node() -> None:
     desk = Desk(begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("a", "b")), Remembered())
+    desk.learn(
+        FleetFileContent("act", desk.specs, desk.limits), RunningJobs(("a", "b")), PreviousRun()
+    )
     desk.claim("a", 1, gpus=2, running=True, keep=("n2",))
     assert asks(desk) == []
-    assert desk.of(AskToClaim) == []
+    assert desk.of(ClaimReminder) == []
     desk.claim("b", 1, gpus=2, running=True, keep=("n2",))
-    assert [tell.permit.allowed for tell in desk.of(TellRepair)] == [False]
+    assert [tell.permit.allowed for tell in desk.of(PermitMessage)] == [False]

@@ -10,56 +10,59 @@ import pytest
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    Fact,
-    JobsClosed,
-    JobsFound,
-    PauseAsked,
-    QuarantineAsked,
-    Reclaimed,
-    ReleaseAsked,
-    Remembered,
-    ResumeAsked,
+from relaunch.pool.events import (
+    ClaimEvent,
+    ClaimReminder,
+    EndedJobs,
+    FleetEvent,
+    FleetFileContent,
+    PauseCommand,
+    PermitMessage,
+    PreviousRun,
+    QuarantineCommand,
+    ReclaimOrder,
+    ReclaimResult,
+    ReleaseCommand,
+    RepairRequest,
+    ResumeCommand,
+    RunningJobs,
 )
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.orders import AskToClaim, Reclaim, StartRepair, TellRepair
-from relaunch.pool.restore import memory
-from relaunch.pool.scheduler import learn
+from relaunch.pool.restore import export_state
+from relaunch.pool.scheduler import apply_event
 from relaunch.pool.state import Breaker, LiveGeneration, NodeRecord, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
-GRACE = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))
+GRACE = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
 
-def anew(*facts: Fact, **limits: Any) -> Desk:
+def anew(*facts: FleetEvent, **limits: Any) -> Desk:
     """A fleet that was started anew, looked at its nodes and heard these facts, ten minutes later."""
     desk = Desk(begun=False, **limits)
     desk.now += timedelta(minutes=10)
-    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()), *facts)
+    desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), *facts)
     return desk
 
 
-def before(*facts: Fact, **limits: Any) -> Remembered:
+def before(*facts: FleetEvent, **limits: Any) -> PreviousRun:
     """What one knew that has been told these."""
     desk = Desk(**limits)
     desk.go(*facts)
-    return memory(desk.state)
+    return export_state(desk.state)
 
 
 def standings(desk: Desk) -> dict[str, NodeStatus]:
     return {
-        node.name: node.standing
+        node.name: node.status
         for node in desk.state.nodes
-        if node.standing is not NodeStatus.IN_SERVICE
+        if node.status is not NodeStatus.IN_SERVICE
     }
 
 
 def test_what_is_out_of_service_stays_out_with_its_reason_and_a_drain_is_asked_for_again() -> None:
     desk = anew(before(GRACE))
     node = desk.node("n1")
-    assert (node.standing, node.reason, node.by, node.since) == (
+    assert (node.status, node.reason, node.by, node.since) == (
         NodeStatus.QUARANTINED,
         "a fan",
         "grace",
@@ -79,15 +82,15 @@ def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_kee
     hang = replace(suspect("n3", 1, Cause.HANG), at=T0)
     desk.claim("a", 0, suspects=(suspect("n2", isolate=True), hang))
     desk.go(began("n2"), began("n4", by="grace"), ended("n4", by="grace"))
-    assert desk.node("n2").standing is NodeStatus.REPAIRING
-    known = memory(desk.state)
-    assert [(node.name, node.standing, node.repair) for node in known.nodes] == [
+    assert desk.node("n2").status is NodeStatus.REPAIRING
+    known = export_state(desk.state)
+    assert [(node.name, node.status, node.repair) for node in known.nodes] == [
         ("n2", NodeStatus.SUSPECT, ""),
         ("n3", NodeStatus.IN_SERVICE, ""),
         ("n4", NodeStatus.IN_SERVICE, ""),
     ]
     later = anew(known)
-    assert later.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
+    assert later.of(RepairRequest) == [RepairRequest("n2", "it failed on n2")]
     assert later.node("n2").by == "job a"
     assert (later.node("n4").verdict, later.node("n4").verdict_at) == (Verdict.HEALTHY, T0)
     later.claim("a", 1, submission=2, suspects=(suspect("n3", 2, Cause.HANG),))
@@ -101,7 +104,7 @@ def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_kee
 def test_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() -> None:
     desk = Desk()
     desk.claim("a", 2)
-    known = memory(desk.state)
+    known = export_state(desk.state)
     assert (known.nodes, known.breaker, known.lost) == ((), Breaker(), "")
     assert anew(known).state.notices == ()
 
@@ -109,17 +112,17 @@ def test_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() 
 def test_a_node_that_had_left_the_file_is_not_remembered_for_that() -> None:
     desk = Desk()
     desk.claim("a", 4)
-    desk.go(Applied("act", nodes("n2"), desk.limits))
-    assert desk.node("n1").standing is NodeStatus.QUARANTINED
-    assert standings(anew(memory(desk.state))) == {}
-    assert standings(anew(before(QuarantineAsked("n9", "a fan", "grace")))) == {}
+    desk.go(FleetFileContent("act", nodes("n2"), desk.limits))
+    assert desk.node("n1").status is NodeStatus.QUARANTINED
+    assert standings(anew(export_state(desk.state))) == {}
+    assert standings(anew(before(QuarantineCommand("n9", "a fan", "grace")))) == {}
 
 
 def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_before_knew() -> (
     None
 ):
     desk = Desk(begun=False)
-    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()))
+    desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()))
     desk.claim("blames", 0, suspects=(suspect("n4", isolate=True),))
     desk.go(permit("n3"))
     desk.claim("a", 1)
@@ -130,17 +133,17 @@ def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_
         desk.grants("waiting")["a"].reason
         == "fleet gpus was started anew and asks the run before it which nodes are out of service"
     )
-    desk.go(before(QuarantineAsked("n1", "a fan", "grace")))
+    desk.go(before(QuarantineCommand("n1", "a fan", "grace")))
     assert desk.granted() == {"a": ["n2"]}
-    assert [type(order) for order in (*desk.of(TellRepair), *desk.of(StartRepair))] == [
-        TellRepair,
-        StartRepair,
+    assert [type(order) for order in (*desk.of(PermitMessage), *desk.of(RepairRequest))] == [
+        PermitMessage,
+        RepairRequest,
     ]
 
 
 def test_who_keeps_what_it_has_does_not_wait_for_it() -> None:
     desk = Desk(begun=False)
-    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()))
+    desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()))
     assert desk.claim("a", 1, running=True, keep=("n1",)) == []
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
@@ -149,7 +152,7 @@ def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over
     None
 ):
     desk = Desk(begun=False)
-    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()))
+    desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()))
     assert desk.wakes_in() == 15
     desk.claim("a", 1)
     desk.wait(seconds=15)
@@ -160,42 +163,42 @@ def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over
     desk.go(before(GRACE))
     assert standings(desk) == {"n1": NodeStatus.QUARANTINED}
     assert desk.state.restore_error == ""
-    desk.go(before(QuarantineAsked("n2", "a fan", "grace")))
+    desk.go(before(QuarantineCommand("n2", "a fan", "grace")))
     assert standings(desk) == {"n1": NodeStatus.QUARANTINED}, "once"
 
 
 def test_it_is_not_asked_for_before_the_fleet_has_nodes() -> None:
     desk = Desk(begun=False)
-    desk.go(Applied("observe", (), desk.limits), before(GRACE))
-    assert (desk.state.remembers_until, desk.state.remembered) == (None, False)
+    desk.go(FleetFileContent("observe", (), desk.limits), before(GRACE))
+    assert (desk.state.restore_until, desk.state.is_restored) == (None, False)
     desk.wait(hours=1)
-    desk.go(Applied("act", desk.specs, desk.limits), before(GRACE))
+    desk.go(FleetFileContent("act", desk.specs, desk.limits), before(GRACE))
     assert standings(desk) == {"n1": NodeStatus.QUARANTINED}
 
 
 @pytest.mark.parametrize(
     ("since", "standing", "by"),
     [
-        (ReleaseAsked("n1", "new fan", "ada"), NodeStatus.IN_SERVICE, ""),
-        (QuarantineAsked("n1", "loud", "ada"), NodeStatus.QUARANTINED, "ada"),
+        (ReleaseCommand("n1", "new fan", "ada"), NodeStatus.IN_SERVICE, ""),
+        (QuarantineCommand("n1", "loud", "ada"), NodeStatus.QUARANTINED, "ada"),
     ],
 )
 def test_what_a_person_has_said_of_a_node_since_counts(
-    since: Fact, standing: NodeStatus, by: str
+    since: FleetEvent, standing: NodeStatus, by: str
 ) -> None:
     desk = anew(since, before(GRACE))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (standing, by)
+    assert (desk.node("n1").status, desk.node("n1").by) == (standing, by)
 
 
 def test_a_job_that_suspects_a_node_since_does_not_lift_what_a_person_has_said_before() -> None:
     desk = anew()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
-    assert desk.node("n1").standing is NodeStatus.SUSPECT
+    assert desk.node("n1").status is NodeStatus.SUSPECT
     desk.go(before(GRACE))
     node = desk.node("n1")
-    assert (node.standing, node.reason, node.by) == (NodeStatus.QUARANTINED, "a fan", "grace")
+    assert (node.status, node.reason, node.by) == (NodeStatus.QUARANTINED, "a fan", "grace")
     assert [mark.job for mark in node.marks] == ["a"]  # what the job knows against it is kept
-    assert desk.of(StartRepair) == []
+    assert desk.of(RepairRequest) == []
 
 
 def test_what_an_examination_has_found_since_counts() -> None:
@@ -207,13 +210,13 @@ def test_what_an_examination_has_found_since_counts() -> None:
 def test_a_pause_and_an_open_breaker_are_remembered() -> None:
     desk = Desk(nodes_out=1)
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True), suspect("n2", isolate=True)))
-    desk.go(PauseAsked("new firmware", "grace"))
-    known = memory(desk.state)
+    desk.go(PauseCommand("new firmware", "grace"))
+    known = export_state(desk.state)
     later = anew(known, nodes_out=1)
     assert later.state.breaker == desk.state.breaker
     said = "remembers 2 nodes out of service and an open breaker and a pause of repairs from the run before"
     assert later.state.notices == (f"2026-03-01T12:10+00:00 {said}",)
-    again = anew(PauseAsked("", "ada"), known, nodes_out=1)
+    again = anew(PauseCommand("", "ada"), known, nodes_out=1)
     assert (again.state.breaker.paused, again.state.breaker.is_open) == (
         "ada: no reason given",
         True,
@@ -221,12 +224,12 @@ def test_a_pause_and_an_open_breaker_are_remembered() -> None:
     mine = anew(known, nodes_out=1).state.breaker
     opened = Desk(nodes_out=1, begun=False)
     opened.state = replace(opened.state, breaker=Breaker("too many", T0))
-    opened.learn(Applied("act", opened.specs, opened.limits), known)
+    opened.learn(FleetFileContent("act", opened.specs, opened.limits), known)
     assert (opened.state.breaker.reason, opened.state.breaker.paused) == ("too many", mine.paused)
 
 
 def test_a_person_who_has_resumed_repairs_since_is_not_overruled() -> None:
-    desk = anew(ResumeAsked("", "grace"), before(PauseAsked("", "ada"), GRACE))
+    desk = anew(ResumeCommand("", "grace"), before(PauseCommand("", "ada"), GRACE))
     assert not desk.state.breaker.paused
     assert desk.state.notices[-1].endswith("remembers 1 node out of service from the run before")
 
@@ -234,8 +237,8 @@ def test_a_person_who_has_resumed_repairs_since_is_not_overruled() -> None:
 def test_nodes_that_were_out_while_the_breaker_was_closed_do_not_open_it() -> None:
     desk = Desk(nodes_out=1)
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True), suspect("n2", isolate=True)))
-    desk.go(ResumeAsked("it is the cooling", "grace"))
-    later = anew(memory(desk.state), nodes_out=1)
+    desk.go(ResumeCommand("it is the cooling", "grace"))
+    later = anew(export_state(desk.state), nodes_out=1)
     assert not later.state.breaker.is_open
     later.claim("b", 0, suspects=(suspect("n3", isolate=True),))
     assert later.state.breaker.is_open
@@ -245,31 +248,33 @@ def test_a_run_that_ended_before_it_had_learned_what_there_was_before_it_hides_n
     None
 ):
     first = Desk()
-    first.go(GRACE, PauseAsked("", "grace"))
+    first.go(GRACE, PauseCommand("", "grace"))
     short = Desk(begun=False)
-    short.go(Applied("act", short.specs, short.limits), QuarantineAsked("n2", "loud", "ada"))
-    desk = anew(memory(short.state, Desk(begun=False).state, first.state))
+    short.go(
+        FleetFileContent("act", short.specs, short.limits), QuarantineCommand("n2", "loud", "ada")
+    )
+    desk = anew(export_state(short.state, Desk(begun=False).state, first.state))
     assert {node.name: node.by for node in desk.state.nodes if node.by} == {
         "n1": "grace",
         "n2": "ada",
     }
     assert desk.state.breaker.paused
     told = Desk()
-    assert memory(told.state, first.state) == Remembered()
+    assert export_state(told.state, first.state) == PreviousRun()
 
 
 def test_the_memory_counts_once() -> None:
     desk = anew(before(GRACE))
     once = desk.state
-    assert learn(once, before(QuarantineAsked("n2", "a fan", "grace")), desk.now) == once
-    assert memory(once).nodes[0] == NodeRecord(
+    assert apply_event(once, before(QuarantineCommand("n2", "a fan", "grace")), desk.now) == once
+    assert export_state(once).nodes[0] == NodeRecord(
         desk.specs[0], NodeStatus.QUARANTINED, "a fan", "grace", T0, drain=once.nodes[0].drain
     )
 
 
 def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
-    state = anew(Remembered(lost="its workers are gone")).state
-    assert state.remembered and len(state.notices) == 1
+    state = anew(PreviousRun(lost="its workers are gone")).state
+    assert state.is_restored and len(state.notices) == 1
     assert state.notices[0].endswith(
         "is not to be had, and has to be said again: its workers are gone"
     )
@@ -286,22 +291,22 @@ def died_with_its_fleet() -> Desk:
     return desk
 
 
-def cut_off(known: Remembered | None, jobs: tuple[str, ...] = ("a",)) -> Desk:
+def cut_off(known: PreviousRun | None, jobs: tuple[str, ...] = ("a",)) -> Desk:
     """The fleet that comes after, which n2 does not answer."""
     desk = Desk(begun=False)
     desk.now += timedelta(seconds=1)
     desk.silent["n2"] = "no route to host"
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.go(
-        Applied("act", desk.specs, desk.limits),
-        JobsFound(jobs),
+        FleetFileContent("act", desk.specs, desk.limits),
+        RunningJobs(jobs),
         *([known] if known is not None else []),
     )
     return desk
 
 
 def test_a_resubmitted_job_is_told_of_the_silent_node_that_only_the_run_before_knew() -> None:
-    known = memory(died_with_its_fleet().state)
+    known = export_state(died_with_its_fleet().state)
     desk = cut_off(known)
     desk.claim("a", 2, submission=2)
     grant = desk.grants()["a"]
@@ -315,30 +320,30 @@ def test_a_claim_that_came_before_the_memory_is_told_of_it_as_well() -> None:
     desk = cut_off(None)
     desk.claim("a", 2, submission=2)
     assert desk.granted() == {}
-    desk.go(memory(died_with_its_fleet().state))
+    desk.go(export_state(died_with_its_fleet().state))
     assert desk.grants()["a"].holding == ("n1", "n2")
 
 
 def test_nodes_of_a_job_that_has_ended_are_kept_and_cleaned_by_the_fleet_that_comes_after() -> None:
-    desk = cut_off(memory(died_with_its_fleet().state), jobs=())
+    desk = cut_off(export_state(died_with_its_fleet().state), jobs=())
     desk.claim("b", 3)
     assert desk.granted() == {}
-    desk.go(JobsClosed((("a", 1),)))
-    assert desk.of(Reclaim) == [Reclaim("a", 1, ("n1", "n2"))]
+    desk.go(EndedJobs((("a", 1),)))
+    assert desk.of(ReclaimOrder) == [ReclaimOrder("a", 1, ("n1", "n2"))]
     desk.living.clear()
-    desk.go(Reclaimed("a", 1, ("n1",)))
+    desk.go(ReclaimResult("a", 1, ("n1",)))
     assert desk.granted() == {"b": ["n1", "n3", "n4"]}
     assert [place.node for place in desk.record("a").places] == ["n2"]
 
 
 def test_a_job_that_runs_is_asked_although_the_run_before_knew_what_it_held() -> None:
-    desk = cut_off(memory(died_with_its_fleet().state))
-    assert desk.of(AskToClaim) == [AskToClaim("a")]
+    desk = cut_off(export_state(died_with_its_fleet().state))
+    assert desk.of(ClaimReminder) == [ClaimReminder("a")]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n3", "n4"))
     assert [place.node for place in desk.record("a").places] == ["n1", "n3", "n4"], (
         "what it says itself counts"
     )
-    assert not desk.record("a").restored
+    assert not desk.record("a").is_restored
 
 
 def test_a_claim_of_the_same_submission_keeps_what_an_earlier_one_left_behind() -> None:
@@ -347,16 +352,16 @@ def test_a_claim_of_the_same_submission_keeps_what_an_earlier_one_left_behind() 
     assert before.grants()["a"].holding == ("n1", "n2")
     unheard = cut_off(None)
     unheard.claim("a", 2, submission=2, seq=2)
-    unheard.go(memory(before.state))
+    unheard.go(export_state(before.state))
     assert unheard.grants()["a"].holding == ("n1", "n2"), "it has not heard of its first grant"
     heard = cut_off(None)
     heard.claim("a", 2, submission=2, seq=2, running=True, keep=("n1", "n3"), holds=("n1", "n3"))
-    heard.go(memory(before.state))
+    heard.go(export_state(before.state))
     assert heard.record("a").inherited == ()
 
 
 def test_a_job_that_gave_everything_back_since_leaves_what_it_never_knew_of() -> None:
-    known = memory(died_with_its_fleet().state)
+    known = export_state(died_with_its_fleet().state)
     same = cut_off(None)
     same.claim("a", 0, seq=3)
     same.go(known)
@@ -365,14 +370,14 @@ def test_a_job_that_gave_everything_back_since_leaves_what_it_never_knew_of() ->
     later.claim("a", 0, submission=2)
     later.go(known)
     assert [place.node for place in later.record("a").places] == ["n1", "n2"]
-    assert later.of(Reclaim) == [Reclaim("a", 2, ("n1", "n2"))]
+    assert later.of(ReclaimOrder) == [ReclaimOrder("a", 2, ("n1", "n2"))]
 
 
 def test_runs_that_ended_before_they_had_restored_hand_on_what_those_before_them_knew() -> None:
     first, second = died_with_its_fleet(), Desk(begun=False)
-    second.learn(Applied("act", second.specs, second.limits))
-    second.learn(Claimed(Claim("b", 1, 1, 1, holds=(Place("n3"),))))
-    known = memory(second.state, first.state)
+    second.learn(FleetFileContent("act", second.specs, second.limits))
+    second.learn(ClaimEvent(Claim("b", 1, 1, 1, holds=(Place("n3"),))))
+    known = export_state(second.state, first.state)
     assert {
         record.claim.job: [place.node for place in record.places] for record in known.claims
     } == {"a": ["n1", "n2"], "b": ["n3"]}
@@ -387,11 +392,11 @@ def test_what_lived_on_a_node_when_it_answered_last_counts_while_it_is_silent() 
     desk.look()
     desk.claim("a", 2, submission=2)
     assert desk.grants()["a"].holding == ("n2",)
-    desk.go(Reclaimed("a", 1, ("n2",)))
-    assert desk.node("n2").last_living == ()
+    desk.go(ReclaimResult("a", 1, ("n2",)))
+    assert desk.node("n2").last_generations == ()
     del desk.silent["n2"]
     desk.look()
-    assert desk.node("n2").last_living == ()
+    assert desk.node("n2").last_generations == ()
 
 
 # --- a fleet whose memory is lost
@@ -401,7 +406,7 @@ LOST = "run r1 was of workers on task queue q1"
 
 
 def test_a_job_that_may_have_ranks_on_a_silent_node_waits_where_what_was_known_is_lost() -> None:
-    desk = cut_off(Remembered(lost=LOST), jobs=())
+    desk = cut_off(PreviousRun(lost=LOST), jobs=())
     desk.claim("a", 1, submission=2)
     assert desk.granted() == {}
     said = desk.grants("waiting")["a"].reason
@@ -417,14 +422,14 @@ def test_a_job_that_may_have_ranks_on_a_silent_node_waits_where_what_was_known_i
 
 
 def test_a_silent_node_that_is_taken_out_of_the_file_is_not_waited_for() -> None:
-    desk = cut_off(Remembered(lost=LOST), jobs=())
+    desk = cut_off(PreviousRun(lost=LOST), jobs=())
     desk.claim("a", 1, submission=2)
-    desk.go(Applied("act", nodes("n1", "n3", "n4"), desk.limits))
+    desk.go(FleetFileContent("act", nodes("n1", "n3", "n4"), desk.limits))
     assert "a" in desk.granted()
 
 
 def test_a_job_that_was_granted_nodes_before_does_not_wait_for_silent_ones() -> None:
-    desk = cut_off(Remembered(lost=LOST))
+    desk = cut_off(PreviousRun(lost=LOST))
     desk.claim("a", 2, running=True, keep=("n1",), holds=("n1",))
     assert desk.granted() == {"a": ["n1", "n3"]}
     desk.claim("b", 1, holds=("n4",))
@@ -434,7 +439,7 @@ def test_a_job_that_was_granted_nodes_before_does_not_wait_for_silent_ones() -> 
 def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_for_silent_nodes() -> (
     None
 ):
-    desk = cut_off(Remembered(), jobs=())
+    desk = cut_off(PreviousRun(), jobs=())
     desk.claim("b", 1)
     assert desk.granted() == {"b": ["n3"]}
     desk.claim("a", 1, submission=2)
@@ -446,10 +451,10 @@ def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_fo
 
 
 def test_what_is_lost_at_first_is_taken_over_when_it_can_be_had() -> None:
-    desk = cut_off(Remembered(lost=LOST))
+    desk = cut_off(PreviousRun(lost=LOST))
     desk.claim("a", 2, submission=2)
-    desk.go(Remembered(lost=LOST))
+    desk.go(PreviousRun(lost=LOST))
     assert desk.granted() == {}
-    desk.go(memory(died_with_its_fleet().state))
+    desk.go(export_state(died_with_its_fleet().state))
     assert desk.grants()["a"].holding == ("n1", "n2")
     assert desk.state.restore_error == ""

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from relaunch.pool.facts import Applied, JobsFound, PermitWanted, Remembered
+from relaunch.pool.events import (
+    FleetFileContent,
+    PermitMessage,
+    PermitRequestEvent,
+    PreviousRun,
+    RepairRequest,
+    RunningJobs,
+)
 from relaunch.pool.messages import PermitRequest
-from relaunch.pool.orders import StartRepair, TellRepair
-from relaunch.pool.restore import memory
+from relaunch.pool.restore import export_state
 from relaunch.pool.state import LiveGeneration
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 
@@ -24,8 +30,8 @@ def asked(
     request = PermitRequest(
         f"repair/gpus/{node}", run, seq, node, "reboot", "it hangs", desk.now, **values
     )
-    desk.go(began(node, run=run), PermitWanted(request))
-    return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(TellRepair)]
+    desk.go(began(node, run=run), PermitRequestEvent(request))
+    return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(PermitMessage)]
 
 
 def test_the_power_of_a_node_that_nobody_has_may_be_cycled() -> None:
@@ -59,7 +65,7 @@ def test_a_fleet_that_began_anew_waits_for_jobs_to_say_what_they_have() -> None:
     desk = Desk(jobs=("llama",))
     assert asked(desk) == []
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
-    assert [tell.permit.allowed for tell in desk.of(TellRepair)] == [False]
+    assert [tell.permit.allowed for tell in desk.of(PermitMessage)] == [False]
 
 
 def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
@@ -107,7 +113,7 @@ def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(
     desk.claim(
         "llama", 1, seq=2, holds=("n3",), keep=("n3",), suspects=(suspect("n2", isolate=True),)
     )
-    assert [(order.node, order.after_reboot) for order in desk.of(StartRepair)] == [
+    assert [(order.node, order.after_reboot) for order in desk.of(RepairRequest)] == [
         ("n2", expected)
     ]
 
@@ -117,20 +123,24 @@ def test_a_node_that_nobody_rebooted_is_only_silent() -> None:
     desk.silent["n2"] = "no route"
     desk.look()
     desk.claim("llama", 1, suspects=(suspect("n2", isolate=True),))
-    assert [order.after_reboot for order in desk.of(StartRepair)] == [False]
+    assert [order.after_reboot for order in desk.of(RepairRequest)] == [False]
 
 
 def test_a_reset_counts_for_nothing() -> None:
     desk = Desk()
-    desk.go(began("n2"), PermitWanted(replace(permit("n2", step="reset").request, power=False)))
+    desk.go(
+        began("n2"), PermitRequestEvent(replace(permit("n2", step="reset").request, power=False))
+    )
     assert desk.node("n2").power_cycles == ()
 
 
 def test_power_cycles_are_remembered_by_a_fleet_that_begins_anew() -> None:
     desk = Desk()
     asked(desk)
-    known = memory(desk.state)
+    known = export_state(desk.state)
     anew = Desk(begun=False)
-    anew.learn(Applied("act", nodes("n1", "n2", "n3", "n4"), desk.limits), JobsFound(()), known)
+    anew.learn(
+        FleetFileContent("act", nodes("n1", "n2", "n3", "n4"), desk.limits), RunningJobs(()), known
+    )
     assert anew.node("n2").power_cycles == (desk.now,)
-    assert isinstance(known, Remembered)
+    assert isinstance(known, PreviousRun)

@@ -14,38 +14,36 @@ from pydantic import TypeAdapter
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    Fact,
-    JobsClosed,
-    JobsFound,
-    Looked,
-    PauseAsked,
-    PermitWanted,
-    QuarantineAsked,
-    Reclaimed,
-    ReleaseAsked,
-    Remembered,
-    RepairBegan,
-    RepairEnded,
-    ResumeAsked,
-)
-from relaunch.pool.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
-from relaunch.pool.offers import OFFER_HOLDS
-from relaunch.pool.orders import (
-    AskToClaim,
-    AskToLeave,
-    Look,
+from relaunch.pool.events import (
+    ClaimEvent,
+    ClaimReminder,
+    DrainMessage,
+    EndedJobs,
+    FleetEvent,
+    FleetFileContent,
+    GrantMessage,
+    OfferMessage,
     Order,
-    Reclaim,
-    StartRepair,
-    TellJob,
-    TellOffer,
-    TellRepair,
+    PauseCommand,
+    PermitMessage,
+    PermitRequestEvent,
+    PreviousRun,
+    ProbeOrder,
+    ProbeResults,
+    QuarantineCommand,
+    ReclaimOrder,
+    ReclaimResult,
+    ReleaseCommand,
+    RepairRequest,
+    RepairResult,
+    RepairStart,
+    ResumeCommand,
+    RunningJobs,
 )
-from relaunch.pool.restore import memory
-from relaunch.pool.scheduler import learn, next_wake, settle
+from relaunch.pool.grants import OFFER_TIMEOUT
+from relaunch.pool.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
+from relaunch.pool.restore import export_state
+from relaunch.pool.scheduler import apply_event, next_wake, schedule
 from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeStatus
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from tests.recovery.fleet_builders import T0, Desk, gpus, nodes
@@ -62,15 +60,15 @@ LIMITS = FleetLimits(
     repairs_at_once=2, nodes_out=1, reboots_per_hour=2, replacement_wait=timedelta(minutes=2)
 )
 ONCE = (
-    Applied,
-    Claimed,
-    Looked,
-    JobsClosed,
-    QuarantineAsked,
-    Reclaimed,
-    Remembered,
-    RepairBegan,
-    RepairEnded,
+    FleetFileContent,
+    ClaimEvent,
+    ProbeResults,
+    EndedJobs,
+    QuarantineCommand,
+    ReclaimResult,
+    PreviousRun,
+    RepairStart,
+    RepairResult,
 )
 JOBS = ("a", "b", "c", "d", "e")
 CAUSES = (Cause.GPU_FATAL, Cause.UNKNOWN, Cause.HANG, Cause.NODE_FAULT)
@@ -123,7 +121,7 @@ class World:
         """By node: when the fleet learned last who computes there, and where that is."""
         self.lost: set[str] = set()
         """Nodes of which one GPU does not answer."""
-        self.to_fleet: list[Fact] = []
+        self.to_fleet: list[FleetEvent] = []
         self.to_jobs: list[tuple[str, Grant | Offer]] = []
         self.quarantined: set[str] = set()
         """By people, and not released since."""
@@ -139,29 +137,29 @@ class World:
 
     def begin(self) -> None:
         """The fleet's workflow is new, and knows nothing but what the run before it says at some time."""
-        self.to_fleet = [fact for fact in self.to_fleet if not isinstance(fact, Remembered)]
-        self.ended = (self.state,) if self.state.remembered else (self.state, *self.ended)
-        self.to_fleet.append(memory(*self.ended))
+        self.to_fleet = [fact for fact in self.to_fleet if not isinstance(fact, PreviousRun)]
+        self.ended = (self.state,) if self.state.is_restored else (self.state, *self.ended)
+        self.to_fleet.append(export_state(*self.ended))
         self.state = FleetState("gpus")
-        self.looking: list[Look] = []
-        self.reclaiming: list[Reclaim] = []
+        self.looking: list[ProbeOrder] = []
+        self.reclaiming: list[ReclaimOrder] = []
         self.acting: set[str] = set()
-        self.learn(Applied("act", FILE, LIMITS))
-        self.learn(JobsFound(tuple(sorted(self.jobs))))
+        self.learn(FleetFileContent("act", FILE, LIMITS))
+        self.learn(RunningJobs(tuple(sorted(self.jobs))))
 
     # --- the fleet
 
-    def learn(self, fact: Fact) -> None:
-        once = learn(self.state, fact, self.now)
+    def learn(self, fact: FleetEvent) -> None:
+        once = apply_event(self.state, fact, self.now)
         if isinstance(fact, ONCE):
-            assert replace(learn(once, fact, self.now), notices=once.notices) == once
+            assert replace(apply_event(once, fact, self.now), notices=once.notices) == once
         self.state = once
 
     def settle(self) -> None:
         busy = {"look"} if self.looking else set()
         busy |= {f"reclaim/{one.job}/{one.submission}" for one in self.reclaiming}
         before = self.state
-        settled = settle(before, self.now, frozenset(busy))
+        settled = schedule(before, self.now, frozenset(busy))
         self.state = settled.state
         self.check_quarantines()
         if not self.begun_anew:  # else a job may come and say that it holds what was given away, because no rank of it lived there
@@ -170,22 +168,22 @@ class World:
         for order in settled.orders:
             self.check(order, before)
             self.carry_out(order, before)
-        again = settle(self.state, self.now, frozenset(busy | {"look"}))
+        again = schedule(self.state, self.now, frozenset(busy | {"look"}))
         news = [
             order
             for order in again.orders
-            if not isinstance(order, TellJob) or order.grant.kind != "waiting"
+            if not isinstance(order, GrantMessage) or order.grant.kind != "waiting"
         ]
         assert news == [], "what was ordered is ordered once"
         assert next_wake(self.state, self.now) > self.now
 
     def check_quarantines(self) -> None:
-        if not self.state.remembered:
+        if not self.state.is_restored:
             return
         if any("are forgotten" in notice for notice in self.state.notices):
             self.quarantined.clear()
         self.quarantined &= {node.name for node in self.state.nodes}
-        out = {node.name for node in self.state.nodes if node.standing is NodeStatus.QUARANTINED}
+        out = {node.name for node in self.state.nodes if node.status is NodeStatus.QUARANTINED}
         assert self.quarantined <= out, (
             "only a person takes back what a person said, whatever began anew since"
         )
@@ -218,9 +216,11 @@ class World:
 
     def check(self, order: Order, before: FleetState) -> None:
         match order:
-            case TellOffer():
+            case OfferMessage():
                 record = next(one for one in self.state.claims if one.claim.job == order.job)
-                assert not any(one.waits for one in self.state.claims), "whoever waits comes first"
+                assert not any(one.is_waiting for one in self.state.claims), (
+                    "whoever waits comes first"
+                )
                 assert (
                     not self.state.breaker.is_open
                     and record.claim.more_at is not None
@@ -233,18 +233,18 @@ class World:
                     node = next(node for node in self.state.nodes if node.name == name)
                     assert (
                         not node.spec.spare
-                        and node.standing is NodeStatus.IN_SERVICE
+                        and node.status is NodeStatus.IN_SERVICE
                         and node.drain is None
                     )
-            case TellJob() if order.grant.kind == "granted":
+            case GrantMessage() if order.grant.kind == "granted":
                 self.check_grant(
                     order.grant,
                     next(one for one in self.state.claims if one.claim.job == order.job),
                     before,
                 )
-            case StartRepair():
+            case RepairRequest():
                 node = next(node for node in before.nodes if node.name == order.node)
-                assert (node.standing is NodeStatus.SUSPECT or node.short) and not node.repair
+                assert (node.status is NodeStatus.SUSPECT or node.missing_gpus) and not node.repair
                 assert order.node not in self.repairs or self.begun_anew, (
                     "never twice without an end"
                 )
@@ -255,8 +255,8 @@ class World:
                     for place in record.places
                 )
                 assert not self.ranks[order.node] or order.node in self.silent
-                assert sum(node.standing is NodeStatus.REPAIRING for node in self.state.nodes) <= 2
-            case TellRepair() if order.permit.allowed:
+                assert sum(node.status is NodeStatus.REPAIRING for node in self.state.nodes) <= 2
+            case PermitMessage() if order.permit.allowed:
                 assert not self.state.breaker.is_open or self.was_told(before, order)
                 if not self.begun_anew and not self.was_told(before, order):
                     request = next(
@@ -270,13 +270,16 @@ class World:
                         if any(place.node == request.node for place in one.places)
                     }
                     assert on <= {request.job}, "nothing is done to a node that another job has"
-            case AskToLeave() if not order.withdraw.withdrawn:
-                node = next(node for node in self.state.nodes if node.name == order.withdraw.node)
-                assert order.withdraw == (node.drain or node.leave) and order.job in node.told
-                assert node.standing is NodeStatus.QUARANTINED or (
-                    node.standing is NodeStatus.SUSPECT and not self.state.breaker.is_open
+            case DrainMessage() if not order.request.cancelled:
+                node = next(node for node in self.state.nodes if node.name == order.request.node)
+                assert (
+                    order.request == (node.drain or node.repair_drain)
+                    and order.job in node.asked_jobs
                 )
-            case Reclaim():
+                assert node.status is NodeStatus.QUARANTINED or (
+                    node.status is NodeStatus.SUSPECT and not self.state.breaker.is_open
+                )
+            case ReclaimOrder():
                 present = self.jobs.get(order.job)
                 assert (
                     present is None
@@ -292,7 +295,7 @@ class World:
             return  # told again
         names = [place.node for place in grant.places]
         assert (grant.submission, grant.seq) == (claim.submission, claim.seq)
-        assert claim.nodes <= len(names) == len(set(names)) <= claim.up_to
+        assert claim.nodes <= len(names) == len(set(names)) <= claim.max_nodes
         assert not set(names) & set(claim.avoid)
         assert not self.state.breaker.is_open or set(names) <= set(claim.keep), (
             "who can run with what it has waits for no breaker"
@@ -301,13 +304,13 @@ class World:
             node = next(node for node in self.state.nodes if node.name == place.node)
             if (
                 place.node in claim.stays
-                and (wish := node.drain or node.leave) is not None
+                and (wish := node.drain or node.repair_drain) is not None
                 and self.now < wish.until
             ):
                 continue  # it has a while
             assert node.drain is None
-            assert node.standing is NodeStatus.IN_SERVICE or (
-                place.node in claim.keep and node.standing is NodeStatus.QUARANTINED
+            assert node.status is NodeStatus.IN_SERVICE or (
+                place.node in claim.keep and node.status is NodeStatus.QUARANTINED
             )
             assert not place.gpus or len(place.gpus) == claim.gpus
             mine = set(place.gpus or range(node.spec.gpus))
@@ -315,37 +318,39 @@ class World:
                 at, used = self.seen[place.node]
                 assert not mine & used, "nobody is given what a stranger was seen to use"
                 assert self.now - at < timedelta(seconds=10), "that was seen a moment ago"
-                assert not node.short, "nobody is given a node that lacks GPUs"
+                assert not node.missing_gpus, "nobody is given a node that lacks GPUs"
             for (job, _), share in self.ranks[place.node].items():
                 assert job == claim.job or not mine & set(share or range(node.spec.gpus)), (
                     "nobody else lives there, in truth"
                 )
 
-    def was_told(self, before: FleetState, order: TellRepair) -> bool:
-        return any(one.permit == order.permit for one in before.answered)
+    def was_told(self, before: FleetState, order: PermitMessage) -> bool:
+        return any(one.permit == order.permit for one in before.permits)
 
     def said_it_ended(self) -> list[str]:
-        return [record.claim.job for record in self.state.claims if record.closed] + [
-            one.job for one in self.state.given_back
+        return [record.claim.job for record in self.state.claims if record.is_closed] + [
+            one.job for one in self.state.last_claims
         ]
 
     def carry_out(self, order: Order, before: FleetState) -> None:
         match order:
-            case Look():
-                assert set(order.read) <= set(order.nodes), "whose GPUs are read is looked at"
+            case ProbeOrder():
+                assert set(order.inventories) <= set(order.nodes), (
+                    "whose GPUs are read is looked at"
+                )
                 assert not any(
                     node.repair or not node.spec.gpus
                     for node in before.nodes
-                    if node.name in order.read
+                    if node.name in order.inventories
                 )
                 self.looking.append(order)
-            case TellJob():
+            case GrantMessage():
                 self.to_jobs.append((order.job, order.grant))
-            case TellOffer():
+            case OfferMessage():
                 self.to_jobs.append((order.job, order.offer))
-            case Reclaim():
+            case ReclaimOrder():
                 self.reclaiming.append(order)
-            case AskToClaim():
+            case ClaimReminder():
                 job = self.jobs.get(order.job)
                 if job is not None and job.runs:
                     self.go_on_with_all(job)
@@ -356,11 +361,11 @@ class World:
                         tuple(place.node for place in job.places),
                         runs=bool(job.places),
                     )
-            case StartRepair() if order.node not in self.repairs:
+            case RepairRequest() if order.node not in self.repairs:
                 self.runs += 1
                 self.repairs[order.node] = self.runs
                 self.to_fleet.append(
-                    RepairBegan(
+                    RepairStart(
                         order.node,
                         f"repair/gpus/{order.node}",
                         str(self.runs),
@@ -368,20 +373,20 @@ class World:
                         order.reason,
                     )
                 )
-            case TellRepair() if order.permit.allowed:
+            case PermitMessage() if order.permit.allowed:
                 node = order.workflow.rpartition("/")[2]
                 if str(self.repairs.get(node)) == order.permit.run:
                     self.acting.add(node)
                 assert len(self.acting) <= 2
-            case AskToLeave():
+            case DrainMessage():
                 job = self.jobs.get(order.job)
-                if job is not None and order.withdraw.withdrawn:
-                    job.stays.pop(order.withdraw.node, None)
-                elif job is not None and job.runs and job.holds(order.withdraw.node):
+                if job is not None and order.request.cancelled:
+                    job.stays.pop(order.request.node, None)
+                elif job is not None and job.runs and job.holds(order.request.node):
                     if self.says_no:
-                        self.says_no, job.stays[order.withdraw.node] = False, order.withdraw.until
+                        self.says_no, job.stays[order.request.node] = False, order.request.until
                     else:
-                        self.relaunch(job, order.withdraw.node)
+                        self.relaunch(job, order.request.node)
             case _:
                 pass
 
@@ -419,7 +424,7 @@ class World:
             more_at,
             tuple(node for node in keep if node in job.stays),
         )
-        self.to_fleet.append(Claimed(claim))
+        self.to_fleet.append(ClaimEvent(claim))
 
     def go_on_with_all(self, job: Job) -> None:
         """It may be launched anew for more in a minute, where it would take more."""
@@ -517,7 +522,7 @@ class World:
         living = tuple(
             LiveGeneration(job, submission, 1) for job, submission in sorted(self.ranks[node])
         )
-        look = NodeProbe(node, boot_id="boot", held=held, living=living)
+        look = NodeProbe(node, boot_id="boot", busy=held, generations=living)
         count = next(one.gpus for one in FILE if one.name == node)
         if not read or held or not count:
             return look
@@ -526,19 +531,19 @@ class World:
         return replace(look, inventory=gpus(count - len(lost), *used, lost=lost))
 
     def release(self, node: str) -> None:
-        self.learn(ReleaseAsked(node, "clean", "grace"))
-        if any(one.name == node and not one.gone for one in self.state.nodes):
+        self.learn(ReleaseCommand(node, "clean", "grace"))
+        if any(one.name == node and not one.is_removed for one in self.state.nodes):
             self.quarantined.discard(node)
 
     def finish_look(self) -> None:
         order = self.looking.pop(0)
-        looks = tuple(self.see(node, node in order.read) for node in order.nodes)
+        looks = tuple(self.see(node, node in order.inventories) for node in order.nodes)
         self.seen |= {
             one.node: (self.now, {gpu for use in one.inventory.used for gpu in use.gpus})
             for one in looks
             if one.inventory
         }
-        self.learn(Looked(looks))
+        self.learn(ProbeResults(looks))
 
     def finish_reclaim(self) -> None:
         order = self.reclaiming.pop(0)
@@ -551,7 +556,7 @@ class World:
             ]
             for who in gone:
                 del self.ranks[node][who]
-        self.learn(Reclaimed(order.job, order.submission, clean))
+        self.learn(ReclaimResult(order.job, order.submission, clean))
 
     def finish_repair(self, node: str, outcome: Any) -> None:
         run = self.repairs.pop(node)
@@ -561,7 +566,7 @@ class World:
         job = self.ordered.pop(node, "")
         by = f"job {job}" if job else "fleet gpus"
         self.to_fleet.append(
-            RepairEnded(
+            RepairResult(
                 node, f"repair/gpus/{node}", str(run), by, job, outcome, healthy, "it was examined"
             )
         )
@@ -582,7 +587,7 @@ class World:
             case "deliver":
                 self.deliver()
             case "repeat" if self.state.claims:
-                self.learn(Claimed(draw.choice(self.state.claims).claim))
+                self.learn(ClaimEvent(draw.choice(self.state.claims).claim))
             case "hear" if self.to_jobs:
                 self.hear(*self.to_jobs.pop(0))
             case "look" if self.looking:
@@ -603,7 +608,7 @@ class World:
                 self.closed.append(self.jobs.pop(name))
             case "notice" if self.closed:
                 gone = self.closed.pop(0)
-                self.to_fleet.append(JobsClosed(((gone.name, gone.submission),)))
+                self.to_fleet.append(EndedJobs(((gone.name, gone.submission),)))
             case "fail" if job is not None and job.runs:
                 bad = draw.choice(job.places).node
                 cause = draw.choice(CAUSES)
@@ -640,7 +645,7 @@ class World:
                     self.now,
                     job=self.ordered.get(at, ""),
                 )
-                self.to_fleet.append(PermitWanted(request))
+                self.to_fleet.append(PermitRequestEvent(request))
             case "order" if job is not None and job.runs and not job.waits:
                 at = draw.choice(job.places).node
                 if at not in self.repairs:
@@ -648,7 +653,7 @@ class World:
                     self.runs += 1
                     self.repairs[at], self.ordered[at] = self.runs, name
                     self.learn(
-                        RepairBegan(
+                        RepairStart(
                             at, f"repair/gpus/{at}", str(self.runs), f"job {name}", "Xid 119"
                         )
                     )
@@ -664,7 +669,7 @@ class World:
                     self.relaunch(job, due[0])
             case "quarantine":
                 self.learn(
-                    QuarantineAsked(
+                    QuarantineCommand(
                         node, "dust", "grace", draw.choice((None, timedelta(minutes=30)))
                     )
                 )
@@ -672,17 +677,17 @@ class World:
             case "release":
                 self.release(node)
             case "pause":
-                self.learn(PauseAsked("", "grace"))
+                self.learn(PauseCommand("", "grace"))
             case "anew":
                 self.begun_anew = True
                 self.begin()
             case "resume":
-                self.learn(ResumeAsked("", "grace"))
+                self.learn(ResumeCommand("", "grace"))
             case "file":
                 left: tuple[FleetNode, ...] = tuple(
                     one for one in FILE if one.name != node or draw.random() < 0.5
                 )
-                self.learn(Applied("act", left, LIMITS))
+                self.learn(FleetFileContent("act", left, LIMITS))
             case _:
                 pass
         self.settle()
@@ -695,13 +700,13 @@ class World:
             used.clear()
         while self.to_fleet:
             self.deliver()
-        self.learn(Applied("act", FILE, LIMITS))
-        self.learn(ResumeAsked("", "grace"))
+        self.learn(FleetFileContent("act", FILE, LIMITS))
+        self.learn(ResumeCommand("", "grace"))
         for node in FILE:
             self.release(node.name)
         while self.closed:
             gone = self.closed.pop(0)
-            self.to_fleet.append(JobsClosed(((gone.name, gone.submission),)))
+            self.to_fleet.append(EndedJobs(((gone.name, gone.submission),)))
 
     def go_on(self) -> None:
         while self.to_fleet:
@@ -772,7 +777,7 @@ def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: 
     world = World()
     for number in numbers:
         world.move(number)
-    assert settle(world.state, world.now, frozenset()) == settle(
+    assert schedule(world.state, world.now, frozenset()) == schedule(
         world.state, world.now, frozenset()
     )
     assert STATES.validate_json(STATES.dump_json(world.state)) == world.state
@@ -810,7 +815,7 @@ def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_le
         world.move(number, SHARED)
     world.calm_down()
     world.settle()
-    assert all(not node.told and node.leave is None for node in world.state.nodes), (
+    assert all(not node.asked_jobs and node.repair_drain is None for node in world.state.nodes), (
         "nobody wants a node that is in service"
     )
 
@@ -826,27 +831,27 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
     now: datetime = T0
     state = FleetState("gpus")
     specs = nodes("n1", "n2", "n3", "n4")
-    looks = Looked(tuple(NodeProbe(node.name, inventory=gpus()) for node in specs))
-    for fact in (Applied("act", specs, LIMITS), JobsFound(()), Remembered(), looks):
-        state = learn(state, fact, now)
+    looks = ProbeResults(tuple(NodeProbe(node.name, inventory=gpus()) for node in specs))
+    for fact in (FleetFileContent("act", specs, LIMITS), RunningJobs(()), PreviousRun(), looks):
+        state = apply_event(state, fact, now)
     for number, (count, each) in enumerate(wanted):
         claim = Claim(f"j{number:02}", 1, 1, count, each, since=T0 + timedelta(seconds=number))
-        state = learn(state, Claimed(claim), now)
+        state = apply_event(state, ClaimEvent(claim), now)
     served: list[int] = []
     running: list[str] = []
     for _ in range(2 * len(wanted)):
-        settled = settle(state, now, frozenset())
+        settled = schedule(state, now, frozenset())
         state = settled.state
         granted = [
             order.job
             for order in settled.orders
-            if isinstance(order, TellJob) and order.grant.kind == "granted"
+            if isinstance(order, GrantMessage) and order.grant.kind == "granted"
         ]
         served += [int(job[1:]) for job in granted]
         running += granted
         if running:
-            state = learn(state, Claimed(Claim(running.pop(0), 1, 2, 0)), now)
-        state = learn(state, looks, now)
+            state = apply_event(state, ClaimEvent(Claim(running.pop(0), 1, 2, 0)), now)
+        state = apply_event(state, looks, now)
     assert served == list(range(len(wanted)))
 
 
@@ -881,7 +886,7 @@ def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
         )
 
     def answer() -> None:
-        for tell in desk.of(TellOffer):
+        for tell in desk.of(OfferMessage):
             most = len(places[tell.job]) + len(tell.offer.nodes)
             if takes[tell.job]:
                 says(tell.job, len(places[tell.job]), places[tell.job], most)
@@ -901,8 +906,8 @@ def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
     free = 9 - sum(map(len, places.values()))
     says("late", needs, (), needs)
     waited = T0 - T0
-    while "late" not in desk.granted() and waited <= OFFER_HOLDS:
-        assert not desk.of(TellOffer), "nothing is offered while somebody waits"
+    while "late" not in desk.granted() and waited <= OFFER_TIMEOUT:
+        assert not desk.of(OfferMessage), "nothing is offered while somebody waits"
         step = timedelta(seconds=desk.wakes_in())
         desk.now, waited = desk.now + step, waited + step
         desk.go()

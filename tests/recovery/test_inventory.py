@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.facts import (
-    Applied,
-    Claimed,
-    JobsFound,
-    Looked,
-    QuarantineAsked,
-    ReleaseAsked,
-    Remembered,
+from relaunch.pool.events import (
+    ClaimEvent,
+    FleetFileContent,
+    PreviousRun,
+    ProbeOrder,
+    ProbeResults,
+    QuarantineCommand,
+    ReleaseCommand,
+    RepairRequest,
+    RunningJobs,
 )
 from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.orders import Look, StartRepair
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
 from tests.recovery.nodes import gpu, nvml
@@ -184,7 +185,7 @@ def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left
     assert desk.grants("waiting")["a"].reason == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
     assert desk.wakes_in() == 10
     assert desk.wait(seconds=10) == []
-    assert desk.state.looks == 2, "one reading every ten seconds while somebody waits"
+    assert desk.state.probe_count == 2, "one reading every ten seconds while somebody waits"
     del desk.gpus["n1"]
     desk.wait(seconds=5)
     assert desk.granted() == {}, "nobody has looked since"
@@ -283,12 +284,12 @@ def test_a_node_whose_gpus_cannot_be_read_is_given_as_before() -> None:
 
 def test_nodes_without_gpus_are_never_read() -> None:
     desk = Desk(*nodes("n1", gpus=0), begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
-    assert desk.settle() == [Look(("n1",))]
-    desk.learn(Looked((NodeProbe("n1", inventory=gpus(0, (0, ALICE))),)))
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
+    assert desk.settle() == [ProbeOrder(("n1",))]
+    desk.learn(ProbeResults((NodeProbe("n1", inventory=gpus(0, (0, ALICE))),)))
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n1"]}
-    assert (desk.node("n1").foreign_processes, desk.node("n1").short) == ((), "")
+    assert (desk.node("n1").foreign_processes, desk.node("n1").missing_gpus) == ((), "")
 
 
 # --- when
@@ -296,12 +297,12 @@ def test_nodes_without_gpus_are_never_read() -> None:
 
 def test_gpus_are_read_with_the_first_look_and_then_every_five_minutes_where_nobody_waits() -> None:
     desk = Desk(begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
     read = []
     while desk.now < T0 + timedelta(minutes=11):
-        for order in [one for one in desk.settle() if isinstance(one, Look)]:
-            desk.look(order.nodes, order.read)
-            read += [round((desk.now - T0).total_seconds())] if order.read else []
+        for order in [one for one in desk.settle() if isinstance(one, ProbeOrder)]:
+            desk.look(order.nodes, order.inventories)
+            read += [round((desk.now - T0).total_seconds())] if order.inventories else []
         desk.now += timedelta(seconds=desk.wakes_in())
     assert read == [0, 300, 600]
 
@@ -311,31 +312,33 @@ def test_of_a_large_fleet_some_are_read_with_each_sweep_and_whoever_somebody_wai
 ):
     names = tuple(f"n{number}" for number in range(600))
     desk = Desk(*nodes(*names), begun=False)
-    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
-    (order,) = (one for one in desk.settle() if isinstance(one, Look))
-    assert (order.nodes, order.read) == (names, names[:512])
-    desk.look(order.nodes, order.read)
+    desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
+    (order,) = (one for one in desk.settle() if isinstance(one, ProbeOrder))
+    assert (order.nodes, order.inventories) == (names, names[:512])
+    desk.look(order.nodes, order.inventories)
     desk.now += timedelta(seconds=60)
     desk.settle()
-    assert desk.of(Look)[0].read == names[512:]
+    assert desk.of(ProbeOrder)[0].inventories == names[512:]
     desk.look(names, names[512:])
     desk.now += timedelta(seconds=60)
-    desk.learn(Claimed(Claim("a", 1, 1, 600, since=desk.now)))
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 600, since=desk.now)))
     desk.settle()
-    assert desk.of(Look)[0].read == names[:512], "as many as are looked at for somebody at a time"
+    assert desk.of(ProbeOrder)[0].inventories == names[:512], (
+        "as many as are looked at for somebody at a time"
+    )
 
 
 def test_a_node_that_was_not_read_within_ten_seconds_is_read_before_it_is_given() -> None:
     desk = Desk(*nodes("n1"))
     desk.now += timedelta(seconds=60)
-    assert desk.settle() == [Look(("n1",))]
+    assert desk.settle() == [ProbeOrder(("n1",))]
     desk.look(("n1",), ())
     desk.busy = {"look"}
     desk.now += timedelta(seconds=0.5)
     desk.claim("a", 1)
     assert desk.granted() == {}, "it has answered, and nobody knows who computes there"
     desk.busy = set()
-    assert [one for one in desk.settle() if isinstance(one, Look)] == [look("n1")], (
+    assert [one for one in desk.settle() if isinstance(one, ProbeOrder)] == [look("n1")], (
         "at once: the last look did not ask"
     )
     desk.look()
@@ -364,7 +367,7 @@ def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_
 ):
     desk = Desk(*nodes("n1", "n2"), begun=False)
     desk.unread.add("n1")
-    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
+    desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
     assert (desk.node("n1").inventory, desk.wakes_in()) == (None, 2)
     desk.now += timedelta(seconds=2)
     assert desk.settle() == [look("n1")]
@@ -378,12 +381,14 @@ def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_
 def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
     desk = Desk(*nodes("n1"))
     desk.now += timedelta(minutes=6)
-    desk.learn(Looked((NodeProbe("n1", inventory=gpus(), read_ago=timedelta(seconds=50)),)))
-    assert desk.node("n1").read_at == desk.now - timedelta(seconds=50)
-    assert desk.node("n1").look == NodeProbe("n1"), "the record keeps it, and the look does not"
+    desk.learn(
+        ProbeResults((NodeProbe("n1", inventory=gpus(), inventory_age=timedelta(seconds=50)),))
+    )
+    assert desk.node("n1").inventory_at == desk.now - timedelta(seconds=50)
+    assert desk.node("n1").probe == NodeProbe("n1"), "the record keeps it, and the look does not"
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n1"]}
-    assert desk.node("n1").read_at == desk.now
+    assert desk.node("n1").inventory_at == desk.now
 
 
 def test_a_node_that_one_job_has_as_a_whole_is_not_read_and_one_of_which_it_has_a_part_is() -> None:
@@ -391,14 +396,14 @@ def test_a_node_that_one_job_has_as_a_whole_is_not_read_and_one_of_which_it_has_
     desk.claim("whole", 1)
     desk.claim("part", 1, gpus=2)
     desk.now += timedelta(minutes=6)
-    assert desk.settle() == [Look(("n1", "n2", "n3"), ("n2", "n3"))]
+    assert desk.settle() == [ProbeOrder(("n1", "n2", "n3"), ("n2", "n3"))]
 
 
 def test_a_node_under_repair_is_not_read() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.learn(began("n1", by="grace"))
     desk.now += timedelta(minutes=6)
-    assert desk.settle() == [Look(("n1", "n2"), ("n2",))]
+    assert desk.settle() == [ProbeOrder(("n1", "n2"), ("n2",))]
 
 
 # --- nodes that lack GPUs
@@ -408,10 +413,10 @@ def test_a_node_with_fewer_gpus_than_the_file_says_is_examined_before_a_job_gets
     desk = Desk(*nodes("n1", "n2"))
     desk.gpus["n1"] = SHORT
     desk.look()
-    repair = StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")
+    repair = RepairRequest("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")
     assert desk.go() == [repair]
     record = desk.node("n1")
-    assert (record.standing, record.by, record.reason) == (
+    assert (record.status, record.by, record.reason) == (
         NodeStatus.REPAIRING,
         "relaunch",
         repair.reason,
@@ -435,9 +440,9 @@ def test_what_was_read_before_a_repair_counts_no_more_after_it() -> None:
     desk.go()
     desk.learn(began("n1"), ended("n1"))
     desk.settle()
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE, "until it is read again"
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE, "until it is read again"
     desk.look()
-    assert desk.go() == [StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
+    assert desk.go() == [RepairRequest("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
 
 
 def test_a_repair_that_proves_nothing_keeps_it_out() -> None:
@@ -449,7 +454,7 @@ def test_a_repair_that_proves_nothing_keeps_it_out() -> None:
         began("n1"),
         ended("n1", "ambiguous", verdict=Verdict.UNHEALTHY, reason="only 7 of 8 GPUs are there"),
     )
-    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "relaunch")
+    assert (desk.node("n1").status, desk.node("n1").by) == (NodeStatus.QUARANTINED, "relaunch")
     assert desk.wait(minutes=6) == []
 
 
@@ -472,12 +477,12 @@ def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
         case "repaired by a person":
             desk.learn(began("n1", by="grace"))
         case "quarantined":
-            desk.learn(QuarantineAsked("n1", "dust", "grace"))
+            desk.learn(QuarantineCommand("n1", "dust", "grace"))
     seen = replace(SHORT, used=(GpuUse((0,), ALICE),)) if how == "a stranger" else SHORT
-    desk.learn(Looked((replace(desk.seen("n1", read=False), inventory=seen),)))
-    before = desk.node("n1").standing
-    assert [order for order in desk.settle() if isinstance(order, StartRepair)] == []
-    assert desk.node("n1").standing is before
+    desk.learn(ProbeResults((replace(desk.seen("n1", read=False), inventory=seen),)))
+    before = desk.node("n1").status
+    assert [order for order in desk.settle() if isinstance(order, RepairRequest)] == []
+    assert desk.node("n1").status is before
 
 
 def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_once_its_job_has_left() -> (
@@ -490,9 +495,9 @@ def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_onc
     desk.claim("b", 1, gpus=2)
     said = "7 of 8 GPUs answer; 0000:5e:00.0 is lost"
     assert desk.grants("waiting")["b"].reason == f"0 of 1 nodes: job a holds 1; n1: {said}"
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
     desk.claim("a", 0, seq=2)
-    assert desk.of(StartRepair) == [StartRepair("n1", said)]
+    assert desk.of(RepairRequest) == [RepairRequest("n1", said)]
 
 
 def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> None:
@@ -500,7 +505,7 @@ def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> No
     desk.gpus["n1"] = SHORT
     desk.look()
     desk.settle()
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
     desk.claim("a", 1, running=True, keep=("n1",))
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
@@ -508,17 +513,17 @@ def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> No
 def test_a_release_holds_until_the_node_is_read_again_and_a_persons_quarantine_for_ever() -> None:
     desk = Desk(*nodes("n1"))
     desk.gpus["n1"] = SHORT
-    desk.learn(QuarantineAsked("n1", "dust", "grace"))
+    desk.learn(QuarantineCommand("n1", "dust", "grace"))
     desk.look()
     desk.wait(minutes=6)
-    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
-    desk.learn(ReleaseAsked("n1", "clean", "grace"))
+    assert (desk.node("n1").status, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
+    desk.learn(ReleaseCommand("n1", "clean", "grace"))
     assert desk.settle() == []
-    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
     desk.look()
-    assert desk.go() == [StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
+    assert desk.go() == [RepairRequest("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
     desk.gpus["n1"] = gpus(7)
-    desk.learn(ended("n1"), Applied("act", nodes("n1", gpus=7), desk.limits))
+    desk.learn(ended("n1"), FleetFileContent("act", nodes("n1", gpus=7), desk.limits))
     desk.look()
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n1"]}, "the file may say what is true"

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from relaunch.pool.allocate import LOOK_FIRST
-from relaunch.pool.facts import Applied, Claimed, JobsClosed, QuarantineAsked, ReleaseAsked
+from relaunch.pool.events import (
+    ClaimEvent,
+    EndedJobs,
+    FleetFileContent,
+    OfferMessage,
+    ProbeOrder,
+    QuarantineCommand,
+    ReleaseCommand,
+)
+from relaunch.pool.grants import OFFER_INTERVAL, OFFER_TIMEOUT, PROBE_WAIT
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.offers import OFFER_AGAIN, OFFER_HOLDS
-from relaunch.pool.orders import Look, TellOffer
-from relaunch.pool.scheduler import settle
+from relaunch.pool.scheduler import schedule
 from relaunch.pool.state import LiveGeneration
 from relaunch.spec.fleet import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
@@ -21,7 +27,7 @@ FOUR = nodes("n1", "n2", "n3", "n4")
 
 
 def offers(desk: Desk) -> dict[str, list[str]]:
-    return {tell.job: list(tell.offer.nodes) for tell in desk.of(TellOffer)}
+    return {tell.job: list(tell.offer.nodes) for tell in desk.of(OfferMessage)}
 
 
 def goes_on(
@@ -112,7 +118,7 @@ def test_more_than_its_fewest_keeps_nobody_waiting_who_was_there_before() -> Non
 
 def test_a_job_that_has_its_fewest_keeps_nothing_from_those_who_come_after() -> None:
     desk = Desk()
-    desk.go(QuarantineAsked("n4", "a fan", "grace"))
+    desk.go(QuarantineCommand("n4", "a fan", "grace"))
     desk.claim("a", 1, most=4)
     goes_on(desk, "a", ("n1",), 2)
     desk.claim("b", 2)
@@ -168,7 +174,7 @@ def test_s3_3_a_job_that_can_run_waits_for_no_breaker_and_for_no_fleet_that_begi
         assert desk.state.breaker.is_open
     else:
         desk = Desk(*FOUR, jobs=("other",))
-        assert desk.state.awaited == ("other",)
+        assert desk.state.awaited_jobs == ("other",)
     asks(desk, "a", ("n1", "n2"), 1, had=3)
     assert desk.granted() == {"a": ["n1", "n2"]}
     assert desk.grants()["a"].fewer.startswith("2 of 4 nodes: ")
@@ -180,9 +186,11 @@ def test_nodes_that_may_answer_in_a_moment_are_looked_at_before_a_job_begins_wit
     desk = Desk()
     desk.now += timedelta(seconds=30)
     desk.look(["n1", "n2"])
-    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0, most=4)))
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0, most=4)))
     desk.settle()
-    assert [set(look.nodes) for look in desk.of(Look)] == [{"n3", "n4"}] and desk.granted() == {}
+    assert [set(look.nodes) for look in desk.of(ProbeOrder)] == [
+        {"n3", "n4"}
+    ] and desk.granted() == {}
     desk.silent["n4"] = "no route to host"
     desk.look(["n3", "n4"])
     desk.settle()
@@ -194,20 +202,20 @@ def test_but_not_for_long() -> None:
     desk.now += timedelta(seconds=30)
     desk.look(["n1", "n2"])
     desk.busy = {"look"}
-    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0, most=4)))
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0, most=4)))
     desk.settle()
     assert desk.granted() == {}
-    while desk.wakes_in() < 10 and desk.now - T0 < timedelta(seconds=30) + LOOK_FIRST:
+    while desk.wakes_in() < 10 and desk.now - T0 < timedelta(seconds=30) + PROBE_WAIT:
         desk.now += timedelta(seconds=desk.wakes_in())
         desk.look(["n1", "n2"])
         desk.settle()
     assert desk.granted() == {"a": ["n1", "n2"]}
-    assert desk.now == T0 + timedelta(seconds=30) + LOOK_FIRST
+    assert desk.now == T0 + timedelta(seconds=30) + PROBE_WAIT
 
 
 def test_a_job_that_goes_on_with_all_that_it_has_is_told_nothing() -> None:
     desk = short()
-    assert desk.orders == [] and not desk.record("a").waits
+    assert desk.orders == [] and not desk.record("a").is_waiting
 
 
 # --- offers
@@ -221,11 +229,11 @@ def test_s3_3_what_is_free_is_offered_when_the_job_has_run_for_long_enough_and_n
     assert desk.wakes_in() == 1
     desk.wait(seconds=1)
     assert offers(desk) == {"a": ["n3", "n4"]}
-    (tell,) = desk.of(TellOffer)
+    (tell,) = desk.of(OfferMessage)
     assert (tell.offer.submission, tell.offer.seq, tell.offer.until) == (
         1,
         2,
-        desk.now + OFFER_HOLDS,
+        desk.now + OFFER_TIMEOUT,
     )
     assert desk.wait(seconds=1) == []
 
@@ -235,7 +243,7 @@ def test_a_node_is_looked_at_before_it_is_offered() -> None:
     desk.silent["n3"] = "no route to host"
     desk.now += timedelta(seconds=61)
     desk.settle()
-    assert offers(desk) == {} and {"n3", "n4"} <= set(desk.of(Look)[0].nodes)
+    assert offers(desk) == {} and {"n3", "n4"} <= set(desk.of(ProbeOrder)[0].nodes)
     desk.look()
     desk.settle()
     assert offers(desk) == {"a": ["n4"]}
@@ -285,20 +293,20 @@ def test_nothing_is_offered_while_the_breaker_is_open() -> None:
 
 def test_nothing_is_offered_to_a_job_that_has_to_leave_a_node() -> None:
     desk = short()
-    desk.go(QuarantineAsked("n2", "a fan", "grace", timedelta(minutes=30)))
+    desk.go(QuarantineCommand("n2", "a fan", "grace", timedelta(minutes=30)))
     desk.wait(seconds=61)
     assert offers(desk) == {}
 
 
 def test_s3_3_a_node_that_is_back_is_offered() -> None:
     desk = Desk(*nodes("n1", "n2", "n3"))
-    desk.go(QuarantineAsked("n3", "a fan", "grace"))
+    desk.go(QuarantineCommand("n3", "a fan", "grace"))
     desk.claim("a", 2, most=3)
     assert desk.grants()["a"].fewer == "2 of 3 nodes: n3 is quarantined (a fan)"
     goes_on(desk, "a", ("n1", "n2"), 2, most=3)
     desk.wait(seconds=600)
     assert offers(desk) == {}
-    desk.go(ReleaseAsked("n3", "", "grace"))
+    desk.go(ReleaseCommand("n3", "", "grace"))
     assert offers(desk) == {"a": ["n3"]}
 
 
@@ -316,7 +324,7 @@ def test_nobody_else_is_given_what_is_offered_and_is_told_so_until_it_is_over() 
     assert desk.granted() == {}
     reason = desk.grants("waiting")["b"].reason
     assert reason == "0 of 1 nodes: job a holds 2; n3 is offered to job a, n4 is offered to job a"
-    assert desk.wakes_in() <= OFFER_HOLDS.total_seconds()
+    assert desk.wakes_in() <= OFFER_TIMEOUT.total_seconds()
     desk.now = desk.state.offers[0].until
     desk.go()
     assert desk.granted() == {"b": ["n3"]}
@@ -327,12 +335,12 @@ def test_an_offer_that_is_not_taken_is_made_again_later() -> None:
     desk.wait(seconds=61)
     assert offers(desk) != {}
     end = desk.state.offers[0].until
-    while desk.now < end + OFFER_AGAIN:
+    while desk.now < end + OFFER_INTERVAL:
         desk.now += timedelta(seconds=desk.wakes_in())
         desk.go()
-        if desk.now < end + OFFER_AGAIN:
+        if desk.now < end + OFFER_INTERVAL:
             assert offers(desk) == {}
-    assert desk.now == end + OFFER_AGAIN and offers(desk) == {"a": ["n3", "n4"]}
+    assert desk.now == end + OFFER_INTERVAL and offers(desk) == {"a": ["n3", "n4"]}
 
 
 def test_s3_3_a_job_that_takes_the_offer_gets_just_those_nodes() -> None:
@@ -349,7 +357,7 @@ def test_s3_3_a_job_that_takes_the_offer_gets_just_those_nodes() -> None:
 def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -> None:
     desk = short()
     desk.wait(seconds=61)
-    desk.now += OFFER_HOLDS
+    desk.now += OFFER_TIMEOUT
     desk.go()
     desk.claim("b", 3)
     asks(desk, "a", ("n1", "n2"), 3)
@@ -359,7 +367,7 @@ def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -
 def test_an_offer_ends_when_the_job_says_that_it_goes_on_without_or_ends() -> None:
     for last in (
         lambda desk: goes_on(desk, "a", ("n1", "n2"), 3),
-        lambda desk: desk.go(JobsClosed((("a", 1),))),
+        lambda desk: desk.go(EndedJobs((("a", 1),))),
     ):
         desk = short()
         desk.wait(seconds=61)
@@ -395,7 +403,7 @@ def test_a_part_of_a_node_is_offered_and_granted_as_it_was_offered() -> None:
 def test_a_node_that_leaves_the_file_is_offered_no_more() -> None:
     desk = short()
     desk.wait(seconds=61)
-    desk.go(Applied("act", FOUR[:3], desk.limits))
+    desk.go(FleetFileContent("act", FOUR[:3], desk.limits))
     assert [node.name for node in desk.state.nodes] == ["n1", "n2", "n3"]
     asks(desk, "a", ("n1", "n2"), 3)
     assert desk.granted() == {"a": ["n1", "n2", "n3"]}
@@ -406,11 +414,13 @@ def test_a_fleet_that_was_begun_anew_has_offered_nothing() -> None:
     desk.wait(seconds=61)
     anew = Desk(*FOUR)
     goes_on(anew, "a", ("n1", "n2"), 3, after=0)
-    assert offers(anew) == {"a": ["n3", "n4"]} and anew.of(TellOffer)[0].offer.seq == 3
+    assert offers(anew) == {"a": ["n3", "n4"]} and anew.of(OfferMessage)[0].offer.seq == 3
 
 
 def test_equal_states_make_equal_offers() -> None:
     desk = short()
     desk.now += timedelta(seconds=61)
     desk.look()
-    assert settle(desk.state, desk.now, frozenset()) == settle(desk.state, desk.now, frozenset())
+    assert schedule(desk.state, desk.now, frozenset()) == schedule(
+        desk.state, desk.now, frozenset()
+    )

@@ -143,7 +143,7 @@ async def claimants(rig: Rig) -> AsyncIterator[Callable[..., Any]]:
     The fleet has begun before them: one that begins asks every job that runs what it holds, and waits for the answers.
     """
     await rig.tell_fleet("apply")
-    await until_fleet(rig, lambda state: state.awaited == (), "that no job is waited for")
+    await until_fleet(rig, lambda state: state.awaited_jobs == (), "that no job is waited for")
     queue = f"jobs-{uuid.uuid4().hex[:8]}"
     begun: list[WorkflowHandle[Any, Any]] = []
 

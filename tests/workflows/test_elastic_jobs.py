@@ -39,7 +39,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         relaunch.pool.scheduler,
         relaunch.workflows.fleet.workflow,
     ):  # how soon it is seen that a node is back
-        monkeypatch.setattr(module, "SWEEP", timedelta(seconds=3))
+        monkeypatch.setattr(module, "SWEEP_INTERVAL", timedelta(seconds=3))
 
 
 def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:
@@ -186,7 +186,9 @@ async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_someb
         )
         third = await rig.submit(nodes=1, gpus_per_node=8, ranks=1)
         await until_fleet(
-            rig, lambda fleet: any(record.waits for record in fleet.claims), "that somebody waits"
+            rig,
+            lambda fleet: any(record.is_waiting for record in fleet.claims),
+            "that somebody waits",
         )
         await ended(other)
         assert nodes(await third.until_phase(Phase.RUNNING)) == ["n1"]
@@ -422,7 +424,9 @@ async def test_s3_3_an_offer_is_on_the_page_and_nobody_else_is_given_the_nodes_u
         await other.claim(1, gpus=8)
         waiting = await until_fleet(
             rig,
-            lambda fleet: any("n3 is offered to job" in record.said for record in fleet.claims),
+            lambda fleet: any(
+                "n3 is offered to job" in record.wait_reason for record in fleet.claims
+            ),
             "told",
         )
         assert waiting.offers[0].places[0].node == "n3"

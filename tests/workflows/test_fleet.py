@@ -35,12 +35,17 @@ def make(
 
 
 def standing(state: FleetState, node: str) -> NodeStatus:
-    return next(record.standing for record in state.nodes if record.name == node)
+    return next(record.status for record in state.nodes if record.name == node)
 
 
 def waits(state: FleetState, job: str) -> str:
     return next(
-        (record.said for record in state.claims if record.claim.job == job and record.waits), ""
+        (
+            record.wait_reason
+            for record in state.claims
+            if record.claim.job == job and record.is_waiting
+        ),
+        "",
     )
 
 
@@ -107,7 +112,7 @@ async def test_a_grant_that_reaches_nobody_is_taken_back(make_rig: MakeRig) -> N
         await job.handle.terminate("before it was granted anything")
         await job.claim(2)
         await until_fleet(
-            rig, lambda state: state.begun and not state.claims, "an empty list of claims"
+            rig, lambda state: state.is_probed and not state.claims, "an empty list of claims"
         )
         other = await begin()
         await other.claim(2)
@@ -126,7 +131,9 @@ async def test_ranks_that_no_job_answers_for_are_stopped_and_their_nodes_granted
         await job.claim(2)
         assert await job.nodes() == ["n1", "n2"]
         assert all(
-            not record.look.living for record in (await fleet_state(rig)).nodes if record.look
+            not record.probe.generations
+            for record in (await fleet_state(rig)).nodes
+            if record.probe
         )
         assert {call.node for call in rig.backend.calls if call.command == "stop"} == {"n1", "n2"}
 
@@ -148,7 +155,7 @@ async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before
         await second.claim(1)
         await first.until_told("claim_again")
         assert await second.grants() == []
-        assert first.name in ((await fleet_state(rig)).awaited or ())
+        assert first.name in ((await fleet_state(rig)).awaited_jobs or ())
         await first.claim(2, holds=places, keep=tuple(place.node for place in places), running=True)
         assert await second.nodes() == ["n3"]
         assert await first.grants() == [], "it has what it wants, and knows that"
@@ -161,7 +168,7 @@ async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has
         await rig.tell_fleet("quarantine", {"node": "n1", "reason": "flaky NVLink", "by": "grace"})
         await rig.tell_fleet("pause", {"reason": "the cooling is being mended", "by": "grace"})
         state = await until_fleet(
-            rig, lambda state: bool(state.breaker.paused) and state.remembered, "repairs paused"
+            rig, lambda state: bool(state.breaker.paused) and state.is_restored, "repairs paused"
         )
         assert standing(state, "n1") is NodeStatus.QUARANTINED
         await rig.end_fleet()
@@ -201,7 +208,7 @@ async def test_a_fleet_whose_runs_before_were_of_other_workers_begins_with_nothi
     async with make_rig(Script(then="run"), name=name) as rig:
         await rig.tell_fleet("apply")
         state = await until_fleet(
-            rig, lambda state: state.remembered, "whether anything is remembered"
+            rig, lambda state: state.is_restored, "whether anything is remembered"
         )
         assert standing(state, "n1") is NodeStatus.IN_SERVICE
         (notice,) = state.notices
@@ -222,12 +229,14 @@ async def test_a_job_that_ends_without_a_word_while_it_is_asked_is_not_awaited_a
         await rig.end_fleet()
         await rig.tell_fleet("apply")
         await until_fleet(
-            rig, lambda state: job.name in (state.awaited or ()), "that the job is asked"
+            rig, lambda state: job.name in (state.awaited_jobs or ()), "that the job is asked"
         )
         await job.handle.terminate("it never says what it holds")
         await rig.tell_fleet("apply")  # has it checked now
         await until_fleet(
-            rig, lambda state: job.name not in (state.awaited or ()), "that nobody waits for it"
+            rig,
+            lambda state: job.name not in (state.awaited_jobs or ()),
+            "that nobody waits for it",
         )
 
 
@@ -261,8 +270,7 @@ async def test_a_repair_that_asked_during_a_pause_is_followed_by_another_one_and
             rig, lambda state: standing(state, "n2") is NodeStatus.IN_SERVICE, "n2 in service"
         )
         assert [
-            (one.permit.run == first, one.permit.allowed, one.permit.stale)
-            for one in state.answered
+            (one.permit.run == first, one.permit.allowed, one.permit.stale) for one in state.permits
         ] == [
             (True, False, True),
             (False, True, False),
@@ -281,7 +289,7 @@ async def test_a_silent_node_is_waited_for_and_granted_once_it_answers(make_rig:
             await job.claim(2)
             state = await until_fleet(rig, lambda state: bool(waits(state, job.name)), "a reason")
             assert "answer" in waits(state, job.name)
-            assert state.nodes[1].look is not None and "no answer" in state.nodes[1].look.silent
+            assert state.nodes[1].probe is not None and "no answer" in state.nodes[1].probe.silent
             rig.backend.heal("n2")
             assert await job.nodes() == ["n1", "n2"]
 
@@ -391,7 +399,7 @@ async def test_what_cannot_be_read_becomes_a_notice_and_changes_nothing(
         state = await until_fleet(rig, lambda state: bool(state.notices), "a notice")
         assert sentence in state.notices[-1]
         assert (state.claims, state.requests, state.breaker.paused) == ((), (), "")
-        state = await until_fleet(rig, lambda state: state.begun, "every node looked at")
+        state = await until_fleet(rig, lambda state: state.is_probed, "every node looked at")
         assert standing(state, "n1") is NodeStatus.IN_SERVICE
 
 
@@ -473,7 +481,7 @@ async def test_signals_that_arrive_while_the_fleet_continues_as_new_are_not_lost
         await rig.tell_fleet("quarantine", {"node": "n1", "reason": "the last", "by": "grace"})
         state = await until_fleet(
             rig,
-            lambda state: state.begun and standing(state, "n1") is NodeStatus.QUARANTINED,
+            lambda state: state.is_probed and standing(state, "n1") is NodeStatus.QUARANTINED,
             "n1 quarantined",
         )
         assert state.breaker.paused == ""
@@ -489,8 +497,8 @@ async def test_what_begins_a_fleet_is_heard_although_its_nodes_are_not_known_yet
         await rig.tell_fleet(
             "quarantine", {"node": "n1", "reason": "the first word", "by": "grace"}
         )
-        state = await until_fleet(rig, lambda state: state.begun, "every node looked at")
-        assert (state.nodes[0].standing, state.nodes[0].reason) == (
+        state = await until_fleet(rig, lambda state: state.is_probed, "every node looked at")
+        assert (state.nodes[0].status, state.nodes[0].reason) == (
             NodeStatus.QUARANTINED,
             "the first word",
         )

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from relaunch.job.state import NodeDrain, Phase
 from relaunch.pool.inventory import GpuUse, Inventory
-from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
+from relaunch.pool.messages import Claim, DrainRequest, PermitRequest, Place
 from relaunch.pool.state import (
     Breaker,
     ClaimRecord,
@@ -15,7 +15,7 @@ from relaunch.pool.state import (
     NodeProbe,
     NodeRecord,
     NodeStatus,
-    Offered,
+    OfferRecord,
 )
 from relaunch.spec.fleet import FleetNode
 from relaunch.workflows.fleet.details import fleet_details
@@ -28,7 +28,7 @@ AGO = NOW - timedelta(minutes=12)
 
 def node(name: str, **changes: object) -> NodeRecord:
     made = NodeRecord(
-        FleetNode(name=name, address=f"10.1.{name}", gpus=8), look=NodeProbe(name), looked_at=NOW
+        FleetNode(name=name, address=f"10.1.{name}", gpus=8), probe=NodeProbe(name), probed_at=NOW
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def page(state: FleetState, *doing: str) -> list[str]:
 
 
 def fleet(*nodes: NodeRecord, **changes: object) -> FleetState:
-    made = FleetState("lab", nodes=nodes, awaited=(), applied=True, begun=True)
+    made = FleetState("lab", nodes=nodes, awaited_jobs=(), is_file_read=True, is_probed=True)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -66,14 +66,14 @@ def test_an_open_breaker_and_a_pause_come_first_and_say_how_they_are_ended() -> 
 
 
 def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when() -> None:
-    drain = Withdraw("n2", "new memory", "grace", NOW + timedelta(minutes=30))
+    drain = DrainRequest("n2", "new memory", "grace", NOW + timedelta(minutes=30))
     silent = NodeProbe("n4", silent="connection timed out")
     lines = page(
         fleet(
             node("n1"),
             node(
                 "n2",
-                standing=NodeStatus.QUARANTINED,
+                status=NodeStatus.QUARANTINED,
                 reason="new memory",
                 by="grace",
                 since=AGO,
@@ -81,14 +81,14 @@ def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when(
             ),
             node(
                 "n3",
-                standing=NodeStatus.REPAIRING,
+                status=NodeStatus.REPAIRING,
                 reason="Xid 79",
                 by="job llama",
                 since=AGO,
                 repair="repair/lab/n3",
             ),
-            node("n4", look=silent, silent_since=AGO),
-            node("n5", look=NodeProbe("n5", held="diagnose (grace) works on it")),
+            node("n4", probe=silent, silent_since=AGO),
+            node("n5", probe=NodeProbe("n5", busy="diagnose (grace) works on it")),
         )
     )
     assert (
@@ -106,13 +106,15 @@ def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when(
 
 def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
     waiting = ClaimRecord(
-        Claim("bert", 1, 1, 4, gpus=2), said="1 of 4 nodes: job llama holds 3", waiting_since=AGO
+        Claim("bert", 1, 1, 4, gpus=2),
+        wait_reason="1 of 4 nodes: job llama holds 3",
+        waiting_since=AGO,
     )
     replacement = ClaimRecord(Claim("vit", 1, 3, 2, running=True), waiting_since=AGO)
     holds = (Place("n1"), Place("n2", gpus=(0, 1)))
     using = ClaimRecord(Claim("llama", 1, 1, 2, holds=holds), granted=holds)
     ended = ClaimRecord(
-        Claim("gpt", 1, 1, 1, holds=(Place("n3"),)), granted=(Place("n3"),), closed=True
+        Claim("gpt", 1, 1, 1, holds=(Place("n3"),)), granted=(Place("n3"),), is_closed=True
     )
     asked = PermitRequest("repair/lab/n3", "r", 1, "n3", "reboot", "no answer from the driver", AGO)
     lines = page(
@@ -138,7 +140,7 @@ def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
 
 def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
     lines = page(
-        fleet(node("n1"), awaited=("llama", "bert"), settles_at=NOW + timedelta(seconds=30))
+        fleet(node("n1"), awaited_jobs=("llama", "bert"), awaited_until=NOW + timedelta(seconds=30))
     )
     assert (
         "**Restarted** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs claim their nodes before: llama, bert"
@@ -149,12 +151,12 @@ def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
 def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_needed_to_act() -> None:
     reason = "ü" * 5000
     nodes = tuple(
-        node(f"n{i}", standing=NodeStatus.QUARANTINED, reason=reason, by="grace", since=AGO)
+        node(f"n{i}", status=NodeStatus.QUARANTINED, reason=reason, by="grace", since=AGO)
         for i in range(2048)
     )
     holds = tuple(Place(one.name) for one in nodes)
     claims = tuple(
-        ClaimRecord(Claim(f"j{i}", 1, 1, 2048, holds=holds), said=reason) for i in range(500)
+        ClaimRecord(Claim(f"j{i}", 1, 1, 2048, holds=holds), wait_reason=reason) for i in range(500)
     )
     state = fleet(*nodes, claims=claims, notices=(reason,) * 64, breaker=Breaker(reason, AGO))
     text = "\n".join(page(state))
@@ -169,7 +171,7 @@ def test_jobs_that_would_take_more_and_what_is_offered_to_them_are_on_the_page()
         granted=(Place("n1"),),
     )
     waits = ClaimRecord(Claim("bert", 8, 1, 2, most=4), waiting_since=AGO)
-    offer = Offered("llama", 7, 3, (Place("n2"), Place("n3")), NOW)
+    offer = OfferRecord("llama", 7, 3, (Place("n2"), Place("n3")), NOW)
     lines = page(fleet(node("n1"), node("n2"), node("n3"), claims=(grows, waits), offers=(offer,)))
     assert "- n2, n3 offered to job llama until 2026-11-21 03:00:00 UTC" in lines
     assert "- **llama** n1; takes up to 3 from 2026-11-21 02:48:00 UTC on" in lines
@@ -183,19 +185,19 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
     used = Inventory("H100", 8, used=(GpuUse((2,), "alice (python, pid 4242)"),))
     lines = page(
         fleet(
-            node("n1", inventory=used, read_at=NOW),
-            node("n2", inventory=replace(used, count=7), read_at=NOW),
+            node("n1", inventory=used, inventory_at=NOW),
+            node("n2", inventory=replace(used, count=7), inventory_at=NOW),
             node(
                 "n3",
                 inventory=Inventory(unreadable="libnvidia-ml.so.1 is not on this node"),
-                read_at=NOW,
+                inventory_at=NOW,
             ),
-            node("n4", inventory=Inventory("H100", 8), read_at=NOW),
+            node("n4", inventory=Inventory("H100", 8), inventory_at=NOW),
             node(
                 "n5",
                 inventory=Inventory("H100", 7),
-                read_at=NOW,
-                standing=NodeStatus.SUSPECT,
+                inventory_at=NOW,
+                status=NodeStatus.SUSPECT,
                 reason="7 of 8 GPUs answer",
             ),
         )
@@ -210,17 +212,17 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
 
 
 def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when() -> None:
-    leave = Withdraw("n3", "Xid 79", "fleet lab", NOW + timedelta(hours=2))
+    leave = DrainRequest("n3", "Xid 79", "fleet lab", NOW + timedelta(hours=2))
     suspect = {
-        "standing": NodeStatus.SUSPECT,
+        "status": NodeStatus.SUSPECT,
         "reason": "Xid 79",
         "by": "job llama",
         "since": AGO,
-        "leave": leave,
+        "repair_drain": leave,
     }
     line = next(
         line
-        for line in page(fleet(node("n3", **suspect, told=("bert", "vit"))))
+        for line in page(fleet(node("n3", **suspect, asked_jobs=("bert", "vit"))))
         if line.startswith("- **n3**")
     )
     assert line.endswith(

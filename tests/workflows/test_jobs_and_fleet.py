@@ -31,7 +31,7 @@ def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncCo
 
 
 def standing(state: FleetState, node: str) -> NodeStatus:
-    return next(record.standing for record in state.nodes if record.name == node)
+    return next(record.status for record in state.nodes if record.name == node)
 
 
 async def ended(*jobs: Job) -> None:

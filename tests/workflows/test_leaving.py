@@ -50,7 +50,7 @@ def nodes_of(state: JobState) -> list[str]:
 
 def standing(node: str, wanted: NodeStatus) -> Callable[[FleetState], bool]:
     return lambda state: any(
-        record.name == node and record.standing is wanted for record in state.nodes
+        record.name == node and record.status is wanted for record in state.nodes
     )
 
 

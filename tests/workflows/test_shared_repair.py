@@ -51,12 +51,12 @@ async def test_a_reset_that_a_job_orders_of_a_node_it_shares_is_refused_and_come
         fleet = await until_fleet(
             rig,
             lambda found: any(
-                node.name == "n1" and node.standing is NodeStatus.IN_SERVICE and node.verdict
+                node.name == "n1" and node.status is NodeStatus.IN_SERVICE and node.verdict
                 for node in found.nodes
             ),
             "n1 treated",
         )
-        assert not any(node.told for node in fleet.nodes)
+        assert not any(node.asked_jobs for node in fleet.nodes)
         began = [
             one for one in rig.backend.upkeep if one.kind == "began" and one.command == "reset-gpus"
         ]

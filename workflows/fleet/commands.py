@@ -25,8 +25,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.fleet import ClosedJobsInput, FleetActivities, LookInput, ReclaimInput
     from relaunch.messages.fleets import FleetFile
     from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput
-    from relaunch.pool.facts import Remembered
-    from relaunch.pool.orders import Look, Reclaim, StartRepair
+    from relaunch.pool.events import PreviousRun, ProbeOrder, ReclaimOrder, RepairRequest
     from relaunch.pool.state import NodeProbe
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
@@ -61,7 +60,7 @@ async def find_jobs(fleet: str) -> tuple[str, ...] | None:
     )
 
 
-async def read_last_state(fleet: str) -> Remembered | None:
+async def read_last_state(fleet: str) -> PreviousRun | None:
     return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.read_last_state,
@@ -103,11 +102,11 @@ async def find_closed_jobs(
     )
 
 
-async def look(fleet: str, order: Look) -> tuple[NodeProbe, ...] | None:
+async def look(fleet: str, order: ProbeOrder) -> tuple[NodeProbe, ...] | None:
     return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.probe_nodes,
-            LookInput(fleet, order.nodes, order.read),
+            LookInput(fleet, order.nodes, order.inventories),
             start_to_close_timeout=ASK_TIMEOUT,
             schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
@@ -117,7 +116,7 @@ async def look(fleet: str, order: Look) -> tuple[NodeProbe, ...] | None:
     )
 
 
-async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
+async def reclaim(fleet: str, order: ReclaimOrder) -> tuple[str, ...] | None:
     return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.reclaim,
@@ -131,7 +130,7 @@ async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
     )
 
 
-async def start_repair(fleet: str, order: StartRepair, is_awaited: Callable[[], bool]) -> None:
+async def start_repair(fleet: str, order: RepairRequest, is_awaited: Callable[[], bool]) -> None:
     """Start a repair without waiting for its end: it reports to whichever run of the fleet exists
     then."""
     for delay in RETRY_DELAYS_S:
@@ -143,7 +142,7 @@ async def start_repair(fleet: str, order: StartRepair, is_awaited: Callable[[], 
     workflow.logger.info("a repair of %s is under way already, and reports its end", order.node)
 
 
-async def _start_child(fleet: str, order: StartRepair) -> bool:
+async def _start_child(fleet: str, order: RepairRequest) -> bool:
     try:
         repair = await workflow.start_child_workflow(
             "NodeRepair",

@@ -30,9 +30,9 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         doing: What is under way, one clause each.
         what_next: The answer of the query `next`.
     """
-    out = [node for node in state.nodes if node.standing is not NodeStatus.IN_SERVICE]
-    odd = [node for node in state.nodes if node.standing is NodeStatus.IN_SERVICE and _is_odd(node)]
-    waiting = [record for record in state.claims if record.waits]
+    out = [node for node in state.nodes if node.status is not NodeStatus.IN_SERVICE]
+    odd = [node for node in state.nodes if node.status is NodeStatus.IN_SERVICE and _is_odd(node)]
+    waiting = [record for record in state.claims if record.is_waiting]
     using = [record for record in state.claims if record.places]
     lines = [f"## {_summary(state, out, odd, using, waiting)}", ""]
     lines += _breaker_lines(state)
@@ -95,7 +95,7 @@ def _summary(
 ) -> str:
     parts = [f"{len(state.nodes)} nodes"]
     for standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
-        if count := sum(node.standing is standing for node in out):
+        if count := sum(node.status is standing for node in out):
             parts.append(f"{count} {standing}")
     if odd:
         parts.append(f"{len(odd)} silent or held")
@@ -125,24 +125,24 @@ def _breaker_lines(state: FleetState) -> list[str]:
             + {"act": "done", "ask": "asked for", "observe": "only recorded"}[state.repairs],
             "",
         ]
-    if state.awaited:
-        until = f" until {_format_time(state.settles_at)}" if state.settles_at else ""
+    if state.awaited_jobs:
+        until = f" until {_format_time(state.awaited_until)}" if state.awaited_until else ""
         lines += [
             f"**Restarted** nothing is granted{until}, unless these jobs claim their nodes before:"
-            f" {_some(state.awaited)}",
+            f" {_some(state.awaited_jobs)}",
             "",
         ]
     return lines
 
 
 def _is_odd(node: NodeRecord) -> bool:
-    looks_odd = node.look is not None and bool(node.look.silent or node.look.held)
+    looks_odd = node.probe is not None and bool(node.probe.silent or node.probe.busy)
     return looks_odd or bool(node.repair) or node.drain is not None
 
 
 def _out_line(node: NodeRecord) -> str:
     by = f" by {node.by}" if node.by else ""
-    return f"**{node.name}** {node.standing}{_format_since(node.since)}{by}: {_cut(node.reason)}{_node_notes(node)}"
+    return f"**{node.name}** {node.status}{_format_since(node.since)}{by}: {_cut(node.reason)}{_node_notes(node)}"
 
 
 def _odd_line(node: NodeRecord) -> str:
@@ -155,16 +155,16 @@ def _gpu_note(node: NodeRecord) -> str:
     if node.inventory.unreadable:
         return f"GPUs unreadable, and granted unread: {_cut(node.inventory.unreadable)}"
     # For a suspect this is already shown as its reason.
-    lacks = node.short if node.standing is NodeStatus.IN_SERVICE else ""
+    lacks = node.missing_gpus if node.status is NodeStatus.IN_SERVICE else ""
     return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
 
 
 def _node_notes(node: NodeRecord) -> str:
     parts: list[str] = []
-    if node.look is not None and node.look.silent:
-        parts.append(f"no answer{_format_since(node.silent_since)}: {_cut(node.look.silent)}")
-    if node.look is not None and node.look.held:
-        parts.append(_cut(node.look.held))
+    if node.probe is not None and node.probe.silent:
+        parts.append(f"no answer{_format_since(node.silent_since)}: {_cut(node.probe.silent)}")
+    if node.probe is not None and node.probe.busy:
+        parts.append(_cut(node.probe.busy))
     if node.repair:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
@@ -172,9 +172,9 @@ def _node_notes(node: NodeRecord) -> str:
             f"jobs leave it until {_format_time(node.drain.until)}"
             f" ({node.drain.by}: {_cut(node.drain.reason)})"
         )
-    elif node.leave is not None and node.told:
+    elif node.repair_drain is not None and node.asked_jobs:
         parts.append(
-            f"{_some(node.told)} asked to leave it by {_format_time(node.leave.until)},"
+            f"{_some(node.asked_jobs)} asked to leave it by {_format_time(node.repair_drain.until)},"
             " so that it can be examined"
         )
     return "".join(f"; {part}" for part in parts)
@@ -184,8 +184,8 @@ def _waiting_line(record: ClaimRecord) -> str:
     claim = record.claim
     gpus = f" with {claim.gpus} GPUs each" if claim.gpus else ""
     first = "a replacement, " if claim.running else ""
-    why = _cut(record.said) or "the reason is not known yet"
-    nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.up_to else f"{claim.nodes}"
+    why = _cut(record.wait_reason) or "the reason is not known yet"
+    nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.max_nodes else f"{claim.nodes}"
     return f"**{claim.job}** {first}{nodes} nodes{gpus}{_format_since(record.waiting_since)}: {why}"
 
 
@@ -196,7 +196,7 @@ def _using_line(record: ClaimRecord) -> str:
     ]
     closed = (
         "; its workflow has ended, what is left of its ranks is being stopped"
-        if record.closed
+        if record.is_closed
         else ""
     )
     claim = record.claim

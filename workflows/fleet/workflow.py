@@ -33,28 +33,26 @@ with workflow.unsafe.imports_passed_through():
         short,
     )
     from relaunch.messages.jobs import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
-    from relaunch.pool.facts import (
-        Applied,
-        Fact,
-        JobsClosed,
-        JobsFound,
-        Looked,
-        Reclaimed,
-        Rejected,
-    )
-    from relaunch.pool.orders import (
-        AskToClaim,
-        AskToLeave,
-        Look,
+    from relaunch.pool.events import (
+        ClaimReminder,
+        DrainMessage,
+        EndedJobs,
+        FleetEvent,
+        FleetFileContent,
+        GrantMessage,
+        MalformedMessage,
+        OfferMessage,
         Order,
-        Reclaim,
-        StartRepair,
-        TellJob,
-        TellOffer,
-        TellRepair,
+        PermitMessage,
+        ProbeOrder,
+        ProbeResults,
+        ReclaimOrder,
+        ReclaimResult,
+        RepairRequest,
+        RunningJobs,
     )
     from relaunch.pool.restore import is_restoring
-    from relaunch.pool.scheduler import SWEEP, learn, next_wake, settle
+    from relaunch.pool.scheduler import SWEEP_INTERVAL, apply_event, next_wake, schedule
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
     from relaunch.workflows.fleet import commands
@@ -76,8 +74,8 @@ class Fleet:
     def __init__(self, start: FleetInput) -> None:
         self._name = start.name
         self._state = start.resume or FleetState(name=start.name)
-        self._inbox: list[Fact] = list(start.inbox)
-        self._early: list[Fact] = []
+        self._inbox: list[FleetEvent] = list(start.inbox)
+        self._early: list[FleetEvent] = []
         """Facts that arrived before the fleet file was read: they may be about nodes that are not
         known yet."""
         self._checked_at = start.checked_at
@@ -86,7 +84,7 @@ class Fleet:
         """The state after the last settling, and what was under way then: while both are unchanged,
         only time brings news."""
         self._wake: datetime | None = None
-        self._file: Applied | None = None
+        self._file: FleetFileContent | None = None
         """As last read."""
         self._file_wrong = ""
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -99,7 +97,7 @@ class Fleet:
     async def run(self, start: FleetInput) -> None:
         while True:
             self._learn()
-            if self._state.awaited is None:
+            if self._state.awaited_jobs is None:
                 self._ask(FIND, self._find_jobs)
             if self._state.nodes and is_restoring(self._state, workflow.now()):
                 self._ask(REMEMBER, self._remember)
@@ -108,7 +106,7 @@ class Fleet:
                 self._ask(CHECK, self._check)
             if self._is_news():
                 if (
-                    self._state.applied
+                    self._state.is_file_read
                 ):  # before that, a job would get the answer that there are no nodes
                     self._settle()
                     self._wake = next_wake(self._state, workflow.now())
@@ -118,17 +116,19 @@ class Fleet:
                 )
             await self._news()
             self._forget_ended()
-            if workflow.info().is_continue_as_new_suggested() and self._state.applied:
+            if workflow.info().is_continue_as_new_suggested() and self._state.is_file_read:
                 await self._continue_as_new()
 
     def _learn(self) -> None:
         while self._inbox:
             fact = self._inbox.pop(0)
-            if not self._state.applied and not isinstance(fact, Applied | JobsFound | Rejected):
+            if not self._state.is_file_read and not isinstance(
+                fact, FleetFileContent | RunningJobs | MalformedMessage
+            ):
                 self._early.append(fact)
                 continue
-            self._state = learn(self._state, fact, workflow.now())
-            if self._state.applied:
+            self._state = apply_event(self._state, fact, workflow.now())
+            if self._state.is_file_read:
                 self._inbox[:0], self._early = self._early, []
 
     def _is_news(self) -> bool:
@@ -162,7 +162,7 @@ class Fleet:
             return
 
     def _settle(self) -> None:
-        settled = settle(self._state, workflow.now(), frozenset(self._asking))
+        settled = schedule(self._state, workflow.now(), frozenset(self._asking))
         self._state = settled.state
         for order in settled.orders:
             self._carry_out(order)
@@ -170,21 +170,21 @@ class Fleet:
     def _carry_out(self, order: Order) -> None:
         workflow.logger.info("%s", str(order)[:300])
         match order:
-            case Look():
+            case ProbeOrder():
                 self._ask(LOOK, lambda: self._look(order))
-            case Reclaim():
+            case ReclaimOrder():
                 self._ask(f"reclaim/{order.job}/{order.submission}", lambda: self._reclaim(order))
-            case TellJob():
+            case GrantMessage():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "granted", order.grant)
-            case TellOffer():
+            case OfferMessage():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "nodes_offered", order.offer)
-            case AskToLeave():
-                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "leave_node", order.withdraw)
-            case AskToClaim():
+            case DrainMessage():
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "leave_node", order.request)
+            case ClaimReminder():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "claim_again", {})
-            case TellRepair():
+            case PermitMessage():
                 self._tell(order.workflow, "permitted", order.permit)
-            case StartRepair():
+            case RepairRequest():
                 self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
 
     # --- questions and orders
@@ -196,7 +196,7 @@ class Fleet:
     async def _find_jobs(self) -> None:
         jobs = await commands.find_jobs(self._name)
         if jobs is not None:
-            self._inbox.append(JobsFound(jobs))
+            self._inbox.append(RunningJobs(jobs))
 
     async def _remember(self) -> None:
         known = await commands.read_last_state(self._name)
@@ -213,28 +213,28 @@ class Fleet:
             self._file, self._file_wrong = found.applied, ""
         elif found is not None:
             if found.wrong != self._file_wrong:
-                self._inbox.append(Rejected("fleet file", found.wrong))
-            if not self._state.applied:  # claims are then answered that there are no nodes
-                self._inbox.append(Applied("observe", (), FleetLimits()))
+                self._inbox.append(MalformedMessage("fleet file", found.wrong))
+            if not self._state.is_file_read:  # claims are then answered that there are no nodes
+                self._inbox.append(FleetFileContent("observe", (), FleetLimits()))
             self._file_wrong = found.wrong
         if self._state.restore_error and not is_restoring(self._state, workflow.now()):
             await self._remember()  # a worker that was busy or away may be able to answer by now
-        if self._state.awaited:  # a job that has ended meanwhile never claims what it holds
+        if self._state.awaited_jobs:  # a job that has ended meanwhile never claims what it holds
             await self._find_jobs()
-        claims = tuple(record.key for record in self._state.claims if not record.closed)
+        claims = tuple(record.key for record in self._state.claims if not record.is_closed)
         if claims and (closed := await commands.find_closed_jobs(self._name, claims)):
-            self._inbox.append(JobsClosed(closed))
+            self._inbox.append(EndedJobs(closed))
 
-    async def _look(self, order: Look) -> None:
+    async def _look(self, order: ProbeOrder) -> None:
         looks = await commands.look(self._name, order)
         if looks is not None:
-            self._inbox.append(Looked(looks))
+            self._inbox.append(ProbeResults(looks))
 
-    async def _reclaim(self, order: Reclaim) -> None:
+    async def _reclaim(self, order: ReclaimOrder) -> None:
         if clean := await commands.reclaim(self._name, order):
-            self._inbox.append(Reclaimed(order.job, order.submission, clean))
+            self._inbox.append(ReclaimResult(order.job, order.submission, clean))
 
-    async def _repair(self, order: StartRepair) -> None:
+    async def _repair(self, order: RepairRequest) -> None:
         def is_awaited() -> bool:
             ordered = (
                 f"{REPAIR_ID_PREFIX}{self._name}/{order.node}"  # once begun, the run follows in it
@@ -301,15 +301,15 @@ class Fleet:
 
     def _check_due(self) -> datetime:
         if CHECK in self._asking:
-            return workflow.now() + SWEEP
+            return workflow.now() + SWEEP_INTERVAL
         if self._checked_at is None or self._check_asked:
             return workflow.now()
         lately = workflow.now() - HURRY_FOR
         hurries = any(
-            record.waits and (record.waiting_since or lately) > lately
+            record.is_waiting and (record.waiting_since or lately) > lately
             for record in self._state.claims
         )
-        return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP)
+        return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP_INTERVAL)
 
     def _doing(self) -> list[str]:
         words = {
@@ -382,7 +382,7 @@ class Fleet:
     @workflow.signal(description='Read the fleet file again now: {"reason", "by"}, all optional.')
     def apply(self, message: Any = None, *_more: Any) -> None:
         said = read("apply", message, apply_message)
-        if isinstance(said, Rejected):
+        if isinstance(said, MalformedMessage):
             self._inbox.append(said)
         else:
             self._check_asked = True
@@ -394,20 +394,20 @@ class Fleet:
     @workflow.query(description="What this fleet does next, or what it waits for.")
     def next(self) -> str:
         state = self._state
-        if not state.applied:
+        if not state.is_file_read:
             return "the fleet file is read"
         if state.breaker.is_open:
             return f"nothing, until a person closes the breaker: {state.breaker.reason}"
-        if state.awaited is None:
+        if state.awaited_jobs is None:
             return "the running jobs are searched for"
-        if state.awaited:
-            return f"{len(state.awaited)} jobs are asked what they hold, before anything is granted"
+        if state.awaited_jobs:
+            return f"{len(state.awaited_jobs)} jobs are asked what they hold, before anything is granted"
         if is_restoring(state, workflow.now()):
             return (
                 "the previous run is asked which nodes are out of service,"
                 " before anything is granted"
             )
-        if not state.begun:
+        if not state.is_probed:
             return "every node is looked at once, before anything is granted"
-        waiting = sum(record.waits for record in state.claims)
+        waiting = sum(record.is_waiting for record in state.claims)
         return f"{waiting} jobs wait for nodes" if waiting else "it waits until a job wants nodes"

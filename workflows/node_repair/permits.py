@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
 
     from relaunch.activities.fleet import FleetActivities, TellFleetInput
     from relaunch.messages.jobs import NodeRepairInput
-    from relaunch.pool.facts import RepairBegan, RepairEnded
+    from relaunch.pool.events import RepairResult, RepairStart
     from relaunch.pool.messages import Permit, PermitRequest
     from relaunch.repair.state import FinishRepair, PermitAnswered, WaitEnded
     from relaunch.workflows.training_job.commands import KEEP_TRYING
@@ -61,12 +61,12 @@ class Permits:
 
     async def report_begin(self) -> None:
         repair, info = self._repair, workflow.info()
-        began = RepairBegan(repair.node, info.workflow_id, info.run_id, repair.by, repair.reason)
+        began = RepairStart(repair.node, info.workflow_id, info.run_id, repair.by, repair.reason)
         await self._send("repair_began", began, SEND_TIMEOUT)
 
     async def report_end(self, end: FinishRepair) -> None:
         repair, info = self._repair, workflow.info()
-        ended = RepairEnded(
+        ended = RepairResult(
             repair.node,
             info.workflow_id,
             info.run_id,
@@ -200,7 +200,7 @@ class Permits:
     async def _send(
         self,
         signal: Literal["repair_began", "repair_wanted", "repair_ended"],
-        message: RepairBegan | PermitRequest | RepairEnded,
+        message: RepairStart | PermitRequest | RepairResult,
         timeout: timedelta,
     ) -> None:
         """Send a message. A fleet that does not accept it in time does not stop the repair."""

@@ -353,7 +353,7 @@ def _summary(message: Claim, fleet: str) -> str:
         return f"give every node back to fleet {fleet}"
     new = message.nodes - len(message.keep)
     kept = f", keeping {len(message.keep)}" if message.keep else ""
-    if message.up_to > message.nodes:
+    if message.max_nodes > message.nodes:
         return f"ask fleet {fleet} for {message.nodes} to {message.most} nodes{kept}"
     return (
         f"ask fleet {fleet} for {new} node{'s' * (new != 1)}{kept}"

@@ -146,11 +146,11 @@ def node_status(node: NodeRecord, in_use: bool) -> LegacyStatus:
 
     A node that does not answer is UNKNOWN, unless a worse status is known.
     """
-    if node.gone or node.standing is NodeStatus.QUARANTINED:
+    if node.is_removed or node.status is NodeStatus.QUARANTINED:
         return LegacyStatus.FAILED
-    if node.standing is NodeStatus.REPAIRING:
+    if node.status is NodeStatus.REPAIRING:
         return LegacyStatus.REBOOTING if node.repair_acts else LegacyStatus.PENDING_HEALTHCHECK
-    if node.standing is NodeStatus.SUSPECT:
+    if node.status is NodeStatus.SUSPECT:
         return LegacyStatus.PENDING_HEALTHCHECK
     if node.silent_since is not None:
         return LegacyStatus.UNKNOWN

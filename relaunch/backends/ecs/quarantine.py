@@ -58,9 +58,9 @@ class Marks:
         # places no other job there.
         used = {place.node for claim in state.claims for place in claim.places}
         wanted = {
-            record.name: record.standing is NodeStatus.QUARANTINED and record.name not in used
+            record.name: record.status is NodeStatus.QUARANTINED and record.name not in used
             for record in state.nodes
-            if not record.gone
+            if not record.is_removed
         }
         now = time.monotonic()
         new = [
