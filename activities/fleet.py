@@ -34,7 +34,7 @@ from relaunch.activities.stop import StopRanksInput, beating, stop_everywhere
 from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
-from relaunch.messages.jobs import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
+from relaunch.messages.ids import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
 from relaunch.pool.facts import Applied, Remembered
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.restore import has_restored, memory

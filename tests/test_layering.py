@@ -292,6 +292,35 @@ def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
     ] == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("explain", "xid", "79"),
+        ("policy", "presets"),
+        ("policy", "explain", "default"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_asks_no_server_loads_no_sdk(words: tuple[str, ...]) -> None:
+    program = (
+        "import sys; from relaunch.cli.app import main; assert main() == 0;"
+        "print(*sys.modules, sep='\\n', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    found = done.stderr.split()
+    assert done.returncode == 0 and "relaunch.cli.app" in found, done.stderr
+    heavy = ("temporalio", "asyncio", "rich", "relaunch.job", "relaunch.messages")
+    assert [name for name in found if within(name, heavy)] == []
+
+
+def test_commands_about_a_job_load_the_part_of_the_core_that_they_print() -> None:
+    found = loaded("relaunch.cli.jobs", "relaunch.cli.tables", "relaunch.temporal")
+    assert [name for name in found if within(name, ("relaunch.job", "relaunch.spec"))] == []
+
+
 @pytest.mark.long
 def test_each_module_of_ours_can_be_imported_by_itself() -> None:
     program = """

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relaunch.job.drain import what_next
-from relaunch.job.ladder import launches_without_progress, used_budgets
-from relaunch.job.state import Incident, JobState
+if TYPE_CHECKING:
+    from relaunch.job.state import Incident, JobState
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,8 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
     `causes` has the ladders of the causes seen since the last renewal.
     """
+    from relaunch.job.ladder import launches_without_progress, used_budgets
+
     policy = state.policy
     used = used_budgets(state, now)
     met = {t.cause for t in state.tries} | ({state.incident.cause} if state.incident else set())
@@ -103,6 +104,8 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
 
 def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
+    from relaunch.job.drain import what_next
+
     incident = state.incident
     shown = incident or (state.incidents[-1] if state.incidents else None)
     return {

@@ -3,7 +3,6 @@ fleet."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -262,6 +261,8 @@ def nodes_check(
 
 
 def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -> None:
+    import asyncio
+
     from relaunch.cli import direct, files, node_check
 
     fleet = asyncio.run(direct.look_at(files.read_fleet(file), file, names, read_settings().state))
@@ -308,6 +309,8 @@ def nodes_trust(
     """Show the host keys of the nodes of a fleet file (of all nodes if none is named). Ask about
     each unknown key, and write those that you vouch for into known_hosts. A key that has changed
     is never replaced. Exit code 1 unless all are known afterwards."""
+    import asyncio
+
     from relaunch.cli import direct, files, trust
 
     if file is None:

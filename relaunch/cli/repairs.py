@@ -15,10 +15,11 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from relaunch.cli.client import TASK_TIMEOUT, whoami
-from relaunch.cli.files import check_name
 from relaunch.cli.job_views import age
+from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
-from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
+from relaunch.messages.ids import REPAIR_ID_PREFIX
+from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
 from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
 from relaunch.pool.state import NodeRecord, NodeStatus
 from relaunch.spec.policy import Strategy

@@ -24,7 +24,8 @@ from temporalio.workflow import ParentClosePolicy
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.fleet import ClosedJobsInput, FleetActivities, LookInput, ReclaimInput
     from relaunch.messages.fleets import FleetFile
-    from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput
+    from relaunch.messages.ids import REPAIR_ID_PREFIX
+    from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.facts import Remembered
     from relaunch.pool.orders import Look, Reclaim, StartRepair
     from relaunch.pool.state import NodeProbe

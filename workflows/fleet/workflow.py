@@ -32,7 +32,7 @@ with workflow.unsafe.imports_passed_through():
         resume_fact,
         short,
     )
-    from relaunch.messages.jobs import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
+    from relaunch.messages.ids import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
     from relaunch.pool.facts import (
         Applied,
         Fact,
