@@ -73,7 +73,7 @@ FLOORS = (
     ("relaunch.pool", "relaunch.repair"),
     ("relaunch.spec",),
     ("relaunch.evidence",),
-    ("relaunch.generation", "relaunch.fields"),
+    ("relaunch.generation", "relaunch.fields", "relaunch.text"),
 )
 """From the top down: what stands on a floor imports what stands below it, and nothing above or beside it."""
 AGENT = "relaunch.agent"
@@ -86,13 +86,17 @@ CORE = (
     "relaunch.evidence",
     "relaunch.generation",
     "relaunch.fields",
+    "relaunch.text",
 )
 """Only computes."""
 BOTTOM = ("relaunch.messages", *CORE)
 ALLOWED = [
     (AGENT, ()),
-    ("relaunch.evidence", ("relaunch.fields", "relaunch.generation")),
-    ("relaunch.spec", ("relaunch.evidence", "relaunch.fields", "relaunch.generation")),
+    ("relaunch.evidence", ("relaunch.fields", "relaunch.generation", "relaunch.text")),
+    (
+        "relaunch.spec",
+        ("relaunch.evidence", "relaunch.fields", "relaunch.generation", "relaunch.text"),
+    ),
     ("relaunch.messages", CORE),
     # What runs on the nodes is built by `artifact` and read as files.
     ("relaunch.backends", CORE),

@@ -27,6 +27,7 @@ from relaunch.cli.client import GENERATION, PHASE, WORKFLOW, whoami
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.messages.ids import WORKFLOW_ID_PREFIX
+from relaunch.text import count_noun
 
 if TYPE_CHECKING:
     from relaunch.cli.job_views import Watch
@@ -182,7 +183,7 @@ async def incidents(
     except ActivityFailureError:
         return (
             kept,
-            f"{state.incidents_archived} older incidents are in the worker's archive, and no worker answers",
+            f"{count_noun(state.incidents_archived, 'older incident is', 'older incidents are')} in the worker's archive, and no worker answers",
         )
     opened = {incident.opened for incident in kept}
     return [

@@ -12,6 +12,7 @@ import typer
 
 from relaunch.cli.terminal import Json, RequiredReason, check_reason, print_json, say, with_client
 from relaunch.config import ConfigError, Settings, read_settings
+from relaunch.text import count_noun
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -167,7 +168,7 @@ def nodes_apply(
         lambda client, s: fleets.apply(client, s.task_queue, fleet, reason)
     )
     lines = node_pages.changes(before, file) or [
-        f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"
+        f"fleet {fleet} has the {count_noun(len(file.nodes), 'node')} of its file already"
     ]
     finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
 

@@ -19,6 +19,7 @@ from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
 from relaunch.fields import duration
 from relaunch.spec.policy import Policy, Rung, preset, preset_names
+from relaunch.text import count_noun
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -201,6 +202,6 @@ def _shown(value: Any) -> str:
         case bool():
             return str(value).lower()
         case BaseModel() | dict() | tuple():
-            return f"{len(value)} rows" if isinstance(value, dict | tuple) else "changed"
+            return count_noun(len(value), "row") if isinstance(value, dict | tuple) else "changed"
         case _:
             return str(value)

@@ -18,6 +18,7 @@ from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
 from relaunch.spec.annotations import annotated
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
+from relaunch.text import count_noun
 
 if TYPE_CHECKING:
     from temporalio.client import Client, WorkflowHistory
@@ -152,7 +153,7 @@ def trial_lines(trial: Trial) -> list[str]:
 
 def _summary(trial: Trial) -> list[str]:
     count = len(trial.decisions)
-    text = f"{count} decision{'' if count == 1 else 's'}"
+    text = count_noun(count, "decision")
     known = any(r.decided is not None for r in trial.replayed)
     if known:
         text += f", {sum(bool(r.differs) for r in trial.decisions)} differ"
@@ -167,7 +168,7 @@ def _summary(trial: Trial) -> list[str]:
         )
     elif not known and (unused := len(trial.replayed) - stop - 1):
         lines.append(
-            f"the job has ended at {trial.at(ended.at)}: {unused} event{'' if unused == 1 else 's'} after that change nothing"
+            f"the job has ended at {trial.at(ended.at)}: {count_noun(unused, 'event after that changes', 'events after that change')} nothing"
         )
     return lines
 

@@ -20,6 +20,7 @@ from relaunch.evidence.catalog.dcgm_tables import Advice, DcgmErrorRow, dcgm_err
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.dcgm_output import Document, read_output
 from relaunch.evidence.findings import Finding, Role, Verdict
+from relaunch.text import count_noun, join_clauses
 
 NO_OVERRIDES: Mapping[int, Advice] = MappingProxyType({})
 
@@ -196,7 +197,7 @@ def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
         )
         gpus = sorted({gpu for reading in readings for gpu in reading.gpus}, key=int)
         return (
-            f"{tests} test{'s' * (tests != 1)} passed"
+            f"{count_noun(tests, 'test')} passed"
             + (f" on {_gpus(gpus)}" if gpus else "")
             + (f", {skipped} skipped" if skipped else "")
         )
@@ -205,7 +206,7 @@ def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
             clause for _, clause in sorted(reasons, key=lambda reason: GRAVITY.index(reason[0]))
         )
     )
-    return "; ".join(clauses[:2]) + (f"; {len(clauses) - 2} more" if len(clauses) > 2 else "")
+    return join_clauses(clauses)
 
 
 # --- reading a document

@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from relaunch.job.state import JobState, Leaving, Phase
+from relaunch.text import count_noun
 
 NAMED = 4
 """Maximum number of nodes to leave that are named: the text is one line even for a whole rack."""
@@ -58,7 +59,11 @@ def pending(job: JobState) -> tuple[str, ...]:
 def what_next(job: JobState) -> str:
     """Return `JobState.next` and the open drain requests, which apply whatever comes next."""
     told = pending(job)
-    more = (f"{len(told) - NAMED} more nodes are wanted",) if len(told) > NAMED else ()
+    more = (
+        (f"{count_noun(len(told) - NAMED, 'more node is', 'more nodes are')} wanted",)
+        if len(told) > NAMED
+        else ()
+    )
     return "; ".join((job.next.what, *told[:NAMED], *more))
 
 

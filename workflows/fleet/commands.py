@@ -29,6 +29,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.pool.facts import Remembered
     from relaunch.pool.orders import Look, Reclaim, StartRepair
     from relaunch.pool.state import NodeProbe
+    from relaunch.text import count_noun, join_names
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
 ASK_WITHIN = timedelta(minutes=2)
@@ -99,7 +100,7 @@ async def closed_jobs(
             schedule_to_close_timeout=ASK_WITHIN,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"which of {len(claims)} jobs have ended without giving their nodes back",
+            summary=f"which of {count_noun(len(claims), 'job')} ended without giving their nodes back",
         )
     )
 
@@ -113,7 +114,7 @@ async def look(fleet: str, order: Look) -> tuple[NodeProbe, ...] | None:
             schedule_to_close_timeout=ASK_WITHIN,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"look at {_names(order.nodes)}"[:200],
+            summary=f"look at {join_names(order.nodes)}"[:200],
         )
     )
 
@@ -127,7 +128,7 @@ async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
             schedule_to_close_timeout=RECLAIM_WITHIN,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"stop what is left of job {order.job} on {_names(order.nodes)}"[:200],
+            summary=f"stop what is left of job {order.job} on {join_names(order.nodes)}"[:200],
         )
     )
 
@@ -184,11 +185,3 @@ async def _answer(asked: Awaitable[Answer]) -> Answer | None:
             workflow.logger.info("without an answer: %s", error.cause or error)
             return None
         raise
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return (
-        ", ".join(names[:3])
-        if len(names) <= 3
-        else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"
-    )

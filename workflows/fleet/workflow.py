@@ -57,6 +57,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.pool.scheduler import SWEEP, learn, next_wake, settle
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
+    from relaunch.text import count_noun
     from relaunch.workflows.fleet import commands
     from relaunch.workflows.fleet.details import fleet_details
 
@@ -398,12 +399,14 @@ class Fleet:
         if state.awaited is None:
             return "it is found out which jobs run"
         if state.awaited:
-            return f"{len(state.awaited)} jobs are asked what they hold, before anything is granted"
+            return f"{count_noun(len(state.awaited), 'job is asked what it holds', 'jobs are asked what they hold')}, before anything is granted"
         if is_restoring(state, workflow.now()):
             return "the run before this one is asked which nodes are out of service, before anything is granted"
         if not state.begun:
             return "every node is looked at once, before anything is granted"
         waiting = sum(record.waits for record in state.claims)
         return (
-            f"{waiting} jobs wait for nodes" if waiting else "it waits until somebody wants nodes"
+            f"{count_noun(waiting, 'job waits', 'jobs wait')} for nodes"
+            if waiting
+            else "it waits until somebody wants nodes"
         )
