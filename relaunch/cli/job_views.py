@@ -265,7 +265,11 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
         lines.append(f"    {at}  further fault in generation {fault['generation']}: {what}")
     if entry["dropped_faults"]:
         lines.append(
-            f"    {count_noun(entry['dropped_faults'], 'more fault in between is', 'more faults in between are')} not kept"
+            "    "
+            + count_noun(
+                entry["dropped_faults"], "more fault in between is", "more faults in between are"
+            )
+            + " not kept"
         )
     for decision in entry["decisions"]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""

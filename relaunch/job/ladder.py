@@ -161,7 +161,8 @@ def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
 def why_left(job: JobState, left: tuple[Slot, ...]) -> str:
     names = {slot.node for slot in left}
     gone = tuple(slot.node for slot in job.slots if slot.node not in names)
-    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {join_names(gone, NAMED)}"
+    named = join_names(gone, NAMED)
+    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {named}"
 
 
 def _applies(
@@ -218,7 +219,8 @@ def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
         nodes=nodes,
         fault=fault,
         reason=f"{fault.reason}; what next depends on {join_names(nodes, NAMED)}",
-        next=f"{join_names(nodes, NAMED)} examined; without a verdict after {duration(limit)} it counts as UNKNOWN",
+        next=f"{join_names(nodes, NAMED)} examined; "
+        f"without a verdict after {duration(limit)} it counts as UNKNOWN",
         until=now + limit,
     )
 
