@@ -34,7 +34,7 @@ from relaunch.activities.stop import StopRanksInput, send_heartbeats, stop_every
 from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
-from relaunch.messages.jobs import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
+from relaunch.messages.ids import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
 from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.restore import export_state, has_restored

@@ -49,6 +49,7 @@ from relaunch.job.ranks import (
 from relaunch.job.state import Slot
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Timeouts
+from relaunch.text import join_names
 
 LAUNCH_ATTEMPTS = 3
 """Attempts at a launch while a node does not answer. More would only delay the replacement of the
@@ -390,7 +391,7 @@ async def _call_each(
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(
             tuple(r.node for r in silent),
-            f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""),
+            join_names(silent, 1),
         )
     return [r for r in results if not isinstance(r, Refused | BackendError)]
 

@@ -26,6 +26,7 @@ from relaunch.messages.logs import (
     ReadStacksOutput,
     Stack,
 )
+from relaunch.text import count_noun
 
 GATHER_DELAY_S = 0.03
 """Seconds to wait for lines of other nodes once one node has some: all ranks print a step at about
@@ -149,10 +150,7 @@ def format_stacks(row: Mapping[str, Any]) -> str:
     threads = Counter(
         _format_thread(one) for one in row.get("threads", ()) if isinstance(one, Mapping)
     )
-    lines = [
-        f"{count} thread{'s' if count > 1 else ''} {where}"
-        for where, count in threads.most_common()
-    ]
+    lines = [f"{count_noun(count, 'thread')} {where}" for where, count in threads.most_common()]
     return "\n".join([f"{' '.join(why.split())[:300]}; in the kernel:", *lines])
 
 

@@ -27,7 +27,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.backends.base import BackendError
 from relaunch.job.state import JobState
-from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult
+from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.messages.jobs import JobResult
 from relaunch.pool.state import FleetState
 
 COPY_INTERVAL_S = 5.0

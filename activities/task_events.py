@@ -18,7 +18,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.backends.base import BackendError, EventQueue, TaskEvent
-from relaunch.messages.jobs import WORKFLOW_ID_PREFIX
+from relaunch.messages.ids import WORKFLOW_ID_PREFIX
 
 RETRY_DELAYS_S = (1.0, 30.0)
 """Seconds after which a queue that does not answer is asked again: the first and the longest

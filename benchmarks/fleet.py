@@ -28,7 +28,8 @@ from temporalio.client import Client, WorkflowHandle
 from benchmarks.many import server_for
 from relaunch.cli.client import TASK_TIMEOUT
 from relaunch.config import Settings
-from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult, TrainingJobInput
+from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.messages.jobs import JobResult, TrainingJobInput
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import resolve

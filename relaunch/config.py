@@ -110,7 +110,9 @@ def read_settings(**overrides: Any) -> Settings:
     }
     for variable in exported:
         if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM):
-            raise ConfigError(f"{variable} is no setting: one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"unknown setting {variable}: expected one of {', '.join(sorted(known))}"
+            )
     typed = {name: value for name, value in overrides.items() if value is not None}
     in_environment = {
         known[variable]: value for variable, value in exported.items() if variable in known
@@ -124,7 +126,7 @@ def read_settings(**overrides: Any) -> Settings:
         what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             raise ConfigError(
-                f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}"
+                f"settings file {file}: unknown setting {name}: expected one of {', '.join(Settings.model_fields)}"
             ) from None
         in_file = f"settings file {file}: {name}"
         where = (

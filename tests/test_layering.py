@@ -73,7 +73,7 @@ FLOORS = (
     ("relaunch.pool", "relaunch.repair"),
     ("relaunch.spec",),
     ("relaunch.evidence",),
-    ("relaunch.generation", "relaunch.fields"),
+    ("relaunch.generation", "relaunch.fields", "relaunch.text"),
     ("relaunch.agent.container.tls",),
 )
 """From the top down: what stands on a floor imports what stands below it, and nothing above or beside it."""
@@ -87,13 +87,17 @@ CORE = (
     "relaunch.evidence",
     "relaunch.generation",
     "relaunch.fields",
+    "relaunch.text",
 )
 """Only computes."""
 BOTTOM = ("relaunch.messages", *CORE)
 ALLOWED = [
     (AGENT, ()),
-    ("relaunch.evidence", ("relaunch.fields", "relaunch.generation")),
-    ("relaunch.spec", ("relaunch.evidence", "relaunch.fields", "relaunch.generation")),
+    ("relaunch.evidence", ("relaunch.fields", "relaunch.generation", "relaunch.text")),
+    (
+        "relaunch.spec",
+        ("relaunch.evidence", "relaunch.fields", "relaunch.generation", "relaunch.text"),
+    ),
     ("relaunch.messages", CORE),
     # What runs on the nodes is built by `artifact` and read as files. Both ends of a TLS connection
     # load the same settings.
@@ -292,6 +296,35 @@ def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
         for name in found
         if within(name, ("paramiko", "cryptography", "relaunch.backends.ssh"))
     ] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("explain", "xid", "79"),
+        ("policy", "presets"),
+        ("policy", "explain", "default"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_asks_no_server_loads_no_sdk(words: tuple[str, ...]) -> None:
+    program = (
+        "import sys; from relaunch.cli.app import main; assert main() == 0;"
+        "print(*sys.modules, sep='\\n', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    found = done.stderr.split()
+    assert done.returncode == 0 and "relaunch.cli.app" in found, done.stderr
+    heavy = ("temporalio", "asyncio", "rich", "relaunch.job", "relaunch.messages")
+    assert [name for name in found if within(name, heavy)] == []
+
+
+def test_commands_about_a_job_load_the_part_of_the_core_that_they_print() -> None:
+    found = loaded("relaunch.cli.jobs", "relaunch.cli.tables", "relaunch.temporal")
+    assert [name for name in found if within(name, ("relaunch.job", "relaunch.spec"))] == []
 
 
 @pytest.mark.long

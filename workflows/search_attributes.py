@@ -16,6 +16,7 @@ from relaunch.job.state import JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
 from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
 from relaunch.spec.policy import Strategy
+from relaunch.text import join_names
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
 CAUSE = SearchAttributeKey.for_keyword("Cause")
@@ -99,12 +100,7 @@ def current_details(job: JobState, now: datetime) -> str:
             "",
         ]
     if job.slots:
-        shown = ", ".join(slot.node for slot in job.slots[:16])
-        lines += [
-            f"**Nodes** {shown}"
-            + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""),
-            "",
-        ]
+        lines += [f"**Nodes** {join_names((slot.node for slot in job.slots), 16)}", ""]
     if drains := describe_drains(job):
         lines += [
             "### Nodes that it is to leave",

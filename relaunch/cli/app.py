@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from datetime import UTC, datetime
@@ -55,6 +54,8 @@ def up(
 ) -> None:
     """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
     running."""
+    import asyncio
+
     from relaunch.cli import files, service
 
     settings = read_settings(state=state)
@@ -104,6 +105,8 @@ def run(
 ) -> None:
     """Run one job to its end. Print what its ranks print, and exit with its exit code. Start a
     server for the job if none is running."""
+    import asyncio
+
     from relaunch.cli import run as runner
 
     settings = read_settings()
@@ -396,7 +399,7 @@ def replay_policy(
     as_json: Json = False,
 ) -> None:
     """Show what a policy would have decided, and where the actual decisions differ."""
-    from relaunch.cli import policies
+    from relaunch.cli import policies, policy_replay
 
     if (history is None) == (events is None) or (run_id and events):
         raise ConfigError(
@@ -404,13 +407,13 @@ def replay_policy(
         )
     known = policies.read(policy)
     if events is not None:
-        trial = policies.try_on_events(known, events)
+        trial = policy_replay.try_on_events(known, events)
     else:
         trial = with_client(
-            lambda client, _: policies.try_on_history(client, str(history), known, run_id)
+            lambda client, _: policy_replay.try_on_history(client, str(history), known, run_id)
         )
-    print_json(policies.trial_view(trial)) if as_json else print(
-        "\n".join(policies.trial_lines(trial))
+    print_json(policy_replay.trial_view(trial)) if as_json else print(
+        "\n".join(policy_replay.trial_lines(trial))
     )
     for note in trial.notes:
         say(note)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relaunch.cli.files import check_name
+from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.fields import parse_name
 from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec

@@ -19,6 +19,7 @@ from relaunch.evidence.catalog import Catalog, catalog
 from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.findings import Finding, Role
 from relaunch.spec.policy import Policy
+from relaunch.text import count_noun
 
 KINDS = ("xid", "exit", "dcgm", "log", "kernel")
 NO_CAUSE = "nothing in it names a cause"
@@ -166,7 +167,7 @@ def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Exp
         (finding.cause for finding in examination.findings if finding.role is Role.ROOT), None
     )
     version = f"DCGM {examination.version}" if examination.version else "DCGM of an unknown version"
-    tests = f"{examination.tests_run} test{'' if examination.tests_run == 1 else 's'} run"
+    tests = f"{count_noun(examination.tests_run, 'test')} run"
     head = [
         f"{examination.verdict}  {version}, {tests}",
         *_entry("  ", f"{examination.advice}: {examination.reason}"),
@@ -206,7 +207,7 @@ def _of_lines(
     known = numbers if len(numbers) == len(findings) else [None] * len(findings)
     found = tuple(Found(finding, number) for finding, number in zip(findings, known, strict=True))
     root = _root(found)
-    lines_read = f"{len(lines)} line{'' if len(lines) == 1 else 's'}"
+    lines_read = count_noun(len(lines), "line")
     head = (
         (f"{lines_read} read, {len(found)} of them evidence", "")
         if found

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from relaunch.config import ConfigError
-from relaunch.fields import parse_name
 from relaunch.spec.annotations import apply_annotations
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
@@ -130,13 +129,6 @@ def read_policy(
     raise ConfigError(
         f"{where}: {source!r} is neither a preset ({', '.join(preset_names())}) nor a file"
     )
-
-
-def check_name(kind: str, name: str) -> str:
-    try:
-        return parse_name(name)
-    except ValueError as error:
-        raise ConfigError(f"{kind} {error}") from None
 
 
 def _resolve(source: dict[str, Any], document: Document | None, below: Where) -> Policy:

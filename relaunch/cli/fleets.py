@@ -27,13 +27,14 @@ from temporalio.exceptions import TimeoutError as ActivityTimeout
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
-from relaunch.cli.files import check_name
 from relaunch.cli.job_views import names
 from relaunch.cli.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, look, signal_open
+from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
 from relaunch.messages.fleets import FleetFile, FleetInput
-from relaunch.messages.jobs import FLEET_ID_PREFIX, ReportMessage
+from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.messages.jobs import ReportMessage
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus
 

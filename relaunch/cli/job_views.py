@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relaunch.job.drain import describe_next
-from relaunch.job.ladder import launches_without_progress, used_budgets
-from relaunch.job.state import Incident, JobState
+from relaunch.text import count_noun, join_names
+
+if TYPE_CHECKING:
+    from relaunch.job.state import Incident, JobState
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
     `causes` has the ladders of the causes seen since the last renewal.
     """
+    from relaunch.job.ladder import launches_without_progress, used_budgets
+
     policy = state.policy
     used = used_budgets(state, now)
     met = {t.cause for t in state.tries} | ({state.incident.cause} if state.incident else set())
@@ -103,6 +106,8 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
 
 def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
+    from relaunch.job.drain import describe_next
+
     incident = state.incident
     shown = incident or (state.incidents[-1] if state.incidents else None)
     return {
@@ -222,7 +227,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
         f"phase       {view['phase']}: {view['reason']}",
         f"next        {next_['what']}"
         + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
-        f"generation  {view['generation']} with {view['ranks']} ranks on {names(view['nodes']) or 'no nodes yet'}",
+        f"generation  {view['generation']} with {count_noun(view['ranks'], 'rank')} on {names(view['nodes']) or 'no nodes yet'}",
         *([f"fewer       {view['size']['reason']}"] if view["size"]["reason"] else []),
         f"progress    {progress_text(progress)}",
         f"budgets     {budget_text(view['budgets'])}",
@@ -259,7 +264,13 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
         at, what = _offset(opened, fault["at"]), f"{fault['cause']}{on}: {fault['reason']}"
         lines.append(f"    {at}  further fault in generation {fault['generation']}: {what}")
     if entry["dropped_faults"]:
-        lines.append(f"    {entry['dropped_faults']} more faults in between are not kept")
+        lines.append(
+            "    "
+            + count_noun(
+                entry["dropped_faults"], "more fault in between is", "more faults in between are"
+            )
+            + " not kept"
+        )
     for decision in entry["decisions"]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""
@@ -309,7 +320,7 @@ def budget_text(view: Mapping[str, Any]) -> str:
 
 def names(items: list[str]) -> str:
     """Return up to eight names, and the number of the others."""
-    return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
+    return join_names(items, 8)
 
 
 def age(span: timedelta) -> str:

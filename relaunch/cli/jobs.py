@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from temporalio.client import (
     ActivityFailureError,
@@ -24,18 +24,15 @@ from temporalio.client import (
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import GENERATION, PHASE, WORKFLOW, whoami
-from relaunch.cli.files import check_name
-from relaunch.cli.job_views import Watch, merge_watches
+from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
-from relaunch.job.state import Incident, JobState
-from relaunch.messages.jobs import (
-    WORKFLOW_ID_PREFIX,
-    CancelMessage,
-    JobResult,
-    ReportMessage,
-    RetryMessage,
-)
-from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
+from relaunch.messages.ids import WORKFLOW_ID_PREFIX
+from relaunch.text import count_noun
+
+if TYPE_CHECKING:
+    from relaunch.cli.job_views import Watch
+    from relaunch.job.state import Incident, JobState
+    from relaunch.messages.jobs import CancelMessage, ReportMessage, RetryMessage
 
 QUERY_WITHIN = timedelta(seconds=5)
 """Query timeout. A live worker answers in milliseconds, one that replays a long history in a second
@@ -85,6 +82,8 @@ async def look(client: Client, name: str, known: Look | None = None) -> Look:
     With `known`, an earlier look, the heartbeats are read again, but the workflow is queried only
     if its history has grown since.
     """
+    from relaunch.cli.job_views import merge_watches
+
     described = await describe(client, name)
     is_open = described.status == WorkflowExecutionStatus.RUNNING
     length = described.raw_description.workflow_execution_info.history_length
@@ -113,17 +112,24 @@ async def look(client: Client, name: str, known: Look | None = None) -> Look:
 async def _state(
     client: Client, described: WorkflowExecutionDescription
 ) -> tuple[JobState | None, str]:
-    handle = client.get_workflow_handle(
-        described.id, run_id=described.run_id, result_type=JobResult
-    )
     if described.status == WorkflowExecutionStatus.COMPLETED:
+        from relaunch.messages.jobs import JobResult
+
+        handle = client.get_workflow_handle(
+            described.id, run_id=described.run_id, result_type=JobResult
+        )
         try:
             result: JobResult = await handle.result(follow_runs=False)
             return result.state, "result"
         except WorkflowFailureError:
             pass
+    from relaunch.job.state import JobState
+
+    running = client.get_workflow_handle(described.id, run_id=described.run_id)
     try:
-        return await handle.query("state", result_type=JobState, rpc_timeout=QUERY_WITHIN), "worker"
+        return await running.query(
+            "state", result_type=JobState, rpc_timeout=QUERY_WITHIN
+        ), "worker"
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError):
         return None, "memo"
     except RPCError as error:
@@ -161,6 +167,8 @@ async def incidents(
     kept = [*state.incidents, *([state.incident] if state.incident else [])]
     if state.incidents_archived == 0:
         return kept, None
+    from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
+
     try:
         archived = await client.execute_activity(
             "read_incidents",
@@ -175,7 +183,7 @@ async def incidents(
     except ActivityFailureError:
         return (
             kept,
-            f"{state.incidents_archived} older incidents are in the worker's archive, and no worker answers",
+            f"{count_noun(state.incidents_archived, 'older incident is', 'older incidents are')} in the worker's archive, and no worker answers",
         )
     opened = {incident.opened for incident in kept}
     return [
@@ -223,6 +231,8 @@ async def list_jobs(client: Client) -> list[Row]:
 
 
 async def cancel(client: Client, name: str, reason: str) -> None:
+    from relaunch.messages.jobs import CancelMessage
+
     await signal_open(client, name, "cancel", CancelMessage(reason=reason, by=whoami()))
 
 

@@ -18,6 +18,7 @@ from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import CLOCK_NAMED, CLOCK_SHOWN, clock_offset, read_health
 from relaunch.spec.fleet import FleetNode, FleetSpec
+from relaunch.text import count_noun
 
 GIB = 1 << 30
 FREE_LEAST, FREE_ENOUGH = 1 * GIB, 10 * GIB
@@ -490,7 +491,7 @@ def print_rows(fleet: Fleet, everything: bool) -> None:
             names = ", ".join(row.check for row in fine)
             table.add_row(
                 name if first else "",
-                f"{len(fine)} others" if not first else "all",
+                count_noun(len(fine), "other") if not first else "all",
                 _styled(Found.OK, "green"),
                 names,
             )

@@ -15,7 +15,6 @@ from relaunch.cli.job_views import age, names
 from relaunch.cli.node_views import (
     STATES,
     Tenant,
-    count,
     find_reason,
     health,
     health_text,
@@ -32,6 +31,7 @@ from relaunch.fields import duration
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord
 from relaunch.spec.fleet import FleetLimits, FleetNode
+from relaunch.text import count_noun
 
 Spec = TypeVar("Spec", FleetNode, FleetLimits)
 
@@ -57,8 +57,8 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
         )
     for record in _waiting(state):
         claim = record.claim
-        more = f" to {claim.most}" if claim.nodes < claim.max_nodes else ""
-        wanted = f"{claim.job} waits for {claim.nodes}{more} node{'s' * (claim.max_nodes != 1)}"
+        fewest = f"{claim.nodes} to " if claim.nodes < claim.max_nodes else ""
+        wanted = f"{claim.job} waits for {fewest}{count_noun(claim.max_nodes, 'node')}"
         notes.append(
             f"{wanted}{since_text(record.waiting_since, now)}: {record.wait_reason or 'it has just asked'}"
         )
@@ -66,11 +66,11 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
         claim = record.claim
         if claim.more_at is not None and claim.more_at > now:
             notes.append(
-                f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on"
+                f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on"
             )
         elif claim.more_at is not None:
             notes.append(
-                f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them"
+                f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them"
             )
     notes += [
         f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.reason}"
@@ -134,7 +134,7 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
     counts = ", ".join(f"{count} {word}" for word, count in view["nodes"].items() if count)
     of = len(state.nodes)
     return [
-        f"fleet       {state.name}: {count(of, 'node')}" + (f", {counts}" if counts else ""),
+        f"fleet       {state.name}: {count_noun(of, 'node')}" + (f", {counts}" if counts else ""),
         f"repairs     {state.repairs}, {limits.of('repairs_at_once', of)} at once; {len(state.reboots)} of {limits.reboots_per_hour}"
         " reboots within this hour",
         f"breaker     opens when more than {limits.of('nodes_out', of)} of {of} nodes are out ({limits.nodes_out})",
@@ -150,7 +150,9 @@ def node_lines(
     spec, look, drain = record.spec, record.probe, record.drain
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
-    what = ", ".join([spec.address, count(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])])
+    what = ", ".join(
+        [spec.address, count_noun(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])]
+    )
     why = f"{f' by {by}' if by else ''}{since_text(since, now)}{f': {reason}' if reason else ''}"
     verdict, said = health(record)
     found = "" if verdict is Verdict.UNKNOWN else f": {said}"

@@ -17,6 +17,7 @@ from relaunch.cli.job_views import age, names
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.messages import Place
 from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
+from relaunch.text import count_noun
 
 STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON")
@@ -129,12 +130,14 @@ def history_text(marks: Sequence[Mark], now: datetime) -> str:
     last = max(counted or marks, key=lambda mark: mark.at)
     what = f"{age(now - last.at)} ago: {last.code or last.cause}"
     if not counted:
-        return f"{count(len(marks), 'fault')}, retracted, the last {what}"
+        return f"{count_noun(len(marks), 'fault')}, retracted, the last {what}"
     recent = sum(now - mark.at <= RECENT for mark in counted)
     if recent == 0:
-        return f"{count(len(counted), 'fault')}, the last {what}"
+        return f"{count_noun(len(counted), 'fault')}, the last {what}"
     more = f" ({len(counted)} in all)" if len(counted) > recent else ""
-    return f"{count(recent, 'fault')} in {RECENT // timedelta(hours=1)}h{more}, the last {what}"
+    return (
+        f"{count_noun(recent, 'fault')} in {RECENT // timedelta(hours=1)}h{more}, the last {what}"
+    )
 
 
 def find_reason(
@@ -298,10 +301,6 @@ def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetim
         )
     parts += gpu_views.remarks(record)
     return "; ".join(part for part in parts if part)
-
-
-def count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def since_text(moment: datetime | None, now: datetime) -> str:

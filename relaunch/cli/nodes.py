@@ -3,7 +3,6 @@ fleet."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from relaunch.cli.terminal import Json, RequiredReason, check_reason, print_json, say, with_client
 from relaunch.config import ConfigError, Settings, read_settings
+from relaunch.text import count_noun
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -168,7 +168,7 @@ def nodes_apply(
         lambda client, s: fleets.apply(client, s.task_queue, fleet, reason)
     )
     lines = node_pages.changes(before, file) or [
-        f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"
+        f"fleet {fleet} has the {count_noun(len(file.nodes), 'node')} of its file already"
     ]
     finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
 
@@ -262,6 +262,8 @@ def nodes_check(
 
 
 def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -> None:
+    import asyncio
+
     from relaunch.cli import direct, files, node_check
 
     fleet = asyncio.run(direct.look_at(files.read_fleet(file), file, names, read_settings().state))
@@ -308,6 +310,8 @@ def nodes_trust(
     """Show the host keys of the nodes of a fleet file (of all nodes if none is named). Ask about
     each unknown key, and write those that you vouch for into known_hosts. A key that has changed
     is never replaced. Exit code 1 unless all are known afterwards."""
+    import asyncio
+
     from relaunch.cli import direct, files, trust
 
     if file is None:

@@ -13,6 +13,7 @@ from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
 from relaunch.spec.policy import MAX_BACKOFF, Policy, Rung, Strategy
+from relaunch.text import count_noun
 
 WIDTH = 100
 DELAYS_SHOWN = 6
@@ -142,11 +143,11 @@ def _budgets(policy: Policy) -> list[str]:
     }
     stop = "off"
     if policy.no_progress_stop != "off":
-        stop = f"{_many(policy.no_progress_stop, 'generation')} in a row that did not pass the furthest step: the job fails, where the "
+        stop = f"{count_noun(policy.no_progress_stop, 'generation')} in a row that did not pass the furthest step: the job fails, where the "
         stop += f"fault may be its own ({', '.join(OWN_CAUSES)})"
     ask = "off"
     if policy.no_progress_ask != "off":
-        ask = f"{policy.no_progress_ask} launches in a row that did not pass the furthest step, whatever the cause: a person is asked"
+        ask = f"{count_noun(policy.no_progress_ask, 'launch', 'launches')} in a row that did not pass the furthest step, whatever the cause: a person is asked"
     rows = (
         (
             "max_restarts",
@@ -186,7 +187,7 @@ def _rung(policy: Policy, rung: Rung) -> str:
 def _tries(rung: Rung) -> str:
     if rung.tries is None:
         return "always"
-    text = _tries_of(rung.tries)
+    text = count_noun(rung.tries, "try", "tries")
     if rung.consecutive:
         text += " in a row"
     if rung.window is not None:
@@ -272,14 +273,6 @@ def _entry(head: str, text: str) -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _tries_of(count: int) -> str:
-    return "1 try" if count == 1 else f"{count} tries"
 
 
 def _times(count: int) -> str:

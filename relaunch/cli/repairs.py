@@ -15,13 +15,15 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from relaunch.cli.client import TASK_TIMEOUT, whoami
-from relaunch.cli.files import check_name
 from relaunch.cli.job_views import age
+from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
-from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
+from relaunch.messages.ids import REPAIR_ID_PREFIX
+from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
 from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
 from relaunch.pool.state import NodeRecord, NodeStatus
 from relaunch.spec.policy import Strategy
+from relaunch.text import count_noun, join_names
 
 CHECK_WITHIN = {
     0: timedelta(seconds=90),
@@ -63,7 +65,7 @@ async def check(
             schedule_to_close_timeout=within + timedelta(seconds=10),
             heartbeat_timeout=timedelta(seconds=10),
             retry_policy=RetryPolicy(maximum_attempts=1),
-            summary=f"check {', '.join(nodes[:3]) or 'all nodes'} of fleet {fleet}",
+            summary=f"check {join_names(nodes) or 'all nodes'} of fleet {fleet}",
         )
     except ActivityFailureError as error:
         cause = error.cause
@@ -120,7 +122,7 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
     for one in rows:
         reboots = [datetime.fromisoformat(each["at"]) for each in one["history"]]
         history = (
-            f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago"
+            f"{count_noun(len(reboots), 'reboot')}, the last {age(now - max(reboots))} ago"
             if reboots
             else ""
         )

@@ -16,10 +16,11 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import GENERATION, PHASE, TASK_TIMEOUT, WORKFLOW, whoami
-from relaunch.cli.files import check_name
+from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.job.state import JobState
-from relaunch.messages.jobs import WORKFLOW_ID_PREFIX, RetryMessage, TrainingJobInput
+from relaunch.messages.ids import WORKFLOW_ID_PREFIX
+from relaunch.messages.jobs import RetryMessage, TrainingJobInput
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
 

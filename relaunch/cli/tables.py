@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relaunch.cli import job_views
-from relaunch.cli.jobs import Look, Row
 from relaunch.config import ConfigError
+
+if TYPE_CHECKING:
+    from relaunch.cli.jobs import Look, Row
 
 
 def row(item: Row) -> dict[str, Any]:

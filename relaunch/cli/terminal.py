@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine
@@ -32,6 +31,20 @@ def check_reason(text: str) -> str:
     return text
 
 
+def check_name(kind: str, name: str) -> str:
+    """Return the name of a job, node or fleet unchanged; refuse one that cannot be a name.
+
+    Raises:
+        ConfigError: It has other characters, or too many.
+    """
+    from relaunch.fields import parse_name
+
+    try:
+        return parse_name(name)
+    except ValueError as error:
+        raise ConfigError(f"{kind} {error}") from None
+
+
 RequiredReason = Annotated[
     str,
     typer.Option(
@@ -48,6 +61,7 @@ def say(text: str) -> None:
 
 def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
     """Read the settings, connect, and run `work`; return its result."""
+    import asyncio
 
     async def connected() -> Value:
         from relaunch.temporal import connect

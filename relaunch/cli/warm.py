@@ -28,17 +28,18 @@ from relaunch.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
-    "relaunch.cli.explain",
     "relaunch.cli.files",
     "relaunch.cli.follow",
+    "relaunch.cli.job_views",
     "relaunch.cli.jobs",
-    "relaunch.cli.policy_views",
     "relaunch.cli.logs",
-    "relaunch.cli.policies",
     "relaunch.cli.run",
     "relaunch.cli.submit",
     "relaunch.cli.tables",
-    "relaunch.cli.job_views",
+    "relaunch.job.drain",
+    "relaunch.job.ladder",
+    "relaunch.messages.jobs",
+    "relaunch.messages.logs",
     "relaunch.temporal",
     "temporalio.client",
     "temporalio.contrib.pydantic",

@@ -25,6 +25,7 @@ from relaunch.evidence.catalog.dcgm_tables import (
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.dcgm_output import DiagDocument, read_output
 from relaunch.evidence.findings import Finding, Role, Verdict
+from relaunch.text import count_noun, join_clauses
 
 NO_OVERRIDES: Mapping[int, Advice] = MappingProxyType({})
 
@@ -201,7 +202,7 @@ def _summarize(reasons: list[tuple[Advice, str]], readings: list[_DiagReading]) 
         )
         gpus = sorted({gpu for reading in readings for gpu in reading.gpus}, key=int)
         return (
-            f"{tests} test{'s' * (tests != 1)} passed"
+            f"{count_noun(tests, 'test')} passed"
             + (f" on {_format_gpus(gpus)}" if gpus else "")
             + (f", {skipped} skipped" if skipped else "")
         )
@@ -210,7 +211,7 @@ def _summarize(reasons: list[tuple[Advice, str]], readings: list[_DiagReading]) 
             clause for _, clause in sorted(reasons, key=lambda reason: GRAVITY.index(reason[0]))
         )
     )
-    return "; ".join(clauses[:2]) + (f"; {len(clauses) - 2} more" if len(clauses) > 2 else "")
+    return join_clauses(clauses)
 
 
 # --- reading a document

@@ -29,6 +29,7 @@ from relaunch.evidence.node_readings import (
     seconds,
 )
 from relaunch.evidence.nvml import bus_id, read_gpus
+from relaunch.text import count_noun, join_clauses
 
 __all__ = [
     "CLOCK_NAMED",
@@ -239,7 +240,7 @@ def _read_probe(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> He
     else:
         examined.append("no GPU expected")
     if gpus.working:
-        examined.append(f"{gpus.working} GPU{'s' * (gpus.working > 1)} by NVML")
+        examined.append(f"{count_noun(gpus.working, 'GPU')} by NVML")
     boot_id = facts.get("boot_id")
     if not isinstance(boot_id, str) or not _BOOT_ID.fullmatch(boot_id):
         boot_id = ""
@@ -401,7 +402,7 @@ def _join_clauses(clauses: list[str]) -> str:
     A node with eight faulty GPUs reports everything eight times.
     """
     different = list(dict.fromkeys(clauses))
-    return "; ".join(different[:2]) + (f"; {len(different) - 2} more" if len(different) > 2 else "")
+    return join_clauses(different)
 
 
 def _is_sick(finding: Finding) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from relaunch.job.state import JobState, NodeDrain, Phase
+from relaunch.text import count_noun
 
 NAMED = 4
 """Maximum number of nodes to leave that are named: the text is one line even for a whole rack."""
@@ -61,7 +62,11 @@ def describe_drains(job: JobState) -> tuple[str, ...]:
 def describe_next(job: JobState) -> str:
     """Return `JobState.next` and the open drain requests, which apply whatever comes next."""
     drains = describe_drains(job)
-    more = (f"{len(drains) - NAMED} more nodes are wanted",) if len(drains) > NAMED else ()
+    more = (
+        (f"{count_noun(len(drains) - NAMED, 'more node is', 'more nodes are')} wanted",)
+        if len(drains) > NAMED
+        else ()
+    )
     return "; ".join((job.next.what, *drains[:NAMED], *more))
 
 

@@ -24,8 +24,11 @@ from relaunch.job.state import (
     Try,
 )
 from relaunch.spec.policy import Rung, Strategy
+from relaunch.text import count_noun, join_names
 
 ANSWERS = "`answer` approve (a new launch), deny (the job ends), snooze or take-over"
+NAMED = 4
+"""Maximum number of nodes that a reason names: a gang may have thousands."""
 
 
 def climb(
@@ -40,15 +43,15 @@ def climb(
     ):
         return _fail(
             fault,
-            f"{job.flat_generations} generations in a row ended without passing step "
+            f"{count_noun(job.flat_generations, 'generation')} in a row ended without passing step "
             f"{job.furthest_step}",
         )
     if (most := job.policy.no_progress_ask) != "off" and (
         vain := launches_without_progress(job)
     ) >= most:
         return Ask(
-            f"{fault.reason}; {vain} launches in a row, and training has not got past "
-            f"{_reached(job)}",
+            f"{fault.reason}; {count_noun(vain, 'launch', 'launches')} in a row, and training has "
+            f"not got past {_reached(job)}",
             question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid "
             "NODE`?",
         )
@@ -75,7 +78,12 @@ def climb(
                 question=f"{ANSWERS}, or on other terms: `retry --avoid NODE`?",
             )
         if rung.spends and job.restarts_spent >= job.policy.max_restarts:
-            return _fail(fault, f"all {job.policy.max_restarts} restarts are spent")
+            return _fail(
+                fault,
+                "the only restart is spent"
+                if job.policy.max_restarts == 1
+                else f"all {job.policy.max_restarts} restarts are spent",
+            )
         if rung.strategy.repairs:
             return _repair(job, fault, rung, used, now)
         return _relaunch(job, fault, rung, used, now, without)
@@ -156,7 +164,8 @@ def remaining_slots(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]
 def explain_shrink(job: JobState, left: tuple[Slot, ...]) -> str:
     names = {slot.node for slot in left}
     dropped = tuple(slot.node for slot in job.slots if slot.node not in names)
-    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {_names(dropped)}"
+    named = join_names(dropped, NAMED)
+    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {named}"
 
 
 def _applies(
@@ -212,9 +221,9 @@ def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
     return Examine(
         nodes=nodes,
         fault=fault,
-        reason=f"{fault.reason}; what next depends on {_names(nodes)}",
-        next=f"{_names(nodes)} examined; without a verdict after {duration(limit)} it counts as "
-        "UNKNOWN",
+        reason=f"{fault.reason}; what next depends on {join_names(nodes, NAMED)}",
+        next=f"{join_names(nodes, NAMED)} examined; "
+        f"without a verdict after {duration(limit)} it counts as UNKNOWN",
         until=now + limit,
     )
 
@@ -324,9 +333,3 @@ def used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
 
 def _fail(fault: Diagnosis, why: str) -> Stop:
     return Stop(Phase.FAILED, f"{fault.reason}; {why}", exit_code=fault.exit_code or 1)
-
-
-def _names(names: tuple[str, ...]) -> str:
-    """Return at most four names and the number of the others: a gang may have thousands."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

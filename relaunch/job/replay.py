@@ -52,6 +52,7 @@ from relaunch.job.state import (
 from relaunch.job.step import evaluate_event
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy
+from relaunch.text import join_names
 
 CURRENT = 0
 """Generation of an event whose author left it out; no rank ever runs in generation 0."""
@@ -222,11 +223,7 @@ def _spending(now: bool, then: bool) -> list[str]:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    return (
-        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        if names
-        else "none"
-    )
+    return join_names(names, 4) or "none"
 
 
 def _completed(job: JobState, event: Event, repair: Repair | None) -> Event:

@@ -31,12 +31,6 @@ from relaunch.spec.policy import Policy, Strategy, resolve
 
 WITHDRAW = TypeAdapter(DrainRequest)
 OFFER = TypeAdapter(Offer)
-TASK_QUEUE = "relaunch"
-WORKFLOW_ID_PREFIX = "job/"
-FLEET_ID_PREFIX = "fleet/"
-REPAIR_ID_PREFIX = "repair/"
-"""Followed by fleet/node: two repairs of one node have the same id, and the server accepts only
-one."""
 
 
 @dataclass(frozen=True, slots=True)

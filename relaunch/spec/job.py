@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relaunch.fields import Name, Strict, compile_pattern
+from relaunch.text import count_noun
 
 # The agent sets these itself, or they would let a job act in the name of another.
 RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
@@ -270,9 +271,9 @@ class JobSpec(Strict):
     def size(self) -> str:
         """The size as text for people: `8 ranks on 4 nodes`, `4 to 8 ranks on 2 to 4 nodes`."""
         if not self.is_elastic:
-            return f"{self.world_size} ranks on {self.node_count} nodes"
+            return f"{count_noun(self.world_size, 'rank')} on {count_noun(self.node_count, 'node')}"
         fewest = self.fewest_nodes
         return (
-            f"{fewest * self.ranks_per_node} to {self.world_size} ranks"
-            f" on {fewest} to {self.node_count} nodes"
+            f"{fewest * self.ranks_per_node} to {count_noun(self.world_size, 'rank')}"
+            f" on {fewest} to {count_noun(self.node_count, 'node')}"
         )

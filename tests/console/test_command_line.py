@@ -24,7 +24,7 @@ from relaunch.cli import jobs
 from relaunch.cli.service import find_server
 from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
-from relaunch.messages.jobs import TASK_QUEUE
+from relaunch.messages.ids import TASK_QUEUE
 from relaunch.temporal import data_converter, ensure_namespace, find_running_up, read_start_time
 from tests.console.fake_job import FakeTrainingJob, incident, probe_nodes, read_incidents, read_logs
 

@@ -16,7 +16,7 @@ from temporalio.worker import Worker
 from relaunch.cli import answers, fleets
 from relaunch.cli.service import find_server
 from relaunch.config import ConfigError
-from relaunch.messages.jobs import TASK_QUEUE
+from relaunch.messages.ids import TASK_QUEUE
 from relaunch.pool.state import FleetState
 from relaunch.temporal import data_converter
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet

@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 from temporalio.client import Client, WorkflowHistory
 
-from relaunch.cli.policies import (
-    change,
-    read,
-    read_changes,
-    trial_lines,
-    trial_view,
-    try_on_events,
-    try_on_history,
-)
+from relaunch.cli.policies import change, read, read_changes
+from relaunch.cli.policy_replay import trial_lines, trial_view, try_on_events, try_on_history
 from relaunch.cli.policy_views import PRESETS, WIDTH, policy_lines, policy_view
 from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause

@@ -44,7 +44,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
         ("RELAUNCH_JOBS", "0", ("RELAUNCH_JOBS is '0'", "greater than or equal to 1")),
         ("RELAUNCH_METRICS", "9464", ("RELAUNCH_METRICS is '9464'", "host:port")),
         ("RELAUNCH_LOG_LEVEL", "loud", ("RELAUNCH_LOG_LEVEL is 'loud'", "'INFO'")),
-        ("RELAUNCH_STAET", "x", ("RELAUNCH_STAET is no setting", "RELAUNCH_STATE")),
+        ("RELAUNCH_STAET", "x", ("unknown setting RELAUNCH_STAET", "RELAUNCH_STATE")),
         ("RELAUNCH_SETTINGS", "/none.toml", ("settings file /none.toml cannot be read",)),
     ],
 )
@@ -60,7 +60,11 @@ def test_a_bad_value_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("jobz = 1\n", "jobz is no setting"), ("jobs = 0\n", "jobs is 0"), ("jobs\n", "is not TOML")],
+    [
+        ("jobz = 1\n", "unknown setting jobz"),
+        ("jobs = 0\n", "jobs is 0"),
+        ("jobs\n", "is not TOML"),
+    ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "relaunch.toml").write_text(text)

@@ -12,7 +12,7 @@ from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from relaunch.cli.service import find_server
-from relaunch.messages.jobs import TASK_QUEUE
+from relaunch.messages.ids import TASK_QUEUE
 from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
 from relaunch.temporal import data_converter, ensure_namespace
 from tests.console.fake_job import FakeTrainingJob

@@ -121,7 +121,7 @@ def test_max_restarts_is_the_jobs_own_budget_over_all_causes() -> None:
     job, _ = step(job, fault(job, BUG))
     job, decision = step(relaunched(job), fault(job, KILL))
     assert isinstance(decision, Stop)
-    assert "all 1 restarts are spent" in decision.reason
+    assert "the only restart is spent" in decision.reason
 
 
 def test_a_fault_that_is_not_the_jobs_own_spends_nothing() -> None:

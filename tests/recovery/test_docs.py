@@ -17,7 +17,8 @@ from typer.main import get_command
 
 from relaunch.cli import app
 from relaunch.cli.event_file import EventFile, read_events
-from relaunch.cli.policies import Trial, read, read_changes, try_on_events
+from relaunch.cli.policies import read, read_changes
+from relaunch.cli.policy_replay import Trial, try_on_events
 from relaunch.cli.policy_views import ladders
 from relaunch.config import ConfigError
 from relaunch.evidence.causes import OWN_CAUSES, Cause

@@ -17,7 +17,7 @@ from temporalio.worker import Worker
 from relaunch.activities.launch import JobActivities, LaunchRanksInput, LaunchRanksOutput
 from relaunch.generation import Token
 from relaunch.job.state import Slot
-from relaunch.messages.jobs import WORKFLOW_ID_PREFIX
+from relaunch.messages.ids import WORKFLOW_ID_PREFIX
 from relaunch.pool.messages import Claim, Grant, Place
 from relaunch.pool.state import FleetState
 from relaunch.spec.job import JobSpec

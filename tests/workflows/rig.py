@@ -31,7 +31,8 @@ from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
 from relaunch.activities.watch import WatchActivities
 from relaunch.job.state import JobState, Phase
-from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult, TrainingJobInput
+from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.messages.jobs import JobResult, TrainingJobInput
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, resolve

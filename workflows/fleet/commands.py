@@ -24,9 +24,11 @@ from temporalio.workflow import ParentClosePolicy
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.fleet import ClosedJobsInput, FleetActivities, LookInput, ReclaimInput
     from relaunch.messages.fleets import FleetFile
-    from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput
+    from relaunch.messages.ids import REPAIR_ID_PREFIX
+    from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.events import PreviousRun, ProbeOrder, ReclaimOrder, RepairRequest
     from relaunch.pool.state import NodeProbe
+    from relaunch.text import count_noun, join_names
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
 ASK_TIMEOUT = timedelta(minutes=2)
@@ -97,7 +99,7 @@ async def find_closed_jobs(
             schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"which of {len(claims)} jobs have ended without giving their nodes back",
+            summary=f"which of {count_noun(len(claims), 'job')} ended without giving their nodes back",
         )
     )
 
@@ -111,7 +113,7 @@ async def look(fleet: str, order: ProbeOrder) -> tuple[NodeProbe, ...] | None:
             schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"look at {_names(order.nodes)}"[:200],
+            summary=f"look at {join_names(order.nodes)}"[:200],
         )
     )
 
@@ -125,7 +127,7 @@ async def reclaim(fleet: str, order: ReclaimOrder) -> tuple[str, ...] | None:
             schedule_to_close_timeout=RECLAIM_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"stop what is left of job {order.job} on {_names(order.nodes)}"[:200],
+            summary=f"stop what is left of job {order.job} on {join_names(order.nodes)}"[:200],
         )
     )
 
@@ -182,11 +184,3 @@ async def _await_answer(activity: Awaitable[Answer]) -> Answer | None:
             workflow.logger.info("without an answer: %s", error.cause or error)
             return None
         raise
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return (
-        ", ".join(names[:3])
-        if len(names) <= 3
-        else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"
-    )

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from relaunch.pool.inventory import used_by
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
+from relaunch.text import count_noun, join_names
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
 
 MOST_SHOWN = 16
@@ -93,13 +94,16 @@ def _summary(
     using: Sequence[ClaimRecord],
     waiting: Sequence[ClaimRecord],
 ) -> str:
-    parts = [f"{len(state.nodes)} nodes"]
+    parts = [count_noun(len(state.nodes), "node")]
     for standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
         if count := sum(node.status is standing for node in out):
             parts.append(f"{count} {standing}")
     if odd:
         parts.append(f"{len(odd)} silent or held")
-    parts += [f"{len(using)} jobs have nodes", f"{len(waiting)} wait"]
+    parts += [
+        count_noun(len(using), "job has nodes", "jobs have nodes"),
+        f"{len(waiting)} wait{'s' * (len(waiting) == 1)}",
+    ]
     return f"fleet {state.name}: {', '.join(parts)}"
 
 
@@ -182,11 +186,12 @@ def _node_notes(node: NodeRecord) -> str:
 
 def _waiting_line(record: ClaimRecord) -> str:
     claim = record.claim
-    gpus = f" with {claim.gpus} GPUs each" if claim.gpus else ""
+    gpus = f" with {count_noun(claim.gpus, 'GPU')} each" if claim.gpus else ""
     first = "a replacement, " if claim.running else ""
     why = _cut(record.wait_reason) or "the reason is not known yet"
-    nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.max_nodes else f"{claim.nodes}"
-    return f"**{claim.job}** {first}{nodes} nodes{gpus}{_format_since(record.waiting_since)}: {why}"
+    fewest = f"{claim.nodes} to " if claim.nodes < claim.max_nodes else ""
+    nodes = fewest + count_noun(claim.max_nodes, "node")
+    return f"**{claim.job}** {first}{nodes}{gpus}{_format_since(record.waiting_since)}: {why}"
 
 
 def _using_line(record: ClaimRecord) -> str:
@@ -227,8 +232,7 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_SHOWN])
-    return shown if len(names) <= MOST_SHOWN else f"{shown} and {len(names) - MOST_SHOWN} more"
+    return join_names(names, MOST_SHOWN)
 
 
 def _cut(text: str) -> str:

@@ -32,7 +32,7 @@ with workflow.unsafe.imports_passed_through():
         resume_fact,
         short,
     )
-    from relaunch.messages.jobs import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
+    from relaunch.messages.ids import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
     from relaunch.pool.events import (
         ClaimReminder,
         DrainMessage,
@@ -55,6 +55,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.pool.scheduler import SWEEP_INTERVAL, apply_event, next_wake, schedule
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
+    from relaunch.text import count_noun
     from relaunch.workflows.fleet import commands
     from relaunch.workflows.fleet.details import fleet_details
 
@@ -401,7 +402,12 @@ class Fleet:
         if state.awaited_jobs is None:
             return "the running jobs are searched for"
         if state.awaited_jobs:
-            return f"{len(state.awaited_jobs)} jobs are asked what they hold, before anything is granted"
+            asked = count_noun(
+                len(state.awaited_jobs),
+                "job is asked what it holds",
+                "jobs are asked what they hold",
+            )
+            return f"{asked}, before anything is granted"
         if is_restoring(state, workflow.now()):
             return (
                 "the previous run is asked which nodes are out of service,"
@@ -410,4 +416,6 @@ class Fleet:
         if not state.is_probed:
             return "every node is looked at once, before anything is granted"
         waiting = sum(record.is_waiting for record in state.claims)
-        return f"{waiting} jobs wait for nodes" if waiting else "it waits until a job wants nodes"
+        if not waiting:
+            return "it waits until a job wants nodes"
+        return f"{count_noun(waiting, 'job waits', 'jobs wait')} for nodes"

@@ -53,7 +53,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
     from relaunch.job.state import Examine, Incident, JobState, Repair, Slot
-    from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
+    from relaunch.messages.ids import REPAIR_ID_PREFIX
+    from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
     from relaunch.messages.nodes import ExamineNodesInput
 
 Answer = TypeVar("Answer")

@@ -1,0 +1,10 @@
+"""Names and prefixes by which workflows and task queues are found on the server."""
+
+from __future__ import annotations
+
+TASK_QUEUE = "relaunch"
+WORKFLOW_ID_PREFIX = "job/"
+FLEET_ID_PREFIX = "fleet/"
+REPAIR_ID_PREFIX = "repair/"
+"""Followed by fleet/node: two repairs of one node have the same id, and the server accepts only
+one."""
