@@ -95,7 +95,7 @@ class SimulatedFleets:
     wrong: str = ""
     """Why the fleet file cannot be read."""
 
-    def read_again(self, fleet: str) -> FleetSpec:
+    def reload(self, fleet: str) -> FleetSpec:
         if self.wrong:
             raise ValueError(self.wrong)
         return self.spec(fleet)
