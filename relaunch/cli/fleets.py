@@ -342,7 +342,7 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
         ConfigError: It answers, or no worker could probe it.
     """
     try:
-        [seen] = await client.execute_activity(
+        probes: tuple[NodeProbe, ...] = await client.execute_activity(
             "probe_nodes",
             {"fleet": fleet, "nodes": [node]},
             id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
@@ -357,8 +357,9 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
         raise ConfigError(
             f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
         ) from None
-    if not seen.silent:
-        jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
+    [probe] = probes
+    if not probe.silent:
+        jobs = ", ".join(sorted({f"job {one.job}" for one in probe.generations}))
         lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
         raise ConfigError(
             f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "

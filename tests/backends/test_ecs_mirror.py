@@ -200,15 +200,15 @@ def test_a_task_without_an_exit_code_is_no_success(
         ({}, False, "AVAILABLE"),
         ({}, True, "IN_PROGRESS"),
         ({"silent_since": NOW}, True, "UNKNOWN"),
-        ({"standing": NodeStatus.SUSPECT}, True, "PENDING_HEALTHCHECK"),
-        ({"standing": NodeStatus.REPAIRING}, False, "PENDING_HEALTHCHECK"),
+        ({"status": NodeStatus.SUSPECT}, True, "PENDING_HEALTHCHECK"),
+        ({"status": NodeStatus.REPAIRING}, False, "PENDING_HEALTHCHECK"),
         (
-            {"standing": NodeStatus.REPAIRING, "repair_acts": True, "silent_since": NOW},
+            {"status": NodeStatus.REPAIRING, "repair_acts": True, "silent_since": NOW},
             False,
             "REBOOTING",
         ),
-        ({"standing": NodeStatus.QUARANTINED}, False, "FAILED"),
-        ({"gone": True}, True, "FAILED"),
+        ({"status": NodeStatus.QUARANTINED}, False, "FAILED"),
+        ({"is_removed": True}, True, "FAILED"),
     ],
 )
 def test_a_node_that_does_not_answer_is_not_available(

@@ -140,7 +140,7 @@ class Service:
             if error.status is not RPCStatusCode.NOT_FOUND:
                 raise
             return  # the first job has yet to begin it
-        said = [f"{one.name}: {one.look.silent}" for one in state.nodes if one.look is not None]
+        said = [f"{one.name}: {one.probe.silent}" for one in state.nodes if one.probe is not None]
         for job in self.rig.jobs[-2:]:
             known = await job.state()
             said += [known.reason, *(f"{lost.node}: {lost.reason}" for lost in known.lost)]
