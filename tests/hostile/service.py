@@ -160,7 +160,7 @@ class Service:
         while (state := await job.state()).phase is not Phase.RUNNING:
             fleet = await self.rig.fleet.query("state", result_type=FleetState)
             record = next(one for one in fleet.nodes if one.name == node)
-            if record.standing is not NodeStatus.IN_SERVICE or record.repair:
+            if record.status is not NodeStatus.IN_SERVICE or record.repair:
                 self.out_of_service = record.reason or record.repair
                 if asyncio.get_running_loop().time() > deadline - PATIENCE + RELEASED_WITHIN:
                     return
