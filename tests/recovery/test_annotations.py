@@ -125,7 +125,7 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         ),
     ],
 )
-def test_what_cannot_be_read_or_means_nothing_is_refused_with_a_sentence(
+def test_an_unreadable_or_void_value_is_refused_with_a_sentence(
     name: str, annotations: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'metadata.annotations: {expected}')}$"):
@@ -191,9 +191,7 @@ def test_s4_8_every_combination_is_a_policy_that_holds_together(
     ("pods", "turns"),
     [(1, [(sick(FATAL), POD)]), (2, [(sick(FATAL), POD)] * 2), (3, [(sick(FATAL), POD)] * 3)],
 )
-def test_s4_8_pod_retry_num_is_the_number_of_pods_scheduled_elsewhere_for_all_causes_together(
-    pods: int, turns: list[Turn]
-) -> None:
+def test_s4_8_pod_retry_num_counts_moved_pods_for_all_causes(pods: int, turns: list[Turn]) -> None:
     after = walk(running(policy=switched(None, None, pods)), *turns)
     assert after.restarts_spent == 0
     walk(after, (sick(FATAL), WHOLE_ISOLATED))
@@ -220,7 +218,7 @@ def test_s4_8_the_preset_itself_is_not_changed() -> None:
     assert preset("modelarts") == before
 
 
-def test_s4_8_a_policy_that_extends_modelarts_is_switched_as_well() -> None:
+def test_s4_8_a_policy_that_extends_modelarts_switches_as_well() -> None:
     mine = resolve({"extends": "modelarts", "timeouts": {"stop_grace": "10s"}})
     assert (
         apply_annotations(mine, {JOB_RETRIES: "2"}).causes
@@ -228,7 +226,7 @@ def test_s4_8_a_policy_that_extends_modelarts_is_switched_as_well() -> None:
     )
 
 
-def test_s4_8_a_ladder_of_the_users_own_never_becomes_that_of_another_cause() -> None:
+def test_s4_8_a_users_ladder_never_becomes_that_of_another_cause() -> None:
     """Pods are not switched on, and a node is all that this ladder replaces: what is left is to fail, not what UNKNOWN does."""
     mine = resolve(
         {

@@ -249,7 +249,7 @@ def test_the_whole_ladder_of_a_cause(
 
 @pytest.mark.parametrize("node", ["n2", "n3", "n4", "n5"])
 @pytest.mark.parametrize("outcome", ["done", "refused"])
-def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help(
+def test_a_gpu_is_reset_twice_a_day_before_its_node_is_left(
     outcome: Literal["done", "refused"], node: str
 ) -> None:
     said = walked(Cause.GPU_RESET, outcome=outcome).said
@@ -262,9 +262,7 @@ def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help
     assert said[-1] == ASK
 
 
-def test_a_node_is_replaced_after_three_launches_that_were_never_watched_and_never_avoided() -> (
-    None
-):
+def test_three_unwatched_launches_replace_but_avoid_no_node() -> None:
     end = walked(Cause.PLATFORM, code="never_watched")
     assert list(end.said[:6]) == [R, R, R, swap("n2"), swap("n3"), swap("n4")]
     assert end.said[-1] == ASK
@@ -292,7 +290,7 @@ def test_every_ladder_ends(
 
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
-def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(
+def test_own_faults_fail_the_job_and_others_end_with_a_person(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     assert walked(cause, verdict, where).said[-1] == (FAILED if cause in SOFT else ASK)
@@ -301,7 +299,7 @@ def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(
 @pytest.mark.parametrize(
     ("cause", "verdict", "where"), [case for case in CASES if case.values[0] in SOFT]
 )
-def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(
+def test_no_node_is_rebooted_or_reset_for_what_a_program_may_do(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     job = walked(cause, verdict, where).job
@@ -316,7 +314,7 @@ def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(
     ("cause", "verdict", "where"),
     [case for case in CASES if case.values[0] in (*HARDWARE_CAUSES, *OTHERS)],
 )
-def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(
+def test_faults_not_the_jobs_own_take_none_of_its_restarts(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     job = walked(cause, verdict, where).job
@@ -326,7 +324,7 @@ def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(
 
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
-def test_a_node_is_avoided_only_for_its_hardware_or_when_it_was_found_unhealthy(
+def test_a_node_is_avoided_only_for_hardware_or_bad_health(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     avoided = walked(cause, verdict, where).job.avoided
@@ -377,7 +375,7 @@ def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
         assert job.restarts_spent == 0
 
 
-def test_a_fault_that_goes_from_gpu_to_gpu_of_a_large_job_ends_as_well() -> None:
+def test_a_fault_that_roams_the_gpus_of_a_large_job_ends_as_well() -> None:
     """Each GPU has tries of its own and the job forgets its oldest tries: something has to count them all."""
     job, nodes = running(nodes=16), 16
     for fault in count():

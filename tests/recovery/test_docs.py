@@ -274,7 +274,7 @@ def diagnosed(cause: Cause) -> Cause:
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_each_incident_begins_with_its_cause_and_ends_with_training_or_the_end_of_the_job(
+def test_each_incident_ends_with_training_or_the_end_of_the_job(
     cause: Cause,
 ) -> None:
     decisions = [decision for *_, decision in _rows(path_of(cause))]
@@ -292,7 +292,7 @@ def cause_rows() -> list[tuple[Cause, str, list[str]]]:
     ]
 
 
-def test_the_table_of_causes_has_each_and_says_whose_fault_it_may_be() -> None:
+def test_the_table_of_causes_has_each_and_whose_fault_it_may_be() -> None:
     rows = cause_rows()
     assert [cause for cause, *_ in rows] == list(Cause)
     assert [cause for cause, whose, _ in rows if "the job" in whose] == [

@@ -210,7 +210,7 @@ def test_an_exit_by_itself(
         ),
     ],
 )
-def test_137_is_told_apart(
+def test_the_meanings_of_137_are_distinguished(
     exit_code: int | None,
     signal: int | None,
     stopped: bool,
@@ -477,7 +477,7 @@ def test_advice_and_chatter_are_no_evidence(line: str) -> None:
     assert read_log([line], catalog()) == ()
 
 
-def test_the_first_row_reads_a_line_and_the_order_of_the_lines_is_kept() -> None:
+def test_the_first_row_reads_a_line_and_lines_keep_their_order() -> None:
     lines = [
         "[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered\nFor debugging pass CUDA_LAUNCH_BLOCKING=1",
         "step 3",
