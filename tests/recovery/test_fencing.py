@@ -228,7 +228,7 @@ def test_earlier_ranks_are_forgotten_when_a_launch_is_complete() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_failed_launch_leaves_ranks_only_if_asked_to_start_them(
+def test_a_failed_launch_leaves_only_ranks_it_was_to_start(
     started: bool,
 ) -> None:
     refused = LaunchRefused(2, (NodeRefusal("n2", "command_not_found", "no such file"),), started)
