@@ -1,4 +1,7 @@
-"""Who gets which nodes, who waits and why, who gives way: each a fleet of a few nodes and the claims of a few jobs."""
+"""Who gets which nodes, who waits and why, who gives way.
+
+Each test is a fleet of a few nodes and the claims of a few jobs.
+"""
 
 from __future__ import annotations
 
@@ -541,7 +544,8 @@ def test_names_and_reasons_that_are_many_are_counted() -> None:
     desk.claim("w", 1)
     assert desk.grants("waiting")["w"].reason == (
         "0 of 1 nodes: job a holds 1, job b holds 1, job c holds 1, 2 more jobs hold the rest; "
-        "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) and 1 more are out of service"
+        "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) "
+        "and 1 more are out of service"
     )
     desk.claim("w", 0, seq=2)
     desk.go(ReleaseCommand("n9", "clean", "grace"))
@@ -592,7 +596,10 @@ def test_of_two_deadlocked_jobs_the_last_gives_way_once() -> None:
     assert desk.wakes_in() == 10
     assert desk.grants("yield") == {}
     desk.wait(seconds=10)
-    reason = "job a comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
+    reason = (
+        "job a comes first and waits for nodes that this job holds; both have waited longer "
+        "than replacement_wait"
+    )
     assert desk.grants("yield") == {"b": Grant(1, 1, "yield", reason=reason)}
     assert desk.wait(seconds=10) == []
     desk.claim("b", 4, seq=2, holds=("n3", "n4"))

@@ -1,4 +1,4 @@
-"""ModelArts' annotations: what each switches on, every combination that changes a decision, and every sentence."""
+"""ModelArts' annotations: what each switches on, the combinations that matter, the sentences."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         pytest.param(
             "modelarts",
             {JOB_RETRIES: "3", "fault-tolerance/hang-retries": "true"},
-            "fault-tolerance/hang-retries is unknown: one of fault-tolerance/job-retry-num, fault-tolerance/job-unconditional-retry, "
+            "fault-tolerance/hang-retries is unknown: one of "
+            "fault-tolerance/job-retry-num, fault-tolerance/job-unconditional-retry, "
             "fault-tolerance/hang-retry, fault-tolerance/pod-retry-num",
             id="an annotation nobody knows",
         ),
@@ -161,7 +162,8 @@ def test_s4_8_what_every_combination_decides(
     walk(job, (died(1), WHOLE if unconditional else "FAILED 1"))
     walk(job, (hung(), "RESTART_IN_PLACE" if hangs else "FAILED 1"))
     walk(job, (sick(FATAL), POD if pods else WHOLE_ISOLATED))
-    # In place recovery is part of the automatic restart; what follows a reset that fails is not always the same.
+    # In place recovery is part of the automatic restart;
+    # what follows a reset that fails is not always the same.
     walk(job, (sick(HEALS), RESET), (mended("refused"), POD if pods else WHOLE_ISOLATED))
     walk(
         job,
@@ -227,7 +229,7 @@ def test_s4_8_a_policy_that_extends_modelarts_switches_as_well() -> None:
 
 
 def test_s4_8_a_users_ladder_never_becomes_that_of_another_cause() -> None:
-    """Pods are not switched on, and a node is all that this ladder replaces: what is left is to fail, not what UNKNOWN does."""
+    """A ladder that only replaces nodes ends in failure where pods are off, not in UNKNOWN's."""
     mine = resolve(
         {
             "extends": "modelarts",

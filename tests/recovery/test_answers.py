@@ -1,4 +1,4 @@
-"""What people answer when a job asks: approve, deny, be asked again later, or take it out of relaunch's hands."""
+"""What people answer when a job asks: approve, deny, snooze it, or take it over."""
 
 from __future__ import annotations
 

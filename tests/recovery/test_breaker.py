@@ -55,7 +55,8 @@ def test_one_node_too_many_stops_all_repairs_and_grants() -> None:
     assert desk.state.breaker.since == desk.now
     desk.claim("b", 1)
     assert desk.grants("waiting")["b"].reason == (
-        "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2; "
+        "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, "
+        "n3, n4); limits.nodes_out allows 2; "
         "relaunch nodes resume closes it"
     )
     assert desk.go(ended("n2")) == []
@@ -143,7 +144,10 @@ def test_requests_from_before_a_resume_have_to_ask_again(open_it: bool) -> None:
     assert desk.go(permit("n2")) == []
     desk.now += timedelta(minutes=5)
     desk.go(RESUME)
-    reason = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
+    reason = (
+        "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at "
+        "2026-03-01T12:05+00:00; ask again"
+    )
     assert desk.of(PermitMessage) == [
         PermitMessage("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))
     ]

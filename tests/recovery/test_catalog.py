@@ -197,7 +197,8 @@ def test_every_nvlink_rule_decodes_the_line_it_describes(rule: Any, version: str
             catalog().nvlink,
         )
         assert not isinstance(found, str)
-        # The two pipes of a unit cannot be told apart by the first pattern; what they ask for is the same.
+        # The first pattern cannot distinguish the two pipes of a unit;
+        # what they ask for is the same.
         assert (rule.xid, rule.error_status, rule.resolution, rule.severity) == (
             found.xid,
             found.error_status,
@@ -372,7 +373,8 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
         ),
         (
             {"xid": {63: {"role": "root"}}},
-            "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, or another role",
+            "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, "
+            "or another role",
         ),
         ({"xid": {63: {"cause": "BROKEN"}}}, "GPU_FATAL"),
         ({"xid": {63: {"cause": "GPU_RESET", "because": "so"}}}, "Extra inputs are not permitted"),
@@ -400,7 +402,8 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
         ),
         (
             {"log": [LINE | {"pattern": "(?<!no )error"}]},
-            "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; it is matched by RE2",
+            "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; "
+            "it is matched by RE2",
         ),
         (
             {"log": [LINE | {"pattern": "x*"}]},
@@ -447,7 +450,7 @@ def test_what_a_word_means_by_itself() -> None:
 
 
 def test_no_text_makes_a_users_pattern_match_for_long() -> None:
-    """Python's own engine needs twice the time for each letter more: these would be some ten thousand years."""
+    """Python's own engine doubles its time with each letter: this would be ten thousand years."""
     known = catalog(
         CatalogOverrides(
             log=(LogOverride(id="ours", pattern="(a+)+$", role=Role.SYMPTOM, meaning="hangs"),)

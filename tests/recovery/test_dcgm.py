@@ -1,4 +1,7 @@
-"""What a run of `dcgmi diag` is read as. The samples' README says which were captured and which were built."""
+"""What a run of `dcgmi diag` is read as.
+
+The samples' README says which were captured and which were built.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,8 @@ def test_every_sample_is_read_as_its_manifest_says(case: dict[str, Any]) -> None
         ),
         (
             "v4_r1_persistence_mode_fail_8gpu.json",
-            "GPUs 0-7: persistence mode (DCGM 29): it is off, which is a setting of the host and not its hardware",
+            "GPUs 0-7: persistence mode (DCGM 29): it is off, which is a setting of the "
+            "host and not its hardware",
         ),
         (
             "v4_r2_xid45_during_pcie_triage.json",
@@ -720,7 +724,10 @@ def mutated(draw: st.DrawFn) -> Any:
 
 
 def _recorded(tests: Any) -> bool:
-    """Whether any error, or any Fail, is left where DCGM records one; the oracle, which knows no more of a document than this."""
+    """Whether any error, or any Fail, is left where DCGM records one.
+
+    It is the oracle, which knows no more of a document than this.
+    """
     if isinstance(tests, dict):
         here = tests.get("status") == "Fail" or (
             "error_id" in tests and ("warning" in tests or "warnings" in tests)

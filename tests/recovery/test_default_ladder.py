@@ -1,4 +1,7 @@
-"""The policy of a job that names none, walked to its end for every cause: what it tries, what it never does, and that it ends."""
+"""The policy of a job that names none, walked to its end for every cause.
+
+What it tries, what it never does, and that it ends.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at, climbed, found, mended, relaunched, running, step, told
 
 Where = Literal["stays", "wanders"]
-"""stays: the fault is always in the same place, whatever node fills it, so the code or the place is at fault;
-wanders: it is in either place by turns."""
+"""Where the fault is.
+
+stays: always in the same place, whatever node fills it, so the code or the place is at fault;
+wanders: in either place by turns.
+"""
 
 OTHERS = (Cause.NODE_LOST, Cause.PREEMPTED, Cause.NETWORK, Cause.STORAGE, Cause.PLATFORM)
 """Neither the job's own doing nor a node's hardware."""
@@ -48,7 +54,10 @@ def walked(
     outcome: Literal["done", "refused"] = "done",
     code: str = "exit 1",
 ) -> Walked:
-    """The same fault again and again, every examination and every repair with the same end, until the job stops or asks."""
+    """The same fault again and again until the job stops or asks.
+
+    Every examination and every repair has the same end.
+    """
     job, places, newest = running(), ["n1", "n2"], 2
     said: list[str] = []
     for fault in count(1):
@@ -282,7 +291,7 @@ CASES = [
 def test_every_ladder_ends(
     cause: Cause, verdict: Verdict, where: Where, outcome: Literal["done", "refused"]
 ) -> None:
-    """Two places: at most 4 nodes are left for each hardware cause, and each is tried three times at most before."""
+    """Two places: at most 4 nodes are left for each hardware cause, after 3 tries each at most."""
     end = walked(cause, verdict, where, outcome)
     assert end.said[-1] in (FAILED, ASK)
     assert end.faults <= 24
@@ -337,7 +346,10 @@ def test_a_node_is_avoided_only_for_hardware_or_bad_health(
 @pytest.mark.parametrize("where", ["stays", "wanders"])
 @pytest.mark.parametrize("cause", list(Cause))
 def test_an_unknown_verdict_is_never_taken_for_unhealthy(cause: Cause, where: Where) -> None:
-    """Where a node cannot be examined the default does as if nothing were wrong with it, and says that nothing is known."""
+    """Where a node cannot be examined the default does as if nothing were wrong with it.
+
+    It says that nothing is known.
+    """
     assert walked(cause, Verdict.UNKNOWN, where).said == walked(cause, Verdict.HEALTHY, where).said
 
 
@@ -351,7 +363,10 @@ def test_a_fault_is_examined_once(cause: Cause, verdict: Verdict, where: Where) 
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.USER_INPUT])
 def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
-    """A fault once a day for a month ends no job, whatever it is; hardware and links have windows of a day at most."""
+    """A fault once a day for a month ends no job, whatever it is.
+
+    Hardware and links have windows of a day at most.
+    """
     job = running(nodes=2)
     for day in range(1, 31):
         fault = Diagnosis(
@@ -376,7 +391,7 @@ def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
 
 
 def test_a_fault_that_roams_the_gpus_of_a_large_job_ends_as_well() -> None:
-    """Each GPU has tries of its own and the job forgets its oldest tries: something has to count them all."""
+    """Each GPU has its own tries and the job forgets its oldest: something counts them all."""
     job, nodes = running(nodes=16), 16
     for fault in count():
         gpu = Diagnosis(
@@ -390,7 +405,8 @@ def test_a_fault_that_roams_the_gpus_of_a_large_job_ends_as_well() -> None:
         if not isinstance(decision, Relaunch):
             break
         assert fault < 400, (
-            "every rank of the job has been started four hundred times, free of charge and without a step forward"
+            "every rank of the job has been started four hundred times, free of charge "
+            "and without a step forward"
         )
         job = relaunched(job, at(fault))
     assert told(decision) in (FAILED, ASK)

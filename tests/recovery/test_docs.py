@@ -1,4 +1,4 @@
-"""docs/recovery.md: its generated parts are what the code says, its examples load, its command lines work.
+"""docs/recovery.md: generated parts follow the code, its examples load, its commands work.
 
 After a change that is meant, write the generated parts anew: `python -m tests.recovery.test_docs`.
 """
@@ -70,7 +70,7 @@ REFUSED = (
 """What people write, each with its sentence in the page."""
 
 
-# --- the generated parts ------------------------------------------------------------------------------------------------------
+# --- the generated parts ------------------------------------------------------------------------
 
 
 def generated() -> dict[str, str]:
@@ -239,7 +239,7 @@ def _observed(observation: Observation) -> str:
             return f"{observation.node}: {observation.reason}"
 
 
-# --- what holds ---------------------------------------------------------------------------------------------------------------
+# --- what holds ---------------------------------------------------------------------------------
 
 
 def page() -> str:
@@ -317,7 +317,7 @@ def shown(snippet: str) -> FaultObserved | LaunchRefused:
 
 
 def _shows(snippet: str) -> RankExited:
-    """A rank that went with this: an Xid, an exit, a signal, a line of the kernel's, or else of its own."""
+    """A rank that ended with this: an Xid, exit, signal, a kernel's line, or one of its own."""
     if found := re.fullmatch(r"Xid (\d+)", snippet):
         return exited(
             code=1, kernel=(f"NVRM: Xid (PCI:0000:05:00): {found[1]}, pid=7, name=python3, Ch 8",)

@@ -181,12 +181,13 @@ def test_s3_3_a_lost_node_may_be_left_behind_without_another_one() -> None:
 
 def test_s3_3_a_smaller_job_says_so_and_when_a_restart_pays_off() -> None:
     job = elastic(3)
-    assert (
-        job.reason
-        == "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it grows again when the fleet has more"
+    assert job.reason == (
+        "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it "
+        "grows again when the fleet has more"
     )
     assert job.next.what.startswith(
-        "from 2026-11-21 03:30:00 UTC on it takes more nodes when the fleet has them, by a restart of all ranks; the job"
+        "from 2026-11-21 03:30:00 UTC on it takes more nodes when the fleet has them, by "
+        "a restart of all ranks; the job"
     )
     never = elastic(3, policy=resolve({"grow_after": "off"}))
     assert never.reason.endswith("; it stays so, grow_after is off")

@@ -1,4 +1,4 @@
-"""Which strategies a node of unknown health gets, by what its examinations and earlier strategies have found."""
+"""Which strategies a node of unknown health gets, by what was found and tried before."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_an_unhealthy_node_goes_from_reset_to_reboot_to_a_person() -> None:
 def test_a_step_not_done_ends_the_escalation_with_what_is_known(
     outcome: RepairOutcome,
 ) -> None:
-    """Whoever was in the way (a person, the fleet, a job on the node) is in the way of a reboot as well."""
+    """What was in the way (a person, the fleet, a job there) is in a reboot's way as well."""
     escalation = after(reset(), outcome, attempts=0, proven=False)
     assert choose_next(escalation, HOURS) == FinishRepair(
         outcome, Verdict.UNHEALTHY, "what it came to"

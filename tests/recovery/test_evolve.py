@@ -1,4 +1,7 @@
-"""What a job takes in and writes down beside the next decision: ranks it found, progress, archives, changes, and what nobody asked."""
+"""What a job takes in and writes down beside the next decision.
+
+Ranks it found, progress, archives, changes, and answers to no question.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a launch without silent nodes is safe: by the times of each launched generation, from the last proof on."""
+"""When a launch without silent nodes is safe: each generation's times since the last proof."""
 
 from __future__ import annotations
 
@@ -404,7 +404,10 @@ def test_longer_times_reach_the_fleet_before_they_are_launched(
     changes: dict[str, object], known: bool
 ) -> None:
     told = build_claim(running(), 7).launched
-    next_one = replace(plan_generation(running(), 2, ("n1", "n2")), **changes)  # type: ignore[arg-type]
+    next_one = replace(
+        plan_generation(running(), 2, ("n1", "n2")),
+        **changes,  # type: ignore[arg-type]
+    )
     assert is_known_by(told, next_one) is known
     assert not is_known_by(told[:-1], next_one), "nothing was told of it"
 

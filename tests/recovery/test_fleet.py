@@ -1,4 +1,4 @@
-"""What a fleet makes of what it is told: claims, looks, its file, repairs, people; and what it orders."""
+"""What a fleet makes of claims, looks, its file, repairs and people; and what it orders."""
 
 from __future__ import annotations
 
@@ -180,7 +180,10 @@ def test_repeated_late_or_withdrawn_claims_change_nothing() -> None:
 
 
 def is_only_told_its_number(orders: list[Order]) -> bool:
-    """Whether nothing was ordered, or a job was told that a later submission is known, which one that has ended does not hear."""
+    """Whether at most the message that a later submission is known was ordered.
+
+    A submission that has ended does not hear it.
+    """
     return all(isinstance(order, GrantMessage) and order.grant.kind == "behind" for order in orders)
 
 
@@ -777,9 +780,8 @@ def test_a_person_quarantines_drains_and_releases_a_node() -> None:
     withdraw = DrainRequest("n1", "a fan", "grace", until)
     assert desk.go(DRAIN) == [DrainMessage("a", withdraw), DrainMessage("b", withdraw)]
     assert desk.go(DRAIN) == []
-    assert (
-        desk.state.notices[0]
-        == "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
+    assert desk.state.notices[0] == (
+        "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
     )
     node = desk.node("n1")
     assert (node.status, node.reason, node.by, node.since) == (

@@ -1,4 +1,7 @@
-"""A fleet hands the times of a job's launches to the next submission of that job, which judges silent nodes by them."""
+"""A fleet hands the times of a job's launches to the next submission of that job.
+
+That submission judges silent nodes by them.
+"""
 
 from __future__ import annotations
 

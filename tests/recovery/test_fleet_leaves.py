@@ -1,4 +1,7 @@
-"""Who is asked to leave a node: a person drains it, or another job's evidence is against it. And who hears that it is over."""
+"""Who is asked to leave a node, and who hears that it is over.
+
+A person drains it, or another job's evidence is against it.
+"""
 
 from __future__ import annotations
 
@@ -355,7 +358,10 @@ def test_a_job_that_has_the_node_for_itself_may_repair_it() -> None:
 
 def test_a_refused_repair_of_a_foreign_node_asks_none_to_leave() -> None:
     desk = shared()
-    reason = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    reason = (
+        "job a has n2, and ranks of it may live there: cancel it, drain the node, or let "
+        "that job order it"
+    )
     assert (asks(desk, job="z"), desk.of(DrainMessage)) == ([(False, reason)], [])
     assert desk.node("n2").status is NodeStatus.IN_SERVICE
 
