@@ -82,7 +82,7 @@ def incident(
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_a_job_that_has_run_nothing_claims_all_nodes_holds_none() -> None:
+def test_a_new_job_claims_all_its_nodes_and_holds_none() -> None:
     job = new_job(gpus_per_node=4, priority=3)
     wanted = build_claim(job, 1)
     assert (wanted.job, wanted.submission, wanted.seq) == ("llama", 1000, 1)
@@ -207,7 +207,7 @@ def test_an_examination_without_an_incident_adds_nothing() -> None:
     assert add_unhealthy_nodes(job, suspected_fault, ("n1",), "n1 examined: UNHEALTHY", T0) is job
 
 
-def test_faults_of_a_long_incident_are_bounded_and_first_stay() -> None:
+def test_a_long_incidents_faults_are_bounded_and_the_first_stay() -> None:
     job = running(policy=policy(no_progress_stop="off", no_progress_ask="off", max_restarts=100))
     for number in range(3 * MAX_FAULTS):
         job = open_incident(

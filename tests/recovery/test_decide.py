@@ -182,7 +182,7 @@ def test_windowed_tries_are_not_renewed_by_progress() -> None:
     assert isinstance(decision, Relaunch)
 
 
-def test_no_progress_stop_counts_flat_generations_of_own_faults() -> None:
+def test_no_progress_counts_known_flat_generations_of_own_faults() -> None:
     job = running(
         policy=policy(
             no_progress_stop=2, causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
@@ -265,7 +265,7 @@ def test_a_launch_that_ends_half_way_again_and_again_is_counted() -> None:
     assert isinstance(decision, Ask)
 
 
-def test_with_all_nodes_lost_nothing_is_proven_and_none_launched() -> None:
+def test_with_all_nodes_lost_nothing_is_proven_or_launched() -> None:
     job = running()
     job, decision = play(
         job, unreachable(job, "n1"), unreachable(job, "n2"), RanksHung(1, (0,), "flat", T0)

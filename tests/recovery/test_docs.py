@@ -274,7 +274,7 @@ def diagnosed(cause: Cause) -> Cause:
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_each_incident_ends_with_training_or_the_end_of_the_job(
+def test_each_incident_goes_from_its_cause_to_training_or_an_end(
     cause: Cause,
 ) -> None:
     decisions = [decision for *_, decision in _rows(path_of(cause))]

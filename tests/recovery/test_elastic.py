@@ -243,7 +243,7 @@ def offered(job: JobState, *, now: Any = LATER, until: Any = at(9999)) -> tuple[
     return step(job, NodesOffered(("n7",), until), now)
 
 
-def test_s3_3_ranks_run_on_until_a_grant_restarts_them() -> None:
+def test_s3_3_only_a_grant_not_an_offer_restarts_the_ranks() -> None:
     job, decision = offered(elastic(3))
     assert isinstance(decision, Wait) and (decision.phase, decision.until) == (Phase.RUNNING, None)
     assert (job.generation, job.reason) == (1, "the fleet offers n7: 3 -> 4 nodes")

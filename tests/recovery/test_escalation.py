@@ -312,7 +312,7 @@ def test_earlier_kernel_evidence_counts_until_proven_healed() -> None:
 # --- a node that is silent after a reboot
 
 
-def test_a_node_silent_after_a_reboot_is_power_cycled_if_probed() -> None:
+def test_a_rebooted_silent_node_is_reexamined_then_power_cycled() -> None:
     powered = replace(apply_examination(BEGUN, FATAL, at(0)), can_power_cycle=True)
     escalation = after(reboot(), "ambiguous", before=powered, proven=False)
     assert isinstance(then(escalation, SILENT, SILENT), ExamineNode)
@@ -358,7 +358,7 @@ def test_nothing_is_done_to_a_node_silent_without_a_reboot() -> None:
 # --- cancelling
 
 
-def test_a_cancel_ends_what_has_not_begun_and_all_acts_after_it() -> None:
+def test_a_cancel_ends_what_has_not_begun_and_nothing_follows() -> None:
     cancelled = replace(BEGUN, cancel_reason="enough")
     assert choose_next(cancelled, HOURS) == FinishRepair(
         "refused", Verdict.UNKNOWN, "cancelled: enough"
@@ -388,7 +388,7 @@ def test_a_cancel_ends_what_has_not_begun_and_all_acts_after_it() -> None:
 
 @searched(200)
 @given(st.integers(0, 2**64))
-def test_escalation_ends_and_tries_each_repair_of_bad_parts_once(
+def test_escalation_ends_and_tries_each_repair_once_if_unhealthy(
     number: int,
 ) -> None:
     random = Random(number)

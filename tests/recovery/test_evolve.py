@@ -90,7 +90,7 @@ def test_archived_incidents_leave_the_state_and_still_count() -> None:
     assert ("IGNORE", kept, 2) == (told(decision), job.incidents, job.incidents_archived)
 
 
-def test_a_long_incident_keeps_its_first_and_last_decisions() -> None:
+def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
     job = running(policy=RESTART)
     faults = KEPT_DECISIONS + 25
     for second in range(faults):

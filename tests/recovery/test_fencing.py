@@ -135,7 +135,7 @@ def test_earlier_stops_are_proof_and_generations_stand_alone() -> None:
     )
 
 
-def test_a_launch_may_start_ranks_while_its_order_is_valid() -> None:
+def test_an_unfinished_launch_may_start_ranks_while_it_is_valid() -> None:
     half = launched("n1", "n2", complete=False)
     assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
     older = safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0})

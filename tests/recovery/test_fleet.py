@@ -88,7 +88,7 @@ def test_a_job_keeping_its_nodes_never_waits_for_a_new_fleet() -> None:
     assert not desk.record("a").is_waiting
 
 
-def test_a_job_with_unknown_nodes_is_awaited_its_ranks_spared() -> None:
+def test_a_job_of_unknown_nodes_is_awaited_and_keeps_its_ranks() -> None:
     desk = Desk(nodes("n1")[0], jobs=("a",))
     desk.living["n1"] = (LiveGeneration("a", 1, 3),)
     desk.look()

@@ -57,7 +57,7 @@ def test_joint_launches_are_known_when_some_nodes_are_free_again() -> None:
     assert gangs(grant.launched)[0] == ("n2", "n3"), "n2 was proven stopped, and is proof for n3"
 
 
-def test_a_third_submission_hears_of_the_first_past_the_second() -> None:
+def test_a_third_submission_hears_of_a_first_the_second_missed() -> None:
     desk = Desk()
     desk.claim("a", 2, launched=PLANNED)
     desk.claim("a", 4, submission=2, launched=PLANNED)

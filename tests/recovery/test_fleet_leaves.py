@@ -78,7 +78,7 @@ def over(desk: Desk, reason: str = "it is in service again") -> DrainRequest:
 # --- a suspect that others share
 
 
-def test_sharers_of_a_suspect_leave_once_then_it_is_examined() -> None:
+def test_sharers_of_a_suspect_are_asked_once_then_it_is_examined() -> None:
     desk = shared()
     assert DrainMessage("b", XID) in accuse(desk) and len(desk.of(DrainMessage)) == 1
     assert (desk.node("n2").status, desk.node("n2").repair_drain, desk.node("n2").asked_jobs) == (
