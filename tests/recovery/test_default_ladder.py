@@ -271,7 +271,7 @@ def test_a_gpu_is_reset_twice_a_day_before_its_node_is_left(
     assert said[-1] == ASK
 
 
-def test_three_unwatched_launches_swap_a_node_without_avoiding_it() -> None:
+def test_three_unwatched_launches_swap_a_node_but_avoid_none() -> None:
     end = walked(Cause.PLATFORM, code="never_watched")
     assert list(end.said[:6]) == [R, R, R, swap("n2"), swap("n3"), swap("n4")]
     assert end.said[-1] == ASK
