@@ -129,14 +129,14 @@ def fault(job: JobState, *observations: RankExited, seconds: float = 0.0) -> Fau
     return FaultObserved(job.generation, observations, 0, at(seconds))
 
 
-# --- walks: many turns, each with what was decided as one line ------------------------------------------------------------------
+# --- walks: many turns, each with what was decided as one line ----------------------------------
 
 Turn = tuple[Callable[[JobState], Event], str]
 """An event made for the job as it is by then, and what must be decided, as `told` writes it."""
 
 
 def told(decision: Decision) -> str:
-    """A decision as one line of a table: what is done, to whom, who is left out, who is avoided from now on."""
+    """A decision as one line of a table: the act, its nodes, who is left out, who is avoided."""
     match decision:
         case Relaunch():
             text = str(decision.strategy or "LAUNCH")
@@ -157,7 +157,10 @@ def told(decision: Decision) -> str:
 
 
 def walk(job: JobState, *turns: Turn, now: datetime = T0) -> JobState:
-    """Play the turns and compare each decision; a launch that was decided upon goes well, unless the next turn is about it."""
+    """Play the turns and compare each decision.
+
+    A launch that was decided upon goes well, unless the next turn is about it.
+    """
     for number, (make, expected) in enumerate(turns, start=1):
         event = make(job)
         if job.phase is Phase.LAUNCHING and not isinstance(
@@ -238,7 +241,7 @@ def this(event: Event) -> Callable[[JobState], Event]:
     return lambda _: event
 
 
-# --- single climbs: a ladder, a fault, no walk ------------------------------------------------------------------------------------
+# --- single climbs: a ladder, a fault, no walk --------------------------------------------------
 
 
 def rungs(*ladder: dict[str, Any], cause: str = "APPLICATION", **changes: Any) -> Policy:
@@ -261,6 +264,6 @@ def suspected(
 def climbed(
     job: JobState, fault: Diagnosis, now: datetime = T0, without: tuple[str, ...] = ()
 ) -> tuple[JobState, Decision]:
-    """Take the first rung for a fault as if it had just been diagnosed, and write the decision down."""
+    """Take the first rung for a fault as if just diagnosed, and write the decision down."""
     decision = climb(job, Recovering(fault), now, without)
     return apply_decision(replace(job, recovering=None), decision, now), decision

@@ -123,7 +123,7 @@ class Desk:
         return replace(look, inventory=self.gpus.get(name, gpus(count)))
 
     def go(self, *facts: FleetEvent) -> list[Order]:
-        """Learn and schedule, and answer looks, until nothing new is ordered. All orders but looks."""
+        """Learn, schedule and answer looks until nothing new is ordered. All orders but looks."""
         self.learn(*facts)
         orders: list[Order] = []
         while True:

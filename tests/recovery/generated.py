@@ -1,4 +1,4 @@
-"""What hypothesis draws for the properties: policies that somebody may have written, and streams of moves."""
+"""What hypothesis draws for the properties: policies that people may write, streams of moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def written(number: int) -> Policy:
         {"window": "1d"},
         {"consecutive": True},
     )
-    # A row that is begun anew by the very faults it counts never ends: NODE_LOST has a ladder of its own.
+    # A row that is restarted by the very faults it counts never ends:
+    # NODE_LOST has a ladder of its own.
     ladders = {
         Cause.UNKNOWN: _ladder(
             choice, (*rows, {"consecutive": True, "reset_by": ["NODE_LOST", "PROGRESS"]})

@@ -1,4 +1,7 @@
-"""A job driven as its workflow drives it, by a small world that answers each decision, and the moves that disturb the two."""
+"""A job driven as its workflow drives it, and the moves that disturb it.
+
+A small world answers each decision.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ from tests.recovery.builders import T0, error, new_job
 T = TypeVar("T")
 
 INVENTORY = tuple(f"n{number}" for number in range(1, 8))
-"""More nodes than any gang here has, and few enough that isolating one after the other leaves too few."""
+"""More nodes than any gang here has, and so few that isolating one by one leaves too few."""
 PAUSES = tuple(timedelta(seconds=s) for s in (0, 0, 0, 1, 20, 90, 600, 2400, 5 * 3600, 25 * 3600))
 """Nothing, as two reports in one task; up to beyond every window of the presets."""
 WATCHED: tuple[str, ...] = (
@@ -124,7 +127,10 @@ class Run:
         self.others = others
         """What a person may change the policy to."""
         self.always = always
-        """What always comes out the same: `verdict`, `outcome`, `launch`, `refusal`, `missing`, `ending`, `reported`."""
+        """What always comes out the same.
+
+        `verdict`, `outcome`, `launch`, `refusal`, `missing`, `ending`, `reported`.
+        """
         self.turns: list[Turn] = []
         self.act: Iterator[Event | None] | None = None
         self.watching = False
@@ -174,7 +180,7 @@ class Run:
         return self.of(self.choice, name, options)
 
     def answer(self, choice: Choice) -> bool:
-        """Let the act that runs come to its next result. False: there is none, or it waits for something."""
+        """Let the act that runs come to its next result. False: there is none, or it waits."""
         self.choice = choice
         if self.act is None:
             return False
@@ -380,7 +386,7 @@ class Run:
         return choice.among(((root, *echoes), (*echoes, root), echoes or (root,)))
 
     def wild(self, choice: Choice) -> Event:
-        """Any event at all, true or not: of this generation or another, answering what nobody asked."""
+        """Any event at all, true or not: of any generation, answering what was never asked."""
         generation = max(0, self.job.generation + choice.among((0, 0, 0, -1, 1)))
         node, other = choice.among(INVENTORY[:4]), choice.among(INVENTORY)
         made: tuple[Event, ...] = (
@@ -443,7 +449,10 @@ class Move:
     pause: timedelta = timedelta(0)
 
     def do(self, run: Run) -> None:
-        """Let it happen, where it can: a watch reports only while it runs, and only what was seen can be seen again."""
+        """Let it happen, where it can.
+
+        A watch reports only while it runs, and only what was seen can be seen again.
+        """
         run.wait(self.pause)
         choice = Choice(self.number)
         match self.kind:
@@ -531,7 +540,8 @@ ROOTS = (
     Root(code=1, message="ValueError: bad batch"),
     Root(
         code=1,
-        message="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
+        message="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
+        "GPU 0 has a total capacity of 79.11 GiB",
     ),
     Root(code=1, message="FloatingPointError: loss is nan"),
     Root(code=1, message="OSError: [Errno 116] Stale file handle: '/mnt/nfs/data'"),

@@ -1,4 +1,7 @@
-"""Who gets which nodes, who waits and why, who gives way: each a fleet of a few nodes and the claims of a few jobs."""
+"""Who gets which nodes, who waits and why, who gives way.
+
+Each test is a fleet of a few nodes and the claims of a few jobs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def test_a_job_gets_all_its_nodes_in_file_order() -> None:
     assert desk.record("a").granted == grant.places
 
 
-def test_a_job_that_cannot_have_all_gets_none_and_hears_who_has_them() -> None:
+def test_a_job_short_of_nodes_gets_none_and_hears_who_has_them() -> None:
     desk = Desk()
     desk.claim("a", 3)
     desk.claim("b", 2)
@@ -52,7 +55,7 @@ def test_a_job_that_cannot_have_all_gets_none_and_hears_who_has_them() -> None:
     )
 
 
-def test_replacements_come_first_then_priority_then_who_came_first_then_the_name() -> None:
+def test_grant_order_is_replacements_priority_age_then_name() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("first", 1)
     for job, more in {
@@ -72,7 +75,7 @@ def test_replacements_come_first_then_priority_then_who_came_first_then_the_name
     assert served == ["runs", "high", "b", "c", "d"]
 
 
-def test_a_claim_that_does_not_say_since_when_counts_from_when_it_came() -> None:
+def test_a_claim_without_a_start_time_counts_from_its_arrival() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("first", 1)
     desk.claim("b", 1, since=None)
@@ -96,7 +99,7 @@ def test_a_large_claim_is_not_passed_by_for_ever() -> None:
     assert desk.granted() == {"large": ["n1", "n2", "n3", "n4"]}
 
 
-def test_a_claim_that_only_a_person_could_serve_keeps_nothing_from_others() -> None:
+def test_a_claim_only_a_person_could_serve_reserves_nothing() -> None:
     desk = Desk()
     desk.go(QuarantineCommand("n4", "a fan", "grace"))
     desk.claim("large", 4)
@@ -144,7 +147,7 @@ def test_who_avoids_a_node_leaves_it_to_those_who_come_later() -> None:
     assert desk.record("large").wait_reason == reason
 
 
-def test_two_jobs_of_one_shape_keep_free_what_the_first_keeps_free() -> None:
+def test_jobs_of_one_shape_reserve_only_what_the_first_reserves() -> None:
     desk = Desk()
     desk.claim("a", 3)
     desk.claim("b", 2, **ages(1))
@@ -173,7 +176,7 @@ def test_jobs_share_a_node_by_its_lowest_free_gpus_and_pack_it() -> None:
     assert desk.granted() == {"d": ["n4"]}
 
 
-def test_ranks_of_a_job_with_a_share_leave_the_rest_of_the_node_to_others() -> None:
+def test_a_job_with_a_share_leaves_the_rest_of_the_node_free() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("a", 1, gpus=4)
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
@@ -182,7 +185,7 @@ def test_ranks_of_a_job_with_a_share_leave_the_rest_of_the_node_to_others() -> N
     assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (4, 5, 6, 7)),)
 
 
-def test_any_number_of_jobs_share_a_node_without_gpus_and_spread_over_them() -> None:
+def test_any_number_of_jobs_share_nodes_without_gpus_and_spread() -> None:
     desk = Desk(*nodes("n1", "n2", gpus=0))
     desk.living["n1"] = (LiveGeneration("x", 1, 1),)
     granted = []
@@ -192,7 +195,7 @@ def test_any_number_of_jobs_share_a_node_without_gpus_and_spread_over_them() -> 
     assert granted == ["n1", "n2", "n1"]
 
 
-def test_whole_nodes_are_not_given_where_somebody_has_a_share() -> None:
+def test_whole_nodes_are_not_granted_where_a_job_has_a_share() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.claim("a", 1, gpus=1)
     desk.claim("b", 2)
@@ -202,7 +205,7 @@ def test_whole_nodes_are_not_given_where_somebody_has_a_share() -> None:
 # --- what is kept
 
 
-def test_a_job_goes_on_with_what_it_keeps_and_with_its_share_of_it() -> None:
+def test_a_job_goes_on_with_the_nodes_and_shares_it_keeps() -> None:
     desk = Desk()
     desk.claim("a", 2, gpus=4)
     places = desk.grants()["a"].places
@@ -216,9 +219,7 @@ def test_a_job_goes_on_with_what_it_keeps_and_with_its_share_of_it() -> None:
     assert desk.go() == []
 
 
-def test_a_job_that_keeps_what_it_has_is_told_where_ranks_of_an_earlier_submission_may_live() -> (
-    None
-):
+def test_a_grant_names_where_ranks_of_old_submissions_may_live() -> None:
     desk = Desk()
     desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.look()
@@ -245,7 +246,7 @@ def test_a_replacement_comes_after_what_is_kept() -> None:
         (NodeStatus.SUSPECT, None, False),
     ],
 )
-def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_left(
+def test_a_kept_node_survives_quarantine_not_suspicion_or_drain(
     standing: NodeStatus, drain: timedelta | None, stays: bool
 ) -> None:
     desk = Desk()
@@ -260,7 +261,7 @@ def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_le
     assert [place.node for place in desk.record("a").granted or ()] == ["n1" if stays else "n2"]
 
 
-def test_what_is_kept_but_not_held_or_avoided_or_unknown_is_not_kept() -> None:
+def test_unheld_avoided_or_unknown_nodes_are_not_kept() -> None:
     desk = Desk()
     desk.claim("b", 1)
     desk.claim(
@@ -280,7 +281,7 @@ def test_a_job_gets_what_it_holds_before_what_is_free() -> None:
     assert desk.granted() == {"b": ["n1"]}
 
 
-def test_a_part_of_a_node_that_it_held_and_the_part_it_gets_are_both_its_own() -> None:
+def test_old_and_new_parts_of_one_node_both_belong_to_the_job() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("a", 1, gpus=2, holds=(Place("n1", gpus=(4, 5)),))
     assert desk.grants()["a"].places == (Place("n1", "10.0.0.1", (0, 1)),)
@@ -304,7 +305,7 @@ def test_what_it_holds_is_not_enough_where_others_have_the_rest() -> None:
     assert desk.granted() == {"b": ["n2"]}
 
 
-def test_a_job_does_not_keep_what_was_given_away_before_it_said_that_it_has_it() -> None:
+def test_a_job_cannot_keep_what_was_granted_before_it_claimed_it() -> None:
     desk = Desk(jobs=("late",))
     desk.claim("a", 1)
     desk.claim("b", 1, gpus=4)
@@ -344,13 +345,13 @@ def test_spares_are_for_jobs_that_have_run() -> None:
     assert desk.grants("waiting")["c"].reason.endswith("1 spare is for jobs that have run")
 
 
-def test_a_job_that_is_larger_than_the_fleet_without_spares_may_have_them() -> None:
+def test_a_job_too_large_for_the_fleet_without_spares_gets_them() -> None:
     desk = Desk(*SPARE)
     desk.claim("a", 3)
     assert desk.granted() == {"a": ["n1", "n2", "n8"]}
 
 
-def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() -> None:
+def test_a_spare_is_spent_only_once_no_other_node_answers() -> None:
     desk = Desk(*SPARE)
     desk.claim("a", 1, holds=("n1",), keep=("n1",), running=True)
     desk.now += timedelta(seconds=20)
@@ -368,7 +369,7 @@ def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() ->
 # --- looks
 
 
-def test_nodes_that_were_not_looked_at_lately_are_looked_at_before_they_are_given() -> None:
+def test_nodes_not_probed_lately_are_probed_before_a_grant() -> None:
     desk = Desk()
     desk.now += timedelta(seconds=20)
     desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0)))
@@ -381,7 +382,7 @@ def test_nodes_that_were_not_looked_at_lately_are_looked_at_before_they_are_give
     assert desk.granted() == {"a": ["n1", "n2"]}
 
 
-def test_a_job_that_would_have_its_nodes_in_a_moment_is_told_nothing_but_not_for_long() -> None:
+def test_a_job_about_to_get_nodes_hears_nothing_for_a_moment() -> None:
     desk = Desk()
     desk.now += timedelta(seconds=20)
     desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0)))
@@ -398,9 +399,7 @@ def test_a_job_that_would_have_its_nodes_in_a_moment_is_told_nothing_but_not_for
     )
 
 
-def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_often_with_time() -> (
-    None
-):
+def test_a_silent_node_that_jobs_want_is_probed_ever_less_often() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.silent["n2"] = "connection refused"
     desk.wait(minutes=1)
@@ -424,7 +423,7 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
     assert desk.granted() == {"a": ["n1", "n2"]}
 
 
-def test_a_job_that_waits_is_not_told_that_answers_grow_old() -> None:
+def test_a_waiting_job_does_not_hear_that_answers_grow_old() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.go(QuarantineCommand("n2", "a fan", "grace"))
     told = [tell.grant.reason for tell in desk.claim("a", 2) if isinstance(tell, GrantMessage)]
@@ -435,7 +434,7 @@ def test_a_job_that_waits_is_not_told_that_answers_grow_old() -> None:
     assert told == ["1 of 2 nodes: n2 is quarantined (a fan)"]
 
 
-def test_a_node_at_which_somebody_works_is_given_when_it_is_free() -> None:
+def test_a_node_held_by_an_examination_is_granted_when_free() -> None:
     desk = Desk(*nodes("n1"))
     desk.held["n1"] = "an examination holds it"
     desk.wait(minutes=1)
@@ -508,7 +507,7 @@ def test_a_fleet_whose_file_names_nothing_is_hopeless() -> None:
     )
 
 
-def test_a_node_that_left_the_file_still_counts_for_the_job_that_keeps_it() -> None:
+def test_a_node_gone_from_the_file_counts_for_the_job_keeping_it() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.claim("a", 2)
     desk.go(FleetFileContent("act", nodes("n1"), desk.limits))
@@ -519,7 +518,7 @@ def test_a_node_that_left_the_file_still_counts_for_the_job_that_keeps_it() -> N
 # --- what those hear who wait
 
 
-def test_a_job_hears_only_news_and_not_more_than_every_five_seconds() -> None:
+def test_a_job_hears_only_news_and_at_most_every_five_seconds() -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.claim("b", 1)
@@ -545,7 +544,8 @@ def test_names_and_reasons_that_are_many_are_counted() -> None:
     desk.claim("w", 1)
     assert desk.grants("waiting")["w"].reason == (
         "0 of 1 nodes: job a holds 1, job b holds 1, job c holds 1, 2 more jobs hold the rest; "
-        "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) and 1 more are out of service"
+        "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) "
+        "and 1 more are out of service"
     )
     desk.claim("w", 0, seq=2)
     desk.go(ReleaseCommand("n9", "clean", "grace"))
@@ -589,14 +589,17 @@ def stuck(**more: Any) -> Desk:
     return desk
 
 
-def test_of_two_jobs_that_hold_what_the_other_needs_the_last_gives_way_once() -> None:
+def test_of_two_deadlocked_jobs_the_last_gives_way_once() -> None:
     desk = stuck()
     assert desk.wakes_in() == 60
     desk.wait(minutes=9, seconds=50)
     assert desk.wakes_in() == 10
     assert desk.grants("yield") == {}
     desk.wait(seconds=10)
-    reason = "job a comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
+    reason = (
+        "job a comes first and waits for nodes that this job holds; both have waited longer "
+        "than replacement_wait"
+    )
     assert desk.grants("yield") == {"b": Grant(1, 1, "yield", reason=reason)}
     assert desk.wait(seconds=10) == []
     desk.claim("b", 4, seq=2, holds=("n3", "n4"))
@@ -606,7 +609,7 @@ def test_of_two_jobs_that_hold_what_the_other_needs_the_last_gives_way_once() ->
     assert desk.record("b").is_waiting
 
 
-def test_who_was_asked_to_give_way_and_does_not_is_not_asked_again() -> None:
+def test_a_job_that_ignores_a_call_to_yield_gets_no_second_one() -> None:
     desk = stuck()
     desk.wait(minutes=10)
     assert "b" in desk.grants("yield")
@@ -614,7 +617,7 @@ def test_who_was_asked_to_give_way_and_does_not_is_not_asked_again() -> None:
         assert desk.wait(minutes=1) == []
 
 
-def test_nobody_gives_way_where_it_helps_nobody() -> None:
+def test_no_job_gives_way_where_it_helps_no_other() -> None:
     desk = Desk()
     desk.learn(
         ClaimEvent(
@@ -651,7 +654,7 @@ def test_nobody_gives_way_where_it_helps_nobody() -> None:
     assert desk.record("a").is_waiting and desk.record("b").is_waiting
 
 
-def test_a_grant_to_a_running_job_begins_the_wait_anew() -> None:
+def test_a_grant_to_a_running_job_restarts_the_wait() -> None:
     desk = stuck()
     desk.now += timedelta(minutes=9)
     desk.learn(

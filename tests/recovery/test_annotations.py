@@ -1,4 +1,4 @@
-"""ModelArts' annotations: what each switches on, every combination that changes a decision, and every sentence."""
+"""ModelArts' annotations: what each switches on, the combinations that matter, the sentences."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         pytest.param(
             "modelarts",
             {JOB_RETRIES: "3", "fault-tolerance/hang-retries": "true"},
-            "fault-tolerance/hang-retries is unknown: one of fault-tolerance/job-retry-num, fault-tolerance/job-unconditional-retry, "
+            "fault-tolerance/hang-retries is unknown: one of "
+            "fault-tolerance/job-retry-num, fault-tolerance/job-unconditional-retry, "
             "fault-tolerance/hang-retry, fault-tolerance/pod-retry-num",
             id="an annotation nobody knows",
         ),
@@ -125,7 +126,7 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         ),
     ],
 )
-def test_what_cannot_be_read_or_means_nothing_is_refused_with_a_sentence(
+def test_an_unreadable_or_void_value_is_refused_with_a_sentence(
     name: str, annotations: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'metadata.annotations: {expected}')}$"):
@@ -161,7 +162,8 @@ def test_s4_8_what_every_combination_decides(
     walk(job, (died(1), WHOLE if unconditional else "FAILED 1"))
     walk(job, (hung(), "RESTART_IN_PLACE" if hangs else "FAILED 1"))
     walk(job, (sick(FATAL), POD if pods else WHOLE_ISOLATED))
-    # In place recovery is part of the automatic restart; what follows a reset that fails is not always the same.
+    # In place recovery is part of the automatic restart;
+    # what follows a reset that fails is not always the same.
     walk(job, (sick(HEALS), RESET), (mended("refused"), POD if pods else WHOLE_ISOLATED))
     walk(
         job,
@@ -191,9 +193,7 @@ def test_s4_8_every_combination_is_a_policy_that_holds_together(
     ("pods", "turns"),
     [(1, [(sick(FATAL), POD)]), (2, [(sick(FATAL), POD)] * 2), (3, [(sick(FATAL), POD)] * 3)],
 )
-def test_s4_8_pod_retry_num_is_the_number_of_pods_scheduled_elsewhere_for_all_causes_together(
-    pods: int, turns: list[Turn]
-) -> None:
+def test_s4_8_pod_retry_num_counts_moved_pods_for_all_causes(pods: int, turns: list[Turn]) -> None:
     after = walk(running(policy=switched(None, None, pods)), *turns)
     assert after.restarts_spent == 0
     walk(after, (sick(FATAL), WHOLE_ISOLATED))
@@ -220,7 +220,7 @@ def test_s4_8_the_preset_itself_is_not_changed() -> None:
     assert preset("modelarts") == before
 
 
-def test_s4_8_a_policy_that_extends_modelarts_is_switched_as_well() -> None:
+def test_s4_8_a_policy_that_extends_modelarts_switches_as_well() -> None:
     mine = resolve({"extends": "modelarts", "timeouts": {"stop_grace": "10s"}})
     assert (
         apply_annotations(mine, {JOB_RETRIES: "2"}).causes
@@ -228,8 +228,8 @@ def test_s4_8_a_policy_that_extends_modelarts_is_switched_as_well() -> None:
     )
 
 
-def test_s4_8_a_ladder_of_the_users_own_never_becomes_that_of_another_cause() -> None:
-    """Pods are not switched on, and a node is all that this ladder replaces: what is left is to fail, not what UNKNOWN does."""
+def test_s4_8_a_users_ladder_never_becomes_that_of_another_cause() -> None:
+    """A ladder that only replaces nodes ends in failure where pods are off, not in UNKNOWN's."""
     mine = resolve(
         {
             "extends": "modelarts",

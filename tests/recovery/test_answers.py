@@ -1,4 +1,4 @@
-"""What people answer when a job asks: approve, deny, be asked again later, or take it out of relaunch's hands."""
+"""What people answer when a job asks: approve, deny, snooze it, or take it over."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_deny_ends_the_job_with_the_reason_for_which_it_asked() -> None:
     assert job.phase is Phase.STOPPING
 
 
-def test_a_snoozed_question_is_asked_again_and_does_not_end_the_job() -> None:
+def test_a_snoozed_question_comes_back_and_does_not_end_the_job() -> None:
     before = asking()
     job, decision = step(before, Answered("snooze", "after breakfast", "ada", at(3620)), at(20))
     assert decision == Wait(
@@ -77,7 +77,7 @@ def test_a_snoozed_question_is_asked_again_and_does_not_end_the_job() -> None:
     assert isinstance(step(job, DeadlinePassed(job.next.at), at(99999))[1], Stop)
 
 
-def test_what_was_taken_over_has_no_deadline_until_somebody_says_more() -> None:
+def test_a_taken_over_job_has_no_deadline_until_a_person_answers() -> None:
     before = asking()
     job, decision = step(before, Answered("take-over", "I look at the data", "ada"), at(20))
     assert isinstance(decision, Ask)
@@ -88,7 +88,7 @@ def test_what_was_taken_over_has_no_deadline_until_somebody_says_more() -> None:
     assert isinstance(step(job, RetryRequested("", "ada"), at(30))[1], Relaunch)
 
 
-def test_a_snooze_of_what_was_taken_over_ends_with_it_taken_over_again() -> None:
+def test_a_snooze_of_a_taken_over_job_ends_with_it_taken_over() -> None:
     taken, _ = step(asking(), Answered("take-over", "", "ada"), at(20))
     job, _ = step(taken, Answered("snooze", "", "bob", at(60)), at(30))
     job, decision = step(job, DeadlinePassed(at(60)), at(60))
@@ -100,7 +100,7 @@ def test_a_snooze_of_what_was_taken_over_ends_with_it_taken_over_again() -> None
     "phase",
     [Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES, Phase.QUEUED],
 )
-def test_what_relaunch_works_at_can_be_taken_over_and_else_asks_nothing(phase: Phase) -> None:
+def test_work_of_relaunch_can_be_taken_over_but_asks_nothing(phase: Phase) -> None:
     job = replace(running(), phase=phase, reason="generation 2 is launched")
     after, decision = step(job, Answered("take-over", "", "ada"), at(20))
     assert isinstance(decision, Ask)
@@ -118,9 +118,7 @@ def test_a_job_whose_ranks_run_is_not_stopped_by_an_answer(decision: str) -> Non
     assert "RUNNING" in check_answer(job, decision, at(20))
 
 
-def test_s1_6_a_job_that_never_ran_queues_without_a_deadline_and_one_that_lost_its_nodes_asks() -> (
-    None
-):
+def test_s1_6_new_jobs_queue_forever_and_those_losing_nodes_ask() -> None:
     queued, decision = play(
         new_job(), Submitted("", "ada"), NodesMissing("0 of 2 nodes: job llama holds 2")
     )

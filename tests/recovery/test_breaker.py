@@ -43,7 +43,7 @@ def allowed(desk: Desk) -> dict[str, bool]:
 # --- nodes that are out
 
 
-def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted() -> None:
+def test_one_node_too_many_stops_all_repairs_and_grants() -> None:
     desk = Desk(*EIGHT, nodes_out="25%")
     fail(desk, "n2", "n3")
     assert not desk.state.breaker.is_open
@@ -55,7 +55,8 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
     assert desk.state.breaker.since == desk.now
     desk.claim("b", 1)
     assert desk.grants("waiting")["b"].reason == (
-        "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2; "
+        "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, "
+        "n3, n4); limits.nodes_out allows 2; "
         "relaunch nodes resume closes it"
     )
     assert desk.go(ended("n2")) == []
@@ -64,7 +65,7 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
     assert desk.record("c").granted == (Place("n8", "10.0.0.8"),), "it has that already"
 
 
-def test_a_breaker_that_was_closed_opens_again_only_for_one_more_node() -> None:
+def test_a_closed_breaker_opens_again_only_for_one_more_node() -> None:
     desk = Desk(*EIGHT, nodes_out=1, repairs_at_once=1)
     fail(desk, "n2", "n3", "n4", "n5", "n6")
     assert (
@@ -92,7 +93,7 @@ def test_what_a_person_knew_of_is_forgotten_once_it_is_over() -> None:
     assert desk.state.breaker.is_open
 
 
-def test_what_people_quarantined_and_what_left_the_file_does_not_count() -> None:
+def test_nodes_people_quarantined_or_unlisted_do_not_count() -> None:
     desk = Desk(*EIGHT, nodes_out=1)
     desk.claim("a", 8)
     desk.go(*(QuarantineCommand(name, "dust", "grace") for name in ("n1", "n2", "n3")))
@@ -134,7 +135,7 @@ def test_a_pause_stops_repairs_and_permits_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("open_it", [True, False])
-def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
+def test_requests_from_before_a_resume_have_to_ask_again(open_it: bool) -> None:
     desk = Desk(*EIGHT, nodes_out=1)
     if open_it:
         fail(desk, "n3", "n4")
@@ -143,7 +144,10 @@ def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
     assert desk.go(permit("n2")) == []
     desk.now += timedelta(minutes=5)
     desk.go(RESUME)
-    reason = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
+    reason = (
+        "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at "
+        "2026-03-01T12:05+00:00; ask again"
+    )
     assert desk.of(PermitMessage) == [
         PermitMessage("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))
     ]
@@ -161,7 +165,7 @@ def asked_while_paused(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.UNHEALTHY])
-def test_what_a_repair_came_to_that_had_to_ask_again_is_examined_anew(verdict: Verdict) -> None:
+def test_the_outcome_of_a_repair_to_ask_again_is_reexamined(verdict: Verdict) -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.now += timedelta(seconds=1)
@@ -171,7 +175,7 @@ def test_what_a_repair_came_to_that_had_to_ask_again_is_examined_anew(verdict: V
     assert (desk.node("n4").status, desk.node("n4").by) == (NodeStatus.REPAIRING, "job a")
 
 
-def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> None:
+def test_only_the_last_answer_decides_if_a_repair_must_ask_again() -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.go(permit("n4", seq=2))
@@ -180,14 +184,14 @@ def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> 
     assert desk.node("n4").status is NodeStatus.QUARANTINED
 
 
-def test_a_repair_that_had_to_ask_again_and_proved_the_node_healthy_all_the_same_is_done() -> None:
+def test_a_repair_that_must_ask_again_but_proved_health_is_done() -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.go(ended("n4"))
     assert desk.node("n4").status is NodeStatus.IN_SERVICE
 
 
-def test_a_person_s_quarantine_outlasts_a_repair_that_had_to_ask_again() -> None:
+def test_a_manual_quarantine_outlasts_a_repair_that_asks_again() -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.go(QuarantineCommand("n4", "a fan", "grace"), ended("n4", "refused"))
@@ -197,7 +201,7 @@ def test_a_person_s_quarantine_outlasts_a_repair_that_had_to_ask_again() -> None
 # --- permits
 
 
-def test_a_repair_may_act_and_is_told_so_again_when_it_asks_again() -> None:
+def test_a_permitted_repair_that_asks_again_is_permitted_again() -> None:
     desk = Desk()
     desk.go(began("n2"))
     told = desk.go(permit("n2"))
@@ -213,7 +217,7 @@ def test_a_repair_may_act_and_is_told_so_again_when_it_asks_again() -> None:
     assert allowed(desk) == {"n2": True}
 
 
-def test_no_more_repairs_act_than_the_limit_and_the_next_does_when_one_has_ended() -> None:
+def test_repairs_over_the_limit_wait_until_another_has_ended() -> None:
     desk = Desk(*EIGHT, repairs_at_once=1)
     for name in ("n2", "n3", "n4"):
         desk.learn(began(name), permit(name))
@@ -226,13 +230,13 @@ def test_no_more_repairs_act_than_the_limit_and_the_next_does_when_one_has_ended
     assert allowed(desk) == {"n4": True}
 
 
-def test_a_request_by_a_repair_that_nobody_has_told_of_begins_it() -> None:
+def test_a_request_by_an_unannounced_repair_begins_it() -> None:
     desk = Desk()
     desk.go(permit("n2"))
     assert desk.node("n2").repair == "repair/gpus/n2/r1"
 
 
-def test_a_request_replaces_an_older_one_of_the_same_repair_and_not_a_newer_one() -> None:
+def test_a_request_replaces_older_ones_of_its_repair_not_newer() -> None:
     desk = Desk()
     desk.go(PauseCommand("", ""))
     desk.go(

@@ -78,7 +78,7 @@ def test_log_ids_are_unique_and_every_row_cites_a_source() -> None:
     assert all(row.source for row in rows) and all(row.source for row in catalog().kernel_lines)
 
 
-def test_exit_rows_cite_a_source_of_the_list_and_are_named_as_exits_are() -> None:
+def test_exit_rows_cite_a_listed_source_and_are_named_like_exits() -> None:
     sources = json.loads((FOLDER / "exits.json").read_text())["source"]
     for key, row in catalog().exits.items():
         assert key == row.key
@@ -122,7 +122,7 @@ def test_an_xid_is_read_as_nvidia_says(code: int, role: Role, cause: Cause | Non
     assert (role, cause) == (row.role, row.cause)
 
 
-def test_nvidias_buckets_are_followed_but_for_the_codes_with_a_reason() -> None:
+def test_nvidias_buckets_are_followed_except_with_a_reason() -> None:
     rows = catalog().xids.values()
     assert {"GPU_TRANSIENT", "GPU_USER_INDUCED"} == {
         row.cause for row in rows if row.action == "RESTART_APP"
@@ -180,7 +180,7 @@ def test_nvidias_buckets_are_followed_but_for_the_codes_with_a_reason() -> None:
         ),
     ],
 )
-def test_a_disagreement_is_told(code: int, words: tuple[str, ...]) -> None:
+def test_a_disagreement_is_noted(code: int, words: tuple[str, ...]) -> None:
     assert [word for word in words if word not in catalog().xids[code].note] == []
 
 
@@ -197,7 +197,8 @@ def test_every_nvlink_rule_decodes_the_line_it_describes(rule: Any, version: str
             catalog().nvlink,
         )
         assert not isinstance(found, str)
-        # The two pipes of a unit cannot be told apart by the first pattern; what they ask for is the same.
+        # The first pattern cannot distinguish the two pipes of a unit;
+        # what they ask for is the same.
         assert (rule.xid, rule.error_status, rule.resolution, rule.severity) == (
             found.xid,
             found.error_status,
@@ -286,7 +287,7 @@ def test_without_overrides_the_tables_are_loaded_once() -> None:
     assert catalog() is catalog(NO_OVERRIDES) is catalog(CatalogOverrides())
 
 
-def test_with_overrides_the_tables_are_made_once_and_travel_through_json() -> None:
+def test_overridden_tables_are_made_once_and_survive_json() -> None:
     wish = overrides(xid={63: {"cause": "GPU_RESET"}})
     again = CatalogOverrides.model_validate_json(wish.model_dump_json())
     assert wish == again
@@ -294,7 +295,7 @@ def test_with_overrides_the_tables_are_made_once_and_travel_through_json() -> No
     assert catalog().xids[63].cause is None
 
 
-def test_an_xid_override_keeps_what_nvidia_says_and_names_the_policy() -> None:
+def test_an_xid_override_keeps_nvidias_text_and_names_the_policy() -> None:
     row = catalog(
         overrides(xid={"63": {"cause": "GPU_RESET", "reason": "our fleet resets at once"}})
     ).xids[63]
@@ -333,7 +334,7 @@ def test_exit_overrides_replace_and_add() -> None:
     assert catalog().exits["exit 93"] == tables.exits["exit 93"]
 
 
-def test_a_known_log_line_keeps_its_place_and_a_new_one_comes_first() -> None:
+def test_a_known_log_line_keeps_its_place_and_new_ones_go_first() -> None:
     oom = {
         "id": "cuda_oom",
         "pattern": "our oom",
@@ -372,7 +373,8 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
         ),
         (
             {"xid": {63: {"role": "root"}}},
-            "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, or another role",
+            "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, "
+            "or another role",
         ),
         ({"xid": {63: {"cause": "BROKEN"}}}, "GPU_FATAL"),
         ({"xid": {63: {"cause": "GPU_RESET", "because": "so"}}}, "Extra inputs are not permitted"),
@@ -400,7 +402,8 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
         ),
         (
             {"log": [LINE | {"pattern": "(?<!no )error"}]},
-            "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; it is matched by RE2",
+            "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; "
+            "it is matched by RE2",
         ),
         (
             {"log": [LINE | {"pattern": "x*"}]},
@@ -424,7 +427,7 @@ def test_a_bad_override_is_refused_with_a_sentence(values: dict[str, Any], sente
     assert sentence in refusal.value.errors()[0]["msg"]
 
 
-def test_two_hundred_overrides_of_the_longest_fit_into_a_jobs_state() -> None:
+def test_two_hundred_of_the_longest_overrides_fit_a_jobs_state() -> None:
     many = overrides(
         log=[
             {"id": f"l{n:039d}", "pattern": "x" * 300, "role": "symptom", "meaning": "m" * 200}
@@ -447,7 +450,7 @@ def test_what_a_word_means_by_itself() -> None:
 
 
 def test_no_text_makes_a_users_pattern_match_for_long() -> None:
-    """Python's own engine needs twice the time for each letter more: these would be some ten thousand years."""
+    """Python's own engine doubles its time with each letter: this would be ten thousand years."""
     known = catalog(
         CatalogOverrides(
             log=(LogOverride(id="ours", pattern="(a+)+$", role=Role.SYMPTOM, meaning="hangs"),)

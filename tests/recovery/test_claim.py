@@ -82,7 +82,7 @@ def incident(
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_a_job_that_has_run_nothing_wants_all_its_nodes_and_has_none() -> None:
+def test_a_new_job_claims_all_its_nodes_and_holds_none() -> None:
     job = new_job(gpus_per_node=4, priority=3)
     wanted = build_claim(job, 1)
     assert (wanted.job, wanted.submission, wanted.seq) == ("llama", 1000, 1)
@@ -90,7 +90,7 @@ def test_a_job_that_has_run_nothing_wants_all_its_nodes_and_has_none() -> None:
     assert (wanted.running, wanted.keep, wanted.holds, wanted.suspects) == (False, (), (), ())
 
 
-def test_a_replacement_keeps_what_is_kept_and_holds_whatever_ranks_may_live_on() -> None:
+def test_a_replacement_keeps_its_nodes_and_those_of_live_ranks() -> None:
     job = replace(
         running(),
         slots=(Slot("n1", "10.0.0.1", gpus=(0, 1)), Slot("n2", "10.0.0.2")),
@@ -111,7 +111,7 @@ def test_what_is_given_back_is_all_but_where_ranks_may_live() -> None:
     assert (said.nodes, said.keep, [place.node for place in said.holds]) == (0, (), ["n2"])
 
 
-def test_every_incident_names_its_nodes_and_only_a_rung_isolates_them() -> None:
+def test_every_incident_names_its_nodes_and_only_a_rung_isolates() -> None:
     job = replace(
         running(),
         incidents=(incident(1, nodes=("n1", "n2")),),
@@ -128,7 +128,7 @@ def test_every_incident_names_its_nodes_and_only_a_rung_isolates_them() -> None:
     assert [one.node for one in suspects(by_rung) if one.isolate] == ["n2", "n2"]
 
 
-def test_a_job_that_ends_by_a_broken_node_leaves_it_to_nobody_unexamined() -> None:
+def test_a_broken_node_that_ended_a_job_is_isolated() -> None:
     failed = Stop(Phase.FAILED, "no tries left", 1)
     assert suspects(replace(running(), incident=incident(), ending=failed))[0].isolate
     assert not suspects(
@@ -142,7 +142,7 @@ def test_a_job_that_ends_by_a_broken_node_leaves_it_to_nobody_unexamined() -> No
     ].isolate
 
 
-def test_what_is_told_is_bounded() -> None:
+def test_the_reported_suspects_are_bounded() -> None:
     many = tuple(
         incident(number, nodes=tuple(f"n{node}" for node in range(20))) for number in range(20)
     )
@@ -151,7 +151,7 @@ def test_what_is_told_is_bounded() -> None:
     assert len({one.node for one in told}) == MAX_SUSPECTS_PER_FAULT
 
 
-def test_a_rung_that_isolates_is_told_from_a_person_who_avoids() -> None:
+def test_isolation_by_a_rung_differs_from_avoidance_by_a_person() -> None:
     xid = "[   42.000000] NVRM: Xid (PCI:0000:05:00): 79, pid=4711, GPU has fallen off the bus."
     job, _ = step(running(), fault(running(), exited(signal=6, kernel=(xid,))))
     assert [(one.node, one.isolated) for one in job.avoided] == [("n2", True)]
@@ -166,7 +166,7 @@ def told_of(job: JobState) -> list[tuple[str, int, Cause, bool]]:
     return [(one.node, one.generation, one.cause, one.isolate) for one in suspects(job)]
 
 
-def test_a_second_bad_node_in_one_incident_is_told_at_once() -> None:
+def test_a_second_bad_node_in_one_incident_is_reported_at_once() -> None:
     job = walk(
         running(nodes=3),
         (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
@@ -182,7 +182,7 @@ def test_a_second_bad_node_in_one_incident_is_told_at_once() -> None:
     assert build_claim(job, 9).suspects == suspects(job)
 
 
-def test_a_node_that_only_an_examination_finds_is_told() -> None:
+def test_a_node_that_only_an_examination_finds_is_reported() -> None:
     ladder = {"UNKNOWN": [{"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}]}
     job = walk(
         running(nodes=3, policy=policy(causes=ladder)),
@@ -207,7 +207,7 @@ def test_an_examination_without_an_incident_adds_nothing() -> None:
     assert add_unhealthy_nodes(job, suspected_fault, ("n1",), "n1 examined: UNHEALTHY", T0) is job
 
 
-def test_the_faults_of_a_long_incident_are_bounded_and_the_first_ones_stay() -> None:
+def test_a_long_incidents_faults_are_bounded_and_the_first_stay() -> None:
     job = running(policy=policy(no_progress_stop="off", no_progress_ask="off", max_restarts=100))
     for number in range(3 * MAX_FAULTS):
         job = open_incident(
@@ -230,7 +230,7 @@ def test_the_faults_of_a_long_incident_are_bounded_and_the_first_ones_stay() -> 
     assert job.incident.dropped_faults == 2 * MAX_FAULTS
 
 
-def test_a_node_that_has_to_be_examined_is_told_however_many_faults_follow() -> None:
+def test_a_node_to_examine_is_reported_whatever_faults_follow() -> None:
     job = replace(
         running(),
         incidents=tuple(incident(number, nodes=(f"n{number}",)) for number in range(1, 30)),
@@ -248,7 +248,7 @@ def test_a_node_that_has_to_be_examined_is_told_however_many_faults_follow() -> 
 # --- nodes that were lost
 
 
-def test_a_node_that_comes_back_with_nothing_stopped_is_not_charged() -> None:
+def test_a_node_that_returns_with_nothing_stopped_is_not_charged() -> None:
     job = walk(running(), (gone(), "WAIT NODE_LOST"))
     assert suspects(job) == (), "nothing was stopped for it yet"
     job = walk(job, (back(), "WAIT RUNNING"))
@@ -263,7 +263,7 @@ def test_a_node_that_is_left_behind_is_charged() -> None:
     assert [(node, cause) for node, _, cause, _ in told_of(job)] == [("n2", Cause.NODE_LOST)] * 1
 
 
-def test_a_loss_that_a_cancel_ends_charges_no_node_and_one_that_fails_the_job_does() -> None:
+def test_a_loss_charges_the_node_if_the_job_fails_not_on_cancel() -> None:
     lost = walk(running(), (gone(), "WAIT NODE_LOST"))
     cancelled = walk(lost, (this(CancelRequested("", "ada")), "CANCELLED 130"))
     assert suspects(cancelled) == ()
@@ -271,7 +271,7 @@ def test_a_loss_that_a_cancel_ends_charges_no_node_and_one_that_fails_the_job_do
     assert [one.node for one in suspects(failed)] == ["n2"]
 
 
-def test_a_node_that_comes_back_while_another_fault_is_open_is_not_charged() -> None:
+def test_a_node_returning_while_a_fault_is_open_is_not_charged() -> None:
     job = walk(
         running(nodes=3),
         (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
@@ -292,7 +292,7 @@ def asked(job: JobState, node: str = "n2") -> JobState:
     return step(job, DrainRequested(node, "new power supply", "grace", at(60)))[0]
 
 
-def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
+def test_a_job_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
     job, decision = step(running(), DrainRequested("n2", "new power supply", "grace", at(60)))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert [(one.node, one.by, one.until) for one in job.drains] == [("n2", "grace", at(60))]
@@ -301,7 +301,7 @@ def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
     assert again.drains == job.drains, "asked twice it leaves once"
 
 
-def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_spent() -> None:
+def test_leaving_a_node_relaunches_without_it_and_spends_nothing() -> None:
     before = asked(running())
     job, decision = step(before, DrainDue("n2"), at(60))
     assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (
@@ -325,7 +325,7 @@ def test_a_node_that_is_not_its_own_is_not_left() -> None:
     assert isinstance(step(job, DrainDue("n7"))[1], Ignore)
 
 
-def test_nobody_leaves_twice_or_while_something_else_is_done() -> None:
+def test_a_node_is_never_left_twice_or_during_other_work() -> None:
     waiting, _ = play(new_job(), Submitted("", ""), NodesMissing("0 of 2"))
     assert isinstance(step(waiting, DrainDue("n2"))[1], Ignore)
     assert isinstance(step(running(), DrainDue("n2"))[1], Ignore)
@@ -334,7 +334,7 @@ def test_nobody_leaves_twice_or_while_something_else_is_done() -> None:
 # --- nodes that come late, and places
 
 
-def test_a_fleet_that_says_again_what_is_missing_does_not_prolong_the_wait() -> None:
+def test_a_repeated_report_of_missing_nodes_prolongs_no_wait() -> None:
     job, first = play(running(), RetryRequested("", "ada"), NodesMissing("0 of 2"))
     _, second = step(job, NodesMissing("1 of 2"), at(500))
     assert isinstance(first, Wait) and isinstance(second, Wait)

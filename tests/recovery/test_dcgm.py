@@ -1,4 +1,7 @@
-"""What a run of `dcgmi diag` is read as. The samples' README says which were captured and which were built."""
+"""What a run of `dcgmi diag` is read as.
+
+The samples' README says which were captured and which were built.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,8 @@ def test_every_sample_is_read_as_its_manifest_says(case: dict[str, Any]) -> None
         ),
         (
             "v4_r1_persistence_mode_fail_8gpu.json",
-            "GPUs 0-7: persistence mode (DCGM 29): it is off, which is a setting of the host and not its hardware",
+            "GPUs 0-7: persistence mode (DCGM 29): it is off, which is a setting of the "
+            "host and not its hardware",
         ),
         (
             "v4_r2_xid45_during_pcie_triage.json",
@@ -449,15 +453,13 @@ def test_one_place_that_cannot_be_read_is_in_the_way_of_health(
         ),
     ],
 )
-def test_a_severity_counts_only_for_unknown_ids_and_as_its_version_meant_it(
+def test_severity_counts_only_for_unknown_ids_and_per_version(
     stdout: str, exit_code: int, advice: Advice
 ) -> None:
     assert advice == read_diag(stdout, exit_code).advice
 
 
-def test_persistence_mode_is_a_setting_even_where_version_3_1_names_no_id_and_asks_for_isolation() -> (
-    None
-):
+def test_persistence_mode_is_a_setting_even_without_an_id_in_3_1() -> None:
     failed = {"status": "Fail", "warnings": DISABLED.format(0)}
     found = read_diag(
         document_3(failed, name="Persistence Mode", category="Deployment", version="3.1.8"), 205
@@ -469,7 +471,7 @@ def test_persistence_mode_is_a_setting_even_where_version_3_1_names_no_id_and_as
     ) == (Advice.CONFIG_ERROR, ("DCGM 29",), ("0",))
 
 
-def test_version_3_puts_all_gpus_into_one_deployment_result_and_the_texts_tell_them_apart() -> None:
+def test_version_3_deployment_results_name_their_gpus_in_texts() -> None:
     errors = [
         {"error_id": 29, "error_severity": 5, "warnings": DISABLED.format(gpu)} for gpu in (0, 1, 2)
     ]
@@ -491,7 +493,7 @@ def test_version_3_names_a_gpu_by_a_string_or_by_an_integer() -> None:
         assert finding.gpu == "3"
 
 
-def test_an_error_that_only_the_summary_holds_is_read_and_a_repeated_one_counts_once() -> None:
+def test_an_error_only_in_the_summary_is_read_and_counted_once() -> None:
     found = read_diag(
         document_4(
             result_4(0), result_4(1), test_summary={"status": "Fail", "warnings": [error(52)]}
@@ -543,7 +545,7 @@ def test_of_very_many_findings_the_gravest_are_kept() -> None:
     assert (len(found.findings), found.findings[0].code) == (64, "DCGM 52")
 
 
-def test_a_level_that_did_not_run_is_missed_when_the_caller_says_what_was_asked_for() -> None:
+def test_a_requested_level_that_did_not_run_is_missed() -> None:
     assert (read_diag(PASS_3, 0).advice, read_diag(PASS_3, 0, level=3).advice) == (
         Advice.HEALTHY,
         Advice.INCONCLUSIVE,
@@ -608,7 +610,7 @@ def test_only_hardware_that_was_found_broken_is_a_cause(
     )
 
 
-def test_the_user_has_the_last_word_on_an_error_id_and_then_205_says_nothing_more() -> None:
+def test_the_users_word_on_an_error_id_also_silences_205() -> None:
     override = {52: Advice.CONFIG_ERROR}
     assert (read_diag(MEMORY, 205).advice, read_diag(MEMORY, 205, override).advice) == (
         Advice.ISOLATE,
@@ -616,7 +618,7 @@ def test_the_user_has_the_last_word_on_an_error_id_and_then_205_says_nothing_mor
     )
 
 
-def test_a_text_may_hold_half_a_surrogate_and_any_length_and_still_travels() -> None:
+def test_texts_with_half_surrogates_and_any_length_still_travel() -> None:
     text = "\\ud800 " + "x " * 5000
     found = read_diag(document_4(result_4(0, "Fail", error(52, "TEXT"))).replace("TEXT", text), 205)
     assert len(found.findings[0].reason.encode()) <= 200 and len(found.reason.encode()) < 400
@@ -652,7 +654,7 @@ def test_advice_that_departs_from_the_severity_says_why(row: Any) -> None:
     assert bool(row.old_severity) == ("everity was" in row.note or row.id == 80)
 
 
-def test_no_error_id_is_read_as_health_and_every_advice_has_a_rank() -> None:
+def test_no_error_id_means_healthy_and_every_advice_has_a_rank() -> None:
     assert Advice.HEALTHY not in {row.advice for row in load_dcgm_errors().values()}
     assert sorted(Advice) == sorted(GRAVITY)
 
@@ -722,7 +724,10 @@ def mutated(draw: st.DrawFn) -> Any:
 
 
 def _recorded(tests: Any) -> bool:
-    """Whether any error, or any Fail, is left where DCGM records one; the oracle, which knows no more of a document than this."""
+    """Whether any error, or any Fail, is left where DCGM records one.
+
+    It is the oracle, which knows no more of a document than this.
+    """
     if isinstance(tests, dict):
         here = tests.get("status") == "Fail" or (
             "error_id" in tests and ("warning" in tests or "warnings" in tests)
@@ -747,7 +752,7 @@ def _consistent(found: Examination) -> None:
 
 @searched(100)
 @given(mutated(), st.sampled_from([0, 0, 0, 205, 226, None]))
-def test_no_mutation_of_a_document_breaks_the_reader_or_makes_an_error_healthy(
+def test_no_mutated_document_breaks_the_reader_or_hides_an_error(
     document: Any, exit_code: int | None
 ) -> None:
     found = read_diag(json.dumps(document), exit_code)

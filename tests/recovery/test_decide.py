@@ -73,7 +73,7 @@ def test_s5_2_submitting_launches_generation_1() -> None:
     assert (job.generation, job.phase) == (1, Phase.LAUNCHING)
 
 
-def test_an_event_of_another_generation_is_ignored_and_changes_nothing() -> None:
+def test_an_event_of_another_generation_changes_nothing() -> None:
     job = running(generation=4)
     for stale in (
         fault(running(generation=3), BUG),
@@ -85,7 +85,7 @@ def test_an_event_of_another_generation_is_ignored_and_changes_nothing() -> None
         assert job == after
 
 
-def test_s3_2_a_failed_rank_restarts_all_and_the_try_is_spent_before_anything_starts() -> None:
+def test_s3_2_a_failed_rank_spends_a_try_before_all_restart() -> None:
     job, decision = step(running(), fault(running(), BUG))
     assert isinstance(decision, Relaunch)
     assert (
@@ -98,7 +98,7 @@ def test_s3_2_a_failed_rank_restarts_all_and_the_try_is_spent_before_anything_st
     assert "ValueError: bad batch" in decision.reason
 
 
-def test_s3_2_the_ladder_ends_and_the_job_fails_with_the_ranks_exit_code() -> None:
+def test_s3_2_the_ladder_ends_and_the_job_fails_with_its_code() -> None:
     job = running(
         policy=policy(
             causes={
@@ -182,7 +182,7 @@ def test_windowed_tries_are_not_renewed_by_progress() -> None:
     assert isinstance(decision, Relaunch)
 
 
-def test_no_progress_stop_counts_known_flat_generations_of_the_jobs_own_faults() -> None:
+def test_no_progress_counts_known_flat_generations_of_own_faults() -> None:
     job = running(
         policy=policy(
             no_progress_stop=2, causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
@@ -210,7 +210,7 @@ def test_unknown_progress_never_counts_as_flat() -> None:
         job = relaunched(job)
 
 
-def test_s2_7_an_unreachable_node_is_not_a_failure_and_nothing_is_stopped() -> None:
+def test_s2_7_an_unreachable_node_is_no_failure_and_no_stop() -> None:
     job, decision = step(running(), unreachable(running()))
     assert isinstance(decision, Wait)
     assert (job.phase, job.lost_names, job.maybe_alive) == (Phase.NODE_LOST, ("n2",), ("n1", "n2"))
@@ -223,7 +223,7 @@ def test_s2_8_a_node_that_comes_back_goes_on_and_spends_nothing() -> None:
     assert "came back by itself" in (job.incidents[0].outcome or "")
 
 
-def test_when_ranks_only_lost_connections_a_silent_node_is_the_suspect() -> None:
+def test_with_only_lost_connections_a_silent_node_is_the_suspect() -> None:
     echo = exited(
         0, "n1", code=1, log_tail=("ConnectionResetError: [Errno 104] Connection reset by peer",)
     )
@@ -265,7 +265,7 @@ def test_a_launch_that_ends_half_way_again_and_again_is_counted() -> None:
     assert isinstance(decision, Ask)
 
 
-def test_with_every_node_lost_nothing_can_be_proven_so_nothing_is_launched() -> None:
+def test_with_all_nodes_lost_nothing_is_proven_or_launched() -> None:
     job = running()
     job, decision = play(
         job, unreachable(job, "n1"), unreachable(job, "n2"), RanksHung(1, (0,), "flat", T0)
@@ -310,7 +310,7 @@ def test_a_lost_node_is_safe_after_lease_and_fence_and_grace() -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 17, 18, 100, 256, 257, 2048])
-def test_a_stop_reaches_every_node_within_the_hops_that_are_waited_for(nodes: int) -> None:
+def test_a_stop_reaches_every_node_within_the_awaited_hops(nodes: int) -> None:
     for stopped in (0, 1, nodes - 1):
         gone, rounds = {stopped}, 0
         while len(gone) < nodes:
@@ -344,14 +344,14 @@ def test_a_node_lost_in_the_middle_of_a_launch_is_fenced() -> None:
     assert job.lost_names == ("n2",) and set(job.maybe_alive) == {"n1", "n2"}
 
 
-def test_after_a_reset_the_job_goes_on_above_the_highest_token_seen() -> None:
+def test_after_a_reset_tokens_go_on_above_the_highest_one_seen() -> None:
     job, _ = step(running(generation=3), fault(running(generation=3), KILL))
     job, decision = step(job, LaunchRefused(4, (NodeRefusal("n1", "not_above", "…", (1000, 7)),)))
     assert isinstance(decision, Relaunch)
     assert (job.generation, decision.strategy, job.restarts_spent) == (8, None, 1)
 
 
-def test_a_node_that_claims_a_higher_generation_at_each_launch_is_left() -> None:
+def test_a_node_claiming_ever_higher_generations_is_left() -> None:
     job, _ = step(running(), fault(running(), KILL))
     for turn in range(3):
         job, decision = step(
@@ -398,7 +398,7 @@ def test_command_not_found_is_not_tried_again() -> None:
     assert isinstance(decision, Stop) and decision.exit_code == 127
 
 
-def test_too_small_a_fleet_is_hopeless_and_a_short_one_is_waited_for() -> None:
+def test_too_small_a_fleet_is_hopeless_and_a_short_one_awaited() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
     waiting, decision = step(job, NodesMissing("1 of 2 answer"))
     assert isinstance(decision, Wait) and waiting.phase == Phase.QUEUED and decision.until is None
@@ -460,13 +460,13 @@ def test_while_the_job_ends_nothing_restarts_it() -> None:
         assert after.phase == Phase.STOPPING
 
 
-def test_a_message_nobody_understands_becomes_a_notice() -> None:
+def test_an_unknown_message_becomes_a_notice() -> None:
     job, decision = step(running(), MessageRejected("cancel", "becuase: unknown key"))
     assert isinstance(decision, Ignore)
     assert job.notices == ("cancel was not understood: becuase: unknown key",)
 
 
-def test_a_second_fault_before_recovery_belongs_to_the_same_incident() -> None:
+def test_a_second_fault_before_recovery_joins_the_same_incident() -> None:
     job = running()
     job, _ = step(job, fault(job, KILL))
     job, _ = step(relaunched(job), fault(job, BUG))

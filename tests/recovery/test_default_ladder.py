@@ -1,4 +1,7 @@
-"""The policy of a job that names none, walked to its end for every cause: what it tries, what it never does, and that it ends."""
+"""The policy of a job that names none, walked to its end for every cause.
+
+What it tries, what it never does, and that it ends.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at, climbed, found, mended, relaunched, running, step, told
 
 Where = Literal["stays", "wanders"]
-"""stays: the fault is always in the same place, whatever node fills it, so the code or the place is at fault;
-wanders: it is in either place by turns."""
+"""Where the fault is.
+
+stays: always in the same place, whatever node fills it, so the code or the place is at fault;
+wanders: in either place by turns.
+"""
 
 OTHERS = (Cause.NODE_LOST, Cause.PREEMPTED, Cause.NETWORK, Cause.STORAGE, Cause.PLATFORM)
 """Neither the job's own doing nor a node's hardware."""
@@ -48,7 +54,10 @@ def walked(
     outcome: Literal["done", "refused"] = "done",
     code: str = "exit 1",
 ) -> Walked:
-    """The same fault again and again, every examination and every repair with the same end, until the job stops or asks."""
+    """The same fault again and again until the job stops or asks.
+
+    Every examination and every repair has the same end.
+    """
     job, places, newest = running(), ["n1", "n2"], 2
     said: list[str] = []
     for fault in count(1):
@@ -249,7 +258,7 @@ def test_the_whole_ladder_of_a_cause(
 
 @pytest.mark.parametrize("node", ["n2", "n3", "n4", "n5"])
 @pytest.mark.parametrize("outcome", ["done", "refused"])
-def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help(
+def test_a_gpu_is_reset_twice_a_day_before_its_node_is_left(
     outcome: Literal["done", "refused"], node: str
 ) -> None:
     said = walked(Cause.GPU_RESET, outcome=outcome).said
@@ -262,9 +271,7 @@ def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help
     assert said[-1] == ASK
 
 
-def test_a_node_is_replaced_after_three_launches_that_were_never_watched_and_never_avoided() -> (
-    None
-):
+def test_three_unwatched_launches_swap_a_node_but_avoid_none() -> None:
     end = walked(Cause.PLATFORM, code="never_watched")
     assert list(end.said[:6]) == [R, R, R, swap("n2"), swap("n3"), swap("n4")]
     assert end.said[-1] == ASK
@@ -284,7 +291,7 @@ CASES = [
 def test_every_ladder_ends(
     cause: Cause, verdict: Verdict, where: Where, outcome: Literal["done", "refused"]
 ) -> None:
-    """Two places: at most 4 nodes are left for each hardware cause, and each is tried three times at most before."""
+    """Two places: at most 4 nodes are left for each hardware cause, after 3 tries each at most."""
     end = walked(cause, verdict, where, outcome)
     assert end.said[-1] in (FAILED, ASK)
     assert end.faults <= 24
@@ -292,7 +299,7 @@ def test_every_ladder_ends(
 
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
-def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(
+def test_own_faults_fail_the_job_and_others_end_with_a_person(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     assert walked(cause, verdict, where).said[-1] == (FAILED if cause in SOFT else ASK)
@@ -301,7 +308,7 @@ def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(
 @pytest.mark.parametrize(
     ("cause", "verdict", "where"), [case for case in CASES if case.values[0] in SOFT]
 )
-def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(
+def test_no_node_is_rebooted_or_reset_for_what_a_program_may_do(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     job = walked(cause, verdict, where).job
@@ -316,7 +323,7 @@ def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(
     ("cause", "verdict", "where"),
     [case for case in CASES if case.values[0] in (*HARDWARE_CAUSES, *OTHERS)],
 )
-def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(
+def test_faults_not_the_jobs_own_take_none_of_its_restarts(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     job = walked(cause, verdict, where).job
@@ -326,7 +333,7 @@ def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(
 
 
 @pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
-def test_a_node_is_avoided_only_for_its_hardware_or_when_it_was_found_unhealthy(
+def test_a_node_is_avoided_only_for_hardware_or_bad_health(
     cause: Cause, verdict: Verdict, where: Where
 ) -> None:
     avoided = walked(cause, verdict, where).job.avoided
@@ -339,7 +346,10 @@ def test_a_node_is_avoided_only_for_its_hardware_or_when_it_was_found_unhealthy(
 @pytest.mark.parametrize("where", ["stays", "wanders"])
 @pytest.mark.parametrize("cause", list(Cause))
 def test_an_unknown_verdict_is_never_taken_for_unhealthy(cause: Cause, where: Where) -> None:
-    """Where a node cannot be examined the default does as if nothing were wrong with it, and says that nothing is known."""
+    """Where a node cannot be examined the default does as if nothing were wrong with it.
+
+    It says that nothing is known.
+    """
     assert walked(cause, Verdict.UNKNOWN, where).said == walked(cause, Verdict.HEALTHY, where).said
 
 
@@ -353,7 +363,10 @@ def test_a_fault_is_examined_once(cause: Cause, verdict: Verdict, where: Where) 
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.USER_INPUT])
 def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
-    """A fault once a day for a month ends no job, whatever it is; hardware and links have windows of a day at most."""
+    """A fault once a day for a month ends no job, whatever it is.
+
+    Hardware and links have windows of a day at most.
+    """
     job = running(nodes=2)
     for day in range(1, 31):
         fault = Diagnosis(
@@ -377,8 +390,8 @@ def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
         assert job.restarts_spent == 0
 
 
-def test_a_fault_that_goes_from_gpu_to_gpu_of_a_large_job_ends_as_well() -> None:
-    """Each GPU has tries of its own and the job forgets its oldest tries: something has to count them all."""
+def test_a_fault_that_roams_the_gpus_of_a_large_job_ends_as_well() -> None:
+    """Each GPU has its own tries and the job forgets its oldest: something counts them all."""
     job, nodes = running(nodes=16), 16
     for fault in count():
         gpu = Diagnosis(
@@ -392,7 +405,8 @@ def test_a_fault_that_goes_from_gpu_to_gpu_of_a_large_job_ends_as_well() -> None
         if not isinstance(decision, Relaunch):
             break
         assert fault < 400, (
-            "every rank of the job has been started four hundred times, free of charge and without a step forward"
+            "every rank of the job has been started four hundred times, free of charge "
+            "and without a step forward"
         )
         job = relaunched(job, at(fault))
     assert told(decision) in (FAILED, ASK)

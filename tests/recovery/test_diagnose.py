@@ -223,7 +223,7 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
         ),
     ],
 )
-def test_s3_6_errors_of_one_moment_are_a_cause_only_where_they_agree(
+def test_s3_6_errors_of_one_moment_must_agree_to_be_a_cause(
     observations: tuple[Observation, ...],
     cause: Cause,
     nodes: tuple[str, ...],
@@ -465,7 +465,7 @@ def test_a_launch_that_was_never_watched_accuses_the_controller() -> None:
     )
 
 
-def test_a_node_without_peers_comes_before_one_that_was_never_watched() -> None:
+def test_a_node_without_peers_comes_before_an_unwatched_one() -> None:
     isolated = RanksFenced("n1", at(5), "isolated", "no peer answered for 60 s")
     diagnosis = diagnose(running(), FaultObserved(1, (LATE, isolated), 0, T0))
     assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n1",))
@@ -545,7 +545,7 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
         ),
     ],
 )
-def test_the_end_of_a_launcher_whose_ranks_did_nothing_names_no_rank(
+def test_the_end_of_a_launcher_with_idle_ranks_names_no_rank(
     observations: tuple[Observation, ...], cause: Cause, reason: str, ranks: tuple[int, ...]
 ) -> None:
     job = running(launcher="torchrun", nproc_per_node=8)

@@ -1,4 +1,4 @@
-"""docs/recovery.md: its generated parts are what the code says, its examples load, its command lines work.
+"""docs/recovery.md: generated parts follow the code, its examples load, its commands work.
 
 After a change that is meant, write the generated parts anew: `python -m tests.recovery.test_docs`.
 """
@@ -70,7 +70,7 @@ REFUSED = (
 """What people write, each with its sentence in the page."""
 
 
-# --- the generated parts ------------------------------------------------------------------------------------------------------
+# --- the generated parts ------------------------------------------------------------------------
 
 
 def generated() -> dict[str, str]:
@@ -239,7 +239,7 @@ def _observed(observation: Observation) -> str:
             return f"{observation.node}: {observation.reason}"
 
 
-# --- what holds ---------------------------------------------------------------------------------------------------------------
+# --- what holds ---------------------------------------------------------------------------------
 
 
 def page() -> str:
@@ -274,7 +274,7 @@ def diagnosed(cause: Cause) -> Cause:
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_each_incident_begins_with_its_cause_and_ends_with_training_or_the_end_of_the_job(
+def test_each_incident_goes_from_its_cause_to_training_or_an_end(
     cause: Cause,
 ) -> None:
     decisions = [decision for *_, decision in _rows(path_of(cause))]
@@ -292,7 +292,7 @@ def cause_rows() -> list[tuple[Cause, str, list[str]]]:
     ]
 
 
-def test_the_table_of_causes_has_each_and_says_whose_fault_it_may_be() -> None:
+def test_the_table_of_causes_has_each_and_whose_fault_it_may_be() -> None:
     rows = cause_rows()
     assert [cause for cause, *_ in rows] == list(Cause)
     assert [cause for cause, whose, _ in rows if "the job" in whose] == [
@@ -317,7 +317,7 @@ def shown(snippet: str) -> FaultObserved | LaunchRefused:
 
 
 def _shows(snippet: str) -> RankExited:
-    """A rank that went with this: an Xid, an exit, a signal, a line of the kernel's, or else of its own."""
+    """A rank that ended with this: an Xid, exit, signal, a kernel's line, or one of its own."""
     if found := re.fullmatch(r"Xid (\d+)", snippet):
         return exited(
             code=1, kernel=(f"NVRM: Xid (PCI:0000:05:00): {found[1]}, pid=7, name=python3, Ch 8",)

@@ -81,7 +81,7 @@ def nodes(job: JobState) -> list[str]:
 # --- SHRINK
 
 
-def test_s3_3_a_job_shrinks_where_enough_is_left_and_spends_nothing() -> None:
+def test_s3_3_a_job_with_enough_nodes_left_shrinks_for_free() -> None:
     job, decision = climbed(
         elastic(policy=rungs(SHRINK, {"strategy": "FAIL"})), suspected(Cause.APPLICATION, "n2")
     )
@@ -100,7 +100,7 @@ def test_s3_3_a_job_shrinks_where_enough_is_left_and_spends_nothing() -> None:
     )
 
 
-def test_s3_3_a_job_that_has_as_few_as_it_may_is_left_to_the_next_rung() -> None:
+def test_s3_3_a_job_at_its_minimum_is_left_to_the_next_rung() -> None:
     policy = rungs(SHRINK, {"strategy": "REPLACE_NODE"}, {"strategy": "FAIL"})
     assert (
         told(climbed(elastic(2, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
@@ -119,7 +119,7 @@ def test_s3_3_a_job_that_has_as_few_as_it_may_is_left_to_the_next_rung() -> None
 @pytest.mark.parametrize(
     "rung", [SHRINK, {**SHRINK, "when": "UNHEALTHY"}, {**SHRINK, "isolate": True, "tries": 3}]
 )
-def test_s3_3_a_job_of_one_size_never_shrinks_and_is_not_examined_for_it(
+def test_s3_3_a_job_of_one_size_never_shrinks_nor_is_examined(
     rung: dict[str, Any],
 ) -> None:
     policy = rungs(rung, {"strategy": "RESTART_IN_PLACE"})
@@ -130,7 +130,7 @@ def test_s3_3_a_job_of_one_size_never_shrinks_and_is_not_examined_for_it(
         )
 
 
-def test_nobody_suspected_nobody_left() -> None:
+def test_without_suspects_no_node_is_left_behind() -> None:
     policy = rungs(SHRINK, {"strategy": "RESTART_IN_PLACE"})
     assert told(climbed(elastic(policy=policy), suspected())[1]) == "RESTART_IN_PLACE"
     assert (
@@ -155,7 +155,7 @@ def test_whom_an_examination_finds_is_left_out() -> None:
     walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "SHRINK without n2"))
 
 
-def test_nodes_that_it_has_to_leave_or_avoids_do_not_count_as_left() -> None:
+def test_nodes_to_leave_or_avoid_do_not_count_as_left() -> None:
     job = elastic(policy=rungs(SHRINK, {"strategy": "RESTART_IN_PLACE"}))
     leaving, _ = step(job, DrainRequested("n4", "a fan", "grace", at(60)))
     assert [slot.node for slot in remaining_slots(leaving, ("n2",))] == ["n1", "n3"]
@@ -179,14 +179,15 @@ def test_s3_3_a_lost_node_may_be_left_behind_without_another_one() -> None:
 # --- how it goes on, and what it says
 
 
-def test_s3_3_a_job_that_has_fewer_says_so_and_when_more_are_worth_a_restart() -> None:
+def test_s3_3_a_smaller_job_says_so_and_when_a_restart_pays_off() -> None:
     job = elastic(3)
-    assert (
-        job.reason
-        == "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it grows again when the fleet has more"
+    assert job.reason == (
+        "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it "
+        "grows again when the fleet has more"
     )
     assert job.next.what.startswith(
-        "from 2026-11-21 03:30:00 UTC on it takes more nodes when the fleet has them, by a restart of all ranks; the job"
+        "from 2026-11-21 03:30:00 UTC on it takes more nodes when the fleet has them, by "
+        "a restart of all ranks; the job"
     )
     never = elastic(3, policy=resolve({"grow_after": "off"}))
     assert never.reason.endswith("; it stays so, grow_after is off")
@@ -242,9 +243,7 @@ def offered(job: JobState, *, now: Any = LATER, until: Any = at(9999)) -> tuple[
     return step(job, NodesOffered(("n7",), until), now)
 
 
-def test_s3_3_an_offer_is_asked_for_while_the_ranks_run_on_and_only_a_grant_starts_them_anew() -> (
-    None
-):
+def test_s3_3_only_a_grant_not_an_offer_restarts_the_ranks() -> None:
     job, decision = offered(elastic(3))
     assert isinstance(decision, Wait) and (decision.phase, decision.until) == (Phase.RUNNING, None)
     assert (job.generation, job.reason) == (1, "the fleet offers n7: 3 -> 4 nodes")
@@ -316,7 +315,7 @@ def test_a_grant_of_nothing_new_restarts_nothing() -> None:
         assert "it was offered more and has not grown" in after.reason
 
 
-def test_a_grant_that_comes_when_something_else_is_the_matter_restarts_nothing() -> None:
+def test_a_grant_amid_another_trouble_restarts_nothing() -> None:
     job, _ = offered(elastic(3))
     more = NodesGranted(1, ("n1", "n2", "n3", "n7"))
     leaving, decision = play(job, DrainRequested("n2", "", "", at(60)), more, now=LATER)
@@ -474,9 +473,7 @@ def test_who_sits_where_when_there_are_more_or_fewer(granted: str, expected: str
     ] == expected.split()
 
 
-def test_ranks_that_are_alone_do_not_fence_themselves_and_nobody_takes_them_for_ranks_that_do() -> (
-    None
-):
+def test_lone_ranks_do_not_fence_and_are_not_believed_to() -> None:
     alone = new_job(nodes={"min": 1, "max": 3})
     assert not fences(alone), "it is not known how many there were"
     assert not fences(replace(alone, slots=(Slot("n1", "10.0.0.1"),)))
@@ -493,7 +490,7 @@ def test_a_job_that_is_submitted_again_begins_without_places() -> None:
 @pytest.mark.parametrize(
     "name", ["default", "torchelastic", "modelarts", "gputasker", "ecs-reboot-once"]
 )
-def test_no_preset_decides_otherwise_for_a_job_because_it_may_have_fewer_nodes(name: str) -> None:
+def test_no_preset_decides_otherwise_for_a_job_that_may_shrink(name: str) -> None:
     """Its fleet gives it fewer; the ladders stay as they are."""
     for event in (died(), lambda job: fault(job, exited(kernel=(xid(79),), signal=6)), hung()):
         fixed, free = running(policy=preset(name), nodes=4), elastic(policy=preset(name))
@@ -533,7 +530,7 @@ SHRINKING = resolve(
     st.lists(NUMBER, min_size=8, max_size=8),
     st.sampled_from(({"min": 1, "max": 3}, RANGE, 3)),
 )
-def test_s3_3_a_generation_is_never_smaller_than_the_least_nor_larger_than_the_most(
+def test_s3_3_a_generation_stays_between_its_minimum_and_maximum(
     policy: Policy, stream: list[Move], numbers: list[int], size: Any
 ) -> None:
     run = Run(policy, nodes=size, launch="well", missing=False)

@@ -1,4 +1,4 @@
-"""Which strategies a node of unknown health gets, by what its examinations and earlier strategies have found."""
+"""Which strategies a node of unknown health gets, by what was found and tried before."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_an_unhealthy_node_that_no_reset_heals_is_rebooted(found: Health) -> Non
 @pytest.mark.parametrize(
     "found", [SILENT, UNREAD, health({"refused": "busy", "reason": "pid 7 uses it"})]
 )
-def test_nothing_is_done_to_a_node_of_which_nobody_knows_how_it_is(found: Health) -> None:
+def test_nothing_is_done_to_a_node_of_unknown_health(found: Health) -> None:
     assert found.verdict is Verdict.UNKNOWN
     assert then(BEGUN, found) == ExamineNode(
         timedelta(minutes=1),
@@ -192,7 +192,7 @@ def test_of_a_silent_node_it_is_said_that_it_does_not_answer() -> None:
     )
 
 
-def test_a_node_that_answers_after_all_is_treated_for_what_it_has() -> None:
+def test_a_node_that_answers_after_all_is_treated_for_its_fault() -> None:
     assert end(then(BEGUN, SILENT, UNREAD, HEALTHY))[0] == "done"
     assert isinstance(then(BEGUN, SILENT, UNREAD, FATAL), StartStrategy)
     assert then(BEGUN, SILENT, UNREAD, FATAL, SILENT) == then(BEGUN, SILENT), (
@@ -226,7 +226,7 @@ def test_without_time_nothing_more_is_begun(
     assert ended[:2] == (outcome, verdict) and ended[2].startswith(said)
 
 
-def test_nobody_waits_for_an_examination_for_which_no_time_is_left() -> None:
+def test_an_examination_without_time_left_is_not_awaited() -> None:
     assert isinstance(then(BEGUN, SILENT, left=EXAMINATION_DELAYS[0]), FinishRepair)
     assert isinstance(
         then(BEGUN, SILENT, left=EXAMINATION_DELAYS[0] + timedelta(seconds=1)), ExamineNode
@@ -245,9 +245,7 @@ def test_what_has_made_the_node_healthy_is_done() -> None:
     )
 
 
-def test_a_node_that_is_unhealthy_after_a_reset_is_rebooted_and_after_a_reboot_left_to_a_person() -> (
-    None
-):
+def test_an_unhealthy_node_goes_from_reset_to_reboot_to_a_person() -> None:
     escalation = after(
         reset(),
         verdict=Verdict.UNHEALTHY,
@@ -265,10 +263,10 @@ def test_a_node_that_is_unhealthy_after_a_reset_is_rebooted_and_after_a_reboot_l
 
 
 @pytest.mark.parametrize("outcome", ["refused", "ambiguous"])
-def test_what_was_not_done_ends_the_escalation_with_what_is_known_of_the_node(
+def test_a_step_not_done_ends_the_escalation_with_what_is_known(
     outcome: RepairOutcome,
 ) -> None:
-    """Whoever was in the way (a person, the fleet, a job on the node) is in the way of a reboot as well."""
+    """What was in the way (a person, the fleet, a job there) is in a reboot's way as well."""
     escalation = after(reset(), outcome, attempts=0, proven=False)
     assert choose_next(escalation, HOURS) == FinishRepair(
         outcome, Verdict.UNHEALTHY, "what it came to"
@@ -277,7 +275,7 @@ def test_what_was_not_done_ends_the_escalation_with_what_is_known_of_the_node(
 
 @pytest.mark.parametrize("outcome", ["refused", "ambiguous"])
 @pytest.mark.parametrize("proven", [True, False])
-def test_a_node_is_examined_again_where_a_treatment_has_left_open_how_it_is(
+def test_a_node_is_reexamined_if_treatment_left_its_health_open(
     outcome: RepairOutcome, proven: bool
 ) -> None:
     escalation = after(reset(), outcome, proven=proven)
@@ -297,11 +295,11 @@ def test_a_node_is_examined_again_where_a_treatment_has_left_open_how_it_is(
     )
 
 
-def test_a_node_that_somebody_else_has_rebooted_is_examined_too() -> None:
+def test_a_node_rebooted_by_others_is_examined_too() -> None:
     assert isinstance(choose_next(after(reset(), attempts=0), HOURS), ExamineNode)
 
 
-def test_what_the_kernel_said_before_counts_until_it_is_proven_healed() -> None:
+def test_earlier_kernel_evidence_counts_until_proven_healed() -> None:
     assert after(reset(), proven=False).kernel_from is None
     escalation = after(reset())
     assert escalation.kernel_from == at(10)
@@ -314,9 +312,7 @@ def test_what_the_kernel_said_before_counts_until_it_is_proven_healed() -> None:
 # --- a node that is silent after a reboot
 
 
-def test_the_power_of_a_node_that_is_silent_after_a_reboot_is_cycled_once_it_has_been_looked_at_again() -> (
-    None
-):
+def test_a_rebooted_silent_node_is_reexamined_then_power_cycled() -> None:
     powered = replace(apply_examination(BEGUN, FATAL, at(0)), can_power_cycle=True)
     escalation = after(reboot(), "ambiguous", before=powered, proven=False)
     assert isinstance(then(escalation, SILENT, SILENT), ExamineNode)
@@ -333,9 +329,7 @@ def test_the_power_of_a_node_that_is_silent_after_a_reboot_is_cycled_once_it_has
     assert isinstance(then(cycled, SILENT, SILENT, SILENT), FinishRepair), "each way once"
 
 
-def test_a_reboot_that_somebody_else_ordered_before_counts_as_long_as_the_node_was_not_seen_since() -> (
-    None
-):
+def test_a_reboot_by_others_counts_while_the_node_stays_unseen() -> None:
     escalation = replace(BEGUN, can_power_cycle=True, after_reboot=True)
     step = then(escalation, SILENT, SILENT, SILENT, SILENT)
     assert isinstance(step, StartStrategy) and step.power
@@ -352,7 +346,7 @@ def test_a_reboot_that_somebody_else_ordered_before_counts_as_long_as_the_node_w
     assert isinstance(then(seen, SILENT, SILENT, SILENT), FinishRepair)
 
 
-def test_nothing_is_done_to_a_node_that_is_silent_although_nobody_rebooted_it() -> None:
+def test_nothing_is_done_to_a_node_silent_without_a_reboot() -> None:
     escalation = replace(BEGUN, can_power_cycle=True)
     assert isinstance(then(escalation, SILENT, SILENT, SILENT, SILENT), FinishRepair)
     assert isinstance(
@@ -364,7 +358,7 @@ def test_nothing_is_done_to_a_node_that_is_silent_although_nobody_rebooted_it() 
 # --- cancelling
 
 
-def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None:
+def test_a_cancel_ends_what_has_not_begun_and_nothing_follows() -> None:
     cancelled = replace(BEGUN, cancel_reason="enough")
     assert choose_next(cancelled, HOURS) == FinishRepair(
         "refused", Verdict.UNKNOWN, "cancelled: enough"
@@ -394,7 +388,7 @@ def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None
 
 @searched(200)
 @given(st.integers(0, 2**64))
-def test_an_escalation_ends_and_repairs_only_what_was_found_unhealthy_each_way_once(
+def test_escalation_ends_and_tries_each_repair_once_if_unhealthy(
     number: int,
 ) -> None:
     random = Random(number)

@@ -82,7 +82,7 @@ MESSAGES = (
     ),
     st.permutations(range(5)),
 )
-def test_s3_6_errors_with_a_time_name_the_same_cause_in_any_order(
+def test_s3_6_dated_errors_name_the_same_cause_in_any_order(
     errors: list[tuple[int, str, float]], order: list[int]
 ) -> None:
     def told(arrival: list[int]) -> FaultObserved:

@@ -1,4 +1,7 @@
-"""What a job takes in and writes down beside the next decision: ranks it found, progress, archives, changes, and what nobody asked."""
+"""What a job takes in and writes down beside the next decision.
+
+Ranks it found, progress, archives, changes, and answers to no question.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ from tests.recovery.builders import (
 RESTART = rungs({"strategy": "RESTART_IN_PLACE"}, no_progress_ask="off")
 
 
-def test_ranks_that_somebody_found_may_be_alive_wherever_they_are() -> None:
+def test_ranks_found_anywhere_may_be_alive() -> None:
     job, _ = play(running(), RanksFound(("n9", "n2")))
     assert job.maybe_alive == ("n1", "n2", "n9")
 
@@ -77,7 +80,7 @@ def test_progress_is_the_furthest_step_and_when_it_was_reached(
     assert progress == job.progress
 
 
-def test_archived_incidents_leave_the_state_and_are_still_counted() -> None:
+def test_archived_incidents_leave_the_state_and_still_count() -> None:
     job = running(policy=RESTART)
     for generation in (1, 2, 3):
         job = walk(job, (raised(), "RESTART_IN_PLACE"))
@@ -87,9 +90,7 @@ def test_archived_incidents_leave_the_state_and_are_still_counted() -> None:
     assert ("IGNORE", kept, 2) == (told(decision), job.incidents, job.incidents_archived)
 
 
-def test_a_very_long_incident_keeps_its_first_and_its_last_decisions_and_counts_the_others() -> (
-    None
-):
+def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
     job = running(policy=RESTART)
     faults = KEPT_DECISIONS + 25
     for second in range(faults):
@@ -257,7 +258,7 @@ def test_what_follows_in_a_state_of_its_own(
     assert expected != "IGNORE" or replace(after, notices=()) == before
 
 
-def test_a_node_that_a_person_declares_dead_may_not_be_alive_any_more() -> None:
+def test_a_node_that_a_person_declares_dead_is_no_longer_alive() -> None:
     job, _ = step(running(nodes=3), gone("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
     job, decision = step(job, NodeDeclaredDead("n3", "", ""))
     assert (told(decision), job.lost, job.maybe_alive) == (
@@ -268,9 +269,7 @@ def test_a_node_that_a_person_declares_dead_may_not_be_alive_any_more() -> None:
     assert job.notices == ("a person declared n3 dead",)
 
 
-def test_a_repair_that_waits_for_a_person_says_so_on_the_page_of_the_job_that_waits_for_it() -> (
-    None
-):
+def test_a_repair_waiting_for_a_person_shows_on_the_jobs_page() -> None:
     asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
     job, decision = step(repairing(), asks)
     assert isinstance(decision, Ignore) and (job.next.what, job.next.at) == (
@@ -282,7 +281,7 @@ def test_a_repair_that_waits_for_a_person_says_so_on_the_page_of_the_job_that_wa
     )
 
 
-def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_counts() -> None:
+def test_an_answered_repair_asks_no_more_but_keeps_its_deadline() -> None:
     before = repairing()
     asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
     other = RepairAsks("n1", "may n1 be treated with RESET_GPU?", at(900))
@@ -298,7 +297,7 @@ def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_coun
     assert job.next == before.next
 
 
-def test_a_submission_is_numbered_anew_only_before_it_has_nodes() -> None:
+def test_a_submission_is_renumbered_only_before_it_has_nodes() -> None:
     job, decision = step(new_job(), SubmissionRaised(5001))
     assert isinstance(decision, Ignore) and job.submission == 5001
     assert job.notices == (

@@ -10,7 +10,10 @@ from relaunch.evidence.exits import read_ecs_stop, read_exit, read_log
 from relaunch.evidence.findings import Finding, Role
 from relaunch.evidence.kernel_log import read_kernel_log
 
-RANK_KILLED = "Memory cgroup out of memory: Killed process 123 (python3) total-vm:98123456kB, anon-rss:65012345kB"
+RANK_KILLED = (
+    "Memory cgroup out of memory: Killed process 123 (python3) total-vm:98123456kB, "
+    "anon-rss:65012345kB"
+)
 OTHER_KILLED = "Out of memory: Killed process 77 (chrome) total-vm:98123456kB, anon-rss:65012345kB"
 
 
@@ -210,7 +213,7 @@ def test_an_exit_by_itself(
         ),
     ],
 )
-def test_137_is_told_apart(
+def test_the_meanings_of_137_are_distinguished(
     exit_code: int | None,
     signal: int | None,
     stopped: bool,
@@ -258,21 +261,25 @@ LINES: list[tuple[str, str]] = [
     ("signal_exit", "Signal 9 (SIGKILL) received by PID 4242"),
     (
         "signal_exit",
-        "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV",
+        "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with "
+        "signal SIGSEGV",
     ),
     (
         "signal_exit",
-        "E1121 10:00:00 api.py:874] failed (exitcode: -9) local_rank: 3 (pid: 4242) of binary: /usr/bin/python3",
+        "E1121 10:00:00 api.py:874] failed (exitcode: -9) local_rank: 3 (pid: 4242) of "
+        "binary: /usr/bin/python3",
     ),
     ("child_failed", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"),
     ("child_failed", "Root Cause (first observed failure):"),
     (
         "xid_line",
-        "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+        "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen "
+        "off the bus.",
     ),
     (
         "gpu_off_bus",
-        "Unable to determine the device handle for GPU0000:05:00.0: GPU is lost.  Reboot the system to recover this GPU",
+        "Unable to determine the device handle for GPU0000:05:00.0: GPU is lost.  Reboot "
+        "the system to recover this GPU",
     ),
     ("cuda_ecc_uncorrectable", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
     (
@@ -285,7 +292,8 @@ LINES: list[tuple[str, str]] = [
     ("cuda_not_ready", "Failed to initialize NVML: Driver/library version mismatch"),
     (
         "cuda_oom",
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 "
+        "has a total capacity of 79.11 GiB",
     ),
     ("cuda_oom", "[rank0]: torch.cuda.OutOfMemoryError: CUDA out of memory."),
     (
@@ -295,37 +303,44 @@ LINES: list[tuple[str, str]] = [
     ("device_assert", "RuntimeError: CUDA error: device-side assert triggered"),
     (
         "device_assert",
-        "Indexing.cu:1146: block: [12,0,0], thread: [96,0,0] Assertion `srcIndex < srcSelectDimSize` failed.",
+        "Indexing.cu:1146: block: [12,0,0], thread: [96,0,0] Assertion `srcIndex < "
+        "srcSelectDimSize` failed.",
     ),
     ("illegal_access", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ("illegal_access", "RuntimeError: CUDA error: unspecified launch failure"),
     (
         "illegal_access",
-        "[rank1]:[E1121 ProcessGroupNCCL.cpp:1895] [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: "
+        "[rank1]:[E1121 ProcessGroupNCCL.cpp:1895] [PG ID 0 Rank 1] Process group "
+        "watchdog thread terminated with exception: "
         "CUDA error: an illegal memory access was encountered",
     ),
     (
         "host_oom",
-        "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step "
+        "tasks have been OOM Killed.",
     ),
     ("memory_error", "MemoryError"),
     (
         "memory_error",
-        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an array with shape (100000, 100000)",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an "
+        "array with shape (100000, 100000)",
     ),
     ("memory_error", "OSError: [Errno 12] Cannot allocate memory"),
     ("memory_error", "terminate called after throwing an instance of 'std::bad_alloc'"),
     (
         "memory_error",
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. "
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1",
     ),
     (
         "shm_full",
-        "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-AbCdEf (size 9637888), error: No space left on device (28)",
+        "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-AbCdEf (size "
+        "9637888), error: No space left on device (28)",
     ),
     (
         "shm_full",
-        "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. dataloader's workers are out of shared memory.",
+        "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. "
+        "dataloader's workers are out of shared memory.",
     ),
     ("shm_full", "RuntimeError: unable to write to file </torch_12_34>"),
     (
@@ -344,7 +359,8 @@ LINES: list[tuple[str, str]] = [
     ("io_error", "OSError: [Errno 5] Input/output error: '/mnt/data/shard-0001'"),
     (
         "ckpt_torn",
-        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding "
+        "central directory",
     ),
     ("ckpt_torn", "zipfile.BadZipFile: File is not a zip file"),
     ("nan_inf", "RuntimeError: Rank 3: found NaN in local grad norm for bucket #0"),
@@ -353,22 +369,27 @@ LINES: list[tuple[str, str]] = [
     ("nan_inf", "FloatingPointError: overflow encountered in multiply"),
     (
         "preempt",
-        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***",
+        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO "
+        "PREEMPTION ***",
     ),
     (
         "time_limit",
-        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***",
+        "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO "
+        "TIME LIMIT ***",
     ),
     ("user_cancel", "slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-21T10:00:00 ***"),
     ("user_cancel", "KeyboardInterrupt"),
     (
         "nccl_watchdog",
-        "[rank2]:[E ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog caught collective operation timeout: "
-        "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.",
+        "[rank2]:[E ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog caught collective "
+        "operation timeout: "
+        "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 "
+        "milliseconds before timing out.",
     ),
     (
         "gloo_timeout",
-        "RuntimeError: [../gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+        "RuntimeError: [../gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out "
+        "waiting 1800000ms for recv operation to complete",
     ),
     (
         "nccl_aborted",
@@ -376,50 +397,60 @@ LINES: list[tuple[str, str]] = [
     ),
     (
         "nccl_remote",
-        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
+        "torch.distributed.DistBackendError: NCCL error in: "
+        "../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
         "remote process exited or there was a network error, NCCL version 2.27.5",
     ),
     (
         "nccl_remote",
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote "
+        "process exiting prematurely.",
     ),
     ("nccl_unhandled_cuda", "ncclUnhandledCudaError: Call to CUDA function failed."),
     ("nccl_invalid", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 5000"),
     (
         "nccl_system_error",
-        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call "
+        "failed or device error.",
     ),
     ("nccl_internal", "ncclInternalError: Internal check failed."),
     ("python_connection", "ConnectionResetError: [Errno 104] Connection reset by peer"),
     ("python_connection", "[rank3]: BrokenPipeError: [Errno 32] Broken pipe"),
     (
         "gloo_closed",
-        "RuntimeError: [../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5555",
+        "RuntimeError: [../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by "
+        "peer [10.0.0.2]:5555",
     ),
     (
         "gloo_closed",
-        "RuntimeError: [../gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:25266: Connection reset by peer",
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:25266: "
+        "Connection reset by peer",
     ),
     (
         "store_gone",
-        "[c10d] sendBytes failed on SocketImpl(fd=67, addr=[n1]:36214, remote=[n0]:43145): Broken pipe",
+        "[c10d] sendBytes failed on SocketImpl(fd=67, addr=[n1]:36214, "
+        "remote=[n0]:43145): Broken pipe",
     ),
     (
         "store_gone",
-        "torch.distributed.DistNetworkError: TCPStore: failed to recv, got 0 bytes. Connection was likely closed.",
+        "torch.distributed.DistNetworkError: TCPStore: failed to recv, got 0 bytes. "
+        "Connection was likely closed.",
     ),
     (
         "conn_reset",
-        "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected, Connection refused)",
+        "requests.exceptions.ConnectionError: ('Connection aborted.', "
+        "RemoteDisconnected, Connection refused)",
     ),
     ("store_check", 'Failed to check the "should dump" flag on the store, with error: timeout'),
     (
         "nccl_init_timeout",
-        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined.",
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for "
+        "clients. 3/4 clients joined.",
     ),
     (
         "nccl_init_timeout",
-        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+        "RuntimeError: Gloo connectFullMesh failed with "
+        "[../gloo/transport/tcp/pair.cc:144] no error",
     ),
     ("nccl_teardown", "To avoid data inconsistency, we are taking the entire process down."),
     ("device_count", "RuntimeError: CUDA error: invalid device ordinal"),
@@ -433,7 +464,8 @@ LINES: list[tuple[str, str]] = [
     ("shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x10 and 20x5)"),
     (
         "shape",
-        "ValueError: operands could not be broadcast together with shapes (3,) (4,) : shapes (3,) (4,) not aligned",
+        "ValueError: operands could not be broadcast together with shapes (3,) (4,) : "
+        "shapes (3,) (4,) not aligned",
     ),
     ("import", "ModuleNotFoundError: No module named 'flash_attn'"),
     ("bus_error", "Fatal Python error: Bus error"),
@@ -466,7 +498,10 @@ def test_every_row_of_the_log_table_is_met_by_a_line() -> None:
         "Traceback (most recent call last):",
         "step 100 loss=2.31",
         '  File "train.py", line 12, in <module>',
-        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.",
+        (
+            "CUDA kernel errors might be asynchronously reported at some other API call, so "
+            "the stacktrace below might be incorrect."
+        ),
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1",
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
         "Try setting TORCH_NCCL_TRACE_BUFFER_SIZE to see what timed out",
@@ -477,12 +512,18 @@ def test_advice_and_chatter_are_no_evidence(line: str) -> None:
     assert read_log([line], catalog()) == ()
 
 
-def test_the_first_row_reads_a_line_and_the_order_of_the_lines_is_kept() -> None:
+def test_the_first_row_reads_a_line_and_lines_keep_their_order() -> None:
     lines = [
-        "[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered\nFor debugging pass CUDA_LAUNCH_BLOCKING=1",
+        (
+            "[rank1]: RuntimeError: CUDA error: an illegal memory access was "
+            "encountered\nFor debugging pass CUDA_LAUNCH_BLOCKING=1"
+        ),
         "step 3",
         "To avoid data inconsistency, we are taking the entire process down.",
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: Signal 6 (SIGABRT) received by PID 3",
+        (
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: Signal 6 "
+            "(SIGABRT) received by PID 3"
+        ),
     ]
     found = read_log(lines, catalog())
     assert [each.code for each in found] == [
@@ -491,8 +532,8 @@ def test_the_first_row_reads_a_line_and_the_order_of_the_lines_is_kept() -> None
         "log signal_exit",
     ]
     assert (
-        "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory access was encountered"
-        in found[0].reason
+        "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory "
+        "access was encountered" in found[0].reason
     )
     assert (found[0].role, found[0].cause) == (Role.ROOT, Cause.GPU_USER_INDUCED)
 

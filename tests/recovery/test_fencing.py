@@ -1,4 +1,4 @@
-"""When a launch without silent nodes is safe: by the times of each launched generation, from the last proof on."""
+"""When a launch without silent nodes is safe: each generation's times since the last proof."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def launched(*nodes: str, **changes: object) -> LaunchedGeneration:
         ),
     ],
 )
-def test_the_wait_begins_when_no_node_of_the_gang_can_vouch_any_more(
+def test_the_wait_begins_once_no_node_of_the_gang_can_vouch(
     stopped_at: dict[str, float], last_heard: dict[str, float], expected: float
 ) -> None:
     assert (
@@ -102,7 +102,7 @@ def test_the_wait_begins_when_no_node_of_the_gang_can_vouch_any_more(
     )
 
 
-def test_where_every_node_is_proven_stopped_nothing_is_waited_for() -> None:
+def test_with_every_node_proven_stopped_nothing_is_awaited() -> None:
     assert safe_launch_at([launched("n1", "n2", stopped=("n2",))], 7.0, {"n1": 9.0}, {}) == 7.0
     assert safe_launch_at([], 7.0, {}, {}) == 7.0
 
@@ -124,7 +124,7 @@ def test_no_wait_is_long_enough(one: LaunchedGeneration) -> None:
     )
 
 
-def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself() -> None:
+def test_earlier_stops_are_proof_and_generations_stand_alone() -> None:
     old = launched("n1", "n2", stopped=("n1",), fence_after=timedelta(hours=1))
     new = launched("n2", "n3", generation=2)
     long = 3600.0 + GRACE + FENCE_MARGIN.total_seconds()
@@ -135,7 +135,7 @@ def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself(
     )
 
 
-def test_a_launch_that_did_not_end_may_start_ranks_as_long_as_its_order_is_valid() -> None:
+def test_an_unfinished_launch_may_start_ranks_while_it_is_valid() -> None:
     half = launched("n1", "n2", complete=False)
     assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
     older = safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0})
@@ -163,7 +163,7 @@ def short(job: JobState) -> PolicyChanged:
     return PolicyChanged(policy(timeouts=times, strict_lease=True), "faster", "ada")
 
 
-def test_a_changed_policy_changes_the_next_launch_and_no_rank_that_runs() -> None:
+def test_a_changed_policy_changes_the_next_launch_only() -> None:
     job, _ = play(
         running(), NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), now=at(120)
     )
@@ -192,7 +192,7 @@ def test_heartbeats_come_often_enough_for_the_lease_that_runs() -> None:
     assert running_timeouts(new_job(policy=slow)) == slow.timeouts
 
 
-def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
+def test_strict_lease_fences_no_ranks_that_run_without_it() -> None:
     job = record(running(gang="independent"), short(new_job()), T0)
     assert not fences(job)
     job, decision = play(
@@ -204,9 +204,7 @@ def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
     assert plan_generation(job, 2, ("n1",)).fences
 
 
-def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_was_decided_since() -> (
-    None
-):
+def test_a_launch_is_recorded_as_ordered_despite_later_decisions() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
     job = record(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     launch = plan_generation(job, 1, ("n1", "n2"))
@@ -222,7 +220,7 @@ def ordered(*, generation: int = 2) -> JobState:
     )
 
 
-def test_the_ranks_before_are_forgotten_when_a_launch_is_complete() -> None:
+def test_earlier_ranks_are_forgotten_when_a_launch_is_complete() -> None:
     job = record(ordered(), Launched(2, T0, T0), T0)
     assert [(one.generation, one.complete, one.nodes) for one in job.launched] == [
         (2, True, ("n1", "n2"))
@@ -230,7 +228,7 @@ def test_the_ranks_before_are_forgotten_when_a_launch_is_complete() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_them(
+def test_a_failed_launch_leaves_only_ranks_it_was_to_start(
     started: bool,
 ) -> None:
     refused = LaunchRefused(2, (NodeRefusal("n2", "command_not_found", "no such file"),), started)
@@ -241,7 +239,7 @@ def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_t
         assert [one.generation for one in job.launched] == kept
 
 
-def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> None:
+def test_ranks_a_refused_launch_started_elsewhere_may_be_alive() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
     job = record(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     refused = LaunchRefused(1, (NodeRefusal("n2", "cannot_start", "no memory"),), started=True)
@@ -253,7 +251,7 @@ def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> Non
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_alive(
+def test_the_end_of_an_abandoned_launch_says_if_ranks_may_live(
     started: bool,
 ) -> None:
     alive = {"n1", "n2"} if started else set()
@@ -278,12 +276,12 @@ def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_al
     )
 
 
-def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
+def test_a_node_that_may_yet_take_the_order_has_negative_silence() -> None:
     job = record(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
     assert [(lost.node, lost.unheard_for) for lost in job.lost] == [("n2", timedelta(seconds=-90))]
 
 
-def test_launches_are_kept_until_they_are_proven_stopped_on_every_node() -> None:
+def test_launches_are_kept_until_proven_stopped_on_every_node() -> None:
     job = record(ordered(), RanksStopped(2, ("n1",), T0), T0)
     assert [(one.generation, one.stopped) for one in job.launched] == [(1, ("n1",)), (2, ("n1",))]
     assert record(job, RanksStopped(2, ("n2",), T0), T0).launched == ()
@@ -304,7 +302,7 @@ def test_attempts_that_differ_by_their_number_only_take_no_room() -> None:
     ]
 
 
-def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None:
+def test_a_node_declared_dead_by_a_person_is_no_proof_for_others() -> None:
     job = record(running(), NodeDeclaredDead("n1", "no power", "ada"), T0)
     assert [(one.nodes, one.size, one.stopped) for one in job.launched] == [(("n2",), 2, ())]
     assert safe_launch_at(job.launched, 0.0, {}, {}) is None
@@ -328,7 +326,7 @@ def test_a_state_without_launches_is_judged_by_its_policy() -> None:
 # --- nodes that are lost, and return
 
 
-def test_a_lost_node_that_returns_before_a_fault_is_not_left_behind_by_it() -> None:
+def test_a_lost_node_back_before_a_fault_is_not_left_behind() -> None:
     job, _ = step(running(), NodeUnreachable(1, "n2", timedelta(seconds=200), "no route"))
     after, decision = play(
         job, NodeReturned(1, "n2"), FaultObserved(1, (exited(0, "n1", code=1),), 0, T0)
@@ -337,7 +335,7 @@ def test_a_lost_node_that_returns_before_a_fault_is_not_left_behind_by_it() -> N
     assert (after.lost, decision.without) == ((), ())
 
 
-def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> None:
+def test_a_fault_renews_ages_of_lost_nodes_and_the_longer_counts() -> None:
     job, _ = play(
         running(nodes=3),
         NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"),
@@ -358,7 +356,7 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
 # --- submissions of one name
 
 
-def test_ranks_of_an_earlier_submission_are_judged_by_their_own_launch() -> None:
+def test_ranks_of_old_submissions_are_judged_by_their_own_launch() -> None:
     old = launched("n1", "n2", "n3", submission=900)
     job = record(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
     assert job.maybe_alive == ("n1", "n2")
@@ -369,20 +367,20 @@ def test_ranks_of_an_earlier_submission_are_judged_by_their_own_launch() -> None
     assert again.launched == job.launched
 
 
-def test_of_ranks_that_no_launch_is_known_of_silence_proves_nothing() -> None:
+def test_silence_proves_nothing_of_ranks_without_a_known_launch() -> None:
     job = record(new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0)
     assert job.launched[0] == unknown_generation(("n4",))
     assert not fences(job)
     assert safe_after(job, T0) is None
 
 
-def test_a_retry_goes_on_with_the_launches_of_the_submission_before() -> None:
+def test_a_retry_goes_on_with_launches_of_the_last_submission() -> None:
     job = running()
     again = resubmit(job, 2000, "ada", T0, False, ())
     assert (again.maybe_alive, again.launched) == (job.maybe_alive, job.launched)
 
 
-def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None:
+def test_a_claim_lists_launches_maybe_alive_and_the_next_one() -> None:
     job = record(running(), RanksStopped(1, ("n1",), T0), T0)
     living, planned = build_claim(job, 7, keep=("n1",)).launched
     assert (living.nodes, living.complete, living.stopped) == (("n1", "n2"), False, ())
@@ -402,16 +400,19 @@ def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None
         ({"fences": False}, False),
     ],
 )
-def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(
+def test_longer_times_reach_the_fleet_before_they_are_launched(
     changes: dict[str, object], known: bool
 ) -> None:
     told = build_claim(running(), 7).launched
-    next_one = replace(plan_generation(running(), 2, ("n1", "n2")), **changes)  # type: ignore[arg-type]
+    next_one = replace(
+        plan_generation(running(), 2, ("n1", "n2")),
+        **changes,  # type: ignore[arg-type]
+    )
     assert is_known_by(told, next_one) is known
     assert not is_known_by(told[:-1], next_one), "nothing was told of it"
 
 
-def test_what_was_told_not_to_fence_is_waited_for_long_enough_whatever_its_times() -> None:
+def test_a_launch_known_not_to_fence_covers_longer_times() -> None:
     job = running(gang="independent")
     told = build_claim(job, 7).launched
     assert is_known_by(

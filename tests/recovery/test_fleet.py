@@ -1,4 +1,4 @@
-"""What a fleet makes of what it is told: claims, looks, its file, repairs, people; and what it orders."""
+"""What a fleet makes of claims, looks, its file, repairs and people; and what it orders."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ DRAIN = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 # --- a fleet that was started anew
 
 
-def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_then_grants() -> (
-    None
-):
+def test_a_new_fleet_reads_asks_and_probes_before_it_grants() -> None:
     desk = Desk(begun=False)
     desk.learn(ClaimEvent(Claim("c", 1, 1, 1, since=T0)))
     assert desk.settle() == []
@@ -81,7 +79,7 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
 
-def test_a_job_that_keeps_what_it_has_waits_for_nothing_where_a_fleet_has_begun_anew() -> None:
+def test_a_job_keeping_its_nodes_never_waits_for_a_new_fleet() -> None:
     desk = Desk(begun=False)
     desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(("a", "b")))
     desk.settle()
@@ -90,9 +88,7 @@ def test_a_job_that_keeps_what_it_has_waits_for_nothing_where_a_fleet_has_begun_
     assert not desk.record("a").is_waiting
 
 
-def test_a_job_that_does_not_say_what_it_holds_is_waited_for_half_a_minute_and_its_ranks_are_left_alone() -> (
-    None
-):
+def test_a_job_of_unknown_nodes_is_awaited_and_keeps_its_ranks() -> None:
     desk = Desk(nodes("n1")[0], jobs=("a",))
     desk.living["n1"] = (LiveGeneration("a", 1, 3),)
     desk.look()
@@ -108,7 +104,7 @@ def test_a_job_that_does_not_say_what_it_holds_is_waited_for_half_a_minute_and_i
     assert desk.wait(minutes=10) == []
 
 
-def test_jobs_that_are_looked_up_again_are_awaited_unless_they_have_spoken() -> None:
+def test_jobs_looked_up_again_are_awaited_unless_they_spoke() -> None:
     desk = Desk(jobs=("a", "b", "c"))
     desk.claim("a", 1)
     desk.claim("b", 0)
@@ -117,9 +113,7 @@ def test_jobs_that_are_looked_up_again_are_awaited_unless_they_have_spoken() -> 
     assert (desk.state.awaited_jobs, desk.state.awaited_until) == (("d",), settles)
 
 
-def test_a_job_that_ended_without_a_word_is_no_longer_awaited_once_it_is_not_found_any_more() -> (
-    None
-):
+def test_a_job_that_ended_silently_is_awaited_until_not_found() -> None:
     desk = Desk(jobs=("a", "b"))
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
@@ -166,7 +160,7 @@ def test_all_nodes_are_looked_at_every_minute() -> None:
 # --- claims
 
 
-def test_claims_that_come_twice_late_or_after_their_withdrawal_change_nothing() -> None:
+def test_repeated_late_or_withdrawn_claims_change_nothing() -> None:
     desk = Desk()
     first = ClaimEvent(Claim("a", 2, 1, 1, since=T0))
     desk.go(first)
@@ -186,11 +180,14 @@ def test_claims_that_come_twice_late_or_after_their_withdrawal_change_nothing() 
 
 
 def is_only_told_its_number(orders: list[Order]) -> bool:
-    """Whether nothing was ordered, or a job was told that a later submission is known, which one that has ended does not hear."""
+    """Whether at most the message that a later submission is known was ordered.
+
+    A submission that has ended does not hear it.
+    """
     return all(isinstance(order, GrantMessage) and order.grant.kind == "behind" for order in orders)
 
 
-def test_a_job_that_says_the_same_again_is_told_the_same_again() -> None:
+def test_a_job_that_repeats_itself_hears_the_same_answer() -> None:
     desk = Desk()
     desk.claim("a", 1)
     (told,) = desk.orders
@@ -211,7 +208,7 @@ def test_a_job_that_holds_less_frees_the_rest_at_once() -> None:
     assert [record.claim.job for record in desk.state.claims] == ["b"]
 
 
-def test_the_wait_goes_on_when_a_waiting_job_claims_anew() -> None:
+def test_the_wait_goes_on_when_a_waiting_job_claims_again() -> None:
     desk = Desk()
     desk.claim("a", 4)
     desk.claim("b", 1)
@@ -223,7 +220,7 @@ def test_the_wait_goes_on_when_a_waiting_job_claims_anew() -> None:
 # --- submissions of one name
 
 
-def test_a_new_submission_has_what_the_old_one_had_and_stops_its_ranks_first() -> None:
+def test_a_new_submission_keeps_nodes_and_stops_old_ranks_first() -> None:
     desk = Desk()
     desk.claim("a", 2, gpus=4)
     desk.claim("b", 3)
@@ -250,7 +247,7 @@ def test_a_new_submission_has_what_the_old_one_had_and_stops_its_ranks_first() -
     assert desk.granted() == {"b": ["n2", "n3", "n4"]}
 
 
-def test_what_an_old_submission_held_is_kept_until_the_new_one_has_seen_its_grant() -> None:
+def test_old_nodes_stay_until_a_new_submission_sees_its_grant() -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.claim("x", 2)
@@ -264,7 +261,7 @@ def test_what_an_old_submission_held_is_kept_until_the_new_one_has_seen_its_gran
     assert desk.record("a").places == (Place("n3", "10.0.0.3"),)
 
 
-def test_a_job_that_claims_anew_before_it_has_heard_of_its_grant_has_stopped_nothing() -> None:
+def test_a_job_claiming_before_it_sees_its_grant_stopped_nothing() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
@@ -276,7 +273,7 @@ def test_a_job_that_claims_anew_before_it_has_heard_of_its_grant_has_stopped_not
     assert "b" not in desk.granted(), "ranks of a live on n1"
 
 
-def test_ranks_of_an_old_submission_are_stopped_by_the_fleet_when_the_new_one_has_to_wait() -> None:
+def test_the_fleet_stops_old_ranks_if_a_new_submission_waits() -> None:
     """Whoever comes first may wait for just these nodes: each would wait for the other."""
     desk = Desk()
     desk.claim("b", 2)
@@ -290,9 +287,7 @@ def test_ranks_of_an_old_submission_are_stopped_by_the_fleet_when_the_new_one_ha
     assert desk.granted() == {"first": ["n1", "n2", "n3", "n4"]}
 
 
-def test_ranks_of_an_old_submission_are_stopped_for_a_new_one_that_ends_without_a_word_about_them() -> (
-    None
-):
+def test_old_ranks_are_stopped_if_a_new_submission_ends_silently() -> None:
     desk = Desk()
     desk.claim("a", 2)
     assert desk.claim("a", 0, submission=2) == [ReclaimOrder("a", 2, ("n1", "n2"))]
@@ -302,7 +297,7 @@ def test_ranks_of_an_old_submission_are_stopped_for_a_new_one_that_ends_without_
     assert desk.state.claims == ()
 
 
-def test_ranks_of_an_old_submission_that_come_to_light_later_are_stopped() -> None:
+def test_ranks_of_an_old_submission_found_later_are_stopped() -> None:
     desk = Desk()
     desk.claim("a", 1, submission=2)
     desk.claim("w", 4)
@@ -311,7 +306,7 @@ def test_ranks_of_an_old_submission_that_come_to_light_later_are_stopped() -> No
     assert desk.of(ReclaimOrder) == [ReclaimOrder("a", 1, ("n3",)), ReclaimOrder("w", 0, ("n3",))]
 
 
-def test_ranks_of_a_submission_that_is_newer_than_its_claim_are_left_alone() -> None:
+def test_ranks_of_a_submission_newer_than_its_claim_are_spared() -> None:
     desk = Desk()
     desk.claim("a", 1)
     desk.living["n3"] = (LiveGeneration("a", 2, 1),)
@@ -323,7 +318,7 @@ def test_ranks_of_a_submission_that_is_newer_than_its_claim_are_left_alone() -> 
 # --- jobs that closed, and ranks that nobody answers for
 
 
-def test_what_a_closed_job_held_is_free_when_its_ranks_are_stopped() -> None:
+def test_a_closed_jobs_nodes_are_free_when_its_ranks_are_stopped() -> None:
     desk = Desk()
     desk.claim("a", 2, holds=("n3",))
     desk.living["n4"] = (LiveGeneration("a", 1, 1),)
@@ -382,7 +377,7 @@ def test_a_new_submission_takes_over_from_a_closed_one() -> None:
     assert desk.state == known
 
 
-def test_ranks_of_a_job_that_nobody_knows_are_stopped() -> None:
+def test_ranks_of_an_unknown_job_are_stopped() -> None:
     desk = Desk()
     desk.living["n2"] = desk.living["n4"] = (LiveGeneration("ghost", 7, 1),)
     assert desk.wait(minutes=1) == [ReclaimOrder("ghost", 7, ("n2", "n4"))]
@@ -393,7 +388,7 @@ def test_ranks_of_a_job_that_nobody_knows_are_stopped() -> None:
     assert desk.granted() == {"a": ["n1", "n2", "n3", "n4"]}
 
 
-def test_a_look_from_before_a_job_gave_its_nodes_back_gets_nothing_stopped() -> None:
+def test_a_probe_from_before_a_job_gave_nodes_back_stops_nothing() -> None:
     desk = Desk()
     desk.claim("a", 1)
     desk.claim("a", 0, seq=2)
@@ -413,9 +408,7 @@ def test_nothing_is_stopped_before_it_is_known_which_jobs_run() -> None:
 # --- marks
 
 
-def test_hardware_evidence_takes_a_node_out_of_service_and_has_it_repaired_when_it_is_free() -> (
-    None
-):
+def test_bad_hardware_leaves_service_and_is_repaired_when_free() -> None:
     desk = Desk()
     desk.claim("a", 2)
     said = suspect("n1", isolate=True, gpus=("0000:05:00",), code="Xid 79", reason="Xid 79 on n1")
@@ -447,7 +440,7 @@ def test_hardware_evidence_takes_a_node_out_of_service_and_has_it_repaired_when_
     assert desk.node("n1").status is NodeStatus.IN_SERVICE
 
 
-def test_a_suspect_on_which_ranks_live_is_looked_at_until_they_are_gone() -> None:
+def test_a_suspect_with_live_ranks_is_probed_until_they_are_gone() -> None:
     desk = Desk()
     desk.claim("a", 1)
     desk.living["n1"] = (LiveGeneration("a", 1, 1),)
@@ -472,9 +465,7 @@ def test_evidence_that_becomes_certain_counts_from_then_on() -> None:
 @pytest.mark.parametrize(
     ("cause", "follows"), [(Cause.UNKNOWN, True), (Cause.GPU_TRANSIENT, False)]
 )
-def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_the_first(
-    cause: Cause, follows: bool
-) -> None:
+def test_a_fault_that_follows_the_job_clears_the_first_node(cause: Cause, follows: bool) -> None:
     desk = Desk()
     first = suspect("n1", 1, cause, code="exit 1", isolate=True)
     desk.claim("a", 1, holds=("n1",), suspects=(first,))
@@ -496,7 +487,7 @@ def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_
     assert desk.node("n3").marks[0].retracted == ""
 
 
-def test_a_suspect_with_other_evidence_stays_one_when_a_fault_moves_on() -> None:
+def test_a_suspect_with_other_evidence_stays_if_a_fault_moves() -> None:
     desk = Desk()
     desk.claim("b", 1, holds=("n1",), suspects=(suspect("n1", isolate=True),))
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n1", 1, Cause.HANG),))
@@ -508,7 +499,7 @@ def test_a_suspect_with_other_evidence_stays_one_when_a_fault_moves_on() -> None
     assert desk.node("n1").status is NodeStatus.SUSPECT
 
 
-def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None:
+def test_three_jobs_failing_on_a_node_in_a_day_make_it_a_suspect() -> None:
     desk = Desk(repairs_at_once=1)
     desk.claim(
         "z", 1, suspects=(replace(suspect("n4", 1, Cause.UNKNOWN), at=T0 - timedelta(hours=25)),)
@@ -523,7 +514,7 @@ def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None
     assert desk.of(RepairRequest) == [RepairRequest("n4", node.reason)]
 
 
-def test_a_node_keeps_its_newest_marks_and_one_that_is_older_than_those_changes_nothing() -> None:
+def test_a_node_keeps_its_newest_marks_and_ignores_older_ones() -> None:
     desk = Desk()
     for number in range(2, 25):
         new = replace(suspect("n4", number, reason=""), at=T0 + timedelta(minutes=number))
@@ -537,7 +528,7 @@ def test_a_node_keeps_its_newest_marks_and_one_that_is_older_than_those_changes_
 # --- repairs
 
 
-def test_the_oldest_suspects_are_repaired_first_and_not_more_than_the_limit() -> None:
+def test_the_oldest_suspects_are_repaired_first_up_to_the_limit() -> None:
     desk = Desk(repairs_at_once=2)
     desk.claim("a", 1, seq=1, holds=("n1",), suspects=(suspect("n4", isolate=True),))
     desk.go(ended("n4", "refused"), ReleaseCommand("n4", "ok", "grace"))
@@ -561,9 +552,7 @@ def test_the_oldest_suspects_are_repaired_first_and_not_more_than_the_limit() ->
     assert desk.go(ended("n2", job="a")) == [RepairRequest("n2", "it failed on n2")]
 
 
-def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fleet_waited_for_it() -> (
-    None
-):
+def test_a_jobs_repair_keeps_standing_unless_the_fleet_waited() -> None:
     desk = Desk()
     desk.go(began("n1"), ended("n1", "refused", job="a"))
     assert desk.node("n1").status is NodeStatus.IN_SERVICE
@@ -582,7 +571,7 @@ def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fle
         ("refused", {"by": "fleet gpus"}, NodeStatus.QUARANTINED),
     ],
 )
-def test_a_person_s_repair_that_is_refused_takes_no_node_out_of_service_that_was_not_found_unhealthy(
+def test_a_refused_manual_repair_withdraws_only_unhealthy_nodes(
     outcome: str, more: dict[str, Any], standing: NodeStatus
 ) -> None:
     desk = Desk()
@@ -594,9 +583,7 @@ def test_a_person_s_repair_that_is_refused_takes_no_node_out_of_service_that_was
     assert desk.state.notices == ((notice,) if stays else ())
 
 
-def test_what_an_examination_found_is_kept_whoever_ordered_it_until_another_one_finds_something() -> (
-    None
-):
+def test_a_finding_stays_until_another_examination_has_one() -> None:
     desk = Desk()
     assert desk.node("n1").verdict is None
     desk.go(began("n1"), ended("n1", job="a", reason="all was read"))
@@ -623,7 +610,7 @@ def test_what_an_examination_found_is_kept_whoever_ordered_it_until_another_one_
     ) == (Verdict.UNHEALTHY, desk.now, "Xid 79")
 
 
-def test_messages_of_another_repair_than_the_one_under_way_change_nothing() -> None:
+def test_messages_of_a_repair_not_under_way_change_nothing() -> None:
     desk = Desk()
     desk.go(began("n1", "r2"))
     known = desk.state
@@ -643,7 +630,7 @@ def test_a_repair_on_a_node_that_is_not_in_the_fleet_is_noted() -> None:
     )
 
 
-def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
+def test_a_repair_with_no_reported_end_ends_by_quarantine() -> None:
     desk = Desk()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     desk.go(began("n2", by="grace"))
@@ -659,7 +646,7 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
     assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
 
 
-def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -> None:
+def test_a_manual_quarantine_outlasts_repairs_until_released() -> None:
     desk = Desk()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     desk.go(began("n1"), QuarantineCommand("n1", "a technician comes", "grace"), ended("n1"))
@@ -673,7 +660,7 @@ def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -
     assert desk.node("n1").status is NodeStatus.IN_SERVICE
 
 
-def test_nodes_that_are_out_of_service_wake_nobody() -> None:
+def test_nodes_out_of_service_cause_no_early_wakeup() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.silent["n1"] = "it is off"
     desk.go(QuarantineCommand("n1", "dust", "grace"))
@@ -695,7 +682,7 @@ def test_the_file_may_add_change_and_reorder_nodes() -> None:
     assert desk.node("n2").probe is not None
 
 
-def test_a_node_that_left_the_file_goes_when_nobody_is_on_it() -> None:
+def test_a_node_that_left_the_file_goes_when_no_job_is_on_it() -> None:
     desk = Desk()
     desk.claim("a", 1)
     desk.claim("b", 0, suspects=(suspect("n4", isolate=True),))
@@ -747,7 +734,7 @@ def test_a_file_that_names_no_node_takes_none_away() -> None:
         ({"port": 2222}, "{was}:2222"),
     ],
 )
-def test_a_node_that_moves_while_a_job_has_it_is_told(change: dict[str, Any], now: str) -> None:
+def test_a_node_that_moves_while_a_job_has_it_is_reported(change: dict[str, Any], now: str) -> None:
     desk = Desk()
     desk.claim("a", 1, running=True, keep=("n2",))
     moved = tuple(spec.model_copy(update=change) for spec in desk.specs)
@@ -782,7 +769,7 @@ def test_many_nodes_that_move_are_a_few_notices() -> None:
 # --- people
 
 
-def test_a_person_quarantines_a_node_and_has_it_left_and_takes_it_back() -> None:
+def test_a_person_quarantines_drains_and_releases_a_node() -> None:
     desk = Desk()
     desk.claim("a", 2, gpus=2)
     desk.claim("b", 1, gpus=2)
@@ -793,9 +780,8 @@ def test_a_person_quarantines_a_node_and_has_it_left_and_takes_it_back() -> None
     withdraw = DrainRequest("n1", "a fan", "grace", until)
     assert desk.go(DRAIN) == [DrainMessage("a", withdraw), DrainMessage("b", withdraw)]
     assert desk.go(DRAIN) == []
-    assert (
-        desk.state.notices[0]
-        == "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
+    assert desk.state.notices[0] == (
+        "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
     )
     node = desk.node("n1")
     assert (node.status, node.reason, node.by, node.since) == (
@@ -821,7 +807,7 @@ def test_a_release_takes_the_marks_off_a_suspect() -> None:
     assert desk.node("n1").marks[0].retracted == "grace released it: a loose cable"
 
 
-def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands_is_noted() -> None:
+def test_commands_on_absent_nodes_and_bad_messages_are_noted() -> None:
     desk = Desk()
     desk.go(
         QuarantineCommand("n9", "", ""),
@@ -888,9 +874,7 @@ def test_every_grant_answers_the_newest_claim() -> None:
 # --- a server whose clock was set back between two submissions
 
 
-def test_a_submission_that_is_numbered_lower_than_one_before_is_told_so_and_takes_a_higher_number() -> (
-    None
-):
+def test_a_submission_numbered_too_low_hears_so_and_goes_higher() -> None:
     desk = Desk()
     desk.claim("a", 2, submission=5000)
     desk.claim("a", 0, seq=2, submission=5000)
@@ -902,7 +886,7 @@ def test_a_submission_that_is_numbered_lower_than_one_before_is_told_so_and_take
     assert desk.granted() == {"a": ["n1"]}
 
 
-def test_a_late_word_of_a_submission_that_has_ended_changes_nothing() -> None:
+def test_a_late_message_of_an_ended_submission_changes_nothing() -> None:
     desk = Desk()
     desk.claim("a", 2, submission=5000)
     before = desk.state.claims
@@ -916,7 +900,7 @@ def test_a_late_word_of_a_submission_that_has_ended_changes_nothing() -> None:
 # --- faults that a job reports without a claim
 
 
-def test_a_reported_fault_counts_like_a_claimed_one_and_changes_no_claim() -> None:
+def test_a_reported_fault_counts_as_claimed_and_changes_no_claim() -> None:
     desk = Desk()
     desk.claim("a", 2)
     before = desk.record("a")

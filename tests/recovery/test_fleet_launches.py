@@ -1,4 +1,7 @@
-"""A fleet hands the times of a job's launches to the next submission of that job, which judges silent nodes by them."""
+"""A fleet hands the times of a job's launches to the next submission of that job.
+
+That submission judges silent nodes by them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,7 @@ def gangs(launched: tuple[LaunchedGeneration, ...]) -> list[tuple[str, ...]]:
     return [one.nodes for one in launched]
 
 
-def test_a_later_submission_is_told_what_the_earlier_one_launched_on_the_nodes_that_it_was_granted() -> (
-    None
-):
+def test_a_new_submission_hears_old_launches_on_granted_nodes() -> None:
     desk = Desk()
     desk.claim("a", 2, launched=PLANNED)
     desk.claim("a", 1, submission=2)
@@ -44,7 +45,7 @@ def test_a_later_submission_is_told_what_the_earlier_one_launched_on_the_nodes_t
     assert desk.grants()["a"].launched == ()
 
 
-def test_what_was_launched_together_is_known_when_some_of_the_nodes_are_free_again() -> None:
+def test_joint_launches_are_known_when_some_nodes_are_free_again() -> None:
     desk = Desk()
     longer = replace(RUNNING[0], nodes=("n2", "n3"), fence_after=timedelta(hours=1))
     desk.claim("a", 2, launched=(longer, *PLANNED), holds=("n2", "n3"))
@@ -56,7 +57,7 @@ def test_what_was_launched_together_is_known_when_some_of_the_nodes_are_free_aga
     assert gangs(grant.launched)[0] == ("n2", "n3"), "n2 was proven stopped, and is proof for n3"
 
 
-def test_a_third_submission_is_told_of_the_first_where_the_second_never_heard_of_it() -> None:
+def test_a_third_submission_hears_of_a_first_the_second_missed() -> None:
     desk = Desk()
     desk.claim("a", 2, launched=PLANNED)
     desk.claim("a", 4, submission=2, launched=PLANNED)
@@ -77,7 +78,7 @@ def _moved(desk: Desk, *names: str, to: str = "10.9.9.9") -> FleetFileContent:
     return FleetFileContent("act", specs, desk.limits)
 
 
-def test_a_later_submission_is_told_which_nodes_have_moved_under_the_earlier_one() -> None:
+def test_a_new_submission_hears_which_nodes_moved_before_it() -> None:
     desk = Desk()
     desk.claim("a", 2, launched=PLANNED)
     desk.go(_moved(desk, "n2", "n3"))
@@ -101,7 +102,7 @@ def test_a_node_that_moved_and_is_back_where_it_was_proves_again() -> None:
     assert desk.record("a").old_logins == {}
 
 
-def test_what_answers_for_a_node_that_moved_frees_it_of_no_job_that_has_ended() -> None:
+def test_a_moved_nodes_answer_frees_it_of_no_ended_job() -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.go(_moved(desk, "n2"))
@@ -122,7 +123,7 @@ def test_what_answers_for_a_node_that_moved_frees_it_of_no_job_that_has_ended() 
     assert desk.state.notices[-1].endswith("a person declared n9 dead, which is not in fleet gpus")
 
 
-def test_a_person_vouches_for_a_node_that_an_earlier_submission_held() -> None:
+def test_a_person_vouches_for_a_node_an_old_submission_held() -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.go(_moved(desk, "n2"))
@@ -136,7 +137,7 @@ def test_a_person_vouches_for_a_node_that_an_earlier_submission_held() -> None:
     assert desk.record("a") == before
 
 
-def test_a_fleet_that_begins_anew_with_another_file_knows_how_held_nodes_were_reached() -> None:
+def test_a_fleet_restarted_with_a_new_file_knows_held_addresses() -> None:
     desk = Desk()
     desk.claim("a", 2)
     known = export_state(desk.state)

@@ -1,4 +1,7 @@
-"""Who is asked to leave a node: a person drains it, or another job's evidence is against it. And who hears that it is over."""
+"""Who is asked to leave a node, and who hears that it is over.
+
+A person drains it, or another job's evidence is against it.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +78,7 @@ def over(desk: Desk, reason: str = "it is in service again") -> DrainRequest:
 # --- a suspect that others share
 
 
-def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_examined_when_nobody_has_it() -> (
-    None
-):
+def test_sharers_of_a_suspect_are_asked_once_then_it_is_examined() -> None:
     desk = shared()
     assert DrainMessage("b", XID) in accuse(desk) and len(desk.of(DrainMessage)) == 1
     assert (desk.node("n2").status, desk.node("n2").repair_drain, desk.node("n2").asked_jobs) == (
@@ -144,7 +145,7 @@ def test_jobs_that_both_accuse_it_leave_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "retracted", "quarantine"])
-def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str) -> None:
+def test_an_asked_job_hears_when_the_node_is_no_longer_wanted(how: str) -> None:
     desk = shared()
     accuse(desk, cause=Cause.HANG)
     if how == "release":
@@ -164,7 +165,7 @@ def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str
     assert desk.go() == []
 
 
-def test_nobody_leaves_for_a_repair_that_would_not_be_done() -> None:
+def test_no_job_leaves_for_a_repair_that_would_not_be_done() -> None:
     watched = shared()
     watched.go(FleetFileContent("observe", watched.specs, watched.limits))
     accuse(watched)
@@ -183,7 +184,7 @@ def test_nobody_leaves_for_a_repair_that_would_not_be_done() -> None:
     assert desk.go(ResumeCommand("", "grace")) == [DrainMessage("b", later)]
 
 
-def test_who_waits_for_nodes_hears_it_too_and_who_has_left_or_ended_does_not() -> None:
+def test_waiting_jobs_hear_a_drain_and_departed_or_ended_do_not() -> None:
     desk = share(Desk(*nodes("n1", "n2", "n3")), "a", "b", "c", "d")
     accuse(desk)
     assert [order.job for order in desk.of(DrainMessage)] == ["b", "c", "d"]
@@ -198,7 +199,7 @@ def test_who_waits_for_nodes_hears_it_too_and_who_has_left_or_ended_does_not() -
 # --- a no
 
 
-def test_a_job_that_stays_keeps_the_node_through_its_own_relaunches_until_it_has_to_leave() -> None:
+def test_a_job_keeps_its_node_over_relaunches_until_it_must_go() -> None:
     desk = shared()
     accuse(desk)
     desk.claim("b", 2, seq=2, gpus=2, running=True, keep=("n2",), holds=("n2",))
@@ -236,7 +237,7 @@ def test_a_no_to_a_person_s_drain_holds_as_long() -> None:
 # --- people
 
 
-def test_a_drain_that_a_person_takes_back_is_taken_back_from_whoever_was_asked() -> None:
+def test_a_withdrawn_drain_is_withdrawn_from_each_asked_job() -> None:
     desk = shared()
     assert desk.go(DRAIN) == [DrainMessage("a", PSU), DrainMessage("b", PSU)]
     assert desk.go(ReleaseCommand("n2", "", "carol")) == [
@@ -261,7 +262,7 @@ def test_a_drain_takes_the_place_of_what_the_fleet_asked() -> None:
 # --- a fleet that begins anew
 
 
-def test_a_fleet_that_begins_anew_asks_for_the_same_time_and_not_before_it_remembers() -> None:
+def test_a_restarted_fleet_repeats_a_request_once_it_remembers() -> None:
     before = shared()
     accuse(before)
     desk = Desk(begun=False)
@@ -279,7 +280,7 @@ def test_a_fleet_that_begins_anew_asks_for_the_same_time_and_not_before_it_remem
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_what_was_asked_is_remembered_where_nobody_has_spoken_since(drained: bool) -> None:
+def test_a_request_is_remembered_where_no_job_has_spoken_since(drained: bool) -> None:
     before = shared()
     before.go(DRAIN) if drained else accuse(before)
     desk = Desk(begun=False)
@@ -323,9 +324,7 @@ def asks(desk: Desk, job: str = "a", seq: int = 1, **more: Any) -> list[tuple[bo
     return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(PermitMessage)]
 
 
-def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_asked_to_leave() -> (
-    None
-):
+def test_a_refused_repair_of_a_shared_node_asks_others_to_leave() -> None:
     desk = shared()
     assert asks(desk) == [
         (False, "job b has a part of n2 too, and was asked to leave it by 2026-03-01 14:00 UTC")
@@ -357,11 +356,12 @@ def test_a_job_that_has_the_node_for_itself_may_repair_it() -> None:
     assert desk.node("n2").status is NodeStatus.IN_SERVICE
 
 
-def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_leaves_for_it() -> (
-    None
-):
+def test_a_refused_repair_of_a_foreign_node_asks_none_to_leave() -> None:
     desk = shared()
-    reason = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    reason = (
+        "job a has n2, and ranks of it may live there: cancel it, drain the node, or let "
+        "that job order it"
+    )
     assert (asks(desk, job="z"), desk.of(DrainMessage)) == ([(False, reason)], [])
     assert desk.node("n2").status is NodeStatus.IN_SERVICE
 
@@ -375,7 +375,7 @@ def test_ranks_of_a_job_that_has_ended_are_waited_for() -> None:
     assert [tell.permit.allowed for tell in desk.of(PermitMessage)] == [True]
 
 
-def test_while_repairs_are_paused_it_is_not_answered_and_nobody_leaves() -> None:
+def test_paused_repairs_answer_nothing_and_no_job_leaves() -> None:
     desk = shared()
     desk.go(PauseCommand("", "grace"))
     assert (asks(desk), desk.of(DrainMessage)) == ([], [])
@@ -417,7 +417,7 @@ def test_a_suspect_already_asked_about_is_not_asked_for_again() -> None:
     assert desk.of(DrainMessage) == []
 
 
-def test_a_fleet_that_began_anew_hears_first_who_shares_the_node() -> None:
+def test_a_restarted_fleet_hears_first_who_shares_the_node() -> None:
     desk = Desk(begun=False)
     desk.learn(
         FleetFileContent("act", desk.specs, desk.limits), RunningJobs(("a", "b")), PreviousRun()
