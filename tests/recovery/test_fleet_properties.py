@@ -773,7 +773,7 @@ RUNS = st.lists(st.integers(0, 2**16), min_size=40, max_size=120)
 
 @given(RUNS)
 @searched(15)
-def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: list[int]) -> None:
+def test_no_gpu_has_two_owners_and_every_feasible_job_is_served(numbers: list[int]) -> None:
     world = World()
     for number in numbers:
         world.move(number)
@@ -799,7 +799,7 @@ def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: 
 
 @given(st.lists(st.integers(0, 2**16), min_size=30, max_size=60))
 @searched(15)
-def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_left_it(
+def test_a_shared_node_is_repaired_only_when_the_others_left_it(
     numbers: list[int],
 ) -> None:
     """What is checked is with each order, above; whoever was asked leaves, or says no and leaves when it has to."""
@@ -824,7 +824,7 @@ def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_le
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0, 2, 4, 8))), min_size=1, max_size=12)
 )
 @searched(15)
-def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_they_want_the_same(
+def test_equal_jobs_of_one_priority_are_served_in_order(
     wanted: list[tuple[int, int]],
 ) -> None:
     """A job is never served before an earlier one that wants no more of it, however long the earlier one waits."""
@@ -863,7 +863,7 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
     st.integers(0, 600),
 )
 @searched(25)
-def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
+def test_a_waiting_job_is_served_however_many_would_like_to_grow(
     wanted: list[tuple[int, int, bool]], needs: int, after: int
 ) -> None:
     """Jobs that run with fewer than they would take, some of which let their offers pass; then one comes that needs what is free."""

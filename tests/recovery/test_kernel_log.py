@@ -290,7 +290,7 @@ def test_the_reason_says_how_it_was_read(lines: list[str], index: int, words: st
     assert words in read(*lines)[index].reason
 
 
-def test_what_a_user_says_about_an_xid_stands_against_every_workflow() -> None:
+def test_a_users_word_on_an_xid_stands_against_every_workflow() -> None:
     wish = {"cause": "NODE_FAULT", "reason": "ours"}
     ours = catalog(
         CatalogOverrides.model_validate({"xid": dict.fromkeys((45, 48, 149, 154), wish)})

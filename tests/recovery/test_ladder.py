@@ -261,7 +261,7 @@ R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
         pytest.param(["PROGRESS", "GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="either of two"),
     ],
 )
-def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(
+def test_consecutive_counts_the_tries_since_the_row_began_again(
     reset_by: list[str], met: list[Any], expected: str
 ) -> None:
     ladder = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
@@ -443,7 +443,7 @@ def test_a_job_that_asks_and_hears_nothing_fails() -> None:
     walk(job, (this(DeadlinePassed()), "FAILED 1"))
 
 
-def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> None:
+def test_a_cause_without_a_ladder_uses_unknowns_and_counts_alone() -> None:
     source = {
         "no_progress_stop": "off",
         "extends": "gputasker",

@@ -323,7 +323,7 @@ def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
         ),
     ],
 )
-def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(
+def test_a_row_that_is_reset_by_the_faults_it_counts_is_refused(
     cause: str, reset_by: Any, named: str
 ) -> None:
     rung = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
@@ -467,7 +467,7 @@ def test_no_timeout_is_negative(name: str) -> None:
         Timeouts.model_validate({name: timedelta(seconds=-1)})
 
 
-def test_an_order_is_valid_for_as_long_as_the_slowest_node_may_stop() -> None:
+def test_an_order_is_valid_for_as_long_as_the_slowest_node_stops() -> None:
     assert Timeouts.model_validate({"lease": "60s", "stop_grace": "15s"}).valid_for == timedelta(
         seconds=90
     )
@@ -526,7 +526,7 @@ def test_what_names_no_preset_extends_the_default() -> None:
     assert resolve({}) == preset("default")
 
 
-def test_the_ladder_of_a_cause_is_replaced_as_a_whole_and_mappings_key_by_key() -> None:
+def test_a_ladder_is_replaced_as_a_whole_and_mappings_key_by_key() -> None:
     base = preset("modelarts")
     changed = resolve(
         {
@@ -550,7 +550,7 @@ def test_laying_keys_over_a_preset_does_not_change_the_preset() -> None:
     assert preset("default") == before
 
 
-def test_a_linter_reads_the_preset_and_what_is_laid_over_it_together() -> None:
+def test_a_linter_reads_the_preset_and_its_overrides_together() -> None:
     """The lease is fine beside the default's heartbeat and torchelastic's lost_after is not beside this one."""
     with pytest.raises(ValidationError) as error:
         resolve({"extends": "torchelastic", "timeouts": {"heartbeat": "10s", "lease": "30s"}})
@@ -568,7 +568,7 @@ def test_the_policy_of_the_documentation_is_one() -> None:
 
 
 @pytest.mark.parametrize("key", ["cause", "strategies", "max_restart"])
-def test_a_key_nobody_knows_is_refused(key: str) -> None:
+def test_an_unknown_key_is_refused(key: str) -> None:
     with pytest.raises(ValidationError) as error:
         resolve({key: {}})
     assert error.value.errors()[0]["loc"] == (key,)

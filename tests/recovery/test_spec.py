@@ -252,7 +252,7 @@ def test_a_command_that_only_mentions_a_launcher_is_a_rank(command: list[str]) -
         pytest.param("3:4", 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range as a flag has it"),
     ],
 )
-def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs(
+def test_s3_3_a_job_says_its_most_and_fewest_nodes(
     written: Any, fewest: int, most: int, size: str
 ) -> None:
     job = spec(nodes=written)
@@ -265,7 +265,7 @@ def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
-def test_numbers_in_the_environment_are_the_strings_that_everybody_means() -> None:
+def test_numbers_in_the_environment_become_plain_strings() -> None:
     assert spec(env={"DEBUG": 1, "LR": 0.5, "MODE": "on"}).env == {
         "DEBUG": "1",
         "LR": "0.5",
@@ -378,7 +378,7 @@ def test_what_is_no_duration_is_refused_with_a_sentence(written: Any, expected: 
 
 
 @pytest.mark.parametrize("written", ["", None, "P1X", [5]])
-def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(
+def test_what_is_no_duration_at_all_is_left_to_pydantic(
     written: Any,
 ) -> None:
     with pytest.raises(ValidationError):
@@ -389,7 +389,7 @@ def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(
     ("limit", "nodes", "number"),
     [(3, 100, 3), ("25%", 100, 25), ("25%", 7, 1), ("25%", 2, 1), ("0%", 10, 1), ("100%", 8, 8)],
 )
-def test_a_limit_is_a_number_of_nodes_or_a_share_of_them_and_at_least_one(
+def test_a_limit_is_a_number_or_share_of_nodes_and_at_least_one(
     limit: int | str, nodes: int, number: int
 ) -> None:
     limits = FleetLimits.model_validate({"nodes_out": limit, "repairs_at_once": limit})
@@ -449,7 +449,7 @@ def ssh_fleet(
         ({}, {"password": "secret"}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_an_ssh_fleet_cannot_mean_is_refused_with_a_sentence(
+def test_an_impossible_ssh_fleet_is_refused_with_a_sentence(
     node: dict[str, object], ssh: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ValidationError) as error:
