@@ -47,7 +47,9 @@ FOUND = {
     Broken.SWEPT_STATE: 129,
     Broken.NO_SERVER: 1,
 }
-"""The first seed that finds it. The other rules are rarely found by chance; their stories show them."""
+"""The first seed that finds it.
+
+The other rules are rarely found by chance; their stories show them."""
 
 
 def search(broken: Broken | None, examples: int, steps: int) -> None:

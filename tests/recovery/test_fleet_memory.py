@@ -1,4 +1,4 @@
-"""What a fleet that begins anew takes over from the run before it, and what it asks others again."""
+"""What a restarted fleet takes over from the run before it, and what it asks others again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRACE = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
 
 def anew(*facts: FleetEvent, **limits: Any) -> Desk:
-    """A fleet that was started anew, looked at its nodes and heard these facts, ten minutes later."""
+    """A fleet that was restarted, looked at its nodes and heard these facts, 10 minutes later."""
     desk = Desk(begun=False, **limits)
     desk.now += timedelta(minutes=10)
     desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), *facts)
@@ -153,7 +153,10 @@ def test_after_15_s_it_gives_up_but_takes_over_what_comes_later() -> None:
     desk.claim("a", 1)
     desk.wait(seconds=15)
     assert desk.granted() == {"a": ["n1"]}
-    forgotten = "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten"
+    forgotten = (
+        "nobody could say what the run before knew: quarantines, "
+        "pauses and faults of before are forgotten"
+    )
     assert desk.state.notices == (f"2026-03-01T12:00+00:00 {forgotten}",)
     assert desk.state.restore_error == "it did not say so within 15 s"
     desk.go(before(GRACE))
@@ -210,7 +213,10 @@ def test_a_pause_and_an_open_breaker_are_remembered() -> None:
     known = export_state(desk.state)
     later = anew(known, nodes_out=1)
     assert later.state.breaker == desk.state.breaker
-    said = "remembers 2 nodes out of service and an open breaker and a pause of repairs from the run before"
+    said = (
+        "remembers 2 nodes out of service and an open breaker "
+        "and a pause of repairs from the run before"
+    )
     assert later.state.notices == (f"2026-03-01T12:10+00:00 {said}",)
     again = anew(PauseCommand("", "ada"), known, nodes_out=1)
     assert (again.state.breaker.paused, again.state.breaker.is_open) == (
@@ -278,7 +284,7 @@ def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
 
 
 def died_with_its_fleet() -> Desk:
-    """Job a runs on n1 and n2; its workflow and its fleet's are terminated while n2 is cut off from everybody."""
+    """Job a runs on n1 and n2; its workflow and its fleet's end while n2 is cut off."""
     desk = Desk(*nodes("n1", "n2", "n3", "n4", gpus=8))
     desk.claim("a", 2)
     desk.claim("a", 2, seq=2, running=True, keep=("n1", "n2"))

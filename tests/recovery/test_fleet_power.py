@@ -1,4 +1,4 @@
-"""Which power cycles a fleet permits: of nodes that nobody has who was not told, and not too often."""
+"""Which power cycles a fleet permits: of nodes that no unasked job has, and not too often."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_a_job_keeps_the_power_of_its_node_unless_it_ordered_it(silent: str) -> 
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
     desk.silent["n2"] = silent
     desk.look()
-    reason = "job llama has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    reason = (
+        "job llama has n2, and ranks of it may live there: cancel it, "
+        "drain the node, or let that job order it"
+    )
     assert asked(desk) == [(False, reason)]
     assert desk.node("n2").power_cycles == () and desk.state.reboots == ()
     assert asked(desk, job="other", seq=2) == [(False, reason)]
@@ -78,7 +81,10 @@ def test_a_node_is_rebooted_by_any_means_twice_in_three_days() -> None:
     assert answer == [
         (
             False,
-            "n2 was rebooted 2 times within 3d, 1 of them by its power: a person should look at its hardware",
+            (
+                "n2 was rebooted 2 times within 3d, 1 of them by its power: "
+                "a person should look at its hardware"
+            ),
         )
     ]
     assert asked(desk, restarts=1, power=False, run="c") == answer, (

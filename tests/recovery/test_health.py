@@ -1,4 +1,4 @@
-"""What an examined node is called, and why: tables of answers, and answers that no agent of ours gives."""
+"""What an examined node is called, and why: tables of answers, some that no agent gives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ HEALTHS = TypeAdapter(Health)
 XID_79 = (
     "[  100.5] NVRM: Xid (PCI:0000:06:00): 79, pid=1234, name=python, GPU has fallen off the bus."
 )
-XID_31 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 31, pid=1234, name=python, Ch 00000008, intr 00000000. MMU Fault"
+XID_31 = (
+    "[  100.5] NVRM: Xid (PCI:0000:06:00): 31, pid=1234, name=python, Ch 00000008, "
+    "intr 00000000. MMU Fault"
+)
 NFS = "nfs: server filer01 not responding, timed out"
 
 
@@ -691,7 +694,7 @@ def test_an_answer_survives_json() -> None:
 def test_a_clocks_offset_is_shown_as_far_as_a_round_trip_bounds(
     ahead: float, took: float, said: str, named: bool
 ) -> None:
-    """And is no verdict. The node was at work for three seconds of the exchange, which bounds nothing."""
+    """And is no verdict: the node worked for three seconds of the exchange, which bound nothing."""
     exchange = {"sent": WALL, "received": WALL + took + 3.0}
     health = read(
         probe(

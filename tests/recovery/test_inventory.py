@@ -1,4 +1,7 @@
-"""What a fleet makes of what NVML says of its nodes: whose GPUs are given to nobody, which nodes are suspected, when each is read."""
+"""What a fleet makes of what NVML says of its nodes.
+
+Which GPUs are given to no job, which nodes are suspected, and when each is read.
+"""
 
 from __future__ import annotations
 
@@ -227,7 +230,7 @@ def test_a_stranger_is_named_beside_the_job_that_has_the_rest() -> None:
 
 
 def test_what_a_stranger_uses_is_not_kept_free_for_any_job() -> None:
-    """When he leaves is not for relaunch to know: a large job that waits for him keeps nothing from small ones."""
+    """When a stranger leaves is unknown: a large job that waits keeps nothing from small ones."""
     desk = visited("n1", "n2", n1=(0,))
     desk.claim("large", 2)
     desk.claim("small", 1)

@@ -79,7 +79,8 @@ def test_what_a_line_names_is_taken_over() -> None:
 
 def test_a_pid_or_a_time_that_is_no_number_is_absent() -> None:
     (found,) = read(
-        "[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+        "[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, "
+        "GPU has fallen off the bus."
     )
     assert (found.gpu, found.pid, found.at) == ("0000:03:00", None, None)
     assert found.reason == "Xid 79 on GPU 0000:03:00: the GPU has fallen off the bus", (
@@ -89,7 +90,8 @@ def test_a_pid_or_a_time_that_is_no_number_is_absent() -> None:
 
 def test_a_switch_is_named_without_its_function() -> None:
     (found,) = read(
-        "[131453.740743] nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+        "[131453.740743] nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, "
+        "Link 30 LTSSM Fault Up"
     )
     assert (found.code, found.gpu, found.role, found.cause) == (
         "SXid 20034",

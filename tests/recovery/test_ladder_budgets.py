@@ -1,4 +1,4 @@
-"""What a ladder may use up: the job's own restarts, tries in time, generations without progress, and the delay between them."""
+"""What a ladder may use up: restarts, tries in time, generations without progress, delays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1") -> Diagnos
     return suspected(A, *nodes, gpus=gpus, code=code)
 
 
-# --- budgets -------------------------------------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rung", [RESTART, REPLACE, RESCHEDULE, RESET, REBOOT])
@@ -171,7 +171,7 @@ def test_flat_generations_end_a_walk_whatever_the_ladder_has() -> None:
     assert walk(job, (raised(), "FAILED 1")).flat_generations == 1
 
 
-# --- used budgets --------------------------------------------------------------------------------------------------------------------
+# --- used budgets ---------------------------------------------------------------------------------
 
 
 def used(job: JobState, seconds: float = 0) -> list[tuple[str, str, int, str]]:

@@ -1,4 +1,7 @@
-"""Ladders that ask before they act and act before they launch: examinations, repairs, and what is heard meanwhile."""
+"""Ladders that ask before they act and act before they launch: examinations and repairs.
+
+And what is heard meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def on(*nodes: str, gpus: tuple[str, ...] = ()) -> Diagnosis:
     return suspected(Cause.APPLICATION, *nodes, gpus=gpus)
 
 
-# --- examinations --------------------------------------------------------------------------------------------------------------------
+# --- examinations ---------------------------------------------------------------------------------
 
 SICK, WELL, DOUBT = (
     {**REPLACE, "when": verdict} for verdict in ("UNHEALTHY", "HEALTHY", "UNKNOWN")
@@ -169,7 +172,10 @@ def test_a_rung_on_nodes_is_passed_by_if_no_node_is_found_sick(
 
 
 def test_an_examination_never_sends_the_ladder_back_down() -> None:
-    """The suspects are others after it, and their tries are not used; the question was what comes after those."""
+    """It changes the suspects, and their tries are unused.
+
+    The question was what comes after those.
+    """
     job = running(
         policy=rungs(
             {**RESTART, "tries": 1, "key": ["cause", "node"]},
@@ -214,7 +220,7 @@ def test_a_late_verdict_is_ignored() -> None:
     assert after == asked
 
 
-# --- repairs -------------------------------------------------------------------------------------------------------------------------
+# --- repairs --------------------------------------------------------------------------------------
 
 REPAIRS = [
     {**RESET, "tries": 2, "key": ["node", "gpu", "code"], "spends": False},
@@ -336,7 +342,10 @@ def test_the_late_end_of_one_repair_is_not_that_of_the_next(outcome: Any) -> Non
 def test_late_reports_of_the_broken_generation_change_nothing(
     doing: str, job: JobState, echo: Any
 ) -> None:
-    """Examining and repairing keep the generation's number, so what other watches report of it is not stale by that."""
+    """Examining and repairing keep the generation's number.
+
+    So what other watches report of it is not stale by that.
+    """
     after, _ = step(job, echo(job), at(1))
     assert (after.phase, after.recovering, after.tries) == (doing, job.recovering, job.tries)
     answer = found(n2="UNHEALTHY") if doing == "EXAMINING" else mended()

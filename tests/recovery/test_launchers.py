@@ -86,8 +86,10 @@ def test_what_a_launcher_would_substitute_is_escaped() -> None:
 
 
 SAMPLES = Path(__file__).parent / "samples" / "launchers"
-"""What each has printed when rank 3 of four was killed while rank 2 raised an exception, from the line about the first failure on:
-torchrun to the end; of ft_launcher these three lines alone. Paths are others, and spaces at ends of lines are gone."""
+"""What each has printed when rank 3 of four was killed while rank 2 raised an exception.
+
+From the line about the first failure on: torchrun to the end; of ft_launcher these three lines
+alone. Paths are others, and spaces at ends of lines are gone."""
 BLOCK = (SAMPLES / "torchrun_2.13.0.txt").read_text().splitlines()
 LOGGED = (SAMPLES / "ft_launcher_0.4.1.txt").read_text().splitlines()
 KILLED = Failure(26130, None, 9, 3)

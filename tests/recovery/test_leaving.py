@@ -180,7 +180,10 @@ def test_an_approval_takes_a_no_back_at_any_time() -> None:
 @pytest.mark.parametrize("decision", ["snooze", "take-over"])
 def test_a_node_is_left_or_not_and_nothing_else(decision: str) -> None:
     before = asked()
-    said = f"{decision} says nothing about n2: expected approve (it is left at once) or deny (not before {UNTIL})"
+    said = (
+        f"{decision} says nothing about n2: "
+        f"expected approve (it is left at once) or deny (not before {UNTIL})"
+    )
     assert check_answer(before, decision, at(1), "n2") == said
     job, decided = step(before, Answered(decision, "", "ada", node="n2"), at(1))  # type: ignore[arg-type]
     assert decided == Ignore(said) and job == before
@@ -236,7 +239,10 @@ def test_what_comes_next_says_who_wants_what_and_the_answers() -> None:
     wants = f"carol wants n2 by {UNTIL}: swap its PSU"
     at_once = "`answer llama approve --node n2`: at once"
     assert describe_drains(job) == (
-        f"{wants}; it leaves at the next checkpoint ({at_once}; `answer llama deny --node n2`: not before 05:00)",
+        (
+            f"{wants}; it leaves at the next checkpoint ({at_once}; "
+            "`answer llama deny --node n2`: not before 05:00)"
+        ),
     )
     assert describe_next(job) == f"{job.next.what}; {describe_drains(job)[0]}"
     denied, _ = step(job, NO, at(10))

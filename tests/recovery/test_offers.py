@@ -1,4 +1,4 @@
-"""Claims of jobs that may have fewer nodes: what they are granted, what they are offered later, and who comes first."""
+"""Claims of jobs that may have fewer nodes: grants, later offers, and who comes first."""
 
 from __future__ import annotations
 

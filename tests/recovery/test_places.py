@@ -53,7 +53,10 @@ ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
         (replace(STARTED, boot_id="2" * 12), None),
         (
             replace(STARTED, machine="aa1111111111"),
-            "from another machine than the one generation 3 was started on (machine aa111111, was f29984fb)",
+            (
+                "from another machine than the one generation 3 was "
+                "started on (machine aa111111, was f29984fb)"
+            ),
         ),
         (replace(STARTED, machine="aa", boot_id="2" * 12), "from another machine"),
         (
@@ -145,7 +148,8 @@ def test_no_answer_is_proof_for_a_node_whose_line_was_changed() -> None:
     places = (StartedPlaces(1000, 3, {"n1": MOVED}),)
     for answering in (STARTED, ELSEWHERE, None):
         assert find_doubt(places, "n1", answering) == (
-            "n1 answers, but the fleet file had another address or user for it when ranks of an earlier submission were started there"
+            "n1 answers, but the fleet file had another address or user for it "
+            "when ranks of an earlier submission were started there"
         )
     assert find_doubt(places, "n2", STARTED) is None
 
@@ -235,7 +239,10 @@ def test_a_new_submission_knows_where_ranks_of_the_old_may_live() -> None:
 
 
 def test_a_node_that_answers_from_elsewhere_is_lost_and_says_why() -> None:
-    said = "n1 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
+    said = (
+        "n1 answers, but from another machine than the one "
+        "generation 3 was started on (machine b, was a)"
+    )
     job, decision = play(
         running(1), NodeUnreachable(3, "n1", timedelta(minutes=3), said, is_elsewhere=True)
     )
@@ -263,15 +270,18 @@ def test_many_lost_nodes_are_told_apart_in_few_words() -> None:
         job, _ = play(job, event)
     _, decision = play(job, DeadlinePassed())
     assert isinstance(decision, Ask)
-    assert (
-        decision.reason
-        == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
+    assert decision.reason == (
+        "n1, n2 did not answer for 1h; n3 is elsewhere; "
+        "n4 is elsewhere; and 2 more answer from elsewhere"
     )
 
 
 def test_a_node_prepared_elsewhere_is_lost_with_its_old_ranks() -> None:
     job = replace(running(), generation=4, phase=Phase.LAUNCHING)
-    said = "n2 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
+    said = (
+        "n2 answers, but from another machine than the one "
+        "generation 3 was started on (machine b, was a)"
+    )
     job, decision = play(
         job, LaunchFailed(4, ("n2",), False, timedelta(0), said, elsewhere=("n2",))
     )

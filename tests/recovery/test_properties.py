@@ -1,4 +1,4 @@
-"""What holds for every stream of events, under every preset and under whatever policy can be written."""
+"""What holds for every stream of events, under every preset and every valid policy."""
 
 from __future__ import annotations
 
@@ -324,14 +324,18 @@ def test_the_same_fault_over_and_over_ends_under_any_policy(
 
 
 def repeat(run: Run, fault: Callable[[Run], Event]) -> set[Cause]:
-    """Fail in the same way whenever it runs, ten seconds later; nothing is ever reached. Return the causes that no budget bounds."""
+    """Fail in the same way whenever it runs, ten seconds later; nothing is ever reached.
+
+    Return the causes that no budget bounds.
+    """
     while run.job.ending is None and run.job.phase is not Phase.WAITING_FOR_PERSON:
         takes = [take for turn in run.turns if (take := taken_in(turn)) is not None]
         causes = {take.cause for take in takes}
         if for_ever := {cause for cause in causes if most_tries(run.job.policy, cause) is None}:
             return for_ever
         assert len(takes) <= sum(most_tries(run.job.policy, cause) or 0 for cause in causes)
-        # A try takes at most: missing nodes, stop, places, launch, fault; examine, stop, verdict; repair, stop, outcome.
+        # A try takes at most: missing nodes, stop, places, launch, fault; examine, stop, verdict;
+        # repair, stop, outcome.
         assert len(run.turns) <= 12 * (len(takes) + 2), run.job.phase
         if run.answer(Choice(0)):
             continue

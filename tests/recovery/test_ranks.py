@@ -1,4 +1,4 @@
-"""Who is which rank, what a rank finds in its environment, and which of two launches is the later one."""
+"""The number of each rank, its environment, and which of two launches is the later one."""
 
 from __future__ import annotations
 

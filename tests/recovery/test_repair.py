@@ -222,7 +222,10 @@ def test_a_node_is_rebooted_only_so_often() -> None:
 
 
 def test_a_journal_that_cannot_be_read_is_no_leave_to_reboot() -> None:
-    reason = "the number of recent reboots of n2 is unknown: its journal of reboots: the node's answer makes no sense there"
+    reason = (
+        "the number of recent reboots of n2 is unknown: its journal of reboots: "
+        "the node's answer makes no sense there"
+    )
     assert refusal(then(repair(), NodeProbed(probe(reboots=[{"at": "?"}])))) == reason
 
 
@@ -401,7 +404,8 @@ def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
     outcome, verdict, reason = end(then(state, PASSED, seconds=50))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
     assert reason == (
-        "n2 had GPU 0000:05:00 reset and is healthy: 8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found"
+        "n2 had GPU 0000:05:00 reset and is healthy: 8 GPUs by NVML, "
+        "disk, memory, dcgmi diag -r 1: nothing found"
     )
 
 
@@ -445,9 +449,9 @@ def test_a_reset_without_an_answer_is_checked_and_ordered_again(lost: RepairEven
     assert isinstance(then(state, RESET_OK), ProbeNode)
     outcome, _, reason = end(then(state, lost, WaitEnded(), SAME))
     assert outcome == "ambiguous"
-    assert (
-        reason
-        == "2 orders to reset GPU 0000:05:00 on n2 got no answer; whether the GPUs were reset is unknown"
+    assert reason == (
+        "2 orders to reset GPU 0000:05:00 on n2 got no answer; "
+        "whether the GPUs were reset is unknown"
     )
 
 
@@ -518,9 +522,8 @@ def test_a_reboot_that_changed_nothing_is_refused_with_findings() -> None:
     broken = NodeProbed(probe(boot_id="boot-2", disks=[disk(writable=False, reason="read-only")]))
     outcome, verdict, reason = end(then(repair(), SAME, REBOOT_OK, broken))
     assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
-    assert (
-        reason
-        == "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
+    assert reason == (
+        "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
     )
     outcome, verdict, reason = end(
         then(
@@ -544,9 +547,9 @@ def test_a_node_whose_examination_says_nothing_is_not_given_back() -> None:
         OrderRefused("busy", "pid 7 uses it"),
     ):
         reason = refusal(then(state, fact, seconds=200))
-        assert (
-            reason
-            == "n2 was rebooted but its health is unknown: dcgmi diag was refused (busy): pid 7 uses it"
+        assert reason == (
+            "n2 was rebooted but its health is unknown: "
+            "dcgmi diag was refused (busy): pid 7 uses it"
         )
 
 

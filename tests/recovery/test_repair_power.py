@@ -107,9 +107,9 @@ def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
     state = after(repair(approved_by="bo"), SAME)
     assert isinstance(decide(state, at(1)), RebootNode)
     state = after(state, NO_REBOOT, seconds=1)
-    assert (
-        state.log[-1].reason
-        == "n2 refused the order to reboot n2 (cannot_reboot): sudo: a password is required; power-cycling n2 instead"
+    assert state.log[-1].reason == (
+        "n2 refused the order to reboot n2 (cannot_reboot): sudo: "
+        "a password is required; power-cycling n2 instead"
     )
     assert isinstance(decide(state, at(1)), ProbeNode), "it is looked at anew"
     assert then(state, SAME, seconds=2) == replace(

@@ -1,4 +1,4 @@
-"""What a policy would have decided: over recorded steps and over events that somebody wrote down."""
+"""What a policy would have decided: over recorded steps and over events that a person wrote."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_a_different_repair_is_followed_and_an_equal_one_counted() -> None:
     ], "not an answer nobody asked for"
 
 
-# --- written events -----------------------------------------------------------------------------------------------------------
+# --- written events -------------------------------------------------------------------------------
 
 
 def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, str, str]]:

@@ -351,7 +351,7 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
     ("turns", "words"), [pytest.param(turns, words, id=name) for name, turns, words in GIVING_UP]
 )
 def test_s1_7_every_decision_to_give_up_says_why(turns: list[Turn], words: str) -> None:
-    """A notice is sent for each decision to stop, so each path has to end in one, and its words are the notice."""
+    """A notice is sent for each decision to stop, in its words, so each path has to end in one."""
     after = walk(job(), *turns)
     assert words in after.reason
     assert after.incident is not None and after.incident.decisions[-1].decision == "Stop"

@@ -1,4 +1,7 @@
-"""The decisions of GPUTasker with heartbeats, row by row, under `gputasker`: silence is not failure, and nothing starts twice."""
+"""The decisions of GPUTasker with heartbeats, row by row, under `gputasker`.
+
+Silence is not failure, and nothing starts twice.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,7 @@ def test_s2_8_a_fault_that_awaited_a_lost_node_is_one_incident() -> None:
 
 @pytest.mark.parametrize("spec", [ONE, TWO])
 def test_s2_7_a_lost_node_is_not_waited_for_without_a_deadline(spec: dict[str, Any]) -> None:
-    """Nobody looks for hangs here, so nothing else would ever end this wait, nor tell a person of it."""
+    """No watch looks for hangs here, so nothing else would end this wait or notify a person."""
     lost = walk(job(**spec), (gone("n1"), "WAIT NODE_LOST"))
     assert lost.next.at == at(3600)
     walk(lost, (this(DeadlinePassed()), "ASK"), now=at(3600))

@@ -1,4 +1,6 @@
-"""The decisions of ModelArts' fault recovery, row by row, under `modelarts` with every kind of restart switched on.
+"""The decisions of ModelArts' fault recovery, row by row, under `modelarts`.
+
+Every kind of restart is switched on.
 
 Source: support.huaweicloud.com, ModelArts, "Fault recovery of training jobs", 2026-02-06.
 """
@@ -394,7 +396,7 @@ def test_s4_9_a_place_counts_its_nodes_and_the_starts_on_each() -> None:
 
 
 def test_s4_9_a_rescheduled_job_is_new_in_every_place() -> None:
-    """The containers are new ones: what a script has left in shared memory is gone, and it has to know."""
+    """The containers are new: a script has to know that its shared memory is gone."""
     before = job()
     after, decision = step(before, died(1)(before))
     assert isinstance(decision, Relaunch) and not decision.keep_nodes
