@@ -1,8 +1,8 @@
 """What the job of the model knows, in the code's own records.
 
-Events go through relaunch/job/apply.py, answers through relaunch/job/places.py, and when a launch is safe
-is said by relaunch/job/fencing.py, called as activities/stop.py does. `Broken` changes what they
-are given, or what becomes of their answer.
+Events go through relaunch/job/apply.py and answers through relaunch/job/places.py. When a launch is
+safe is said by relaunch/job/fencing.py, called as activities/stop.py does. `Broken` changes what
+they are given, or what becomes of their answer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What may happen to a gang, as rules that two searches draw from: hypothesis, and plain seeded walks."""
+"""What may happen to a gang, as rules for two searches: hypothesis and plain seeded walks."""
 
 import random
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class Fencing(RuleBasedStateMachine):
 
     @rule(nodes=SOME, ticks=st.integers(0, 8), end=ENDS)
     def lose_and_launch(self, nodes: set[int], ticks: int, end: End = End.REPORT) -> None:
-        """Lose some nodes together and launch on the others: what every other rule is there to disturb."""
+        """Lose some nodes together and launch on the others, which every other rule may disturb."""
         self.part(nodes)
         self.time_passes(ticks)
         self.launch({0, 1, 2, 3} - nodes or {3}, end)
@@ -141,7 +141,7 @@ class Fencing(RuleBasedStateMachine):
 
     @rule(nodes=SOME)
     def part(self, nodes: set[int]) -> None:
-        """Cut some nodes off from the controller and from the other nodes; they still see each other."""
+        """Cut some nodes off from the controller and the others; they still see each other."""
         self.world.cut_in |= nodes
         self.world.cut_out |= nodes
         self.world.cut_peers |= {
@@ -313,7 +313,10 @@ class Fencing(RuleBasedStateMachine):
 
 
 def walk(broken: Broken | None, seed: int, steps: int) -> World:
-    """Take random steps until two tokens are alive or the steps are used up. The same seed always walks the same way."""
+    """Take random steps until two tokens are alive or the steps are used up.
+
+    The same seed always walks the same way.
+    """
     chance = random.Random(seed)
     machine = Fencing()
     machine.broken = broken

@@ -1,9 +1,10 @@
 """A model of a node: prepare, start, stop, the lease, the peers and what proves ranks gone.
 
 It answers what the nodes would do under any order of messages, cuts, crashes, sleeps and stopped
-clocks. What decides is the code's own: the lease and the peers' words (relaunch/agent/ranks/lease.py) and what
-an answer proves. One tick is the longest that a scheduled process takes to act.
-The rules are those of docs/reference/agent-protocol.md; `Broken` leaves one of them out.
+clocks. What decides is the code's own: the lease and the peers' words
+(relaunch/agent/ranks/lease.py) and what an answer proves. One tick is the longest that a scheduled
+process takes to act. The rules are those of docs/reference/agent-protocol.md; `Broken` leaves one
+of them out.
 """
 
 from collections import Counter
@@ -40,8 +41,10 @@ class Times:
 
 
 USUAL = Times()
-"""Each above MARGIN and the three ticks of a launch, so that leaving one out shows; `valid_for` is above
-`fence_after`, which would hide it, and a node is lost before its lease has run out."""
+"""Each above MARGIN and the three ticks of a launch, so that leaving one out shows.
+
+`valid_for` is above `fence_after`, which would hide it, and a node is lost before its lease has run
+out."""
 PATIENT = Times(lost_after=20.0)
 """A node is lost when its lease has run out already."""
 SHORT = Times(lease=4.0, fence_after=3.0, stop_grace=2.0, lost_after=3.0)

@@ -1,4 +1,4 @@
-"""The shortest counterexample known for each broken rule. Every one is run against the whole protocol too."""
+"""The shortest counterexample known for each broken rule, also run against the whole protocol."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,7 +94,7 @@ def every_node_is_lost(world: World) -> None:
 
 
 def the_lost_ask_in_a_chain(world: World) -> None:
-    """0 asks 1, 1 asks 2 and 3, 2 asks 0 and 1, 3 asks 2: only 2 sees at once that 0 was stopped."""
+    """0 asks 1, 1 asks 2 and 3, 2 asks 0 and 1, 3 asks 2: only 2 sees at once that 0 stopped."""
     begin(world, 0, 1, 2, 3)
     lose(world, 1, 2, 3)
     recover(world, 0)

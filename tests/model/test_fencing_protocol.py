@@ -47,7 +47,9 @@ FOUND = {
     Broken.SWEPT_STATE: 129,
     Broken.NO_SERVER: 1,
 }
-"""The first seed that finds it. The other rules are rarely found by chance; their stories show them."""
+"""The first seed that finds it.
+
+The other rules are rarely found by chance; their stories show them."""
 
 
 def search(broken: Broken | None, examples: int, steps: int) -> None:
@@ -116,7 +118,7 @@ def test_every_limit_has_a_story() -> None:
     LIMITS,
     ids=lambda value: value.name.lower() if isinstance(value, Limit) else "",
 )
-def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(
+def test_a_limit_is_what_the_protocol_cannot_prevent_and_ends(
     limit: Limit, story: Story, longest: int | None
 ) -> None:
     """Two tokens are alive where the check does not leave it out, for no longer than it says."""
@@ -136,7 +138,7 @@ def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(
     assert ticks > 0
 
 
-def test_each_node_of_a_sparse_gang_is_within_the_hops_of_each_other() -> None:
+def test_nodes_of_a_sparse_gang_are_within_hops_of_each_other() -> None:
     """A stop travels against the questions: from who is asked to who asks."""
     for nodes in (2, 17, 18, 19, 40, 255, 256, 257, 300):
         asks = {node: peers_of(node, nodes) for node in range(nodes)}
@@ -179,7 +181,7 @@ def test_a_lost_node_that_is_back_is_renewed_again() -> None:
     assert world.alive() == {1: [0, 1]}
 
 
-def test_a_machine_whose_clock_stood_still_goes_on_when_its_peers_are_there() -> None:
+def test_a_machine_with_a_stopped_clock_goes_on_with_its_peers() -> None:
     world = World()
     begin(world, 0, 1, 2)
     world.sleep(1, asking=False, clock_stands=True)
@@ -189,7 +191,7 @@ def test_a_machine_whose_clock_stood_still_goes_on_when_its_peers_are_there() ->
     assert world.alive() == {1: [0, 1, 2]}
 
 
-def test_a_shim_that_goes_on_after_it_was_stopped_goes_on_with_its_ranks() -> None:
+def test_a_shim_that_goes_on_after_a_stop_goes_on_with_its_ranks() -> None:
     world = World()
     begin(world, 0, 1)
     world.nodes[1].shim_stopped = True

@@ -1,8 +1,8 @@
 """The world of the fencing model: a network that delays, loses and repeats, and the controller.
 
-It answers whether two tokens of the job are alive at once after each tick; what goes wrong is chosen
-by the test. Each direction between the controller and a host, and each pair of hosts, is cut by
-itself. The rule that says when a launch is safe is the code's (relaunch/job/fencing.py).
+It answers whether two tokens of the job are alive at once after each tick; what goes wrong is
+chosen by the test. Each direction between the controller and a host, and each pair of hosts, is
+cut by itself. The rule that says when a launch is safe is the code's (relaunch/job/fencing.py).
 """
 
 from collections import deque
@@ -55,7 +55,10 @@ class End(Enum):
 
 @dataclass
 class Worker:
-    """One attempt of an activity: a launcher or a watcher of a generation. `current` is what the server thinks."""
+    """One attempt of an activity: a launcher or a watcher of a generation.
+
+    `current` is what the server thinks.
+    """
 
     generation: int
     began: float
@@ -168,7 +171,7 @@ class World:
         return answered
 
     def sleep(self, h: int, *, asking: bool, clock_stands: bool = False) -> None:
-        """Freeze every process of a machine, if asked between its questions to its peers and their answers."""
+        """Freeze all processes of a machine, if asked between its questions and their answers."""
         node = self.nodes[h]
         for shim in node.shims:
             if asking and node.asks(shim, self.now) and not node.supervisor_stopped:
@@ -356,7 +359,7 @@ class World:
             self.workers.append(Launcher(old.generation, self.now))
 
     def work(self, worker: Launcher | Watcher, steps: Iterable[int] = (0, 1, 2)) -> None:
-        """Take some of the three steps: ask (or hear), have a heartbeat acknowledged, act on what was acknowledged."""
+        """Take some of the steps: ask (or hear), have a heartbeat acknowledged, act on that."""
         for step in steps:
             if isinstance(worker, Launcher):
                 self._launch_step(worker, step)

@@ -1,4 +1,4 @@
-"""What a fleet that begins anew takes over from the run before it, and what it asks others again."""
+"""What a restarted fleet takes over from the run before it, and what it asks others again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRACE = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
 
 def anew(*facts: FleetEvent, **limits: Any) -> Desk:
-    """A fleet that was started anew, looked at its nodes and heard these facts, ten minutes later."""
+    """A fleet that was restarted, looked at its nodes and heard these facts, 10 minutes later."""
     desk = Desk(begun=False, **limits)
     desk.now += timedelta(minutes=10)
     desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), *facts)
@@ -59,7 +59,7 @@ def standings(desk: Desk) -> dict[str, NodeStatus]:
     }
 
 
-def test_what_is_out_of_service_stays_out_with_its_reason_and_a_drain_is_asked_for_again() -> None:
+def test_nodes_stay_out_with_reasons_and_drains_are_asked_again() -> None:
     desk = anew(before(GRACE))
     node = desk.node("n1")
     assert (node.status, node.reason, node.by, node.since) == (
@@ -77,7 +77,7 @@ def test_what_is_out_of_service_stays_out_with_its_reason_and_a_drain_is_asked_f
     assert desk.granted() == {}
 
 
-def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_keeps_them() -> None:
+def test_nodes_under_repair_are_suspects_again_and_faults_stay() -> None:
     desk = Desk()
     hang = replace(suspect("n3", 1, Cause.HANG), at=T0)
     desk.claim("a", 0, suspects=(suspect("n2", isolate=True), hang))
@@ -101,7 +101,7 @@ def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_kee
     ]
 
 
-def test_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() -> None:
+def test_looks_and_nodes_as_in_the_file_are_not_remembered() -> None:
     desk = Desk()
     desk.claim("a", 2)
     known = export_state(desk.state)
@@ -109,7 +109,7 @@ def test_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() 
     assert anew(known).state.notices == ()
 
 
-def test_a_node_that_had_left_the_file_is_not_remembered_for_that() -> None:
+def test_having_left_the_file_is_not_remembered_of_a_node() -> None:
     desk = Desk()
     desk.claim("a", 4)
     desk.go(FleetFileContent("act", nodes("n2"), desk.limits))
@@ -118,9 +118,7 @@ def test_a_node_that_had_left_the_file_is_not_remembered_for_that() -> None:
     assert standings(anew(before(QuarantineCommand("n9", "a fan", "grace")))) == {}
 
 
-def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_before_knew() -> (
-    None
-):
+def test_no_grant_repair_or_permit_before_the_memory_is_restored() -> None:
     desk = Desk(begun=False)
     desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()))
     desk.claim("blames", 0, suspects=(suspect("n4", isolate=True),))
@@ -148,16 +146,17 @@ def test_who_keeps_what_it_has_does_not_wait_for_it() -> None:
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
 
-def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over_all_the_same() -> (
-    None
-):
+def test_after_15_s_it_gives_up_but_takes_over_what_comes_later() -> None:
     desk = Desk(begun=False)
     desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()))
     assert desk.wakes_in() == 15
     desk.claim("a", 1)
     desk.wait(seconds=15)
     assert desk.granted() == {"a": ["n1"]}
-    forgotten = "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten"
+    forgotten = (
+        "nobody could say what the run before knew: quarantines, "
+        "pauses and faults of before are forgotten"
+    )
     assert desk.state.notices == (f"2026-03-01T12:00+00:00 {forgotten}",)
     assert desk.state.restore_error == "it did not say so within 15 s"
     desk.go(before(GRACE))
@@ -190,7 +189,7 @@ def test_what_a_person_has_said_of_a_node_since_counts(
     assert (desk.node("n1").status, desk.node("n1").by) == (standing, by)
 
 
-def test_a_job_that_suspects_a_node_since_does_not_lift_what_a_person_has_said_before() -> None:
+def test_a_later_suspicion_does_not_lift_an_earlier_quarantine() -> None:
     desk = anew()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     assert desk.node("n1").status is NodeStatus.SUSPECT
@@ -214,7 +213,10 @@ def test_a_pause_and_an_open_breaker_are_remembered() -> None:
     known = export_state(desk.state)
     later = anew(known, nodes_out=1)
     assert later.state.breaker == desk.state.breaker
-    said = "remembers 2 nodes out of service and an open breaker and a pause of repairs from the run before"
+    said = (
+        "remembers 2 nodes out of service and an open breaker "
+        "and a pause of repairs from the run before"
+    )
     assert later.state.notices == (f"2026-03-01T12:10+00:00 {said}",)
     again = anew(PauseCommand("", "ada"), known, nodes_out=1)
     assert (again.state.breaker.paused, again.state.breaker.is_open) == (
@@ -234,7 +236,7 @@ def test_a_person_who_has_resumed_repairs_since_is_not_overruled() -> None:
     assert desk.state.notices[-1].endswith("remembers 1 node out of service from the run before")
 
 
-def test_nodes_that_were_out_while_the_breaker_was_closed_do_not_open_it() -> None:
+def test_nodes_out_while_the_breaker_was_closed_do_not_open_it() -> None:
     desk = Desk(nodes_out=1)
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True), suspect("n2", isolate=True)))
     desk.go(ResumeCommand("it is the cooling", "grace"))
@@ -244,9 +246,7 @@ def test_nodes_that_were_out_while_the_breaker_was_closed_do_not_open_it() -> No
     assert later.state.breaker.is_open
 
 
-def test_a_run_that_ended_before_it_had_learned_what_there_was_before_it_hides_nothing_of_that() -> (
-    None
-):
+def test_a_run_that_never_restored_hides_nothing_from_the_next() -> None:
     first = Desk()
     first.go(GRACE, PauseCommand("", "grace"))
     short = Desk(begun=False)
@@ -284,7 +284,7 @@ def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
 
 
 def died_with_its_fleet() -> Desk:
-    """Job a runs on n1 and n2; its workflow and its fleet's are terminated while n2 is cut off from everybody."""
+    """Job a runs on n1 and n2; its workflow and its fleet's end while n2 is cut off."""
     desk = Desk(*nodes("n1", "n2", "n3", "n4", gpus=8))
     desk.claim("a", 2)
     desk.claim("a", 2, seq=2, running=True, keep=("n1", "n2"))
@@ -305,7 +305,7 @@ def cut_off(known: PreviousRun | None, jobs: tuple[str, ...] = ("a",)) -> Desk:
     return desk
 
 
-def test_a_resubmitted_job_is_told_of_the_silent_node_that_only_the_run_before_knew() -> None:
+def test_a_resubmitted_job_hears_of_a_remembered_silent_node() -> None:
     known = export_state(died_with_its_fleet().state)
     desk = cut_off(known)
     desk.claim("a", 2, submission=2)
@@ -316,7 +316,7 @@ def test_a_resubmitted_job_is_told_of_the_silent_node_that_only_the_run_before_k
     )
 
 
-def test_a_claim_that_came_before_the_memory_is_told_of_it_as_well() -> None:
+def test_a_claim_that_precedes_the_memory_hears_of_it_as_well() -> None:
     desk = cut_off(None)
     desk.claim("a", 2, submission=2)
     assert desk.granted() == {}
@@ -324,7 +324,7 @@ def test_a_claim_that_came_before_the_memory_is_told_of_it_as_well() -> None:
     assert desk.grants()["a"].holding == ("n1", "n2")
 
 
-def test_nodes_of_a_job_that_has_ended_are_kept_and_cleaned_by_the_fleet_that_comes_after() -> None:
+def test_the_next_fleet_keeps_and_cleans_nodes_of_an_ended_job() -> None:
     desk = cut_off(export_state(died_with_its_fleet().state), jobs=())
     desk.claim("b", 3)
     assert desk.granted() == {}
@@ -336,7 +336,7 @@ def test_nodes_of_a_job_that_has_ended_are_kept_and_cleaned_by_the_fleet_that_co
     assert [place.node for place in desk.record("a").places] == ["n2"]
 
 
-def test_a_job_that_runs_is_asked_although_the_run_before_knew_what_it_held() -> None:
+def test_a_running_job_is_asked_even_if_its_nodes_are_remembered() -> None:
     desk = cut_off(export_state(died_with_its_fleet().state))
     assert desk.of(ClaimReminder) == [ClaimReminder("a")]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n3", "n4"))
@@ -346,7 +346,7 @@ def test_a_job_that_runs_is_asked_although_the_run_before_knew_what_it_held() ->
     assert not desk.record("a").is_restored
 
 
-def test_a_claim_of_the_same_submission_keeps_what_an_earlier_one_left_behind() -> None:
+def test_a_claim_of_the_same_submission_keeps_earlier_leftovers() -> None:
     before = died_with_its_fleet()
     before.claim("a", 2, submission=2)
     assert before.grants()["a"].holding == ("n1", "n2")
@@ -360,7 +360,7 @@ def test_a_claim_of_the_same_submission_keeps_what_an_earlier_one_left_behind() 
     assert heard.record("a").inherited == ()
 
 
-def test_a_job_that_gave_everything_back_since_leaves_what_it_never_knew_of() -> None:
+def test_a_job_that_gave_all_back_leaves_what_it_never_knew_of() -> None:
     known = export_state(died_with_its_fleet().state)
     same = cut_off(None)
     same.claim("a", 0, seq=3)
@@ -373,7 +373,7 @@ def test_a_job_that_gave_everything_back_since_leaves_what_it_never_knew_of() ->
     assert later.of(ReclaimOrder) == [ReclaimOrder("a", 2, ("n1", "n2"))]
 
 
-def test_runs_that_ended_before_they_had_restored_hand_on_what_those_before_them_knew() -> None:
+def test_runs_that_never_restored_hand_on_what_earlier_ones_knew() -> None:
     first, second = died_with_its_fleet(), Desk(begun=False)
     second.learn(FleetFileContent("act", second.specs, second.limits))
     second.learn(ClaimEvent(Claim("b", 1, 1, 1, holds=(Place("n3"),))))
@@ -383,7 +383,7 @@ def test_runs_that_ended_before_they_had_restored_hand_on_what_those_before_them
     } == {"a": ["n1", "n2"], "b": ["n3"]}
 
 
-def test_what_lived_on_a_node_when_it_answered_last_counts_while_it_is_silent() -> None:
+def test_ranks_last_seen_on_a_node_count_while_it_is_silent() -> None:
     desk = Desk()
     desk.living["n2"] = (LiveGeneration("a", 1, 1),)
     desk.look()
@@ -405,7 +405,7 @@ def test_what_lived_on_a_node_when_it_answered_last_counts_while_it_is_silent() 
 LOST = "run r1 was of workers on task queue q1"
 
 
-def test_a_job_that_may_have_ranks_on_a_silent_node_waits_where_what_was_known_is_lost() -> None:
+def test_a_job_on_a_silent_node_waits_where_memory_is_lost() -> None:
     desk = cut_off(PreviousRun(lost=LOST), jobs=())
     desk.claim("a", 1, submission=2)
     assert desk.granted() == {}
@@ -421,14 +421,14 @@ def test_a_job_that_may_have_ranks_on_a_silent_node_waits_where_what_was_known_i
     assert desk.grants()["a"].holding == ("n1", "n2")
 
 
-def test_a_silent_node_that_is_taken_out_of_the_file_is_not_waited_for() -> None:
+def test_a_silent_node_removed_from_the_file_is_not_waited_for() -> None:
     desk = cut_off(PreviousRun(lost=LOST), jobs=())
     desk.claim("a", 1, submission=2)
     desk.go(FleetFileContent("act", nodes("n1", "n3", "n4"), desk.limits))
     assert "a" in desk.granted()
 
 
-def test_a_job_that_was_granted_nodes_before_does_not_wait_for_silent_ones() -> None:
+def test_a_job_granted_nodes_before_waits_for_no_silent_ones() -> None:
     desk = cut_off(PreviousRun(lost=LOST))
     desk.claim("a", 2, running=True, keep=("n1",), holds=("n1",))
     assert desk.granted() == {"a": ["n1", "n3"]}
@@ -436,9 +436,7 @@ def test_a_job_that_was_granted_nodes_before_does_not_wait_for_silent_ones() -> 
     assert desk.granted() == {"b": ["n4"]}
 
 
-def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_for_silent_nodes() -> (
-    None
-):
+def test_with_no_earlier_run_only_a_job_seen_elsewhere_waits() -> None:
     desk = cut_off(PreviousRun(), jobs=())
     desk.claim("b", 1)
     assert desk.granted() == {"b": ["n3"]}

@@ -1,4 +1,4 @@
-"""Which power cycles a fleet permits: of nodes that nobody has who was not told, and not too often."""
+"""Which power cycles a fleet permits: of nodes that no unasked job has, and not too often."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ def asked(
     return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(PermitMessage)]
 
 
-def test_the_power_of_a_node_that_nobody_has_may_be_cycled() -> None:
+def test_the_power_of_a_node_that_no_job_has_may_be_cycled() -> None:
     desk = Desk()
     assert asked(desk) == [(True, "repair 1 of 2 that may act at a time")]
     assert desk.state.reboots == (desk.now,) and desk.node("n2").power_cycles == (desk.now,)
 
 
 @pytest.mark.parametrize("silent", ["", "no route to host"])
-def test_a_node_that_a_job_has_keeps_its_power_unless_that_job_ordered_it(silent: str) -> None:
+def test_a_job_keeps_the_power_of_its_node_unless_it_ordered_it(silent: str) -> None:
     desk = Desk()
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
     desk.silent["n2"] = silent
     desk.look()
-    reason = "job llama has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    reason = (
+        "job llama has n2, and ranks of it may live there: cancel it, "
+        "drain the node, or let that job order it"
+    )
     assert asked(desk) == [(False, reason)]
     assert desk.node("n2").power_cycles == () and desk.state.reboots == ()
     assert asked(desk, job="other", seq=2) == [(False, reason)]
@@ -61,14 +64,14 @@ def test_ranks_that_live_there_are_in_its_way_too() -> None:
     assert not asked(desk)[0][0]
 
 
-def test_a_fleet_that_began_anew_waits_for_jobs_to_say_what_they_have() -> None:
+def test_a_restarted_fleet_waits_for_jobs_to_say_what_they_have() -> None:
     desk = Desk(jobs=("llama",))
     assert asked(desk) == []
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
     assert [tell.permit.allowed for tell in desk.of(PermitMessage)] == [False]
 
 
-def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
+def test_a_node_is_rebooted_by_any_means_twice_in_three_days() -> None:
     desk = Desk()
     assert asked(desk, restarts=1, run="a")[-1][0], (
         "what its journal tells the repair judges itself"
@@ -78,7 +81,10 @@ def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
     assert answer == [
         (
             False,
-            "n2 was rebooted 2 times within 3d, 1 of them by its power: a person should look at its hardware",
+            (
+                "n2 was rebooted 2 times within 3d, 1 of them by its power: "
+                "a person should look at its hardware"
+            ),
         )
     ]
     assert asked(desk, restarts=1, power=False, run="c") == answer, (
@@ -100,7 +106,7 @@ def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
         (False, "", 1, False),
     ],
 )
-def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(
+def test_a_repair_learns_that_a_node_went_silent_as_it_rebooted(
     power: bool, silent: str, minutes: float, expected: bool
 ) -> None:
     desk = Desk()
@@ -118,7 +124,7 @@ def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(
     ]
 
 
-def test_a_node_that_nobody_rebooted_is_only_silent() -> None:
+def test_a_node_without_a_reboot_is_only_silent() -> None:
     desk = Desk()
     desk.silent["n2"] = "no route"
     desk.look()
@@ -134,7 +140,7 @@ def test_a_reset_counts_for_nothing() -> None:
     assert desk.node("n2").power_cycles == ()
 
 
-def test_power_cycles_are_remembered_by_a_fleet_that_begins_anew() -> None:
+def test_power_cycles_are_remembered_by_a_restarted_fleet() -> None:
     desk = Desk()
     asked(desk)
     known = export_state(desk.state)

@@ -1,4 +1,7 @@
-"""What no fleet does, whatever jobs, nodes, repairs and people do, in whatever order; and that whoever can be served is, in the end."""
+"""What no fleet does, whatever jobs, nodes, repairs and people do, in whatever order.
+
+And that each job that can be served is, in the end.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ class World:
         self.begin()
 
     def begin(self) -> None:
-        """The fleet's workflow is new, and knows nothing but what the run before it says at some time."""
+        """The fleet's workflow is new, and knows only what the run before it says at some time."""
         self.to_fleet = [fact for fact in self.to_fleet if not isinstance(fact, PreviousRun)]
         self.ended = (self.state,) if self.state.is_restored else (self.state, *self.ended)
         self.to_fleet.append(export_state(*self.ended))
@@ -162,7 +165,8 @@ class World:
         settled = schedule(before, self.now, frozenset(busy))
         self.state = settled.state
         self.check_quarantines()
-        if not self.begun_anew:  # else a job may come and say that it holds what was given away, because no rank of it lived there
+        # else a job may say that it holds what was given away, because no rank of it lived there
+        if not self.begun_anew:
             self.check_places()
             self.check_offers()
         for order in settled.orders:
@@ -773,7 +777,7 @@ RUNS = st.lists(st.integers(0, 2**16), min_size=40, max_size=120)
 
 @given(RUNS)
 @searched(15)
-def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: list[int]) -> None:
+def test_no_gpu_has_two_owners_and_every_feasible_job_is_served(numbers: list[int]) -> None:
     world = World()
     for number in numbers:
         world.move(number)
@@ -799,10 +803,13 @@ def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: 
 
 @given(st.lists(st.integers(0, 2**16), min_size=30, max_size=60))
 @searched(15)
-def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_left_it(
+def test_a_shared_node_is_repaired_only_when_the_others_left_it(
     numbers: list[int],
 ) -> None:
-    """What is checked is with each order, above; whoever was asked leaves, or says no and leaves when it has to."""
+    """The checks are with each order, above.
+
+    A job that was asked leaves, or says no and leaves when it has to.
+    """
     world = World()
     for name in JOBS:
         world.submit(name, 1, 2, 0)
@@ -824,10 +831,10 @@ def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_le
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0, 2, 4, 8))), min_size=1, max_size=12)
 )
 @searched(15)
-def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_they_want_the_same(
+def test_equal_jobs_of_one_priority_are_served_in_order(
     wanted: list[tuple[int, int]],
 ) -> None:
-    """A job is never served before an earlier one that wants no more of it, however long the earlier one waits."""
+    """A job is never served before an earlier one that wants no more, however long that waits."""
     now: datetime = T0
     state = FleetState("gpus")
     specs = nodes("n1", "n2", "n3", "n4")
@@ -863,10 +870,13 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
     st.integers(0, 600),
 )
 @searched(25)
-def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
+def test_a_waiting_job_is_served_however_many_would_like_to_grow(
     wanted: list[tuple[int, int, bool]], needs: int, after: int
 ) -> None:
-    """Jobs that run with fewer than they would take, some of which let their offers pass; then one comes that needs what is free."""
+    """Jobs run with fewer than they would take, and some let their offers pass.
+
+    Then one comes that needs what is free.
+    """
     desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8", "n9"))
     takes: dict[str, bool] = {}
     places: dict[str, tuple[str, ...]] = {}

@@ -37,12 +37,12 @@ def test_a_flat_step_is_a_hang_after_the_limit() -> None:
     assert "step 3 has not changed for 31 s" in (hung(pace, FIXED, at(34)) or "")
 
 
-def test_the_learned_limit_is_five_times_the_longest_interval_and_never_below_15_minutes() -> None:
+def test_the_learned_limit_is_5_longest_intervals_or_15_minutes() -> None:
     assert timedelta(minutes=15) == limit(stepping(10, 1.0), LEARNED)
     assert timedelta(seconds=1500) == limit(stepping(10, 300.0), LEARNED)
 
 
-def test_an_evaluation_of_two_minutes_that_is_not_announced_is_no_hang() -> None:
+def test_an_unannounced_evaluation_of_two_minutes_is_no_hang() -> None:
     pace = stepping(100, 1.0)
     assert hung(pace, LEARNED, at(100 + 120)) is None
     assert hung(pace, LEARNED, at(100 + 15 * 60)) is None

@@ -1,4 +1,4 @@
-"""What an examined node is called, and why: tables of answers, and answers that no agent of ours gives."""
+"""What an examined node is called, and why: tables of answers, some that no agent gives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ HEALTHS = TypeAdapter(Health)
 XID_79 = (
     "[  100.5] NVRM: Xid (PCI:0000:06:00): 79, pid=1234, name=python, GPU has fallen off the bus."
 )
-XID_31 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 31, pid=1234, name=python, Ch 00000008, intr 00000000. MMU Fault"
+XID_31 = (
+    "[  100.5] NVRM: Xid (PCI:0000:06:00): 31, pid=1234, name=python, Ch 00000008, "
+    "intr 00000000. MMU Fault"
+)
 NFS = "nfs: server filer01 not responding, timed out"
 
 
@@ -90,7 +93,7 @@ def test_a_node_without_gpus_is_examined_all_the_same() -> None:
     assert read(probe(gpus=...), None, gpus=0).verdict is Verdict.HEALTHY
 
 
-def test_gpus_that_the_fleet_file_does_not_name_are_judged_but_need_not_be_read() -> None:
+def test_gpus_not_in_the_fleet_file_are_judged_but_may_be_unread() -> None:
     broken = probe(gpus=nvml(gpu(0, remapped={"pending": True, "failed": False}), count=1))
     assert read(broken, None, gpus=0).verdict is Verdict.UNHEALTHY
     unread = read(probe(gpus=nvml(gpu(0, ecc="?"), count=1)), None, gpus=0)
@@ -169,7 +172,7 @@ def test_a_node_is_unhealthy_when(case: str) -> None:
     assert health.findings[0].role is Role.ROOT
 
 
-def test_dcgm_makes_a_node_unhealthy_and_its_gpu_is_named_by_bus_id() -> None:
+def test_dcgm_makes_a_node_unhealthy_and_names_its_gpu_by_bus_id() -> None:
     health = read(probe(), diag(FAULTY, 205), level=2)
     assert health.verdict is Verdict.UNHEALTHY and health.reason.startswith(
         "dcgmi diag -r 2: GPU 6: "
@@ -424,7 +427,7 @@ def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
     assert health.gpus == (bus(3), bus(0), bus(1), bus(2), bus(4))
 
 
-def test_what_is_not_read_is_told_with_the_symptoms() -> None:
+def test_what_is_not_read_is_said_with_the_symptoms() -> None:
     health = read(with_gpu(ecc={"volatile_uncorrected": 2}))
     assert health.reason.endswith(
         "; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded"
@@ -463,7 +466,7 @@ def test_many_who_hold_a_node_are_counted() -> None:
     assert health.busy[7:] == ("job j7 generation 1", "2 more")
 
 
-def test_whoever_holds_a_node_is_known_by_id() -> None:
+def test_the_holder_of_a_node_is_known_by_id() -> None:
     assert read(probe(held={"by": "reboot", "id": "r7"})).held == "r7"
     assert read(probe(held="?")).held == ""
 
@@ -631,7 +634,7 @@ NEEDED = {
 
 @searched(300)
 @given(st.sampled_from(paths(SMALL)), JUNK | st.just(...))
-def test_whatever_is_wrong_in_an_answer_is_no_error_and_can_be_kept(
+def test_anything_wrong_in_an_answer_is_no_error_and_can_be_kept(
     path: tuple[Any, ...], junk: Any
 ) -> None:
     health = read(changed(SMALL, path, junk), gpus=1)
@@ -688,10 +691,10 @@ def test_an_answer_survives_json() -> None:
         (70.0, 40.0, "its clock is 70 s ahead (±20.0 s)", False),
     ],
 )
-def test_how_far_a_clock_is_off_is_shown_as_far_as_the_round_trip_lets_it_be_known(
+def test_a_clocks_offset_is_shown_as_far_as_a_round_trip_bounds(
     ahead: float, took: float, said: str, named: bool
 ) -> None:
-    """And is no verdict. The node was at work for three seconds of the exchange, which bounds nothing."""
+    """And is no verdict: the node worked for three seconds of the exchange, which bound nothing."""
     exchange = {"sent": WALL, "received": WALL + took + 3.0}
     health = read(
         probe(
@@ -703,7 +706,7 @@ def test_how_far_a_clock_is_off_is_shown_as_far_as_the_round_trip_lets_it_be_kno
     assert said in health.reason if named else "clock" not in health.reason, health.reason
 
 
-def test_the_clock_of_an_agent_that_tells_no_time_of_its_answer_is_known_less_well() -> None:
+def test_a_clock_is_known_less_well_without_the_answers_time() -> None:
     exchange = {"sent": WALL, "received": WALL + 4.0}
     assert [one.reason for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == [
         "its clock is 88 s ahead (±2.0 s)"
@@ -853,7 +856,7 @@ def test_s1_5_a_health_check_by_exit_code_is_judged_when(case: str) -> None:
     )
 
 
-def test_a_node_that_nothing_of_ours_runs_on_tells_who_has_it_and_its_uptime() -> None:
+def test_a_node_without_ranks_of_ours_says_its_holder_and_uptime() -> None:
     job = {"namespace": "default", "job": "llama", "submission": 1, "generation": 3}
     health = read(unprobed(jobs=[job], reboots=journal((WALL, "for r1"))), None)
     assert (health.busy, health.uptime, health.working, len(health.reboots)) == (

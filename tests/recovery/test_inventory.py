@@ -1,4 +1,7 @@
-"""What a fleet makes of what NVML says of its nodes: whose GPUs are given to nobody, which nodes are suspected, when each is read."""
+"""What a fleet makes of what NVML says of its nodes.
+
+Which GPUs are given to no job, which nodes are suspected, and when each is read.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def stranger(pid: Any = 4242, user: Any = "alice", program: Any = "python") -> d
 # --- what a node answers
 
 
-def test_a_healthy_node_is_told_in_few_words() -> None:
+def test_a_healthy_node_is_described_in_few_words() -> None:
     found = read_inventory(nvml(gpu(0, memory={"total": 85520809984, "used": 3 << 20})))
     assert found == Inventory(
         "NVIDIA H100 80GB HBM3", 8, 85520809984, (3, 0, 0, 0, 0, 0, 0, 0), "570.148.08", "13.570"
@@ -73,7 +76,7 @@ def test_strangers_are_named(processes: Any, who: str) -> None:
         [{"pid": 4242, "used": 1}],  # an agent that does not say whose they are
     ],
 )
-def test_whoever_is_not_said_to_be_a_stranger_is_none(processes: Any) -> None:
+def test_a_process_that_is_not_called_a_stranger_is_none(processes: Any) -> None:
     assert read_inventory(nvml(gpu(0, processes=processes))).used == ()
 
 
@@ -114,7 +117,7 @@ def test_what_cannot_be_read_is_a_fact_with_a_reason(answer: Any, why: str) -> N
     assert read_inventory(answer) == Inventory(unreadable=why)
 
 
-def test_programs_of_one_user_are_one_stranger_and_only_three_strangers_are_named() -> None:
+def test_one_user_is_one_stranger_and_only_three_are_named() -> None:
     everywhere = [gpu(index, processes=[stranger(100 + index)]) for index in range(4)]
     others = [
         gpu(4 + index, processes=[stranger(7, user=user), stranger(8, user=user)])
@@ -177,9 +180,7 @@ def test_s2_10_a_job_gets_gpus_that_no_stranger_uses() -> None:
     assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (4, 5, 6, 7)),)
 
 
-def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left_and_is_told_who_it_is() -> (
-    None
-):
+def test_s2_10_a_whole_node_job_waits_and_names_the_stranger() -> None:
     desk = visited("n1", n1=(2,))
     desk.claim("a", 1)
     assert desk.grants("waiting")["a"].reason == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
@@ -193,13 +194,13 @@ def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left
     assert desk.granted() == {"a": ["n1"]}
 
 
-def test_another_node_is_given_where_a_stranger_computes_on_the_first() -> None:
+def test_another_node_is_given_if_a_stranger_is_on_the_first() -> None:
     desk = visited("n1", "n2", n1=(0,))
     desk.claim("a", 1, gpus=8)
     assert desk.granted() == {"a": ["n2"]}
 
 
-def test_small_jobs_go_where_a_stranger_is_so_that_large_ones_find_whole_nodes() -> None:
+def test_small_jobs_join_strangers_so_large_ones_get_whole_nodes() -> None:
     desk = visited("n1", "n2", n2=(7,))
     desk.claim("small", 1, gpus=1)
     desk.claim("large", 1)
@@ -207,7 +208,7 @@ def test_small_jobs_go_where_a_stranger_is_so_that_large_ones_find_whole_nodes()
     assert desk.record("small").places[0].node == "n2"
 
 
-def test_a_node_on_which_all_gpus_are_used_is_nobodys_and_looked_at_again() -> None:
+def test_a_node_whose_gpus_are_all_used_is_looked_at_again() -> None:
     desk = visited("n1", n1=tuple(range(8)))
     desk.claim("a", 1, gpus=1)
     assert f"GPU 0, 1, 2, 3, 4, 5, 6, 7 are used by {ALICE}" in desk.grants("waiting")["a"].reason
@@ -228,8 +229,8 @@ def test_a_stranger_is_named_beside_the_job_that_has_the_rest() -> None:
     assert ALICE not in desk.grants("waiting")["c"].reason, "it could not have them anyway"
 
 
-def test_what_a_stranger_uses_is_kept_free_for_nobody() -> None:
-    """When he leaves is not for relaunch to know: a large job that waits for him keeps nothing from small ones."""
+def test_what_a_stranger_uses_is_not_kept_free_for_any_job() -> None:
+    """When a stranger leaves is unknown: a large job that waits keeps nothing from small ones."""
     desk = visited("n1", "n2", n1=(0,))
     desk.claim("large", 2)
     desk.claim("small", 1)
@@ -240,7 +241,7 @@ def test_what_a_stranger_uses_is_kept_free_for_nobody() -> None:
     assert desk.granted() == {"large": ["n1", "n2"]}
 
 
-def test_a_share_that_a_job_holds_is_its_own_whoever_else_computes_there() -> None:
+def test_a_share_that_a_job_holds_is_its_own_beside_any_stranger() -> None:
     desk = Desk(*nodes("n1"))
     for job in ("a", "b"):
         desk.claim(job, 1, gpus=2)
@@ -254,7 +255,7 @@ def test_a_share_that_a_job_holds_is_its_own_whoever_else_computes_there() -> No
     assert desk.grants()["c"].places[0].gpus == (4, 5)
 
 
-def test_a_gpu_beyond_those_of_the_fleet_file_is_in_nobodys_way() -> None:
+def test_a_gpu_beyond_those_of_the_fleet_file_is_in_no_jobs_way() -> None:
     desk = Desk(*nodes("n1", gpus=4))
     desk.gpus["n1"] = gpus(8, (6, ALICE))
     desk.look()
@@ -262,7 +263,7 @@ def test_a_gpu_beyond_those_of_the_fleet_file_is_in_nobodys_way() -> None:
     assert desk.granted() == {"a": ["n1"]}
 
 
-def test_an_elastic_job_is_offered_and_given_no_node_on_which_a_stranger_computes() -> None:
+def test_an_elastic_job_gets_no_node_that_a_stranger_uses() -> None:
     desk = visited("n1", "n2", "n3", n2=(1,), n3=(1,))
     desk.claim("a", 1, most=3)
     desk.wait(seconds=10)
@@ -295,7 +296,7 @@ def test_nodes_without_gpus_are_never_read() -> None:
 # --- when
 
 
-def test_gpus_are_read_with_the_first_look_and_then_every_five_minutes_where_nobody_waits() -> None:
+def test_gpus_are_read_at_once_then_every_five_minutes_when_idle() -> None:
     desk = Desk(begun=False)
     desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
     read = []
@@ -307,9 +308,7 @@ def test_gpus_are_read_with_the_first_look_and_then_every_five_minutes_where_nob
     assert read == [0, 300, 600]
 
 
-def test_of_a_large_fleet_some_are_read_with_each_sweep_and_whoever_somebody_waits_for_at_once() -> (
-    None
-):
+def test_a_sweep_reads_some_of_a_large_fleet_and_wanted_nodes() -> None:
     names = tuple(f"n{number}" for number in range(600))
     desk = Desk(*nodes(*names), begun=False)
     desk.learn(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
@@ -328,7 +327,7 @@ def test_of_a_large_fleet_some_are_read_with_each_sweep_and_whoever_somebody_wai
     )
 
 
-def test_a_node_that_was_not_read_within_ten_seconds_is_read_before_it_is_given() -> None:
+def test_a_node_not_read_for_ten_seconds_is_read_before_a_grant() -> None:
     desk = Desk(*nodes("n1"))
     desk.now += timedelta(seconds=60)
     assert desk.settle() == [ProbeOrder(("n1",))]
@@ -346,9 +345,7 @@ def test_a_node_that_was_not_read_within_ten_seconds_is_read_before_it_is_given(
     assert desk.granted() == {"a": ["n1"]}
 
 
-def test_a_reading_that_does_not_end_is_looked_for_every_two_seconds_and_keeps_only_its_own_node() -> (
-    None
-):
+def test_an_endless_reading_is_polled_and_keeps_only_its_node() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.now += timedelta(minutes=6)
     desk.unread.add("n1")
@@ -362,9 +359,7 @@ def test_a_reading_that_does_not_end_is_looked_for_every_two_seconds_and_keeps_o
     assert desk.granted() == {"b": ["n1"]}
 
 
-def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_then_not_before_the_next_one() -> (
-    None
-):
+def test_a_slow_reading_is_asked_for_again_and_then_when_due() -> None:
     desk = Desk(*nodes("n1", "n2"), begun=False)
     desk.unread.add("n1")
     desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), PreviousRun())
@@ -391,7 +386,7 @@ def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
     assert desk.node("n1").inventory_at == desk.now
 
 
-def test_a_node_that_one_job_has_as_a_whole_is_not_read_and_one_of_which_it_has_a_part_is() -> None:
+def test_a_node_held_in_part_is_read_but_not_one_held_as_a_whole() -> None:
     desk = Desk(*nodes("n1", "n2", "n3"))
     desk.claim("whole", 1)
     desk.claim("part", 1, gpus=2)
@@ -409,7 +404,7 @@ def test_a_node_under_repair_is_not_read() -> None:
 # --- nodes that lack GPUs
 
 
-def test_a_node_with_fewer_gpus_than_the_file_says_is_examined_before_a_job_gets_it() -> None:
+def test_a_node_that_lacks_gpus_is_examined_before_a_job_gets_it() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.gpus["n1"] = SHORT
     desk.look()
@@ -462,7 +457,7 @@ def test_a_repair_that_proves_nothing_keeps_it_out() -> None:
     "how",
     ["held", "living", "silent", "at work", "repaired by a person", "quarantined", "a stranger"],
 )
-def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
+def test_the_job_on_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
     desk = Desk(*nodes("n1"))
     match how:
         case "held":
@@ -485,9 +480,7 @@ def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
     assert desk.node("n1").status is before
 
 
-def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_once_its_job_has_left() -> (
-    None
-):
+def test_a_node_short_of_gpus_gets_no_new_job_and_is_examined() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("a", 1, gpus=2)
     desk.gpus["n1"] = SHORT
@@ -500,7 +493,7 @@ def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_onc
     assert desk.of(RepairRequest) == [RepairRequest("n1", said)]
 
 
-def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> None:
+def test_a_fleet_that_waits_for_what_jobs_hold_suspects_no_node() -> None:
     desk = Desk(*nodes("n1"), jobs=("a",))
     desk.gpus["n1"] = SHORT
     desk.look()
@@ -510,7 +503,7 @@ def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> No
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
 
-def test_a_release_holds_until_the_node_is_read_again_and_a_persons_quarantine_for_ever() -> None:
+def test_a_release_holds_until_a_reading_a_quarantine_for_ever() -> None:
     desk = Desk(*nodes("n1"))
     desk.gpus["n1"] = SHORT
     desk.learn(QuarantineCommand("n1", "dust", "grace"))

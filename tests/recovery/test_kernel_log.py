@@ -79,7 +79,8 @@ def test_what_a_line_names_is_taken_over() -> None:
 
 def test_a_pid_or_a_time_that_is_no_number_is_absent() -> None:
     (found,) = read(
-        "[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+        "[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, "
+        "GPU has fallen off the bus."
     )
     assert (found.gpu, found.pid, found.at) == ("0000:03:00", None, None)
     assert found.reason == "Xid 79 on GPU 0000:03:00: the GPU has fallen off the bus", (
@@ -89,7 +90,8 @@ def test_a_pid_or_a_time_that_is_no_number_is_absent() -> None:
 
 def test_a_switch_is_named_without_its_function() -> None:
     (found,) = read(
-        "[131453.740743] nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+        "[131453.740743] nvidia-nvswitch0: SXid (PCI:0000:a9:00.0): 20034, Fatal, "
+        "Link 30 LTSSM Fault Up"
     )
     assert (found.code, found.gpu, found.role, found.cause) == (
         "SXid 20034",
@@ -290,7 +292,7 @@ def test_the_reason_says_how_it_was_read(lines: list[str], index: int, words: st
     assert words in read(*lines)[index].reason
 
 
-def test_what_a_user_says_about_an_xid_stands_against_every_workflow() -> None:
+def test_a_users_word_on_an_xid_stands_against_every_workflow() -> None:
     wish = {"cause": "NODE_FAULT", "reason": "ours"}
     ours = catalog(
         CatalogOverrides.model_validate({"xid": dict.fromkeys((45, 48, 149, 154), wish)})

@@ -1,4 +1,7 @@
-"""What each word of a rung does: tables of ladders and faults over `climb`, and walks where examinations and repairs answer."""
+"""What each word of a rung does: tables of ladders and faults over `climb`.
+
+And walks where examinations and repairs answer.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def on(
     return suspected(cause, *nodes, gpus=gpus, code=code)
 
 
-# --- tries, window, key, consecutive, codes -------------------------------------------------------------------------------------
+# --- tries, window, key, consecutive, codes -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,10 @@ def on(
                 (on(), 1, "FAILED 1"),
                 (on("n1"), 2, "RESTART_IN_PLACE"),
             ],
-            id="key node: faults whose node nobody knows count together and not with those of a node",
+            id=(
+                "key node: faults whose node nobody knows count "
+                "together and not with those of a node"
+            ),
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
@@ -261,7 +267,7 @@ R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
         pytest.param(["PROGRESS", "GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="either of two"),
     ],
 )
-def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(
+def test_consecutive_counts_the_tries_since_the_row_began_again(
     reset_by: list[str], met: list[Any], expected: str
 ) -> None:
     ladder = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
@@ -287,7 +293,7 @@ def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(
     assert told(climbed(job, on("n1"), at(60))[1]) == expected
 
 
-# --- who is suspected ----------------------------------------------------------------------------------------------------------------
+# --- who is suspected -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,7 +411,7 @@ def test_a_try_remembers_at_most_four_suspects() -> None:
     )
 
 
-# --- the end -------------------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,7 +449,7 @@ def test_a_job_that_asks_and_hears_nothing_fails() -> None:
     walk(job, (this(DeadlinePassed()), "FAILED 1"))
 
 
-def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> None:
+def test_a_cause_without_a_ladder_uses_unknowns_and_counts_alone() -> None:
     source = {
         "no_progress_stop": "off",
         "extends": "gputasker",
@@ -457,7 +463,7 @@ def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> 
         assert told(climbed(job, suspected(cause, "n1"))[1]) == "FAILED 1"
 
 
-# --- words ---------------------------------------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a ladder may use up: the job's own restarts, tries in time, generations without progress, and the delay between them."""
+"""What a ladder may use up: restarts, tries in time, generations without progress, delays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1") -> Diagnos
     return suspected(A, *nodes, gpus=gpus, code=code)
 
 
-# --- budgets -------------------------------------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rung", [RESTART, REPLACE, RESCHEDULE, RESET, REBOOT])
@@ -57,9 +57,7 @@ def test_spends_says_whether_a_try_is_one_of_the_jobs_own(rung: dict[str, Any]) 
         assert told(again) == ("FAILED 1" if spends else told(decision))
 
 
-def test_a_rung_that_spends_fails_the_job_when_nothing_is_left_even_with_a_free_rung_above_it() -> (
-    None
-):
+def test_a_rung_that_spends_fails_a_spent_job_despite_free_rungs() -> None:
     job = running(
         policy=rungs({**RESTART, "tries": 3}, {**REPLACE, "spends": False}, max_restarts=2)
     )
@@ -69,7 +67,7 @@ def test_a_rung_that_spends_fails_the_job_when_nothing_is_left_even_with_a_free_
     assert "all 2 restarts are spent" in decision.reason
 
 
-def test_a_job_without_restarts_of_its_own_fails_at_once_unless_the_rung_is_free() -> None:
+def test_a_job_without_restarts_fails_unless_the_rung_is_free() -> None:
     assert told(climbed(running(policy=rungs(RESTART, max_restarts=0)), on("n1"))[1]) == "FAILED 1"
     assert (
         told(
@@ -164,7 +162,7 @@ def test_backoff_does_not_overflow_after_thousands_of_tries() -> None:
     assert rung.delay_of(10_000) == timedelta(hours=1)
 
 
-def test_flat_generations_end_a_walk_whatever_the_ladder_has_left() -> None:
+def test_flat_generations_end_a_walk_whatever_the_ladder_has() -> None:
     job = replace(
         running(policy=rungs(RESTART, no_progress_stop=1)),
         progress=Progress(5, T0),
@@ -173,7 +171,7 @@ def test_flat_generations_end_a_walk_whatever_the_ladder_has_left() -> None:
     assert walk(job, (raised(), "FAILED 1")).flat_generations == 1
 
 
-# --- used budgets --------------------------------------------------------------------------------------------------------------------
+# --- used budgets ---------------------------------------------------------------------------------
 
 
 def used(job: JobState, seconds: float = 0) -> list[tuple[str, str, int, str]]:
@@ -212,7 +210,7 @@ def test_used_budgets_are_those_of_which_something_is_used() -> None:
     ]
 
 
-def test_used_budgets_of_causes_that_share_the_ladder_of_unknown_name_each_cause() -> None:
+def test_budgets_of_causes_that_share_a_ladder_name_each_cause() -> None:
     source = {
         "extends": "gputasker",
         "max_restarts": 9,

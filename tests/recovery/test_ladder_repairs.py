@@ -1,4 +1,7 @@
-"""Ladders that ask before they act and act before they launch: examinations, repairs, and what is heard meanwhile."""
+"""Ladders that ask before they act and act before they launch: examinations and repairs.
+
+And what is heard meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def on(*nodes: str, gpus: tuple[str, ...] = ()) -> Diagnosis:
     return suspected(Cause.APPLICATION, *nodes, gpus=gpus)
 
 
-# --- examinations --------------------------------------------------------------------------------------------------------------------
+# --- examinations ---------------------------------------------------------------------------------
 
 SICK, WELL, DOUBT = (
     {**REPLACE, "when": verdict} for verdict in ("UNHEALTHY", "HEALTHY", "UNKNOWN")
@@ -88,7 +91,7 @@ def test_a_verdict_chooses_the_rung(verdicts: dict[str, str], expected: str) -> 
     walk(job, (found(**verdicts), expected))
 
 
-def test_nobody_is_examined_before_a_rung_asks_for_it() -> None:
+def test_no_node_is_examined_before_a_rung_asks_for_it() -> None:
     job = running(policy=rungs({**RESTART, "tries": 1}, SICK, FAIL))
     walk(
         job,
@@ -115,7 +118,7 @@ def test_one_fault_is_examined_once_however_many_rungs_ask() -> None:
     )
 
 
-def test_a_rung_with_its_tries_used_or_another_code_asks_for_nothing() -> None:
+def test_a_used_rung_or_another_code_asks_for_no_examination() -> None:
     job = running(
         policy=rungs({**SICK, "tries": 1}, {**REBOOT, "when": "UNHEALTHY", "codes": "exit 9"}, FAIL)
     )
@@ -127,7 +130,7 @@ def test_a_rung_with_its_tries_used_or_another_code_asks_for_nothing() -> None:
     )
 
 
-def test_where_nobody_is_suspected_all_nodes_are_examined() -> None:
+def test_without_suspects_all_nodes_are_examined() -> None:
     job = running(policy=rungs({**SICK, "isolate": True}, FAIL, cause="HANG"), nodes=3)
     walk(
         job,
@@ -147,7 +150,7 @@ def test_where_nobody_is_suspected_all_nodes_are_examined() -> None:
 
 
 @pytest.mark.parametrize("rung", [RESET, REBOOT, REPLACE])
-def test_a_rung_on_nodes_is_passed_by_where_an_examination_has_found_nobody(
+def test_a_rung_on_nodes_is_passed_by_if_no_node_is_found_sick(
     rung: dict[str, Any],
 ) -> None:
     job = running(
@@ -168,8 +171,11 @@ def test_a_rung_on_nodes_is_passed_by_where_an_examination_has_found_nobody(
     )
 
 
-def test_an_examination_never_sends_the_ladder_back_to_a_rung_that_was_passed() -> None:
-    """The suspects are others after it, and their tries are not used; the question was what comes after those."""
+def test_an_examination_never_sends_the_ladder_back_down() -> None:
+    """It changes the suspects, and their tries are unused.
+
+    The question was what comes after those.
+    """
     job = running(
         policy=rungs(
             {**RESTART, "tries": 1, "key": ["cause", "node"]},
@@ -214,7 +220,7 @@ def test_a_late_verdict_is_ignored() -> None:
     assert after == asked
 
 
-# --- repairs -------------------------------------------------------------------------------------------------------------------------
+# --- repairs --------------------------------------------------------------------------------------
 
 REPAIRS = [
     {**RESET, "tries": 2, "key": ["node", "gpu", "code"], "spends": False},
@@ -234,7 +240,7 @@ REPAIRS = [
         pytest.param((this(DeadlinePassed()), "did not end within 25m"), id="late"),
     ],
 )
-def test_a_repair_that_fails_goes_on_above_its_rung_and_its_try_stays_spent(
+def test_a_failed_repair_goes_on_above_its_rung_and_spends_a_try(
     failure: tuple[Any, str],
 ) -> None:
     fails, reason = failure
@@ -263,7 +269,7 @@ def test_a_repair_that_fails_goes_on_above_its_rung_and_its_try_stays_spent(
     assert len(job.tries) == 6
 
 
-def test_a_repair_that_is_done_launches_again_in_place_for_no_further_try() -> None:
+def test_a_repair_that_is_done_relaunches_in_place_for_free() -> None:
     job = walk(running(policy=rungs(*REPAIRS)), (raised(), "RESET_GPU n2"))
     generation = job.generation
     job, decision = step(job, mended()(job))
@@ -278,7 +284,7 @@ def test_a_repair_that_is_done_launches_again_in_place_for_no_further_try() -> N
     assert (job.phase, job.recovering, len(job.tries)) == (Phase.LAUNCHING, None, 1)
 
 
-def test_a_rung_whose_repair_failed_is_passed_by_for_this_fault_only() -> None:
+def test_a_rung_whose_repair_failed_is_passed_by_for_one_fault() -> None:
     job = walk(
         running(policy=rungs({**RESET, "tries": 9}, FAIL)),
         (raised(), "RESET_GPU n2"),
@@ -295,7 +301,7 @@ def test_a_late_end_of_a_repair_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["done", "refused", "ambiguous"])
-def test_the_late_end_of_one_repair_is_not_taken_for_that_of_the_next(outcome: Any) -> None:
+def test_the_late_end_of_one_repair_is_not_that_of_the_next(outcome: Any) -> None:
     """Or ranks would be launched on a node that is being rebooted."""
     job = walk(
         running(policy=rungs(*REPAIRS)),
@@ -333,10 +339,13 @@ def test_the_late_end_of_one_repair_is_not_taken_for_that_of_the_next(outcome: A
         ),
     ],
 )
-def test_what_is_still_heard_of_the_broken_generation_interrupts_nothing(
+def test_late_reports_of_the_broken_generation_change_nothing(
     doing: str, job: JobState, echo: Any
 ) -> None:
-    """Examining and repairing keep the generation's number, so what other watches report of it is not stale by that."""
+    """Examining and repairing keep the generation's number.
+
+    So what other watches report of it is not stale by that.
+    """
     after, _ = step(job, echo(job), at(1))
     assert (after.phase, after.recovering, after.tries) == (doing, job.recovering, job.tries)
     answer = found(n2="UNHEALTHY") if doing == "EXAMINING" else mended()

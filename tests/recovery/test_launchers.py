@@ -36,7 +36,7 @@ def told(group_rank: int = 1, master: tuple[str, int] = MASTER, **written: Any) 
     return launcher_command(given, group_rank, 2, master, "10.0.0.2", "j-1-3").launcher
 
 
-def test_torchrun_is_told_who_is_who_and_to_restart_nothing() -> None:
+def test_torchrun_knows_each_node_and_restarts_nothing() -> None:
     assert told() == ("python", "-m", "torch.distributed.run", *TORCHRUN)
 
 
@@ -53,7 +53,7 @@ def test_another_program_is_below_the_launcher_on_the_path(command: str) -> None
 
 
 @pytest.mark.parametrize(("group_rank", "is_host"), [(0, "true"), (1, "false")])
-def test_ft_launcher_is_told_who_serves_the_rendezvous(group_rank: int, is_host: str) -> None:
+def test_ft_launcher_knows_who_serves_the_rendezvous(group_rank: int, is_host: str) -> None:
     assert told(group_rank, launcher="ft_launcher") == (
         "python",
         "-m",
@@ -76,7 +76,7 @@ def test_an_address_with_colons_is_put_in_brackets() -> None:
     assert "--rdzv-endpoint=[fd00::1]:29500" in told(master=("fd00::1", 29500))
 
 
-def test_what_a_launcher_would_substitute_is_written_so_that_it_stays() -> None:
+def test_what_a_launcher_would_substitute_is_escaped() -> None:
     given = spec(launcher="torchrun", command=["sh", "-c", "echo $RANK ${local_rank} $$"])
     assert launcher_command(given, 0, 1, MASTER, "10.0.0.1", "j").rank == (
         "sh",
@@ -86,15 +86,17 @@ def test_what_a_launcher_would_substitute_is_written_so_that_it_stays() -> None:
 
 
 SAMPLES = Path(__file__).parent / "samples" / "launchers"
-"""What each has printed when rank 3 of four was killed while rank 2 raised an exception, from the line about the first failure on:
-torchrun to the end; of ft_launcher these three lines alone. Paths are others, and spaces at ends of lines are gone."""
+"""What each has printed when rank 3 of four was killed while rank 2 raised an exception.
+
+From the line about the first failure on: torchrun to the end; of ft_launcher these three lines
+alone. Paths are others, and spaces at ends of lines are gone."""
 BLOCK = (SAMPLES / "torchrun_2.13.0.txt").read_text().splitlines()
 LOGGED = (SAMPLES / "ft_launcher_0.4.1.txt").read_text().splitlines()
 KILLED = Failure(26130, None, 9, 3)
 OTHERS = tuple(Failure(pid, None, 15, rank) for rank, pid in enumerate((26127, 26128, 26129)))
 
 
-def test_the_root_comes_first_and_then_the_others_as_the_launcher_lists_them() -> None:
+def test_the_root_comes_first_then_others_in_the_launchers_order() -> None:
     assert failures(BLOCK) == (KILLED, *OTHERS)
 
 

@@ -66,7 +66,7 @@ def asked(job: JobState | None = None) -> JobState:
 # --- at a checkpoint
 
 
-def test_it_leaves_right_after_its_next_finished_checkpoint_and_spends_nothing() -> None:
+def test_it_leaves_after_its_next_checkpoint_and_spends_nothing() -> None:
     before = asked()
     job, decision = step(before, saved(before), at(60))
     assert decision == Relaunch(
@@ -84,9 +84,7 @@ def test_it_leaves_right_after_its_next_finished_checkpoint_and_spends_nothing()
     assert job.drains == ()
 
 
-def test_all_nodes_that_are_wanted_are_left_at_one_checkpoint_but_for_those_that_somebody_holds_on_to() -> (
-    None
-):
+def test_one_checkpoint_leaves_all_wanted_nodes_but_those_denied() -> None:
     job, _ = play(
         running(nodes=4),
         PSU,
@@ -102,7 +100,7 @@ def test_all_nodes_that_are_wanted_are_left_at_one_checkpoint_but_for_those_that
     )
 
 
-def test_a_checkpoint_that_nobody_waits_for_changes_nothing() -> None:
+def test_a_checkpoint_that_no_drain_waits_for_changes_nothing() -> None:
     for job in (running(), step(asked(), NO)[0], replace(asked(), phase=Phase.NODE_LOST)):
         after, decision = step(job, saved(job), at(60))
         assert isinstance(decision, Ignore) and after == job
@@ -117,7 +115,7 @@ def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
 # --- no, and at once
 
 
-def test_a_no_keeps_it_there_whatever_checkpoints_pass_until_it_has_to() -> None:
+def test_a_no_keeps_it_there_past_checkpoints_until_it_has_to() -> None:
     job, decision = step(asked(), NO, at(10))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert job.drains == (
@@ -133,7 +131,7 @@ def test_a_no_keeps_it_there_whatever_checkpoints_pass_until_it_has_to() -> None
     assert decision == Relaunch(2, "carol wants n2: swap its PSU", without=("n2",))
 
 
-def test_a_no_holds_over_its_own_relaunches_until_the_time_is_over() -> None:
+def test_a_no_holds_over_relaunches_until_the_time_is_over() -> None:
     job, _ = step(asked(), NO, at(10))
     job = walk(job, (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert (nodes_to_drain(job, at(7199)), nodes_to_drain(job, at(7200))) == ((), ("n2",))
@@ -148,7 +146,7 @@ def test_a_no_holds_over_its_own_relaunches_until_the_time_is_over() -> None:
     assert build_current_claim(elastic, 4, ("n1", "n2")).stays == ("n2",)
 
 
-def test_a_job_that_may_go_is_launched_without_the_node_by_any_relaunch_of_its_own() -> None:
+def test_a_job_that_may_go_leaves_the_node_with_any_relaunch() -> None:
     job = walk(asked(), (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert nodes_to_drain(job, at(20)) == ("n2",)
     assert build_claim(job, 3, keep=("n1",)).stays == ()
@@ -168,7 +166,7 @@ def test_an_approval_has_it_leave_at_once() -> None:
     )
 
 
-def test_an_approval_takes_a_no_back_also_while_something_else_is_done() -> None:
+def test_an_approval_takes_a_no_back_at_any_time() -> None:
     job, _ = step(asked(), NO, at(10))
     job, decision = step(replace(job, phase=Phase.LAUNCHING), NOW, at(20))
     assert isinstance(decision, Ignore) and job.phase is Phase.LAUNCHING
@@ -182,13 +180,16 @@ def test_an_approval_takes_a_no_back_also_while_something_else_is_done() -> None
 @pytest.mark.parametrize("decision", ["snooze", "take-over"])
 def test_a_node_is_left_or_not_and_nothing_else(decision: str) -> None:
     before = asked()
-    said = f"{decision} says nothing about n2: expected approve (it is left at once) or deny (not before {UNTIL})"
+    said = (
+        f"{decision} says nothing about n2: "
+        f"expected approve (it is left at once) or deny (not before {UNTIL})"
+    )
     assert check_answer(before, decision, at(1), "n2") == said
     job, decided = step(before, Answered(decision, "", "ada", node="n2"), at(1))  # type: ignore[arg-type]
     assert decided == Ignore(said) and job == before
 
 
-def test_a_node_that_nobody_wants_cannot_be_answered_for() -> None:
+def test_a_node_that_no_drain_wants_cannot_be_answered_for() -> None:
     job = asked()
     assert check_answer(job, "approve", at(1), "n5") == "there is no request to drain n5 of llama"
     assert step(job, replace(NO, node="n5"))[0] == job
@@ -197,7 +198,7 @@ def test_a_node_that_nobody_wants_cannot_be_answered_for() -> None:
     assert (describe_drains(ending), describe_next(ending)) == ((), ending.next.what)
 
 
-def test_what_a_person_says_of_a_node_is_no_answer_to_what_the_job_asks() -> None:
+def test_an_answer_for_a_node_is_no_answer_to_the_jobs_question() -> None:
     job = replace(asked(), phase=Phase.WAITING_FOR_PERSON)
     after, decision = step(job, NO, at(10))
     assert (
@@ -210,7 +211,7 @@ def test_what_a_person_says_of_a_node_is_no_answer_to_what_the_job_asks() -> Non
 # --- asked again, and not any more
 
 
-def test_who_asks_again_for_the_same_reason_asks_nothing_new_and_another_does() -> None:
+def test_asking_again_for_the_same_reason_asks_nothing_new() -> None:
     job, _ = step(asked(), NO, at(10))
     assert step(job, PSU)[0] == job
     later, _ = step(job, replace(PSU, until=at(9000)))
@@ -219,7 +220,7 @@ def test_who_asks_again_for_the_same_reason_asks_nothing_new_and_another_does() 
     assert other.drains == (NodeDrain("n2", "it smells", "dave", at(7200)),)
 
 
-def test_a_node_that_nobody_wants_any_more_is_kept() -> None:
+def test_a_node_that_is_no_longer_wanted_is_kept() -> None:
     before = asked()
     job, decision = step(before, DrainCancelled("n2", "it is in service again"))
     assert isinstance(decision, Ignore) and job.drains == ()
@@ -233,12 +234,15 @@ def test_a_node_that_nobody_wants_any_more_is_kept() -> None:
 # --- in words
 
 
-def test_what_comes_next_says_who_wants_what_until_when_and_what_may_be_said() -> None:
+def test_what_comes_next_says_who_wants_what_and_the_answers() -> None:
     job = asked()
     wants = f"carol wants n2 by {UNTIL}: swap its PSU"
     at_once = "`answer llama approve --node n2`: at once"
     assert describe_drains(job) == (
-        f"{wants}; it leaves at the next checkpoint ({at_once}; `answer llama deny --node n2`: not before 05:00)",
+        (
+            f"{wants}; it leaves at the next checkpoint ({at_once}; "
+            "`answer llama deny --node n2`: not before 05:00)"
+        ),
     )
     assert describe_next(job) == f"{job.next.what}; {describe_drains(job)[0]}"
     denied, _ = step(job, NO, at(10))
@@ -265,7 +269,7 @@ def test_a_job_that_has_ended_leaves_nothing() -> None:
     assert queued.drains == ()
 
 
-def test_a_fault_meanwhile_is_decided_as_ever_and_its_launch_leaves_the_node_too() -> None:
+def test_a_fault_meanwhile_is_decided_as_ever_and_leaves_it_too() -> None:
     job = asked()
     job, decision = step(job, fault(job, exited(1, "n1", code=1, error=error())), at(30))
     assert isinstance(decision, Relaunch) and job.incident is not None
@@ -283,7 +287,7 @@ def test_a_fault_meanwhile_is_decided_as_ever_and_its_launch_leaves_the_node_too
     )
 )
 @searched(25)
-def test_leaving_spends_nothing_and_accuses_nobody_whatever_else_happens(
+def test_leaving_spends_nothing_and_accuses_no_node(
     moves: list[tuple[int, Any]],
 ) -> None:
     run = Run(preset("default"), nodes={"min": 1, "max": 3})

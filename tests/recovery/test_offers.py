@@ -1,4 +1,4 @@
-"""Claims of jobs that may have fewer nodes: what they are granted, what they are offered later, and who comes first."""
+"""Claims of jobs that may have fewer nodes: grants, later offers, and who comes first."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def short(*specs: FleetNode, has: tuple[str, ...] = ("n1", "n2"), **limits: Any)
 # --- grants between fewest and most
 
 
-def test_s3_3_a_job_gets_its_most_where_it_is_free_and_at_least_its_fewest() -> None:
+def test_s3_3_a_job_gets_its_most_if_free_and_never_too_few() -> None:
     desk = Desk()
     desk.claim("a", 2, most=3)
     assert desk.granted() == {"a": ["n1", "n2", "n3"]}
@@ -99,14 +99,14 @@ def test_s3_3_all_of_its_fewest_or_none() -> None:
     assert desk.grants("waiting")["b"].reason == "1 of 2 nodes: job a holds 3"
 
 
-def test_a_job_that_wants_more_than_there_are_begins_with_what_there_is() -> None:
+def test_a_job_that_wants_too_much_begins_with_what_there_is() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.claim("a", 2, most=4)
     assert desk.granted() == {"a": ["n1", "n2"]}
     assert desk.grants()["a"].fewer == "2 of 4 nodes: no other is to be had"
 
 
-def test_more_than_its_fewest_keeps_nobody_waiting_who_was_there_before() -> None:
+def test_more_than_its_fewest_keeps_no_earlier_job_waiting() -> None:
     desk = Desk()
     desk.claim("x", 1)
     desk.claim("large", 4, since=T0)
@@ -116,7 +116,7 @@ def test_more_than_its_fewest_keeps_nobody_waiting_who_was_there_before() -> Non
     assert desk.granted() == {"large": ["n2", "n3", "n4"]}
 
 
-def test_a_job_that_has_its_fewest_keeps_nothing_from_those_who_come_after() -> None:
+def test_a_job_that_has_its_fewest_keeps_nothing_from_later_jobs() -> None:
     desk = Desk()
     desk.go(QuarantineCommand("n4", "a fan", "grace"))
     desk.claim("a", 1, most=4)
@@ -125,7 +125,7 @@ def test_a_job_that_has_its_fewest_keeps_nothing_from_those_who_come_after() -> 
     assert desk.granted() == {"b": ["n2", "n3"]}
 
 
-def test_s3_3_a_job_that_lost_a_node_goes_on_with_the_others_and_says_what_is_missing() -> None:
+def test_s3_3_a_job_goes_on_without_a_lost_node_and_says_so() -> None:
     desk = Desk()
     desk.claim("a", 2, most=4)
     desk.silent["n2"] = "no route to host"
@@ -134,7 +134,7 @@ def test_s3_3_a_job_that_lost_a_node_goes_on_with_the_others_and_says_what_is_mi
     assert desk.grants()["a"].fewer == "3 of 4 nodes: it avoids n2"
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_and_makes_no_job_larger() -> None:
+def test_a_spare_replaces_a_lost_node_and_makes_no_job_larger() -> None:
     desk = Desk(*nodes("n1", "n2", "n3"), *nodes("n8", "n9", spare=True))
     desk.claim("a", 2, most=5)
     assert desk.granted() == {"a": ["n1", "n2", "n3"]}
@@ -146,9 +146,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_makes_no_job_larger() -> Non
     assert offers(desk) == {"a": ["n2"]}, "and not the other spare"
 
 
-def test_what_replaces_a_lost_node_comes_before_those_who_wait_and_what_would_be_more_does_not() -> (
-    None
-):
+def test_a_replacement_precedes_waiting_jobs_but_growth_does_not() -> None:
     desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5"))
     desk.claim("a", 1, most=2)
     goes_on(desk, "a", ("n1", "n2"), 2, most=2)
@@ -158,14 +156,14 @@ def test_what_replaces_a_lost_node_comes_before_those_who_wait_and_what_would_be
     assert desk.granted() == {"a": ["n1", "n3"]}, "one for the one that it lost"
 
 
-def test_a_job_alone_is_given_what_is_free_when_it_is_launched_anew_anyway() -> None:
+def test_a_job_alone_gets_what_is_free_at_its_next_launch() -> None:
     desk = short()
     asks(desk, "a", ("n1",), 3, had=2, avoid=("n2",), holds=("n1",))
     assert desk.granted() == {"a": ["n1", "n3", "n4"]}
 
 
 @pytest.mark.parametrize("why", ["the breaker", "a fleet begun anew"])
-def test_s3_3_a_job_that_can_run_waits_for_no_breaker_and_for_no_fleet_that_begins(
+def test_s3_3_a_job_that_can_run_waits_for_no_breaker_or_restore(
     why: str,
 ) -> None:
     desk = Desk(*FOUR, nodes_out=1, begun=why == "the breaker")
@@ -182,7 +180,7 @@ def test_s3_3_a_job_that_can_run_waits_for_no_breaker_and_for_no_fleet_that_begi
     assert desk.granted() == {}, "with one it cannot run"
 
 
-def test_nodes_that_may_answer_in_a_moment_are_looked_at_before_a_job_begins_with_fewer() -> None:
+def test_nodes_that_may_answer_soon_are_looked_at_before_a_start() -> None:
     desk = Desk()
     desk.now += timedelta(seconds=30)
     desk.look(["n1", "n2"])
@@ -213,7 +211,7 @@ def test_but_not_for_long() -> None:
     assert desk.now == T0 + timedelta(seconds=30) + PROBE_WAIT
 
 
-def test_a_job_that_goes_on_with_all_that_it_has_is_told_nothing() -> None:
+def test_a_job_that_goes_on_with_all_that_it_has_gets_no_message() -> None:
     desk = short()
     assert desk.orders == [] and not desk.record("a").is_waiting
 
@@ -221,7 +219,7 @@ def test_a_job_that_goes_on_with_all_that_it_has_is_told_nothing() -> None:
 # --- offers
 
 
-def test_s3_3_what_is_free_is_offered_when_the_job_has_run_for_long_enough_and_not_before() -> None:
+def test_s3_3_what_is_free_is_offered_once_the_job_has_run_long() -> None:
     desk = short()
     assert offers(desk) == {} and desk.wakes_in() == 60
     desk.wait(seconds=59)
@@ -249,7 +247,7 @@ def test_a_node_is_looked_at_before_it_is_offered() -> None:
     assert offers(desk) == {"a": ["n4"]}
 
 
-def test_no_more_is_offered_than_it_would_take_and_first_comes_first() -> None:
+def test_no_more_is_offered_than_is_wanted_and_first_comes_first() -> None:
     desk = Desk()
     for job, node, most in (("a", "n1", 2), ("b", "n2", 3)):
         desk.claim(job, 1, most=1)
@@ -274,7 +272,7 @@ def test_what_it_cannot_use_is_not_offered(more: dict[str, Any]) -> None:
     assert offers(desk) == {}
 
 
-def test_nothing_is_offered_while_somebody_waits() -> None:
+def test_nothing_is_offered_while_a_job_waits() -> None:
     desk = short()
     desk.claim("b", 3)
     desk.wait(seconds=61)
@@ -310,14 +308,14 @@ def test_s3_3_a_node_that_is_back_is_offered() -> None:
     assert offers(desk) == {"a": ["n3"]}
 
 
-def test_ranks_of_its_own_that_are_left_somewhere_are_no_hindrance() -> None:
+def test_ranks_of_its_own_that_are_left_are_no_hindrance() -> None:
     desk = short(*nodes("n1", "n2", "n3"))
     desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.wait(seconds=61)
     assert offers(desk) == {"a": ["n3"]}
 
 
-def test_nobody_else_is_given_what_is_offered_and_is_told_so_until_it_is_over() -> None:
+def test_what_is_offered_is_given_to_no_other_job_and_it_says_so() -> None:
     desk = short()
     desk.wait(seconds=61)
     desk.claim("b", 1)
@@ -354,7 +352,7 @@ def test_s3_3_a_job_that_takes_the_offer_gets_just_those_nodes() -> None:
     assert desk.state.offers == (), "it may be offered more as soon as it would take it"
 
 
-def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -> None:
+def test_a_job_that_asks_after_its_offer_has_ended_gets_no_more() -> None:
     desk = short()
     desk.wait(seconds=61)
     desk.now += OFFER_TIMEOUT
@@ -364,7 +362,7 @@ def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -
     assert desk.granted() == {"a": ["n1", "n2"]}
 
 
-def test_an_offer_ends_when_the_job_says_that_it_goes_on_without_or_ends() -> None:
+def test_an_offer_ends_when_the_job_declines_it_or_ends() -> None:
     for last in (
         lambda desk: goes_on(desk, "a", ("n1", "n2"), 3),
         lambda desk: desk.go(EndedJobs((("a", 1),))),
@@ -377,14 +375,14 @@ def test_an_offer_ends_when_the_job_says_that_it_goes_on_without_or_ends() -> No
         assert desk.granted() == {"b": ["n3", "n4"]}
 
 
-def test_a_job_that_is_launched_anew_for_a_fault_meanwhile_may_use_what_it_was_offered() -> None:
+def test_a_job_relaunched_for_a_fault_may_use_its_offer() -> None:
     desk = short()
     desk.wait(seconds=61)
     asks(desk, "a", ("n1",), 3, fewest=1, avoid=("n2",), holds=("n1",), had=2)
     assert desk.granted() == {"a": ["n1", "n3", "n4"]}
 
 
-def test_a_part_of_a_node_is_offered_and_granted_as_it_was_offered() -> None:
+def test_a_part_of_a_node_is_granted_as_it_was_offered() -> None:
     desk = Desk(*nodes("n1", "n2", gpus=4))
     desk.claim("a", 1, most=1, gpus=2)
     goes_on(desk, "a", ("n1",), 2, most=2, gpus=2)
@@ -409,7 +407,7 @@ def test_a_node_that_leaves_the_file_is_offered_no_more() -> None:
     assert desk.granted() == {"a": ["n1", "n2", "n3"]}
 
 
-def test_a_fleet_that_was_begun_anew_has_offered_nothing() -> None:
+def test_a_restarted_fleet_has_offered_nothing() -> None:
     desk = short()
     desk.wait(seconds=61)
     anew = Desk(*FOUR)

@@ -53,7 +53,10 @@ ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
         (replace(STARTED, boot_id="2" * 12), None),
         (
             replace(STARTED, machine="aa1111111111"),
-            "from another machine than the one generation 3 was started on (machine aa111111, was f29984fb)",
+            (
+                "from another machine than the one generation 3 was "
+                "started on (machine aa111111, was f29984fb)"
+            ),
         ),
         (replace(STARTED, machine="aa", boot_id="2" * 12), "from another machine"),
         (
@@ -131,7 +134,7 @@ def started(generation: int, submission: int = 1000, **by_node: Place) -> Starte
     )
 
 
-def test_an_answer_must_come_from_where_each_generation_was_started() -> None:
+def test_an_answer_must_come_from_where_its_generation_started() -> None:
     places = (started(3, n1=STARTED, n2=STARTED), started(4, n2=ELSEWHERE))
     assert find_doubt(places, "n1", STARTED) is None
     assert "generation 4" in str(find_doubt(places, "n2", STARTED))
@@ -141,16 +144,17 @@ def test_an_answer_must_come_from_where_each_generation_was_started() -> None:
     )
 
 
-def test_no_answer_proves_anything_for_a_node_whose_line_in_the_fleet_file_was_changed() -> None:
+def test_no_answer_is_proof_for_a_node_whose_line_was_changed() -> None:
     places = (StartedPlaces(1000, 3, {"n1": MOVED}),)
     for answering in (STARTED, ELSEWHERE, None):
         assert find_doubt(places, "n1", answering) == (
-            "n1 answers, but the fleet file had another address or user for it when ranks of an earlier submission were started there"
+            "n1 answers, but the fleet file had another address or user for it "
+            "when ranks of an earlier submission were started there"
         )
     assert find_doubt(places, "n2", STARTED) is None
 
 
-def test_never_prepared_here_proves_where_nothing_was_written_down_or_the_node_rebooted() -> None:
+def test_never_prepared_proves_where_nothing_ran_or_it_rebooted() -> None:
     places = (started(3, n1=STARTED),)
     rebooted = replace(STARTED, boot_id="2" * 12)
     assert explain_forgotten(places, "n1", 3, STARTED) == (
@@ -195,7 +199,7 @@ def test_a_launch_is_remembered_until_its_nodes_are_proven_clean() -> None:
     assert record(job, RanksSucceeded(3), T0).places == ()
 
 
-def test_a_launch_that_completes_takes_the_place_of_all_before_it() -> None:
+def test_a_launch_that_completes_replaces_all_places_before_it() -> None:
     job = replace(running(), generation=4)
     assert record(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (
         started(4, n1=ELSEWHERE),
@@ -207,7 +211,7 @@ def test_a_launch_that_completes_takes_the_place_of_all_before_it() -> None:
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(failed: bool) -> None:
+def test_a_half_failed_launch_is_remembered_beside_earlier_ones(failed: bool) -> None:
     job = replace(running(), generation=4)
     told = {"n1": STARTED.text, "n2": ELSEWHERE.text}
     event = (
@@ -228,14 +232,17 @@ def test_a_launch_that_was_given_up_half_way_is_remembered() -> None:
     assert found.places == (started(3, n1=STARTED, n2=STARTED), half)
 
 
-def test_a_new_submission_goes_on_knowing_where_ranks_of_the_old_one_may_live() -> None:
+def test_a_new_submission_knows_where_ranks_of_the_old_may_live() -> None:
     job = replace(running(), phase=Phase.FAILED)
     again = resubmit(job, 2000, "ada", T0, renew_budgets=False, avoid=())
     assert (again.places, again.maybe_alive) == (job.places, job.maybe_alive)
 
 
-def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> None:
-    said = "n1 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
+def test_a_node_that_answers_from_elsewhere_is_lost_and_says_why() -> None:
+    said = (
+        "n1 answers, but from another machine than the one "
+        "generation 3 was started on (machine b, was a)"
+    )
     job, decision = play(
         running(1), NodeUnreachable(3, "n1", timedelta(minutes=3), said, is_elsewhere=True)
     )
@@ -263,17 +270,18 @@ def test_many_lost_nodes_are_told_apart_in_few_words() -> None:
         job, _ = play(job, event)
     _, decision = play(job, DeadlinePassed())
     assert isinstance(decision, Ask)
-    assert (
-        decision.reason
-        == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
+    assert decision.reason == (
+        "n1, n2 did not answer for 1h; n3 is elsewhere; "
+        "n4 is elsewhere; and 2 more answer from elsewhere"
     )
 
 
-def test_a_node_that_was_prepared_elsewhere_is_lost_with_the_ranks_that_may_live_where_it_was() -> (
-    None
-):
+def test_a_node_prepared_elsewhere_is_lost_with_its_old_ranks() -> None:
     job = replace(running(), generation=4, phase=Phase.LAUNCHING)
-    said = "n2 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
+    said = (
+        "n2 answers, but from another machine than the one "
+        "generation 3 was started on (machine b, was a)"
+    )
     job, decision = play(
         job, LaunchFailed(4, ("n2",), False, timedelta(0), said, elsewhere=("n2",))
     )

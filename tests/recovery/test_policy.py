@@ -1,4 +1,7 @@
-"""What a policy refuses, each with its sentence; what `extends` does; and that every policy survives the way through a workflow."""
+"""What a policy refuses, each with its sentence, and what `extends` does.
+
+And that every policy survives the way through a workflow.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
     return "\n".join(one["msg"] for one in error.value.errors())
 
 
-# --- a rung --------------------------------------------------------------------------------------------------------------------------
+# --- a rung ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,10 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
         *(
             pytest.param(
                 {"strategy": strategy, "isolate": True},
-                f"{strategy} keeps its nodes: isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
+                (
+                    f"{strategy} keeps its nodes: isolate is for REPLACE_NODE, "
+                    "RESCHEDULE_JOB and SHRINK"
+                ),
                 id=f"{strategy} that isolates",
             )
             for strategy in ("RESTART_IN_PLACE", "RESET_GPU", "REBOOT_NODE", "ASK", "FAIL")
@@ -136,7 +142,10 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
         ),
         pytest.param(
             {"strategy": "RESTART_IN_PLACE", "key": []},
-            "key is empty: it names what tries have in common, such as [cause] or [node, gpu, code]",
+            (
+                "key is empty: it names what tries have in common, "
+                "such as [cause] or [node, gpu, code]"
+            ),
             id="no key",
         ),
     ],
@@ -230,7 +239,7 @@ def test_a_rung_is_called_by_what_it_does_and_when(written: dict[str, Any], labe
     assert Rung.model_validate(written).label == label
 
 
-# --- a ladder ------------------------------------------------------------------------------------------------------------------------
+# --- a ladder -------------------------------------------------------------------------------------
 
 
 def ladder(*written: dict[str, Any]) -> tuple[Rung, ...]:
@@ -265,7 +274,10 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
         pytest.param(
             [{**RESTART, "tries": 1}, {**RESTART, "tries": 2, "window": "1h"}],
             [
-                "rungs 1 and 2 are both RESTART_IN_PLACE, and would count each other's tries: make them one"
+                (
+                    "rungs 1 and 2 are both RESTART_IN_PLACE, "
+                    "and would count each other's tries: make them one"
+                )
             ],
             id="twice the same",
         ),
@@ -304,9 +316,9 @@ def test_what_in_a_ladder_can_never_happen(
 def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
     with pytest.raises(ValidationError) as error:
         resolve({"causes": {"STORAGE": [RESTART, FAIL]}})
-    assert (
-        sentence(error)
-        == "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"
+    assert sentence(error) == (
+        "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, "
+        "so rung 2 is never reached"
     )
 
 
@@ -323,7 +335,7 @@ def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
         ),
     ],
 )
-def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(
+def test_a_row_that_is_reset_by_the_faults_it_counts_is_refused(
     cause: str, reset_by: Any, named: str
 ) -> None:
     rung = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
@@ -331,9 +343,9 @@ def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(
         Policy.model_validate(
             {"causes": {"UNKNOWN": [FAIL], "GPU_FATAL": [FAIL], cause: [rung, FAIL]}}
         )
-    assert (
-        sentence(error)
-        == f"Value error, causes.{cause}: reset_by names {named}, which this ladder serves: the count would never exceed one"
+    assert sentence(error) == (
+        f"Value error, causes.{cause}: reset_by names {named}, "
+        "which this ladder serves: the count would never exceed one"
     )
 
 
@@ -359,7 +371,7 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
     assert gputasker.ladder(Cause.NODE_LOST) is gputasker.causes[Cause.NODE_LOST]
 
 
-# --- timeouts ------------------------------------------------------------------------------------------------------------------------
+# --- timeouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -376,7 +388,10 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {"lease": "29s"},
             {},
             [
-                "timeouts.lease is 29s and timeouts.heartbeat 10s: two lost heartbeats would end the lease; set lease to at least 30s"
+                (
+                    "timeouts.lease is 29s and timeouts.heartbeat 10s: "
+                    "two lost heartbeats would end the lease; set lease to at least 30s"
+                )
             ],
             id="a short lease",
         ),
@@ -385,7 +400,10 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {"lost_after": "19s"},
             {},
             [
-                "timeouts.lost_after is 19s and timeouts.heartbeat 10s: one late heartbeat would lose a node; set lost_after to at least 20s"
+                (
+                    "timeouts.lost_after is 19s and timeouts.heartbeat 10s: "
+                    "one late heartbeat would lose a node; set lost_after to at least 20s"
+                )
             ],
             id="lost at once",
         ),
@@ -394,7 +412,10 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {"fence_after": "9s"},
             {},
             [
-                "timeouts.fence_after is 9s and timeouts.heartbeat 10s: a short silence would fence a node; set fence_after to at least 10s"
+                (
+                    "timeouts.fence_after is 9s and timeouts.heartbeat 10s: "
+                    "a short silence would fence a node; set fence_after to at least 10s"
+                )
             ],
             id="fenced at once",
         ),
@@ -403,7 +424,8 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {},
             {"after": "29s"},
             [
-                "hang.after is 29s and timeouts.heartbeat 10s: steps are seen once a heartbeat, so training that advances would "
+                "hang.after is 29s and timeouts.heartbeat 10s: "
+                "steps are seen once a heartbeat, so training that advances would "
                 "count as hung; set hang.after to at least 30s"
             ],
             id="hung between two heartbeats",
@@ -413,7 +435,8 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {},
             {"after": "25m"},
             [
-                "hang.after is 25m and hang.checkpoint 20m: the longest phases would be allowed less than a step; "
+                "hang.after is 25m and hang.checkpoint 20m: "
+                "the longest phases would be allowed less than a step; "
                 "set hang.checkpoint to at least 25m"
             ],
             id="a checkpoint is allowed less than a step",
@@ -422,7 +445,8 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {},
             {"after": "2h"},
             [
-                f"hang.after is 2h and hang.{phase} {limit}: the longest phases would be allowed less than a step; "
+                f"hang.after is 2h and hang.{phase} {limit}: "
+                "the longest phases would be allowed less than a step; "
                 f"set hang.{phase} to at least 2h"
                 for phase, limit in (
                     ("first_step", "30m"),
@@ -436,7 +460,8 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             {"collective": "10m"},
             {"after": "10m"},
             [
-                "hang.after is 10m and timeouts.collective 10m: the ranks would be stopped before their own watchdog could say which "
+                "hang.after is 10m and timeouts.collective 10m: "
+                "the ranks would be stopped before their own watchdog could say which "
                 "collective hangs; set hang.after to more than that"
             ],
             id="stopped before the watchdog speaks",
@@ -467,13 +492,13 @@ def test_no_timeout_is_negative(name: str) -> None:
         Timeouts.model_validate({name: timedelta(seconds=-1)})
 
 
-def test_an_order_is_valid_for_as_long_as_the_slowest_node_may_stop() -> None:
+def test_an_order_is_valid_for_as_long_as_the_slowest_node_stops() -> None:
     assert Timeouts.model_validate({"lease": "60s", "stop_grace": "15s"}).valid_for == timedelta(
         seconds=90
     )
 
 
-# --- what people write ---------------------------------------------------------------------------------------------------------------
+# --- what people write ----------------------------------------------------------------------------
 
 
 def test_a_bare_off_is_read_as_off() -> None:
@@ -526,7 +551,7 @@ def test_what_names_no_preset_extends_the_default() -> None:
     assert resolve({}) == preset("default")
 
 
-def test_the_ladder_of_a_cause_is_replaced_as_a_whole_and_mappings_key_by_key() -> None:
+def test_a_ladder_is_replaced_as_a_whole_and_mappings_key_by_key() -> None:
     base = preset("modelarts")
     changed = resolve(
         {
@@ -550,8 +575,8 @@ def test_laying_keys_over_a_preset_does_not_change_the_preset() -> None:
     assert preset("default") == before
 
 
-def test_a_linter_reads_the_preset_and_what_is_laid_over_it_together() -> None:
-    """The lease is fine beside the default's heartbeat and torchelastic's lost_after is not beside this one."""
+def test_a_linter_reads_the_preset_and_its_overrides_together() -> None:
+    """The lease suits the default's heartbeat; torchelastic's lost_after does not suit this one."""
     with pytest.raises(ValidationError) as error:
         resolve({"extends": "torchelastic", "timeouts": {"heartbeat": "10s", "lease": "30s"}})
     assert "timeouts.lost_after is 15s and timeouts.heartbeat 10s" in sentence(error)
@@ -568,13 +593,13 @@ def test_the_policy_of_the_documentation_is_one() -> None:
 
 
 @pytest.mark.parametrize("key", ["cause", "strategies", "max_restart"])
-def test_a_key_nobody_knows_is_refused(key: str) -> None:
+def test_an_unknown_key_is_refused(key: str) -> None:
     with pytest.raises(ValidationError) as error:
         resolve({key: {}})
     assert error.value.errors()[0]["loc"] == (key,)
 
 
-# --- the way through a workflow ------------------------------------------------------------------------------------------------------
+# --- the way through a workflow -------------------------------------------------------------------
 
 WRITTEN = [
     *(pytest.param({"extends": name}, id=name) for name in PRESETS),

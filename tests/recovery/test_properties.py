@@ -1,4 +1,4 @@
-"""What holds for every stream of events, under every preset and under whatever policy can be written."""
+"""What holds for every stream of events, under every preset and every valid policy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def walk(
 
 @searched(100)
 @given(policies, anything, st.tuples(policies), st.sampled_from((1, 2, 3)))
-def test_every_event_in_every_state_has_one_decision_with_a_reason(
+def test_every_event_in_every_state_has_a_decision_with_a_reason(
     policy: Policy, stream: list[Move], others: tuple[Policy], nodes: int
 ) -> None:
     run = walk(policy, stream, others, nodes)
@@ -74,7 +74,7 @@ def test_every_event_in_every_state_has_one_decision_with_a_reason(
 
 @searched(100)
 @given(policies, moves("answer", "answer", "watch", pauses=PAUSES[:5]), st.sampled_from(ENDINGS))
-def test_no_budget_is_overdrawn_by_a_fault_that_comes_again_and_again(
+def test_no_budget_is_overdrawn_by_a_fault_that_keeps_coming(
     policy: Policy, stream: list[Move], ending: Root
 ) -> None:
     run = Run(policy, ending=ending, reported="fault", launch="well", missing=False)
@@ -217,7 +217,7 @@ REPEATABLE = (
 
 @searched(100)
 @given(policies, moves(*OFTEN, "people"))
-def test_what_is_told_twice_counts_once(policy: Policy, stream: list[Move]) -> None:
+def test_what_is_reported_twice_counts_once(policy: Policy, stream: list[Move]) -> None:
     for turn in walk(policy, stream).turns:
         if isinstance(turn.event, REPEATABLE) and not isinstance(turn.decision, Ignore):
             told_again, decision = step(turn.after, turn.event, turn.now)
@@ -324,14 +324,18 @@ def test_the_same_fault_over_and_over_ends_under_any_policy(
 
 
 def repeat(run: Run, fault: Callable[[Run], Event]) -> set[Cause]:
-    """Fail in the same way whenever it runs, ten seconds later; nothing is ever reached. Return the causes that no budget bounds."""
+    """Fail in the same way whenever it runs, ten seconds later; nothing is ever reached.
+
+    Return the causes that no budget bounds.
+    """
     while run.job.ending is None and run.job.phase is not Phase.WAITING_FOR_PERSON:
         takes = [take for turn in run.turns if (take := taken_in(turn)) is not None]
         causes = {take.cause for take in takes}
         if for_ever := {cause for cause in causes if most_tries(run.job.policy, cause) is None}:
             return for_ever
         assert len(takes) <= sum(most_tries(run.job.policy, cause) or 0 for cause in causes)
-        # A try takes at most: missing nodes, stop, places, launch, fault; examine, stop, verdict; repair, stop, outcome.
+        # A try takes at most: missing nodes, stop, places, launch, fault; examine, stop, verdict;
+        # repair, stop, outcome.
         assert len(run.turns) <= 12 * (len(takes) + 2), run.job.phase
         if run.answer(Choice(0)):
             continue
@@ -379,7 +383,7 @@ CONVERTER = shared_converter.payload_converter
 
 @searched(100)
 @given(policies, anything, st.tuples(policies))
-def test_every_launch_has_a_number_of_its_own_and_avoids_what_the_job_avoids(
+def test_every_launch_has_its_own_number_and_keeps_avoidances(
     policy: Policy, stream: list[Move], others: tuple[Policy]
 ) -> None:
     launched: list[int] = [0]
@@ -431,7 +435,7 @@ PROGRAMS = (
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_no_ladder_of_a_preset_repairs_a_node_for_what_a_program_did(name: str) -> None:
+def test_no_ladder_of_a_preset_repairs_a_node_for_a_program(name: str) -> None:
     programs = PROGRAMS if name == "modelarts" else (*PROGRAMS, Cause.GPU_USER_INDUCED)
     repairing = [
         rung for cause in programs for rung in preset(name).ladder(cause) if rung.strategy.repairs

@@ -1,4 +1,4 @@
-"""Who is which rank, what a rank finds in its environment, and which of two launches is the later one."""
+"""The number of each rank, its environment, and which of two launches is the later one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_relaunch_starts_itself_has_a_number_of_its_own(
     assert numbers == [processes_of(group_rank, spec(**written)) for group_rank in (0, 1)]
 
 
-def test_a_launcher_is_given_what_is_not_its_own_to_say_to_its_ranks() -> None:
+def test_a_launcher_gets_the_variables_that_it_does_not_set() -> None:
     below = spec(nproc_per_node=8, launcher="torchrun", env={"NCCL_DEBUG": "WARN"})
     shared = common_environment(TOKEN, below, 2, 8, "10.0.0.1", 29500)
     assert shared == {"NCCL_DEBUG": "WARN", "RELAUNCH_JOB": "llama", "RELAUNCH_GENERATION": "3"}
@@ -79,7 +79,7 @@ def test_a_launcher_is_given_what_is_not_its_own_to_say_to_its_ranks() -> None:
     }
 
 
-def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job() -> None:
+def test_s3_11_all_ranks_share_torchelastic_and_job_variables() -> None:
     shared = common_environment(
         TOKEN, spec(nodes=3, env={"NCCL_DEBUG": "WARN"}), 3, 8, "10.0.0.1", 29500
     )
@@ -127,7 +127,7 @@ def test_how_many_threads_a_rank_takes(written: dict[str, Any], threads: str | N
     )
 
 
-def test_s3_11_each_rank_of_a_node_has_its_numbers_and_the_counts_of_its_place() -> None:
+def test_s3_11_each_rank_has_its_numbers_and_its_places_counts() -> None:
     place = {
         "GROUP_RANK": "1",
         "RELAUNCH_NODE": "n2",
@@ -144,7 +144,7 @@ def test_the_token_of_a_job_names_its_newest_generation() -> None:
     assert str(running(generation=4).token) == "default/llama/1000/4"
 
 
-def test_a_later_submission_is_above_every_generation_of_an_earlier_one() -> None:
+def test_a_later_submission_is_above_every_earlier_generation() -> None:
     tokens = [
         Token("default", "llama", submission, generation)
         for submission in (1000, 2000)

@@ -150,11 +150,11 @@ def test_gpus_are_reset_by_bus_id(names: tuple[str, ...], expected: tuple[str, .
     )
 
 
-def test_a_gpu_that_nobody_knows_is_not_reset() -> None:
+def test_an_unknown_gpu_is_not_reset() -> None:
     assert refusal(then(reset(gpus=("12", bus(0))), SAME)) == "n2 has no GPU 12"
 
 
-def test_a_node_that_does_not_answer_is_looked_at_again_until_the_deadline() -> None:
+def test_a_silent_node_is_looked_at_again_until_the_deadline() -> None:
     state = after(repair(), NoAnswer("connection timed out"))
     assert decide(state, at(0)) == WaitForNode(
         timedelta(seconds=5), "n2 does not answer: connection timed out"
@@ -222,7 +222,10 @@ def test_a_node_is_rebooted_only_so_often() -> None:
 
 
 def test_a_journal_that_cannot_be_read_is_no_leave_to_reboot() -> None:
-    reason = "the number of recent reboots of n2 is unknown: its journal of reboots: the node's answer makes no sense there"
+    reason = (
+        "the number of recent reboots of n2 is unknown: its journal of reboots: "
+        "the node's answer makes no sense there"
+    )
     assert refusal(then(repair(), NodeProbed(probe(reboots=[{"at": "?"}])))) == reason
 
 
@@ -234,7 +237,7 @@ def test_a_clock_that_is_wrong_forgets_no_reboot(wall: Any) -> None:
     )
 
 
-def test_who_only_observes_is_told_what_would_have_been_done() -> None:
+def test_an_observer_learns_what_would_have_been_done() -> None:
     expected = "repairs: observe; otherwise relaunch would reboot n2: Xid 79 on GPU 0000:05:00"
     assert refusal(then(repair(mode="observe", approved_by="ada"), SAME)) == expected
 
@@ -266,9 +269,7 @@ def test_a_node_is_looked_at_again_where_the_fleet_took_its_time() -> None:
     assert isinstance(then(state, BOOTED), RunDiag), "it has rebooted meanwhile"
 
 
-def test_before_a_second_order_that_the_fleet_permits_late_the_node_is_asked_about_the_first() -> (
-    None
-):
+def test_before_a_late_second_order_the_first_is_asked_about() -> None:
     state = after(
         reset(), SAME, NoAnswer("x"), WaitEnded(), SAME, PermitAnswered(True, "1 of 2 repairs")
     )
@@ -281,7 +282,7 @@ def test_a_permission_for_nothing_that_is_due_changes_nothing() -> None:
         assert after(state, PermitAnswered(False, "no"), PermitAnswered(True, "yes")) == state
 
 
-def test_a_reboot_that_this_repair_ordered_in_a_former_life_is_not_ordered_again() -> None:
+def test_a_reboot_of_an_earlier_attempt_is_not_ordered_again() -> None:
     mine = NodeProbed(probe(boot_id="boot-1", reboots=journal((60, "repair/gpus/n2/1"))))
     assert isinstance(then(repair(), mine), RunDiag)
     still = NodeProbed(probe(boot_id="boot-0", reboots=journal((60, "repair/gpus/n2/1"))))
@@ -306,7 +307,7 @@ def test_what_this_repair_ordered_earlier_is_waited_for() -> None:
 # --- people
 
 
-def test_a_person_is_asked_with_all_that_matters_and_then_the_node_is_looked_at_again() -> None:
+def test_a_person_is_asked_with_details_then_the_node_is_read() -> None:
     state = after(repair(mode="ask"), NodeProbed(probe(reboots=journal((600, "r1")))))
     question = (
         "Reboot n2 (1 reboot in its journal)? Requested by job llama: Xid 79 on GPU 0000:05:00"
@@ -336,7 +337,7 @@ def test_many_gpus_are_counted_in_a_question() -> None:
     )
 
 
-def test_whoever_has_approved_it_already_is_not_asked() -> None:
+def test_a_person_who_has_approved_already_is_not_asked() -> None:
     assert isinstance(then(repair(mode="ask", approved_by="ada"), SAME), RebootNode)
 
 
@@ -352,7 +353,7 @@ def test_a_person_may_say_no() -> None:
     )
 
 
-def test_nobody_answers() -> None:
+def test_a_request_that_is_not_answered_in_time_is_refused() -> None:
     asked = after(repair(mode="ask"), SAME)
     reason = "the request to reboot n2 was not answered by 03:10 UTC"
     assert refusal(decide(asked, at(600))) == reason
@@ -373,7 +374,7 @@ def test_a_node_that_rebooted_while_a_person_thought_is_examined() -> None:
     )
 
 
-def test_what_is_said_when_nobody_asks_changes_nothing() -> None:
+def test_an_answer_without_a_question_changes_nothing() -> None:
     state = repair()
     for fact in (
         PersonAnswered(True, "ada", ""),
@@ -403,7 +404,8 @@ def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
     outcome, verdict, reason = end(then(state, PASSED, seconds=50))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
     assert reason == (
-        "n2 had GPU 0000:05:00 reset and is healthy: 8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found"
+        "n2 had GPU 0000:05:00 reset and is healthy: 8 GPUs by NVML, "
+        "disk, memory, dcgmi diag -r 1: nothing found"
     )
 
 
@@ -439,7 +441,7 @@ def test_a_reset_that_failed_is_refused_in_the_words_of_its_tool(
     "lost",
     [NoAnswer("the worker died"), OrderDone({"outcome": "?"}), OrderRefused("boot_changed", "")],
 )
-def test_a_reset_without_an_answer_is_looked_at_and_ordered_once_more(lost: RepairEvent) -> None:
+def test_a_reset_without_an_answer_is_checked_and_ordered_again(lost: RepairEvent) -> None:
     state = after(reset(), SAME, lost, WaitEnded())
     assert isinstance(decide(state, at(0)), ProbeNode)
     state = after(state, SAME)
@@ -447,13 +449,13 @@ def test_a_reset_without_an_answer_is_looked_at_and_ordered_once_more(lost: Repa
     assert isinstance(then(state, RESET_OK), ProbeNode)
     outcome, _, reason = end(then(state, lost, WaitEnded(), SAME))
     assert outcome == "ambiguous"
-    assert (
-        reason
-        == "2 orders to reset GPU 0000:05:00 on n2 got no answer; whether the GPUs were reset is unknown"
+    assert reason == (
+        "2 orders to reset GPU 0000:05:00 on n2 got no answer; "
+        "whether the GPUs were reset is unknown"
     )
 
 
-def test_a_reset_is_not_ordered_again_while_the_first_is_at_work_or_the_node_is_in_use() -> None:
+def test_a_reset_is_not_repeated_while_the_node_is_held() -> None:
     state = after(reset(), SAME, NoAnswer("x"), WaitEnded())
     assert isinstance(
         then(state, NodeProbed(probe(held={"by": "reset-gpus", "id": state.id}))), WaitForNode
@@ -494,7 +496,7 @@ def test_whether_a_reset_happened_is_not_known_at_the_deadline() -> None:
 # --- a reboot
 
 
-def test_a_reboot_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() -> None:
+def test_a_reboot_is_done_with_a_new_boot_id_and_a_healthy_node() -> None:
     state = after(repair(), SAME, REBOOT_OK)
     assert decide(state, at(0)) == WaitForNode(timedelta(seconds=5), "waiting for n2 to reboot")
     state = after(
@@ -516,13 +518,12 @@ def test_a_reboot_is_proven_by_the_boot_id_and_done_only_when_the_node_is_health
     )
 
 
-def test_a_reboot_that_changed_nothing_is_refused_with_what_was_found() -> None:
+def test_a_reboot_that_changed_nothing_is_refused_with_findings() -> None:
     broken = NodeProbed(probe(boot_id="boot-2", disks=[disk(writable=False, reason="read-only")]))
     outcome, verdict, reason = end(then(repair(), SAME, REBOOT_OK, broken))
     assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
-    assert (
-        reason
-        == "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
+    assert reason == (
+        "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
     )
     outcome, verdict, reason = end(
         then(
@@ -546,13 +547,13 @@ def test_a_node_whose_examination_says_nothing_is_not_given_back() -> None:
         OrderRefused("busy", "pid 7 uses it"),
     ):
         reason = refusal(then(state, fact, seconds=200))
-        assert (
-            reason
-            == "n2 was rebooted but its health is unknown: dcgmi diag was refused (busy): pid 7 uses it"
+        assert reason == (
+            "n2 was rebooted but its health is unknown: "
+            "dcgmi diag was refused (busy): pid 7 uses it"
         )
 
 
-def test_a_node_that_refuses_to_examine_right_after_its_boot_is_asked_again() -> None:
+def test_a_node_too_young_to_be_examined_is_asked_again() -> None:
     state = after(
         repair(), SAME, REBOOT_OK, BOOTED, NodeDiagnosed(diag("", 3, boot_id="boot-2")), seconds=60
     )
@@ -595,7 +596,7 @@ def test_a_driver_has_three_minutes_after_a_boot(gpus: Any, shown: str) -> None:
     assert isinstance(late, RunDiag) if gpus is NO_NVML else end(late)[1] is Verdict.UNHEALTHY
 
 
-def test_an_order_that_never_arrived_is_given_once_more_after_a_minute() -> None:
+def test_an_order_that_never_arrived_is_repeated_after_a_minute() -> None:
     state = after(repair(), SAME, NoAnswer("the worker died"), WaitEnded(), SAME)
     assert decide(state, at(0)) == WaitForNode(timedelta(seconds=5), "n2 still runs boot id boot-1")
     state = after(state, WaitEnded(), SAME, seconds=60)
@@ -633,7 +634,7 @@ def test_a_refusal_that_claims_a_reboot_is_no_proof() -> None:
     assert isinstance(then(state, BOOTED), RunDiag)
 
 
-def test_a_reboot_that_nobody_saw_end_is_ambiguous() -> None:
+def test_a_reboot_whose_end_was_not_seen_is_ambiguous() -> None:
     outcome, _, reason = end(
         decide(after(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500))
     )
@@ -646,7 +647,7 @@ def test_a_reboot_that_nobody_saw_end_is_ambiguous() -> None:
     )
 
 
-def test_a_node_that_tells_an_ended_boot_again_has_proven_nothing() -> None:
+def test_a_node_that_repeats_an_ended_boot_has_proven_nothing() -> None:
     state = after(
         repair(),
         SAME,
@@ -661,7 +662,7 @@ def test_a_node_that_tells_an_ended_boot_again_has_proven_nothing() -> None:
     )
 
 
-def test_a_node_that_reboots_while_it_is_examined_is_not_given_back() -> None:
+def test_a_node_that_reboots_while_examined_is_not_given_back() -> None:
     state = after(
         repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("connection reset"), WaitEnded(), seconds=300
     )
@@ -723,7 +724,7 @@ def test_a_cancel_before_the_order_ends_the_repair() -> None:
     assert refusal(then(repair(), RepairCancelRequested(""))) == "cancelled: no reason given"
 
 
-def test_a_cancel_while_the_order_is_on_its_way_waits_for_the_proof() -> None:
+def test_a_cancel_while_the_order_is_under_way_awaits_the_proof() -> None:
     state = after(repair(), SAME, RepairCancelRequested("enough"), REBOOT_OK, WaitEnded())
     assert isinstance(decide(state, at(0)), ProbeNode)
     assert end(then(state, BOOTED, PASSED_AFTER_BOOT))[:2] == ("done", Verdict.HEALTHY)
@@ -776,7 +777,7 @@ def test_a_long_repair_keeps_its_first_and_its_newest_records() -> None:
     )
 
 
-def test_a_node_that_says_the_same_for_an_hour_is_written_down_once() -> None:
+def test_an_unchanged_answer_for_an_hour_is_written_down_once() -> None:
     state = after(repair(), SAME, REBOOT_OK)
     for _ in range(100):
         state = after(state, WaitEnded(), SAME)

@@ -96,7 +96,7 @@ def silent(state: RepairState, since: float, *, seconds: float = 181) -> RepairS
 # --- when
 
 
-def test_a_person_may_order_a_power_cycle_and_the_node_is_looked_at_first() -> None:
+def test_a_person_may_order_a_power_cycle_and_a_look_comes_first() -> None:
     assert decide(repair(power=True), at(0)) == ProbeNode(
         timedelta(seconds=20), None, "checking n2 before the order to power-cycle n2: Xid 79"
     )
@@ -107,9 +107,9 @@ def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
     state = after(repair(approved_by="bo"), SAME)
     assert isinstance(decide(state, at(1)), RebootNode)
     state = after(state, NO_REBOOT, seconds=1)
-    assert (
-        state.log[-1].reason
-        == "n2 refused the order to reboot n2 (cannot_reboot): sudo: a password is required; power-cycling n2 instead"
+    assert state.log[-1].reason == (
+        "n2 refused the order to reboot n2 (cannot_reboot): sudo: "
+        "a password is required; power-cycling n2 instead"
     )
     assert isinstance(decide(state, at(1)), ProbeNode), "it is looked at anew"
     assert then(state, SAME, seconds=2) == replace(
@@ -117,7 +117,7 @@ def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
     )
 
 
-def test_without_a_command_for_it_a_node_that_cannot_reboot_is_refused_as_ever() -> None:
+def test_without_a_power_command_a_refused_reboot_is_final() -> None:
     state = replace(repair(), rules=rules())
     assert (
         refusal(then(state, SAME, NO_REBOOT))
@@ -133,7 +133,7 @@ def test_another_refusal_is_not_a_reason_for_it() -> None:
     )
 
 
-def test_it_comes_for_a_node_that_does_not_answer_for_three_minutes() -> None:
+def test_it_comes_for_a_node_that_is_silent_for_three_minutes() -> None:
     state = after(repair(), GONE, WaitEnded())
     assert isinstance(then(state, GONE, seconds=179), WaitForNode)
     assert isinstance(
@@ -165,7 +165,7 @@ def test_it_follows_a_reboot_that_was_not_proven_in_time() -> None:
     assert state.deadline == at(1510 + 1500), "it is proven within the same time"
 
 
-def test_a_node_that_was_told_to_reboot_and_goes_on_has_its_power_cycled() -> None:
+def test_a_node_that_ignores_a_reboot_has_its_power_cycled() -> None:
     state = after(repair(), SAME, REBOOT_OK)
     state = after(state, SAME, seconds=1500)
     assert "still runs boot id boot-1; power-cycling n2 instead" in state.log[-1].reason
@@ -176,16 +176,14 @@ def test_a_node_that_was_told_to_reboot_and_goes_on_has_its_power_cycled() -> No
     assert isinstance(then(state, BOOTED, seconds=1501), RunDiag), "it came back after all"
 
 
-def test_before_the_end_of_a_repair_a_look_comes_between_a_reboot_and_what_follows_it() -> None:
+def test_a_look_comes_between_a_reboot_and_what_follows_it() -> None:
     early = after(repair(minutes=10), SAME, REBOOT_OK, GONE)
     assert after(early, GONE, seconds=539).stage is Stage.PROVING
     assert after(early, GONE, seconds=541).power
 
 
 @pytest.mark.parametrize(("minutes", "follows"), [(25, False), (49, False), (51, True)])
-def test_a_job_that_waits_is_not_kept_waiting_by_a_power_cycle_for_which_no_time_is_left(
-    minutes: float, follows: bool
-) -> None:
+def test_no_power_cycle_begins_too_late_for_a_waiting_job(minutes: float, follows: bool) -> None:
     state = after(repair(minutes=minutes, job_waits=True), SAME, REBOOT_OK)
     state = after(state, GONE, seconds=min(1500, 60 * minutes - 1))
     assert state.power is follows and state.deadline == at(60 * minutes)
@@ -206,7 +204,7 @@ def test_a_node_in_use_keeps_its_power(power: bool) -> None:
     assert refusal(then(repair(power=power), busy)) == "n2 is in use: job llama generation 3"
 
 
-def test_a_power_cycle_counts_as_a_reboot_and_so_does_the_reboot_before_it() -> None:
+def test_a_power_cycle_and_the_reboot_before_it_both_count() -> None:
     once = NodeProbed(probe(reboots=journal((3600, "r1"))))
     assert then(repair(power=True), once) == ORDER
     state = after(repair(), once, REBOOT_OK)
@@ -229,7 +227,7 @@ def test_who_only_observes_and_who_wants_to_be_asked() -> None:
     )
 
 
-def test_whoever_approved_a_reboot_is_asked_about_the_power() -> None:
+def test_the_approver_of_a_reboot_is_asked_about_the_power() -> None:
     state = after(repair(mode="ask", approved_by="ada"), SAME, NO_REBOOT)
     step = then(state, SAME)
     assert isinstance(step, AskPerson) and step.question.startswith(
@@ -257,7 +255,7 @@ def test_what_the_fleet_does_not_permit_is_refused() -> None:
 # --- what it comes to
 
 
-def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() -> None:
+def test_it_is_done_with_a_new_boot_id_and_a_healthy_node() -> None:
     state = after(repair(power=True), SAME, SWITCHED)
     assert decide(state, at(0)) == WaitForNode(
         timedelta(seconds=5), "waiting for n2 to boot after its power cycle"
@@ -302,7 +300,7 @@ def test_a_command_that_failed_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("lost", [NoAnswer("the worker died"), OrderDone({"outcome": "?"})])
-def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_never_given_again(
+def test_a_command_of_unknown_fate_is_watched_and_never_repeated(
     lost: RepairEvent,
 ) -> None:
     state = after(repair(power=True), SAME, lost)
@@ -338,9 +336,7 @@ def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_nev
         (-1, False),
     ],
 )
-def test_a_boot_that_nobody_had_read_is_proven_to_have_ended_by_an_uptime_that_is_shorter_than_the_silence(
-    uptime: Any, proven: bool
-) -> None:
+def test_an_unread_boot_ended_if_uptime_is_below_the_silence(uptime: Any, proven: bool) -> None:
     state = after(silent(repair(power=True), 0), SWITCHED, seconds=181)
     assert state.boot_id == ""
     state = after(
@@ -364,7 +360,7 @@ def test_a_boot_that_nobody_had_read_is_proven_to_have_ended_by_an_uptime_that_i
         )
 
 
-def test_a_boot_id_of_before_is_kept_for_a_node_that_cannot_tell_it_any_more() -> None:
+def test_an_earlier_boot_id_is_kept_for_a_node_without_one() -> None:
     state = after(
         silent(repair(power=True, boot_id="boot-1"), 0), SWITCHED, WaitEnded(), seconds=181
     )
@@ -394,7 +390,7 @@ def test_a_cancel_ends_what_has_not_begun() -> None:
 
 
 @pytest.mark.parametrize("further", [(), (SAME,), (GONE,)])
-def test_after_a_reboot_was_ordered_a_cancel_lets_it_come_to_its_end_and_no_power_is_cycled(
+def test_a_cancel_after_a_reboot_order_lets_it_end_without_power(
     further: tuple[RepairEvent, ...],
 ) -> None:
     state = after(repair(), SAME, REBOOT_OK, GONE)
@@ -407,7 +403,7 @@ def test_after_a_reboot_was_ordered_a_cancel_lets_it_come_to_its_end_and_no_powe
     assert not after(early, GONE, seconds=1500).power
 
 
-def test_a_cancel_of_what_waits_for_a_person_after_a_reboot_lets_go_of_the_person() -> None:
+def test_a_cancel_after_a_reboot_no_longer_waits_for_the_person() -> None:
     state = after(repair(mode="ask", approved_by="ada"), SAME, REBOOT_OK)
     state = after(state, SAME, SAME, seconds=1500)
     assert isinstance(decide(state, at(1500)), AskPerson)

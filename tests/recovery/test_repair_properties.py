@@ -133,7 +133,7 @@ class Story:
     former: bool = False
     """The node's journal has told of a reboot that this repair ordered before it was forgotten."""
     healthy: bool = False
-    """The last examination read after an order, or after a boot that nobody ordered, has found nothing."""
+    """The last examination read after an order, or after an unordered boot, has found nothing."""
     moves: int = 0
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class Story:
                 )
 
     def _stray(self) -> RepairEvent:
-        """An answer that comes late, twice, or to nothing; to an order there is none before it was given."""
+        """An answer that comes late, twice, or to nothing; none comes before its order is given."""
         given = not isinstance(
             decide(self.state, self.now), ResetGpus | RebootNode | PowerCycleNode
         )

@@ -1,4 +1,4 @@
-"""What a policy would have decided: over recorded steps and over events that somebody wrote down."""
+"""What a policy would have decided: over recorded steps and over events that a person wrote."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_policy_replayed_over_its_own_record_differs_nowhere() -> None:
     assert [one.decision for one in replayed] == [one.decided for one in replayed]
 
 
-def test_where_the_strategy_differs_tries_are_counted_by_the_policy_that_is_tried() -> None:
+def test_where_strategies_differ_the_tried_policy_counts_tries() -> None:
     always = application(RESTART)
     job = new_job(policy=always)
     tried = application({**RESTART, "tries": 1}, {"strategy": "RESCHEDULE_JOB", "tries": 1}, FAIL)
@@ -110,7 +110,7 @@ def test_where_the_strategy_differs_tries_are_counted_by_the_policy_that_is_trie
     ]
 
 
-def test_after_another_kind_of_decision_the_replay_goes_on_as_it_really_went_on() -> None:
+def test_after_another_decision_the_replay_follows_the_record() -> None:
     always = application(RESTART)
     job = new_job(policy=always)
     replayed = replay(application(FAIL), job, record(job, *three_faults()))
@@ -125,7 +125,7 @@ def test_after_another_kind_of_decision_the_replay_goes_on_as_it_really_went_on(
     )
 
 
-def test_a_change_of_the_policy_in_the_record_does_not_replace_the_one_that_is_tried() -> None:
+def test_a_recorded_policy_does_not_replace_the_tried_one() -> None:
     job = new_job(policy=application(RESTART))
     steps = record(
         job,
@@ -263,7 +263,7 @@ def test_each_thing_that_two_decisions_do_otherwise_is_named(
     assert differs == difference(now, then)
 
 
-def test_a_repair_that_differs_is_followed_as_it_was_and_one_that_does_not_is_counted() -> None:
+def test_a_different_repair_is_followed_and_an_equal_one_counted() -> None:
     reset = application(
         {"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REBOOT_NODE", "tries": 1}, FAIL
     )
@@ -276,7 +276,7 @@ def test_a_repair_that_differs_is_followed_as_it_was_and_one_that_does_not_is_co
     ], "not an answer nobody asked for"
 
 
-# --- written events -----------------------------------------------------------------------------------------------------------
+# --- written events -------------------------------------------------------------------------------
 
 
 def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, str, str]]:
@@ -290,7 +290,7 @@ def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, st
     ]
 
 
-def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() -> None:
+def test_an_unmentioned_launch_succeeds_unless_a_line_denies_it() -> None:
     refused = LaunchRefused(
         CURRENT, (NodeRefusal("n2", "expired", "it was prepared more than 90 s ago"),)
     )
@@ -304,9 +304,7 @@ def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() 
     ]
 
 
-def test_a_submission_that_somebody_wrote_down_is_the_first_event_and_is_not_made_up_again() -> (
-    None
-):
+def test_a_written_submission_is_the_first_event_and_not_made_up() -> None:
     found = simulate(
         application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))]
     )
@@ -318,9 +316,7 @@ def test_a_submission_that_somebody_wrote_down_is_the_first_event_and_is_not_mad
     assert found[0].decision.reason == "submitted by grace: night run"
 
 
-def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_what_it_says() -> (
-    None
-):
+def test_an_unanswered_examination_is_unknown_an_answer_counts() -> None:
     rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}, FAIL)
     assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == [
         (60, "FaultObserved", "Examine"),
@@ -340,7 +336,7 @@ def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_w
     )
 
 
-def test_a_person_who_does_not_answer_in_time_finds_the_job_failed() -> None:
+def test_a_person_who_does_not_answer_in_time_finds_a_failed_job() -> None:
     rules = application({"strategy": "ASK"}, timeouts={"answer_within": "2h"})
     asked, day = (60, "FaultObserved", "Ask"), 86400
     assert rehearsed(rules, (60, boom(CURRENT, 60)), (3600, RetryRequested("fixed", "ada")))[
@@ -365,7 +361,7 @@ def test_an_answer_that_comes_too_late_finds_the_deadline_passed() -> None:
     ]
 
 
-def test_a_repair_is_done_unless_a_line_says_otherwise_and_then_the_ladder_is_climbed_on() -> None:
+def test_a_repair_is_done_unless_a_line_says_it_was_not() -> None:
     rules = application({"strategy": "REBOOT_NODE", "tries": 1}, {"strategy": "REPLACE_NODE"})
     done = [
         (60, "FaultObserved", "Repair REBOOT_NODE"),
@@ -392,7 +388,7 @@ def test_progress_closes_the_incident_and_gives_tries_back() -> None:
     ][1:] == ["Stop FAILED"]
 
 
-def test_an_hour_without_a_fault_passes_by_itself_only_before_another_line() -> None:
+def test_an_hour_without_a_fault_passes_only_before_another_line() -> None:
     rules = application({**RESTART, "tries": 1}, FAIL)
     found = rehearsed(rules, (60, boom(CURRENT, 60)), (4000, boom(CURRENT, 4000)))
     assert (3660, "DeadlinePassed", "Wait RUNNING") in found
@@ -402,7 +398,7 @@ def test_an_hour_without_a_fault_passes_by_itself_only_before_another_line() -> 
     ]
 
 
-def test_a_delayed_launch_has_happened_when_the_next_line_speaks_of_its_ranks() -> None:
+def test_a_delayed_launch_is_over_once_a_line_has_its_ranks() -> None:
     rules = application({**RESTART, "delay": "10m"})
     hung = RanksHung(CURRENT, (0,), "training stands still", at(90))
     found = rehearsed(rules, (60, boom(CURRENT, 60)), (90, hung))

@@ -159,7 +159,7 @@ def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, ph
         ),
     ],
 )
-def test_s1_3_the_suspects_are_examined_once_their_ranks_have_stopped(
+def test_s1_3_suspects_are_examined_once_their_ranks_stopped(
     observed: list[Any], expected: str
 ) -> None:
     after = walk(job(nodes=3), (lambda j: fault(j, *observed), expected))
@@ -168,7 +168,7 @@ def test_s1_3_the_suspects_are_examined_once_their_ranks_have_stopped(
     )
 
 
-def test_s1_4_an_examination_has_a_phase_and_a_deadline_and_a_next_step() -> None:
+def test_s1_4_an_examination_has_a_phase_deadline_and_next_step() -> None:
     after = walk(job(), (died(1), "EXAMINE n2"))
     assert (after.phase, after.next.at) == (Phase.EXAMINING, at(1800))
     assert after.next.what == "n2 examined; without a verdict after 30m it counts as UNKNOWN"
@@ -251,7 +251,7 @@ def test_s1_5_the_verdict_and_the_retry_count_decide(turns: list[Turn]) -> None:
     walk(job(), *turns)
 
 
-def test_s1_6_the_job_is_launched_again_when_the_reboot_is_proven_and_counts_one_retry() -> None:
+def test_s1_6_a_proven_reboot_launches_again_as_one_retry() -> None:
     after = walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"))
     assert (after.phase, after.generation, after.restarts_spent) == (Phase.REPAIRING, 1, 1), (
         "the retry is spent before the order"
@@ -350,8 +350,8 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
 @pytest.mark.parametrize(
     ("turns", "words"), [pytest.param(turns, words, id=name) for name, turns, words in GIVING_UP]
 )
-def test_s1_7_whoever_gives_up_says_why(turns: list[Turn], words: str) -> None:
-    """A notice is sent for each decision to stop, so each path has to end in one, and its words are the notice."""
+def test_s1_7_every_decision_to_give_up_says_why(turns: list[Turn], words: str) -> None:
+    """A notice is sent for each decision to stop, in its words, so each path has to end in one."""
     after = walk(job(), *turns)
     assert words in after.reason
     assert after.incident is not None and after.incident.decisions[-1].decision == "Stop"
@@ -360,7 +360,7 @@ def test_s1_7_whoever_gives_up_says_why(turns: list[Turn], words: str) -> None:
     assert (ended.phase, ended.incidents[-1].outcome) == (Phase.FAILED, "the job ended: FAILED")
 
 
-def test_s1_11_the_retry_count_is_given_back_by_nothing_but_a_person() -> None:
+def test_s1_11_only_a_person_gives_back_the_retry_count() -> None:
     once = relaunched(
         walk(
             job(),

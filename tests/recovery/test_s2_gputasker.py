@@ -1,4 +1,7 @@
-"""The decisions of GPUTasker with heartbeats, row by row, under `gputasker`: silence is not failure, and nothing starts twice."""
+"""The decisions of GPUTasker with heartbeats, row by row, under `gputasker`.
+
+Silence is not failure, and nothing starts twice.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def job(**spec: Any) -> JobState:
     return running(policy=preset("gputasker"), **spec)
 
 
-def test_s2_2_a_start_is_numbered_before_it_is_ordered_and_never_ordered_twice() -> None:
+def test_s2_2_a_start_is_numbered_before_its_only_order() -> None:
     waiting, decision = step(new_job(policy=preset("gputasker")), Submitted("", "ada"))
     assert (told(decision), waiting.generation, waiting.phase) == ("LAUNCH", 1, Phase.LAUNCHING)
     slots = (Slot("n1", "10.0.0.1"), Slot("n2", "10.0.0.2"))
@@ -66,7 +69,7 @@ def test_s2_2_a_start_is_numbered_before_it_is_ordered_and_never_ordered_twice()
         assert not isinstance(decision, Relaunch)
 
 
-def test_s2_2_a_node_that_has_seen_this_start_already_does_not_get_it_again() -> None:
+def test_s2_2_a_node_that_has_seen_a_start_does_not_get_it_again() -> None:
     waiting, _ = play(
         new_job(policy=preset("gputasker")),
         Submitted("", "ada"),
@@ -95,7 +98,7 @@ def test_s2_3_0_is_done_and_anything_else_has_failed(ending: Any, expected: str)
 
 
 @pytest.mark.parametrize("spec", [ONE, TWO])
-def test_s2_7_a_lost_node_is_not_a_failure_and_nothing_is_stopped(spec: dict[str, Any]) -> None:
+def test_s2_7_a_lost_node_is_no_failure_and_nothing_is_stopped(spec: dict[str, Any]) -> None:
     lost = walk(job(**spec), (gone("n1", 180), "WAIT NODE_LOST"), now=at(200))
     assert (lost.phase, lost.ending, lost.generation) == (Phase.NODE_LOST, None, 1)
     assert "n1" in lost.maybe_alive
@@ -144,7 +147,7 @@ def test_s2_7_a_node_is_lost_after_180_seconds() -> None:
         ),
     ],
 )
-def test_s2_8_a_node_that_comes_back_goes_on_by_itself_and_costs_nothing(
+def test_s2_8_a_node_that_comes_back_goes_on_and_costs_nothing(
     spec: dict[str, Any], turns: list[Turn]
 ) -> None:
     after = walk(job(**spec), *turns)
@@ -158,7 +161,7 @@ def test_s2_8_a_node_that_comes_back_goes_on_by_itself_and_costs_nothing(
     assert "came back by itself" in (after.incidents[-1].outcome or "")
 
 
-def test_s2_8_the_gpus_of_a_lost_node_are_kept_until_its_ranks_are_gone() -> None:
+def test_s2_8_a_lost_nodes_gpus_are_kept_until_its_ranks_end() -> None:
     asked = walk(job(), (gone("n2"), "WAIT NODE_LOST"), (hung(), "ASK"))
     assert set(asked.maybe_alive) == {"n1", "n2"}
     retried, decision = step(asked, RetryRequested("go on without it", "ada"), at(10))
@@ -169,14 +172,12 @@ def test_s2_8_the_gpus_of_a_lost_node_are_kept_until_its_ranks_are_gone() -> Non
     assert safe_after(retried, at(10)) == at(0) + timedelta(seconds=60 + 60 + 15 + 5)
 
 
-def test_s2_8_a_rank_that_failed_while_a_node_was_lost_has_failed_when_that_node_is_back() -> None:
+def test_s2_8_a_rank_that_failed_on_a_lost_node_counts_on_return() -> None:
     asked = walk(job(), (gone("n2"), "WAIT NODE_LOST"), (raised(node="n1"), "ASK"))
     walk(asked, (back("n2"), "FAILED 1"))
 
 
-def test_s2_8_a_fault_that_had_to_wait_for_a_lost_node_is_the_same_incident_when_it_is_dealt_with() -> (
-    None
-):
+def test_s2_8_a_fault_that_awaited_a_lost_node_is_one_incident() -> None:
     waiting = walk(
         job(gang="independent"),
         (gone("n2"), "WAIT NODE_LOST"),
@@ -189,7 +190,7 @@ def test_s2_8_a_fault_that_had_to_wait_for_a_lost_node_is_the_same_incident_when
 
 @pytest.mark.parametrize("spec", [ONE, TWO])
 def test_s2_7_a_lost_node_is_not_waited_for_without_a_deadline(spec: dict[str, Any]) -> None:
-    """Nobody looks for hangs here, so nothing else would ever end this wait, nor tell a person of it."""
+    """No watch looks for hangs here, so nothing else would end this wait or notify a person."""
     lost = walk(job(**spec), (gone("n1"), "WAIT NODE_LOST"))
     assert lost.next.at == at(3600)
     walk(lost, (this(DeadlinePassed()), "ASK"), now=at(3600))
@@ -243,7 +244,7 @@ def test_s2_9_what_an_operator_may_do_about_a_lost_node(
     assert (after.phase, after.generation, after.restarts_spent) == (phase, generation, 0)
 
 
-def test_s2_9_a_node_declared_dead_holds_no_ranks_any_more_and_a_retry_may_follow() -> None:
+def test_s2_9_a_dead_node_holds_no_ranks_and_a_retry_may_follow() -> None:
     dead = walk(
         job(nodes=1),
         (gone("n1"), "WAIT NODE_LOST"),
@@ -253,7 +254,7 @@ def test_s2_9_a_node_declared_dead_holds_no_ranks_any_more_and_a_retry_may_follo
     walk(dead, (this(RetryRequested("", "ada", ("n1",))), "LAUNCH avoiding n1"))
 
 
-def test_s2_9_nobody_but_a_person_ends_a_lost_job() -> None:
+def test_s2_9_only_a_person_ends_a_lost_job() -> None:
     lost = walk(job(nodes=1), (gone("n1"), "WAIT NODE_LOST"))
     for day in range(1, 30):
         lost = walk(lost, (this(DeadlinePassed()), "ASK"), now=at(86_400 * day))

@@ -76,7 +76,7 @@ def lost_and_missed(node: str = "n2") -> tuple[Turn, Turn]:
 
 
 @pytest.mark.parametrize("failure", WORKER_FAILURES)
-def test_s3_2_whatever_rank_fails_all_restart_in_place_up_to_max_restarts_and_then_the_job_fails(
+def test_s3_2_all_ranks_restart_until_max_restarts_then_it_fails(
     failure: Any,
 ) -> None:
     after = job()
@@ -88,7 +88,7 @@ def test_s3_2_whatever_rank_fails_all_restart_in_place_up_to_max_restarts_and_th
     assert "all 3 restarts are spent" in decision.reason
 
 
-def test_s3_2_the_count_is_one_for_all_causes_and_survives_progress() -> None:
+def test_s3_2_one_count_for_all_causes_survives_progress() -> None:
     after = walk(job(), (died(1), "RESTART_IN_PLACE"), (sick(xid(79)), "RESTART_IN_PLACE"))
     after, _ = step(relaunched(after), StepReached(3, 10_000, at(60)), at(60))
     after = walk(after, (hung(), "RESTART_IN_PLACE"), now=at(61))
@@ -105,7 +105,7 @@ def test_s3_2_max_restarts_is_the_number_of_restarts(most: int) -> None:
     )
 
 
-def test_s3_3_a_change_of_membership_restarts_all_and_is_no_retry() -> None:
+def test_s3_3_a_membership_change_restarts_all_and_is_no_retry() -> None:
     after = job(nodes=3)
     for _ in range(10):
         after = walk(after, *lost_and_missed())
@@ -130,7 +130,7 @@ def test_s3_3_and_it_may_happen_when_nothing_is_left(cause: Cause) -> None:
     assert (after.restarts_spent, after.avoided) == (3, ()), "it may come back and join again"
 
 
-def test_s3_3_a_node_that_comes_back_before_anybody_missed_it_restarts_nothing() -> None:
+def test_s3_3_a_node_back_before_it_is_missed_restarts_nothing() -> None:
     assert walk(job(), (gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")).generation == 1
 
 
@@ -157,9 +157,7 @@ def test_s3_4_success_is_that_of_every_rank(observed: list[Any] | None, expected
     )
 
 
-def test_s3_5_past_the_exit_barrier_a_rank_that_runs_is_a_hang_and_all_zeros_are_a_success() -> (
-    None
-):
+def test_s3_5_past_the_exit_barrier_only_a_running_rank_hangs() -> None:
     assert preset("torchelastic").timeouts.exit_barrier == timedelta(seconds=300)
     after = walk(job(), (hung(3), "RESTART_IN_PLACE"))
     assert after.incident is not None and (after.incident.cause, after.incident.ranks) == (
@@ -169,9 +167,7 @@ def test_s3_5_past_the_exit_barrier_a_rank_that_runs_is_a_hang_and_all_zeros_are
     walk(relaunched(after), (this(RanksSucceeded(2)), "SUCCEEDED 0"))
 
 
-def test_s3_6_the_error_with_the_smallest_timestamp_is_the_root_cause_and_comes_with_its_traceback() -> (
-    None
-):
+def test_s3_6_the_earliest_error_is_the_cause_with_its_traceback() -> None:
     start = T0.timestamp()
     first = exited(2, "n2", code=1, seconds=9, error=error("KeyError: 'lr'", start + 1))
     others = [
@@ -233,7 +229,7 @@ def test_s3_7_whose_fault_it_is_says_whose_budget_it_takes(
     assert walk(job(), (event, expected)).restarts_spent == spent, whose
 
 
-def test_s3_7_a_platform_that_fails_again_and_again_fails_the_job_without_its_budget() -> None:
+def test_s3_7_platform_faults_fail_the_job_but_spend_no_restart() -> None:
     refused = this(LaunchRefused(1, (NodeRefusal("n1", "expired", "the order came too late"),)))
     after, count = job(), 0
     while after.ending is None:
@@ -256,7 +252,7 @@ def test_s3_7_a_platform_that_fails_again_and_again_fails_the_job_without_its_bu
         pytest.param([{"strategy": "ASK"}], "ASK", id="a person chooses"),
     ],
 )
-def test_s3_9_a_lost_node_fails_the_gang_or_is_replaced_as_the_policy_says(
+def test_s3_9_policy_replaces_a_lost_node_or_fails_the_gang(
     ladder: list[dict[str, Any]], expected: str
 ) -> None:
     policy = resolve({"extends": "torchelastic", "causes": {"NODE_LOST": ladder}})

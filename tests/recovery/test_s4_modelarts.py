@@ -1,4 +1,6 @@
-"""The decisions of ModelArts' fault recovery, row by row, under `modelarts` with every kind of restart switched on.
+"""The decisions of ModelArts' fault recovery, row by row, under `modelarts`.
+
+Every kind of restart is switched on.
 
 Source: support.huaweicloud.com, ModelArts, "Fault recovery of training jobs", 2026-02-06.
 """
@@ -75,7 +77,7 @@ def rebooted(node: str = "n2") -> Any:
 
 
 @pytest.mark.parametrize("line", [HEALS, HEALS_TOO, USERS])
-def test_s4_1_a_chip_that_heals_itself_is_reset_and_the_command_runs_again_in_the_same_place_for_nothing(
+def test_s4_1_a_chip_that_heals_is_reset_in_place_for_free(
     line: str,
 ) -> None:
     after = walk(job(), (sick(line), RESET))
@@ -103,7 +105,7 @@ def test_s4_1_in_place_recovery_needs_no_restart_to_be_left() -> None:
     ],
 )
 @pytest.mark.parametrize("line", [HEALS, HEALS_TOO])
-def test_s4_2_a_reset_that_fails_isolates_the_node_and_reschedules(failure: Any, line: str) -> None:
+def test_s4_2_a_failed_reset_isolates_the_node_and_reschedules(failure: Any, line: str) -> None:
     after = walk(job(), (sick(line), RESET), (failure, POD))
     assert [one.node for one in after.avoided] == ["n2"]
     after = walk(job(without_pods()), (sick(line), RESET), (failure, JOB_ISOLATED))
@@ -144,7 +146,7 @@ def test_s4_2_a_reset_that_fails_isolates_the_node_and_reschedules(failure: Any,
         ),
     ],
 )
-def test_s4_3_the_same_code_of_the_same_chip_three_times_in_24_hours_is_not_reset_again(
+def test_s4_3_a_chips_third_equal_code_in_24_hours_is_not_reset(
     met: list[tuple[int, str]], expected: str
 ) -> None:
     after = job()
@@ -155,7 +157,7 @@ def test_s4_3_the_same_code_of_the_same_chip_three_times_in_24_hours_is_not_rese
     assert [one.node for one in after.avoided] == (["n2"] if "avoiding" in expected else [])
 
 
-def test_s4_3_the_same_code_on_the_same_address_of_another_node_is_another_chip() -> None:
+def test_s4_3_one_address_on_another_node_is_another_chip() -> None:
     after = walk(job(), (sick(HEALS), RESET), RESET_DONE, (sick(HEALS), RESET), RESET_DONE)
     walk(after, (sick(HEALS, node="n1"), "RESET_GPU n1 0000:05:00"))
 
@@ -166,7 +168,7 @@ def test_s4_3_progress_in_between_makes_no_difference() -> None:
     walk(after, (sick(HEALS), POD), now=at(61))
 
 
-def test_s4_3_without_pods_the_whole_job_is_scheduled_anew() -> None:
+def test_s4_3_without_pods_the_whole_job_is_rescheduled() -> None:
     twice = [(sick(HEALS), RESET), RESET_DONE] * 2
     after = walk(job(without_pods()), *twice, (sick(HEALS), JOB_ISOLATED))
     assert (after.restarts_spent, [one.node for one in after.avoided]) == (1, ["n2"])
@@ -213,13 +215,13 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
         ),
     ],
 )
-def test_s4_4_three_unconditional_reschedules_in_a_row_and_the_fourth_failure_is_the_codes(
+def test_s4_4_after_three_reschedules_the_next_failure_is_final(
     turns: list[Turn],
 ) -> None:
     walk(job(), *turns)
 
 
-def test_s4_4_every_exit_that_is_not_0_counts_and_takes_a_restart() -> None:
+def test_s4_4_every_nonzero_exit_counts_and_takes_a_restart() -> None:
     after = walk(job(), R)
     assert (after.restarts_spent, after.avoided) == (1, ())
     walk(job(preset("modelarts")), R, R, R, (died(1), "FAILED 1"))
@@ -228,7 +230,7 @@ def test_s4_4_every_exit_that_is_not_0_counts_and_takes_a_restart() -> None:
     walk(after, (died(1), "FAILED 1"))
 
 
-def test_s4_4_the_exit_code_of_the_last_failure_is_that_of_the_job() -> None:
+def test_s4_4_the_last_failures_exit_code_is_that_of_the_job() -> None:
     after = walk(job(), R, R, R, (died(42), "FAILED 42"))
     assert "exited with code 42" in after.reason
 
@@ -240,7 +242,7 @@ def test_s4_4_the_exit_code_of_the_last_failure_is_that_of_the_job() -> None:
         pytest.param(rebooted(), id="a node"),
     ],
 )
-def test_s4_5_the_faulty_node_is_isolated_before_the_job_is_scheduled_anew(event: Any) -> None:
+def test_s4_5_the_faulty_node_is_isolated_before_the_reschedule(event: Any) -> None:
     after = walk(job(without_pods()), (event, JOB_ISOLATED))
     assert ([one.node for one in after.avoided], after.restarts_spent) == (["n2"], 1)
     assert after.slots[1].node == "n2", (
@@ -248,7 +250,7 @@ def test_s4_5_the_faulty_node_is_isolated_before_the_job_is_scheduled_anew(event
     )
 
 
-def test_s4_5_a_lost_node_is_isolated_and_the_job_scheduled_anew() -> None:
+def test_s4_5_a_lost_node_is_isolated_and_the_job_rescheduled() -> None:
     walk(job(without_pods()), (gone(), "WAIT NODE_LOST"), (hung(), JOB_ISOLATED))
 
 
@@ -270,7 +272,7 @@ def test_s4_5_it_ends_with_the_restarts() -> None:
         pytest.param(rebooted(), id="a node"),
     ],
 )
-def test_s4_6_only_the_faulty_pod_is_scheduled_elsewhere_and_its_node_is_isolated(
+def test_s4_6_only_the_faulty_pod_moves_and_its_node_is_isolated(
     event: Any,
 ) -> None:
     after, decision = step(job(), event(job()))
@@ -281,7 +283,7 @@ def test_s4_6_only_the_faulty_pod_is_scheduled_elsewhere_and_its_node_is_isolate
     )
 
 
-def test_s4_6_when_the_pods_retries_are_used_the_whole_job_is_scheduled_anew() -> None:
+def test_s4_6_after_the_pods_retries_the_job_is_rescheduled() -> None:
     pods: list[Turn] = [
         (sick(FATAL), POD),
         (sick(HEALS), RESET),
@@ -293,7 +295,7 @@ def test_s4_6_when_the_pods_retries_are_used_the_whole_job_is_scheduled_anew() -
     walk(after, (sick(HEALS), RESET), (mended("refused"), JOB_ISOLATED))
 
 
-def test_s4_6_a_pod_that_cannot_be_scheduled_ends_in_a_reschedule_of_the_job() -> None:
+def test_s4_6_a_pod_that_fits_nowhere_ends_in_a_job_reschedule() -> None:
     after = walk(job(), (sick(FATAL), POD))
     failures = 0
     while "RESCHEDULE_JOB" not in told(
@@ -325,7 +327,7 @@ def test_s4_7_a_hang_restarts_in_place_three_times_in_a_row(turns: list[Turn]) -
     walk(job(), *turns)
 
 
-def test_s4_7_a_hang_takes_no_restart_and_is_one_after_30_minutes() -> None:
+def test_s4_7_a_hang_takes_no_restart_and_begins_at_30_minutes() -> None:
     after = walk(
         job(resolve({"extends": "modelarts", "max_restarts": 0})), (hung(), "RESTART_IN_PLACE")
     )
@@ -393,8 +395,8 @@ def test_s4_9_a_place_counts_its_nodes_and_the_starts_on_each() -> None:
     assert counters(slots) == [("1", "4"), ("2", "2")]
 
 
-def test_s4_9_a_job_that_is_scheduled_anew_is_so_in_every_place_even_where_a_node_stays() -> None:
-    """The containers are new ones: what a script has left in shared memory is gone, and it has to know."""
+def test_s4_9_a_rescheduled_job_is_new_in_every_place() -> None:
+    """The containers are new: a script has to know that its shared memory is gone."""
     before = job()
     after, decision = step(before, died(1)(before))
     assert isinstance(decision, Relaunch) and not decision.keep_nodes
@@ -412,7 +414,7 @@ def test_s4_9_the_counters_live_in_the_jobs_state() -> None:
     assert after.slots == slots
 
 
-def test_s4_10_how_long_ranks_may_take_to_stop_is_a_value_of_the_policy() -> None:
+def test_s4_10_how_long_ranks_may_take_to_stop_is_in_the_policy() -> None:
     assert resolve(
         {"extends": "modelarts", "timeouts": {"stop_grace": "10s"}}
     ).timeouts.stop_grace == timedelta(seconds=10)

@@ -18,7 +18,10 @@ FLEET: dict[str, Any] = {
     "backend": "ssh",
     "nodes": [{"name": "n1", "address": "10.0.0.1"}],
 }
-NO_NAME = "is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit"
+NO_NAME = (
+    "is not a name: 1 to 63 letters, digits, '.', '_' or '-', "
+    "starting and ending with a letter or digit"
+)
 NO_VARIABLE = "cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_"
 ONE_SOURCE = "a secret has exactly one source: file: PATH or env: NAME"
 
@@ -28,7 +31,7 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
     return ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")
 
 
-# --- a job file ------------------------------------------------------------------------------------------------------------------
+# --- a job file -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,10 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         pytest.param(
             {"command": "python train.py"},
             "command",
-            "'python train.py' is one string: write a list, one item per argument, such as [python, train.py]",
+            (
+                "'python train.py' is one string: write a list, "
+                "one item per argument, such as [python, train.py]"
+            ),
             id="a command in one string",
         ),
         pytest.param(
@@ -64,7 +70,10 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             pytest.param(
                 {"nodes": written},
                 "nodes",
-                f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)",
+                (
+                    f"{written!r} is not a number of nodes: write it like 4, "
+                    f"or {{min: 3, max: 4}} (as a flag 3:4)"
+                ),
                 id=f"nodes {written}",
             )
             for written in (
@@ -82,7 +91,10 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         pytest.param(
             {"progress": {"log_pattern": "step ("}},
             "progress",
-            "'step (' is not a regular expression: missing ), unterminated subpattern at position 5",
+            (
+                "'step (' is not a regular expression: missing ), "
+                "unterminated subpattern at position 5"
+            ),
             id="no pattern",
         ),
         pytest.param(
@@ -94,7 +106,8 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         pytest.param(
             {"progress": {"log_pattern": r"step (?P<step>\d+)(?= of)"}},
             "progress",
-            r"'step (?P<step>\\d+)(?= of)' cannot be used as a pattern: invalid perl operator: (?=; it is matched by RE2, which has no "
+            r"'step (?P<step>\\d+)(?= of)' cannot be used as a pattern: "
+            r"invalid perl operator: (?=; it is matched by RE2, which has no "
             "look-ahead, look-behind or back references",
             id="a pattern that may take for ever",
         ),
@@ -252,7 +265,7 @@ def test_a_command_that_only_mentions_a_launcher_is_a_rank(command: list[str]) -
         pytest.param("3:4", 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range as a flag has it"),
     ],
 )
-def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs(
+def test_s3_3_a_job_says_its_most_and_fewest_nodes(
     written: Any, fewest: int, most: int, size: str
 ) -> None:
     job = spec(nodes=written)
@@ -265,7 +278,7 @@ def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
-def test_numbers_in_the_environment_are_the_strings_that_everybody_means() -> None:
+def test_numbers_in_the_environment_become_plain_strings() -> None:
     assert spec(env={"DEBUG": 1, "LR": 0.5, "MODE": "on"}).env == {
         "DEBUG": "1",
         "LR": "0.5",
@@ -294,7 +307,7 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     assert spec(progress={"log_pattern": None}).progress.log_pattern is None
 
 
-# --- a fleet file ----------------------------------------------------------------------------------------------------------------
+# --- a fleet file ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -310,7 +323,10 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
                 {"name": "n1", "address": "10.0.0.1"},
                 {"name": "n2", "address": "10.0.0.1", "spare": True},
             ],
-            "nodes n1 and n2 have the same address '10.0.0.1': expected a different address for each node",
+            (
+                "nodes n1 and n2 have the same address '10.0.0.1': "
+                "expected a different address for each node"
+            ),
             id="one machine twice",
         ),
     ],
@@ -328,7 +344,7 @@ def test_a_fleet_asks_before_it_repairs_unless_it_says_otherwise() -> None:
     assert (fleet.repairs, [node.name for node in fleet.nodes]) == ("ask", ["n1", "n2"])
 
 
-# --- durations -------------------------------------------------------------------------------------------------------------------
+# --- durations ------------------------------------------------------------------------------------
 
 DURATION: TypeAdapter[timedelta] = TypeAdapter(Duration)
 
@@ -378,7 +394,7 @@ def test_what_is_no_duration_is_refused_with_a_sentence(written: Any, expected: 
 
 
 @pytest.mark.parametrize("written", ["", None, "P1X", [5]])
-def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(
+def test_what_is_no_duration_at_all_is_left_to_pydantic(
     written: Any,
 ) -> None:
     with pytest.raises(ValidationError):
@@ -389,7 +405,7 @@ def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(
     ("limit", "nodes", "number"),
     [(3, 100, 3), ("25%", 100, 25), ("25%", 7, 1), ("25%", 2, 1), ("0%", 10, 1), ("100%", 8, 8)],
 )
-def test_a_limit_is_a_number_of_nodes_or_a_share_of_them_and_at_least_one(
+def test_a_limit_is_a_number_or_share_of_nodes_and_at_least_one(
     limit: int | str, nodes: int, number: int
 ) -> None:
     limits = FleetLimits.model_validate({"nodes_out": limit, "repairs_at_once": limit})
@@ -411,7 +427,7 @@ def test_what_is_no_limit_is_refused_with_a_sentence(limit: int | str, expected:
     assert ("nodes_out", expected) == refusal(error)
 
 
-# --- ssh ------------------------------------------------------------------------------------------------------------------
+# --- ssh ------------------------------------------------------------------------------------------
 
 
 def ssh_fleet(
@@ -442,14 +458,17 @@ def ssh_fleet(
         (
             {},
             {"proxy_jump": "jump:99999"},
-            "'jump:99999' is not a list of jump hosts: hosts such as me@jump:22, separated by commas, or none",
+            (
+                "'jump:99999' is not a list of jump hosts: "
+                "hosts such as me@jump:22, separated by commas, or none"
+            ),
         ),
         ({}, {"proxy_jump": "a,,b"}, "'a,,b' is not a list of jump hosts"),
         ({}, {"sudo": "perhaps"}, "valid boolean"),
         ({}, {"password": "secret"}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_an_ssh_fleet_cannot_mean_is_refused_with_a_sentence(
+def test_an_impossible_ssh_fleet_is_refused_with_a_sentence(
     node: dict[str, object], ssh: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ValidationError) as error:

@@ -82,8 +82,8 @@ def test_a_scripted_job_is_diagnosed_at_most_once_per_event(
         assert len(diagnosed) == faults, "nothing that comes too late is diagnosed"
 
 
-def test_the_fault_that_waits_for_a_lost_node_keeps_its_own_diagnosis() -> None:
-    """The incident and the decision blame the loss; the fault itself is kept for the node's return."""
+def test_a_fault_that_waits_for_a_lost_node_keeps_its_diagnosis() -> None:
+    """The incident and the decision blame the loss; the fault is kept for the node's return."""
     job = alone()
     after, decision = step(job, fault(job, exited(0, "n1", code=1, error=error())))
     assert after.incident is not None and after.incident.cause is Cause.NODE_LOST
