@@ -225,7 +225,7 @@ async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled
     await eventually(lambda: not site.instance.machine.registered.agent_connected)
     site.clock.ahead = 1500
     with pytest.raises(
-        Unreachable, match=r"told to reboot 150\d s ago, and its ECS agent has not come back"
+        Unreachable, match=r"reboot was ordered 150\d s ago, and its ECS agent has not come back"
     ):
         await site.settled(0.2)
     site.instance.never_returns(True)
@@ -464,7 +464,7 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
     finally:
         site.instance.machine.node.delays.power_off = 0.05
     site.clock.ahead = 130
-    with pytest.raises(Unreachable, match="told to stop it by force"):
+    with pytest.raises(Unreachable, match="asked to stop it by force"):
         await site.settled(0.0)
     stops = [
         one.request.get("Force")

@@ -265,5 +265,6 @@ def _refusal(value: Json) -> Optional[Json]:
         return None
     return Refused(
         "bad_order",
-        f"the agent in a container is asked and not ordered: {str(command)[:40]!r} is none of {', '.join(TELLS)}",
+        f"an agent in a container only answers questions: {str(command)[:40]!r} is none of "
+        f"{', '.join(TELLS)}",
     ).answer

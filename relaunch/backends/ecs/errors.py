@@ -75,17 +75,29 @@ def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
 def cannot(order: StartOrder) -> str | None:
     """Return why an order cannot be run as an ECS task; None if it can."""
     if order.launched is not None:
-        return "relaunch starts no launcher on ECS: write `launcher: none`, and torchrun into the command"
+        return (
+            "relaunch starts no launcher on ECS: "
+            "write `launcher: none`, and torchrun into the command"
+        )
     if order.secrets:
-        return "whoever may describe tasks could read the job's secrets: name them under `secrets` of the task definition"
+        return (
+            "everyone who may describe tasks could read the job's secrets: "
+            "name them under `secrets` of the task definition"
+        )
     if order.workdir is not None:
-        return f"RunTask cannot set workdir {order.workdir!r}: write it as workingDirectory into the task definition"
+        return (
+            f"RunTask cannot set workdir {order.workdir!r}: "
+            "write it as workingDirectory into the task definition"
+        )
     return None
 
 
 def no_network(definition: Definition, order: StartOrder) -> str | None:
     if definition.network_mode == "awsvpc":
-        return f"task definition {definition.arn} has networkMode awsvpc, expected host (or bridge, of a job on one node)"
+        return (
+            f"task definition {definition.arn} has networkMode awsvpc, "
+            "expected host (or bridge, of a job on one node)"
+        )
     if _nodes(order) > 1 and definition.network_mode != "host":
         has = f"task definition {definition.arn} has networkMode {definition.network_mode}"
         return f"{has}, expected host: ranks on several nodes have to meet"

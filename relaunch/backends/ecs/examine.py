@@ -70,7 +70,8 @@ class NodeTasks:
         if self._options.node_task is None and self._options.health_check is None:
             raise Unreachable(
                 node,
-                "nothing can be run on it to look: set ecs.node_task in the fleet file to the node image's task definition",
+                "nothing can be run on it to probe it: "
+                "set ecs.node_task in the fleet file to the node image's task definition",
             )
         until = time.monotonic() + within + PLACED_WITHIN
         journal = await self._repairs.settle(node, ec2_id, min(SETTLED_WITHIN, within))
@@ -120,7 +121,8 @@ class NodeTasks:
                 return Refused(
                     node,
                     "cannot_start",
-                    f"{definition.arn} has not one essential container, but {several}: which examines?",
+                    f"{definition.arn} has not one essential container, but {several}: "
+                    "which examines?",
                 )
             order = {
                 "protocol": PROTOCOL,
@@ -209,7 +211,8 @@ class NodeTasks:
         if instance.status != "ACTIVE":
             raise Unreachable(
                 node,
-                f"its container instance is {instance.status}, so ECS places no task there to look at it",
+                f"its container instance is {instance.status}, "
+                "so ECS places no task there to probe it",
             )
         return instance
 
@@ -222,9 +225,10 @@ class NodeTasks:
         definition = await self._cluster.definition(self._options.node_task)
         container = _examiner(definition)
         if container is None or container not in definition.logs:
-            wanted = "one essential container with logDriver awslogs, awslogs-group and awslogs-stream-prefix"
             raise Unreachable(
-                node, f"task definition {definition.arn} cannot be read from: expected {wanted}"
+                node,
+                f"task definition {definition.arn} cannot be read from: expected one essential "
+                "container with logDriver awslogs, awslogs-group and awslogs-stream-prefix",
             )
         started_by = node_task(kind)
         task = await self._running(instance.ec2_id, started_by)
@@ -249,7 +253,8 @@ class NodeTasks:
         except TimeoutError:
             raise Unreachable(
                 node,
-                f"the task that looks at it, {task.short}, has not ended in time: pulled or placed late",
+                f"the task that probes it, {task.short}, has not ended in time: "
+                "pulled or placed late",
             ) from None
         if ended is None or _code(ended, container) is None:
             words = "ECS does not know it any more" if ended is None else _words(ended)
@@ -266,7 +271,8 @@ class NodeTasks:
             stream = log.stream(container, task.short)
             raise Unreachable(
                 node,
-                f"what looked at it ({_words(ended)}) left no answer in log group {log.group}, stream {stream}",
+                f"the task that probed it ({_words(ended)}) left no answer in "
+                f"log group {log.group}, stream {stream}",
             )
         if answer.get("outcome") != "done":
             raise Unreachable(

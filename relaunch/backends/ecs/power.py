@@ -74,7 +74,8 @@ class PowerCycle:
                 return await self._give_up(journal, replace(entry, standby=False), error)
         if state not in ("", "Standby"):
             return Waiting(
-                f"its Auto Scaling group {group} has it {state}; it is stopped when that says Standby"
+                f"its Auto Scaling group {group} has it {state}; "
+                "it is stopped when that says Standby"
             )
         try:
             await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id])
@@ -82,7 +83,7 @@ class PowerCycle:
             return await self._give_up(journal, entry, error)
         if not entry.sent:
             await journal.write(replace(entry, phase=Phase.SENT, sent=True))
-        return Waiting("EC2 was told to stop it")
+        return Waiting("EC2 was asked to stop it")
 
     async def _give_up(self, journal: Journal, entry: JournalEntry, error: AwsError) -> Waiting:
         if error.kind not in (Kind.REFUSED, Kind.DENIED):
@@ -100,7 +101,7 @@ class PowerCycle:
         await journal.write(replace(entry, forced=True))
         await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id], Force=True)
         return Waiting(
-            f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was told to stop it by force"
+            f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was asked to stop it by force"
         )
 
     async def _start(self, journal: Journal, entry: JournalEntry) -> Waiting:
@@ -114,7 +115,7 @@ class PowerCycle:
             if error.kind in (Kind.REFUSED, Kind.DENIED) and error.code != "IncorrectInstanceState":
                 return Waiting(f"it is stopped, and was not started: {error.reason}", FAILED)
             return Waiting(error.reason)
-        return Waiting("EC2 was told to start it")
+        return Waiting("EC2 was asked to start it")
 
     async def _back(self, journal: Journal, entry: JournalEntry) -> Waiting | None:
         try:

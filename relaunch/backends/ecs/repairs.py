@@ -71,7 +71,10 @@ class Repairs:
         Only a different boot id afterwards proves that the reboot happened.
         """
         if self._options.node_task is None:
-            why = "nothing on it could tell a boot id, which alone proves a reboot: set ecs.node_task in the fleet file"
+            why = (
+                "nothing on it could report a boot id, which alone proves a reboot: "
+                "set ecs.node_task in the fleet file"
+            )
             return Refused(node, "cannot_reboot", why)
         with _asking(node):
             journal = await Journal.of(self._aws, ec2_id)
@@ -190,10 +193,10 @@ class Repairs:
         if not instance.agent_connected:
             if entry.phase is not Phase.DOWN and instance.status == "DRAINING":
                 await journal.write(entry.advance(Phase.DOWN))
-            return f"it was told to reboot {age:.0f} s ago, and its ECS agent has not come back"
+            return f"its reboot was ordered {age:.0f} s ago, and its ECS agent has not come back"
         if entry.phase is Phase.INTENT and instance.status == "ACTIVE":
             if age < BEGUN_WITHIN:
-                return f"it is about to be told to reboot, since {age:.0f} s"
+                return f"its reboot is about to be ordered, since {age:.0f} s"
             # an instance is drained before it is rebooted: the worker that wrote the entry did
             # neither
             await journal.withdraw(entry)
@@ -201,7 +204,7 @@ class Repairs:
         # An agent stays connected for a while after the order, and a short disconnection may have
         # been missed.
         if entry.phase is not Phase.DOWN and age < HARD_RESET:
-            return f"it was told to reboot {age:.0f} s ago, and has not gone down"
+            return f"its reboot was ordered {age:.0f} s ago, and it has not gone down"
         if instance.status == "DRAINING":
             await self._set_state(instance, "ACTIVE")
         await journal.write(entry.advance(Phase.DONE))
@@ -262,7 +265,10 @@ class Repairs:
     # --- the rest
 
     def reset_gpus(self, node: str) -> Refused:
-        reason = "GPUs of an ECS instance are not reset by relaunch: ECS and its GPU runtime hold them open; reboot it instead"
+        reason = (
+            "relaunch does not reset GPUs of an ECS instance: "
+            "ECS and its GPU runtime hold them open; reboot it instead"
+        )
         return Refused(node, "cannot_reset", reason)
 
 

@@ -184,7 +184,8 @@ class SshBackend(SessionBackend):
         except TimeoutError:
             connection.abort()
             raise NotStarted(
-                f"the agent could not be started within {STARTED_WITHIN:g} s: the node is logged in to, and silent"
+                f"the agent could not be started within {STARTED_WITHIN:g} s: "
+                "the login succeeded, and the node is silent"
             ) from None
         except ConnectionError as error:
             connection.abort()

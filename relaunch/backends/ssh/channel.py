@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import paramiko
@@ -194,7 +195,7 @@ class ChannelPipe:
                 # may block.
                 self._receiving = True
                 future = self._loop.run_in_executor(self._threads, receive, CHUNK)
-                future.add_done_callback(lambda done, take=take: self._received(done, take))  # type: ignore[misc]
+                future.add_done_callback(partial(self._received, take=take))
                 return
             take(receive(CHUNK if ended else min(CHUNK, room)))
             self._loop.call_soon(self._pump)
