@@ -62,7 +62,9 @@ def updates(
         value = after.get(key.name)
         if value == before.get(key.name):
             continue
-        result.append(key.value_unset() if value is None else key.value_set(value))  # type: ignore[arg-type]
+        result.append(
+            key.value_unset() if value is None else key.value_set(value)  # type: ignore[arg-type]
+        )
     return result
 
 
@@ -143,7 +145,8 @@ def current_details(job: JobState, now: datetime) -> str:
             for one in incident.faults[1:][-4:]
         ]
         lines += [
-            f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}"
+            f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** "
+            f"{d.reason}"
             for d in incident.decisions[-8:]
         ]
         if incident.traceback:

@@ -481,7 +481,10 @@ def check_answer(job: JobState, decision: str, now: datetime, node: str = "") ->
     if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
         return ""
     if decision == "take-over":
-        return f"it is {job.phase}: only what waits, or what is launched, examined or repaired, can be taken over"
+        return (
+            f"it is {job.phase}: only what waits, or what is launched, examined or repaired, "
+            "can be taken over"
+        )
     return f"it is {job.phase} and asks nothing"
 
 

@@ -59,7 +59,8 @@ def climb(
     for rung in job.policy.ladder(fault.cause):
         asked = asked or bool(rung.when)
         if recovering.examined is not None and not asked:
-            continue  # already skipped before the examination, whose new suspects may have other tries
+            # Already skipped before the examination, whose new suspects may have other tries.
+            continue
         if not _applies(job, rung, fault, recovering, without):
             continue
         used = tries_used(job, rung, fault, now)

@@ -81,10 +81,16 @@ def explain_doubt(
     Another boot of the same place is proof as well: the ranks ended with the boot before it.
     """
     if answering is None:
-        return f"{node} answers without saying where it runs, so whether generation {generation} was started there is not known"
+        return (
+            f"{node} answers without saying where it runs, "
+            f"so whether generation {generation} was started there is not known"
+        )
     if answering.machine != started.machine:
         was, now = started.machine[:SHOWN_DIGITS], answering.machine[:SHOWN_DIGITS]
-        return f"{node} answers, but from another machine than the one generation {generation} was started on (machine {now}, was {was})"
+        return (
+            f"{node} answers, but from another machine than the one "
+            f"generation {generation} was started on (machine {now}, was {was})"
+        )
     if answering.uid != started.uid:
         return (
             f"{node} answers, but as another user than the one generation {generation} "
@@ -130,7 +136,10 @@ def explain_forgotten(
     for one in places:
         text = one.by_node.get(node) if one.generation == generation else None
         if text is not None and answering.boot_id == Place.from_text(text).boot_id:
-            return f"{node} does not know generation {generation} any more, which was started there: its files were removed"
+            return (
+                f"{node} does not know generation {generation} any more, "
+                "which was started there: its files were removed"
+            )
     return None
 
 

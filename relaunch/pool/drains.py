@@ -122,7 +122,7 @@ def _why_cancelled(node: NodeRecord) -> str:
         case NodeStatus.SUSPECT:
             return "nothing is repaired at the moment"
         case _:
-            return f"it is {node.status}, and whoever has it may stay"
+            return f"it is {node.status}, and the jobs on it may stay"
 
 
 def _is_on(record: ClaimRecord, node: NodeRecord) -> bool:

@@ -135,7 +135,7 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
     known = [pid for pid in stranger.pids if pid is not None]
     more = f" and {len(known) - 1} more" if len(known) > 1 else ""
     what = ", ".join(part for part in (program, f"pid {known[0]}{more}" if known else "") if part)
-    return f"{user or 'somebody'}" + (f" ({what})" if what else "")
+    return f"{user or 'an unknown user'}" + (f" ({what})" if what else "")
 
 
 # --- wording
@@ -144,7 +144,8 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
 def used_by(uses: Iterable[GpuUse]) -> str:
     """Return a clause such as `GPU 2, 3 are used by alice (python, pid 4242)`."""
     return ", ".join(
-        f"GPU {', '.join(map(str, use.gpus))} {'is' if len(use.gpus) == 1 else 'are'} used by {use.who}"
+        f"GPU {', '.join(map(str, use.gpus))} "
+        f"{'is' if len(use.gpus) == 1 else 'are'} used by {use.who}"
         for use in uses
     )
 

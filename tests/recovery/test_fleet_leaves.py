@@ -153,7 +153,7 @@ def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str
     elif how == "quarantine":
         desk.go(QuarantineCommand("n2", "mine", "grace"))
         assert desk.orders == [
-            DrainMessage("b", over(desk, "it is quarantined, and whoever has it may stay"))
+            DrainMessage("b", over(desk, "it is quarantined, and the jobs on it may stay"))
         ]
     else:
         again = (suspect("n2", isolate=True, cause=Cause.HANG), suspect("n1", 2, Cause.HANG))
@@ -246,7 +246,7 @@ def test_a_drain_that_a_person_takes_back_is_taken_back_from_whoever_was_asked()
     assert desk.go() == []
     desk.go(DRAIN)
     assert desk.go(QuarantineCommand("n2", "later", "carol")) == [
-        DrainMessage(job, over(desk, "it is quarantined, and whoever has it may stay"))
+        DrainMessage(job, over(desk, "it is quarantined, and the jobs on it may stay"))
         for job in ("a", "b")
     ]
 

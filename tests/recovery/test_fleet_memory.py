@@ -131,7 +131,7 @@ def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_
     desk.wait(seconds=5)
     assert (
         desk.grants("waiting")["a"].reason
-        == "fleet gpus was started anew and asks the run before it which nodes are out of service"
+        == "fleet gpus has just started and asks the run before it which nodes are out of service"
     )
     desk.go(before(QuarantineCommand("n1", "a fan", "grace")))
     assert desk.granted() == {"a": ["n2"]}
@@ -157,7 +157,7 @@ def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over
     desk.claim("a", 1)
     desk.wait(seconds=15)
     assert desk.granted() == {"a": ["n1"]}
-    forgotten = "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten"
+    forgotten = "the state of the run before could not be read: quarantines, pauses and faults of before are forgotten"
     assert desk.state.notices == (f"2026-03-01T12:00+00:00 {forgotten}",)
     assert desk.state.restore_error == "it did not say so within 15 s"
     desk.go(before(GRACE))

@@ -52,7 +52,7 @@ def test_a_healthy_node_is_told_in_few_words() -> None:
             [stranger(), stranger(4243), stranger(4244), stranger(4244)],
             "alice (python, pid 4242 and 2 more)",
         ),
-        ([stranger(user=None, program=None)], "somebody (pid 4242)"),
+        ([stranger(user=None, program=None)], "an unknown user (pid 4242)"),
         ([stranger(pid="x", program=None)], "alice"),
         ([stranger(user="a\nb\x1b[31m", program="x" * 99)], f"a b?[31m ({'x' * 31}…, pid 4242)"),
     ],
