@@ -382,7 +382,11 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(
             "RELAUNCH_AGENT_PORT of container trainer of arn:aws:ecs",
         ),
         ({"workdir": "/work"}, {}, "RunTask cannot set workdir '/work'"),
-        ({"secrets": {"KEY": "x"}}, {}, "everyone who may describe tasks could read the job's secrets"),
+        (
+            {"secrets": {"KEY": "x"}},
+            {},
+            "everyone who may describe tasks could read the job's secrets",
+        ),
         (
             {},
             {"task_definition": None},

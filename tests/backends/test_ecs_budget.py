@@ -118,10 +118,10 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
         async with asyncio.timeout(60):
             for one in followed:
                 while one.looked_at is None:
-                    await one.changed()
+                    await one.wait_for_change()
             begun, first = time.monotonic(), len(table.asked)
             while len(table.asked) < first + 5 * CALLS_OF_A_LOOK:
-                await followed[0].changed()
+                await followed[0].wait_for_change()
         seconds, asked = time.monotonic() - begun, Counter(table.asked[first:])
         await cluster.close()
     assert set(asked) == {"DescribeTasks", "DescribeContainerInstances"} <= READS

@@ -115,7 +115,7 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
 
 def test_the_word_of_a_fence_is_read_back_and_what_others_wrote_is_none() -> None:
     for state in ("prepared", "stopped"):
-        word = Fence.of(TOKEN, state)  # type: ignore[arg-type]
+        word = Fence.from_token(TOKEN, state)  # type: ignore[arg-type]
         assert Fence.read(str(word)) == word
     for other in (None, "", "prepared.1", "prepared.1.2.3", "running.1.2"):
         assert Fence.read(other) is None
@@ -341,7 +341,8 @@ def test_tasks_are_listed_by_job_and_generation() -> None:
         read_task(raw(startedBy="alice", **running)),
     )
     bert, llama = jobs_of(
-        tasks, {job_attribute("default", "llama"): str(Fence.of(TOKEN, "prepared")), "team": "ml"}
+        tasks,
+        {job_attribute("default", "llama"): str(Fence.from_token(TOKEN, "prepared")), "team": "ml"},
     )
     assert (bert["job"], bert["prepared"], bert["stopped"]) == ("bert", None, None)
     assert [(one["generation"], one["state"]) for one in bert["generations"]] == [(1, "ended")]
@@ -480,7 +481,7 @@ async def test_a_gang_of_800_is_looked_at_with_a_hundred_tasks_a_call() -> None:
     async with asyncio.timeout(60):
         for one in [each.__enter__() for each in followers]:
             while one.looked_at is None:
-                await one.changed()
+                await one.wait_for_change()
     assert table.calls == {"DescribeTasks": 8, "DescribeContainerInstances": 8}
     assert max(table.sizes) == 100
     for each in followers:

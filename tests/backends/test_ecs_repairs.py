@@ -168,7 +168,7 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
     late = await facts()  # it was placed after the probe
     assert isinstance(late, Refused) and late.reason == "job j generation 2 runs on this node"
     assert (site.status, site.asked("RebootInstances")) == ("ACTIVE", 0)
-    assert (await Journal.of(site.aws, site.ec2_id)).entries == ()
+    assert (await Journal.read(site.aws, site.ec2_id)).entries == ()
 
 
 async def _told(facts: dict[str, Any]) -> Mapping[str, Any]:
@@ -201,7 +201,7 @@ async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(ma
         await throttled.reboot()
     assert (
         throttled.status == "ACTIVE"
-        and (await Journal.of(throttled.aws, throttled.ec2_id)).entries == ()
+        and (await Journal.read(throttled.aws, throttled.ec2_id)).entries == ()
     )
     before = lost.instance.boot_id
     site.double.faults.add("RebootInstances", LOST)
@@ -533,14 +533,14 @@ def test_an_entry_is_what_was_written() -> None:
 @pytest.mark.long
 async def test_the_journal_keeps_the_newest_entries(make: Make) -> None:
     site = make()
-    journal = await Journal.of(site.aws, site.ec2_id)
+    journal = await Journal.read(site.aws, site.ec2_id)
     for number in range(KEPT + 2):
         await journal.write(JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE))
         await journal.write(JournalEntry(Way.REBOOT, f"r{number}", float(number), "b"))
         await journal.write(
             JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True)
         )
-    kept = await Journal.of(site.aws, site.ec2_id)
+    kept = await Journal.read(site.aws, site.ec2_id)
     assert [one.id for one in kept.entries] == [f"r{number}" for number in range(2, KEPT + 2)]
     assert kept.entries == journal.entries
 

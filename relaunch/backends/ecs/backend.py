@@ -42,7 +42,7 @@ from relaunch.backends.ecs.rank_logs import RankLogs
 from relaunch.backends.ecs.repairs import Repairs
 from relaunch.backends.ecs.sns import Topic
 from relaunch.backends.ecs.stream import AGENT_FLAPS, SETTLES, EndedStream, TaskStream
-from relaunch.backends.ecs.tasks import Task, job_attribute, started_by, token_of
+from relaunch.backends.ecs.tasks import Task, build_started_by, job_attribute, token_of
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
@@ -164,7 +164,7 @@ class EcsBackend:
             return ran
         until = asyncio.get_running_loop().time() + self._settles
         while True:
-            found = await self.cluster.task_of(ec2_id, started_by(token))
+            found = await self.cluster.task_of(ec2_id, build_started_by(token))
             if found is not None:
                 return found.arn
             if asyncio.get_running_loop().time() >= until:
@@ -221,7 +221,7 @@ class EcsBackend:
 
     async def _task(self, node: str, token: Token) -> Task | None:
         with _convert_errors(node):
-            return await self.cluster.task_of(self._ec2_id(node), started_by(token))
+            return await self.cluster.task_of(self._ec2_id(node), build_started_by(token))
 
     def _agents_of(
         self, node: str, task: Task | None

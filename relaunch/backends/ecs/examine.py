@@ -22,7 +22,14 @@ from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import examination, node_task, occupants
 from relaunch.backends.ecs.reboots import Journal
 from relaunch.backends.ecs.repairs import Repairs
-from relaunch.backends.ecs.tasks import Definition, Failure, Instance, Task, client_token, run_task
+from relaunch.backends.ecs.tasks import (
+    Definition,
+    Instance,
+    RunTaskFailure,
+    Task,
+    client_token,
+    run_task,
+)
 from relaunch.spec.fleet import EcsOptions
 
 PLACED_WITHIN = 45.0
@@ -243,7 +250,7 @@ class NodeTasks:
                 client_token=client_token("probe", uuid.uuid4().hex),
             )
             placed = await self._cluster.run(asked, instance.arn)
-            if isinstance(placed, Failure):
+            if isinstance(placed, RunTaskFailure):
                 raise Unreachable(
                     node, f"ECS placed no task to look at it: {_describe_failure(placed)}"
                 )
@@ -442,7 +449,7 @@ def _words(task: Task) -> str:
     return "; ".join([*codes, *filter(None, said)]) or "ECS does not say how"
 
 
-def _describe_failure(failure: Failure) -> str:
+def _describe_failure(failure: RunTaskFailure) -> str:
     return failure.reason + (f" ({failure.detail})" if failure.detail else "")
 
 

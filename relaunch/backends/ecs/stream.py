@@ -138,7 +138,7 @@ class TaskStream:
                     wake = min(wake, due)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, wake - time.monotonic())):
-                    await followed.changed()
+                    await followed.wait_for_change()
 
     async def renew(self, stamp: float, age: float = 0.0) -> None:
         """A task holds no lease."""

@@ -158,7 +158,7 @@ class Connection:
     def aborted(self) -> str | None:
         return self._aborted
 
-    def lost(self) -> str | None:
+    def find_loss(self) -> str | None:
         """Return why the connection is lost, or None if it is up."""
         if self._aborted is not None:
             return self._aborted
@@ -255,7 +255,7 @@ def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
         raise Failed(f"the jump host cannot reach {hop.place}: {error.text}") from error
     except (paramiko.SSHException, EOFError, OSError) as error:
         if not before.is_active():
-            raise Failed(connection.lost() or "the connection was lost") from error
+            raise Failed(connection.find_loss() or "the connection was lost") from error
         raise Failed(f"{hop.place} gave the jump host no answer to TCP within {TCP:g} s") from error
 
 
@@ -316,7 +316,7 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
     transport.channel_timeout = TCP
     transport.clear_to_send_timeout = KEY_EXCHANGE
     options = transport.get_security_options()
-    options.key_types = _preferred(
+    options.key_types = _order_key_types(
         tuple(options.key_types),
         known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.port)),
     )
@@ -335,7 +335,7 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
     return ServerKey(key.get_name(), key.asbytes(), found.standing, found.entry)
 
 
-def _preferred(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
+def _order_key_types(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
     """Return the key algorithms by preference: those of known keys first, as in OpenSSH."""
     wanted = [
         name
