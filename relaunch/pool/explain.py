@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from relaunch.evidence.fields import text
-from relaunch.pool.inventory import used_by
+from relaunch.pool.inventory import describe_uses
 from relaunch.pool.nodes import is_awaiting
 from relaunch.pool.placement import Choice, NodeUse, Placement, Shape
 from relaunch.pool.restore import is_restoring
@@ -182,7 +182,7 @@ class Explainer:
             elif node.missing_gpus:
                 blocked.append(f"{node.name}: {node.missing_gpus}")
             elif processes := use.blocking_processes(shape.gpus):
-                blocked.append(f"{node.name}: {text(used_by(processes), 160)}")
+                blocked.append(f"{node.name}: {text(describe_uses(processes), 160)}")
             elif not use.holders and (why := _why_blocked(node)):
                 blocked.append(f"{node.name}: {why}")
             elif use.offers and node.spec.gpus:

@@ -71,7 +71,7 @@ def read_inventory(answer: object) -> Inventory:
         if total is not None and taken is not None:
             totals.append(total)
             memory_used[-1] = taken >> 20
-        for process in _listed(row.get("processes")):
+        for process in _list_foreign(row.get("processes")):
             name = _name(process.get("user")), _name(process.get("program"))
             foreign_processes.setdefault(name, _Stranger()).uses(index, count(process.get("pid")))
     return Inventory(
@@ -106,7 +106,7 @@ class _Stranger:
         self.pids[pid] = None
 
 
-def _listed(processes: object) -> list[Mapping[str, Any]]:
+def _list_foreign(processes: object) -> list[Mapping[str, Any]]:
     listed = processes if isinstance(processes, list) else []
     # A node that does not say whose processes they are reports no foreign ones.
     return [
@@ -141,7 +141,7 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
 # --- wording
 
 
-def used_by(uses: Iterable[GpuUse]) -> str:
+def describe_uses(uses: Iterable[GpuUse]) -> str:
     """Return a clause such as `GPU 2, 3 are used by alice (python, pid 4242)`."""
     return ", ".join(
         f"GPU {', '.join(map(str, use.gpus))} "

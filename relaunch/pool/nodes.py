@@ -300,7 +300,7 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
             f"{record.name} stays in service, its repair was refused: {fact.reason}",
             now,
         )
-    return put_node(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
+    return put_node(state, _apply_repair(record, fact, now, stale=_was_stale(state, fact)))
 
 
 def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
@@ -325,7 +325,7 @@ def _was_stale(state: FleetState, fact: RepairResult) -> bool:
     return bool(permits) and permits[-1].stale
 
 
-def _after_repair(
+def _apply_repair(
     record: NodeRecord, fact: RepairResult, now: datetime, *, stale: bool
 ) -> NodeRecord:
     done = fact.outcome == "done"

@@ -20,7 +20,14 @@ from relaunch.pool.events import (
     RepairRequest,
     RunningJobs,
 )
-from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
+from relaunch.pool.inventory import (
+    UNKNOWN,
+    GpuUse,
+    Inventory,
+    describe_uses,
+    read_inventory,
+    shortage,
+)
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
@@ -128,7 +135,7 @@ def test_programs_of_one_user_are_one_stranger_and_only_three_strangers_are_name
         GpuUse((6, 7), "2 more"),
     )
     assert (
-        used_by(used[2:])
+        describe_uses(used[2:])
         == "GPU 5 is used by c (python, pid 7 and 1 more), GPU 6, 7 are used by 2 more"
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from relaunch.pool.inventory import used_by
+from relaunch.pool.inventory import describe_uses
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.text import count_noun, join_names
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
@@ -164,7 +164,7 @@ def _gpu_note(node: NodeRecord) -> str:
         return f"GPUs unreadable, and granted unread: {_cut(node.inventory.unreadable)}"
     # For a suspect this is already shown as its reason.
     lacks = node.missing_gpus if node.status is NodeStatus.IN_SERVICE else ""
-    return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
+    return "; ".join(_cut(part) for part in (lacks, describe_uses(node.foreign_processes)) if part)
 
 
 def _node_notes(node: NodeRecord) -> str:
