@@ -14,7 +14,7 @@ from relaunch.backends.ecs.aws import RATES, READS
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.batch import GATHER, Batch
 from relaunch.backends.ecs.cluster import Cluster
-from relaunch.backends.ecs.tasks import started_by
+from relaunch.backends.ecs.tasks import build_started_by
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 
@@ -92,7 +92,7 @@ def _task(number: int) -> dict[str, Any]:
     running = {
         "lastStatus": "RUNNING",
         "desiredStatus": "RUNNING",
-        "startedBy": started_by(token(number)),
+        "startedBy": build_started_by(token(number)),
     }
     return {
         "taskArn": f"task/{number}",
@@ -108,7 +108,10 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
     table = Table()
     cluster = Cluster(table, "training", POLL)  # type: ignore[arg-type]
     found = await asyncio.gather(
-        *(cluster.task_of(one, started_by(token(number))) for number, one in enumerate(table.ids))
+        *(
+            cluster.task_of(one, build_started_by(token(number)))
+            for number, one in enumerate(table.ids)
+        )
     )
     with ExitStack() as stack:
         followed = [

@@ -125,7 +125,7 @@ class Listener:
                     )
                 )
 
-    def reaped(self, pid: int) -> None:
+    def forget_connection(self, pid: int) -> None:
         if pid in self.connections:
             self.connections.remove(pid)
 
