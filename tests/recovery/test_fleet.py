@@ -55,7 +55,8 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert (
-        desk.grants("waiting")["c"].reason == "fleet gpus has just started and checks which jobs run"
+        desk.grants("waiting")["c"].reason
+        == "fleet gpus has just started and checks which jobs run"
     )
     desk.learn(RunningJobs(("a", "c", "b", "a")))
     desk.busy = {"look"}
@@ -656,7 +657,9 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
         "how its repair ended was not reported",
     )
     assert (desk.node("n2").status, desk.node("n2").repair) == (NodeStatus.IN_SERVICE, "")
-    assert desk.state.notices[-1].endswith("n2: how repair/gpus/n2/r1 ended was not reported within 3 h")
+    assert desk.state.notices[-1].endswith(
+        "n2: how repair/gpus/n2/r1 ended was not reported within 3 h"
+    )
 
 
 def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -> None:
