@@ -19,7 +19,7 @@ from relaunch.evidence.observations import (
     RanksFenced,
     RanksVanished,
 )
-from relaunch.job.launchers import Failure, failures
+from relaunch.job.launchers import RankFailure, parse_failures
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
@@ -97,9 +97,9 @@ def _read_launched_exits(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[
     Each has the rank's error file and output. If the launcher reports none, return its own exit.
     """
     left = [one for one in raw.get("launched") or () if isinstance(one, Mapping)]
-    reported = failures([str(line) for line in raw.get("log_tail") or ()]) or _find_first_writer(
-        left, launcher.exit_code
-    )
+    reported = parse_failures(
+        [str(line) for line in raw.get("log_tail") or ()]
+    ) or _find_first_writer(left, launcher.exit_code)
     found: list[RankExited] = []
     for failure in reported:
         one = next((one for one in left if one.get("pid") == failure.pid), None)
@@ -128,7 +128,9 @@ def _read_launched_exits(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[
     return tuple(found) or (launcher,)
 
 
-def _find_first_writer(left: list[Mapping[str, Any]], exit_code: int | None) -> tuple[Failure, ...]:
+def _find_first_writer(
+    left: list[Mapping[str, Any]], exit_code: int | None
+) -> tuple[RankFailure, ...]:
     """Return the failure of the rank that wrote an error first.
 
     For a failed launcher that did not say which rank failed.
@@ -139,7 +141,7 @@ def _find_first_writer(left: list[Mapping[str, Any]], exit_code: int | None) -> 
         for error, pid in errors
         if error is not None and error.timestamp is not None
     ]
-    return (Failure(min(wrote)[1], exit_code, None),) if wrote and exit_code is not None else ()
+    return (RankFailure(min(wrote)[1], exit_code, None),) if wrote and exit_code is not None else ()
 
 
 def read_kernel_lines(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:

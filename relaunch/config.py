@@ -126,7 +126,8 @@ def read_settings(**overrides: Any) -> Settings:
         what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             raise ConfigError(
-                f"settings file {file}: unknown setting {name}: expected one of {', '.join(Settings.model_fields)}"
+                f"settings file {file}: unknown setting {name}: "
+                f"expected one of {', '.join(Settings.model_fields)}"
             ) from None
         in_file = f"settings file {file}: {name}"
         where = (

@@ -20,7 +20,8 @@ def parse_name(value: str) -> str:
     """Check a name of a job, fleet or node: a workflow id, a folder and a search attribute."""
     if not NAME_PATTERN.fullmatch(value):
         raise ValueError(
-            f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit"
+            f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', "
+            "starting and ending with a letter or digit"
         )
     return value
 

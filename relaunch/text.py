@@ -16,7 +16,7 @@ def join_names(names: Iterable[object], most: int = 3) -> str:
 
 
 def join_clauses(clauses: Sequence[str], most: int = 2) -> str:
-    """Return the first `most` clauses and the number of the others: `it broke; it burnt; 2 more`."""
+    """Return `most` clauses and the number of the others: `it broke; it burnt; 2 more`."""
     rest = [f"{len(clauses) - most} more"] if len(clauses) > most else []
     return "; ".join([*clauses[:most], *rest])
 

@@ -45,7 +45,13 @@ from relaunch.backends.ecs.fence import Fence, only_for
 from relaunch.backends.ecs.launch import stamp
 from relaunch.backends.ecs.options import options
 from relaunch.backends.ecs.stream import SETTLES
-from relaunch.backends.ecs.tasks import Failure, Task, job_attribute, started_by, stop_reason
+from relaunch.backends.ecs.tasks import (
+    RunTaskFailure,
+    Task,
+    build_started_by,
+    job_attribute,
+    stop_reason,
+)
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 
@@ -154,14 +160,16 @@ class Smoke:
         raise Differs("its watch ended without saying how it ended")
 
     async def task(self, generation: int) -> Task:
-        found = await self.backend.cluster.task_of(self.ec2_id, started_by(self.token(generation)))
+        found = await self.backend.cluster.task_of(
+            self.ec2_id, build_started_by(self.token(generation))
+        )
         if found is None:
             raise Differs(f"ECS knows no task of {self.token(generation)}")
         return found
 
-    async def run_again(self, generation: int, **changes: Any) -> Task | Failure:
+    async def run_again(self, generation: int, **changes: Any) -> Task | RunTaskFailure:
         """Send the RunTask of a generation once more."""
-        request = {**self.asked[started_by(self.token(generation))], **changes}
+        request = {**self.asked[build_started_by(self.token(generation))], **changes}
         return await self.backend.cluster.run(
             request, (await self.backend.cluster.instance(self.ec2_id)).arn
         )
@@ -207,7 +215,10 @@ async def names(smoke: Smoke) -> None:
         begun, arn = time.monotonic(), ""
         while not arn and time.monotonic() - begun < SEEN_WITHIN:
             answer = await smoke.backend.aws.call(
-                "ecs", "ListTasks", cluster=smoke.backend.cluster.name, startedBy=started_by(token)
+                "ecs",
+                "ListTasks",
+                cluster=smoke.backend.cluster.name,
+                startedBy=build_started_by(token),
             )
             arn = next(iter(answer.get("taskArns") or ()), "")
         took = time.monotonic() - begun
@@ -265,7 +276,9 @@ async def stopped(smoke: Smoke) -> None:
         answer = await smoke.run_again(3, clientToken=uuid.uuid4().hex)
         if isinstance(answer, Task):
             await smoke.backend.cluster.stop(answer.arn, reason)
-        return told(answer), isinstance(answer, Failure) and answer.reason.startswith("MemberOf")
+        return told(answer), isinstance(answer, RunTaskFailure) and answer.reason.startswith(
+            "MemberOf"
+        )
 
     await smoke.row(
         "StopTask with our mark, told back", f"STOPPED, UserInitiated, {reason!r}", stop
@@ -284,7 +297,7 @@ async def attribute_is_seen(smoke: Smoke) -> None:
 
     async def until(generation: int, placed: bool) -> None:
         token = smoke.token(generation)
-        word = Fence.of(token, "prepared" if placed else "stopped")
+        word = Fence.from_token(token, "prepared" if placed else "stopped")
         await smoke.backend.cluster.put_attributes(arn, {smoke.attribute: str(word)})
         constraint = f"ec2InstanceId == {smoke.ec2_id} and {only_for(smoke.attribute, token)}"
         begun = time.monotonic()
@@ -293,10 +306,10 @@ async def attribute_is_seen(smoke: Smoke) -> None:
             answer = await smoke.run_again(
                 1,
                 clientToken=uuid.uuid4().hex,
-                startedBy=started_by(token),
+                startedBy=build_started_by(token),
                 placementConstraints=[{"type": "memberOf", "expression": constraint}],
             )
-            if isinstance(answer, Failure) and not answer.reason.startswith("MemberOf"):
+            if isinstance(answer, RunTaskFailure) and not answer.reason.startswith("MemberOf"):
                 raise Differs(f"it cannot be measured: {told(answer)}")
             if isinstance(answer, Task) is placed:
                 # When it was asked: that much later it is known to count.
@@ -367,7 +380,7 @@ async def rebooted(smoke: Smoke, before: str) -> None:
 # --- all of it
 
 
-def told(answer: Task | Failure) -> str:
+def told(answer: Task | RunTaskFailure) -> str:
     return (
         f"placed {answer.arn}"
         if isinstance(answer, Task)

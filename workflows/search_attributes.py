@@ -11,7 +11,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 from relaunch.evidence.health import Health
 from relaunch.fields import duration
 from relaunch.job.drain import describe_drains, describe_next
-from relaunch.job.ladder import used_budgets
+from relaunch.job.ladder import list_used_budgets
 from relaunch.job.state import JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
 from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
@@ -62,7 +62,9 @@ def updates(
         value = after.get(key.name)
         if value == before.get(key.name):
             continue
-        result.append(key.value_unset() if value is None else key.value_set(value))  # type: ignore[arg-type]
+        result.append(
+            key.value_unset() if value is None else key.value_set(value)  # type: ignore[arg-type]
+        )
     return result
 
 
@@ -121,7 +123,7 @@ def current_details(job: JobState, now: datetime) -> str:
     lines += [
         f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"
     ]
-    for budget in used_budgets(job, now):
+    for budget in list_used_budgets(job, now):
         rung = budget.rung
         window = f" in {duration(rung.window)}" if rung.window else ""
         where = f" on {budget.where}" if budget.where else ""
@@ -143,7 +145,8 @@ def current_details(job: JobState, now: datetime) -> str:
             for one in incident.faults[1:][-4:]
         ]
         lines += [
-            f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}"
+            f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** "
+            f"{d.reason}"
             for d in incident.decisions[-8:]
         ]
         if incident.traceback:

@@ -276,7 +276,7 @@ class Hello(_Answer):
     stamp: Seconds
 
 
-class Progress(_Answer):
+class RankProgress(_Answer):
     unreadable: Reason | None = None
     step: Count | None = None
     age: Seconds = 0.0
@@ -293,7 +293,7 @@ class Heartbeat(_Answer):
     alive: Ranks = []
     lease_left: Seconds | None = None
     shim_silent: Seconds | None = None
-    progress: Annotated[dict[RankNumber, Progress], Field(max_length=MAX_RANKS)] = {}
+    progress: Annotated[dict[RankNumber, RankProgress], Field(max_length=MAX_RANKS)] = {}
 
 
 class ObservationHead(_Answer):

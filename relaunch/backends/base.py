@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from relaunch.generation import Token
-from relaunch.job.places import Place
+from relaunch.job.places import AgentPlace
 from relaunch.spec.fleet import FleetNode, FleetSpec
 from relaunch.spec.job import EcsTask
 
@@ -91,7 +91,7 @@ class Prepared:
     nonce: str = field(repr=False)
     """The node's contribution to the secret of its generation. A repeated `prepare` returns the
     same one."""
-    place: Place | None = None
+    place: AgentPlace | None = None
     """Where the ranks will be started; None: this kind of node has no agent that outlives them."""
 
 
@@ -169,7 +169,7 @@ class Gone:
     """
 
     node: str
-    place: Place | None = field(default=None, compare=False)
+    place: AgentPlace | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,11 +201,11 @@ class Link:
             # A torn line whose writer was killed, or a program that is not the agent.
             return f"the agent said {line[:120]!r}, expected a JSON object with an id"
         if not known:
-            return f"the agent answered order {str(number)[:40]!r}, which nobody gave"
+            return f"the agent answered order {str(number)[:40]!r}, which was not sent"
         if (inbox := inboxes.get(number)) is None:
             self._late_lines += 1
             return (
-                f"the agent said {MAX_LATE_LINES} lines that nobody waits for"
+                f"the agent sent {MAX_LATE_LINES} lines that no order waits for"
                 if self._late_lines > MAX_LATE_LINES
                 else None
             )
@@ -214,7 +214,7 @@ class Link:
             message = _writable(message)
         inbox.put(message, len(line))
         if sum(each.bytes for each in inboxes.values()) > WAITING_LIMIT:
-            return f"the agent said more than {WAITING_LIMIT} bytes that nobody has taken yet"
+            return f"the agent sent more than {WAITING_LIMIT} bytes that are not read yet"
         return None
 
 

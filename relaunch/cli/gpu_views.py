@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from relaunch.cli.job_views import age
-from relaunch.pool.inventory import UNKNOWN, Inventory, used_by
+from relaunch.pool.inventory import UNKNOWN, Inventory, describe_uses
 from relaunch.pool.state import NodeRecord, NodeStatus
 
 
@@ -39,7 +39,7 @@ def remarks(record: NodeRecord) -> list[str]:
         return [f"GPUs unreadable: {record.inventory.unreadable}"]
     # A suspect node has this as its reason already.
     lacks = record.missing_gpus if record.status is NodeStatus.IN_SERVICE else ""
-    return [part for part in (lacks, used_by(record.foreign_processes)) if part]
+    return [part for part in (lacks, describe_uses(record.foreign_processes)) if part]
 
 
 def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:

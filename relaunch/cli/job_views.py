@@ -67,10 +67,10 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
     `causes` has the ladders of the causes seen since the last renewal.
     """
-    from relaunch.job.ladder import launches_without_progress, used_budgets
+    from relaunch.job.ladder import launches_without_progress, list_used_budgets
 
     policy = state.policy
-    used = used_budgets(state, now)
+    used = list_used_budgets(state, now)
     met = {t.cause for t in state.tries} | ({state.incident.cause} if state.incident else set())
     return {
         "max_restarts": {"spent": state.restarts_spent, "limit": policy.max_restarts},

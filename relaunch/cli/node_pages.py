@@ -135,9 +135,9 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
     of = len(state.nodes)
     return [
         f"fleet       {state.name}: {count_noun(of, 'node')}" + (f", {counts}" if counts else ""),
-        f"repairs     {state.repairs}, {limits.of('repairs_at_once', of)} at once; {len(state.reboots)} of {limits.reboots_per_hour}"
+        f"repairs     {state.repairs}, {limits.resolve('repairs_at_once', of)} at once; {len(state.reboots)} of {limits.reboots_per_hour}"
         " reboots within this hour",
-        f"breaker     opens when more than {limits.of('nodes_out', of)} of {of} nodes are out ({limits.nodes_out})",
+        f"breaker     opens when more than {limits.resolve('nodes_out', of)} of {of} nodes are out ({limits.nodes_out})",
         *(f"note        {note}" for note in fleet_notes(state, now)),
         *(f"notice      {notice}" for notice in state.notices),
     ]

@@ -175,11 +175,11 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
 
 
 def changed_lines(before: Policy, after: Policy) -> list[str]:
-    from relaunch.job.apply import changed_keys
+    from relaunch.job.apply import list_changed_keys
 
     return [
         f"{key}: {_shown(_at(before, key))} → {_shown(_at(after, key))}"
-        for key in changed_keys(before, after)
+        for key in list_changed_keys(before, after)
     ]
 
 

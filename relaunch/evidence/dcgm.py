@@ -312,7 +312,7 @@ def _read_errors(
     recorded = holder.get("warnings")
     for item in recorded if isinstance(recorded, list) else [recorded]:
         if isinstance(item, str):  # up to 3.2.6: only the text; since 3.2 with the id beside it
-            item = {"warning": item, "error_id": holder.get("error_id")}  # noqa: PLW2901 (one form from here on)
+            item = {"warning": item, "error_id": holder.get("error_id")}  # noqa: PLW2901 (one form)
         if isinstance(item, dict):
             text = _read_text(item.get("warning")) or _read_text(
                 item.get("warnings")

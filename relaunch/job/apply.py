@@ -52,8 +52,8 @@ from relaunch.job.incidents import (
     close_incident,
     open_incident,
     pass_step,
-    progressed,
     record_decision,
+    record_progress,
     withdraw_loss,
 )
 from relaunch.job.launches import (
@@ -179,7 +179,7 @@ def _apply_event(
         case StepReached():
             return pass_step(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
-            return progressed(
+            return record_progress(
                 close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now
             )
         case RanksSucceeded():
@@ -213,7 +213,7 @@ def _apply_event(
             )
         case PolicyChanged():
             who = event.by or "a person"
-            keys = changed_keys(job.policy, event.policy)
+            keys = list_changed_keys(job.policy, event.policy)
             changes = (*job.policy_changes, PolicyChange(now, who, event.reason, keys))[
                 -KEPT_NOTICES:
             ]
@@ -607,7 +607,7 @@ def _apply_failed_launch(
     return open_incident(job, diagnosis, now, now)
 
 
-def changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
+def list_changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
     """Return the keys that differ between two policies, as paths of at most two parts.
 
     For example `causes.HANG`, `timeouts.lost_after`.

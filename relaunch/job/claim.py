@@ -108,11 +108,11 @@ def _claim(
         avoid=avoid,
         suspects=suspects(job),
         stays=tuple(node for node in keep if node in drained),
-        launched=_launched(job, nodes),
+        launched=_list_launched(job, nodes),
     )
 
 
-def _launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
+def _list_launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
     """Return the launches whose ranks may be alive, and the next one possible without a new claim.
 
     Their progress (complete, stopped) is left out: the fleet may not be informed of the next
@@ -164,7 +164,7 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
         )
         for incident in incidents
         for fault in incident.faults
-        if not fault.withdrawn and (is_acted_on(incident, fault) or _ended_job(job, incident))
+        if not fault.withdrawn and (is_acted_on(incident, fault) or _has_ended_job(job, incident))
         for index, node in enumerate(fault.nodes[:MAX_SUSPECTS_PER_FAULT])
     ]
     newest = found[-MAX_SUSPECTS:]
@@ -177,10 +177,10 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
     return (*{one.node: one for one in older}.values(), *newest)
 
 
-def _ended_job(job: JobState, incident: Incident) -> bool:
+def _has_ended_job(job: JobState, incident: Incident) -> bool:
     return job.ending is not None and job.ending.phase is Phase.FAILED and incident.closed is None
 
 
 def _is_left_broken(job: JobState, incident: Incident, fault: FaultRecord) -> bool:
     """Return whether this hardware fault ended the job unrepaired, to be met by the next job."""
-    return _ended_job(job, incident) and fault.cause in HARDWARE_CAUSES
+    return _has_ended_job(job, incident) and fault.cause in HARDWARE_CAUSES

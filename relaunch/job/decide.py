@@ -141,12 +141,12 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
                 until=until,
             )
         case NodesOffered():
-            return _on_offer(job, event, now)
+            return _decide_on_offer(job, event, now)
         case NodesGranted():
-            return _on_more(job, event, now)
+            return _decide_on_more(job, event, now)
         case Launched():
             return _running(job, _runs(job), now)
-        case LaunchRefused() if (higher := _seen_higher(job, event, now)) is not None:
+        case LaunchRefused() if (higher := _decide_on_higher_token(job, event, now)) is not None:
             return higher
         case LaunchFailed(started=False) if diagnosis is not None and not (
             set(event.unreachable) & set(job.maybe_alive)
@@ -156,7 +156,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             return climb(job, Recovering(diagnosis), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             assert diagnosis is not None, "a fault is diagnosed before it is decided about"
-            return _on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
+            return _decide_on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
         case RanksSucceeded():
             return Stop(
                 Phase.SUCCEEDED,
@@ -175,7 +175,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         case NodesExamined() | RepairEnded():
             return Ignore(f"{event.kind} answers a question that is no longer asked")
         case NodeUnreachable():
-            return _on_unreachable(job, event, now)
+            return _decide_on_unreachable(job, event, now)
         case NodeReturned() if job.deferred_fault is not None and (
             not job.lost or may_leave_lost_behind(job)
         ):
@@ -185,13 +185,13 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
                 return Wait(
                     Phase.NODE_LOST,
                     f"{event.node} answers again, {_names(job.lost_names)} not yet",
-                    next=_lost_next(job),
+                    next=_explain_lost_next(job),
                 )
             return _running(job, f"{event.node} answers again and its ranks had gone on", now)
         case StepReached():
             return _running(job, f"training passed step {event.step - 1}", now)
         case DeadlinePassed():
-            return _on_deadline(job, now)
+            return _decide_on_deadline(job, now)
         case CancelRequested():
             who = f" by {event.by}" if event.by else ""
             return Stop(
@@ -200,11 +200,11 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
                 exit_code=CANCELLED_EXIT_CODE,
             )
         case Answered() if event.node:
-            return _on_drain_answer(job, event, now)
+            return _decide_on_drain_answer(job, event, now)
         case Answered():
-            return _on_answer(job, event, now)
+            return _decide_on_answer(job, event, now)
         case NodeDeclaredDead():
-            return _on_declared_dead(job, event, now)
+            return _decide_on_declared_dead(job, event, now)
         case DrainDue() if job.phase is Phase.RUNNING and (drain := find_drain(job, event.node)):
             return Relaunch(job.generation + 1, explain_drain(drain), without=(drain.node,))
         case CheckpointSaved() if drains := drains_at_checkpoint(job):
@@ -315,7 +315,7 @@ def _runs(job: JobState) -> str:
 
 def _running(job: JobState, reason: str, now: datetime) -> Wait:
     if job.lost:
-        return Wait(Phase.NODE_LOST, reason, next=_lost_next(job))
+        return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job))
     if job.incident is None:
         at = more_at(replace(job, phase=Phase.RUNNING))
         when = f"from {at:%Y-%m-%d %H:%M:%S} UTC on" if at is not None and at > now else "now"
@@ -342,7 +342,7 @@ def _running(job: JobState, reason: str, now: datetime) -> Wait:
     )
 
 
-def _lost_next(job: JobState) -> str:
+def _explain_lost_next(job: JobState) -> str:
     if not fences(job):
         return "when it answers it simply goes on; after the deadline a person is asked"
     if not may_leave_lost_behind(job):
@@ -355,7 +355,7 @@ def _lost_next(job: JobState) -> str:
     )
 
 
-def _on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
+def _decide_on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
     """Return the decision for an offer of more nodes.
 
     More nodes are worth a restart when the job has run without an incident for long enough. The
@@ -366,17 +366,17 @@ def _on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
         return Ignore(f"the fleet offers {_names(event.nodes)}, and it is not the time to grow")
     return Wait(
         Phase.RUNNING,
-        _offered(job, event.nodes),
+        _describe_offer(job, event.nodes),
         next="the ranks run on; when the fleet has granted the nodes, all start again",
     )
 
 
-def _on_more(job: JobState, event: NodesGranted, now: datetime) -> Decision:
+def _decide_on_more(job: JobState, event: NodesGranted, now: datetime) -> Decision:
     at = more_at(job)
     has = {slot.node for slot in job.slots}
     more = tuple(node for node in event.nodes if node not in has)
     if more and has <= set(event.nodes) and at is not None and now >= at:
-        return Relaunch(job.generation + 1, _offered(job, more), strategy=Strategy.GROW)
+        return Relaunch(job.generation + 1, _describe_offer(job, more), strategy=Strategy.GROW)
     if job.phase is Phase.RUNNING:
         return _running(
             job, f"{_runs(job)}; it was offered more and has not grown: {_not_grown(more)}", now
@@ -388,19 +388,19 @@ def _not_grown(more: tuple[str, ...]) -> str:
     return "it is not the time any more" if more else "when it asked for them there were none"
 
 
-def _offered(job: JobState, more: tuple[str, ...]) -> str:
+def _describe_offer(job: JobState, more: tuple[str, ...]) -> str:
     return (
         f"the fleet offers {_names(more)}: {len(job.slots)} -> {len(job.slots) + len(more)} nodes"
     )
 
 
-def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
+def _decide_on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
     # Where hang detection is on, it also finds a gang that waits for the lost node; otherwise the
     # job can only ask a person.
     found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
     until = None if found else now + job.policy.timeouts.ask_after
     reason = f"{explain_unreachable(event)}; nothing is stopped"
-    return Wait(Phase.NODE_LOST, reason, next=_lost_next(job), until=until)
+    return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job), until=until)
 
 
 def explain_unreachable(event: NodeUnreachable) -> str:
@@ -416,7 +416,7 @@ def _describe_lost(job: JobState, how: str) -> str:
     return "; ".join([*clauses, *elsewhere[:2], *more])
 
 
-def _on_deadline(job: JobState, now: datetime) -> Decision:
+def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
     match job.phase:
         case Phase.EXAMINING | Phase.REPAIRING if job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
@@ -481,7 +481,10 @@ def check_answer(job: JobState, decision: str, now: datetime, node: str = "") ->
     if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
         return ""
     if decision == "take-over":
-        return f"it is {job.phase}: only what waits, or what is launched, examined or repaired, can be taken over"
+        return (
+            f"it is {job.phase}: only what waits, or what is launched, examined or repaired, "
+            "can be taken over"
+        )
     return f"it is {job.phase} and asks nothing"
 
 
@@ -497,7 +500,7 @@ def _find_question(job: JobState) -> str:
     )
 
 
-def _on_drain_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+def _decide_on_drain_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     if no := check_answer(job, event.decision, now, event.node):
         return Ignore(no)
     drain = find_drain(job, event.node)
@@ -514,7 +517,7 @@ def _on_drain_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     )
 
 
-def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+def _decide_on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     if no := check_answer(job, event.decision, now):
         return Ignore(no)
     who = event.by or "a person"
@@ -546,7 +549,7 @@ def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
             assert_never(event.decision)
 
 
-def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:
+def _decide_on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:
     if event.node not in {slot.node for slot in job.slots}:
         return Ignore(f"{event.node} is none of this job's nodes")
     who = event.by or "a person"
@@ -558,7 +561,7 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
     return climb(job, Recovering(diagnosis), now, without=(event.node,))
 
 
-def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision | None:
+def _decide_on_higher_token(job: JobState, event: LaunchRefused, now: datetime) -> Decision | None:
     """Return the decision for a node that has seen a higher token than the job's; None: none has.
 
     After a reset of the workflow the job's generation numbers have gone back: the next launch takes
@@ -579,7 +582,7 @@ def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision
     return Relaunch(generation + 1, reason, take=take)
 
 
-def _on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Decision:
+def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Decision:
     if diagnosis.do_not_restart:
         return Stop(
             Phase.FAILED,
@@ -592,7 +595,7 @@ def _on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Decision:
         return Wait(
             Phase.NODE_LOST,
             diagnosis.reason,
-            next=_lost_next(job),
+            next=_explain_lost_next(job),
             until=now + job.policy.timeouts.ask_after,
         )
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names

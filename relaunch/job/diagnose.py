@@ -89,7 +89,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case LaunchFailed():
             return Diagnosis(Cause.NODE_LOST, fault.reason, nodes=fault.unreachable)
         case LaunchRefused():
-            return _of_claim(job, fault) or _of_refusal(fault)
+            return _diagnose_claim(job, fault) or _diagnose_refusal(fault)
         case RanksHung() if fault.silent and fences(job):
             # A gang that hangs while one of its nodes is silent is waiting for that node.
             nodes = tuple(node for node, _ in fault.silent)
@@ -102,7 +102,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
             return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks)
         case FaultObserved():
             known = _Readers(catalog(job.policy.catalog))
-            diagnosis = _of_observations(fault.observations, fault.more, known)
+            diagnosis = _diagnose_observations(fault.observations, fault.more, known)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
                 return Diagnosis(
@@ -218,7 +218,7 @@ class _Reading:
         )
 
 
-def _of_observations(
+def _diagnose_observations(
     observations: tuple[Observation, ...], more: int, known: _Readers
 ) -> Diagnosis:
     inorder = sorted(
@@ -226,7 +226,7 @@ def _of_observations(
     )
     failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
     vanished = [o for o in inorder if isinstance(o, RanksVanished)]
-    if (hardware := _of_hardware([*failed, *vanished], more, known)) is not None:
+    if (hardware := _diagnose_hardware([*failed, *vanished], more, known)) is not None:
         return hardware
     for observation in inorder:
         if isinstance(observation, RanksVanished):
@@ -244,7 +244,7 @@ def _of_observations(
             and one.ecs.stop_code != BY_ITSELF
             and (reading := _read(one, known)).ending.role is Role.ROOT
         ):
-            return _of_exit(reading, _more(len(failed) - 1 + more))
+            return _diagnose_exit(reading, _more(len(failed) - 1 + more))
     fenced = [each for each in inorder if isinstance(each, RanksFenced) and is_root(each)]
     if fenced:
         # A node that lost its peers was cut off. One whose lease was never renewed may have been
@@ -261,10 +261,10 @@ def _of_observations(
         )
     if not failed:
         return Diagnosis(Cause.PLATFORM, _first_words(observations), certainty=Certainty.GUESS)
-    return _of_exits(failed, more, known)
+    return _diagnose_exits(failed, more, known)
 
 
-def _of_hardware(
+def _diagnose_hardware(
     witnesses: list[RankExited | RanksVanished], more: int, known: _Readers
 ) -> Diagnosis | None:
     """Return the diagnosis for hardware faults in the nodes' kernel logs; None: there are none.
@@ -305,24 +305,28 @@ def _of_hardware(
     )
 
 
-def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
+def _diagnose_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
     own = [one for one in failed if not _is_echo(one, known)]
     if not own:
-        return _of_cascades(failed, more, known)
+        return _diagnose_cascades(failed, more, known)
     first = own[0]
     others = _more(len(failed) - 1 + more)
-    if _written(first) is None:
-        return _of_exit(_read(first, known), others)
+    if _find_write_time(first) is None:
+        return _diagnose_exit(_read(first, known), others)
     # The first exit that arrived has an error file. Then the error with the smallest timestamp is
     # the root (torchelastic's rule).
-    dated = [(when, one.rank, one.node, one) for one in own if (when := _written(one)) is not None]
+    dated = [
+        (when, one.rank, one.node, one)
+        for one in own
+        if (when := _find_write_time(one)) is not None
+    ]
     when, _, _, root = min(dated)
-    diagnosis = _of_exit(_read(root, known), others)
+    diagnosis = _diagnose_exit(_read(root, known), others)
     if diagnosis.cause is Cause.UNKNOWN:
         return diagnosis
     near = [each for each in dated if each[0] - when < CLOCKS_AGREE and _differs(each[-1], root)]
     for rival in _rivals(each[-1] for each in sorted(near)):
-        other = _of_exit(_read(rival, known), "")
+        other = _diagnose_exit(_read(rival, known), "")
         if other.cause in (diagnosis.cause, Cause.UNKNOWN):
             continue
         return Diagnosis(
@@ -372,7 +376,7 @@ def _gravity(finding: Finding) -> int:
     return HARDWARE_CAUSES.index(finding.cause)
 
 
-def _written(one: RankExited) -> float | None:
+def _find_write_time(one: RankExited) -> float | None:
     """Return when a rank wrote its error, by its node's clock, in Unix seconds.
 
     None: it wrote none, or its clock cannot be right.
@@ -399,7 +403,7 @@ def _read(one: RankExited, known: _Readers) -> _Reading:
     return _Reading(one, ending, known.log(_all_words(one)), kernel)
 
 
-def _of_exit(reading: _Reading, others: str) -> Diagnosis:
+def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
     root, ending = reading.exit, reading.ending
     # What the kernel reports of a program, the network or the disks is closer to the fault than
     # the program's own messages.
@@ -427,7 +431,7 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
         cause = Cause.APPLICATION if has_output else Cause.UNKNOWN
     return Diagnosis(
         cause,
-        f"{_ended(root, ending)}{_detail(root, ending, finding)}{others}",
+        f"{_describe_end(root, ending)}{_detail(root, ending, finding)}{others}",
         # A rank that times out while it waits reports first, but is rarely the one at fault.
         nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
@@ -452,7 +456,7 @@ def _is_ours(finding: Finding, root: RankExited) -> bool:
     return finding.pid is None or root.pid is None or finding.pid == root.pid
 
 
-def _ended(root: RankExited, ending: Finding) -> str:
+def _describe_end(root: RankExited, ending: Finding) -> str:
     return f"{_who(root)} {'was ' if root.signal is not None else ''}{ending.reason}"
 
 
@@ -487,7 +491,7 @@ def _detail(root: RankExited, ending: Finding, finding: Finding | None) -> str:
     return f": {next(lines, 'it said nothing')[:300]}"
 
 
-def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
+def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
     """Return the diagnosis when all failed ranks are echoes: no rank saw what broke connections."""
     first = failed[0]
     for one in failed:
@@ -539,7 +543,7 @@ def has_gone_above(job: JobState) -> bool:
     return len(newest) == MAX_CLAIMS and all(one.rung == CLAIMED for one in newest)
 
 
-def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
+def _diagnose_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
     """Return the diagnosis for a node that keeps claiming higher tokens; None: no such node.
 
     A reset of the workflow sets the generation numbers back only once, so it does not explain this.
@@ -554,7 +558,7 @@ def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
     return Diagnosis(Cause.NODE_LOST, reason, nodes=(claim.node,), certainty=Certainty.LIKELY)
 
 
-def _of_refusal(fault: LaunchRefused) -> Diagnosis:
+def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
     for refusal in fault.refusals:
         if cause := REFUSAL_CAUSES.get(refusal.why):
             code = 127 if refusal.why == "command_not_found" else 1

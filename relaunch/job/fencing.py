@@ -41,7 +41,7 @@ def plan_generation(job: JobState, generation: int, nodes: tuple[str, ...]) -> L
 
 
 def unknown_generation(nodes: tuple[str, ...]) -> LaunchedGeneration:
-    """Return the record of ranks whose timeouts are not known: silence never proves them stopped."""
+    """Return the record of ranks with unknown timeouts: silence never proves them stopped."""
     zero = timedelta(0)
     return LaunchedGeneration(0, 0, nodes, len(nodes), False, zero, zero, zero, zero)
 

@@ -100,4 +100,5 @@ def hung(pace: Pace, limits: HangLimits, now: datetime) -> str | None:
     if allowed is None or now - since <= allowed:
         return None
     where = "no step was reported" if pace.step is None else f"step {pace.step} has not changed"
-    return f"{where} for {(now - since).total_seconds():.0f} s, allowed are {allowed.total_seconds():.0f} s"
+    waited = (now - since).total_seconds()
+    return f"{where} for {waited:.0f} s, allowed are {allowed.total_seconds():.0f} s"

@@ -56,7 +56,7 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         return (
             job
             if job.ending is not None
-            else replace(job, incident=_with_fault(job.incident, fault))
+            else replace(job, incident=_add_fault(job.incident, fault))
         )
     reached = job.furthest_step
     if job.progress is not None:
@@ -100,7 +100,7 @@ def add_unhealthy_nodes(
     found = FaultRecord(
         now, job.generation, fault.cause, reason[:MAX_REASON], nodes=nodes[:NAMED], code=fault.code
     )
-    return replace(job, incident=_with_fault(job.incident, found))
+    return replace(job, incident=_add_fault(job.incident, found))
 
 
 def withdraw_loss(job: JobState, node: str) -> JobState:
@@ -133,7 +133,7 @@ def is_acted_on(incident: Incident, fault: FaultRecord) -> bool:
     )
 
 
-def _with_fault(incident: Incident, fault: FaultRecord) -> Incident:
+def _add_fault(incident: Incident, fault: FaultRecord) -> Incident:
     if any(_is_same(one, fault) for one in incident.faults):
         return incident
     fault = replace(fault, decisions_before=len(incident.decisions) + incident.dropped_decisions)
@@ -165,10 +165,12 @@ def close_incident(job: JobState, at: datetime, outcome: str) -> JobState:
 def pass_step(job: JobState, event: ProgressSeen | StepReached, now: datetime) -> JobState:
     if job.report_at_step is None or event.step < job.report_at_step:
         return job
-    return progressed(close_incident(job, event.at, f"training passed step {event.step - 1}"), now)
+    return record_progress(
+        close_incident(job, event.at, f"training passed step {event.step - 1}"), now
+    )
 
 
-def progressed(job: JobState, now: datetime) -> JobState:
+def record_progress(job: JobState, now: datetime) -> JobState:
     job = replace(job, progressed_at=now, flat_generations=0)
     return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)
 

@@ -51,7 +51,7 @@ def climb(
     ) >= most:
         return Ask(
             f"{fault.reason}; {count_noun(vain, 'launch', 'launches')} in a row, and training has "
-            f"not got past {_reached(job)}",
+            f"not got past {_describe_furthest(job)}",
             question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid "
             "NODE`?",
         )
@@ -59,7 +59,8 @@ def climb(
     for rung in job.policy.ladder(fault.cause):
         asked = asked or bool(rung.when)
         if recovering.examined is not None and not asked:
-            continue  # already skipped before the examination, whose new suspects may have other tries
+            # Already skipped before the examination, whose new suspects may have other tries.
+            continue
         if not _applies(job, rung, fault, recovering, without):
             continue
         used = tries_used(job, rung, fault, now)
@@ -96,7 +97,7 @@ def launches_without_progress(job: JobState) -> int:
     return sum(1 for one in job.tries if since is None or one.at >= since)
 
 
-def _reached(job: JobState) -> str:
+def _describe_furthest(job: JobState) -> str:
     return "its start" if job.furthest_step is None else f"step {job.furthest_step}"
 
 
@@ -305,7 +306,7 @@ class UsedBudget:
     """The node, GPU and code that it counts for, as far as the rung's key has them; else empty."""
 
 
-def used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
+def list_used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
     """Return every rung with used tries, in the order of causes and rungs."""
     found: dict[tuple[object, ...], UsedBudget] = {}
     rungs = [

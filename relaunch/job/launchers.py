@@ -91,7 +91,7 @@ def launcher_command(
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """How one rank of a node ended, as the node's launcher reports it."""
 
     pid: int
@@ -108,7 +108,7 @@ FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)
 LISTED = re.compile(r"(\d+): ProcessFailure\(local_rank=\d+, pid=(\d+), exitcode=(-?\d+)")
 
 
-def failures(lines: Sequence[str]) -> tuple[Failure, ...]:
+def parse_failures(lines: Sequence[str]) -> tuple[RankFailure, ...]:
     """Return the failed ranks in the end of a launcher's log, the one it takes for the root first.
 
     The launcher checks its ranks ten times a second and dates failures in whole seconds, so the
@@ -116,14 +116,14 @@ def failures(lines: Sequence[str]) -> tuple[Failure, ...]:
     output; ft_launcher logs the same failures in one line, and both log one line about the first.
     A negative exit code is a signal.
     """
-    return _in_block(lines) or _in_lines(lines)
+    return _parse_block(lines) or _parse_lines(lines)
 
 
-def _in_block(lines: Sequence[str]) -> tuple[Failure, ...]:
+def _parse_block(lines: Sequence[str]) -> tuple[RankFailure, ...]:
     begin = next(
         (index for index in reversed(range(len(lines))) if lines[index].strip() == FAILURES), 0
     )
-    found: list[Failure] = []
+    found: list[RankFailure] = []
     root, rank = None, None
     for line in lines[begin:]:
         if ROOT_CAUSE in line:
@@ -136,7 +136,7 @@ def _in_block(lines: Sequence[str]) -> tuple[Failure, ...]:
     return () if root is None or root >= len(found) else (found[root], *found[:root])
 
 
-def _in_lines(lines: Sequence[str]) -> tuple[Failure, ...]:
+def _parse_lines(lines: Sequence[str]) -> tuple[RankFailure, ...]:
     # Take the first match: a launcher checks its ranks again while it stops them.
     first = next((match for line in lines if (match := FIRST.search(line))), None)
     if first is None:
@@ -150,6 +150,6 @@ def _in_lines(lines: Sequence[str]) -> tuple[Failure, ...]:
     return (root, *listed.values())
 
 
-def _failure(exit_code: str, pid: str, rank: int | None) -> Failure:
+def _failure(exit_code: str, pid: str, rank: int | None) -> RankFailure:
     code = int(exit_code)
-    return Failure(int(pid), code if code >= 0 else None, -code if code < 0 else None, rank)
+    return RankFailure(int(pid), code if code >= 0 else None, -code if code < 0 else None, rank)

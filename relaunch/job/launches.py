@@ -23,7 +23,7 @@ def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> Jo
         generation: The generation of the launch.
         started: Whether a start order was sent to some node. If not, no rank of it exists.
     """
-    if started and _reserved(job, generation) is None:
+    if started and _find_launch(job, generation) is None:
         nodes = tuple(slot.node for slot in job.slots)
         job = reserve_launch(job, plan_generation(job, generation, nodes))
     return _settle(job, generation, started=started)
@@ -31,7 +31,7 @@ def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> Jo
 
 def settle_given_up_launch(job: JobState, generation: int, *, started: bool) -> JobState:
     """Record what a launch has left behind that ended after the job had given it up."""
-    launch = _reserved(job, generation)
+    launch = _find_launch(job, generation)
     if (
         launch is None
         or launch.complete
@@ -42,7 +42,7 @@ def settle_given_up_launch(job: JobState, generation: int, *, started: bool) -> 
 
 
 def _settle(job: JobState, generation: int, *, started: bool) -> JobState:
-    launch = _reserved(job, generation)
+    launch = _find_launch(job, generation)
     if launch is None:
         return job
     if not started:
@@ -53,7 +53,7 @@ def _settle(job: JobState, generation: int, *, started: bool) -> JobState:
 def complete_launch(job: JobState, generation: int) -> JobState:
     """Record that ranks run on every node of a launch. All older ranks were stopped before it."""
     nodes = tuple(slot.node for slot in job.slots)
-    launch = _reserved(job, generation) or plan_generation(job, generation, nodes)
+    launch = _find_launch(job, generation) or plan_generation(job, generation, nodes)
     return replace(job, maybe_alive=nodes, launched=(replace(launch, complete=True),))
 
 
@@ -115,7 +115,7 @@ def forget_node(job: JobState, node: str) -> JobState:
     )
 
 
-def _reserved(job: JobState, generation: int) -> LaunchedGeneration | None:
+def _find_launch(job: JobState, generation: int) -> LaunchedGeneration | None:
     own = job.submission, generation
     return next((one for one in job.launched if _key(one) == own), None)
 

@@ -22,7 +22,7 @@ SHOWN_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AgentPlace:
     """Where an agent carries out the orders for one job."""
 
     machine: str
@@ -37,7 +37,7 @@ class Place:
         return f"{self.machine} {self.boot_id} {self.uid} {self.state}"
 
     @classmethod
-    def from_text(cls, text: str) -> Place:
+    def from_text(cls, text: str) -> AgentPlace:
         machine, boot_id, uid, state = text.split(" ")
         return cls(machine, boot_id, int(uid), state)
 
@@ -53,10 +53,10 @@ class StartedPlaces:
     submission: int
     generation: int
     by_node: dict[str, str]
-    """`Place.text` by node, or MOVED."""
+    """`AgentPlace.text` by node, or MOVED."""
 
 
-def parse_place(value: object) -> Place | None:
+def parse_place(value: object) -> AgentPlace | None:
     """Return the place that an agent reports; None: it reports none, or an invalid one."""
     if not isinstance(value, Mapping):
         return None
@@ -70,21 +70,29 @@ def parse_place(value: object) -> Place | None:
     machine, boot_id, state = words
     if not machine or not boot_id:
         return None
-    return Place(machine, hashlib.sha256(boot_id.encode()).hexdigest()[:BOOT_DIGITS], uid, state)
+    return AgentPlace(
+        machine, hashlib.sha256(boot_id.encode()).hexdigest()[:BOOT_DIGITS], uid, state
+    )
 
 
 def explain_doubt(
-    node: str, generation: int, started: Place, answering: Place | None
+    node: str, generation: int, started: AgentPlace, answering: AgentPlace | None
 ) -> str | None:
     """Return why an answer proves nothing about ranks started at `started`; None: it does.
 
     Another boot of the same place is proof as well: the ranks ended with the boot before it.
     """
     if answering is None:
-        return f"{node} answers without saying where it runs, so whether generation {generation} was started there is not known"
+        return (
+            f"{node} answers without saying where it runs, "
+            f"so whether generation {generation} was started there is not known"
+        )
     if answering.machine != started.machine:
         was, now = started.machine[:SHOWN_DIGITS], answering.machine[:SHOWN_DIGITS]
-        return f"{node} answers, but from another machine than the one generation {generation} was started on (machine {now}, was {was})"
+        return (
+            f"{node} answers, but from another machine than the one "
+            f"generation {generation} was started on (machine {now}, was {was})"
+        )
     if answering.uid != started.uid:
         return (
             f"{node} answers, but as another user than the one generation {generation} "
@@ -98,7 +106,9 @@ def explain_doubt(
     return None
 
 
-def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | None) -> str | None:
+def find_doubt(
+    places: Iterable[StartedPlaces], node: str, answering: AgentPlace | None
+) -> str | None:
     """Return why an answer for `node` proves nothing about a generation that may be alive there.
 
     None: it is proof, or it is not known where the generations of that node were started.
@@ -110,14 +120,14 @@ def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | No
                     f"{node} answers, but the fleet file had another address or user for it "
                     "when ranks of an earlier submission were started there"
                 )
-            doubt = explain_doubt(node, one.generation, Place.from_text(text), answering)
+            doubt = explain_doubt(node, one.generation, AgentPlace.from_text(text), answering)
             if doubt is not None:
                 return doubt
     return None
 
 
 def explain_forgotten(
-    places: Iterable[StartedPlaces], node: str, generation: int, answering: Place | None
+    places: Iterable[StartedPlaces], node: str, generation: int, answering: AgentPlace | None
 ) -> str | None:
     """Return why the answer "never prepared here" proves nothing about `generation`; None: it does.
 
@@ -129,8 +139,11 @@ def explain_forgotten(
         return doubt
     for one in places:
         text = one.by_node.get(node) if one.generation == generation else None
-        if text is not None and answering.boot_id == Place.from_text(text).boot_id:
-            return f"{node} does not know generation {generation} any more, which was started there: its files were removed"
+        if text is not None and answering.boot_id == AgentPlace.from_text(text).boot_id:
+            return (
+                f"{node} does not know generation {generation} any more, "
+                "which was started there: its files were removed"
+            )
     return None
 
 

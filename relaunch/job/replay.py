@@ -115,7 +115,7 @@ def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[Rep
             waiting.appendleft(Step(deadline, DeadlinePassed()))
             deadline = None
         step = waiting.popleft()
-        event = _completed(job, step.event, repair)
+        event = _complete_event(job, step.event, repair)
         due = job.report_at_step
         job, replayed = _turn(job, replace(step, event=event))
         done.append(replayed)
@@ -139,13 +139,13 @@ def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
     job, decision = evaluate_event(job, event, step.at)
     taken, differs = decision, ""
     if step.decided is not None:
-        taken, differs = _followed(decision, step.decided), difference(decision, step.decided)
+        taken, differs = _choose_course(decision, step.decided), difference(decision, step.decided)
     return apply_decision(job, taken, step.at), Replayed(
         step.at, event.kind, decision, step.decided, differs
     )
 
 
-def _followed(decision: Decision, decided: Decision) -> Decision:
+def _choose_course(decision: Decision, decided: Decision) -> Decision:
     """Return the decision with which the replayed job continues.
 
     That is the tested policy's own decision, as long as the next recorded observations could have
@@ -226,7 +226,7 @@ def _names(names: tuple[str, ...]) -> str:
     return join_names(names, 4) or "none"
 
 
-def _completed(job: JobState, event: Event, repair: Repair | None) -> Event:
+def _complete_event(job: JobState, event: Event, repair: Repair | None) -> Event:
     """Return the event with the fields that its author left out, taken from the present state."""
     if isinstance(event, RepairEnded) and not event.nodes and repair is not None:
         event = replace(event, strategy=repair.strategy, nodes=repair.nodes)

@@ -37,7 +37,7 @@ def count_repairs(state: FleetState) -> int:
 
 
 def max_repairs(state: FleetState) -> int:
-    return state.limits.of("repairs_at_once", _size(state))
+    return state.limits.resolve("repairs_at_once", _size(state))
 
 
 def may_repair(state: FleetState) -> bool:
@@ -47,7 +47,7 @@ def may_repair(state: FleetState) -> bool:
 def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
     """Open the breaker when too many nodes are out."""
     out = [node.name for node in state.nodes if is_out(node) and not node.is_removed]
-    most = state.limits.of("nodes_out", _size(state))
+    most = state.limits.resolve("nodes_out", _size(state))
     if len(out) <= most and state.out_when_resumed:
         # The outage that a person knew of when they resumed is over.
         state = replace(state, out_when_resumed=0)

@@ -81,7 +81,7 @@ def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
             old_logins={node: login for node, login in known.old_logins.items() if node in older},
         )
     if known is not None and (
-        left := {place.node for place in _known_places(claim, known)}
+        left := {place.node for place in _list_known_places(claim, known)}
         - {place.node for place in record.places}
     ):
         # The job has stopped the ranks of earlier submissions there. The next probe shows its own
@@ -122,7 +122,7 @@ def free_stopped_nodes(state: FleetState, fact: ReclaimResult, now: datetime) ->
             else record
         )
         if record.is_closed and record.claim.submission <= fact.submission:
-            after = _without_nodes(after, nodes)
+            after = _drop_nodes(after, nodes)
         state = (
             remove_claim(state, after, now)
             if after.is_closed and not after.places
@@ -131,7 +131,7 @@ def free_stopped_nodes(state: FleetState, fact: ReclaimResult, now: datetime) ->
     return state
 
 
-def _without_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
+def _drop_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
     claim = replace(record.claim, holds=_drop_places(record.claim.holds, nodes))
     return replace(record, claim=claim, granted=_drop_places(record.granted or (), nodes))
 
@@ -144,10 +144,10 @@ def record_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
         was: The login of each node before that.
     """
     now = {node.name: node.spec.login for node in state.nodes}
-    return replace(state, claims=tuple(_with_moves(record, was, now) for record in state.claims))
+    return replace(state, claims=tuple(_add_moves(record, was, now) for record in state.claims))
 
 
-def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, str]) -> ClaimRecord:
+def _add_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, str]) -> ClaimRecord:
     held = {place.node for place in record.places}
     then = {node: login for node, login in {**was, **record.old_logins}.items() if node in held}
     moved = {node: login for node, login in then.items() if now.get(node, login) != login}
@@ -159,7 +159,7 @@ def declare_ranks_dead(state: FleetState, node: str, now: datetime) -> FleetStat
     node."""
     for record in state.claims:
         after = replace(record, inherited=_drop_places(record.inherited, [node]))
-        after = _without_nodes(after, [node]) if record.is_closed else after
+        after = _drop_nodes(after, [node]) if record.is_closed else after
         if after != record:
             moved = {name: login for name, login in record.old_logins.items() if name != node}
             after = replace(after, old_logins=moved)
@@ -328,7 +328,7 @@ def _make_record(claim: Claim, known: ClaimRecord | None, now: datetime) -> Clai
     )
 
 
-def _known_places(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
+def _list_known_places(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
     """Return the places that the job knew of when it sent the claim, without a grant that it had
     not yet received."""
     return known.places if _has_received_grant(claim, known) else known.claim.holds

@@ -32,7 +32,7 @@ def request_drains(state: FleetState, now: datetime) -> tuple[FleetState, list[D
     if not wanted:
         return state, []
     orders: list[DrainMessage] = []
-    on = _on_nodes(state)
+    on = _group_by_node(state)
     after = {node.name: _request_drain(state, node, on[node.name], now, orders) for node in wanted}
     nodes = tuple(after.get(node.name, node) for node in state.nodes)
     return (state if nodes == state.nodes else replace(state, nodes=nodes)), orders
@@ -122,14 +122,14 @@ def _why_cancelled(node: NodeRecord) -> str:
         case NodeStatus.SUSPECT:
             return "nothing is repaired at the moment"
         case _:
-            return f"it is {node.status}, and whoever has it may stay"
+            return f"it is {node.status}, and the jobs on it may stay"
 
 
 def _is_on(record: ClaimRecord, node: NodeRecord) -> bool:
     return any(place.node == node.name for place in record.places)
 
 
-def _on_nodes(state: FleetState) -> defaultdict[str, list[ClaimRecord]]:
+def _group_by_node(state: FleetState) -> defaultdict[str, list[ClaimRecord]]:
     on: defaultdict[str, list[ClaimRecord]] = defaultdict(list)
     for record in state.claims:
         for place in record.places if not record.is_closed else ():

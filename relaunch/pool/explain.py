@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from relaunch.evidence.fields import text
-from relaunch.pool.inventory import used_by
+from relaunch.pool.inventory import describe_uses
 from relaunch.pool.nodes import is_awaiting
 from relaunch.pool.placement import Choice, NodeUse, Placement, Shape
 from relaunch.pool.restore import is_restoring
@@ -31,15 +31,15 @@ def why_closed(state: FleetState, now: datetime) -> str:
             f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; "
             "relaunch nodes resume closes it"
         )
-    anew = f"fleet {state.name} was started anew and "
+    started = f"fleet {state.name} has just started and "
     if state.awaited_jobs is None:
-        return anew + "looks which jobs run"
+        return started + "checks which jobs run"
     if is_awaiting(state, now):
-        return anew + f"asks the jobs what they hold: {list_names(state.awaited_jobs)}"
+        return started + f"asks the jobs what they hold: {list_names(state.awaited_jobs)}"
     if is_restoring(state, now):
-        return anew + "asks the run before it which nodes are out of service"
+        return started + "asks the run before it which nodes are out of service"
     if not state.is_probed:
-        return anew + f"looks at its {len(state.nodes)} nodes"
+        return started + f"probes its {len(state.nodes)} nodes"
     return ""
 
 
@@ -86,9 +86,9 @@ class Explainer:
         names = list_names([node.name for node in nodes])
         error = placement.state.restore_error
         return text(
-            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {placement.state.name} began, "
-            f"and ranks of an earlier submission of job {record.claim.job} may live there: "
-            "what the fleet knew before is lost"
+            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered "
+            f"since fleet {placement.state.name} began, and ranks of an earlier submission "
+            f"of job {record.claim.job} may live there: what the fleet knew before is lost"
             f"{f' ({text(error, 160)})' if error else ''}. "
             "The job is launched when all have answered; "
             "take a node that is off for good out of the fleet file",
@@ -182,7 +182,7 @@ class Explainer:
             elif node.missing_gpus:
                 blocked.append(f"{node.name}: {node.missing_gpus}")
             elif processes := use.blocking_processes(shape.gpus):
-                blocked.append(f"{node.name}: {text(used_by(processes), 160)}")
+                blocked.append(f"{node.name}: {text(describe_uses(processes), 160)}")
             elif not use.holders and (why := _why_blocked(node)):
                 blocked.append(f"{node.name}: {why}")
             elif use.offers and node.spec.gpus:

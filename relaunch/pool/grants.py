@@ -163,7 +163,7 @@ class Allocation:
             # The order that stops its old ranks would also stop the ranks launched with this grant.
             self._wait(
                 record,
-                f"ranks of job {claim.job} itself, which nobody answered for, are being stopped",
+                f"ranks of job {claim.job} itself, which did not answer, are being stopped",
             )
         elif unknown := placement.find_unknown_nodes(record):
             # There is no bound on how long ranks run on if all nodes of their gang are silent, or

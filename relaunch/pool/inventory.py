@@ -71,7 +71,7 @@ def read_inventory(answer: object) -> Inventory:
         if total is not None and taken is not None:
             totals.append(total)
             memory_used[-1] = taken >> 20
-        for process in _listed(row.get("processes")):
+        for process in _list_foreign(row.get("processes")):
             name = _name(process.get("user")), _name(process.get("program"))
             foreign_processes.setdefault(name, _Stranger()).uses(index, count(process.get("pid")))
     return Inventory(
@@ -106,7 +106,7 @@ class _Stranger:
         self.pids[pid] = None
 
 
-def _listed(processes: object) -> list[Mapping[str, Any]]:
+def _list_foreign(processes: object) -> list[Mapping[str, Any]]:
     listed = processes if isinstance(processes, list) else []
     # A node that does not say whose processes they are reports no foreign ones.
     return [
@@ -135,16 +135,17 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
     known = [pid for pid in stranger.pids if pid is not None]
     more = f" and {len(known) - 1} more" if len(known) > 1 else ""
     what = ", ".join(part for part in (program, f"pid {known[0]}{more}" if known else "") if part)
-    return f"{user or 'somebody'}" + (f" ({what})" if what else "")
+    return f"{user or 'an unknown user'}" + (f" ({what})" if what else "")
 
 
 # --- wording
 
 
-def used_by(uses: Iterable[GpuUse]) -> str:
+def describe_uses(uses: Iterable[GpuUse]) -> str:
     """Return a clause such as `GPU 2, 3 are used by alice (python, pid 4242)`."""
     return ", ".join(
-        f"GPU {', '.join(map(str, use.gpus))} {'is' if len(use.gpus) == 1 else 'are'} used by {use.who}"
+        f"GPU {', '.join(map(str, use.gpus))} "
+        f"{'is' if len(use.gpus) == 1 else 'are'} used by {use.who}"
         for use in uses
     )
 

@@ -82,7 +82,8 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
         if record.status is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _return_to_file(record, now)
         nodes.append(record)
-    # A node that has left the file while a job is on it is kept until it is free: see `forget_removed_nodes`.
+    # A node that has left the file while a job is on it is kept until it is free: see
+    # `forget_removed_nodes`.
     nodes += [_remove_from_file(record, now) for record in known.values()]
     for notice in _describe_moves(state, fact):
         state = add_notice(state, notice, now)
@@ -104,7 +105,8 @@ def _describe_moves(state: FleetState, fact: FleetFileContent) -> list[str]:
         if was is None or spec.name not in jobs or was.login == spec.login:
             continue
         found.append(
-            f"{spec.name} is {spec.login} now and was {was.login}, while job {jobs[spec.name]} has it: "
+            f"{spec.name} is {spec.login} now and was {was.login}, "
+            f"while job {jobs[spec.name]} has it: "
             f"if its ranks were not started there, the job takes {spec.name} for lost; "
             "write the old one again, or end its ranks there and `nodes declare-dead` it"
         )
@@ -298,7 +300,7 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
             f"{record.name} stays in service, its repair was refused: {fact.reason}",
             now,
         )
-    return put_node(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
+    return put_node(state, _apply_repair(record, fact, now, stale=_was_stale(state, fact)))
 
 
 def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
@@ -323,7 +325,7 @@ def _was_stale(state: FleetState, fact: RepairResult) -> bool:
     return bool(permits) and permits[-1].stale
 
 
-def _after_repair(
+def _apply_repair(
     record: NodeRecord, fact: RepairResult, now: datetime, *, stale: bool
 ) -> NodeRecord:
     done = fact.outcome == "done"
@@ -352,10 +354,10 @@ def give_up_overdue_repairs(state: FleetState, now: datetime) -> FleetState:
     ]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)
         if record.status is NodeStatus.REPAIRING:
-            after = quarantine(after, RELAUNCH, "nobody told how its repair ended", now)
+            after = quarantine(after, RELAUNCH, "how its repair ended was not reported", now)
         state = add_notice(
             put_node(state, after),
-            f"{record.name}: nobody told within 3 h how {record.repair} ended",
+            f"{record.name}: how {record.repair} ended was not reported within 3 h",
             now,
         )
     return state

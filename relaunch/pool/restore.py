@@ -87,7 +87,7 @@ def give_up_restoring(state: FleetState, now: datetime) -> FleetState:
     )
     return add_notice(
         state,
-        "nobody could say what the run before knew: "
+        "the state of the run before could not be read: "
         "quarantines, pauses and faults of before are forgotten",
         now,
     )

@@ -128,7 +128,7 @@ class FleetLimits(Strict):
     evaluations.
     """
 
-    def of(self, limit: Literal["repairs_at_once", "nodes_out"], nodes: int) -> int:
+    def resolve(self, limit: Literal["repairs_at_once", "nodes_out"], nodes: int) -> int:
         """Return the limit as a number of nodes, for a fleet of `nodes` nodes."""
         value = self.repairs_at_once if limit == "repairs_at_once" else self.nodes_out
         return (

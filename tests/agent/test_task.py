@@ -169,7 +169,7 @@ def test_the_exit_code_of_a_diagnosis_when(case: str) -> None:
 
 def test_a_long_answer_comes_in_numbered_parts_that_make_it_whole() -> None:
     long = make_answer("x" * 30_000)
-    lines = list(task.told(long))
+    lines = list(task.format_answer(long))
     assert [line.partition(": ")[0] for line in lines] == [
         f"relaunch-answer {number}/3" for number in (1, 2, 3)
     ]
@@ -178,17 +178,19 @@ def test_a_long_answer_comes_in_numbered_parts_that_make_it_whole() -> None:
 
 
 def test_an_answer_without_end_is_cut_and_said_to_be() -> None:
-    printed = answer("\n".join(task.told(make_answer("\n" * 2**20))))
+    printed = answer("\n".join(task.format_answer(make_answer("\n" * 2**20))))
     assert printed["cut"] is True and len(printed["stdout"]) > 10_000
     lines = [f"[{number:>5}.000000] {'x' * 2000}" for number in range(200)]
-    kernel = answer("\n".join(task.told({"outcome": "done", "kernel": {"lines": lines}})))["kernel"]
+    kernel = answer("\n".join(task.format_answer({"outcome": "done", "kernel": {"lines": lines}})))[
+        "kernel"
+    ]
     assert kernel["lines"] == lines[-len(kernel["lines"]) :] and "left out" in kernel["unreadable"]
     for found in (make_answer("\n" * 2**20), {"outcome": "done", "kernel": {"lines": lines}}):
-        assert sum(map(len, task.told(found))) < 205 * 1024
+        assert sum(map(len, task.format_answer(found))) < 205 * 1024
 
 
 def test_a_diagnosis_that_is_only_indented_widely_is_not_cut() -> None:
     wide = json.dumps(json.loads(FAULTY), indent=150)
     assert len(wide) > task.LONGEST
-    found = answer("\n".join(task.told(make_answer(wide, 205))))
+    found = answer("\n".join(task.format_answer(make_answer(wide, 205))))
     assert json.loads(found["stdout"]) == json.loads(FAULTY) and "cut" not in found

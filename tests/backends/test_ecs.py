@@ -29,7 +29,7 @@ from relaunch.backends.ecs import stream as stream_module
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.launch import stamp
 from relaunch.backends.ecs.stream import ECS_SEQ
-from relaunch.backends.ecs.tasks import QUARANTINE, job_attribute, started_by
+from relaunch.backends.ecs.tasks import QUARANTINE, build_started_by, job_attribute
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 from relaunch.spec.job import EcsTask
@@ -140,7 +140,9 @@ class Site:
         found = [task for task in self.aws.tasks() if f"/{self.job}/" in task.get("startedBy", "")]
         if generation is not None:
             found = [
-                task for task in found if task["startedBy"] == started_by(self.token(generation))
+                task
+                for task in found
+                if task["startedBy"] == build_started_by(self.token(generation))
             ]
         return [task for task in found if not living or task["desiredStatus"] == "RUNNING"]
 
@@ -272,7 +274,7 @@ async def test_a_rank_is_one_task_on_its_node_with_the_jobs_command_and_environm
     tasks = {task["containerInstanceArn"]: task for task in site.tasks()}
     assert set(tasks) == {aws.instance(ec2_id).arn for ec2_id in site.ids}
     task = tasks[site.instance.arn]
-    assert task["startedBy"] == started_by(site.token())
+    assert task["startedBy"] == build_started_by(site.token())
     assert len(next(one for one in task["containers"] if one["name"] == "trainer")["gpuIds"]) == 4
     printed = await until(lambda: aws.output(task["taskArn"], "trainer"))
     assert (
@@ -337,11 +339,11 @@ async def test_a_higher_generation_stops_what_is_left_of_lower_ones_and_a_lower_
     site = make()
     await launch(site, 1)
     await launch(site, 2)
-    assert [task["startedBy"] for task in site.tasks()] == [started_by(site.token(2))]
+    assert [task["startedBy"] for task in site.tasks()] == [build_started_by(site.token(2))]
     late = refusal(await site.again().prepare("n1", prepare_order(site.token(1))))
     assert (late.why, late.highest) == ("not_above", (1763000000000, 2))
     assert refusal(await site.backend.start("n1", start_order(site.token(1)))).why == "not_above"
-    assert [task["startedBy"] for task in site.tasks()] == [started_by(site.token(2))]
+    assert [task["startedBy"] for task in site.tasks()] == [build_started_by(site.token(2))]
 
 
 async def test_a_controller_whose_word_comes_late_takes_it_back(
@@ -382,7 +384,11 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(
             "RELAUNCH_AGENT_PORT of container trainer of arn:aws:ecs",
         ),
         ({"workdir": "/work"}, {}, "RunTask cannot set workdir '/work'"),
-        ({"secrets": {"KEY": "x"}}, {}, "whoever may describe tasks could read the job's secrets"),
+        (
+            {"secrets": {"KEY": "x"}},
+            {},
+            "everyone who may describe tasks could read the job's secrets",
+        ),
         (
             {},
             {"task_definition": None},
@@ -1017,7 +1023,7 @@ async def test_a_machine_that_registers_anew_is_found_by_its_ec2_id_with_the_tas
     instance = await until(lambda: _registered(site, new))
     assert instance.arn == new
     assert [task.started_by for task in await site.backend.cluster.tasks_on(site.ids[0])] == [
-        started_by(site.token())
+        build_started_by(site.token())
     ]
 
 

@@ -14,7 +14,7 @@ from relaunch.backends.ecs.aws import RATES, READS
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.batch import GATHER, Batch
 from relaunch.backends.ecs.cluster import Cluster
-from relaunch.backends.ecs.tasks import started_by
+from relaunch.backends.ecs.tasks import build_started_by
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 
@@ -92,7 +92,7 @@ def _task(number: int) -> dict[str, Any]:
     running = {
         "lastStatus": "RUNNING",
         "desiredStatus": "RUNNING",
-        "startedBy": started_by(token(number)),
+        "startedBy": build_started_by(token(number)),
     }
     return {
         "taskArn": f"task/{number}",
@@ -108,7 +108,10 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
     table = Table()
     cluster = Cluster(table, "training", POLL)  # type: ignore[arg-type]
     found = await asyncio.gather(
-        *(cluster.task_of(one, started_by(token(number))) for number, one in enumerate(table.ids))
+        *(
+            cluster.task_of(one, build_started_by(token(number)))
+            for number, one in enumerate(table.ids)
+        )
     )
     with ExitStack() as stack:
         followed = [
@@ -118,10 +121,10 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
         async with asyncio.timeout(60):
             for one in followed:
                 while one.looked_at is None:
-                    await one.changed()
+                    await one.wait_for_change()
             begun, first = time.monotonic(), len(table.asked)
             while len(table.asked) < first + 5 * CALLS_OF_A_LOOK:
-                await followed[0].changed()
+                await followed[0].wait_for_change()
         seconds, asked = time.monotonic() - begun, Counter(table.asked[first:])
         await cluster.close()
     assert set(asked) == {"DescribeTasks", "DescribeContainerInstances"} <= READS

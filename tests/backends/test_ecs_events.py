@@ -12,7 +12,7 @@ import pytest
 from relaunch.backends.base import TaskEvent, Unreachable
 from relaunch.backends.ecs.aws import Aws
 from relaunch.backends.ecs.events import SqsEvents, read_event
-from relaunch.backends.ecs.tasks import started_by, stop_reason
+from relaunch.backends.ecs.tasks import build_started_by, stop_reason
 from relaunch.generation import Token
 from tests.doubles.aws import SERVER_ERROR, AwsDouble
 from tests.doubles.aws_caller import Caller
@@ -27,7 +27,7 @@ def body(kind: str = "ECS Task State Change", source: str = "aws.ecs", **detail:
         "version": 4,
         "lastStatus": "STOPPED",
         "desiredStatus": "STOPPED",
-        "startedBy": started_by(TOKEN),
+        "startedBy": build_started_by(TOKEN),
         **detail,
     }
     return json.dumps({"version": "0", "source": source, "detail-type": kind, "detail": given})

@@ -32,9 +32,9 @@ from relaunch.backends.ecs.tasks import (
     Container,
     Instance,
     Task,
+    build_started_by,
     client_token,
     run_task,
-    started_by,
 )
 from relaunch.job.state import Phase, Slot
 from relaunch.pool.messages import Claim, Place
@@ -402,7 +402,7 @@ JOB = replace(
     submitted_at=NOW,
     slots=(Slot("n1", "10.0.0.1"), Slot("n2", "10.0.0.2")),
 )
-FIRST, SECOND = started_by(JOB.token), started_by(replace(JOB.token, generation=2))
+FIRST, SECOND = build_started_by(JOB.token), build_started_by(replace(JOB.token, generation=2))
 
 
 def mirrored(account: Account, cluster: Cluster) -> TableMirror:

@@ -19,13 +19,13 @@ from relaunch.backends.ecs.fence import Fence, find_removable
 from relaunch.backends.ecs.stream import ending
 from relaunch.backends.ecs.tasks import (
     Definition,
+    build_started_by,
     client_token,
     job_attribute,
     read_definition,
     read_instance,
     read_task,
     run_task,
-    started_by,
     stop_reason,
     the_container,
     token_of,
@@ -50,7 +50,7 @@ CLUSTER_ARN = "arn:aws:ecs:us-east-1:123456789012"
     ],
 )
 def test_a_generation_is_named_in_started_by_and_read_back(token: Token, expected: str) -> None:
-    assert started_by(token) == expected
+    assert build_started_by(token) == expected
     assert token_of(expected) == token
 
 
@@ -66,9 +66,9 @@ def test_a_name_that_does_not_fit_into_started_by_is_refused_with_a_sentence() -
     with pytest.raises(
         ValueError, match="startedBy, of which ECS takes 128: give the job a shorter name"
     ):
-        started_by(Token("n" * 63, "j" * 63, 1763000000000, 1))
+        build_started_by(Token("n" * 63, "j" * 63, 1763000000000, 1))
     with pytest.raises(ValueError, match="'a b' cannot be part of a task's startedBy"):
-        started_by(Token("a b", "j", 1, 1))
+        build_started_by(Token("a b", "j", 1, 1))
 
 
 def test_an_effect_has_one_name_and_another_effect_another() -> None:
@@ -87,7 +87,7 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
         command=("python", "train.py"),
         environment={"B": "2", "A": "1"},
         gpus=8,
-        started_by=started_by(TOKEN),
+        started_by=build_started_by(TOKEN),
         client_token="t" * 64,
         only_where=(fence.only_for(attribute, TOKEN),),
     )
@@ -115,7 +115,7 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
 
 def test_the_word_of_a_fence_is_read_back_and_what_others_wrote_is_none() -> None:
     for state in ("prepared", "stopped"):
-        word = Fence.of(TOKEN, state)  # type: ignore[arg-type]
+        word = Fence.from_token(TOKEN, state)  # type: ignore[arg-type]
         assert Fence.read(str(word)) == word
     for other in (None, "", "prepared.1", "prepared.1.2.3", "running.1.2"):
         assert Fence.read(other) is None
@@ -190,7 +190,7 @@ def raw(**changes: Any) -> dict[str, Any]:
     return {
         "taskArn": f"{CLUSTER_ARN}:task/training/abc",
         "containerInstanceArn": f"{CLUSTER_ARN}:container-instance/training/n1",
-        "startedBy": started_by(TOKEN),
+        "startedBy": build_started_by(TOKEN),
         "lastStatus": "STOPPED",
         "desiredStatus": "STOPPED",
         "version": 5,
@@ -336,12 +336,13 @@ def test_tasks_are_listed_by_job_and_generation() -> None:
     running = {"lastStatus": "RUNNING", "desiredStatus": "RUNNING"}
     tasks = (
         read_task(raw(**running)),
-        read_task(raw(startedBy=started_by(Token("default", "llama", TOKEN.submission, 3)))),
-        read_task(raw(startedBy=started_by(other))),
+        read_task(raw(startedBy=build_started_by(Token("default", "llama", TOKEN.submission, 3)))),
+        read_task(raw(startedBy=build_started_by(other))),
         read_task(raw(startedBy="alice", **running)),
     )
     bert, llama = jobs_of(
-        tasks, {job_attribute("default", "llama"): str(Fence.of(TOKEN, "prepared")), "team": "ml"}
+        tasks,
+        {job_attribute("default", "llama"): str(Fence.from_token(TOKEN, "prepared")), "team": "ml"},
     )
     assert (bert["job"], bert["prepared"], bert["stopped"]) == ("bert", None, None)
     assert [(one["generation"], one["state"]) for one in bert["generations"]] == [(1, "ended")]
@@ -480,7 +481,7 @@ async def test_a_gang_of_800_is_looked_at_with_a_hundred_tasks_a_call() -> None:
     async with asyncio.timeout(60):
         for one in [each.__enter__() for each in followers]:
             while one.looked_at is None:
-                await one.changed()
+                await one.wait_for_change()
     assert table.calls == {"DescribeTasks": 8, "DescribeContainerInstances": 8}
     assert max(table.sizes) == 100
     for each in followers:

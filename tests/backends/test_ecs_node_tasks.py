@@ -11,7 +11,7 @@ import pytest
 from relaunch.backends.base import Refused, Unreachable
 from relaunch.backends.ecs import examine as node_tasks_module
 from relaunch.backends.ecs.occupants import node_task
-from relaunch.backends.ecs.tasks import started_by
+from relaunch.backends.ecs.tasks import build_started_by
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions
@@ -39,7 +39,7 @@ async def test_a_task_on_the_node_tells_how_it_is(make: Make) -> None:
     site = make()
     job = Token("default", "ll_m.a", 17, 3)
     site.double.script("train", after=None)
-    await site.run(started_by(job))
+    await site.run(build_started_by(job))
     await site.run("ecs-svc/123", "train")
     await site.run("somebody", "train")
     facts = await site.probe()
@@ -196,7 +196,7 @@ async def test_s1_3_an_examination_waits_for_gpus_of_ranks_that_are_still_stoppi
     site = make(CHECKED)
     site.double.script("train", after=None, stubborn=True)
     site.double.script("check", exit_code=0)
-    rank = await site.run(started_by(Token("default", "j", 1, 1)), gpus=8)
+    rank = await site.run(build_started_by(Token("default", "j", 1, 1)), gpus=8)
     await eventually(
         lambda: any(one["taskArn"] == rank for one in site.double.tasks(status="RUNNING"))
     )

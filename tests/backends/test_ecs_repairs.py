@@ -18,12 +18,12 @@ from relaunch.backends.ecs.reboots import (
     LONGEST,
     Journal,
     JournalEntry,
-    Phase,
+    JournalPhase,
     Way,
     format_entry,
     read,
 )
-from relaunch.backends.ecs.tasks import started_by
+from relaunch.backends.ecs.tasks import build_started_by
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import Token
@@ -164,11 +164,11 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
     ):
         assert isinstance(refused, Refused) and refused.why == "busy"
     await site.run("ecs-svc/1")
-    await site.run(started_by(Token("default", "j", 1, 2)))
+    await site.run(build_started_by(Token("default", "j", 1, 2)))
     late = await facts()  # it was placed after the probe
     assert isinstance(late, Refused) and late.reason == "job j generation 2 runs on this node"
     assert (site.status, site.asked("RebootInstances")) == ("ACTIVE", 0)
-    assert (await Journal.of(site.aws, site.ec2_id)).entries == ()
+    assert (await Journal.read(site.aws, site.ec2_id)).entries == ()
 
 
 async def _told(facts: dict[str, Any]) -> Mapping[str, Any]:
@@ -201,7 +201,7 @@ async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(ma
         await throttled.reboot()
     assert (
         throttled.status == "ACTIVE"
-        and (await Journal.of(throttled.aws, throttled.ec2_id)).entries == ()
+        and (await Journal.read(throttled.aws, throttled.ec2_id)).entries == ()
     )
     before = lost.instance.boot_id
     site.double.faults.add("RebootInstances", LOST)
@@ -225,7 +225,7 @@ async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled
     await eventually(lambda: not site.instance.machine.registered.agent_connected)
     site.clock.ahead = 1500
     with pytest.raises(
-        Unreachable, match=r"told to reboot 150\d s ago, and its ECS agent has not come back"
+        Unreachable, match=r"reboot was ordered 150\d s ago, and its ECS agent has not come back"
     ):
         await site.settled(0.2)
     site.instance.never_returns(True)
@@ -464,7 +464,7 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
     finally:
         site.instance.machine.node.delays.power_off = 0.05
     site.clock.ahead = 130
-    with pytest.raises(Unreachable, match="told to stop it by force"):
+    with pytest.raises(Unreachable, match="asked to stop it by force"):
         await site.settled(0.0)
     stops = [
         one.request.get("Force")
@@ -511,10 +511,16 @@ def test_gpus_of_an_instance_are_not_reset(make: Make) -> None:
 
 def test_an_entry_is_what_was_written() -> None:
     entry = JournalEntry(
-        Way.REBOOT, "repair/a b/n1", 1_800_000_000.0, "2f1c+x", Phase.DOWN, sent=True, forced=True
+        Way.REBOOT,
+        "repair/a b/n1",
+        1_800_000_000.0,
+        "2f1c+x",
+        JournalPhase.DOWN,
+        sent=True,
+        forced=True,
     )
     assert read(entry.key, format_entry(entry)) == entry
-    long = JournalEntry(Way.POWER, "r" * 300, 1.0, "", Phase.INTENT, standby=True)
+    long = JournalEntry(Way.POWER, "r" * 300, 1.0, "", JournalPhase.INTENT, standby=True)
     kept = read(long.key, format_entry(long))
     assert (
         kept is not None
@@ -533,14 +539,16 @@ def test_an_entry_is_what_was_written() -> None:
 @pytest.mark.long
 async def test_the_journal_keeps_the_newest_entries(make: Make) -> None:
     site = make()
-    journal = await Journal.of(site.aws, site.ec2_id)
+    journal = await Journal.read(site.aws, site.ec2_id)
     for number in range(KEPT + 2):
-        await journal.write(JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE))
+        await journal.write(
+            JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", JournalPhase.DONE)
+        )
         await journal.write(JournalEntry(Way.REBOOT, f"r{number}", float(number), "b"))
         await journal.write(
-            JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True)
+            JournalEntry(Way.REBOOT, f"r{number}", float(number), "b", JournalPhase.DONE, sent=True)
         )
-    kept = await Journal.of(site.aws, site.ec2_id)
+    kept = await Journal.read(site.aws, site.ec2_id)
     assert [one.id for one in kept.entries] == [f"r{number}" for number in range(2, KEPT + 2)]
     assert kept.entries == journal.entries
 

@@ -228,7 +228,7 @@ async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted
     said = await reason(backend)
     now = own_fingerprint(host.public_keys[0])
     assert said.startswith(
-        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): somebody may be between"
+        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): the connection may be intercepted"
     )
     assert host.logins() == 0
     with pytest.raises(NeedsPerson):

@@ -88,7 +88,7 @@ async def while_others_go_on(asking: SshBackend) -> str:
         ),
         pytest.param(
             HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\ntime.sleep(600)\n',
-            "the agent answered order '77', which nobody gave",
+            "the agent answered order '77', which was not sent",
             id="an answer that nobody asked for",
         ),
         pytest.param(
@@ -165,7 +165,7 @@ async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_e
     backend = site.backend(host)
     assert (await backend.list("n1"))["outcome"] == "done"
     assert (await while_others_go_on(backend)).startswith(
-        "the agent said 10000 lines that nobody waits for"
+        "the agent sent 10000 lines that no order waits for"
     )
 
 

@@ -114,7 +114,7 @@ async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_th
         return aws.instances["n2"].boots > boots["n2"]
 
     async def seen_away() -> bool:
-        return any(entry.startswith(reboots.Phase.DOWN) for entry in aws.repair_tags("n2"))
+        return any(entry.startswith(reboots.JournalPhase.DOWN) for entry in aws.repair_tags("n2"))
 
     await job.until(rebooted, "n2 is not rebooted", 120)
     await job.until(seen_away, "n2 is not seen to be away", 120)

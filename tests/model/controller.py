@@ -38,7 +38,7 @@ from relaunch.job.fencing import (
     safe_launch_at,
     will_fence,
 )
-from relaunch.job.places import Place, StartedPlaces, find_doubt, limit_places, record_places
+from relaunch.job.places import AgentPlace, StartedPlaces, find_doubt, limit_places, record_places
 from relaunch.job.state import JobState, Phase, Slot
 from relaunch.job.step import diagnose_event
 from relaunch.pool.messages import Place as FleetPlace
@@ -152,7 +152,7 @@ class Controller:
 
     # What is reported.
 
-    def launched(self, places: Mapping[int, Place], now: float) -> None:
+    def launched(self, places: Mapping[int, AgentPlace], now: float) -> None:
         at = EPOCH + TICK * now
         self._take(Launched(self.job.generation, at, at), now)
         self._record_places((), places)
@@ -161,7 +161,7 @@ class Controller:
         self,
         launch: LaunchedGeneration,
         unreachable: Iterable[int],
-        places: Mapping[int, Place],
+        places: Mapping[int, AgentPlace],
         now: float,
     ) -> None:
         started = bool(places)
@@ -174,7 +174,7 @@ class Controller:
         self._record_places(self.places, places)
 
     def launch_refused(
-        self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float
+        self, launch: LaunchedGeneration, places: Mapping[int, AgentPlace], now: float
     ) -> None:
         started = bool(places) and self.broken is not Broken.REFUSED_UNKNOWN
         refusal = NodeRefusal(launch.nodes[0], "cannot_start", "no")
@@ -182,12 +182,14 @@ class Controller:
         self._record_places(self.places, places)
 
     def launch_cancelled(
-        self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float
+        self, launch: LaunchedGeneration, places: Mapping[int, AgentPlace], now: float
     ) -> None:
         self._take(RanksFound(launch.nodes), now)
         self._record_places(self.places, places)
 
-    def _record_places(self, older: tuple[StartedPlaces, ...], places: Mapping[int, Place]) -> None:
+    def _record_places(
+        self, older: tuple[StartedPlaces, ...], places: Mapping[int, AgentPlace]
+    ) -> None:
         if places:
             by_node = {str(n): place.text for n, place in places.items()}
             started = StartedPlaces(self.job.submission, self.job.generation, by_node)
@@ -252,7 +254,7 @@ class Controller:
     def waits_for(self) -> tuple[int, ...]:
         return tuple(int(node) for node in self.job.maybe_alive if node not in self.stopped_at)
 
-    def is_proof(self, n: int, place: Place) -> bool:
+    def is_proof(self, n: int, place: AgentPlace) -> bool:
         return self.broken is Broken.ANY_PLACE or find_doubt(self.places, str(n), place) is None
 
     def knows_place(self, n: int, g: int) -> bool:

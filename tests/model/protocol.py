@@ -15,7 +15,7 @@ from enum import Enum, StrEnum, auto
 
 from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers
 from relaunch.job.fencing import FENCE_MARGIN
-from relaunch.job.places import Place
+from relaunch.job.places import AgentPlace
 
 MARGIN = 2.0  # a tick until the shim acts, and 1/128 of drift over at most 65
 TICK = FENCE_MARGIN / MARGIN
@@ -194,8 +194,8 @@ class Node:
         return self.rate * (now - self.booted - stood)
 
     @property
-    def place(self) -> Place:
-        return Place(f"machine{self.machine}", f"boot{self.boot}", 0, f"state{self.state}")
+    def place(self) -> AgentPlace:
+        return AgentPlace(f"machine{self.machine}", f"boot{self.boot}", 0, f"state{self.state}")
 
     @property
     def is_stopped(self) -> bool:

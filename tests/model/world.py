@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
 from relaunch.generation import LaunchedGeneration
-from relaunch.job.places import Place
+from relaunch.job.places import AgentPlace
 from tests.model.controller import Controller, peers_in_gang
 from tests.model.protocol import LATE, NEVER, USUAL, Answer, Broken, Node, Shim, State, Times
 
@@ -69,7 +69,7 @@ class Worker:
 @dataclass
 class Launcher(Worker):
     stamps: dict[int, float] = field(default_factory=dict)
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, AgentPlace] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
     refused: bool = False
     acknowledged: bool = False
@@ -107,7 +107,7 @@ class Launch:
     members: tuple[int, ...]
     stamps: dict[int, float] = field(default_factory=dict)
     """Of the preparation whose ranks may have been started: the server was told before."""
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, AgentPlace] = field(default_factory=dict)
     """Where that was prepared."""
     declared_dead: bool = False
     """A person has said so of one of its nodes."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.job.apply import changed_keys
+from relaunch.job.apply import list_changed_keys
 from relaunch.job.decide import check_declaration, is_stale
 from relaunch.job.events import (
     CancelRequested,
@@ -126,7 +126,7 @@ def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
 def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
     before: dict[str, Any], after: dict[str, Any], keys: tuple[str, ...]
 ) -> None:
-    assert keys == changed_keys(policy(**before), policy(**after))
+    assert keys == list_changed_keys(policy(**before), policy(**after))
     job, decision = step(
         running(policy=policy(**before)), PolicyChanged(policy(**after), "so", "ada")
     )

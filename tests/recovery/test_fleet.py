@@ -53,7 +53,8 @@ def test_a_new_fleet_reads_asks_and_probes_before_it_grants() -> None:
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert (
-        desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks which jobs run"
+        desk.grants("waiting")["c"].reason
+        == "fleet gpus has just started and checks which jobs run"
     )
     desk.learn(RunningJobs(("a", "c", "b", "a")))
     desk.busy = {"look"}
@@ -63,14 +64,14 @@ def test_a_new_fleet_reads_asks_and_probes_before_it_grants() -> None:
     desk.settle()
     assert (
         desk.grants("waiting")["c"].reason
-        == "fleet gpus was started anew and asks the jobs what they hold: a, b"
+        == "fleet gpus has just started and asks the jobs what they hold: a, b"
     )
     desk.learn(ClaimEvent(Claim("a", 1, 7, 1, running=True, keep=("n1",), holds=(Place("n1"),))))
     desk.learn(ClaimEvent(Claim("b", 1, 3, 0)))
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert (
-        desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks at its 4 nodes"
+        desk.grants("waiting")["c"].reason == "fleet gpus has just started and probes its 4 nodes"
     )
     desk.busy = set()
     desk.look()
@@ -95,7 +96,7 @@ def test_a_job_of_unknown_nodes_is_awaited_and_keeps_its_ranks() -> None:
     desk.claim("b", 1)
     assert (
         desk.grants("waiting")["b"].reason
-        == "fleet gpus was started anew and asks the jobs what they hold: a"
+        == "fleet gpus has just started and asks the jobs what they hold: a"
     )
     desk.wait(seconds=2)
     assert desk.wakes_in() == 28
@@ -356,7 +357,7 @@ def test_a_job_that_speaks_again_was_not_closed() -> None:
     desk.claim("a", 1, seq=2, holds=("n1",))
     assert (
         desk.grants("waiting")["a"].reason
-        == "ranks of job a itself, which nobody answered for, are being stopped"
+        == "ranks of job a itself, which did not answer, are being stopped"
     )
     desk.busy = set()
     desk.go(ReclaimResult("a", 1, ("n1",)))
@@ -640,10 +641,12 @@ def test_a_repair_with_no_reported_end_ends_by_quarantine() -> None:
     desk.wait(seconds=10)
     assert (desk.node("n1").status, desk.node("n1").reason) == (
         NodeStatus.QUARANTINED,
-        "nobody told how its repair ended",
+        "how its repair ended was not reported",
     )
     assert (desk.node("n2").status, desk.node("n2").repair) == (NodeStatus.IN_SERVICE, "")
-    assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
+    assert desk.state.notices[-1].endswith(
+        "n2: how repair/gpus/n2/r1 ended was not reported within 3 h"
+    )
 
 
 def test_a_manual_quarantine_outlasts_repairs_until_released() -> None:

@@ -154,7 +154,7 @@ def test_an_asked_job_hears_when_the_node_is_no_longer_wanted(how: str) -> None:
     elif how == "quarantine":
         desk.go(QuarantineCommand("n2", "mine", "grace"))
         assert desk.orders == [
-            DrainMessage("b", over(desk, "it is quarantined, and whoever has it may stay"))
+            DrainMessage("b", over(desk, "it is quarantined, and the jobs on it may stay"))
         ]
     else:
         again = (suspect("n2", isolate=True, cause=Cause.HANG), suspect("n1", 2, Cause.HANG))
@@ -247,7 +247,7 @@ def test_a_withdrawn_drain_is_withdrawn_from_each_asked_job() -> None:
     assert desk.go() == []
     desk.go(DRAIN)
     assert desk.go(QuarantineCommand("n2", "later", "carol")) == [
-        DrainMessage(job, over(desk, "it is quarantined, and whoever has it may stay"))
+        DrainMessage(job, over(desk, "it is quarantined, and the jobs on it may stay"))
         for job in ("a", "b")
     ]
 

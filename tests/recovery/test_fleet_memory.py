@@ -129,7 +129,7 @@ def test_no_grant_repair_or_permit_before_the_memory_is_restored() -> None:
     desk.wait(seconds=5)
     assert (
         desk.grants("waiting")["a"].reason
-        == "fleet gpus was started anew and asks the run before it which nodes are out of service"
+        == "fleet gpus has just started and asks the run before it which nodes are out of service"
     )
     desk.go(before(QuarantineCommand("n1", "a fan", "grace")))
     assert desk.granted() == {"a": ["n2"]}
@@ -154,8 +154,8 @@ def test_after_15_s_it_gives_up_but_takes_over_what_comes_later() -> None:
     desk.wait(seconds=15)
     assert desk.granted() == {"a": ["n1"]}
     forgotten = (
-        "nobody could say what the run before knew: quarantines, "
-        "pauses and faults of before are forgotten"
+        "the state of the run before could not be read: "
+        "quarantines, pauses and faults of before are forgotten"
     )
     assert desk.state.notices == (f"2026-03-01T12:00+00:00 {forgotten}",)
     assert desk.state.restore_error == "it did not say so within 15 s"

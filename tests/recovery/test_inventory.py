@@ -23,7 +23,14 @@ from relaunch.pool.events import (
     RepairRequest,
     RunningJobs,
 )
-from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
+from relaunch.pool.inventory import (
+    UNKNOWN,
+    GpuUse,
+    Inventory,
+    describe_uses,
+    read_inventory,
+    shortage,
+)
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
@@ -55,7 +62,7 @@ def test_a_healthy_node_is_described_in_few_words() -> None:
             [stranger(), stranger(4243), stranger(4244), stranger(4244)],
             "alice (python, pid 4242 and 2 more)",
         ),
-        ([stranger(user=None, program=None)], "somebody (pid 4242)"),
+        ([stranger(user=None, program=None)], "an unknown user (pid 4242)"),
         ([stranger(pid="x", program=None)], "alice"),
         ([stranger(user="a\nb\x1b[31m", program="x" * 99)], f"a b?[31m ({'x' * 31}…, pid 4242)"),
     ],
@@ -131,7 +138,7 @@ def test_one_user_is_one_stranger_and_only_three_are_named() -> None:
         GpuUse((6, 7), "2 more"),
     )
     assert (
-        used_by(used[2:])
+        describe_uses(used[2:])
         == "GPU 5 is used by c (python, pid 7 and 1 more), GPU 6, 7 are used by 2 more"
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.job.events import DeadlinePassed, StepReached
-from relaunch.job.ladder import used_budgets
+from relaunch.job.ladder import list_used_budgets
 from relaunch.job.state import Diagnosis, JobState, Progress, Relaunch, Repair
 from tests.recovery.builders import (
     T0,
@@ -176,7 +176,8 @@ def test_flat_generations_end_a_walk_whatever_the_ladder_has() -> None:
 
 def used(job: JobState, seconds: float = 0) -> list[tuple[str, str, int, str]]:
     return [
-        (one.cause, one.rung.label, one.used, one.where) for one in used_budgets(job, at(seconds))
+        (one.cause, one.rung.label, one.used, one.where)
+        for one in list_used_budgets(job, at(seconds))
     ]
 
 

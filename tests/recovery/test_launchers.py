@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.job.launchers import Failure, failures, launcher_command
+from relaunch.job.launchers import RankFailure, launcher_command, parse_failures
 from tests.recovery.builders import spec
 
 MASTER = ("10.0.0.1", 29500)
@@ -92,17 +92,19 @@ From the line about the first failure on: torchrun to the end; of ft_launcher th
 alone. Paths are others, and spaces at ends of lines are gone."""
 BLOCK = (SAMPLES / "torchrun_2.13.0.txt").read_text().splitlines()
 LOGGED = (SAMPLES / "ft_launcher_0.4.1.txt").read_text().splitlines()
-KILLED = Failure(26130, None, 9, 3)
-OTHERS = tuple(Failure(pid, None, 15, rank) for rank, pid in enumerate((26127, 26128, 26129)))
+KILLED = RankFailure(26130, None, 9, 3)
+OTHERS = tuple(RankFailure(pid, None, 15, rank) for rank, pid in enumerate((26127, 26128, 26129)))
 
 
 def test_the_root_comes_first_then_others_in_the_launchers_order() -> None:
-    assert failures(BLOCK) == (KILLED, *OTHERS)
+    assert parse_failures(BLOCK) == (KILLED, *OTHERS)
 
 
 def test_a_log_without_the_block_is_read_by_its_lines() -> None:
-    others = tuple(Failure(pid, None, 15, rank) for rank, pid in enumerate((26226, 26227, 26228)))
-    assert failures(LOGGED) == (Failure(26229, None, 9, 3), *others)
+    others = tuple(
+        RankFailure(pid, None, 15, rank) for rank, pid in enumerate((26226, 26227, 26228))
+    )
+    assert parse_failures(LOGGED) == (RankFailure(26229, None, 9, 3), *others)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +112,22 @@ def test_a_log_without_the_block_is_read_by_its_lines() -> None:
     [
         pytest.param([], (), id="it said nothing"),
         pytest.param(["No module named torch"], (), id="it failed by itself"),
-        pytest.param(BLOCK[:1], (Failure(26130, None, 9),), id="it was ended before it said more"),
+        pytest.param(
+            BLOCK[:1], (RankFailure(26130, None, 9),), id="it was ended before it said more"
+        ),
         pytest.param(BLOCK[-9:], (KILLED,), id="the beginning was cut off"),
         pytest.param(
-            [*BLOCK[:1], *BLOCK[-9:-5]], (Failure(26130, None, 9),), id="the end was cut off"
+            [*BLOCK[:1], *BLOCK[-9:-5]], (RankFailure(26130, None, 9),), id="the end was cut off"
         ),
         pytest.param([*BLOCK, *BLOCK], (KILLED, *OTHERS), id="it said so twice"),
         pytest.param(
             ["failed (exitcode: 93) local_rank: 0 (pid: 7) of fn: main"],
-            (Failure(7, 93, None),),
+            (RankFailure(7, 93, None),),
             id="a code is no signal",
         ),
     ],
 )
 def test_what_is_left_of_a_log_is_believed_and_no_more(
-    lines: list[str], expected: tuple[Failure, ...]
+    lines: list[str], expected: tuple[RankFailure, ...]
 ) -> None:
-    assert failures(lines) == expected
+    assert parse_failures(lines) == expected

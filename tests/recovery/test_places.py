@@ -24,7 +24,7 @@ from relaunch.job.events import (
 )
 from relaunch.job.places import (
     MOVED,
-    Place,
+    AgentPlace,
     StartedPlaces,
     explain_doubt,
     explain_forgotten,
@@ -42,7 +42,7 @@ TOLD: dict[str, Any] = {
     "uid": 1000,
     "state": "0ff05658b13ac7aa",
 }
-STARTED = Place("f29984fb3bef03b3", "1" * 12, 1000, "0ff05658b13ac7aa")
+STARTED = AgentPlace("f29984fb3bef03b3", "1" * 12, 1000, "0ff05658b13ac7aa")
 ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
 
 
@@ -73,7 +73,7 @@ ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
         (None, "n2 answers without saying where it runs"),
     ],
 )
-def test_what_an_answer_proves(answering: Place | None, said: str | None) -> None:
+def test_what_an_answer_proves(answering: AgentPlace | None, said: str | None) -> None:
     doubt = explain_doubt("n2", 3, STARTED, answering)
     assert (doubt is None) == (said is None), doubt
     assert said is None or said in str(doubt)
@@ -96,9 +96,9 @@ def test_what_an_agent_tells_is_read_and_written_back() -> None:
     assert place.boot_id != TOLD["boot_id"] and len(place.boot_id) == 12, (
         "a digest, for it is kept for each node"
     )
-    assert Place.from_text(place.text) == place
+    assert AgentPlace.from_text(place.text) == place
     unknown = parse_place({**TOLD, "state": ""})
-    assert unknown is not None and Place.from_text(unknown.text) == unknown
+    assert unknown is not None and AgentPlace.from_text(unknown.text) == unknown
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_is_no_place_is_none_and_so_proves_nothing(value: object) -> None:
     assert parse_place(value) is None
 
 
-def started(generation: int, submission: int = 1000, **by_node: Place) -> StartedPlaces:
+def started(generation: int, submission: int = 1000, **by_node: AgentPlace) -> StartedPlaces:
     return StartedPlaces(
         submission, generation, {node: place.text for node, place in by_node.items()}
     )

@@ -409,7 +409,10 @@ def test_a_limit_is_a_number_or_share_of_nodes_and_at_least_one(
     limit: int | str, nodes: int, number: int
 ) -> None:
     limits = FleetLimits.model_validate({"nodes_out": limit, "repairs_at_once": limit})
-    assert (limits.of("nodes_out", nodes), limits.of("repairs_at_once", nodes)) == (number, number)
+    assert (limits.resolve("nodes_out", nodes), limits.resolve("repairs_at_once", nodes)) == (
+        number,
+        number,
+    )
 
 
 @pytest.mark.parametrize(

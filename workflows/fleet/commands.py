@@ -99,7 +99,7 @@ async def find_closed_jobs(
             schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"which of {count_noun(len(claims), 'job')} ended without giving their nodes back",
+            summary=f"which of {count_noun(len(claims), 'job')} ended and kept their nodes",
         )
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from relaunch.pool.inventory import used_by
+from relaunch.pool.inventory import describe_uses
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.text import count_noun, join_names
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
@@ -71,7 +71,8 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         "",
         "Send a signal from this page (one JSON object):",
         "",
-        '- `quarantine` `{"node": "n2", "reason": "…", "by": "you", "drain": true, "within": "30m"}`'
+        '- `quarantine` `{"node": "n2", "reason": "…", "by": "you", '
+        '"drain": true, "within": "30m"}`'
         " no job gets n2 any more; `drain`: jobs on it leave it",
         '- `release` `{"node": "n2", "reason": "…", "by": "you"}`'
         " n2 is in service again: you vouch for it",
@@ -146,7 +147,10 @@ def _is_odd(node: NodeRecord) -> bool:
 
 def _out_line(node: NodeRecord) -> str:
     by = f" by {node.by}" if node.by else ""
-    return f"**{node.name}** {node.status}{_format_since(node.since)}{by}: {_cut(node.reason)}{_node_notes(node)}"
+    return (
+        f"**{node.name}** {node.status}{_format_since(node.since)}{by}: "
+        f"{_cut(node.reason)}{_node_notes(node)}"
+    )
 
 
 def _odd_line(node: NodeRecord) -> str:
@@ -160,7 +164,7 @@ def _gpu_note(node: NodeRecord) -> str:
         return f"GPUs unreadable, and granted unread: {_cut(node.inventory.unreadable)}"
     # For a suspect this is already shown as its reason.
     lacks = node.missing_gpus if node.status is NodeStatus.IN_SERVICE else ""
-    return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
+    return "; ".join(_cut(part) for part in (lacks, describe_uses(node.foreign_processes)) if part)
 
 
 def _node_notes(node: NodeRecord) -> str:
@@ -178,8 +182,8 @@ def _node_notes(node: NodeRecord) -> str:
         )
     elif node.repair_drain is not None and node.asked_jobs:
         parts.append(
-            f"{_some(node.asked_jobs)} asked to leave it by {_format_time(node.repair_drain.until)},"
-            " so that it can be examined"
+            f"{_some(node.asked_jobs)} asked to leave it by "
+            f"{_format_time(node.repair_drain.until)}, so that it can be examined"
         )
     return "".join(f"; {part}" for part in parts)
 

@@ -121,7 +121,7 @@ class Actions:
     # --- launching
 
     async def _relaunch(self, decision: Relaunch) -> None:
-        def superseded() -> bool:
+        def is_superseded() -> bool:
             return decision.generation != self._job.generation or self._job.ending is not None
 
         if decision.delay:
@@ -130,7 +130,7 @@ class Actions:
                 summary=f"delay before generation {decision.generation}",
             )
         chosen = await self._choose_nodes(decision)
-        if chosen is None or superseded():
+        if chosen is None or is_superseded():
             return
         places, fewer, shrinks = chosen
         slots = seat(self._job.slots, places, reassign=not decision.keep_nodes)
@@ -146,7 +146,7 @@ class Actions:
                 f"stop generation {before} before another starts",
             )
             self._session.post(stopped)
-            if superseded():
+            if is_superseded():
                 return
         self._session.post(NodesAcquired(slots, fewer))
         if leaves_ranks or shrinks:
@@ -160,7 +160,7 @@ class Actions:
             # The policy has changed: a later submission must not judge the ranks by shorter
             # timeouts.
             await self._claims.send_current()
-            if superseded():
+            if is_superseded():
                 return
         # From the same state as the orders: a later change of the policy applies to the next
         # launch.

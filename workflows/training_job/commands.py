@@ -161,7 +161,7 @@ async def _launch_shard(
 ) -> LaunchRanksOutput:
     names = tuple(slot.node for slot in order.slots)
 
-    async def ordered() -> LaunchRanksOutput:
+    async def send_order() -> LaunchRanksOutput:
         output = await workflow.execute_activity_method(
             JobActivities.launch_ranks,
             order,
@@ -175,7 +175,7 @@ async def _launch_shard(
         return output
 
     try:
-        return await unless_cancelled(ordered())
+        return await unless_cancelled(send_order())
     except ActivityError as error:
         cause = error.cause
         if isinstance(cause, ApplicationError) and cause.non_retryable:

@@ -55,7 +55,7 @@ class Watches:
             return
         for index, nodes in enumerate(commands.shards(tuple(slot.node for slot in job.slots))):
             running = self._watches.get(index)
-            if (running is None or running.done()) and not self._succeeded(nodes):
+            if (running is None or running.done()) and not self._has_succeeded(nodes):
                 self._watches[index] = self._session.tasks.start(
                     f"watch shard {index}", self._watch(nodes), waits=True
                 )
@@ -110,7 +110,7 @@ class Watches:
         # Resumes after the last report: what the old watches saw and did not report comes again.
         self.start()
 
-    def _succeeded(self, nodes: tuple[str, ...]) -> bool:
+    def _has_succeeded(self, nodes: tuple[str, ...]) -> bool:
         return all(
             len(self.exited.get(node, ())) == self._session.job.spec.processes_per_node
             for node in nodes
@@ -133,5 +133,5 @@ class Watches:
         self.exited.update(report.exited)
         for event in report.events:
             self._session.post(event)
-        if report.all_succeeded and self._succeeded(tuple(slot.node for slot in job.slots)):
+        if report.all_succeeded and self._has_succeeded(tuple(slot.node for slot in job.slots)):
             self._session.post(RanksSucceeded(job.generation))

@@ -170,7 +170,7 @@ class _Container:
         self.state = open_state()
         if number is not None:
             self.door = _make_listener(number, self.state, self.telling)
-        prepared = self._done(
+        prepared = self._carry_out(
             "prepare",
             ranks=self.ranks,
             address="127.0.0.1",
@@ -181,11 +181,11 @@ class _Container:
             valid_for=VALID_FOR,
             heartbeat=order.number("heartbeat", least=0.01),
         )
-        self._done(
+        self._carry_out(
             "start",
             command=self.command,
             workdir=None,
-            env=_kept(),
+            env=_list_kept_variables(),
             rank_env=order.items("rank_env"),
             peers=[],
             prepared=prepared["stamp"],
@@ -195,7 +195,7 @@ class _Container:
             log_pattern=order.get("log_pattern", "a regular expression or null", None),
         )
 
-    def _done(self, command: str, /, **order: Any) -> Json:
+    def _carry_out(self, command: str, /, **order: Any) -> Json:
         answer = self._ask(command, **order)
         if answer is None:
             raise Refused("cannot_start", f"the agent could not {command} the ranks")
@@ -245,7 +245,7 @@ class _Container:
             if self.door is not None and self.door.listener in ready:
                 self.door.accept()
             if self.woken in ready:
-                self._signalled(os.read(self.woken, 4096))
+                self._handle_signals(os.read(self.woken, 4096))
 
     def _patience(self) -> Optional[float]:
         times = [] if self.until is None else [self.until]
@@ -253,7 +253,7 @@ class _Container:
             times.append(self.door.again_at)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _signalled(self, numbers: bytes) -> None:
+    def _handle_signals(self, numbers: bytes) -> None:
         self._reap()
         if any(number in PASSED_ON for number in numbers) and not self.asked_to_go:
             self.asked_to_go = True
@@ -271,7 +271,7 @@ class _Container:
             if pid == 0:
                 return
             if self.door is not None:
-                self.door.reaped(pid)
+                self.door.forget_connection(pid)
             if pid == self.copier:
                 self.copier = 0
 
@@ -291,7 +291,7 @@ class _Container:
                 break
             value = parse(text)
             if value is not None and "observation" in value:
-                self._observed(value["observation"])
+                self._handle_observation(value["observation"])
         if self.until is None and (self.lost or len(self.exited) == len(self.ranks)):
             self._over()
         elif not data:  # the watch sent its end, or was killed
@@ -303,7 +303,7 @@ class _Container:
                 else self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
             )
 
-    def _observed(self, observation: Json) -> None:
+    def _handle_observation(self, observation: Json) -> None:
         self.seen = observation["seq"]
         if observation["kind"] == "RankExited":
             code = (
@@ -341,7 +341,7 @@ class _Container:
             processes.die_with(parent)
             processes.set_name("relaunch-copy")
             processes.close_all_but([over])
-            stdout.copied(logs, over)
+            stdout.copy_logs(logs, over)
 
         # A separate process: a log driver that blocks must not block anything else.
         self.copier = processes.fork(copy)
@@ -366,7 +366,7 @@ def _make_listener(number: int, state: Path, telling: int) -> Optional[Listener]
     return Listener(number, os.environ.get("RELAUNCH_AGENT_KEY", ""), state, telling, _say)
 
 
-def _kept() -> Dict[str, str]:
+def _list_kept_variables() -> Dict[str, str]:
     """Return variables of the container that ranks would lose as those of another agent."""
     return {
         name: value

@@ -125,7 +125,7 @@ class Listener:
                     )
                 )
 
-    def reaped(self, pid: int) -> None:
+    def forget_connection(self, pid: int) -> None:
         if pid in self.connections:
             self.connections.remove(pid)
 
@@ -265,5 +265,6 @@ def _refusal(value: Json) -> Optional[Json]:
         return None
     return Refused(
         "bad_order",
-        f"the agent in a container is asked and not ordered: {str(command)[:40]!r} is none of {', '.join(TELLS)}",
+        f"an agent in a container only answers questions: {str(command)[:40]!r} is none of "
+        f"{', '.join(TELLS)}",
     ).answer

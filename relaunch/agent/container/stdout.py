@@ -16,7 +16,7 @@ COPY_EVERY = 0.2
 AT_ONCE = 65536
 
 
-def copied(logs: Dict[int, Path], over: int) -> None:
+def copy_logs(logs: Dict[int, Path], over: int) -> None:
     """Copy what is appended to logs to stdout, until the other end of `over` is closed.
 
     With several logs, the rank precedes each line.

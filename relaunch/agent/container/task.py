@@ -45,15 +45,15 @@ def main(arguments: List[str]) -> int:
         sys.stderr.write(f"usage: python3 <agent> task {'|'.join(KINDS)} ORDER\n")
         return MISUSED
     os.environ.setdefault("RELAUNCH_AGENT_STATE", HOST_STATE)
-    answer = _carried_out(arguments[0], arguments[1])
+    answer = _carry_out(arguments[0], arguments[1])
     if answer is None:
         return INCONCLUSIVE
-    for text in told(answer):
+    for text in format_answer(answer):
         write(1, text.encode() + b"\n")
     return exit_code(arguments[0], answer)
 
 
-def _carried_out(command: str, text: str) -> Optional[Json]:
+def _carry_out(command: str, text: str) -> Optional[Json]:
     caller, ends_it = os.pipe()
 
     def end(number: int, frame: Any) -> None:
@@ -85,7 +85,7 @@ def _order(text: str) -> Fields:
 # --- the answer on stdout
 
 
-def told(answer: Json) -> Iterator[str]:
+def format_answer(answer: Json) -> Iterator[str]:
     """Yield the lines of the answer; numbered if there is more than one."""
     whole = _short_enough(answer)
     parts = [whole[start : start + LINE] for start in range(0, len(whole), LINE)]

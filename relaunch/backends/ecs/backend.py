@@ -42,7 +42,7 @@ from relaunch.backends.ecs.rank_logs import RankLogs
 from relaunch.backends.ecs.repairs import Repairs
 from relaunch.backends.ecs.sns import Topic
 from relaunch.backends.ecs.stream import AGENT_FLAPS, SETTLES, EndedStream, TaskStream
-from relaunch.backends.ecs.tasks import Task, job_attribute, started_by, token_of
+from relaunch.backends.ecs.tasks import Task, build_started_by, job_attribute, token_of
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
@@ -131,7 +131,10 @@ class EcsBackend:
         with _convert_errors(node):
             arn = await self._find(ec2_id, token)
         if arn is None:
-            reason = f"ECS knows no task of {token} on {ec2_id}: it ended more than an hour ago, or was never run"
+            reason = (
+                f"ECS knows no task of {token} on {ec2_id}: "
+                "it ended more than an hour ago, or was never run"
+            )
             yield EndedStream(token, after_seq, reason)
             return
         with self.cluster.follow(arn) as followed:
@@ -161,7 +164,7 @@ class EcsBackend:
             return ran
         until = asyncio.get_running_loop().time() + self._settles
         while True:
-            found = await self.cluster.task_of(ec2_id, started_by(token))
+            found = await self.cluster.task_of(ec2_id, build_started_by(token))
             if found is not None:
                 return found.arn
             if asyncio.get_running_loop().time() >= until:
@@ -210,12 +213,15 @@ class EcsBackend:
         if (agent := self._agents_of(node, await self._task(node, token))) is not None:
             async with agent as session:
                 return await session.stacks(token, rank)
-        reason = "a rank that is a task of ECS is in a container of its own, where nobody looks unless relaunch's agent is in the image"
+        reason = (
+            "a rank that is an ECS task runs in its own container: "
+            "its stacks can be read only if relaunch's agent is in the image"
+        )
         return Refused(node, "no_such_generation", reason)
 
     async def _task(self, node: str, token: Token) -> Task | None:
         with _convert_errors(node):
-            return await self.cluster.task_of(self._ec2_id(node), started_by(token))
+            return await self.cluster.task_of(self._ec2_id(node), build_started_by(token))
 
     def _agents_of(
         self, node: str, task: Task | None
@@ -298,7 +304,7 @@ class EcsBackend:
         if self._topic is None:
             return "its fleet names no topic"
         await self._topic.tell(subject, text)
-        return f"{self.options.topic} was told"
+        return f"published to {self.options.topic}"
 
     def events(self) -> SqsEvents | None:
         """Return the reader of the cluster's event queue; None if no queue is configured."""

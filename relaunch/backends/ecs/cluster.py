@@ -19,8 +19,8 @@ from relaunch.backends.ecs.batch import Batch
 from relaunch.backends.ecs.follow import Followed, Follower
 from relaunch.backends.ecs.tasks import (
     Definition,
-    Failure,
     Instance,
+    RunTaskFailure,
     Task,
     read_definition,
     read_instance,
@@ -180,7 +180,7 @@ class Cluster:
         """Return a task; None if ECS does not know it (yet or any more)."""
         return await self._tasks.get(arn)
 
-    async def run(self, request: Mapping[str, Any], at: str = "") -> Task | Failure:
+    async def run(self, request: Mapping[str, Any], at: str = "") -> Task | RunTaskFailure:
         """Run a task. If ECS already knows the client token, return the task that has it.
 
         Args:
@@ -195,7 +195,7 @@ class Cluster:
         own: Mapping[str, Any] = next(
             (one for one in failures if one.get("arn") == at), failures[0] if failures else {}
         )
-        return Failure(str(own.get("reason") or "UNKNOWN"), str(own.get("detail") or ""))
+        return RunTaskFailure(str(own.get("reason") or "UNKNOWN"), str(own.get("detail") or ""))
 
     async def stop(self, arn: str, reason: str) -> None:
         """Tell ECS to stop a task. Do nothing if it has stopped or is not known any more."""
@@ -236,7 +236,7 @@ class Cluster:
                     raise TimeoutError(f"task {arn} has not stopped within {within:g} s")
                 try:
                     async with asyncio.timeout(min(pause, left)):
-                        await followed.changed()
+                        await followed.wait_for_change()
                 except TimeoutError:
                     pause = min(2 * pause, LONGEST_LOOK)
                     self.hint(arn)

@@ -74,7 +74,8 @@ def port_of(definition: Definition, container: str) -> int | None:
         return None
     if not written.isdecimal() or not 1024 <= int(written) <= 65535:
         raise ValueError(
-            f"{PORT} of container {container} of {definition.arn} is {written!r}, expected a port from 1024 to 65535"
+            f"{PORT} of container {container} of {definition.arn} is {written!r}, "
+            "expected a port from 1024 to 65535"
         )
     return int(written)
 
@@ -160,7 +161,8 @@ class Agents:
         if task.arn not in self._complained:
             self._complained[task.arn] = None
             logger.warning(
-                "node %s: the agent in task %s is not reached (%s): its exit codes will be known, and neither progress nor error files",
+                "node %s: the agent in task %s is unreachable (%s): "
+                "exit codes will be known, but neither progress nor error files",
                 node,
                 task.short,
                 reason,
@@ -315,7 +317,8 @@ class Feed:
         ):
             raise Unreachable(
                 self._node,
-                f"the agent there has ranks {hello.get('ranks')}, expected {list(task.ranks)}: is it another node's?",
+                f"the agent there has ranks {hello.get('ranks')}, expected {list(task.ranks)}: "
+                "is it another node's?",
             )
         self._heard_at, self.connected, self._tried = time.monotonic(), True, True
         if (observation := line.get("observation")) is not None:

@@ -10,7 +10,7 @@ from relaunch.backends.base import Refused, StartOrder, Unreachable
 from relaunch.backends.ecs import fence
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.backends.ecs.fence import Fence
-from relaunch.backends.ecs.tasks import QUARANTINE, Definition, Failure, Instance
+from relaunch.backends.ecs.tasks import QUARANTINE, Definition, Instance, RunTaskFailure
 from relaunch.generation import Token
 
 GONE_AGENT = ("AGENT", "MISSING", "INACTIVE")
@@ -21,7 +21,7 @@ permissions, unrelated to the job or the node.
 """
 
 
-def by_aws(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
+def convert_aws_error(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
     """Return the refusal that corresponds to an AWS error.
 
     Raises:
@@ -32,7 +32,7 @@ def by_aws(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
     return Refused(node, why if error.kind is Kind.REFUSED else BY_AWS, error.reason)
 
 
-def unfit(node: str, instance: Instance) -> Refused | None:
+def refuse_unfit(node: str, instance: Instance) -> Refused | None:
     """Return why a container instance takes no ranks; None if it takes them.
 
     Raises:
@@ -51,7 +51,7 @@ def unfit(node: str, instance: Instance) -> Refused | None:
     return None
 
 
-def forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
+def refuse_forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
     if set_ is None or set_.highest < fence.key(token):
         return None
     if set_.state == "stopped":
@@ -61,10 +61,12 @@ def forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
             f"generation {token.generation} was stopped on {node} for ever",
             set_.highest,
         )
-    return not_above(node, token, set_.highest) if set_.highest > fence.key(token) else None
+    return (
+        refuse_lower_token(node, token, set_.highest) if set_.highest > fence.key(token) else None
+    )
 
 
-def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
+def refuse_lower_token(node: str, token: Token, highest: tuple[int, int]) -> Refused:
     reason = (
         f"{node} was prepared for generation {highest[1]} of submission {highest[0]},"
         f" and this is {token.generation} of {token.submission}"
@@ -72,20 +74,32 @@ def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
     return Refused(node, "not_above", reason, highest)
 
 
-def cannot(order: StartOrder) -> str | None:
+def find_order_problem(order: StartOrder) -> str | None:
     """Return why an order cannot be run as an ECS task; None if it can."""
     if order.launched is not None:
-        return "relaunch starts no launcher on ECS: write `launcher: none`, and torchrun into the command"
+        return (
+            "relaunch starts no launcher on ECS: "
+            "write `launcher: none`, and torchrun into the command"
+        )
     if order.secrets:
-        return "whoever may describe tasks could read the job's secrets: name them under `secrets` of the task definition"
+        return (
+            "everyone who may describe tasks could read the job's secrets: "
+            "name them under `secrets` of the task definition"
+        )
     if order.workdir is not None:
-        return f"RunTask cannot set workdir {order.workdir!r}: write it as workingDirectory into the task definition"
+        return (
+            f"RunTask cannot set workdir {order.workdir!r}: "
+            "write it as workingDirectory into the task definition"
+        )
     return None
 
 
-def no_network(definition: Definition, order: StartOrder) -> str | None:
+def find_network_problem(definition: Definition, order: StartOrder) -> str | None:
     if definition.network_mode == "awsvpc":
-        return f"task definition {definition.arn} has networkMode awsvpc, expected host (or bridge, of a job on one node)"
+        return (
+            f"task definition {definition.arn} has networkMode awsvpc, "
+            "expected host (or bridge, of a job on one node)"
+        )
     if _nodes(order) > 1 and definition.network_mode != "host":
         has = f"task definition {definition.arn} has networkMode {definition.network_mode}"
         return f"{has}, expected host: ranks on several nodes have to meet"
@@ -97,7 +111,7 @@ def _nodes(order: StartOrder) -> int:
     return int(said) if said.isdecimal() else len(order.peers) + 1
 
 
-def not_placed(node: str, ec2_id: str, failure: Failure) -> Refused:
+def refuse_unplaced(node: str, ec2_id: str, failure: RunTaskFailure) -> Refused:
     """Return the refusal for a task that ECS did not place.
 
     Raises:

@@ -22,7 +22,14 @@ from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import examination, node_task, occupants
 from relaunch.backends.ecs.reboots import Journal
 from relaunch.backends.ecs.repairs import Repairs
-from relaunch.backends.ecs.tasks import Definition, Failure, Instance, Task, client_token, run_task
+from relaunch.backends.ecs.tasks import (
+    Definition,
+    Instance,
+    RunTaskFailure,
+    Task,
+    client_token,
+    run_task,
+)
 from relaunch.spec.fleet import EcsOptions
 
 PLACED_WITHIN = 45.0
@@ -70,7 +77,8 @@ class NodeTasks:
         if self._options.node_task is None and self._options.health_check is None:
             raise Unreachable(
                 node,
-                "nothing can be run on it to look: set ecs.node_task in the fleet file to the node image's task definition",
+                "nothing can be run on it to probe it: "
+                "set ecs.node_task in the fleet file to the node image's task definition",
             )
         until = time.monotonic() + within + PLACED_WITHIN
         journal = await self._repairs.settle(node, ec2_id, min(SETTLED_WITHIN, within))
@@ -120,7 +128,8 @@ class NodeTasks:
                 return Refused(
                     node,
                     "cannot_start",
-                    f"{definition.arn} has not one essential container, but {several}: which examines?",
+                    f"{definition.arn} has not one essential container, but {several}: "
+                    "which examines?",
                 )
             order = {
                 "protocol": PROTOCOL,
@@ -209,7 +218,8 @@ class NodeTasks:
         if instance.status != "ACTIVE":
             raise Unreachable(
                 node,
-                f"its container instance is {instance.status}, so ECS places no task there to look at it",
+                f"its container instance is {instance.status}, "
+                "so ECS places no task there to probe it",
             )
         return instance
 
@@ -222,9 +232,10 @@ class NodeTasks:
         definition = await self._cluster.definition(self._options.node_task)
         container = _examiner(definition)
         if container is None or container not in definition.logs:
-            wanted = "one essential container with logDriver awslogs, awslogs-group and awslogs-stream-prefix"
             raise Unreachable(
-                node, f"task definition {definition.arn} cannot be read from: expected {wanted}"
+                node,
+                f"task definition {definition.arn} cannot be read from: expected one essential "
+                "container with logDriver awslogs, awslogs-group and awslogs-stream-prefix",
             )
         started_by = node_task(kind)
         task = await self._running(instance.ec2_id, started_by)
@@ -239,7 +250,7 @@ class NodeTasks:
                 client_token=client_token("probe", uuid.uuid4().hex),
             )
             placed = await self._cluster.run(asked, instance.arn)
-            if isinstance(placed, Failure):
+            if isinstance(placed, RunTaskFailure):
                 raise Unreachable(
                     node, f"ECS placed no task to look at it: {_describe_failure(placed)}"
                 )
@@ -249,7 +260,8 @@ class NodeTasks:
         except TimeoutError:
             raise Unreachable(
                 node,
-                f"the task that looks at it, {task.short}, has not ended in time: pulled or placed late",
+                f"the task that probes it, {task.short}, has not ended in time: "
+                "pulled or placed late",
             ) from None
         if ended is None or _code(ended, container) is None:
             words = "ECS does not know it any more" if ended is None else _words(ended)
@@ -266,7 +278,8 @@ class NodeTasks:
             stream = log.stream(container, task.short)
             raise Unreachable(
                 node,
-                f"what looked at it ({_words(ended)}) left no answer in log group {log.group}, stream {stream}",
+                f"the task that probed it ({_words(ended)}) left no answer in "
+                f"log group {log.group}, stream {stream}",
             )
         if answer.get("outcome") != "done":
             raise Unreachable(
@@ -436,7 +449,7 @@ def _words(task: Task) -> str:
     return "; ".join([*codes, *filter(None, said)]) or "ECS does not say how"
 
 
-def _describe_failure(failure: Failure) -> str:
+def _describe_failure(failure: RunTaskFailure) -> str:
     return failure.reason + (f" ({failure.detail})" if failure.detail else "")
 
 

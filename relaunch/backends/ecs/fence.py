@@ -30,7 +30,7 @@ class Fence:
     generation: int
 
     @classmethod
-    def of(cls, token: Token, state: Literal["prepared", "stopped"]) -> Self:
+    def from_token(cls, token: Token, state: Literal["prepared", "stopped"]) -> Self:
         return cls(state, token.submission, token.generation)
 
     @classmethod
@@ -61,7 +61,7 @@ def key(token: Token) -> tuple[int, int]:
 
 def only_for(attribute: str, token: Token) -> str:
     """Return the placement constraint for a rank, in the cluster query language."""
-    return f"attribute:{attribute} == {Fence.of(token, 'prepared')}"
+    return f"attribute:{attribute} == {Fence.from_token(token, 'prepared')}"
 
 
 def find_removable(

@@ -45,7 +45,7 @@ class Followed:
         self._broken: Exception | None = None
         self._news = asyncio.Event()
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until a poll or `nudge` follows the previous call.
 
         Raise an unexpected error of the poll.
@@ -56,21 +56,21 @@ class Followed:
             raise self._broken
 
     def nudge(self) -> None:
-        """Wake the task that waits in `changed`, so that it checks its other inputs."""
+        """Wake the task that waits in `wait_for_change`, so that it checks its other inputs."""
         self._news.set()
 
-    def seen(self, task: Task | None, instance: Instance | None) -> None:
+    def record_poll(self, task: Task | None, instance: Instance | None) -> None:
         self.looked_at, self.failing, self.missing = time.monotonic(), None, task is None
         if task is not None:
             self.task = task
         self.instance = instance
         self._news.set()
 
-    def failed(self, error: AwsError) -> None:
+    def record_error(self, error: AwsError) -> None:
         self.failing = error
         self._news.set()
 
-    def broke(self, error: Exception) -> None:
+    def record_crash(self, error: Exception) -> None:
         self._broken = error
         self._news.set()
 
@@ -142,16 +142,18 @@ class Follower:
             }
             instances = await self._looks.describe_instances(sorted(living)) if living else {}
         except AwsError as error:
-            for followed in self._of(arns):
-                followed.failed(error)
+            for followed in self._list_followed(arns):
+                followed.record_error(error)
             return
-        except Exception as error:  # raised in `changed`
-            for followed in self._of(arns):
-                followed.broke(error)
+        except Exception as error:  # raised in `wait_for_change`
+            for followed in self._list_followed(arns):
+                followed.record_crash(error)
             return
-        for followed in self._of(arns):
+        for followed in self._list_followed(arns):
             task = tasks[followed.arn]
-            followed.seen(task, instances.get(task.instance_arn) if task is not None else None)
+            followed.record_poll(
+                task, instances.get(task.instance_arn) if task is not None else None
+            )
 
-    def _of(self, arns: list[str]) -> list[Followed]:
+    def _list_followed(self, arns: list[str]) -> list[Followed]:
         return [followed for arn in arns for followed in self._followed.get(arn, ())]

@@ -27,13 +27,13 @@ from relaunch.backends.ecs import fence
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.backends.ecs.cluster import GONE, Cluster, Machine, UnknownInstance
 from relaunch.backends.ecs.errors import (
-    by_aws,
-    cannot,
-    forbidden,
-    no_network,
-    not_above,
-    not_placed,
-    unfit,
+    convert_aws_error,
+    find_network_problem,
+    find_order_problem,
+    refuse_forbidden,
+    refuse_lower_token,
+    refuse_unfit,
+    refuse_unplaced,
 )
 from relaunch.backends.ecs.fence import Fence
 from relaunch.backends.ecs.stream import SETTLES
@@ -43,11 +43,11 @@ from relaunch.backends.ecs.tasks import (
     Definition,
     Instance,
     Task,
+    build_started_by,
     client_token,
     job_attribute,
     overrides_length,
     run_task,
-    started_by,
     stop_reason,
     the_container,
     token_of,
@@ -88,7 +88,7 @@ class Launcher:
     async def prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Prepared | Refused:
         token = order.token
         try:
-            started_by(token)
+            build_started_by(token)
         except ValueError as error:
             return Refused(node, "cannot_start", str(error))
         self._wanted[ec2_id] = order
@@ -97,21 +97,23 @@ class Launcher:
         except UnknownInstance as error:
             raise Unreachable(node, error.reason) from error
         except AwsError as error:
-            return by_aws(node, error)
+            return convert_aws_error(node, error)
 
     async def _prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Prepared | Refused:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
         instance = await self._cluster.instance(ec2_id)
-        if (refused := unfit(node, instance)) is not None:
+        if (refused := refuse_unfit(node, instance)) is not None:
             return refused
         set_ = Fence.read(instance.attributes.get(attribute))
-        if (refused := forbidden(node, set_, token)) is not None:
+        if (refused := refuse_forbidden(node, set_, token)) is not None:
             return refused
         await self._learn_address(node, ec2_id)
-        if set_ != Fence.of(token, "prepared"):
-            await self._put(instance, ec2_id, attribute, Fence.of(token, "prepared"))
+        if set_ != Fence.from_token(token, "prepared"):
+            await self._put(instance, ec2_id, attribute, Fence.from_token(token, "prepared"))
         # Read the tasks only now: from here on ECS places tasks of this generation only.
-        own = await self._own(ec2_id, token, set_ if set_ != Fence.of(token, "prepared") else None)
+        own = await self._own(
+            ec2_id, token, set_ if set_ != Fence.from_token(token, "prepared") else None
+        )
         highest = max(map(_key, own), default=fence.key(token))
         if highest > fence.key(token):
             # A later controller prepared the node between our read and our write: set the fence to
@@ -119,7 +121,7 @@ class Launcher:
             await self._cluster.put_attributes(
                 instance.arn, {attribute: str(Fence("prepared", *highest))}
             )
-            return not_above(node, token, highest)
+            return refuse_lower_token(node, token, highest)
         mine = [task for task in own if token_of(task.started_by) == token]
         if mine and all(task.stopped for task in mine):
             reason = (
@@ -170,7 +172,7 @@ class Launcher:
                 "expired",
                 f"the order to start {token} belongs to another preparation of {node}",
             )
-        if (reason := cannot(order)) is not None:
+        if (reason := find_order_problem(order)) is not None:
             return Refused(node, "cannot_start", reason)
         given = order.ecs
         name = (given.task_definition if given else None) or self._options.task_definition
@@ -185,7 +187,7 @@ class Launcher:
         except AwsError as error:
             if error.kind is Kind.REFUSED:
                 return Refused(node, "cannot_start", f"task definition {name!r}: {error.reason}")
-            return by_aws(node, error)
+            return convert_aws_error(node, error)
         try:
             container = the_container(
                 definition, (given.container if given else None) or self._options.container
@@ -199,7 +201,7 @@ class Launcher:
                 f" be 1, unless the agent is in the image and {inside.PORT} in {definition.arn}"
             )
             return Refused(node, "cannot_start", reason)
-        if (reason := no_network(definition, order)) is not None:
+        if (reason := find_network_problem(definition, order)) is not None:
             return Refused(node, "cannot_start", reason)
         request = run_task(
             self._cluster.name,
@@ -209,7 +211,7 @@ class Launcher:
             command=order.command,
             environment={**_environment(definition, order), **self._for_agent(ec2_id, order, port)},
             gpus=order.gpus,
-            started_by=started_by(token),
+            started_by=build_started_by(token),
             client_token=client_token("start", str(token), node),
             only_where=(
                 fence.only_for(job_attribute(token.namespace, token.job), token),
@@ -227,7 +229,7 @@ class Launcher:
         except UnknownInstance as error:
             raise Unreachable(node, error.reason) from error
         except AwsError as error:
-            return by_aws(node, error, "cannot_start")
+            return convert_aws_error(node, error, "cannot_start")
 
     def _for_agent(self, ec2_id: str, order: StartOrder, port: int | None) -> dict[str, str]:
         if port is None:
@@ -246,19 +248,19 @@ class Launcher:
     ) -> Started | Refused:
         # Look for the task before running it: ECS forgets a client token an hour after its task has
         # ended.
-        known = await self._cluster.task_of(ec2_id, started_by(token))
+        known = await self._cluster.task_of(ec2_id, build_started_by(token))
         # `task_of` has just read the instance too.
         instance = await self._cluster.instance(ec2_id, max_age=JUST_NOW)
         until = time.monotonic() + self._settles
         unplaced: Refused | None = None
         while True:
             set_ = Fence.read(instance.attributes.get(job_attribute(token.namespace, token.job)))
-            if (refused := forbidden(node, set_, token)) is not None:
+            if (refused := refuse_forbidden(node, set_, token)) is not None:
                 return refused
             if known is not None:
                 arn = known.arn
                 break
-            if set_ != Fence.of(token, "prepared") and time.monotonic() >= until:
+            if set_ != Fence.from_token(token, "prepared") and time.monotonic() >= until:
                 return Refused(node, "not_prepared", f"{node} was not prepared for {token}")
             try:
                 answer = await self._cluster.run(request, at=instance.arn)
@@ -273,12 +275,12 @@ class Launcher:
                 self._ran[ec2_id, token.namespace, token.job] = token, answer.arn
                 return Started(node, {}, already=False)
             if not answer.reason.startswith("MemberOf"):
-                return not_placed(node, ec2_id, answer)
+                return refuse_unplaced(node, ec2_id, answer)
             if unplaced is not None and time.monotonic() >= until:
                 return unplaced
             # The scheduler may not have seen our attribute yet; or another controller has changed
             # it since, and then its value counts.
-            unplaced = not_placed(node, ec2_id, answer)
+            unplaced = refuse_unplaced(node, ec2_id, answer)
             await asyncio.sleep(LOOK_AGAIN)
             instance = await self._cluster.instance(ec2_id)
         self._ran[ec2_id, token.namespace, token.job] = token, arn
@@ -291,7 +293,7 @@ class Launcher:
         """
         if arns := error.response.get("resourceIds"):
             return str(arns[0])
-        if (known := await self._cluster.task_of(ec2_id, started_by(token))) is None:
+        if (known := await self._cluster.task_of(ec2_id, build_started_by(token))) is None:
             raise error
         return known.arn
 
@@ -304,7 +306,7 @@ class Launcher:
         except UnknownInstance as error:
             return await self._stop_with_machine(node, ec2_id, token, error)
         except AwsError as error:
-            return by_aws(node, error)
+            return convert_aws_error(node, error)
 
     async def _stop(self, node: str, ec2_id: str, order: StopOrder) -> Gone | Refused:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
@@ -313,10 +315,10 @@ class Launcher:
         if (
             before is None
             or before.highest < fence.key(token)
-            or before == Fence.of(token, "prepared")
+            or before == Fence.from_token(token, "prepared")
         ):
-            await self._put(instance, ec2_id, attribute, Fence.of(token, "stopped"))
-        own = await self._own(ec2_id, token, before or Fence.of(token, "prepared"))
+            await self._put(instance, ec2_id, attribute, Fence.from_token(token, "stopped"))
+        own = await self._own(ec2_id, token, before or Fence.from_token(token, "prepared"))
         living = [task for task in own if not task.stopped and _key(task) <= fence.key(token)]
         refused = await self._end(node, ec2_id, living, order.stop_grace + order.stuck_after)
         return Gone(node) if refused is None else refused

@@ -26,7 +26,7 @@ from relaunch.backends.ecs.legacy_rows import (
     node_status,
     task_status,
 )
-from relaunch.backends.ecs.tasks import Instance, Task, is_ours, started_by
+from relaunch.backends.ecs.tasks import Instance, Task, build_started_by, is_ours
 from relaunch.generation import Token
 from relaunch.job.state import JobState
 from relaunch.pool.state import FleetState
@@ -380,7 +380,7 @@ class TableMirror:
 
 def _name(token: Token) -> str | None:
     try:
-        return started_by(token)
+        return build_started_by(token)
     except ValueError:  # such a job cannot be launched, so it has no tasks
         return None
 

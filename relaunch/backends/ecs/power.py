@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
-from relaunch.backends.ecs.reboots import Journal, JournalEntry, Phase, launch
+from relaunch.backends.ecs.reboots import Journal, JournalEntry, JournalPhase, launch
 
 FORCE_AFTER = 120.0
 """Seconds until the stop is forced. A hanging driver can keep the system from shutting down, and
@@ -57,7 +57,7 @@ class PowerCycle:
             case "pending":
                 return Waiting("EC2 starts it")
             case state:
-                await journal.write(entry.advance(Phase.DONE))
+                await journal.write(entry.advance(JournalPhase.DONE))
                 return Waiting(f"EC2 says that it is {state or 'unknown'}", FAILED)
 
     async def _stop(self, journal: Journal, entry: JournalEntry) -> Waiting:
@@ -74,21 +74,22 @@ class PowerCycle:
                 return await self._give_up(journal, replace(entry, standby=False), error)
         if state not in ("", "Standby"):
             return Waiting(
-                f"its Auto Scaling group {group} has it {state}; it is stopped when that says Standby"
+                f"its Auto Scaling group {group} has it {state}; "
+                "it is stopped when that says Standby"
             )
         try:
             await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
             return await self._give_up(journal, entry, error)
         if not entry.sent:
-            await journal.write(replace(entry, phase=Phase.SENT, sent=True))
-        return Waiting("EC2 was told to stop it")
+            await journal.write(replace(entry, phase=JournalPhase.SENT, sent=True))
+        return Waiting("EC2 was asked to stop it")
 
     async def _give_up(self, journal: Journal, entry: JournalEntry, error: AwsError) -> Waiting:
         if error.kind not in (Kind.REFUSED, Kind.DENIED):
             return Waiting(error.reason)
         await self._leave_standby(journal, entry)
-        await journal.write(entry.advance(Phase.DONE))
+        await journal.write(entry.advance(JournalPhase.DONE))
         return Waiting(f"it was not stopped: {error.reason}", FAILED)
 
     async def _stopping(self, journal: Journal, entry: JournalEntry) -> Waiting:
@@ -100,7 +101,7 @@ class PowerCycle:
         await journal.write(replace(entry, forced=True))
         await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id], Force=True)
         return Waiting(
-            f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was told to stop it by force"
+            f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was asked to stop it by force"
         )
 
     async def _start(self, journal: Journal, entry: JournalEntry) -> Waiting:
@@ -114,7 +115,7 @@ class PowerCycle:
             if error.kind in (Kind.REFUSED, Kind.DENIED) and error.code != "IncorrectInstanceState":
                 return Waiting(f"it is stopped, and was not started: {error.reason}", FAILED)
             return Waiting(error.reason)
-        return Waiting("EC2 was told to start it")
+        return Waiting("EC2 was asked to start it")
 
     async def _back(self, journal: Journal, entry: JournalEntry) -> Waiting | None:
         try:
@@ -124,7 +125,7 @@ class PowerCycle:
         if not instance.agent_connected:
             return Waiting("it runs, and its ECS agent is not connected yet")
         await self._leave_standby(journal, entry)
-        await journal.write(entry.advance(Phase.DONE))
+        await journal.write(entry.advance(JournalPhase.DONE))
         return None
 
     async def _leave_standby(self, journal: Journal, entry: JournalEntry) -> None:

@@ -35,7 +35,7 @@ class Way(StrEnum):
     POWER = "power"
 
 
-class Phase(StrEnum):
+class JournalPhase(StrEnum):
     INTENT = "intent"
     """Written before the first call that acts: from here on the order may have been sent."""
     SENT = "sent"
@@ -55,7 +55,7 @@ class JournalEntry:
     """Unix seconds by the clock of the worker that ordered it."""
     before: str
     """Boot id that the reboot ends; for a power cycle, the launch time."""
-    phase: Phase = Phase.INTENT
+    phase: JournalPhase = JournalPhase.INTENT
     sent: bool = False
     """Whether EC2 is known to have accepted the order; if not, only a changed boot id or launch
     time shows that it took effect.
@@ -70,10 +70,10 @@ class JournalEntry:
 
     @property
     def over(self) -> bool:
-        return self.phase is Phase.DONE
+        return self.phase is JournalPhase.DONE
 
-    def advance(self, phase: Phase) -> JournalEntry:
-        return replace(self, phase=phase, sent=self.sent or phase is Phase.SENT)
+    def advance(self, phase: JournalPhase) -> JournalEntry:
+        return replace(self, phase=phase, sent=self.sent or phase is JournalPhase.SENT)
 
 
 _MARKS = ("sent", "standby", "forced")
@@ -95,7 +95,7 @@ def read(key: str, value: str) -> JournalEntry | None:
     if (
         not key.startswith(PREFIX)
         or way not in tuple(Way)
-        or phase not in tuple(Phase)
+        or phase not in tuple(JournalPhase)
         or not at.isdecimal()
         or not id
     ):
@@ -105,7 +105,7 @@ def read(key: str, value: str) -> JournalEntry | None:
         id,
         float(at),
         "" if before == "-" else before,
-        Phase(phase),
+        JournalPhase(phase),
         **{mark: mark in marks for mark in _MARKS},
     )
 
@@ -120,7 +120,7 @@ class Journal:
         """Oldest first."""
 
     @classmethod
-    async def of(cls, aws: Aws, ec2_id: str) -> Journal:
+    async def read(cls, aws: Aws, ec2_id: str) -> Journal:
         return cls(aws, ec2_id, await _entries(aws, ec2_id))
 
     def find_unfinished(self, way: Way) -> JournalEntry | None:
@@ -153,7 +153,7 @@ class Journal:
         )
         if old:
             await self._forget(old)
-        if entry.phase is Phase.INTENT:
+        if entry.phase is JournalPhase.INTENT:
             await self._visible(entry)
         return entry
 

@@ -17,7 +17,7 @@ from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import names, occupants
 from relaunch.backends.ecs.power import NO_CAPACITY, PowerCycle
-from relaunch.backends.ecs.reboots import Journal, JournalEntry, Phase, Way, launch
+from relaunch.backends.ecs.reboots import Journal, JournalEntry, JournalPhase, Way, launch
 from relaunch.backends.ecs.tasks import Instance
 from relaunch.spec.fleet import EcsOptions
 
@@ -71,10 +71,13 @@ class Repairs:
         Only a different boot id afterwards proves that the reboot happened.
         """
         if self._options.node_task is None:
-            why = "nothing on it could tell a boot id, which alone proves a reboot: set ecs.node_task in the fleet file"
+            why = (
+                "nothing on it could report a boot id, which alone proves a reboot: "
+                "set ecs.node_task in the fleet file"
+            )
             return Refused(node, "cannot_reboot", why)
         with _asking(node):
-            journal = await Journal.of(self._aws, ec2_id)
+            journal = await Journal.read(self._aws, ec2_id)
             going = journal.find_unfinished(Way.REBOOT)
             if going is not None and going.id != id and self._age(going) < HARD_RESET:
                 return Refused(node, "held", f"it is being rebooted (reboot, {going.id})")
@@ -92,12 +95,12 @@ class Repairs:
             if refused := _unlike(node, boot_id, facts) or await self._cannot(node, ec2_id):
                 return refused
             # the probe may have finished an interrupted order
-            journal = await Journal.of(self._aws, ec2_id)
-            return await self._ordered(
+            journal = await Journal.read(self._aws, ec2_id)
+            return await self._order(
                 node, journal, JournalEntry(Way.REBOOT, id, self._now(), boot_id)
             )
 
-    async def _ordered(
+    async def _order(
         self, node: str, journal: Journal, entry: JournalEntry
     ) -> Mapping[str, Any] | Refused:
         instance = await self._cluster.instance(journal.ec2_id)
@@ -117,7 +120,7 @@ class Repairs:
             if error.kind is Kind.THROTTLED:
                 raise
             return Refused(node, "cannot_reboot", error.reason)
-        await journal.write(entry.advance(Phase.SENT))
+        await journal.write(entry.advance(JournalPhase.SENT))
         return {"outcome": "done", "boot_id": entry.before}
 
     async def _undo(self, journal: Journal, entry: JournalEntry, instance: Instance) -> None:
@@ -164,14 +167,14 @@ class Repairs:
         """
         until = time.monotonic() + within
         with _asking(node):
-            journal = await Journal.of(self._aws, ec2_id)
-            while reason := await self._unfinished(journal):
+            journal = await Journal.read(self._aws, ec2_id)
+            while reason := await self._advance_unfinished(journal):
                 if time.monotonic() + self._look >= until:
                     raise Unreachable(node, reason)
                 await asyncio.sleep(self._look)
         return journal
 
-    async def _unfinished(self, journal: Journal) -> str:
+    async def _advance_unfinished(self, journal: Journal) -> str:
         """Return why the instance cannot be probed yet; empty if it can."""
         cycle = journal.find_unfinished(Way.POWER)
         if cycle is not None:
@@ -180,7 +183,7 @@ class Repairs:
                 return f"its power is being cycled: {waiting.reason}"
             if (reboot := journal.find_unfinished(Way.REBOOT)) is not None:
                 # the power cycle also ended that boot
-                await journal.write(reboot.advance(Phase.DOWN))
+                await journal.write(reboot.advance(JournalPhase.DOWN))
         reboot = journal.find_unfinished(Way.REBOOT)
         return "" if reboot is None else await self._not_back(journal, reboot)
 
@@ -188,23 +191,23 @@ class Repairs:
         instance = await self._cluster.instance(journal.ec2_id)
         age = self._age(entry)
         if not instance.agent_connected:
-            if entry.phase is not Phase.DOWN and instance.status == "DRAINING":
-                await journal.write(entry.advance(Phase.DOWN))
-            return f"it was told to reboot {age:.0f} s ago, and its ECS agent has not come back"
-        if entry.phase is Phase.INTENT and instance.status == "ACTIVE":
+            if entry.phase is not JournalPhase.DOWN and instance.status == "DRAINING":
+                await journal.write(entry.advance(JournalPhase.DOWN))
+            return f"its reboot was ordered {age:.0f} s ago, and its ECS agent has not come back"
+        if entry.phase is JournalPhase.INTENT and instance.status == "ACTIVE":
             if age < BEGUN_WITHIN:
-                return f"it is about to be told to reboot, since {age:.0f} s"
+                return f"its reboot is about to be ordered, since {age:.0f} s"
             # an instance is drained before it is rebooted: the worker that wrote the entry did
             # neither
             await journal.withdraw(entry)
             return ""
         # An agent stays connected for a while after the order, and a short disconnection may have
         # been missed.
-        if entry.phase is not Phase.DOWN and age < HARD_RESET:
-            return f"it was told to reboot {age:.0f} s ago, and has not gone down"
+        if entry.phase is not JournalPhase.DOWN and age < HARD_RESET:
+            return f"its reboot was ordered {age:.0f} s ago, and it has not gone down"
         if instance.status == "DRAINING":
             await self._set_state(instance, "ACTIVE")
-        await journal.write(entry.advance(Phase.DONE))
+        await journal.write(entry.advance(JournalPhase.DONE))
         return ""
 
     def _age(self, entry: JournalEntry) -> float:
@@ -224,7 +227,7 @@ class Repairs:
         """
         began = time.monotonic()
 
-        def ended(exit_code: int, output: str) -> Mapping[str, Any]:
+        def build_result(exit_code: int, output: str) -> Mapping[str, Any]:
             told = {"program": "EC2 stop and start", "exit_code": exit_code, "output": output}
             return {"outcome": "done", **told, "took": time.monotonic() - began}
 
@@ -234,23 +237,23 @@ class Repairs:
             except AwsError as error:
                 if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
                     raise
-                return ended(1, f"it was not stopped: {error.reason}")
+                return build_result(1, f"it was not stopped: {error.reason}")
             while entry is not None:
                 waiting = await self._power.step(journal, entry)
                 if waiting is None:
                     break
                 over = time.monotonic() - began + self._look >= within
                 if waiting.exit_code and (over or waiting.exit_code != NO_CAPACITY):
-                    return ended(waiting.exit_code, waiting.reason)
+                    return build_result(waiting.exit_code, waiting.reason)
                 if over:
                     raise Unreachable(node, f"its power is being cycled: {waiting.reason}")
                 await asyncio.sleep(self._look)
                 entry = journal.find_unfinished(Way.POWER)
-        return ended(0, LOST_BY_A_STOP)
+        return build_result(0, LOST_BY_A_STOP)
 
     async def _cycle(self, ec2_id: str, id: str) -> tuple[Journal, JournalEntry | None]:
         """Return the power cycle to continue; None if that of this repair has already happened."""
-        journal = await Journal.of(self._aws, ec2_id)
+        journal = await Journal.read(self._aws, ec2_id)
         if (going := journal.find_unfinished(Way.POWER)) is not None:
             return journal, going
         now = launch((await self._cluster.machine(ec2_id)).launched_at)
@@ -262,7 +265,10 @@ class Repairs:
     # --- the rest
 
     def reset_gpus(self, node: str) -> Refused:
-        reason = "GPUs of an ECS instance are not reset by relaunch: ECS and its GPU runtime hold them open; reboot it instead"
+        reason = (
+            "relaunch does not reset GPUs of an ECS instance: "
+            "ECS and its GPU runtime hold them open; reboot it instead"
+        )
         return Refused(node, "cannot_reset", reason)
 
 

@@ -138,7 +138,7 @@ class TaskStream:
                     wake = min(wake, due)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, wake - time.monotonic())):
-                    await followed.changed()
+                    await followed.wait_for_change()
 
     async def renew(self, stamp: float, age: float = 0.0) -> None:
         """A task holds no lease."""
@@ -184,7 +184,8 @@ class TaskStream:
         if followed.missing:
             return [
                 make_vanished(
-                    f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how"
+                    f"ECS does not know task {short(followed.arn)} any more: "
+                    "it ended more than an hour ago, and how it ended is not known"
                 )
             ]
         task = followed.task
@@ -207,7 +208,8 @@ class TaskStream:
         if state is not None and (state in GONE or not state):
             return [
                 make_vanished(
-                    f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it"
+                    f"{self._ec2_id} is {state or 'not known to EC2 any more'}: "
+                    "the task that ran there has ended with it"
                 )
             ]
         return []
@@ -247,7 +249,8 @@ class TaskStream:
         if time.monotonic() - self._unregistered > AGENT_FLAPS:
             raise Unreachable(
                 self._node,
-                f"{self._ec2_id} is registered no more with ECS cluster {self._cluster.name}, and runs",
+                f"{self._ec2_id} runs, but is not registered with ECS cluster "
+                f"{self._cluster.name} any more",
             )
 
 

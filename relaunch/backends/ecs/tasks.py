@@ -87,7 +87,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunTaskFailure:
     """Answer of ECS that it did not run a task."""
 
     reason: str
@@ -270,7 +270,7 @@ def the_container(definition: Definition, named: str | None) -> str:
 # --- names
 
 
-def started_by(token: Token) -> str:
+def build_started_by(token: Token) -> str:
     """Return the `startedBy` that names a generation in events and descriptions.
 
     Raises:

@@ -175,7 +175,7 @@ class SshBackend(SessionBackend):
         connection = Connection()
         self._under_way.add(connection)
         try:
-            channel = await self._in_thread(connection, node)
+            channel = await self._log_in_threaded(connection, node)
             pipe = ChannelPipe(connection, channel, self._writers)
             async with asyncio.timeout(STARTED_WITHIN):
                 self.shipped[node.name] = await start_agent(
@@ -184,7 +184,8 @@ class SshBackend(SessionBackend):
         except TimeoutError:
             connection.abort()
             raise NotStarted(
-                f"the agent could not be started within {STARTED_WITHIN:g} s: the node is logged in to, and silent"
+                f"the agent could not be started within {STARTED_WITHIN:g} s: "
+                "the login succeeded, and the node is silent"
             ) from None
         except ConnectionError as error:
             connection.abort()
@@ -196,7 +197,7 @@ class SshBackend(SessionBackend):
             self._under_way.discard(connection)
         return pipe
 
-    async def _in_thread(self, connection: Connection, node: FleetNode) -> paramiko.Channel:
+    async def _log_in_threaded(self, connection: Connection, node: FleetNode) -> paramiko.Channel:
         """Log in and open the channel in a thread, within the sum of the steps' time limits."""
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._connects, partial(self._log_in, connection, node))

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import paramiko
@@ -194,7 +195,7 @@ class ChannelPipe:
                 # may block.
                 self._receiving = True
                 future = self._loop.run_in_executor(self._threads, receive, CHUNK)
-                future.add_done_callback(lambda done, take=take: self._received(done, take))  # type: ignore[misc]
+                future.add_done_callback(partial(self._finish_receive, take=take))
                 return
             take(receive(CHUNK if ended else min(CHUNK, room)))
             self._loop.call_soon(self._pump)
@@ -202,7 +203,7 @@ class ChannelPipe:
         if ended and not channel.recv_ready():
             self._farewell()
 
-    def _received(self, done: asyncio.Future[bytes], take: Any) -> None:
+    def _finish_receive(self, done: asyncio.Future[bytes], take: Any) -> None:
         self._receiving = False
         if not done.cancelled() and done.exception() is None:
             take(done.result())
@@ -238,7 +239,7 @@ class ChannelPipe:
         self._connection.abort(self._reason)
 
     def _why(self) -> str:
-        if (lost := self._connection.lost()) is not None:
+        if (lost := self._connection.find_loss()) is not None:
             self.lost = True
             return lost
         status = self.exit_status

@@ -158,7 +158,7 @@ class Connection:
     def aborted(self) -> str | None:
         return self._aborted
 
-    def lost(self) -> str | None:
+    def find_loss(self) -> str | None:
         """Return why the connection is lost, or None if it is up."""
         if self._aborted is not None:
             return self._aborted
@@ -239,7 +239,7 @@ def _entries(hop: Hop) -> tuple[Entry, ...]:
         raise Failed(f"{error.filename} cannot be read: {error.strerror}", lasting=True) from error
 
 
-# --- TCP ------------------------------------------------------------------------------------------------------------------
+# --- TCP
 
 
 def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
@@ -255,7 +255,7 @@ def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
         raise Failed(f"the jump host cannot reach {hop.place}: {error.text}") from error
     except (paramiko.SSHException, EOFError, OSError) as error:
         if not before.is_active():
-            raise Failed(connection.lost() or "the connection was lost") from error
+            raise Failed(connection.find_loss() or "the connection was lost") from error
         raise Failed(f"{hop.place} gave the jump host no answer to TCP within {TCP:g} s") from error
 
 
@@ -302,7 +302,7 @@ def _not_reached(hop: Hop, error: OSError) -> Failed:
     return Failed(f"there is no way to {hop.place}: {error.strerror or error}")
 
 
-# --- key exchange and host key ------------------------------------------------------------------------------------------------
+# --- key exchange and host key
 
 
 def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...]) -> ServerKey:
@@ -316,7 +316,7 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
     transport.channel_timeout = TCP
     transport.clear_to_send_timeout = KEY_EXCHANGE
     options = transport.get_security_options()
-    options.key_types = _preferred(
+    options.key_types = _order_key_types(
         tuple(options.key_types),
         known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.port)),
     )
@@ -335,7 +335,7 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
     return ServerKey(key.get_name(), key.asbytes(), found.standing, found.entry)
 
 
-def _preferred(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
+def _order_key_types(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
     """Return the key algorithms by preference: those of known keys first, as in OpenSSH."""
     wanted = [
         name
@@ -353,7 +353,8 @@ def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
             return Failed(f"its sshd and we have no algorithm in common: {error}", lasting=True)
         if error is None or isinstance(error, EOFError):
             return Failed(
-                f"{hop.place} said that it speaks SSH and nothing more: the exchange of keys did not end"
+                f"{hop.place} said that it speaks SSH and nothing more: "
+                "the exchange of keys did not end"
             )
         return Failed(f"the exchange of keys with {hop.place} failed: {error}")
     if error is not None and isinstance(error.__context__, EOFError | ConnectionResetError):
@@ -362,7 +363,8 @@ def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
     if error is not None and error.__context__ is None:
         return Failed(f"what listens at {hop.place} is no SSH server")
     return Failed(
-        f"{hop.place} answers to TCP but says nothing: its sshd hangs, or something else listens there (waited {BANNER:g} s)"
+        f"{hop.place} answers to TCP but says nothing: its sshd hangs, "
+        f"or something else listens there (waited {BANNER:g} s)"
     )
 
 
@@ -376,7 +378,10 @@ def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
         file = (
             hop.known_hosts[0] if hop.known_hosts else "any known_hosts"
         )  # the first is the user's
-        reason = f"its host key ({key.text}) is not in {file}: compare it with the machine's own, then `{trusted_by}`"
+        reason = (
+            f"its host key ({key.text}) is not in {file}: "
+            f"compare it with the machine's own, then `{trusted_by}`"
+        )
         raise Failed(reason, lasting=True)
     if key.standing is KeyStatus.CHANGED and key.entry is not None:
         expected = fingerprint(key.entry.blob)
@@ -384,14 +389,15 @@ def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
             expected = f"{kind(key.entry.blob)} {expected}"
         reason = (
             f"its host key has CHANGED ({key.text}, expected {expected} from {where}): "
-            f"somebody may be between, or the machine was reinstalled; if you know that it was, remove that line, then `{trusted_by}`"
+            "the connection may be intercepted, or the machine was reinstalled; "
+            f"if you know that it was, remove that line, then `{trusted_by}`"
         )
         raise Failed(reason, lasting=True)
     if key.standing is KeyStatus.REVOKED:
         raise Failed(f"its host key ({key.text}) is revoked by {where}", lasting=True)
 
 
-# --- authentication ---------------------------------------------------------------------------------------------------------------
+# --- authentication
 
 
 def _authenticate(connection: Connection, hop: Hop) -> None:
@@ -418,7 +424,8 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
             if not rest:
                 return
             raise Failed(
-                f"{hop.user} is asked for {' and '.join(rest)} after the key: expected a login by key alone",
+                f"{hop.user} is asked for {' and '.join(rest)} after the key: "
+                "expected a login by key alone",
                 lasting=True,
             )
         if transport.is_active() and not allowed:

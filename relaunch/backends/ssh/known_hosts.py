@@ -39,7 +39,7 @@ class Entry:
     blob: bytes
     revoked: bool
 
-    def of(self, name: str) -> bool:
+    def applies_to(self, name: str) -> bool:
         """Return whether the line applies to this host.
 
         A matching pattern that begins with `!` excludes the whole line.
@@ -110,15 +110,17 @@ def name_of(host: str, port: int) -> str:
 def algorithms(entries: Iterable[Entry], name: str) -> tuple[str, ...]:
     """Return the algorithms of a host's known keys, in the order of the lines."""
     return tuple(
-        dict.fromkeys(entry.algorithm for entry in entries if not entry.revoked and entry.of(name))
+        dict.fromkeys(
+            entry.algorithm for entry in entries if not entry.revoked and entry.applies_to(name)
+        )
     )
 
 
 def judge(entries: Iterable[Entry], host: str, port: int, blob: bytes) -> Judgement:
     name = name_of(host, port)
-    named = [entry for entry in entries if entry.of(name)]
+    named = [entry for entry in entries if entry.applies_to(name)]
     # OpenSSH also accepts a key that is known for the host on the standard port.
-    plain = [entry for entry in entries if port != STANDARD_PORT and entry.of(host.lower())]
+    plain = [entry for entry in entries if port != STANDARD_PORT and entry.applies_to(host.lower())]
     for entry in (*named, *plain):
         if entry.revoked and entry.blob == blob:
             return Judgement(KeyStatus.REVOKED, entry)

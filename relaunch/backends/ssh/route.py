@@ -92,7 +92,8 @@ def _lines(path: Path, depth: int) -> list[str]:
     """Return a file's lines, with each Include replaced by its files: paramiko has no Include."""
     if depth > DEEPEST_INCLUDE:
         raise SshConfigError(
-            f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep"
+            f"the SSH configuration {path} includes itself, "
+            f"or more than {DEEPEST_INCLUDE} files deep"
         )
     try:
         text = path.read_text(errors="replace")
@@ -138,13 +139,15 @@ def _jumps(
     """
     if depth > MOST_JUMPS:
         raise SshConfigError(
-            f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle"
+            f"the way to {to} leads over more than {MOST_JUMPS} hosts: "
+            "expected a ProxyJump without a circle"
         )
     found = _lookup(config, to)
     text = given if given is not None else found.get("proxyjump")
     if text is None and found.get("proxycommand") is not None:
         raise SshConfigError(
-            f"the SSH configuration has a ProxyCommand for {to}, which is not supported: expected ProxyJump"
+            f"the SSH configuration has a ProxyCommand for {to}, which is not supported: "
+            "expected ProxyJump"
         )
     try:
         jumps = parse_jumps(text) if text is not None else ()

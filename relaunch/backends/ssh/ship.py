@@ -30,7 +30,10 @@ STUB = 'import os;f=os.fdopen(0,"rb",0);exec(f.readline())'
 and csh read it alike. It reads unbuffered: what follows the line on stdin is for the agent. Any
 Python can run it, so that a Python that is too old can report that."""
 OLDEST = (3, 8)
-TOO_OLD = """sys.stdout.write('\\nrelaunch-agent {"cannot": "its Python is %d.%d.%d; expected 3.8 or newer"}\\n' % tuple(V[:3]))"""
+TOO_OLD = (
+    "sys.stdout.write('\\nrelaunch-agent "
+    '{"cannot": "its Python is %d.%d.%d; expected 3.8 or newer"}\\n\' % tuple(V[:3]))'
+)
 
 
 def remote_command(python: str) -> str:
@@ -65,7 +68,8 @@ def first_line(artifact: Artifact, environment: Mapping[str, str]) -> bytes:
     source = Path(__file__).with_name("bootstrap.py").read_text()
     # The first entry of sys.path is the login's home folder: a json.py there must not be imported.
     begin = "import sys; V = sys.version_info; sys.path[:] = filter(None, sys.path)"
-    return f"{begin}; REQUEST = {request!a}; exec({source!a} if V >= {OLDEST} else {TOO_OLD!a})\n".encode()
+    run = f"exec({source!a} if V >= {OLDEST} else {TOO_OLD!a})"
+    return f"{begin}; REQUEST = {request!a}; {run}\n".encode()
 
 
 async def start_agent(
@@ -110,7 +114,10 @@ def _not_started(pipe: ChannelPipe, noise: bytes, python: str) -> str:
     words = pipe.last_words or noise[:NOTICED].decode(errors="replace").strip()
     status = pipe.exit_status
     if len(noise) > NOISE:
-        return f"the agent could not be started: the login shell printed more than {NOISE} bytes first: {words[:NOTICED]!r}"
+        return (
+            "the agent could not be started: "
+            f"the login shell printed more than {NOISE} bytes first: {words[:NOTICED]!r}"
+        )
     if status is None:
         return f"the agent could not be started: {pipe.ended or 'the session has ended'}" + (
             f": {words[-NOTICED:]!r}" if words else ""

@@ -108,7 +108,8 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
 def _file(way: Route) -> str:
     if not way.node.known_hosts:
         raise SshConfigError(
-            f"the SSH configuration has no known_hosts file for {way.node.name}: expected UserKnownHostsFile to name one"
+            f"the SSH configuration has no known_hosts file for {way.node.name}: "
+            "expected UserKnownHostsFile to name one"
         )
     return way.node.known_hosts[0]
 
