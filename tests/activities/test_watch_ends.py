@@ -79,7 +79,7 @@ class OneNode:
 
 
 @pytest.mark.parametrize("pause", range(10))
-async def test_a_rank_that_exits_as_the_first_heartbeat_arrives_ends_the_watch(pause: int) -> None:
+async def test_a_rank_exit_at_the_first_heartbeat_ends_the_watch(pause: int) -> None:
     node: Any = OneNode(pause)
     order = WatchRanksInput(
         Token("default", "hi", 1, 1),

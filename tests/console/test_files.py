@@ -116,7 +116,7 @@ def test_a_file_that_is_missing_or_no_text_is_said(tmp_path: Path) -> None:
         read_job(tmp_path / "binary.yaml", {})
 
 
-def test_two_nodes_of_one_address_are_a_mistake_of_the_fleet_file(tmp_path: Path) -> None:
+def test_two_nodes_of_one_address_are_a_fleet_file_mistake(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
         "name: lab\nbackend: local\nnodes:\n  - {name: a, address: x}\n  - {name: b, address: x}\n"

@@ -124,7 +124,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
         ),
     ],
 )
-def test_a_node_is_in_the_state_that_keeps_it_from_others_with_its_reason(
+def test_a_node_shows_the_state_that_withholds_it_and_the_reason(
     record: NodeRecord, places: tuple[Place, ...], expected: str, reason: str
 ) -> None:
     state = fleet(record, claims=(claim("llama", *places),) if places else ())
@@ -156,7 +156,7 @@ def test_gpus_are_those_in_use_of_those_there_are(
     assert cells(shared)[2:4] == [", ".join(f"job-{n}" for n in range(len(places))), expected]
 
 
-def test_ranks_that_live_somewhere_by_no_claim_count_as_having_all_of_it() -> None:
+def test_ranks_without_a_claim_count_as_having_the_whole_node() -> None:
     assert cells(fleet(living(1, "orphan")))[3] == "8/8"
     here = fleet(living(1, "llama"), claims=(claim("llama", Place("gpu-01", gpus=(3,))),))
     assert cells(here)[1:4] == ["busy", "llama", "1/8"], "those of a claim are no second tenant"
@@ -403,7 +403,7 @@ def test_what_was_said_is_answered_with_what_is_now() -> None:
     )
 
 
-def test_what_is_offered_to_a_job_is_free_and_says_until_when_nobody_else_gets_it() -> None:
+def test_nodes_on_offer_are_free_and_say_until_when_reserved() -> None:
     offer = OfferRecord("llama", 7, 3, (Place("gpu-02"),), T0 + timedelta(minutes=2))
     grows = claim("llama", Place("gpu-01"))
     grows = replace(grows, claim=replace(grows.claim, keep=("gpu-01",), most=2, more_at=T0))
@@ -467,7 +467,7 @@ def read(inventory: Inventory, **changes: Any) -> NodeRecord:
     )
 
 
-def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses_it() -> None:
+def test_s2_10_nodes_list_shows_gpus_as_read_and_their_strangers() -> None:
     row = cells(fleet(read(READ), claims=(claim("llama", Place("gpu-01", gpus=(0, 1))),)))
     assert (row[3], row[6]) == (
         "2/8 x H100 80GB HBM3",
@@ -502,7 +502,7 @@ def test_what_is_odd_about_gpus_is_a_remark(record: NodeRecord, gpus: str, reaso
     assert (row[3], row[6]) == (gpus, reason)
 
 
-def test_s2_10_a_node_is_shown_with_each_gpu_its_memory_and_who_computes_there() -> None:
+def test_s2_10_a_node_is_shown_with_gpus_memory_and_their_users() -> None:
     state = fleet(
         read(replace(READ, lost=("0000:5e:00.0",), memory_used=(3, UNKNOWN, 60000))),
         claims=(claim("llama", Place("gpu-01", gpus=(0,))),),

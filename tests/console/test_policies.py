@@ -74,7 +74,7 @@ async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> N
         ("", ("bad.yaml:1: the file is empty",)),
     ],
 )
-def test_a_mistake_in_a_policy_is_one_sentence_with_file_and_line(
+def test_a_policy_mistake_is_one_sentence_with_file_and_line(
     tmp_path: Path, text: str, expected: tuple[str, ...]
 ) -> None:
     (tmp_path / "bad.yaml").write_text(text)
@@ -101,7 +101,7 @@ def test_every_ladder_of_every_preset_is_drawn_within_a_terminal() -> None:
         ), "each cause once"
 
 
-def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_follows() -> None:
+def test_a_drawing_says_all_of_each_rung_and_what_follows() -> None:
     made = resolve(
         {
             "causes": {
@@ -139,7 +139,7 @@ def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_f
     assert [rung["delays"] for rung in rungs] == [[5.0, 10.0, 20.0, 40.0], [], [1200.0, 3600.0]]
 
 
-async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(
+async def test_causes_that_share_a_ladder_are_drawn_once_or_one_alone(
     tmp_path: Path,
 ) -> None:
     view = json.loads(
@@ -198,7 +198,7 @@ def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
         (None, ("hang=off", "hang.after=off"), "hang is set as a whole and in part"),
     ],
 )
-def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(
+def test_an_empty_change_is_refused_before_any_job_is_asked(
     source: str | None, words: tuple[str, ...], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
@@ -207,7 +207,7 @@ def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(
 
 @LATE_CANCEL
 @pytest.mark.long
-async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(
+async def test_a_changed_policy_of_a_running_job_shows_what_changed(
     server: Client, tmp_path: Path
 ) -> None:
     async def refused(job: str, *words: str, file: str | None = None) -> str:
@@ -462,7 +462,7 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
         ),
     ],
 )
-def test_a_line_that_cannot_be_used_is_one_sentence_with_file_and_line(
+def test_an_unusable_line_is_one_sentence_with_file_and_line(
     tmp_path: Path, lines: tuple[str, ...], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -476,7 +476,7 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         try_on_events(preset("default"), tmp_path / "none.jsonl")
 
 
-def test_times_of_day_are_shown_as_such_and_durations_count_from_the_first(tmp_path: Path) -> None:
+def test_times_of_day_stay_and_durations_count_from_the_first(tmp_path: Path) -> None:
     lines = events(
         tmp_path, f'{{"at": "2026-03-01T12:00:00+01:00", {FAULT}}}', f'{{"at": "10m", {FAULT}}}'
     )
@@ -486,7 +486,7 @@ def test_times_of_day_are_shown_as_such_and_durations_count_from_the_first(tmp_p
     ]
 
 
-def test_answers_may_be_written_in_short_and_nodes_may_have_names(tmp_path: Path) -> None:
+def test_answers_may_be_short_and_nodes_may_have_names(tmp_path: Path) -> None:
     lines = events(
         tmp_path,
         '{"job": {"nodes": 2, "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-async def test_S3_2_a_ddp_training_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+async def test_s3_2_ddp_resumes_from_a_checkpoint_after_a_killed_rank(
     world: World,
 ) -> None:
     checkpoint = world.folder / "ddp.pt"

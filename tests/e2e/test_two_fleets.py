@@ -73,7 +73,7 @@ def lives_on(job: Job, fleet: str) -> str:
 
 
 @pytest.mark.long
-async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop(
+async def test_ranks_of_another_fleet_are_in_the_way_and_run_on(
     world: World, here: WorkerFleets
 ) -> None:
     job = await running(world)
@@ -118,7 +118,7 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
 
 
 @pytest.mark.long
-async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_only(
+async def test_orphaned_ranks_are_stopped_by_their_own_fleet_only(
     world: World, here: WorkerFleets
 ) -> None:
     job = await running(world)

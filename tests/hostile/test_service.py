@@ -33,7 +33,7 @@ async def test_lies_of_one_node_harm_only_the_jobs_that_use_it(
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [11])
-async def test_ten_thousand_lies_of_one_node_harm_only_the_jobs_that_use_it(
+async def test_ten_thousand_lies_of_a_node_harm_only_jobs_that_use_it(
     server: Client, tmp_path: Path, seed: int
 ) -> None:
     print(await attack(server, tmp_path, messages=10_000, seed=seed))

@@ -50,7 +50,7 @@ def slots(nodes: int, letters: int = 20) -> tuple[Slot, ...]:
 
 
 @pytest.mark.parametrize("letters", [20, 63])
-async def test_the_orders_of_a_launch_on_2048_nodes_fit_into_one_workflow_task(
+async def test_orders_to_launch_2048_nodes_fit_into_one_workflow_task(
     letters: int,
 ) -> None:
     job = replace(
@@ -117,7 +117,7 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
 
 
 @pytest.mark.long
-def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> None:
+def test_2048_nodes_state_is_below_512_KiB_after_500_incidents() -> None:
     job = _started()
     largest = 0
     for number in range(500):
@@ -134,7 +134,7 @@ def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> No
 
 
 @pytest.mark.long
-def test_what_a_run_hands_on_with_every_node_lost_stays_below_what_a_payload_may_be() -> None:
+def test_a_run_with_all_nodes_lost_hands_on_less_than_a_payload() -> None:
     job = _started()
     for slot in job.slots:
         job, _ = play(

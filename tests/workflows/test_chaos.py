@@ -27,7 +27,7 @@ PER_SERVER = 5
         ),
     ],
 )
-async def test_every_job_ends_each_generation_is_launched_once_and_the_faults_are_counted(
+async def test_jobs_end_launch_generations_once_and_count_faults(
     make_rig: MakeRig, first: int
 ) -> None:
     for seed in range(first, first + PER_SERVER):

@@ -197,7 +197,7 @@ async def made(
         local_power.reboot(folder)
 
 
-async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_examined(
+async def test_a_persons_power_cycle_is_proven_and_the_node_examined(
     server: Client, tmp_path: Path, agent: Path
 ) -> None:
     async with made(server, tmp_path, agent) as world:
@@ -221,7 +221,7 @@ async def test_a_node_that_cannot_reboot_has_its_power_cycled(
 
 
 @pytest.mark.long
-async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_without_it_keeps_it(
+async def test_a_silent_node_is_power_cycled_only_if_its_fleet_agrees(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relaunch.repair.conditions, "SILENCE_TIMEOUT", SOON)
@@ -256,7 +256,7 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
 
 
 @pytest.mark.long
-async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
+async def test_a_reboot_that_fails_is_followed_by_a_power_cycle(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relaunch.repair.conditions, "FINAL_PROBE_MARGIN", timedelta(seconds=8))
@@ -312,7 +312,7 @@ async def test_a_node_without_a_power_command_is_refused_one(
 
 
 @pytest.mark.long
-async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_again(
+async def test_a_power_command_that_hangs_is_ended_and_not_repeated(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relaunch.repair.machine, "POWER_CYCLE_TIMEOUT", timedelta(seconds=1))
@@ -340,7 +340,7 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
 
 
 @pytest.mark.long
-async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(
+async def test_where_repairs_need_approval_a_power_cycle_needs_its_own(
     server: Client, tmp_path: Path, agent: Path
 ) -> None:
     async with made(server, tmp_path, agent, reboots=["false"], repairs="ask") as world:

@@ -26,7 +26,7 @@ SAVES = Progress(
 )
 
 
-async def test_a_reset_that_a_job_orders_of_a_node_it_shares_is_refused_and_comes_when_the_other_has_left(
+async def test_a_reset_of_a_shared_node_waits_until_the_other_job_left(
     make_rig: MakeRig,
 ) -> None:
     breaks = Exit(
