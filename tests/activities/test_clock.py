@@ -1,4 +1,7 @@
-"""A node whose clock is wrong, as `nodes check` and a repair see it: said, by how much, and no verdict."""
+"""A node whose clock is wrong, as `nodes check` and a repair see it.
+
+It is said, and by how much; the verdict does not change.
+"""
 
 from __future__ import annotations
 

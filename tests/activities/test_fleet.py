@@ -1,4 +1,7 @@
-"""What a fleet asks of nodes and of the server, and how it stops what nobody answers for, over simulated nodes and a scripted server."""
+"""What a fleet asks of nodes and of the server, and how it stops ranks without a job.
+
+The nodes are simulated, the server is scripted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One node of a gang says what makes no sense: the watch, the launch and the look go on for the others, and name that node."""
+"""One node of a gang sends nonsense.
+
+The watch, the launch and the look go on for the others, and name that node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an agent sends about an end of ranks becomes an observation; what it cannot tell is said to be unreadable."""
+"""What an agent sends about an end of ranks becomes an observation.
+
+What it cannot tell is said to be unreadable.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from tests.fakes.nodes import Exit, Progress, Script, ShimDies
 from tests.recovery.builders import running
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
-XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
+XID = (
+    "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, "
+    "GPU has fallen off the bus."
+)
 EXIT = {
     "kind": "RankExited",
     "rank": 8,
@@ -205,7 +211,8 @@ def test_a_rank_that_lost_its_peer_is_no_cause_even_if_first() -> None:
     """Real launchers of eight ranks did that two times in eight."""
     lines = [
         "failed (exitcode: 1) local_rank: 0 (pid: 26127) of binary: python",
-        "{0: ProcessFailure(local_rank=0, pid=26127, exitcode=1, ), 3: ProcessFailure(local_rank=3, pid=26130, exitcode=-9, )}",
+        "{0: ProcessFailure(local_rank=0, pid=26127, exitcode=1, ), "
+        "3: ProcessFailure(local_rank=3, pid=26130, exitcode=-9, )}",
     ]
     told = [{**BELOW[0], "error": RAISED}, *BELOW[1:]]
     seen = read(log_tail=lines, launched=told)

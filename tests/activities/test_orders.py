@@ -1,4 +1,7 @@
-"""Launching, stopping, finding nodes, archiving and reading logs: each said once, repeated without harm, and honest about silence."""
+"""Launching, stopping, finding nodes, archiving and reading logs.
+
+Each is said once, repeated without harm, and honest about silence.
+"""
 
 from __future__ import annotations
 

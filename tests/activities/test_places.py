@@ -69,7 +69,7 @@ async def test_a_launch_that_would_begin_elsewhere_starts_nothing() -> None:
 
 
 async def test_an_attempt_that_cannot_prepare_reports_earlier_starts() -> None:
-    """Else the node that was started and does not answer any more would be left without waiting for it."""
+    """Else a node that was started and is silent now would be left without waiting for it."""
     fleet = stand()
     places = await launched(fleet)
     details = fleet.server.beats[-1]

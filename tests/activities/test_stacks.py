@@ -111,14 +111,16 @@ THREAD = {
         ),
         (
             {"threads": [THREAD, THREAD], "py_spy": None},
-            "py-spy is not on the node's PATH; in the kernel:\n2 threads S (sleeping) at futex_wait_queue",
+            "py-spy is not on the node's PATH; in the kernel:\n"
+            "2 threads S (sleeping) at futex_wait_queue",
         ),
         (
             {
                 "threads": [{**THREAD, "wchan": "0", "stack": "[<0>] nv_ioctl+0x1\n[<0>] x"}],
                 "py_spy": {"unreadable": "Error:\nno ptrace"},
             },
-            "py-spy: Error: no ptrace; in the kernel:\n1 thread S (sleeping)\n    [<0>] nv_ioctl+0x1\n    [<0>] x",
+            "py-spy: Error: no ptrace; in the kernel:\n"
+            "1 thread S (sleeping)\n    [<0>] nv_ioctl+0x1\n    [<0>] x",
         ),
         (
             {"threads": [{"status": {"unreadable": "gone"}}, None], "py_spy": None},

@@ -1,4 +1,7 @@
-"""How long a stop waits for a node that does not answer: from the last proof, by the times of the launch, by no wall clock."""
+"""How long a stop waits for a node that does not answer.
+
+It counts from the last proof, by the times of the launch, and by no wall clock.
+"""
 
 from __future__ import annotations
 

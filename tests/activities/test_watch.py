@@ -1,4 +1,7 @@
-"""The watch of one shard: what it waits for, what it says, and that it renews only what the server acknowledged."""
+"""The watch of one shard: what it waits for, what it says, and which leases it renews.
+
+It renews only what the server acknowledged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A watch that waits for a checkpoint: what it calls a new one, and what it forgets of it when it is taken over."""
+"""A watch that waits for a checkpoint.
+
+Tested is what it calls a new one, and what it forgets of it when it is taken over.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ class Nodes:
         )
 
     def beat(self, node: str, **checkpoints: int | None) -> int | None:
-        """The node tells of its ranks, `r0=80`; return the step of the checkpoint that this makes the watch report."""
+        """The node reports its ranks, `r0=80`; return the checkpoint that the watch reports."""
         progress = {
             rank[1:]: {"step": 100, "age": 0.0, "checkpoint": saved}
             for rank, saved in checkpoints.items()
@@ -208,7 +211,7 @@ def test_what_the_attempt_before_had_heard_stands(
 
 
 def test_a_late_watch_calls_nothing_hung_before_steps_were_heard() -> None:
-    """Watches are exchanged while a job runs well, for hours perhaps, and one node may be slow to connect to."""
+    """Watches are exchanged for hours while a job runs well, and one node may connect slowly."""
     nodes = Nodes(
         launched_at=ago(36_000),
         progress_expected=True,

@@ -31,7 +31,10 @@ EXITED = {
 
 
 class OneNode:
-    """A node whose only rank has exited by the time somebody watches. Its first heartbeat comes `pause` turns of the loop after that."""
+    """A node whose only rank has exited before the watch begins.
+
+    Its first heartbeat comes `pause` turns of the loop after that.
+    """
 
     def __init__(self, pause: int) -> None:
         self.pause = pause

@@ -1,4 +1,7 @@
-"""The command line as people use it: real processes, a real server, a job workflow that only remembers."""
+"""The command line as people use it: real processes, a real server, and a job workflow.
+
+The workflow only remembers what it was sent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`nodes discover`: the fleet file that is printed for a cluster, which the double of AWS plays, and what is said where there is none."""
+"""`nodes discover`: the fleet file that is printed for a cluster, or why there is none.
+
+The double of AWS plays the cluster.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
 
 @pytest.fixture(scope="module")
 def machines(aws: AwsDouble) -> tuple[str, ...]:
-    """Two whose tags are names, two that share one, and one that was terminated while it was stopped."""
+    """Two with a name as tag, two that share one, and one that was terminated while stopped."""
     calls, ids = Caller(aws), tuple(aws.add_instance(gpus=gpus) for gpus in (8, 8, 0, 8, 8))
     for ec2_id, tag in zip(
         ids, ("trainer-a", "ECS Instance - training", "worker", "worker", ""), strict=True

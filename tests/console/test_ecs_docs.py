@@ -118,7 +118,8 @@ def test_its_command_gives_torchrun_what_relaunch_tells_a_rank(tmp_path: Path) -
         check=True,
     )
     assert done.stdout.split() == shlex.split(
-        "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0 --master-addr 10.0.0.11 --master-port 20017 train.py --resume"
+        "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0"
+        " --master-addr 10.0.0.11 --master-port 20017 train.py --resume"
     )
 
 
@@ -139,7 +140,10 @@ def test_its_task_definition_is_one_and_ranks_can_be_run_as_it() -> None:
     "words", [pytest.param(words, id=" ".join(words[1:3])) for words in OF_AWS]
 )
 def test_its_aws_commands_have_operations_and_options_that_exist(words: list[str]) -> None:
-    """`aws SERVICE some-operation --some-option`: both are of the API's model, but for three that the AWS command line has of its own."""
+    """`aws SERVICE some-operation --some-option`: both are of the API's model.
+
+    Three options are excepted, which the AWS command line has of its own.
+    """
     name, command = words[1:3]
     given = {word for word in words[3:] if word.startswith("--")}
     if (name, command) in (("cloudformation", "deploy"), ("ecr", "get-login-password")):

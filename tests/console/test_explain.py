@@ -23,7 +23,8 @@ KERNEL = """\
 [ 1000.1] usb 1-1: new high-speed USB device
 [ 1234.567890] NVRM: Xid (PCI:0000:05:00): 48, pid=1234, name=python, DBE (double bit error)
 [ 1234.567891] NVRM: Xid (PCI:0000:05:00): 45, pid=1234, name=python, Ch 00000010
-[ 1234.667891] NVRM: Xid (PCI:0000:05:00): 63, pid=1234, name=python, Row Remapper: New row marked for remapping
+[ 1234.667891] NVRM: Xid (PCI:0000:05:00): 63, pid=1234, name=python, Row Remapper: \
+New row marked for remapping
 [ 1235.1] NVRM: Xid (PCI:0000:0a:00): 79, pid=99, name=python, GPU has fallen off the bus.
 """
 LOG = """\

@@ -1,4 +1,7 @@
-"""Files that people write: each mistake is one sentence with the line, the value and what is expected."""
+"""Files that people write.
+
+Each mistake is one sentence with the line, the value and what is expected.
+"""
 
 from __future__ import annotations
 
@@ -130,6 +133,7 @@ def test_two_nodes_of_one_address_are_a_fleet_file_mistake(tmp_path: Path) -> No
     )
     with pytest.raises(
         ConfigError,
-        match=r"fleet.yaml:5: nodes.1.adress: unknown key, did you mean address\?|fleet.yaml:5: nodes.1.address: missing",
+        match=r"fleet.yaml:5: nodes.1.adress: unknown key, did you mean address\?"
+        r"|fleet.yaml:5: nodes.1.address: missing",
     ):
         read_fleet(path)

@@ -1,4 +1,7 @@
-"""What a new user types first, `nodes trust` and `nodes check --file`, against real SSH servers; no server and no worker runs."""
+"""What a new user types first, `nodes trust` and `nodes check --file`.
+
+The SSH servers are real; no server and no worker runs.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,8 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
 KILLS = """#!/bin/sh
 {python} "$@"
 for process in /proc/[0-9]*; do
-    if grep -qx relaunch-stay $process/comm && tr '\\0' '\\n' < $process/environ | grep -qx "RELAUNCH_AGENT_STATE=$RELAUNCH_AGENT_STATE"
+    if grep -qx relaunch-stay $process/comm && tr '\\0' '\\n' < $process/environ \
+| grep -qx "RELAUNCH_AGENT_STATE=$RELAUNCH_AGENT_STATE"
     then kill ${{process#/proc/}}; fi
 done 2>/dev/null
 """
@@ -355,7 +359,8 @@ async def test_the_command_says_by_its_exit_code_whether_ranks_can_run(site: Sit
 def test_local_nodes_are_looked_at_as_well_and_have_no_host_keys(tmp_path: Path) -> None:
     file = tmp_path / "laptop.yaml"
     file.write_text(
-        "name: laptop\nbackend: local\nnodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n"
+        "name: laptop\nbackend: local\n"
+        "nodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n"
     )
     environment = bare_environment({"RELAUNCH_STATE": str(tmp_path / "here")})
     words = [sys.executable, STARTER, "nodes"]

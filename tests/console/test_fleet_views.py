@@ -107,7 +107,8 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             silent(1, **OUT),
             (),
             "quarantined",
-            "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago): connection refused",
+            "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago):"
+            " connection refused",
         ),
         (node(1, probe=None, probed_at=None), (), "silent", "nobody has looked at it yet"),
         (
@@ -292,11 +293,15 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
         awaited_jobs=("mixtral",),
     )
     assert fleet_notes(state, T0) == [
-        "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
-        " 3 of 8 nodes are out, nodes_out allows 2; `relaunch nodes resume --fleet default --reason …`",
-        "repairs are paused by grace@ops: maintenance; `relaunch nodes resume --fleet default --reason …`",
+        "the breaker is open since 2026-03-01T11:00:00Z (60m ago),"
+        " so nothing is granted or repaired:"
+        " 3 of 8 nodes are out, nodes_out allows 2;"
+        " `relaunch nodes resume --fleet default --reason …`",
+        "repairs are paused by grace@ops: maintenance;"
+        " `relaunch nodes resume --fleet default --reason …`",
         "the fleet was started anew and asks what they hold: mixtral",
-        "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago): 2 of 4 nodes: gpu-03 is quarantined",
+        "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago):"
+        " 2 of 4 nodes: gpu-03 is quarantined",
         "repair/default/gpu-01 waits for a permit to reboot gpu-01: Xid 79",
     ]
     view = json.loads(json.dumps(fleet_view(state)))
@@ -332,9 +337,11 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
         "has it      job llama, submission 7: GPU 0, 1",
         "drain       to be left by 2026-03-01T12:12:00Z, asked by grace@ops: flaky NVLink",
         "repair      repair/default/gpu-01: http://127.0.0.1:8233/namespaces/default/workflows/repair%2Fdefault%2Fgpu-01/run-1",
-        "fault       2026-03-01T11:00:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus"
+        "fault       2026-03-01T11:00:00Z Xid 79 (GPU_FATAL), job llama generation 3:"
+        " GPU 5 fell off the bus"
         " [does not count: the fault followed job llama to gpu-02]",
-        "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus",
+        "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3:"
+        " GPU 5 fell off the bus",
     ]
     suspect = replace(record, drain=None, repair_drain=DRAIN, asked_jobs=("llama",))
     assert (
@@ -509,7 +516,8 @@ def test_s2_10_a_node_is_shown_with_gpus_memory_and_their_users() -> None:
     )
     lines = node_lines(state.nodes[0], tenants(state)["gpu-01"], "default", T0, None)
     assert [line for line in lines if line.startswith(("gpu", "lost"))] == [
-        "gpus        8 x H100 80GB HBM3, 81559 MiB each; driver 570.148.08, NVML 13.570; read 12s ago",
+        "gpus        8 x H100 80GB HBM3, 81559 MiB each; driver 570.148.08, NVML 13.570;"
+        " read 12s ago",
         "lost        0000:5e:00.0",
         "gpu 0       3 of 81559 MiB used; job llama",
         "gpu 2       60000 of 81559 MiB used; alice (python, pid 4242)",

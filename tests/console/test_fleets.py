@@ -1,4 +1,7 @@
-"""`relaunch nodes …` as people type it: real processes, a real server, a fleet workflow that only remembers."""
+"""`relaunch nodes …` as people type it: real processes, a real server, and a fleet workflow.
+
+The workflow only remembers what it was sent.
+"""
 
 from __future__ import annotations
 

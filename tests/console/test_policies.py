@@ -1,4 +1,7 @@
-"""`policy`: presets, explain, change and replay, as people type them; the last two against a real job on a real server."""
+"""`policy`: presets, explain, change and replay, as people type them.
+
+The last two run against a real job on a real server.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ from tests.workflows.rig import policy, rig
 
 SOON = (*FAST, "limit.historyCount.suggestContinueAsNew=15")
 
-# A cancel that crosses an activity's end makes the SDK warn from its own poll loop, and there an error ends the worker.
+# A cancel that crosses an activity's end makes the SDK warn from its own poll loop, and there an
+# error ends the worker.
 LATE_CANCEL = pytest.mark.filterwarnings("ignore:Cannot find activity to cancel")
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[Client]:
-    """A real server that suggests to continue as new after 15 events, so that a history has several runs."""
+    """A real server that suggests to continue as new after 15 events: histories of several runs."""
     async with _dev(
         [word for value in SOON for word in ("--dynamic-config-value", value)]
     ) as client:
@@ -54,7 +58,8 @@ async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> N
         ("max_restart: 3\n", ("bad.yaml:1: max_restart: unknown key, did you mean max_restarts?",)),
         ("max_restarts: -1\n", ("bad.yaml:1: ", "max_restarts", "-1")),
         (
-            "causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n",
+            "causes:\n  HANG:\n"
+            "    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n",
             ("bad.yaml:4: ", "has no unit"),
         ),
         (
@@ -130,10 +135,13 @@ def test_a_drawing_says_all_of_each_rung_and_what_follows() -> None:
     assert text.startswith("policy mine.yaml  (over default)\n")
     ladder = re.sub(r"\s+", " ", text[text.index("STORAGE") :])
     assert ladder.startswith(
-        "STORAGE 1 RESTART_IN_PLACE 4 tries within 6h, counted by node, GPU and code; after 5s, 10s, 20s, 40s; spends a restart"
-        " ↓ used up 2 REPLACE_NODE when examined UNHEALTHY: 1 try, counted by cause; isolates the suspects; spends no restart"
+        "STORAGE 1 RESTART_IN_PLACE 4 tries within 6h, counted by node, GPU and code;"
+        " after 5s, 10s, 20s, 40s; spends a restart"
+        " ↓ used up 2 REPLACE_NODE when examined UNHEALTHY: 1 try, counted by cause;"
+        " isolates the suspects; spends no restart"
         " ↓ used up, or the verdict is HEALTHY or UNKNOWN"
-        " 3 RESCHEDULE_JOB 2 tries, counted by cause; after 20m, 1h; spends a restart ↓ used up the job ends as FAILED"
+        " 3 RESCHEDULE_JOB 2 tries, counted by cause; after 20m, 1h; spends a restart"
+        " ↓ used up the job ends as FAILED"
     ), ladder
     rungs = policy_view("mine.yaml", made, Cause.STORAGE)["ladders"][0]["rungs"]
     assert [rung["delays"] for rung in rungs] == [[5.0, 10.0, 20.0, 40.0], [], [1200.0, 3600.0]]
@@ -167,7 +175,7 @@ async def test_causes_that_share_a_ladder_are_drawn_once_or_one_alone(
         read("harsh")
 
 
-# --- change -------------------------------------------------------------------------------------------------------------------
+# --- change ---------------------------------------------------------------------------------------
 
 
 def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
@@ -229,7 +237,8 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
             0,
             [
                 "job llama: the policy is in force from the next decision on",
-                "  causes.HANG: RESTART_IN_PLACE 2 times, then REPLACE_NODE when UNHEALTHY 2 times, then FAIL → ASK",
+                "  causes.HANG: RESTART_IN_PLACE 2 times, then REPLACE_NODE when UNHEALTHY 2 times,"
+                " then FAIL → ASK",
                 "  max_restarts: 8 → 12",
                 "  timeouts.lost_after: 0.6s → 5m",
             ],
@@ -257,7 +266,7 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
         assert "job llama has ended (CANCELLED)" in await refused("llama", "max_restarts=9")
 
 
-# --- replay -------------------------------------------------------------------------------------------------------------------
+# --- replay ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,7 +350,7 @@ async def test_a_history_of_another_program_is_refused() -> None:
         await recording([history], "default", data_converter())
 
 
-# --- files of events ----------------------------------------------------------------------------------------------------------
+# --- files of events ------------------------------------------------------------------------------
 
 EXAMPLE = re.compile(r"```jsonl\n(.*?)```", re.DOTALL)
 
@@ -489,14 +498,16 @@ def test_times_of_day_stay_and_durations_count_from_the_first(tmp_path: Path) ->
 def test_answers_may_be_short_and_nodes_may_have_names(tmp_path: Path) -> None:
     lines = events(
         tmp_path,
-        '{"job": {"nodes": 2, "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',
+        '{"job": {"nodes": 2,'
+        ' "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',
         '{"at": "0s", "kind": "NodesAcquired", "nodes": ["gpu-07", "gpu-08"]}',
         *(
             f'{{"at": "{n}m", {FAULT.replace("n2", "gpu-08")}, "error": "ValueError: boom"}}'
             for n in (1, 2, 3)
         ),
         '{"at": "9m", "kind": "NodesExamined", "examined": {"gpu-08": "UNHEALTHY"}}',
-        '{"at": "20m", "kind": "FaultObserved", "observations": [{"kind": "RanksVanished", "node": "gpu-07"}], "silent": {"n1": "30s"}}',
+        '{"at": "20m", "kind": "FaultObserved",'
+        ' "observations": [{"kind": "RanksVanished", "node": "gpu-07"}], "silent": {"n1": "30s"}}',
     )
     text = "\n".join(lines)
     assert "[left: 1 RESTART_IN_PLACE for APPLICATION, 4 of 5 restarts]" in text, (

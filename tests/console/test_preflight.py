@@ -1,4 +1,7 @@
-"""What people are told of a node before it is used: each thing a row, and one sentence of what to do where it is not fine."""
+"""What people see of a node before it is used.
+
+Each thing is a row, with one sentence of what to do where it is not fine.
+"""
 
 from __future__ import annotations
 

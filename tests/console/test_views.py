@@ -123,8 +123,8 @@ def test_a_wanted_node_is_shown_with_the_time_and_the_commands() -> None:
     ]
     line = next(line for line in show_lines(view, T0) if line.startswith("next"))
     assert (
-        "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer"
-        in line
+        "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU;"
+        " it leaves at the next checkpoint (`answer" in line
     )
     denied = show(
         job_state(drains=(replace(wanted, denied="alice said no: evaluation ends at noon"),)),
@@ -142,8 +142,8 @@ def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
     assert view["stalled"] == ["n2"]
     (line,) = [line for line in show_lines(view, T0) if line.startswith("stalled")]
     assert (
-        line
-        == "stalled     n2: its disk hangs, or its shim was stopped; an exit there may be seen as a hang"
+        line == "stalled     n2: its disk hangs, or its shim was stopped;"
+        " an exit there may be seen as a hang"
     )
 
 
@@ -248,6 +248,6 @@ def test_lines_of_a_launcher_are_marked_apart_from_its_ranks(
     printer.feed(15, "a step\n")
     printer.feed(17, "failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n")
     assert (
-        capsys.readouterr().out
-        == "[rank 15] a step\n[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"
+        capsys.readouterr().out == "[rank 15] a step\n"
+        "[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"
     )

@@ -1,4 +1,7 @@
-"""Commands through the process that `up` keeps ready, against the same commands started cold: one real `up`, real signals."""
+"""Commands through the process that `up` keeps ready, against the same commands started cold.
+
+One real `up`, and real signals.
+"""
 
 from __future__ import annotations
 

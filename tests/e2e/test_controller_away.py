@@ -1,4 +1,7 @@
-"""The controller goes, by itself, by force or by an upgrade: training goes on, and nothing of that is spent."""
+"""The controller goes away, by itself, by force or by an upgrade.
+
+Training goes on, and no part of a budget is spent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.chaos.world import ROOT, Job, Process, World, chaos_policy, environme
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 LONG = 6.0
-"""Seconds: longer than lease and `fence_after` together, and than a step may take before it counts as hung."""
+"""Seconds: longer than lease and `fence_after` together, and than a step without a hang."""
 IMPATIENT = chaos_policy(hang={"after": "4s", "first_step": "30s"})
 
 
@@ -47,7 +50,8 @@ async def test_a_worker_that_is_asked_to_end_relaunches_nothing(
     assert time.monotonic() - began < 10
     pids = job.rank_pids()
     await world.worker.start()
-    # Somebody renews leases again: without it the ranks would ask their peers, and a fault would be seen by nobody.
+    # A worker renews leases again: without it the ranks would ask their peers, and no watch would
+    # see a fault.
     await job.until_watched()
     assert job.rank_pids() == pids
     await finish(job)

@@ -1,4 +1,7 @@
-"""Jobs on ECS for real but for AWS, which tests/doubles/aws plays: a real server, worker.py as a process, containers as processes."""
+"""Jobs on ECS, real but for AWS, which tests/doubles/aws plays.
+
+A real server, worker.py as a process, containers as processes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ async def ended(job: Job, phase: str) -> None:
 
 
 async def vouch(world: World) -> None:
-    """For the nodes: of one on which the ranks of several jobs failed, the fleet would think the worst."""
+    """For the nodes: the fleet would suspect one on which the ranks of several jobs failed."""
     for name in world.names:
         await world.client.get_workflow_handle(f"fleet/{FLEET}").signal(
             "release", {"node": name, "by": "the test"}
@@ -217,7 +220,10 @@ class KillsAt:
 
 
 async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> bool:
-    """Fail a rank, and kill the worker at its `at`-th call to ECS after that. False: it made fewer until ranks ran again."""
+    """Fail a rank, and kill the worker at its `at`-th call to ECS after that.
+
+    Returns False where it made fewer calls until ranks ran again.
+    """
     job = await world.submit()
     await job.until_steps()
     kills = KillsAt(world, at)
@@ -236,7 +242,8 @@ async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> boo
         await world.worker.start()
     await job.until_phase("RUNNING", generation=2)
     await job.until_steps()
-    # Whatever was launched has been told by now: a task that nobody knows of would have been there for as long.
+    # Each task that was launched has been listed by now: an unknown one would have been there for
+    # as long.
     running = [
         task
         for task in aws.aws.tasks(TRAINER)

@@ -1,4 +1,7 @@
-"""A fleet and its jobs for real: who waits, who is given what, and what people say about nodes, by the command line."""
+"""A fleet and its jobs for real, by the command line.
+
+Tested is which job waits, what it is given, and what people say about nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Jobs whose ranks torchrun or ft_launcher starts: the rank that failed is named, all are launched again, and each reports its own step.
+"""Jobs whose ranks torchrun or ft_launcher starts.
+
+The rank that failed is named, all are launched again, and each reports its own step.
 
 With a double of torchrun everywhere; with the real ones where there is a Python with torch.
 """
@@ -47,7 +49,8 @@ def double(world: World) -> str:
     folder.mkdir(exist_ok=True)
     program = folder / "torchrun"
     program.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {ROOT / "tests/doubles/torchrun.py"} "$@"\n'
+        f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "
+        f'{ROOT / "tests/doubles/torchrun.py"} "$@"\n'
     )
     program.chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"

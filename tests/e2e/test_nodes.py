@@ -1,4 +1,7 @@
-"""Examining and repairing local nodes for real: real agents and processes, NVML's own bindings; doubles of NVIDIA's programs."""
+"""Examining and repairing local nodes for real.
+
+Real agents and processes, NVML's own bindings; doubles of NVIDIA's programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What people do to workflows behind a job's back: terminate them, reset them. The ranks are still found."""
+"""What people do to workflows without their job: terminate them, reset them.
+
+The ranks are still found.
+"""
 
 from __future__ import annotations
 

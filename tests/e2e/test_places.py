@@ -1,4 +1,7 @@
-"""A node's state is gone while its ranks run: the agent that answers then never saw them, and proves nothing."""
+"""A node's state is gone while its ranks run.
+
+The agent that answers then never saw them, and proves nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Power cycles for real: the fleet file's command, by the command line, with leave from a real fleet, and once although workers die."""
+"""Power cycles for real: the fleet file's command, by the command line.
+
+A real fleet gives leave, and the power is cycled once although workers die.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 
 def switch(world: World, *before: str) -> None:
-    """Give n1 and n3 a power command in the fleet file: it writes down that it runs, does what is asked for, and cycles the power."""
+    """Give n1 and n3 a power command in the fleet file.
+
+    It writes down that it runs, does what is asked for, and cycles the power.
+    """
     *words, _ = local_power.command(world.node("n1"))
     script = world.folder / "cycle.sh"
     quoted = " ".join(f'"{word}"' for word in words)

@@ -129,7 +129,10 @@ async def test_s4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) 
     assert ("Relaunch", "RESTART_IN_PLACE", False) in await ended(job, "SUCCEEDED")
 
 
-XID = "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+XID = (
+    "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, "
+    "GPU has fallen off the bus."
+)
 
 
 @pytest.mark.long

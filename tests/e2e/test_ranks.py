@@ -1,4 +1,4 @@
-"""What ranks find and leave: their environment, their logs, their errors, and how late they may be."""
+"""What ranks find and leave: environment, logs and errors, and how late they may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Jobs on nodes that are reached by SSH: a real server, a real worker, real SSH servers, and nothing of ours changed for it."""
+"""Jobs on nodes that are reached by SSH: a real server, a real worker, real SSH servers.
+
+The product is not changed for it.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 UNHURRIED = chaos_policy({"lost_after": "20s"})
 """A node that is away for some seconds is not lost yet."""
 UNHASTY = {"hang": {"after": "12s", "first_step": "30s"}}
-"""A broken connection over which nothing is heard takes longer to be noticed than one of this machine."""
+"""A broken connection that is silent is noticed later than one of this machine."""
 LEASE_AND_FENCE = sum(float(TIMES[name].removesuffix("s")) for name in ("lease", "fence_after"))
-"""Seconds after which a node that nobody renews and for which no peer vouches has ended its ranks."""
+"""Seconds after which a node without renewals and without a peer's word has ended its ranks."""
 CONTROL, BOTH = CUTS["cut controller"], CUTS["cut both"]
 
 
@@ -52,7 +55,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def apart(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """Nodes with a control network and another for training, of which the worker has the first only."""
+    """Nodes with a control network and one for training; the worker has the first only."""
     async with World(
         tmp_path_factory.mktemp("e2e") / "apart",
         124,
@@ -66,7 +69,7 @@ async def apart(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest.fixture(params=["apart", pytest.param("world", marks=pytest.mark.long)])
 def lab(request: pytest.FixtureRequest) -> World:
-    """Where the machine allows no networks, what is cut off is an sshd that stands still, and ranks that do."""
+    """Where the machine allows no networks, the cut is an sshd, or ranks, that stand still."""
     made: World = request.getfixturevalue(request.param)
     return made
 
@@ -95,7 +98,8 @@ def logins(world: World) -> list[int]:
 
 async def started(world: World, *words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "starter.py"), *words, env={**world.environment, "RELAUNCH_NO_WARM": "1"},
+        sys.executable, str(ROOT / "starter.py"), *words,
+        env={**world.environment, "RELAUNCH_NO_WARM": "1"},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""The torch example under the preset `torchelastic`, on real ranks; where there is a Python with torch."""
+"""The torch example under the preset `torchelastic`, on real ranks.
+
+It runs where there is a Python with torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The same nodes in two fleets, by mistake or by intent: one at a time has them, and neither stops what is the other's."""
+"""The same nodes in two fleets, by mistake or by intent.
+
+One fleet at a time has them, and neither stops what is the other's.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def here(world: World) -> AsyncIterator[WorkerFleets]:
-    """Both fleets over the same state of the same nodes, without a workflow that asks anything of them."""
+    """Both fleets over the same state of the same nodes, without a workflow that uses them."""
     files = (world.folder / "chaos.yaml", world.folder / "other.yaml")
     made = make_fleets(Settings(state=world.folder / "state", fleets=files))
     made.set_server(await read_server_id(world.client))

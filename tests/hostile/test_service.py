@@ -1,4 +1,7 @@
-"""One node of three lies, through the whole service: honest jobs and the fleet go on, it is named, cancel works at any moment."""
+"""One node of three lies, through the whole service.
+
+Honest jobs and the fleet go on, it is named, cancel works at any moment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How large payloads, states and histories may become: 2,048 nodes of 8 ranks, names as long as they may be, worst words."""
+"""How large payloads, states and histories may become.
+
+2,048 nodes of 8 ranks, names as long as they may be, worst words.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +227,10 @@ async def test_a_recovery_of_one_shard_costs_at_most_30_events(
 
 
 def recovery_events(history: WorkflowHistory) -> list[str]:
-    """Names of the events from the fault's report (its watch's start) to the end of the task that closed the incident."""
+    """Names of the events from the fault's report to the end of the task that closed the incident.
+
+    The report is the start of its watch.
+    """
     events = list(history.events)
     watches = {
         e.event_id

@@ -1,4 +1,7 @@
-"""Long lives: continue-as-new loses nothing and touches no rank; reset goes on above; old incidents go to the archive."""
+"""Long lives: continue-as-new loses nothing and touches no rank.
+
+A reset goes on above; old incidents go to the archive.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,8 @@ async def test_a_claim_asked_for_during_continue_as_new_is_answered(
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
         for number in range(12):
-            # The report makes the history long enough; the question comes while the watches are let go of.
+            # The report makes the history long enough; the question comes while the watches are let
+            # go of.
             await job.handle.signal("report", {"reason": f"number {number}"})
             await asyncio.sleep(0.01 * number)
             await job.handle.signal("claim_again")

@@ -26,7 +26,10 @@ ASK = {"APPLICATION": [{"strategy": "ASK"}], "UNKNOWN": [{"strategy": "ASK"}]}
 
 
 def new_fleet() -> str:
-    """A name that no fleet of another test had: what such a one knew could not be asked for, and silent nodes would be waited for."""
+    """A name that no fleet of another test had.
+
+    What such a fleet knew could not be asked for, and silent nodes would be waited for.
+    """
     return f"f-{uuid.uuid4().hex[:8]}"
 
 
@@ -329,7 +332,8 @@ async def test_a_question_is_snoozed_taken_over_and_approved_by_page(
             "answer", {"decision": "snooze", "by": "ada", "reason": "later", "within": "1s"}
         )
         assert told == "it is asked again in 1s"
-        # A slow machine may see the snooze only when it is over: what it said is kept in the incident.
+        # A slow machine may see the snooze only when it is over: what it said is kept in the
+        # incident.
         asked = await job.until(
             lambda s: (
                 decisions(s)[-3:] == ["Ask", "Wait", "Ask"] and "Without an answer" in s.next.what
@@ -351,8 +355,8 @@ async def test_a_question_is_snoozed_taken_over_and_approved_by_page(
             await job.handle.execute_update("answer", {"decision": "deny"})
         assert isinstance(refused.value.cause, ApplicationError)
         assert (
-            refused.value.cause.message
-            == f"{job.handle.id.replace('/', ' ')} cannot be told deny: it is RUNNING and asks nothing"
+            refused.value.cause.message == f"{job.handle.id.replace('/', ' ')} cannot be told deny:"
+            " it is RUNNING and asks nothing"
         )
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)

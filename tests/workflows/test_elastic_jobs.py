@@ -1,4 +1,7 @@
-"""Jobs that may have fewer nodes, with their fleet: they shrink when a node goes, and grow when one is to be had."""
+"""Jobs that may have fewer nodes, with their fleet.
+
+They shrink when a node goes, and grow when one is to be had.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,8 @@ async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
         assert state.fewer.startswith("2 of 3 nodes: ")
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n2"}, "n3 given back")
         rig.backend.heal("n3")
-        # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before they are three.
+        # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before
+        # they are three.
         state = await job.until(
             lambda s: s.phase is Phase.RUNNING and len(s.slots) == 3, "three nodes"
         )
@@ -237,7 +241,7 @@ async def test_s3_3_shares_of_nodes_shrink_and_grow_too(make_rig: MakeRig) -> No
 async def test_s3_3_a_lone_rank_is_stopped_before_it_joins_a_gang(
     make_rig: MakeRig,
 ) -> None:
-    """It does not fence itself, so nobody could launch the gang elsewhere if its node were cut off on the way."""
+    """It does not fence itself: were its node cut off, the gang could not be moved elsewhere."""
     async with make(make_rig, nodes=2) as rig:
         await quarantine(rig, "n1")
         job = await rig.submit(policy(**SOON), nodes={"min": 1, "max": 2}, gpus_per_node=8)
@@ -323,7 +327,10 @@ async def test_s3_3_an_offer_goes_back_when_a_fault_comes_first(
 
 
 def stall_growth(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The first attempt to tell a fleet that a job wants more while it runs gets stuck; the event says that it was made."""
+    """The first attempt to say to a fleet that a job wants more while it runs gets stuck.
+
+    The event says that it was made.
+    """
     reached = asyncio.Event()
     tell = FleetActivities.tell_fleet
 

@@ -1,4 +1,7 @@
-"""Repairs as a fleet orders them, on simulated nodes: what an examination calls for, and nothing without the fleet's permission."""
+"""Repairs as a fleet orders them, on simulated nodes.
+
+They are what an examination calls for, and nothing without the fleet's permission.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ Repair = WorkflowHandle[Any, NodeRepairResult]
 
 @dataclass
 class Told:
-    """Whoever stands where a fleet would: writes down what it is told, and answers as it is made to."""
+    """A stand-in for a fleet: it writes down what it receives, and answers as it is made to."""
 
     client: Client
     fleet: str
@@ -202,7 +205,10 @@ async def world(
     deaf: bool = False,
     order_repair: Callable[..., Any] | None = None,
 ) -> AsyncIterator[World]:
-    """One node with one GPU, its worker, and somebody in its fleet's place. Leaving it replays each history and checks the records."""
+    """One node with one GPU, its worker, and a stand-in for its fleet.
+
+    Leaving it replays each history and checks the records.
+    """
     name = f"f-{uuid.uuid4().hex[:8]}"
     spec = FleetSpec(
         name=name,

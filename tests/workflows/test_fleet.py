@@ -1,4 +1,7 @@
-"""The fleet as a workflow, on simulated nodes: what it is told comes to grants and repairs, and nothing that ends loses it a node."""
+"""The fleet as a workflow, on simulated nodes.
+
+What it receives comes to grants and repairs, and nothing that ends loses it a node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page of a fleet: what stands still comes first, every node that is out has its reason, and no fleet is too large for it."""
+"""The page of a fleet.
+
+What stands still comes first, every node that is out has its reason, and no fleet is too large.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ def test_an_open_breaker_and_a_pause_come_first_with_the_remedy() -> None:
     )
     lines = page(fleet(node("n1"), breaker=breaker))
     assert lines[2].startswith(
-        "**THE BREAKER IS OPEN since 2026-11-21 02:48:00 UTC** 9 of 32 nodes are out, nodes_out is 25%."
+        "**THE BREAKER IS OPEN since 2026-11-21 02:48:00 UTC**"
+        " 9 of 32 nodes are out, nodes_out is 25%."
     )
     assert "relaunch nodes resume" in lines[2]
     assert lines[4].startswith(
@@ -92,12 +96,13 @@ def test_each_node_that_is_out_says_why_by_whom_and_since_when() -> None:
         )
     )
     assert (
-        lines[0]
-        == "## fleet lab: 5 nodes, 1 repairing, 1 quarantined, 2 silent or held, 0 jobs have nodes, 0 wait"
+        lines[0] == "## fleet lab: 5 nodes, 1 repairing, 1 quarantined, 2 silent or held,"
+        " 0 jobs have nodes, 0 wait"
     )
     since = "since 2026-11-21 02:48:00 UTC"
     assert [line for line in lines if line.startswith("- **n")] == [
-        f"- **n2** quarantined {since} by grace: new memory; jobs leave it until 2026-11-21 03:30:00 UTC (grace: new memory)",
+        f"- **n2** quarantined {since} by grace: new memory;"
+        " jobs leave it until 2026-11-21 03:30:00 UTC (grace: new memory)",
         f"- **n3** repairing {since} by job llama: Xid 79; repair `repair/lab/n3`",
         f"- **n4** no answer {since}: connection timed out",
         "- **n5** diagnose (grace) works on it",
@@ -143,8 +148,8 @@ def test_a_restarted_fleet_says_for_which_jobs_it_waits() -> None:
         fleet(node("n1"), awaited_jobs=("llama", "bert"), awaited_until=NOW + timedelta(seconds=30))
     )
     assert (
-        "**Restarted** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs claim their nodes before: llama, bert"
-        in lines
+        "**Restarted** nothing is granted until 2026-11-21 03:00:30 UTC,"
+        " unless these jobs claim their nodes before: llama, bert" in lines
     )
 
 
@@ -226,7 +231,8 @@ def test_a_shared_suspect_names_the_jobs_asked_to_leave_by_when() -> None:
         if line.startswith("- **n3**")
     )
     assert line.endswith(
-        "by job llama: Xid 79; bert, vit asked to leave it by 2026-11-21 05:00:00 UTC, so that it can be examined"
+        "by job llama: Xid 79; bert, vit asked to leave it by 2026-11-21 05:00:00 UTC,"
+        " so that it can be examined"
     )
     assert "asked to leave" not in "\n".join(page(fleet(node("n3", **suspect))))
 
@@ -241,8 +247,8 @@ def test_the_page_of_a_job_names_wanted_nodes_and_how_to_answer() -> None:
     assert next(line for line in lines if line.startswith("**Next**")).count(told) == 1
     said = '`{"decision": "approve", "node": "n2", "reason": "…", "by": "you"}`'
     assert (
-        f"- the update `answer` {said} has it leave n2 at once; `deny`: not before 2026-11-21 05:00:00 UTC"
-        in lines
+        f"- the update `answer` {said} has it leave n2 at once;"
+        " `deny`: not before 2026-11-21 05:00:00 UTC" in lines
     )
     assert not any(
         "wants" in line or "update" in line for line in current_details(running(), NOW).splitlines()

@@ -192,7 +192,8 @@ async def test_s3_4_success_only_when_every_rank_succeeds(make_rig: MakeRig) -> 
 async def test_s3_4_an_exit_with_0_seen_by_an_earlier_watch_counts(
     make_rig: MakeRig,
 ) -> None:
-    # Rank 0 ends, then the incident of generation 1 closes and the watch is ordered anew: rank 0's exit is behind it.
+    # Rank 0 ends, then the incident of generation 1 closes and the watch is ordered again: rank 0's
+    # exit is behind it.
     script = Script(
         (
             Exit(generation=1, rank=2, exit_code=1, after=0.3),
@@ -321,7 +322,8 @@ async def test_a_job_goes_on_above_a_higher_generation_of_a_node(make_rig: MakeR
     async with make_rig(Script((Progress(rank=0, hangs=True),)), two_controllers=True) as rig:
         job = await rig.submit()
         state = await job.until_phase(Phase.RUNNING, 1)
-        # What a reset of the workflow leaves behind: a node that has obeyed a generation we know nothing of.
+        # What a reset of the workflow leaves behind: a node that has obeyed a generation we know
+        # nothing of.
         order = next(
             call.order
             for call in rig.backend.calls

@@ -1,4 +1,7 @@
-"""Jobs and their fleet together, both real workflows on simulated nodes: who shares, who is replaced, who leaves, who gives way."""
+"""Jobs and their fleet together, both real workflows on simulated nodes.
+
+Tested is which jobs share, leave and give way, and which nodes are replaced.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (
-    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, "
+    "GPU has fallen off the bus.",
 )
 
 
@@ -239,7 +243,8 @@ async def test_a_job_submitted_again_runs_with_the_clock_set_back(
 ) -> None:
     async with make(make_rig, nodes=2) as rig:
         name = f"job-{uuid.uuid4().hex[:8]}"
-        later = 4_000_000_000_000  # a submission of the year 2096: the server's clock was far ahead then
+        # A submission of the year 2096: the server's clock was far ahead then.
+        later = 4_000_000_000_000
         await rig.tell_fleet("claim", Claim(name, later, 1, 0))
         job = await rig.submit(name=name)
         state = await job.until_phase(Phase.RUNNING)
@@ -292,7 +297,7 @@ async def test_a_job_leaves_a_drained_node_and_spends_nothing(
 async def test_of_two_deadlocked_jobs_the_younger_gives_way(
     make_rig: MakeRig,
 ) -> None:
-    """Each loses a node for good and there is no other: without an end to it both would stand for ever."""
+    """Each loses a node for good and there is no other: both would wait for ever."""
     breaks = [
         Exit(generation=1, node=node, rank=rank, exit_code=None, signal=6, after=3.0, kernel=XID_79)
         for node, rank in (("n2", 1), ("n4", 1))

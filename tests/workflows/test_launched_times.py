@@ -1,4 +1,7 @@
-"""Ranks are judged by the times that they were launched with, whatever the policy, or a later submission, says by then."""
+"""Ranks are judged by the times that they were launched with.
+
+The policy, or a later submission, may say other times by then.
+"""
 
 from __future__ import annotations
 

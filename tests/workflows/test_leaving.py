@@ -1,4 +1,7 @@
-"""Jobs that somebody wants a node of, with their fleet: they leave it at a checkpoint, or say no to that until it is time."""
+"""Jobs that are asked for a node, with their fleet.
+
+They leave it at a checkpoint, or say no to that until it is time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (
-    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, "
+    "GPU has fallen off the bus.",
 )
 DRAIN = {"node": "n2", "reason": "swap its PSU", "by": "carol", "drain": True, "within": "2h"}
 

@@ -1,4 +1,7 @@
-"""Nodes that do not answer: nothing is stopped for it, nothing is launched before their ranks must be gone, and people may know better."""
+"""Nodes that do not answer: nothing is stopped for it.
+
+Nothing is launched before their ranks must be gone, and people may know better.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,8 @@ async def test_a_stuck_gang_moves_only_when_its_lost_node_has_fenced(
         ]
         assert set(ends) == {"n1", "n2"}
         assert max(ends.values()) < min(begins)
-        # Not before t0, the proof that a node is stopped, and the time that the lost one needs to notice.
+        # Not before t0, the proof that a node is stopped, and the time that the lost one needs to
+        # notice.
         timeouts = policy(FENCING).timeouts
         assert min(begins) >= ends["n1"] + fence_wait(timeouts, 2).total_seconds() - 0.05
         heard = max(

@@ -1,4 +1,7 @@
-"""Another machine answers for a node: it never saw the ranks, so it proves nothing, and nothing is launched beside them."""
+"""Another machine answers for a node.
+
+It never saw the ranks, so it proves nothing, and nothing is launched beside them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ async def test_a_gang_moves_when_the_former_machines_ranks_have_fenced(
         stopped = ends(rig)
         assert set(stopped) == {"n1", "n2"}
         assert min(begins(rig, 3)) >= max(stopped.values())
-        # The first proof of n1's end is the preparation; the wait begins no earlier than the stop that came after it.
+        # The first proof of n1's end is the preparation; the wait begins no earlier than the stop
+        # that came after it.
         assert (
             min(begins(rig, 3))
             >= stopped["n1"] + fence_wait(policy(FENCING).timeouts, 2).total_seconds() - 0.05

@@ -1,4 +1,7 @@
-"""Examinations and repairs as a job orders them, on simulated nodes: what the verdict changes, and what is never done twice."""
+"""Examinations and repairs as a job orders them, on simulated nodes.
+
+Tested is what the verdict changes, and what is never done twice.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ TRAINS = Progress(generation=2, steps=((0.0, 6),))
 GPU_0 = bus_id(0)[4:-2]
 """As the kernel writes it."""
 XID_119 = (
-    f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!",
+    f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, "
+    "Timeout after 6s of waiting for RPC response from GPU0 GSP!",
 )
 GPU_HANGS = Exit(
     generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_119
@@ -54,7 +58,10 @@ def reboot_once(**changes: Any) -> Policy:
 def make(
     make_rig: MakeRig, *happenings: Any, faults: tuple[Fault, ...] = (), **options: Any
 ) -> AbstractAsyncContextManager[Rig]:
-    """A rig whose fleet has a name of its own: repairs are named after fleet and node, and the server outlives the test."""
+    """A rig whose fleet has a name of its own.
+
+    Repairs are named after fleet and node, and the server outlives the test.
+    """
     return make_rig(
         Script((RUNS, TRAINS, *happenings), faults, then="succeed"),
         gpus=1,

@@ -1,4 +1,7 @@
-"""A job orders a repair of a node that it shares with another one: its fleet says no, and has the other one leave."""
+"""A job orders a repair of a node that it shares with another one.
+
+Its fleet says no, and has the other one leave.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from tests.workflows.rig import policy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
 XID_119 = (
-    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response",
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 119, pid=4711, name=python, "
+    "Timeout after 6s of waiting for RPC response",
 )
 SAVES = Progress(
     rank=0,

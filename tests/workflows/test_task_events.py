@@ -1,4 +1,7 @@
-"""Hints that come through a queue: who is told, and when they are taken off it. Here the queue is a list; SQS is in tests/backends."""
+"""Hints that come through a queue: which job gets them, and when they are taken off it.
+
+Here the queue is a list; SQS is in tests/backends.
+"""
 
 from __future__ import annotations
 
