@@ -1,4 +1,4 @@
-"""Activities outside of any server, over simulated nodes; the server's answers to heartbeats are scripted."""
+"""Activities without a server, over simulated nodes; answers to heartbeats are scripted."""
 
 from __future__ import annotations
 

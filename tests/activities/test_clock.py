@@ -1,4 +1,7 @@
-"""A node whose clock is wrong, as `nodes check` and a repair see it: said, by how much, and no verdict."""
+"""A node whose clock is wrong, as `nodes check` and a repair see it.
+
+It is said, and by how much; the verdict does not change.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,7 @@ class Ahead(SimulatedBackend):
         return {**await super().probe(node, within, kernel_since), "wall": now, "answered": now}
 
 
-async def test_a_clock_that_is_ahead_is_named_beside_the_verdict_and_makes_no_node_unhealthy() -> (
-    None
-):
+async def test_a_clock_ahead_is_named_and_makes_no_node_unhealthy() -> None:
     spec = fleet(1)
     nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
     (found,) = await environment().run(
@@ -38,7 +39,7 @@ async def test_a_clock_that_is_ahead_is_named_beside_the_verdict_and_makes_no_no
     assert "nothing broken; its clock is 73 s ahead (±0." in found.health.reason
 
 
-async def test_a_repair_is_told_when_its_look_was_sent_and_answered() -> None:
+async def test_a_repair_learns_when_its_look_was_sent_and_answered() -> None:
     spec = fleet(1)
     nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
     before = time.time()

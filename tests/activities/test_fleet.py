@@ -1,4 +1,7 @@
-"""What a fleet asks of nodes and of the server, and how it stops what nobody answers for, over simulated nodes and a scripted server."""
+"""What a fleet asks of nodes and of the server, and how it stops ranks without a job.
+
+The nodes are simulated, the server is scripted.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +192,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- looks
 
 
-async def test_a_look_tells_whose_ranks_live_where_and_which_boot_it_is() -> None:
+async def test_a_look_says_whose_ranks_live_where_and_which_boot_it_is() -> None:
     fleet = await launched(nodes=2, generation=2)
     looks = await look(fleet, "n2", "n1")
     assert looks["n1"].generations == (LiveGeneration("llama", 1000, 2),), (
@@ -207,16 +210,14 @@ async def test_a_node_that_does_not_answer_is_silent_and_says_why() -> None:
     assert "no answer" in looks["n2"].silent
 
 
-async def test_a_node_that_is_not_in_the_fleet_file_any_more_is_silent_and_nobody_is_asked() -> (
-    None
-):
+async def test_a_node_gone_from_the_fleet_file_is_silent_and_not_asked() -> None:
     fleet = stand()
     looks = await look(fleet, "n1", "n9")
     assert looks["n9"].silent == "fleet file default of this worker does not name it"
     assert [call.node for call in fleet.backend.calls] == ["n1"]
 
 
-async def test_a_node_at_which_somebody_works_is_held_and_says_by_whom() -> None:
+async def test_a_busy_node_is_held_and_says_who_works_on_it() -> None:
     fleet = stand()
     fleet.fleets.known = with_gpus = fleet_of(2, gpus=1)
     script = Script((Takes(node="n2", command="diagnose", seconds=600.0),))
@@ -228,9 +229,7 @@ async def test_a_node_at_which_somebody_works_is_held_and_says_by_whom() -> None
     checking.cancel()
 
 
-async def test_ranks_of_another_namespace_keep_a_node_from_being_given_away_and_are_not_this_fleets_to_stop() -> (
-    None
-):
+async def test_ranks_of_another_namespace_keep_a_node_and_run_on() -> None:
     fleet = await launched()
     looks = await look(fleet, "n1", namespace="other")
     assert (looks["n1"].generations, looks["n1"].busy) == (
@@ -280,7 +279,7 @@ async def test_s2_10_gpus_are_read_with_a_look_where_that_is_wanted() -> None:
     assert "no answer" in looks["n2"].silent
 
 
-async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
+async def test_gpus_of_a_busy_node_are_not_read() -> None:
     fleet = stand()
     with_gpus(fleet, Takes(node="n2", command="diagnose", seconds=600.0))
     checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
@@ -294,7 +293,7 @@ async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
     checking.cancel()
 
 
-async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_asked_once(
+async def test_a_hanging_driver_delays_its_own_node_and_is_asked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relaunch.activities.readings, "READING_TIMEOUT_S", 0.05)
@@ -322,7 +321,7 @@ async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_as
     assert looks["n1"].inventory_age < timedelta(seconds=PATIENCE)
 
 
-async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(
+async def test_a_reading_that_is_long_overdue_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relaunch.activities.readings, "READING_TIMEOUT_S", 0.05)
@@ -339,7 +338,7 @@ async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(
     assert (await read_gpus(asked, "n1"))["n1"].inventory_pending, "another one"
 
 
-async def test_an_agent_that_does_not_read_gpus_leaves_them_unread_with_a_reason(
+async def test_an_agent_without_gpu_reading_leaves_them_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = stand()
@@ -354,7 +353,7 @@ async def test_an_agent_that_does_not_read_gpus_leaves_them_unread_with_a_reason
 # --- the file
 
 
-async def test_the_fleet_file_is_told_as_it_is_now_or_what_is_wrong_with_it() -> None:
+async def test_the_fleet_file_is_read_as_it_is_now_or_its_mistake_said() -> None:
     fleet = stand()
     asked, _ = of(fleet)
     known = fleet.fleets.known
@@ -375,7 +374,7 @@ async def test_the_fleet_file_is_told_as_it_is_now_or_what_is_wrong_with_it() ->
 # --- jobs
 
 
-async def test_the_jobs_of_a_fleet_are_those_that_name_it_and_those_that_name_none() -> None:
+async def test_the_jobs_of_a_fleet_name_it_or_name_none() -> None:
     runs = (
         Run("job/b", 1),
         Run("job/a", 2, fleet="default"),
@@ -406,7 +405,7 @@ async def test_the_jobs_of_a_fleet_are_those_that_name_it_and_those_that_name_no
         ),
     ],
 )
-async def test_a_submission_is_closed_when_nothing_that_continues_it_runs(
+async def test_a_submission_is_closed_when_no_run_continues_it(
     runs: list[Run], closed: bool
 ) -> None:
     asked, _ = of(stand(), *runs)
@@ -416,9 +415,7 @@ async def test_a_submission_is_closed_when_nothing_that_continues_it_runs(
     assert found == ((("llama", 1000),) if closed else ())
 
 
-async def test_a_job_that_runs_for_so_long_that_the_server_has_forgotten_its_first_run_says_itself_which_it_is() -> (
-    None
-):
+async def test_a_job_whose_first_run_is_forgotten_names_its_submission() -> None:
     asked, client = of(stand(), Run("job/llama", 9000, run_id="run-7", first="run-1"))
     client.states["job/llama"] = {"submission": 1000}
     assert await environment().run(
@@ -426,9 +423,7 @@ async def test_a_job_that_runs_for_so_long_that_the_server_has_forgotten_its_fir
     ) == (("llama", 900),)
 
 
-async def test_of_many_jobs_only_those_are_asked_about_one_by_one_that_the_list_does_not_have() -> (
-    None
-):
+async def test_only_jobs_missing_from_the_list_are_asked_about_singly() -> None:
     runs = [Run(f"job/j{number}", number) for number in range(40)]
     asked, client = of(stand(), *runs, Run("job/gone", 50, TERMINATED))
     claims = (*((f"j{number}", number) for number in range(40)), ("gone", 50))
@@ -455,7 +450,7 @@ async def launched_by_another(fleet: Stand, node: str, generation: int) -> None:
     assert isinstance(started, Started)
 
 
-async def test_what_another_fleet_has_launched_is_in_the_way_and_not_this_fleets() -> None:
+async def test_ranks_of_another_fleet_are_in_the_way_and_not_stopped() -> None:
     fleet = await launched(nodes=2)
     await launched_by_another(fleet, "n1", 2)
     looks = await look(fleet, "n1", "n2")
@@ -466,7 +461,7 @@ async def test_what_another_fleet_has_launched_is_in_the_way_and_not_this_fleets
     assert (looks["n2"].generations, looks["n2"].busy) == ((LiveGeneration("llama", 1000, 1),), "")
 
 
-async def test_of_a_job_that_two_fleets_have_launched_each_stops_its_own() -> None:
+async def test_each_of_two_fleets_stops_only_the_ranks_it_launched() -> None:
     fleet = await launched(nodes=2)
     await launched_by_another(fleet, "n1", 2)
     assert await reclaim(fleet) == ("n1", "n2")
@@ -474,7 +469,7 @@ async def test_of_a_job_that_two_fleets_have_launched_each_stops_its_own() -> No
     assert (await look(fleet, "n1"))["n1"].busy == "ranks of job llama of fleet other live on it"
 
 
-async def test_where_only_another_fleet_has_launched_a_job_nothing_is_stopped() -> None:
+async def test_nothing_is_stopped_of_a_job_only_another_fleet_launched() -> None:
     fleet = stand(RUNS)
     await launched_by_another(fleet, "n1", 1)
     assert await reclaim(fleet, nodes=("n1",)) == ("n1",)
@@ -484,7 +479,7 @@ async def test_where_only_another_fleet_has_launched_a_job_nothing_is_stopped() 
 # --- two servers
 
 
-async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleets(
+async def test_ranks_of_another_server_are_in_the_way_and_not_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = await launched(nodes=2)
@@ -504,9 +499,7 @@ async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleet
 # --- reclaiming
 
 
-async def test_what_a_terminated_job_left_behind_is_stopped_by_its_highest_generation_and_its_nodes_come_back() -> (
-    None
-):
+async def test_a_terminated_jobs_ranks_are_stopped_and_its_nodes_freed() -> None:
     fleet = await launched(generation=2)
     assert await reclaim(fleet, Run("job/llama", 1000, TERMINATED)) == ("n1", "n2")
     assert stopped(fleet) == [("n1", 2), ("n2", 2)]
@@ -517,7 +510,7 @@ async def test_what_a_terminated_job_left_behind_is_stopped_by_its_highest_gener
     )
 
 
-async def test_what_was_only_prepared_can_never_be_started_once_its_nodes_are_back() -> None:
+async def test_a_prepared_launch_cannot_start_once_its_nodes_are_back() -> None:
     fleet = stand(RUNS)
     prepared = (await fleet.launch(prepare_only=True)).prepared
     assert await reclaim(fleet) == ("n1", "n2")
@@ -526,7 +519,7 @@ async def test_what_was_only_prepared_can_never_be_started_once_its_nodes_are_ba
     assert late.refusals and late.started_at is None
 
 
-async def test_nodes_on_which_nothing_of_the_job_ever_was_come_back_at_once() -> None:
+async def test_nodes_without_anything_of_the_job_come_back_at_once() -> None:
     fleet = stand()
     assert await reclaim(fleet) == ("n1", "n2")
     assert stopped(fleet) == []
@@ -548,9 +541,7 @@ async def test_ranks_of_a_submission_that_runs_are_never_stopped() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_silent_node_is_not_taken_for_clean_and_keeps_nobody_waiting_for_the_others() -> (
-    None
-):
+async def test_a_silent_node_is_not_clean_and_delays_no_other() -> None:
     fleet = await launched()
     fleet.backend.cut("n2")
     assert await reclaim(fleet) == ("n1",)
@@ -561,7 +552,7 @@ async def test_a_silent_node_is_not_taken_for_clean_and_keeps_nobody_waiting_for
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_node_whose_ranks_cannot_be_ended_is_asked_again_and_does_not_come_back() -> None:
+async def test_a_node_with_ranks_that_cannot_be_ended_stays_away() -> None:
     fleet = stand(Script((Lingers(node="n2", seconds=math.inf),), then="run"))
     await fleet.launch()
     stopping = asyncio.create_task(reclaim(fleet))
@@ -596,7 +587,7 @@ async def last_state(*runs: Run, unlisted: int = 0) -> tuple[set[str], FakeClien
     return {node.name for node in known.nodes}, client
 
 
-async def test_a_fleet_that_begins_for_the_first_time_knew_nothing_before() -> None:
+async def test_a_fleet_that_begins_for_the_first_time_knew_nothing() -> None:
     nodes, client = await last_state(unlisted=2)
     assert nodes == set()
     assert client.queries == ["WorkflowId = 'fleet/default'"] * 3, (
@@ -604,7 +595,7 @@ async def test_a_fleet_that_begins_for_the_first_time_knew_nothing_before() -> N
     )
 
 
-async def test_the_newest_run_that_took_over_what_was_before_it_says_what_there_was() -> None:
+async def test_the_newest_run_that_took_over_says_what_there_was() -> None:
     assert (await last_state(ended(1000, knew("n1")), ended(2000, knew("n2"))))[0] == {"n2"}
     n3 = knew("n3", remembered=False)
     short = ended(3000, replace(n3, nodes=(NodeRecord(fleet_of(3).nodes[1]), *n3.nodes)))
@@ -614,7 +605,7 @@ async def test_the_newest_run_that_took_over_what_was_before_it_says_what_there_
     }
 
 
-async def test_who_held_which_nodes_is_known_of_the_runs_before_that_had_not_restored_it() -> None:
+async def test_holders_are_known_from_runs_before_one_not_yet_restored() -> None:
     held = replace(
         knew("n1"), claims=(ClaimRecord(Claim("llama", 1000, 1, 1), granted=(Place("n1"),)),)
     )
@@ -625,7 +616,7 @@ async def test_who_held_which_nodes_is_known_of_the_runs_before_that_had_not_res
     assert ({node.name for node in known.nodes}, known.lost) == ({"n2"}, "")
 
 
-async def test_a_row_of_runs_that_had_restored_nothing_is_said_to_have_lost_it() -> None:
+async def test_a_series_of_runs_without_a_restore_has_lost_the_state() -> None:
     runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MAX_RUNS)]
     asked, _ = of(stand(), *runs, OWN)
     known = await environment().run(asked.read_last_state, "default")
@@ -652,7 +643,7 @@ async def test_a_row_of_runs_that_had_restored_nothing_is_said_to_have_lost_it()
         pytest.param(TimeoutError(), set(), id="it takes too long"),
     ],
 )
-async def test_a_run_that_cannot_say_what_it_knew_fails_nobody(
+async def test_a_run_that_cannot_say_what_it_knew_fails_nothing(
     error: Exception, nodes: set[str]
 ) -> None:
     assert (await last_state(ended(1000, knew("n1")), ended(2000, error)))[0] == nodes
@@ -672,7 +663,7 @@ async def test_a_server_that_lists_nothing_is_not_waited_for_for_ever(
 # --- telling
 
 
-async def test_whoever_tells_a_fleet_something_begins_it_where_there_is_none() -> None:
+async def test_a_signal_to_a_fleet_begins_it_where_there_is_none() -> None:
     asked, client = of(stand())
     claim = Claim("llama", 1000, 1, 2)
     await environment().run(asked.tell_fleet, TellFleetInput("default", "claim", claim))
@@ -687,7 +678,7 @@ async def test_whoever_tells_a_fleet_something_begins_it_where_there_is_none() -
     assert options["id_conflict_policy"] is WorkflowIDConflictPolicy.USE_EXISTING
 
 
-async def test_a_fleet_that_no_file_names_is_not_begun_and_whoever_asked_is_told() -> None:
+async def test_a_fleet_that_no_file_names_is_not_begun_and_it_is_said() -> None:
     asked, client = of(stand())
     with pytest.raises(ApplicationError) as refused:
         await environment().run(asked.tell_fleet, TellFleetInput("elsewhere", "claim", {}))

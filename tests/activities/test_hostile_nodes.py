@@ -1,4 +1,7 @@
-"""One node of a gang says what makes no sense: the watch, the launch and the look go on for the others, and name that node."""
+"""One node of a gang sends nonsense.
+
+The watch, the launch and the look go on for the others, and name that node.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_on(
+async def test_a_node_that_sends_nonsense_is_lost_and_the_watch_lasts(
     line: Any, named: str
 ) -> None:
     fleet, backend = hostile(None, [HELLO, {"heartbeat": BEAT}, line])
@@ -132,7 +135,7 @@ async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_o
     assert backend.liar.watches > 1  # it was tried again
 
 
-async def test_a_fault_of_an_honest_node_is_told_while_another_one_lies() -> None:
+async def test_a_fault_of_an_honest_node_is_reported_beside_a_liar() -> None:
     script = Script((Exit(rank=1, exit_code=7, after=1.0),))
     fleet, _ = hostile(
         script, [HELLO, {"observation": {**EXITED, "exit_code": "boom"}}], lost_after="60s"
@@ -151,9 +154,7 @@ async def test_a_fault_of_an_honest_node_is_told_while_another_one_lies() -> Non
     assert [node for node, _ in fault.silent] == ["n2"]
 
 
-async def test_a_node_that_misbehaves_is_renewed_no_more_until_it_has_made_sense_for_a_while() -> (
-    None
-):
+async def test_a_misbehaving_node_is_not_renewed_until_it_makes_sense() -> None:
     beats = [HELLO, *({"heartbeat": {**BEAT, "stamp": float(n)}} for n in range(2, 5))]
     fleet, backend = hostile(
         None, [HELLO, [1]], [HELLO, {"heartbeat": BEAT}, [1]], beats, lost_after="60s"
@@ -196,7 +197,7 @@ async def test_a_flood_of_exits_of_one_rank_is_one_exit() -> None:
         ((999, 5), "which is below it"),
     ],
 )
-async def test_a_higher_token_than_the_job_ever_had_is_the_lie_of_one_node(
+async def test_a_token_higher_than_any_of_the_job_is_a_lie_of_one_node(
     highest: tuple[int, int], named: str
 ) -> None:
     fleet, backend = hostile()
@@ -241,7 +242,7 @@ async def test_a_number_that_a_reset_explains_is_believed(highest: tuple[int, in
         ({"boot_id": "b", "jobs": [], "held": "yes"}, "held"),
     ],
 )
-async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence(
+async def test_a_node_that_lists_nonsense_is_silent_with_a_sentence(
     listed: Any, named: str
 ) -> None:
     fleet, backend = hostile()
@@ -256,7 +257,7 @@ async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence
     assert "its answer to list makes no sense" in looks[1].silent and named in looks[1].silent
 
 
-async def test_a_node_whose_shim_does_not_answer_is_shown_until_it_does() -> None:
+async def test_a_node_with_a_stalled_shim_is_shown_until_it_answers() -> None:
     stalled = [{"heartbeat": {**BEAT, "stamp": 2.0, "shim_silent": 4.1}}]
     fleet, _ = hostile(
         None,

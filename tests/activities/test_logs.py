@@ -26,7 +26,7 @@ class ThreeNodes:
         return Logs((LogChunk(0, 0, 3, "hi\n"),), True)
 
 
-async def test_a_node_that_knows_no_such_generation_is_not_called_unreachable(
+async def test_a_node_that_lacks_a_generation_is_not_unreachable(
     tmp_path: Path,
 ) -> None:
     nodes: Any = ThreeNodes()

@@ -148,7 +148,7 @@ def age(started: float, length: int) -> int:
     return int(started * 1000) * MAX_EVENTS + length
 
 
-async def test_a_job_is_asked_only_when_something_has_changed_since_it_was_shown() -> None:
+async def test_a_job_is_asked_only_after_a_change_since_it_was_shown() -> None:
     run = Run("job/llama", LLAMA)
     looking, client, copy = loop(run)
     for _ in range(3):
@@ -163,7 +163,7 @@ async def test_a_job_is_asked_only_when_something_has_changed_since_it_was_shown
     assert copy.shown[1:] == [("EXAMINING", age(1000, 14), False)]
 
 
-async def test_what_is_newer_has_the_higher_age_across_runs_and_submissions() -> None:
+async def test_ages_of_states_rise_across_runs_and_submissions() -> None:
     run = Run("job/llama", LLAMA, length=51_000)
     looking, client, copy = loop(run)
     await looking.copy_changes()
@@ -175,7 +175,7 @@ async def test_what_is_newer_has_the_higher_age_across_runs_and_submissions() ->
     ) == 2
 
 
-async def test_jobs_of_other_fleets_and_those_that_do_not_say_yet_are_not_asked() -> None:
+async def test_jobs_of_other_or_still_unknown_fleets_are_not_asked() -> None:
     looking, client, copy = loop(
         Run("job/a", LLAMA, said={"fleet": "cpus"}), Run("job/b", LLAMA, said={"phase": "QUEUED"})
     )
@@ -193,7 +193,7 @@ async def test_of_a_job_only_the_newest_submission_is_shown() -> None:
     assert copy.shown == [("RUNNING", age(1000, 10), False)]
 
 
-async def test_a_job_that_has_ended_is_shown_by_its_result_with_no_worker_asked() -> None:
+async def test_an_ended_job_is_shown_from_its_result_without_a_worker() -> None:
     looking, client, copy = loop(Run("job/llama", DONE, COMPLETED, length=90))
     await looking.copy_changes()
     await looking.copy_changes()
@@ -203,9 +203,7 @@ async def test_a_job_that_has_ended_is_shown_by_its_result_with_no_worker_asked(
     )
 
 
-async def test_a_job_whose_workflow_was_ended_from_outside_is_shown_as_terminated_until_its_tasks_have_ended() -> (
-    None
-):
+async def test_a_terminated_job_is_shown_so_until_its_tasks_have_ended() -> None:
     looking, _, copy = loop(Run("job/llama", LLAMA, TERMINATED))
     copy.settled = False
     await looking.copy_changes()
@@ -215,7 +213,7 @@ async def test_a_job_whose_workflow_was_ended_from_outside_is_shown_as_terminate
     assert copy.shown == [("RUNNING", age(1000, 10), True)] * 2
 
 
-async def test_what_could_not_be_written_comes_again_and_is_logged_once(
+async def test_a_failed_write_is_repeated_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     looking, _, copy = loop(Run("job/llama", LLAMA))
@@ -230,7 +228,7 @@ async def test_what_could_not_be_written_comes_again_and_is_logged_once(
     )
 
 
-async def test_a_job_that_cannot_be_asked_keeps_no_other_from_being_shown() -> None:
+async def test_a_job_that_cannot_be_asked_hides_no_other() -> None:
     looking, client, copy = loop(
         Run("job/a", WorkflowQueryFailedError("no worker")), Run("job/b", LLAMA)
     )
@@ -250,7 +248,7 @@ async def test_a_server_that_is_away_is_asked_again() -> None:
     assert len(copy.shown) == 1
 
 
-async def test_a_fleet_is_asked_only_when_it_has_gone_on_and_none_is_no_mistake() -> None:
+async def test_a_fleet_is_asked_only_after_a_change_and_may_be_absent() -> None:
     run = Run("fleet/gpus", FleetState("gpus"), started=900.0, length=5)
     looking, client, copy = loop()
     await looking.copy_changes()
@@ -262,7 +260,7 @@ async def test_a_fleet_is_asked_only_when_it_has_gone_on_and_none_is_no_mistake(
     assert copy.shown == [("gpus", age(900, 5), False), ("gpus", age(900, 8), False)]
 
 
-async def test_the_server_is_asked_for_running_jobs_and_those_that_ended_lately() -> None:
+async def test_the_server_is_asked_for_running_and_lately_ended_jobs() -> None:
     looking, client, _ = loop()
     before = datetime.now(UTC)
     await looking.copy_changes()
@@ -273,7 +271,7 @@ async def test_the_server_is_asked_for_running_jobs_and_those_that_ended_lately(
     assert abs((before - told - MAX_ENDED_AGE).total_seconds()) < 60
 
 
-async def test_many_jobs_are_asked_a_few_at_a_time_and_rounds_follow_one_another() -> None:
+async def test_many_jobs_are_asked_a_few_at_a_time_in_rounds() -> None:
     looking, client, copy = loop(
         *(Run(f"job/j{number}", LLAMA) for number in range(40)), every=0.001
     )

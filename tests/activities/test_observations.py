@@ -1,4 +1,7 @@
-"""What an agent sends about an end of ranks becomes an observation; what it cannot tell is said to be unreadable."""
+"""What an agent sends about an end of ranks becomes an observation.
+
+What it cannot tell is said to be unreadable.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from tests.fakes.nodes import Exit, Progress, Script, ShimDies
 from tests.recovery.builders import running
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
-XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
+XID = (
+    "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, "
+    "GPU has fallen off the bus."
+)
 EXIT = {
     "kind": "RankExited",
     "rank": 8,
@@ -62,7 +68,7 @@ def test_an_exit_is_read_with_what_the_kernel_said(
 
 
 @pytest.mark.parametrize("kind", ["ShimDied", "RanksVanished"])
-def test_an_end_that_nobody_saw_is_read_with_it_too(kind: str) -> None:
+def test_an_end_that_no_watch_saw_is_read_with_it_too(kind: str) -> None:
     seen = read_observation(
         "n1", {"kind": kind, "reason": "gone", "kernel": [XID], "kernel_unreadable": None}, AT
     )
@@ -82,7 +88,7 @@ def test_more_than_an_agent_may_send_is_cut_to_the_newest() -> None:
     assert {len(line) for line in (*seen.kernel, seen.kernel_unreadable or "")} == {KERNEL_LINE}
 
 
-async def test_a_watch_reports_what_the_kernel_said_of_the_rank_that_failed() -> None:
+async def test_a_watch_reports_the_kernels_word_on_the_failed_rank() -> None:
     fleet = stand(
         Script((Exit(rank=3, signal=9, kernel=(XID,), kernel_unreadable="the rest is gone"),))
     )
@@ -142,7 +148,7 @@ def read(**changes: Any) -> list[RankExited]:
     return [one for one in seen if isinstance(one, RankExited)]
 
 
-def test_the_end_of_a_launcher_is_read_as_that_of_its_ranks_the_first_one_first() -> None:
+def test_a_launchers_end_is_read_as_its_ranks_ends_in_order() -> None:
     first, *others = read()
     assert (first.rank, first.local_rank, first.pid, first.exit_code, first.signal) == (
         3,
@@ -160,14 +166,12 @@ def test_the_end_of_a_launcher_is_read_as_that_of_its_ranks_the_first_one_first(
     ]
 
 
-def test_a_rank_is_at_its_own_place_also_where_another_was_ended_before_it_said_that_it_was_there() -> (
-    None
-):
+def test_a_rank_has_its_place_although_another_ended_unannounced() -> None:
     (first, *_) = read(launched=BELOW[3:])
     assert (first.rank, first.local_rank) == (3, 3)
 
 
-def test_a_rank_that_had_raised_an_exception_when_its_launcher_ended_it_ended_by_that() -> None:
+def test_a_rank_that_raised_and_was_then_ended_failed_by_raising() -> None:
     told = [{**one, "error": RAISED} if one["rank"] == 2 else one for one in BELOW]
     raised = next(one for one in read(launched=told) if one.rank == 2)
     assert (raised.exit_code, raised.signal, raised.stopped) == (1, None, False)
@@ -196,18 +200,19 @@ def test_a_rank_that_had_raised_an_exception_when_its_launcher_ended_it_ended_by
         ),
     ],
 )
-def test_a_launcher_that_says_nothing_of_its_ranks_is_told_as_itself(
+def test_a_launcher_silent_about_its_ranks_is_reported_itself(
     changes: dict[str, Any],
 ) -> None:
     (seen,) = read(**changes)
     assert (seen.rank, seen.launcher, seen.pid) == (8, True, 4242)
 
 
-def test_a_rank_that_lost_its_peer_is_not_the_cause_although_its_launcher_saw_it_first() -> None:
+def test_a_rank_that_lost_its_peer_is_no_cause_even_if_first() -> None:
     """Real launchers of eight ranks did that two times in eight."""
     lines = [
         "failed (exitcode: 1) local_rank: 0 (pid: 26127) of binary: python",
-        "{0: ProcessFailure(local_rank=0, pid=26127, exitcode=1, ), 3: ProcessFailure(local_rank=3, pid=26130, exitcode=-9, )}",
+        "{0: ProcessFailure(local_rank=0, pid=26127, exitcode=1, ), "
+        "3: ProcessFailure(local_rank=3, pid=26130, exitcode=-9, )}",
     ]
     told = [{**BELOW[0], "error": RAISED}, *BELOW[1:]]
     seen = read(log_tail=lines, launched=told)
@@ -217,15 +222,13 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_although_its_launcher_saw_it
     assert found.ranks == (3,)
 
 
-def test_where_a_launcher_says_nothing_the_rank_that_wrote_an_error_first_failed_first() -> None:
+def test_below_a_silent_launcher_the_first_error_is_the_root() -> None:
     told = [{**BELOW[0], "error": LATER}, {**BELOW[1], "error": RAISED}]
     (seen,) = read(log_tail=["Killed"], launched=told)
     assert (seen.rank, seen.exit_code, seen.launcher) == (1, 1, False)
 
 
-async def test_a_watch_names_the_rank_below_a_launcher_and_reads_progress_from_all_of_them() -> (
-    None
-):
+async def test_a_watch_names_ranks_below_a_launcher_and_their_progress() -> None:
     fleet = stand(
         Script((Progress(steps=((0.0, 7),)), Exit(rank=3, signal=9, after=0.2))),
         launcher="torchrun",

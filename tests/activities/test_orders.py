@@ -1,4 +1,7 @@
-"""Launching, stopping, finding nodes, archiving and reading logs: each said once, repeated without harm, and honest about silence."""
+"""Launching, stopping, finding nodes, archiving and reading logs.
+
+Each is said once, repeated without harm, and honest about silence.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ async def stop(fleet: Stand, **changes: object) -> StopRanksOutput:
     return await asyncio.wait_for(stopping, PATIENCE)
 
 
-async def test_a_launch_that_lost_an_answer_is_repeated_and_starts_nothing_twice() -> None:
+async def test_a_launch_that_lost_an_answer_starts_nothing_twice() -> None:
     fleet = stand(Script(faults=(Fault(kind="lose_answer", command="start", node="n2"),)))
     with pytest.raises(ApplicationError) as first:
         await fleet.launch(attempt=1)
@@ -49,7 +52,7 @@ async def test_a_launch_that_lost_an_answer_is_repeated_and_starts_nothing_twice
 
 
 @pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])
-async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_run(
+async def test_the_last_attempt_names_silent_nodes_and_possible_ranks(
     command: str, sent: bool
 ) -> None:
     fleet = stand(Script(faults=(Fault(kind="lose_order", command=command, node="n2", nth=None),)))  # type: ignore[arg-type]
@@ -58,9 +61,7 @@ async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_ru
     assert "n2" in answer.reason
 
 
-async def test_a_launch_that_gives_up_at_prepare_says_that_an_attempt_before_it_may_have_started_ranks() -> (
-    None
-):
+async def test_a_launch_failing_at_prepare_admits_ranks_started_before() -> None:
     lost = Fault(kind="lose_order", command="prepare", node="n2", nth=None)
     fleet = stand(Script(faults=(lost,)))
     stamps = {"n1": 1.0, "n2": 2.0}
@@ -79,7 +80,7 @@ async def test_a_refusal_says_whether_ranks_of_others_may_run(command: str, sent
     assert ([refusal.node for refusal in answer.refusals], answer.start_sent) == (["n1"], sent)
 
 
-async def test_a_refusal_is_told_at_once_and_nothing_is_started() -> None:
+async def test_a_refusal_is_reported_at_once_and_nothing_is_started() -> None:
     fleet = stand(
         Script((Refuse(command="prepare", node="n1", why="stuck", reason="rank 0 is in D state"),))
     )
@@ -98,7 +99,7 @@ async def test_a_launcher_that_is_not_the_current_one_starts_nothing() -> None:
     assert fleet.backend.lives == []
 
 
-async def test_stopping_ends_when_every_rank_is_gone_and_repeating_it_is_success() -> None:
+async def test_a_stop_ends_with_the_last_rank_and_may_be_repeated() -> None:
     fleet = stand(Script((Lingers(rank=3, seconds=60),)))
     await fleet.launch()
     for _ in range(2):
@@ -107,7 +108,7 @@ async def test_stopping_ends_when_every_rank_is_gone_and_repeating_it_is_success
     assert len([life for life in fleet.backend.lives if life.kind == "ended"]) == 4
 
 
-async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_stopped(
+async def test_a_silent_node_is_fenced_only_after_another_proven_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(milliseconds=100))
@@ -159,7 +160,7 @@ def incident(number: int) -> Incident:
     return Incident(ago(0), number, Cause.APPLICATION, f"number {number}\nand more")
 
 
-async def test_archiving_twice_adds_nothing_and_a_torn_last_line_is_written_again(
+async def test_archiving_twice_adds_nothing_and_mends_a_torn_last_line(
     tmp_path: Path,
 ) -> None:
     records = RecordActivities(tmp_path)
@@ -187,7 +188,7 @@ async def test_archiving_twice_adds_nothing_and_a_torn_last_line_is_written_agai
     assert read_archive(tmp_path, "default", "other") == []
 
 
-async def test_logs_are_read_on_from_where_they_were_and_silent_nodes_are_named(
+async def test_logs_are_read_on_from_their_place_and_name_silent_nodes(
     tmp_path: Path,
 ) -> None:
     fleet = stand(Script((Prints(rank=0, text="one\ntwo\n"), Prints(rank=2, text="three\n"))))
@@ -215,7 +216,7 @@ async def test_logs_are_read_on_from_where_they_were_and_silent_nodes_are_named(
 # --- a gang of several shards
 
 
-async def test_a_gang_of_several_shards_has_one_secret_and_none_stands_in_history() -> None:
+async def test_a_gang_of_several_shards_has_one_secret_not_in_history() -> None:
     fleet = stand(nodes=4)
     orders, outputs = await prepared_in_shards(fleet)
     for order in orders:
@@ -230,7 +231,7 @@ async def test_a_gang_of_several_shards_has_one_secret_and_none_stands_in_histor
     assert len(nonces) == 4 and not [one for one in (*nonces, *secrets) if one.encode() in history]
 
 
-async def test_a_shard_is_not_started_once_the_first_node_was_prepared_again() -> None:
+async def test_a_shard_does_not_start_after_a_new_prepare_of_node_one() -> None:
     fleet = stand(nodes=4)
     orders, _ = await prepared_in_shards(fleet)
     gang = orders[1]["gang"]

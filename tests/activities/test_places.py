@@ -31,7 +31,7 @@ def is_alive(fleet: Stand, node: str) -> bool:
     return not any(life.node == node and life.kind == "ended" for life in fleet.backend.lives)
 
 
-async def test_a_stop_elsewhere_proves_nothing_and_one_at_the_place_does() -> None:
+async def test_a_stop_proves_something_only_at_the_place_of_the_launch() -> None:
     fleet = stand()
     places = await launched(fleet)
     order = StopRanksInput(
@@ -68,8 +68,8 @@ async def test_a_launch_that_would_begin_elsewhere_starts_nothing() -> None:
     assert not any(life.token == NEXT for life in fleet.backend.lives)
 
 
-async def test_what_an_attempt_before_has_started_is_told_by_one_that_cannot_prepare() -> None:
-    """Else the node that was started and does not answer any more would be left without waiting for it."""
+async def test_an_attempt_that_cannot_prepare_reports_earlier_starts() -> None:
+    """Else a node that was started and is silent now would be left without waiting for it."""
     fleet = stand()
     places = await launched(fleet)
     details = fleet.server.beats[-1]
@@ -81,7 +81,7 @@ async def test_what_an_attempt_before_has_started_is_told_by_one_that_cannot_pre
     assert answer.places == places[0].by_node
 
 
-async def test_what_an_attempt_before_has_started_is_told_by_one_that_prepared_elsewhere() -> None:
+async def test_an_attempt_prepared_elsewhere_reports_earlier_starts() -> None:
     fleet = stand()
     places = await launched(fleet)
     fleet.backend.move("n2", 1)
@@ -94,7 +94,7 @@ async def test_what_an_attempt_before_has_started_is_told_by_one_that_prepared_e
     assert (answer.start_sent, answer.places) == (True, places[0].by_node)
 
 
-async def test_a_launch_that_is_cancelled_half_way_tells_where_its_ranks_may_live() -> None:
+async def test_a_launch_cancelled_half_way_says_where_ranks_may_live() -> None:
     fleet = stand(
         Script(faults=(Fault(kind="delay", command="prepare", node="n2", nth=2, seconds=10),))
     )

@@ -37,7 +37,7 @@ async def ask(
     ).stacks
 
 
-async def test_each_rank_that_runs_is_told_with_its_pid_and_its_place(
+async def test_each_running_rank_is_listed_with_its_pid_and_place(
     make: Make, tmp_path: Path
 ) -> None:
     fleet = make({1: RUNS})
@@ -50,9 +50,7 @@ async def test_each_rank_that_runs_is_told_with_its_pid_and_its_place(
             assert "in the kernel:\n1 thread " in one.text, "of `sleep`, which is no Python"
 
 
-async def test_a_generation_that_a_node_does_not_know_is_said_by_that_node(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_a_node_says_that_it_does_not_know_a_generation(make: Make, tmp_path: Path) -> None:
     fleet = make({1: RUNS})
     await launch(fleet)
     (found,) = await ask(fleet.backend, tmp_path, ("n1", 0), generation=7)
@@ -81,7 +79,7 @@ class Doubles:
         }
 
 
-async def test_a_node_without_an_answer_hides_no_other_and_a_deep_stack_is_cut(
+async def test_a_silent_node_hides_no_other_and_a_deep_stack_is_cut(
     tmp_path: Path,
 ) -> None:
     found = await ask(
@@ -113,14 +111,16 @@ THREAD = {
         ),
         (
             {"threads": [THREAD, THREAD], "py_spy": None},
-            "py-spy is not on the node's PATH; in the kernel:\n2 threads S (sleeping) at futex_wait_queue",
+            "py-spy is not on the node's PATH; in the kernel:\n"
+            "2 threads S (sleeping) at futex_wait_queue",
         ),
         (
             {
                 "threads": [{**THREAD, "wchan": "0", "stack": "[<0>] nv_ioctl+0x1\n[<0>] x"}],
                 "py_spy": {"unreadable": "Error:\nno ptrace"},
             },
-            "py-spy: Error: no ptrace; in the kernel:\n1 thread S (sleeping)\n    [<0>] nv_ioctl+0x1\n    [<0>] x",
+            "py-spy: Error: no ptrace; in the kernel:\n"
+            "1 thread S (sleeping)\n    [<0>] nv_ioctl+0x1\n    [<0>] x",
         ),
         (
             {"threads": [{"status": {"unreadable": "gone"}}, None], "py_spy": None},
@@ -128,5 +128,5 @@ THREAD = {
         ),
     ],
 )
-def test_what_is_known_best_is_told(row: dict[str, Any], expected: str) -> None:
+def test_the_best_known_stack_is_shown(row: dict[str, Any], expected: str) -> None:
     assert format_stacks(row).startswith(expected)

@@ -1,4 +1,7 @@
-"""How long a stop waits for a node that does not answer: from the last proof, by the times of the launch, by no wall clock."""
+"""How long a stop waits for a node that does not answer.
+
+It counts from the last proof, by the times of the launch, and by no wall clock.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class SteppedClock(datetime):
         return datetime.now(tz) + cls.step
 
 
-async def test_the_wait_for_a_silent_node_starts_at_the_last_stop_of_its_gang() -> None:
+async def test_the_wait_for_a_silent_node_starts_at_the_last_stop() -> None:
     fleet = stand(nodes=3, timeouts=SHORT)
     await fleet.launch()
     watching = asyncio.create_task(fleet.watch())
@@ -147,9 +150,7 @@ async def test_a_step_of_the_wall_clock_makes_no_silence_longer(
     assert timedelta(seconds=0.8) <= lost.unheard_for <= timedelta(seconds=time.monotonic() - began)
 
 
-async def test_a_silent_node_is_judged_by_its_launch_and_not_by_the_time_outs_of_the_order() -> (
-    None
-):
+async def test_a_silent_node_is_judged_by_its_launch_not_by_the_order() -> None:
     fleet = stand(timeouts={**SHORT, "fence_after": "900ms"})
     await fleet.launch()
     fleet.backend.cut("n2")
@@ -161,7 +162,7 @@ async def test_a_silent_node_is_judged_by_its_launch_and_not_by_the_time_outs_of
     assert (answer.fenced, still_alive(fleet)) == (("n2",), [])
 
 
-async def test_silence_proves_nothing_on_a_node_that_is_in_no_known_launch() -> None:
+async def test_silence_of_a_node_in_no_known_launch_proves_nothing() -> None:
     fleet = stand(timeouts={**SHORT, "lease": "300ms"})
     await fleet.launch()
     fleet.backend.cut("n2")
@@ -184,7 +185,7 @@ async def test_a_node_that_was_stopped_before_is_a_witness() -> None:
     assert answer.fenced == ("n2",)
 
 
-def test_an_order_of_an_older_version_is_one_launch_by_its_own_fields() -> None:
+def test_an_older_versions_order_is_one_launch_by_its_own_fields() -> None:
     given = StopRanksInput(
         TOKEN, "default", ("n2", "n3"), Timeouts(), 4, fences=True, witnesses=("n1", "n2")
     )

@@ -1,4 +1,7 @@
-"""The watch of one shard: what it waits for, what it says, and that it renews only what the server acknowledged."""
+"""The watch of one shard: what it waits for, what it says, and which leases it renews.
+
+It renews only what the server acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class Elsewhere:
         return self.right.watch(node, token, after_seq, heartbeat)
 
 
-async def test_exits_that_come_together_are_one_report_with_the_root_first() -> None:
+async def test_simultaneous_exits_are_one_report_with_the_root_first() -> None:
     fleet = stand(
         Script(
             (
@@ -120,7 +123,7 @@ async def test_echoes_wait_for_a_root_that_is_slow_to_exit() -> None:
     assert fault.observations[0].rank == 3
 
 
-async def test_all_exits_with_0_are_a_success_and_one_that_is_missing_is_not() -> None:
+async def test_success_needs_an_exit_with_0_of_every_rank() -> None:
     fleet = stand(Script((Exit(exit_code=0),)))
     await fleet.launch()
     report = await fleet.watch()
@@ -130,7 +133,7 @@ async def test_all_exits_with_0_are_a_success_and_one_that_is_missing_is_not() -
     assert again.all_succeeded, "what is behind after_seq comes no more, and is not forgotten"
 
 
-async def test_a_node_is_lost_only_after_lost_after_and_says_how_long_it_was_silent() -> None:
+async def test_a_node_is_lost_after_lost_after_with_its_silence_given() -> None:
     fleet = stand(Script((Cut(node="n2", after=0.2),)), timeouts={"lost_after": "800ms"})
     await fleet.launch()
     began = time.monotonic()
@@ -142,7 +145,7 @@ async def test_a_node_is_lost_only_after_lost_after_and_says_how_long_it_was_sil
     assert lost.unheard_for.total_seconds() >= 0.8
 
 
-async def test_a_short_cut_loses_nobody() -> None:
+async def test_a_short_cut_loses_no_node() -> None:
     fleet = stand(
         Script((Cut(node="n2", after=0.2, lasts=0.3), Exit(exit_code=0, after=2.0))),
         timeouts={"lost_after": "1.5s"},
@@ -161,7 +164,7 @@ async def test_a_lost_node_that_answers_again_has_returned() -> None:
 @pytest.mark.parametrize(
     "is_corrected", [True, False], ids=["the file is corrected", "its line is removed"]
 )
-async def test_a_node_with_a_wrong_line_in_the_fleet_file_is_found_where_a_later_file_has_it(
+async def test_a_node_with_a_wrong_line_is_found_by_a_later_fleet_file(
     is_corrected: bool,
 ) -> None:
     fleet = stand()
@@ -181,7 +184,7 @@ async def test_a_node_with_a_wrong_line_in_the_fleet_file_is_found_where_a_later
     watching.cancel()
 
 
-async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> None:
+async def test_a_lost_node_returning_with_the_last_exits_ends_the_job() -> None:
     fleet = stand()
     gang = WatchedShard(fleet.watch_input(lost=("n2",)), Pace(ago(1.0), expected=False))
     for rank in range(4):
@@ -195,7 +198,7 @@ async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> No
     assert report.all_succeeded, "no watch follows this one, and nobody would say so later"
 
 
-async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_lease_is_not_renewed(
+async def test_a_node_back_during_a_fault_is_named_but_not_renewed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 2.0)
@@ -223,7 +226,7 @@ async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_le
     assert renewed == [], "the job may go on without n2, and judges it by when it was lost"
 
 
-async def test_a_fault_says_how_long_lost_nodes_have_been_silent_by_now() -> None:
+async def test_a_fault_says_how_long_lost_nodes_have_been_silent() -> None:
     fleet = stand(
         Script((Exit(rank=0, exit_code=1, after=0.6, error=error_file("boom")),)), ranks=1
     )
@@ -237,7 +240,7 @@ async def test_a_fault_says_how_long_lost_nodes_have_been_silent_by_now() -> Non
     assert 0.3 <= age.total_seconds() <= time.monotonic() - began
 
 
-async def test_leases_are_renewed_after_an_acknowledged_heartbeat_and_not_without_one() -> None:
+async def test_leases_are_renewed_only_after_an_acknowledged_heartbeat() -> None:
     fleet = stand(timeouts={"lease": "600ms", "heartbeat": "100ms"})
     fleet.server.fails = RPCError("no", RPCStatusCode.UNAVAILABLE, b"")
     await _launched(fleet)
@@ -262,7 +265,7 @@ async def test_an_attempt_that_was_superseded_ends_and_renews_nothing() -> None:
     assert fleet.renewals() == 0
 
 
-async def test_when_the_worker_shuts_down_the_watch_is_handed_over_at_once() -> None:
+async def test_a_worker_shutdown_hands_the_watch_over_at_once() -> None:
     fleet = stand()
     await fleet.launch()
     running = environment()
@@ -325,7 +328,7 @@ async def test_a_flat_step_is_a_hang_and_names_the_slowest_ranks() -> None:
     assert "has not changed" in hang.reason
 
 
-async def test_progress_that_is_never_reported_or_cannot_be_read_is_no_hang() -> None:
+async def test_progress_never_reported_or_unreadable_is_no_hang() -> None:
     script = Script((Progress(rank=0, unreadable="not a number"), Exit(exit_code=0, after=1.5)))
     fleet = stand(script)
     await fleet.launch()
@@ -335,7 +338,7 @@ async def test_progress_that_is_never_reported_or_cannot_be_read_is_no_hang() ->
     assert report.all_succeeded
 
 
-async def test_S3_5_a_rank_that_stands_still_after_another_has_finished_is_a_hang() -> None:
+async def test_s3_5_a_rank_that_stalls_after_another_finished_hangs() -> None:
     script = Script((Exit(rank=0, exit_code=0), Progress(rank=1, steps=((0.0, 4),), hangs=True)))
     fleet = stand(script, timeouts={"exit_barrier": "700ms"})
     await fleet.launch()
@@ -344,9 +347,7 @@ async def test_S3_5_a_rank_that_stands_still_after_another_has_finished_is_a_han
     assert hang.reason == "a rank finished 0.7 s ago and others neither finish nor advance"
 
 
-async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_have_succeeded() -> (
-    None
-):
+async def test_s3_5_ranks_advancing_past_the_exit_barrier_may_succeed() -> None:
     late = tuple(Exit(rank=rank, exit_code=0, after=2.5) for rank in (1, 2, 3))
     script = Script(
         (Exit(rank=0, exit_code=0), *late, *(Progress(rank=rank, rate=10.0) for rank in (1, 2, 3)))
@@ -360,7 +361,7 @@ async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_h
     ("happening", "rebooted"),
     [(ShimDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)],
 )
-async def test_ranks_that_are_gone_unseen_are_told_as_that(
+async def test_ranks_that_vanish_unseen_are_reported_as_vanished(
     happening: ShimDies | Reboot, rebooted: bool
 ) -> None:
     fleet = stand(Script((happening,)), timeouts={"lost_after": "10s"})

@@ -1,4 +1,7 @@
-"""A watch that waits for a checkpoint: what it calls a new one, and what it forgets of it when it is taken over."""
+"""A watch that waits for a checkpoint.
+
+Tested is what it calls a new one, and what it forgets of it when it is taken over.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,13 @@ def step_of(report: WatchReport) -> int:
     return event.step
 
 
-async def test_the_next_finished_checkpoint_ends_the_watch_and_one_that_was_there_before_does_not() -> (
-    None
-):
+async def test_only_the_next_finished_checkpoint_ends_the_watch() -> None:
     report = await watched(saves((0.0, 80), (0.6, 100)))
     assert [type(event) for event in report.events] == [ProgressSeen, CheckpointSaved]
     assert step_of(report) == 100
 
 
-async def test_a_checkpoint_is_finished_when_all_who_tell_of_theirs_have_finished_it() -> None:
+async def test_a_checkpoint_is_finished_when_all_reporters_finished_it() -> None:
     assert (
         step_of(await watched(saves((0.0, 80), (0.3, 100)), saves((0.0, 80), (0.7, 90), rank=3)))
         == 90
@@ -62,7 +63,7 @@ async def test_a_rank_that_has_exited_holds_no_checkpoint_back() -> None:
     )
 
 
-async def test_a_step_that_is_waited_for_and_a_checkpoint_may_be_passed_in_one_moment() -> None:
+async def test_an_awaited_step_and_a_checkpoint_may_pass_at_once() -> None:
     nodes = Nodes(report_at_step=10)
     for step, saved in ((3, None), (10, 10)):
         for node, ranks in (("n1", "01"), ("n2", "23")):
@@ -73,7 +74,7 @@ async def test_a_step_that_is_waited_for_and_a_checkpoint_may_be_passed_in_one_m
 
 
 @pytest.mark.parametrize("plain", [True, False])
-async def test_an_attempt_that_takes_over_calls_new_what_was_saved_while_nobody_watched(
+async def test_a_checkpoint_saved_between_two_attempts_is_new(
     plain: bool,
 ) -> None:
     before = WatchHeartbeat(
@@ -96,7 +97,7 @@ class Nodes:
         )
 
     def beat(self, node: str, **checkpoints: int | None) -> int | None:
-        """The node tells of its ranks, `r0=80`; return the step of the checkpoint that this makes the watch report."""
+        """The node reports its ranks, `r0=80`; return the checkpoint that the watch reports."""
         progress = {
             rank[1:]: {"step": 100, "age": 0.0, "checkpoint": saved}
             for rank, saved in checkpoints.items()
@@ -115,7 +116,7 @@ def test_the_first_checkpoint_of_all_is_a_new_one() -> None:
     ) == (None, None, 20)
 
 
-def test_nothing_is_called_new_before_every_node_that_can_be_reached_has_spoken() -> None:
+def test_no_checkpoint_is_new_before_all_reachable_nodes_spoke() -> None:
     nodes = Nodes()
     assert (nodes.beat("n1", r0=80), nodes.beat("n1", r0=100)) == (None, None)
     assert nodes.gang.heartbeat().based is False
@@ -128,7 +129,7 @@ def test_nothing_is_called_new_before_every_node_that_can_be_reached_has_spoken(
     ) == (True, 80, 100)
 
 
-def test_a_node_that_is_heard_late_tells_first_of_what_was_there_before() -> None:
+def test_a_node_heard_late_first_reports_what_was_there_before() -> None:
     nodes = Nodes()
     nodes.gang.note_disconnection("n1", "no route to host")
     assert (nodes.beat("n2"), nodes.beat("n1", r0=80), nodes.beat("n1", r0=100)) == (
@@ -155,7 +156,7 @@ def test_a_rank_that_tells_only_of_checkpoints_is_heard() -> None:
     assert saved is not None and saved.step == 100 and nodes.gang.heartbeat().step is None
 
 
-def test_a_watch_that_nobody_has_asked_shows_checkpoints_to_people_and_reports_none() -> None:
+def test_an_unasked_watch_shows_checkpoints_and_reports_none() -> None:
     nodes = Nodes(report_checkpoint=False)
     assert [
         nodes.beat(node, r0=saved) for node, saved in (("n1", 80), ("n2", 80), ("n1", 100))
@@ -209,10 +210,8 @@ def test_what_the_attempt_before_had_heard_stands(
     assert (nodes.beat("n1", r0=80), nodes.beat("n1", r0=then)) == (first, then)
 
 
-def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_steps_has_spoken() -> (
-    None
-):
-    """Watches are exchanged while a job runs well, for hours perhaps, and one node may be slow to connect to."""
+def test_a_late_watch_calls_nothing_hung_before_steps_were_heard() -> None:
+    """Watches are exchanged for hours while a job runs well, and one node may connect slowly."""
     nodes = Nodes(
         launched_at=ago(36_000),
         progress_expected=True,
@@ -227,7 +226,7 @@ def test_a_watch_that_begins_late_calls_nothing_hung_before_whoever_tells_of_ste
     assert gang._find_hang() is None
 
 
-async def test_what_a_watch_of_another_generation_left_is_not_taken_over() -> None:
+async def test_leftovers_of_another_generations_watch_are_not_taken() -> None:
     other = WatchHeartbeat(7, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=3)
     assert (
         step_of(await watched(saves((0.0, 80), (0.6, 100)), environment=environment(2, (other,))))

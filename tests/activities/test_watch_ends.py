@@ -31,7 +31,10 @@ EXITED = {
 
 
 class OneNode:
-    """A node whose only rank has exited by the time somebody watches. Its first heartbeat comes `pause` turns of the loop after that."""
+    """A node whose only rank has exited before the watch begins.
+
+    Its first heartbeat comes `pause` turns of the loop after that.
+    """
 
     def __init__(self, pause: int) -> None:
         self.pause = pause
@@ -79,7 +82,7 @@ class OneNode:
 
 
 @pytest.mark.parametrize("pause", range(10))
-async def test_a_rank_that_exits_as_the_first_heartbeat_arrives_ends_the_watch(pause: int) -> None:
+async def test_a_rank_exit_at_the_first_heartbeat_ends_the_watch(pause: int) -> None:
     node: Any = OneNode(pause)
     order = WatchRanksInput(
         Token("default", "hi", 1, 1),

@@ -1,4 +1,7 @@
-"""A fleet workflow that does nothing but remember what people said, and the activity that reads its file, for the command line's tests."""
+"""A fleet workflow that only remembers what people said, for the command line's tests.
+
+With it comes the activity that reads the fleet's file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A job workflow that does nothing but remember what people said, and the two reading activities, for the command line's tests."""
+"""A job workflow that only remembers what people said, for the command line's tests.
+
+With it come the two reading activities.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ from relaunch.cli import app
 
 
 def code_lines(page: str) -> list[str]:
-    """Return the lines of a page's code blocks that name no language, without remarks; a line that goes on is one."""
+    """Return the lines of a page's code blocks that name no language, without remarks.
+
+    A line that goes on is one.
+    """
     fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page, re.DOTALL | re.MULTILINE)
     blocks = [text for language, text in fences if not language]
     lines = re.sub(r"\\\n +", "", "\n".join(map(textwrap.dedent, blocks))).splitlines()
@@ -21,7 +24,10 @@ def code_lines(page: str) -> list[str]:
 
 
 def take(line: str) -> None:
-    """Parse a line that begins with relaunch, and run nothing. Raises click's UsageError: it is no command."""
+    """Parse a line that begins with relaunch, and run nothing.
+
+    Raises click's UsageError: it is no command.
+    """
     command: Any = get_command(app.app)
     words = shlex.split(line)[1:]
     context = command.context_class(command, info_name="relaunch")

@@ -1,4 +1,7 @@
-"""The command line as people use it: real processes, a real server, a job workflow that only remembers."""
+"""The command line as people use it: real processes, a real server, and a job workflow.
+
+The workflow only remembers what it was sent.
+"""
 
 from __future__ import annotations
 
@@ -283,7 +286,7 @@ async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None
     assert "job long CANCELLED: cancelled: ctrl-C" in err
 
 
-async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_memo_when_no_worker_lives(
+async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     place: Place,
 ) -> None:
     await place.starter("submit", place.write_job("done", "exit", "0"), "--follow")
@@ -361,7 +364,7 @@ async def test_archived_incidents_come_before_those_still_held(place: Place) -> 
     )
 
 
-def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_killed(
+def test_up_is_found_by_its_state_folder_and_ends_its_server(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, STARTER, "up", "--no-worker", "--port", "0", "--ui-port", "0"]
@@ -423,7 +426,7 @@ async def test_the_namespace_is_ensured_twice_without_harm(place: Place) -> None
     await ensure_namespace(place.client)
 
 
-def test_import_of_the_command_line_needs_neither_backends_nor_activities() -> None:
+def test_the_command_line_imports_no_backends_and_no_activities() -> None:
     imported = ", ".join(
         f"relaunch.cli.{name}" for name in ("app", "run", "follow", "tables", "service")
     )

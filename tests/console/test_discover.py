@@ -1,4 +1,7 @@
-"""`nodes discover`: the fleet file that is printed for a cluster, which the double of AWS plays, and what is said where there is none."""
+"""`nodes discover`: the fleet file that is printed for a cluster, or why there is none.
+
+The double of AWS plays the cluster.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
 
 @pytest.fixture(scope="module")
 def machines(aws: AwsDouble) -> tuple[str, ...]:
-    """Two whose tags are names, two that share one, and one that was terminated while it was stopped."""
+    """Two with a name as tag, two that share one, and one that was terminated while stopped."""
     calls, ids = Caller(aws), tuple(aws.add_instance(gpus=gpus) for gpus in (8, 8, 0, 8, 8))
     for ec2_id, tag in zip(
         ids, ("trainer-a", "ECS Instance - training", "worker", "worker", ""), strict=True
@@ -63,7 +66,7 @@ def discover(
     return code, told.out, told.err
 
 
-def test_each_instance_is_a_node_by_its_tag_or_a_number_and_the_file_can_be_used(
+def test_each_instance_is_a_node_named_by_its_tag_or_a_number(
     machines: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +109,7 @@ def test_each_instance_is_a_node_by_its_tag_or_a_number_and_the_file_can_be_used
     assert f"# left out: {machines[4]} is terminated\n" in out
 
 
-def test_an_arn_says_its_region_and_what_nobody_gave_is_a_comment(
+def test_an_arn_says_its_region_and_what_is_missing_is_a_comment(
     aws: AwsDouble,
     machines: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +200,7 @@ def test_without_a_region_it_says_how_to_give_one(
         ),
     ],
 )
-def test_what_aws_refuses_is_told_with_what_would_do(code: str, kind: Kind, says: str) -> None:
+def test_a_refusal_of_aws_is_shown_with_its_remedy(code: str, kind: Kind, says: str) -> None:
     assert says in _cannot(
         "training", "us-east-1", AwsError(f"ECS ListContainerInstances: {code}", code, kind)
     )
@@ -227,7 +230,7 @@ def test_numbers_leave_out_what_a_tag_has_taken_already() -> None:
     assert names([""] * 100)[::99] == ("gpu-001", "gpu-100")
 
 
-def test_a_tag_that_yaml_would_take_for_something_else_stays_a_name() -> None:
+def test_a_tag_that_yaml_would_misread_stays_a_name() -> None:
     assert yaml.safe_load(_flow({"name": "on"})) == {"name": "on"} and yaml.safe_load(
         _flow({"name": "007"})
     ) == {"name": "007"}

@@ -67,7 +67,7 @@ def test_there_are_commands_to_try() -> None:
 @pytest.mark.parametrize(
     "line", [line for line in COMMANDS if line.split()[1] in ("policy", "explain")]
 )
-def test_those_that_need_nobody_are_run(
+def test_commands_that_need_no_person_are_run(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", line.split())
@@ -75,7 +75,7 @@ def test_those_that_need_nobody_are_run(
     assert len(capsys.readouterr().out) > 100
 
 
-def test_its_fleet_file_is_what_discover_writes_and_a_worker_takes_it(tmp_path: Path) -> None:
+def test_its_fleet_file_is_as_discovered_and_a_worker_takes_it(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     spec = read_fleet(tmp_path / "fleet.yaml")
     found = [
@@ -85,7 +85,7 @@ def test_its_fleet_file_is_what_discover_writes_and_a_worker_takes_it(tmp_path: 
     assert EcsBackend(spec, options(spec, {})).fences is False
 
 
-def test_its_job_goes_to_that_fleet_and_has_nothing_that_it_calls_not_possible(
+def test_its_job_goes_to_that_fleet_and_asks_only_the_possible(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "first.yaml").write_text(JOB)
@@ -118,7 +118,8 @@ def test_its_command_gives_torchrun_what_relaunch_tells_a_rank(tmp_path: Path) -
         check=True,
     )
     assert done.stdout.split() == shlex.split(
-        "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0 --master-addr 10.0.0.11 --master-port 20017 train.py --resume"
+        "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0"
+        " --master-addr 10.0.0.11 --master-port 20017 train.py --resume"
     )
 
 
@@ -138,8 +139,11 @@ def test_its_task_definition_is_one_and_ranks_can_be_run_as_it() -> None:
 @pytest.mark.parametrize(
     "words", [pytest.param(words, id=" ".join(words[1:3])) for words in OF_AWS]
 )
-def test_its_commands_of_aws_have_operations_and_options_of_these_names(words: list[str]) -> None:
-    """`aws SERVICE some-operation --some-option`: both are of the API's model, but for three that the AWS command line has of its own."""
+def test_its_aws_commands_have_operations_and_options_that_exist(words: list[str]) -> None:
+    """`aws SERVICE some-operation --some-option`: both are of the API's model.
+
+    Three options are excepted, which the AWS command line has of its own.
+    """
     name, command = words[1:3]
     given = {word for word in words[3:] if word.startswith("--")}
     if (name, command) in (("cloudformation", "deploy"), ("ecr", "get-login-password")):
@@ -207,9 +211,7 @@ def test_its_variables_and_statuses_are_those_of_the_code() -> None:
         assert set(re.findall(r"`([A-Z_]+)`", line)) - {"NODE_LOST"} == set(statuses)
 
 
-def test_each_row_of_what_the_lambdas_did_has_tests_of_its_name_in_the_files_that_the_page_on_tests_says() -> (
-    None
-):
+def test_each_row_of_the_lambdas_has_tests_in_the_named_files() -> None:
     rows = re.findall(
         r"^\| (S1\.\d+) \|(.*)$", (ROOT / "docs" / "testing.md").read_text(), re.MULTILINE
     )

@@ -23,7 +23,8 @@ KERNEL = """\
 [ 1000.1] usb 1-1: new high-speed USB device
 [ 1234.567890] NVRM: Xid (PCI:0000:05:00): 48, pid=1234, name=python, DBE (double bit error)
 [ 1234.567891] NVRM: Xid (PCI:0000:05:00): 45, pid=1234, name=python, Ch 00000010
-[ 1234.667891] NVRM: Xid (PCI:0000:05:00): 63, pid=1234, name=python, Row Remapper: New row marked for remapping
+[ 1234.667891] NVRM: Xid (PCI:0000:05:00): 63, pid=1234, name=python, Row Remapper: \
+New row marked for remapping
 [ 1235.1] NVRM: Xid (PCI:0000:0a:00): 79, pid=99, name=python, GPU has fallen off the bus.
 """
 LOG = """\
@@ -51,7 +52,7 @@ def write(folder: Path, content: str) -> str:
     return str(folder / "evidence")
 
 
-def test_an_xid_is_nvidias_row_our_cause_and_the_note_where_sources_disagree() -> None:
+def test_an_xid_shows_nvidias_row_our_cause_and_any_disagreement() -> None:
     assert view("xid", "79") == {
         "cause": "GPU_FATAL",
         "findings": [
@@ -101,13 +102,13 @@ def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None,
     assert (made["cause"], made["findings"][0]["code"]) == (cause, code)
 
 
-def test_a_kill_is_not_called_out_of_memory_without_the_kernels_word() -> None:
+def test_a_kill_is_out_of_memory_only_by_the_kernels_word() -> None:
     assert text("exit", "137").endswith(
         "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead."
     )
 
 
-def test_the_gravest_line_of_a_kernel_log_is_the_root_and_cascades_are_named(
+def test_the_gravest_kernel_line_is_the_root_of_named_cascades(
     tmp_path: Path,
 ) -> None:
     made = view("kernel", write(tmp_path, KERNEL))
@@ -129,7 +130,7 @@ def test_the_gravest_line_of_a_kernel_log_is_the_root_and_cascades_are_named(
     assert drawn.count("→") == 1
 
 
-def test_the_root_of_a_log_is_not_its_first_line_when_that_is_a_cascade(tmp_path: Path) -> None:
+def test_a_cascade_on_the_first_line_is_not_the_root_of_a_log(tmp_path: Path) -> None:
     made = view("log", write(tmp_path, LOG))
     assert (made["cause"], [(one["line"], one["role"]) for one in made["findings"]]) == (
         "OUT_OF_MEMORY",

@@ -1,4 +1,7 @@
-"""Files that people write: each mistake is one sentence with the line, the value and what is expected."""
+"""Files that people write.
+
+Each mistake is one sentence with the line, the value and what is expected.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +119,7 @@ def test_a_file_that_is_missing_or_no_text_is_said(tmp_path: Path) -> None:
         read_job(tmp_path / "binary.yaml", {})
 
 
-def test_two_nodes_of_one_address_are_a_mistake_of_the_fleet_file(tmp_path: Path) -> None:
+def test_two_nodes_of_one_address_are_a_fleet_file_mistake(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
         "name: lab\nbackend: local\nnodes:\n  - {name: a, address: x}\n  - {name: b, address: x}\n"
@@ -130,6 +133,7 @@ def test_two_nodes_of_one_address_are_a_mistake_of_the_fleet_file(tmp_path: Path
     )
     with pytest.raises(
         ConfigError,
-        match=r"fleet.yaml:5: nodes.1.adress: unknown key, did you mean address\?|fleet.yaml:5: nodes.1.address: missing",
+        match=r"fleet.yaml:5: nodes.1.adress: unknown key, did you mean address\?"
+        r"|fleet.yaml:5: nodes.1.address: missing",
     ):
         read_fleet(path)

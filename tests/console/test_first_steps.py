@@ -1,4 +1,7 @@
-"""What a new user types first, `nodes trust` and `nodes check --file`, against real SSH servers; no server and no worker runs."""
+"""What a new user types first, `nodes trust` and `nodes check --file`.
+
+The SSH servers are real; no server and no worker runs.
+"""
 
 from __future__ import annotations
 
@@ -126,14 +129,15 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
 KILLS = """#!/bin/sh
 {python} "$@"
 for process in /proc/[0-9]*; do
-    if grep -qx relaunch-stay $process/comm && tr '\\0' '\\n' < $process/environ | grep -qx "RELAUNCH_AGENT_STATE=$RELAUNCH_AGENT_STATE"
+    if grep -qx relaunch-stay $process/comm && tr '\\0' '\\n' < $process/environ \
+| grep -qx "RELAUNCH_AGENT_STATE=$RELAUNCH_AGENT_STATE"
     then kill ${{process#/proc/}}; fi
 done 2>/dev/null
 """
 """A double of logind with KillUserProcesses=yes: what was started in a login ends with it."""
 
 
-async def test_a_host_that_kills_at_logout_is_found_out_though_all_else_works(site: Site) -> None:
+async def test_a_host_that_kills_at_logout_is_detected(site: Site) -> None:
     fine, kills = site.host(), site.host()
     kills.program_named("python3", KILLS.format(python=shlex.quote(sys.executable)))
     first, second = await checked(site, fleet_of(site, fine, kills))
@@ -143,7 +147,7 @@ async def test_a_host_that_kills_at_logout_is_found_out_though_all_else_works(si
     assert first["training network"].fix == "mend its logout first"
 
 
-async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_third(
+async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
     site: Site,
 ) -> None:
     fine, down, closed = site.host(), site.host(), site.host()
@@ -259,7 +263,7 @@ async def test_a_changed_key_is_never_replaced_by_any_answer(
     assert (await ask_about(site, spec, "yes"))[0], "what it says to type is what helps"
 
 
-async def test_without_a_terminal_nobody_is_asked_and_nothing_is_written(site: Site) -> None:
+async def test_without_a_terminal_nothing_is_asked_or_written(site: Site) -> None:
     host = site.host(known=False)
     file = written(site, fleet_of(site, host))
     done = starter(site, "nodes", "trust", "--file", str(file))
@@ -355,7 +359,8 @@ async def test_the_command_says_by_its_exit_code_whether_ranks_can_run(site: Sit
 def test_local_nodes_are_looked_at_as_well_and_have_no_host_keys(tmp_path: Path) -> None:
     file = tmp_path / "laptop.yaml"
     file.write_text(
-        "name: laptop\nbackend: local\nnodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n"
+        "name: laptop\nbackend: local\n"
+        "nodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n"
     )
     environment = bare_environment({"RELAUNCH_STATE": str(tmp_path / "here")})
     words = [sys.executable, STARTER, "nodes"]
@@ -378,7 +383,7 @@ def test_local_nodes_are_looked_at_as_well_and_have_no_host_keys(tmp_path: Path)
     assert (refused.returncode, "have no host keys" in refused.stderr) == (2, True)
 
 
-def test_a_check_without_a_node_and_without_a_file_says_what_it_wants(tmp_path: Path) -> None:
+def test_a_check_without_a_node_or_a_file_says_what_it_wants(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, STARTER, "nodes", "check"],
         cwd=tmp_path,

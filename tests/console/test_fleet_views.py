@@ -107,7 +107,8 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             silent(1, **OUT),
             (),
             "quarantined",
-            "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago): connection refused",
+            "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago):"
+            " connection refused",
         ),
         (node(1, probe=None, probed_at=None), (), "silent", "nobody has looked at it yet"),
         (
@@ -124,7 +125,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
         ),
     ],
 )
-def test_a_node_is_in_the_state_that_keeps_it_from_others_with_its_reason(
+def test_a_node_shows_the_state_that_withholds_it_and_the_reason(
     record: NodeRecord, places: tuple[Place, ...], expected: str, reason: str
 ) -> None:
     state = fleet(record, claims=(claim("llama", *places),) if places else ())
@@ -156,7 +157,7 @@ def test_gpus_are_those_in_use_of_those_there_are(
     assert cells(shared)[2:4] == [", ".join(f"job-{n}" for n in range(len(places))), expected]
 
 
-def test_ranks_that_live_somewhere_by_no_claim_count_as_having_all_of_it() -> None:
+def test_ranks_without_a_claim_count_as_having_the_whole_node() -> None:
     assert cells(fleet(living(1, "orphan")))[3] == "8/8"
     here = fleet(living(1, "llama"), claims=(claim("llama", Place("gpu-01", gpus=(3,))),))
     assert cells(here)[1:4] == ["busy", "llama", "1/8"], "those of a claim are no second tenant"
@@ -292,11 +293,15 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
         awaited_jobs=("mixtral",),
     )
     assert fleet_notes(state, T0) == [
-        "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
-        " 3 of 8 nodes are out, nodes_out allows 2; `relaunch nodes resume --fleet default --reason …`",
-        "repairs are paused by grace@ops: maintenance; `relaunch nodes resume --fleet default --reason …`",
+        "the breaker is open since 2026-03-01T11:00:00Z (60m ago),"
+        " so nothing is granted or repaired:"
+        " 3 of 8 nodes are out, nodes_out allows 2;"
+        " `relaunch nodes resume --fleet default --reason …`",
+        "repairs are paused by grace@ops: maintenance;"
+        " `relaunch nodes resume --fleet default --reason …`",
         "the fleet was started anew and asks what they hold: mixtral",
-        "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago): 2 of 4 nodes: gpu-03 is quarantined",
+        "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago):"
+        " 2 of 4 nodes: gpu-03 is quarantined",
         "repair/default/gpu-01 waits for a permit to reboot gpu-01: Xid 79",
     ]
     view = json.loads(json.dumps(fleet_view(state)))
@@ -332,9 +337,11 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
         "has it      job llama, submission 7: GPU 0, 1",
         "drain       to be left by 2026-03-01T12:12:00Z, asked by grace@ops: flaky NVLink",
         "repair      repair/default/gpu-01: http://127.0.0.1:8233/namespaces/default/workflows/repair%2Fdefault%2Fgpu-01/run-1",
-        "fault       2026-03-01T11:00:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus"
+        "fault       2026-03-01T11:00:00Z Xid 79 (GPU_FATAL), job llama generation 3:"
+        " GPU 5 fell off the bus"
         " [does not count: the fault followed job llama to gpu-02]",
-        "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus",
+        "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3:"
+        " GPU 5 fell off the bus",
     ]
     suspect = replace(record, drain=None, repair_drain=DRAIN, asked_jobs=("llama",))
     assert (
@@ -403,7 +410,7 @@ def test_what_was_said_is_answered_with_what_is_now() -> None:
     )
 
 
-def test_what_is_offered_to_a_job_is_free_and_says_until_when_nobody_else_gets_it() -> None:
+def test_nodes_on_offer_are_free_and_say_until_when_reserved() -> None:
     offer = OfferRecord("llama", 7, 3, (Place("gpu-02"),), T0 + timedelta(minutes=2))
     grows = claim("llama", Place("gpu-01"))
     grows = replace(grows, claim=replace(grows.claim, keep=("gpu-01",), most=2, more_at=T0))
@@ -467,7 +474,7 @@ def read(inventory: Inventory, **changes: Any) -> NodeRecord:
     )
 
 
-def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses_it() -> None:
+def test_s2_10_nodes_list_shows_gpus_as_read_and_their_strangers() -> None:
     row = cells(fleet(read(READ), claims=(claim("llama", Place("gpu-01", gpus=(0, 1))),)))
     assert (row[3], row[6]) == (
         "2/8 x H100 80GB HBM3",
@@ -502,14 +509,15 @@ def test_what_is_odd_about_gpus_is_a_remark(record: NodeRecord, gpus: str, reaso
     assert (row[3], row[6]) == (gpus, reason)
 
 
-def test_s2_10_a_node_is_shown_with_each_gpu_its_memory_and_who_computes_there() -> None:
+def test_s2_10_a_node_is_shown_with_gpus_memory_and_their_users() -> None:
     state = fleet(
         read(replace(READ, lost=("0000:5e:00.0",), memory_used=(3, UNKNOWN, 60000))),
         claims=(claim("llama", Place("gpu-01", gpus=(0,))),),
     )
     lines = node_lines(state.nodes[0], tenants(state)["gpu-01"], "default", T0, None)
     assert [line for line in lines if line.startswith(("gpu", "lost"))] == [
-        "gpus        8 x H100 80GB HBM3, 81559 MiB each; driver 570.148.08, NVML 13.570; read 12s ago",
+        "gpus        8 x H100 80GB HBM3, 81559 MiB each; driver 570.148.08, NVML 13.570;"
+        " read 12s ago",
         "lost        0000:5e:00.0",
         "gpu 0       3 of 81559 MiB used; job llama",
         "gpu 2       60000 of 81559 MiB used; alice (python, pid 4242)",

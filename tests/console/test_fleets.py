@@ -1,4 +1,7 @@
-"""`relaunch nodes …` as people type it: real processes, a real server, a fleet workflow that only remembers."""
+"""`relaunch nodes …` as people type it: real processes, a real server, and a fleet workflow.
+
+The workflow only remembers what it was sent.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ async def begun(place: Place, fleet: str) -> bool:
     return described.status is WorkflowExecutionStatus.RUNNING
 
 
-async def test_whoever_lists_a_fleet_first_begins_it_and_one_that_was_terminated_is_begun_anew(
+async def test_listing_begins_a_fleet_that_is_new_or_was_terminated(
     place: Place,
 ) -> None:
     listed = json.loads(said(await place.starter("nodes", "list", "--json")))
@@ -93,7 +96,7 @@ async def test_whoever_lists_a_fleet_first_begins_it_and_one_that_was_terminated
     assert await begun(place, "default")
 
 
-async def test_a_node_is_quarantined_and_released_and_each_says_what_is_now(place: Place) -> None:
+async def test_quarantine_and_release_each_say_the_new_state(place: Place) -> None:
     answer = said(await place.starter("nodes", "quarantine", "gpu-01", "--reason", "flaky NVLink"))
     assert answer.startswith("node gpu-01 is quarantined: flaky NVLink; nobody has it")
     shown = json.loads(said(await place.starter("nodes", "show", "gpu-01", "--json")))
@@ -143,7 +146,7 @@ async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Pla
 
 
 @pytest.mark.long
-async def test_the_question_of_a_repair_that_no_job_waits_for_is_answered_by_its_node(
+async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
     place: Place,
 ) -> None:
     repair = await place.client.start_workflow(

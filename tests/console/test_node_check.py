@@ -27,7 +27,7 @@ KEPT = NodeRecord(
 )
 
 
-def test_a_healthy_node_that_a_person_has_quarantined_is_not_called_free(
+def test_a_healthy_but_quarantined_node_is_not_called_free(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept = row(HEALTHY, KEPT)

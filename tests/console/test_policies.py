@@ -1,4 +1,7 @@
-"""`policy`: presets, explain, change and replay, as people type them; the last two against a real job on a real server."""
+"""`policy`: presets, explain, change and replay, as people type them.
+
+The last two run against a real job on a real server.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ from tests.workflows.rig import policy, rig
 
 SOON = (*FAST, "limit.historyCount.suggestContinueAsNew=15")
 
-# A cancel that crosses an activity's end makes the SDK warn from its own poll loop, and there an error ends the worker.
+# A cancel that crosses an activity's end makes the SDK warn from its own poll loop, and there an
+# error ends the worker.
 LATE_CANCEL = pytest.mark.filterwarnings("ignore:Cannot find activity to cancel")
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[Client]:
-    """A real server that suggests to continue as new after 15 events, so that a history has several runs."""
+    """A real server that suggests to continue as new after 15 events: histories of several runs."""
     async with _dev(
         [word for value in SOON for word in ("--dynamic-config-value", value)]
     ) as client:
@@ -54,7 +58,8 @@ async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> N
         ("max_restart: 3\n", ("bad.yaml:1: max_restart: unknown key, did you mean max_restarts?",)),
         ("max_restarts: -1\n", ("bad.yaml:1: ", "max_restarts", "-1")),
         (
-            "causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n",
+            "causes:\n  HANG:\n"
+            "    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n",
             ("bad.yaml:4: ", "has no unit"),
         ),
         (
@@ -74,7 +79,7 @@ async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> N
         ("", ("bad.yaml:1: the file is empty",)),
     ],
 )
-def test_a_mistake_in_a_policy_is_one_sentence_with_file_and_line(
+def test_a_policy_mistake_is_one_sentence_with_file_and_line(
     tmp_path: Path, text: str, expected: tuple[str, ...]
 ) -> None:
     (tmp_path / "bad.yaml").write_text(text)
@@ -101,7 +106,7 @@ def test_every_ladder_of_every_preset_is_drawn_within_a_terminal() -> None:
         ), "each cause once"
 
 
-def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_follows() -> None:
+def test_a_drawing_says_all_of_each_rung_and_what_follows() -> None:
     made = resolve(
         {
             "causes": {
@@ -130,16 +135,19 @@ def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_f
     assert text.startswith("policy mine.yaml  (over default)\n")
     ladder = re.sub(r"\s+", " ", text[text.index("STORAGE") :])
     assert ladder.startswith(
-        "STORAGE 1 RESTART_IN_PLACE 4 tries within 6h, counted by node, GPU and code; after 5s, 10s, 20s, 40s; spends a restart"
-        " ↓ used up 2 REPLACE_NODE when examined UNHEALTHY: 1 try, counted by cause; isolates the suspects; spends no restart"
+        "STORAGE 1 RESTART_IN_PLACE 4 tries within 6h, counted by node, GPU and code;"
+        " after 5s, 10s, 20s, 40s; spends a restart"
+        " ↓ used up 2 REPLACE_NODE when examined UNHEALTHY: 1 try, counted by cause;"
+        " isolates the suspects; spends no restart"
         " ↓ used up, or the verdict is HEALTHY or UNKNOWN"
-        " 3 RESCHEDULE_JOB 2 tries, counted by cause; after 20m, 1h; spends a restart ↓ used up the job ends as FAILED"
+        " 3 RESCHEDULE_JOB 2 tries, counted by cause; after 20m, 1h; spends a restart"
+        " ↓ used up the job ends as FAILED"
     ), ladder
     rungs = policy_view("mine.yaml", made, Cause.STORAGE)["ladders"][0]["rungs"]
     assert [rung["delays"] for rung in rungs] == [[5.0, 10.0, 20.0, 40.0], [], [1200.0, 3600.0]]
 
 
-async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(
+async def test_causes_that_share_a_ladder_are_drawn_once_or_one_alone(
     tmp_path: Path,
 ) -> None:
     view = json.loads(
@@ -167,7 +175,7 @@ async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(
         read("harsh")
 
 
-# --- change -------------------------------------------------------------------------------------------------------------------
+# --- change ---------------------------------------------------------------------------------------
 
 
 def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
@@ -198,7 +206,7 @@ def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
         (None, ("hang=off", "hang.after=off"), "hang is set as a whole and in part"),
     ],
 )
-def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(
+def test_an_empty_change_is_refused_before_any_job_is_asked(
     source: str | None, words: tuple[str, ...], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
@@ -207,7 +215,7 @@ def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(
 
 @LATE_CANCEL
 @pytest.mark.long
-async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(
+async def test_a_changed_policy_of_a_running_job_shows_what_changed(
     server: Client, tmp_path: Path
 ) -> None:
     async def refused(job: str, *words: str, file: str | None = None) -> str:
@@ -229,7 +237,8 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(
             0,
             [
                 "job llama: the policy is in force from the next decision on",
-                "  causes.HANG: RESTART_IN_PLACE 2 times, then REPLACE_NODE when UNHEALTHY 2 times, then FAIL → ASK",
+                "  causes.HANG: RESTART_IN_PLACE 2 times, then REPLACE_NODE when UNHEALTHY 2 times,"
+                " then FAIL → ASK",
                 "  max_restarts: 8 → 12",
                 "  timeouts.lost_after: 0.6s → 5m",
             ],
@@ -257,7 +266,7 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(
         assert "job llama has ended (CANCELLED)" in await refused("llama", "max_restarts=9")
 
 
-# --- replay -------------------------------------------------------------------------------------------------------------------
+# --- replay ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,7 +350,7 @@ async def test_a_history_of_another_program_is_refused() -> None:
         await recording([history], "default", data_converter())
 
 
-# --- files of events ----------------------------------------------------------------------------------------------------------
+# --- files of events ------------------------------------------------------------------------------
 
 EXAMPLE = re.compile(r"```jsonl\n(.*?)```", re.DOTALL)
 
@@ -462,7 +471,7 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
         ),
     ],
 )
-def test_a_line_that_cannot_be_used_is_one_sentence_with_file_and_line(
+def test_an_unusable_line_is_one_sentence_with_file_and_line(
     tmp_path: Path, lines: tuple[str, ...], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -476,7 +485,7 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         try_on_events(preset("default"), tmp_path / "none.jsonl")
 
 
-def test_times_of_day_are_shown_as_such_and_durations_count_from_the_first(tmp_path: Path) -> None:
+def test_times_of_day_stay_and_durations_count_from_the_first(tmp_path: Path) -> None:
     lines = events(
         tmp_path, f'{{"at": "2026-03-01T12:00:00+01:00", {FAULT}}}', f'{{"at": "10m", {FAULT}}}'
     )
@@ -486,17 +495,19 @@ def test_times_of_day_are_shown_as_such_and_durations_count_from_the_first(tmp_p
     ]
 
 
-def test_answers_may_be_written_in_short_and_nodes_may_have_names(tmp_path: Path) -> None:
+def test_answers_may_be_short_and_nodes_may_have_names(tmp_path: Path) -> None:
     lines = events(
         tmp_path,
-        '{"job": {"nodes": 2, "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',
+        '{"job": {"nodes": 2,'
+        ' "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',
         '{"at": "0s", "kind": "NodesAcquired", "nodes": ["gpu-07", "gpu-08"]}',
         *(
             f'{{"at": "{n}m", {FAULT.replace("n2", "gpu-08")}, "error": "ValueError: boom"}}'
             for n in (1, 2, 3)
         ),
         '{"at": "9m", "kind": "NodesExamined", "examined": {"gpu-08": "UNHEALTHY"}}',
-        '{"at": "20m", "kind": "FaultObserved", "observations": [{"kind": "RanksVanished", "node": "gpu-07"}], "silent": {"n1": "30s"}}',
+        '{"at": "20m", "kind": "FaultObserved",'
+        ' "observations": [{"kind": "RanksVanished", "node": "gpu-07"}], "silent": {"n1": "30s"}}',
     )
     text = "\n".join(lines)
     assert "[left: 1 RESTART_IN_PLACE for APPLICATION, 4 of 5 restarts]" in text, (

@@ -1,4 +1,7 @@
-"""What people are told of a node before it is used: each thing a row, and one sentence of what to do where it is not fine."""
+"""What people see of a node before it is used.
+
+Each thing is a row, with one sentence of what to do where it is not fine.
+"""
 
 from __future__ import annotations
 
@@ -350,7 +353,7 @@ def test_a_missing_tool_keeps_no_rank_from_running() -> None:
     assert runs(found)
 
 
-def test_without_sudo_in_the_fleet_file_no_sudoers_line_is_asked_for() -> None:
+def test_no_sudoers_line_is_wanted_without_sudo_in_the_file() -> None:
     facts = {
         name: {"command": "systemctl reboot", "cannot": "uid 1000 may not"}
         for name in ("reboot", "gpu_reset")
@@ -395,7 +398,7 @@ def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
     assert (found.found, found.fix) == (Found.WARN, "mend its logout first")
 
 
-def test_a_node_that_cannot_be_reached_has_the_command_that_has_to_work() -> None:
+def test_an_unreachable_node_has_the_command_that_has_to_work() -> None:
     found = look(
         spec(proxy_jump="me@jump:22", port=2222),
         step=Step.KEY,
@@ -416,7 +419,7 @@ def test_what_a_person_types_is_safe_to_paste() -> None:
     )
 
 
-def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> None:
+def test_an_unknown_key_is_compared_and_a_changed_one_a_danger() -> None:
     unknown = look(step=Step.KEY, key=key(standing="unknown", reason="its host key is not in …"))
     assert [one.check for one in unknown] == ["host key"]
     assert unknown[0].fix.endswith("then `relaunch nodes trust gpu-01 --file lab.yaml`")
@@ -424,7 +427,7 @@ def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> Non
     assert changed[0].what == "its host key has CHANGED"
 
 
-def test_an_agent_that_cannot_be_started_says_how_to_name_another_python() -> None:
+def test_an_agent_that_cannot_start_says_how_to_name_a_python() -> None:
     found = look(
         step=Step.AGENT,
         reason="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer",

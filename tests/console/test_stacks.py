@@ -48,7 +48,8 @@ async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(place: Place
     assert (await place.starter("submit", place.write_job("llama"))).code == 0
     done = await place.starter("stacks", "llama")
     assert done.out == (
-        "[rank 0] local-1, pid 40\n    Thread 0\n      forward\n[rank 1] local-2, pid 41\n    Thread 1\n      forward\n"
+        "[rank 0] local-1, pid 40\n    Thread 0\n      forward\n"
+        "[rank 1] local-2, pid 41\n    Thread 1\n      forward\n"
     ), done.err
     one = await place.starter("stacks", "llama", "--rank", "1", "--json")
     assert json.loads(one.out) == [

@@ -79,7 +79,7 @@ def test_a_job_that_has_fewer_nodes_than_it_would_take_says_so() -> None:
     assert not any(line.startswith("fewer") for line in show_lines(all_of_them, T0))
 
 
-def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states() -> None:
+def test_progress_is_the_watchers_newest_or_else_the_states() -> None:
     state = job_state(progress=Progress(7, T0))
     assert show(state, None, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
     fresh = merge_watches(
@@ -99,7 +99,7 @@ def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states()
     assert show(state, stale, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
 
 
-def test_a_checkpoint_is_shown_as_far_as_all_watches_have_seen_it() -> None:
+def test_a_checkpoint_is_shown_as_far_as_all_watches_saw_it() -> None:
     told = {"generation": 1, "step": 130}
     seen = merge_watches(
         [{**told, "checkpoint": 120}, {**told, "checkpoint": 100}, {**told, "checkpoint": "x"}]
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_shown_as_far_as_all_watches_have_seen_it() -> None:
     assert "progress    step 130, checkpoint 100" in show_lines(view, T0)
 
 
-def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> None:
+def test_a_wanted_node_is_shown_with_the_time_and_the_commands() -> None:
     wanted = NodeDrain("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
     view = json.loads(json.dumps(show(job_state(drains=(wanted,)), None, T0)))
     assert view["leaving"] == [
@@ -123,8 +123,8 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
     ]
     line = next(line for line in show_lines(view, T0) if line.startswith("next"))
     assert (
-        "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer"
-        in line
+        "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU;"
+        " it leaves at the next checkpoint (`answer" in line
     )
     denied = show(
         job_state(drains=(replace(wanted, denied="alice said no: evaluation ends at noon"),)),
@@ -142,12 +142,12 @@ def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
     assert view["stalled"] == ["n2"]
     (line,) = [line for line in show_lines(view, T0) if line.startswith("stalled")]
     assert (
-        line
-        == "stalled     n2: its disk hangs, or its shim was stopped; an exit there may be seen as a hang"
+        line == "stalled     n2: its disk hangs, or its shim was stopped;"
+        " an exit there may be seen as a hang"
     )
 
 
-def test_heartbeats_of_another_version_are_read_as_far_as_they_go() -> None:
+def test_heartbeats_of_another_version_are_read_where_they_fit() -> None:
     assert merge_watches([]) is None
     odd = merge_watches(
         [
@@ -165,7 +165,7 @@ def test_heartbeats_of_another_version_are_read_as_far_as_they_go() -> None:
     )
 
 
-def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
+def test_history_has_the_promised_keys_and_seconds_since_opening() -> None:
     entry = json.loads(
         json.dumps(
             history_entry(
@@ -241,13 +241,13 @@ def test_log_lines_are_printed_whole_and_aligned(capsys: object) -> None:
     )  # type: ignore[attr-defined]
 
 
-def test_what_a_launcher_prints_is_told_from_what_its_ranks_print(
+def test_lines_of_a_launcher_are_marked_apart_from_its_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printer = Printer(world_size=16, colour=False)
     printer.feed(15, "a step\n")
     printer.feed(17, "failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n")
     assert (
-        capsys.readouterr().out
-        == "[rank 15] a step\n[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"
+        capsys.readouterr().out == "[rank 15] a step\n"
+        "[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"
     )

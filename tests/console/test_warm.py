@@ -1,4 +1,7 @@
-"""Commands through the process that `up` keeps ready, against the same commands started cold: one real `up`, real signals."""
+"""Commands through the process that `up` keeps ready, against the same commands started cold.
+
+One real `up`, and real signals.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ def children_of(pid: int) -> list[int]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_is_printed_and_the_exit_code_are_those_of_a_cold_start(
+def test_output_and_exit_code_are_those_of_a_cold_start(
     place: Place, words: tuple[str, ...], code: int
 ) -> None:
     assert place.is_warm()
@@ -147,7 +150,7 @@ def test_what_is_printed_and_the_exit_code_are_those_of_a_cold_start(
     assert cold.returncode == code
 
 
-def test_run_exits_as_the_job_does_with_the_environment_and_folder_of_whoever_typed(
+def test_run_exits_as_its_job_with_the_callers_environment(
     place: Place,
 ) -> None:
     line = 'test "$MARK" = "a b" && pwd && exit 3'
@@ -185,7 +188,7 @@ def test_ctrl_c_cancels_and_a_second_one_leaves_at_once(place: Place) -> None:
     assert (process.returncode, "leaving; job" in err) == (130, True), err
 
 
-def test_a_command_ends_with_its_client_or_by_its_signal_and_the_job_goes_on(place: Place) -> None:
+def test_a_command_ends_with_its_client_while_the_job_goes_on(place: Place) -> None:
     process = place.start("run", "--name", "stays", "--", "sleep", "1000")
     submitted(process)
     warm = warm_of(place.up)
@@ -209,7 +212,7 @@ def test_a_command_ends_with_its_client_or_by_its_signal_and_the_job_goes_on(pla
     assert place.call("cancel", "stays").stdout == "job stays is being cancelled\n"
 
 
-def test_a_kill_of_the_warm_process_ends_no_command_and_up_starts_it_again(place: Place) -> None:
+def test_a_killed_warm_process_ends_no_command_and_is_restarted(place: Place) -> None:
     process = place.start("run", "--name", "goes-on", "--", "sleep", "1000")
     submitted(process)
     warm = warm_of(place.up)
@@ -234,9 +237,7 @@ def test_changed_code_is_what_runs_next(place: Place) -> None:
     assert '"generation": "changed"' in place.call("jobs", "--json").stdout
 
 
-def test_a_terminal_is_a_terminal_and_a_settings_file_is_left_to_a_cold_start(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_terminal_stays_one_and_settings_files_start_cold(place: Place, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     try:
         subprocess.run(

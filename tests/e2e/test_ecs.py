@@ -1,4 +1,7 @@
-"""Jobs on ECS for real but for AWS, which tests/doubles/aws plays: a real server, worker.py as a process, containers as processes."""
+"""Jobs on ECS, real but for AWS, which tests/doubles/aws plays.
+
+A real server, worker.py as a process, containers as processes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ async def ended(job: Job, phase: str) -> None:
 
 
 async def vouch(world: World) -> None:
-    """For the nodes: of one on which the ranks of several jobs failed, the fleet would think the worst."""
+    """For the nodes: the fleet would suspect one on which the ranks of several jobs failed."""
     for name in world.names:
         await world.client.get_workflow_handle(f"fleet/{FLEET}").signal(
             "release", {"node": name, "by": "the test"}
@@ -68,7 +71,7 @@ def ran(aws: EcsPlaces, job: Job) -> list[str]:
 
 
 @pytest.mark.long
-async def test_S1_2_a_rank_that_fails_has_the_others_stopped_and_all_of_them_launched_again(
+async def test_s1_2_a_rank_that_fails_has_all_ranks_relaunched(
     world: World, aws: EcsPlaces
 ) -> None:
     job = await world.submit()
@@ -92,7 +95,7 @@ def examined_by(aws: EcsPlaces, name: str, nvml: Path, sample: str, exit_code: i
     )
 
 
-async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_the_end(
+async def test_s1_3_s1_5_s1_6_s1_8_ecs_reboot_once_from_fault_to_end(
     world: World, aws: EcsPlaces, nvml: Path
 ) -> None:
     for name in world.names:
@@ -145,7 +148,7 @@ async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_th
     await vouch(world)
 
 
-async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_told(
+async def test_s1_5_s1_7_a_fault_on_healthy_nodes_fails_and_notifies(
     world: World, aws: EcsPlaces, nvml: Path
 ) -> None:
     for name in world.names:
@@ -167,7 +170,7 @@ async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_
 
 
 @pytest.mark.long
-async def test_S1_9_lost_doubled_and_reordered_events_change_nothing(
+async def test_s1_9_lost_doubled_and_reordered_events_change_nothing(
     world: World, aws: EcsPlaces
 ) -> None:
     job = await world.submit()
@@ -186,7 +189,7 @@ async def test_S1_9_lost_doubled_and_reordered_events_change_nothing(
     await vouch(world)
 
 
-async def test_S1_1_a_task_that_a_person_stops_cancels_the_job(
+async def test_s1_1_a_task_that_a_person_stops_cancels_the_job(
     world: World, aws: EcsPlaces
 ) -> None:
     job = await world.submit()
@@ -217,7 +220,10 @@ class KillsAt:
 
 
 async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> bool:
-    """Fail a rank, and kill the worker at its `at`-th call to ECS after that. False: it made fewer until ranks ran again."""
+    """Fail a rank, and kill the worker at its `at`-th call to ECS after that.
+
+    Returns False where it made fewer calls until ranks ran again.
+    """
     job = await world.submit()
     await job.until_steps()
     kills = KillsAt(world, at)
@@ -236,7 +242,8 @@ async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> boo
         await world.worker.start()
     await job.until_phase("RUNNING", generation=2)
     await job.until_steps()
-    # Whatever was launched has been told by now: a task that nobody knows of would have been there for as long.
+    # Each task that was launched has been listed by now: an unknown one would have been there for
+    # as long.
     running = [
         task
         for task in aws.aws.tasks(TRAINER)
@@ -258,7 +265,7 @@ async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> boo
 @pytest.mark.parametrize(
     ("at", "kind"), [(3, LOST), pytest.param(6, RESET, marks=pytest.mark.long)]
 )
-async def test_S1_2_a_worker_that_is_killed_between_two_calls_leaves_no_task_double_and_none_behind(
+async def test_s1_2_a_worker_killed_between_calls_doubles_no_task(
     world: World, aws: EcsPlaces, at: int, kind: Kind
 ) -> None:
     assert await recover_from(world, aws, at, kind)
@@ -267,7 +274,7 @@ async def test_S1_2_a_worker_that_is_killed_between_two_calls_leaves_no_task_dou
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", [LOST, RESET], ids=["applied", "not applied"])
-async def test_S1_2_a_worker_may_be_killed_at_any_call_of_a_recovery(
+async def test_s1_2_a_worker_may_be_killed_at_any_call_of_a_recovery(
     world: World, aws: EcsPlaces, kind: Kind
 ) -> None:
     calls = 1

@@ -1,4 +1,7 @@
-"""A fleet and its jobs for real: who waits, who is given what, and what people say about nodes, by the command line."""
+"""A fleet and its jobs for real, by the command line.
+
+Tested is which job waits, what it is given, and what people say about nodes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ async def end(world: World, job: Job) -> None:
 
 
 @pytest.mark.long
-async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(
+async def test_a_job_waits_for_a_quarantined_node_until_its_release(
     world: World,
 ) -> None:
     async def begun() -> bool:
@@ -112,7 +115,7 @@ async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(
     await end(world, job)
 
 
-async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: World) -> None:
+async def test_a_drained_node_is_left_for_a_spare_and_not_granted(world: World) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
@@ -130,7 +133,7 @@ async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: 
 
 
 @pytest.mark.long
-async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goes_on_from_it(
+async def test_a_job_moves_after_a_checkpoint_and_resumes_from_it(
     world: World,
 ) -> None:
     every = 40
@@ -178,7 +181,7 @@ async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goe
     await end(world, job)
 
 
-async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_it_gives_anything(
+async def test_a_terminated_fleet_asks_jobs_what_they_hold_first(
     world: World,
 ) -> None:
     job = await world.submit()
@@ -202,7 +205,7 @@ async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_i
 
 
 @pytest.mark.long
-async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanwhile(
+async def test_a_pause_is_shown_until_it_ends_and_grants_go_on(
     world: World,
 ) -> None:
     assert "repairs of fleet chaos are paused by " in await nodes(
@@ -220,7 +223,7 @@ async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanw
 
 
 @pytest.mark.long
-async def test_a_node_that_is_new_in_the_file_is_there_once_it_was_applied(world: World) -> None:
+async def test_a_new_node_of_the_file_is_there_once_it_was_applied(world: World) -> None:
     file = world.folder / "chaos.yaml"
     before = file.read_text()
     world.node("n5").mkdir(parents=True, mode=0o700)

@@ -1,4 +1,6 @@
-"""Jobs whose ranks torchrun or ft_launcher starts: the rank that failed is named, all are launched again, and each reports its own step.
+"""Jobs whose ranks torchrun or ft_launcher starts.
+
+The rank that failed is named, all are launched again, and each reports its own step.
 
 With a double of torchrun everywhere; with the real ones where there is a Python with torch.
 """
@@ -47,7 +49,8 @@ def double(world: World) -> str:
     folder.mkdir(exist_ok=True)
     program = folder / "torchrun"
     program.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {ROOT / "tests/doubles/torchrun.py"} "$@"\n'
+        f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "
+        f'{ROOT / "tests/doubles/torchrun.py"} "$@"\n'
     )
     program.chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
@@ -101,14 +104,14 @@ async def is_named_and_all_go_on(world: World) -> None:
     await world.tidy(job)
 
 
-async def test_a_rank_that_is_killed_below_its_launcher_is_named_and_all_go_on_from_their_checkpoint(
+async def test_a_rank_killed_below_a_launcher_is_named_and_all_resume(
     world: World,
 ) -> None:
     await is_named_and_all_go_on(world)
 
 
 @pytest.mark.long
-async def test_a_rank_that_is_killed_below_its_launcher_on_a_host_of_ssh_is_named_too(
+async def test_a_rank_killed_below_its_launcher_over_ssh_is_named(
     tmp_path: Path,
 ) -> None:
     async with World(tmp_path / "world", 127, spares=0, backend="ssh", answer_within=5.0) as hosts:
@@ -116,7 +119,7 @@ async def test_a_rank_that_is_killed_below_its_launcher_on_a_host_of_ssh_is_name
 
 
 @pytest.mark.long
-async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_is_named_itself(
+async def test_a_killed_launcher_takes_its_ranks_along_and_is_named(
     world: World,
 ) -> None:
     job = await submitted(world, "headless")
@@ -150,7 +153,7 @@ async def test_exit_code_93_of_a_rank_is_honoured_through_its_launcher(world: Wo
 
 
 @pytest.mark.parametrize("launcher", REAL)
-async def test_a_ddp_training_below_a_real_launcher_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+async def test_ddp_below_a_real_launcher_resumes_after_a_killed_rank(
     world: World, launcher: str
 ) -> None:
     checkpoint = world.folder / f"{launcher}.pt"

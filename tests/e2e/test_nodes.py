@@ -1,4 +1,7 @@
-"""Examining and repairing local nodes for real: real agents and processes, NVML's own bindings; doubles of NVIDIA's programs."""
+"""Examining and repairing local nodes for real.
+
+Real agents and processes, NVML's own bindings; doubles of NVIDIA's programs.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ async def decisions(job: Job) -> list[tuple[str, str | None]]:
     ]
 
 
-async def test_S1_3_S1_5_S1_6_a_sick_node_is_rebooted_once_and_proven_healthy_before_ranks_run_there_again(
+async def test_s1_3_s1_5_s1_6_a_sick_node_is_rebooted_once_and_proven(
     world: World,
 ) -> None:
     job, node = await broken(world)
@@ -120,7 +123,7 @@ async def test_S1_3_S1_5_S1_6_a_sick_node_is_rebooted_once_and_proven_healthy_be
     await world.tidy(job)
 
 
-async def test_S1_5_on_a_node_that_is_healthy_the_job_fails_and_nothing_is_rebooted(
+async def test_s1_5_on_a_healthy_node_the_job_fails_without_reboot(
     world: World,
 ) -> None:
     job, node = await broken(world)
@@ -137,7 +140,7 @@ async def test_S1_5_on_a_node_that_is_healthy_the_job_fails_and_nothing_is_reboo
 @pytest.mark.parametrize(
     "moment", [pytest.param("while it is examined", marks=pytest.mark.long), "while it reboots"]
 )
-async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(
+async def test_s1_6_a_worker_killed_midway_loses_and_repeats_nothing(
     world: World, moment: str
 ) -> None:
     job, node = await broken(world)
@@ -162,7 +165,7 @@ async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(
 
 
 @pytest.mark.long
-async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_place(
+async def test_s4_1_a_gpu_is_reset_by_bus_id_and_the_job_stays_there(
     world: World, nvml: Path
 ) -> None:
     job = await world.submit(policy=chaos_policy(extends="default", hang={}))

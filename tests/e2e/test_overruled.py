@@ -1,4 +1,7 @@
-"""What people do to workflows behind a job's back: terminate them, reset them. The ranks are still found."""
+"""What people do to workflows without their job: terminate them, reset them.
+
+The ranks are still found.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.chaos.world import World, eventually
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
-async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_old_ranks_first(
+async def test_a_later_submission_first_stops_a_terminated_jobs_ranks(
     world: World,
 ) -> None:
     job = await world.submit(name="terminated")
@@ -44,7 +47,7 @@ async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_o
     await world.tidy(again)
 
 
-async def test_after_a_reset_the_workflow_goes_on_above_the_highest_token_that_its_nodes_have_seen(
+async def test_after_a_reset_a_job_goes_on_above_its_nodes_tokens(
     world: World,
 ) -> None:
     job = await world.submit()

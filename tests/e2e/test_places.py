@@ -1,4 +1,7 @@
-"""A node's state is gone while its ranks run: the agent that answers then never saw them, and proves nothing."""
+"""A node's state is gone while its ranks run.
+
+The agent that answers then never saw them, and proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ async def finish(world: World, job: Job) -> None:
 
 
 @pytest.mark.long
-async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(
+async def test_a_gang_waits_until_ranks_of_the_lost_state_have_fenced(
     world: World,
 ) -> None:
     job = await running(world, {})
@@ -78,7 +81,7 @@ async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(
 
 
 @pytest.mark.long
-async def test_ranks_that_are_alone_keep_their_node_until_a_person_says_more(world: World) -> None:
+async def test_lone_ranks_keep_their_node_until_a_person_decides(world: World) -> None:
     job = await running(world, {"ask_after": "1s", "lost_after": "1s"}, nodes=1)
     (node,) = [slot.node for slot in (await job.state()).slots]
     left = job.rank_pids(node)

@@ -1,4 +1,7 @@
-"""Power cycles for real: the fleet file's command, by the command line, with leave from a real fleet, and once although workers die."""
+"""Power cycles for real: the fleet file's command, by the command line.
+
+A real fleet gives leave, and the power is cycled once although workers die.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 
 def switch(world: World, *before: str) -> None:
-    """Give n1 and n3 a power command in the fleet file: it writes down that it runs, does what is asked for, and cycles the power."""
+    """Give n1 and n3 a power command in the fleet file.
+
+    It writes down that it runs, does what is asked for, and cycles the power.
+    """
     *words, _ = local_power.command(world.node("n1"))
     script = world.folder / "cycle.sh"
     quoted = " ".join(f'"{word}"' for word in words)
@@ -70,7 +76,7 @@ async def cycled(world: World) -> tuple[int, str]:
 
 
 @pytest.mark.long
-async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(
+async def test_a_node_power_cycled_by_a_person_is_healthy_in_its_fleet(
     world: World,
 ) -> None:
     async def applied() -> bool:
@@ -89,7 +95,7 @@ async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(
 
 
 @pytest.mark.long
-async def test_a_command_whose_worker_dies_while_it_runs_is_looked_at_and_not_run_again(
+async def test_a_power_command_whose_worker_died_is_not_run_again(
     world: World,
 ) -> None:
     switch(world, "sleep 2")
@@ -124,7 +130,7 @@ async def test_a_node_that_a_job_has_keeps_its_power(world: World) -> None:
     await world.tidy(job)
 
 
-async def test_a_job_has_the_power_of_its_suspect_cycled_where_that_cannot_reboot_and_goes_on_there(
+async def test_a_suspect_that_cannot_reboot_is_power_cycled_and_reused(
     world: World,
 ) -> None:
     switch(world)

@@ -41,7 +41,7 @@ def fail(job: Job, rank: int, words: str = "ValueError: bad batch") -> None:
 
 
 @pytest.mark.long
-async def test_S1_5_ecs_reboot_once_examines_after_exit_1_and_fails_the_job_when_nothing_is_found(
+async def test_s1_5_ecs_reboot_once_examines_after_exit_1_then_fails(
     world: World,
 ) -> None:
     job = await world.submit(policy=preset("ecs-reboot-once"))
@@ -52,14 +52,14 @@ async def test_S1_5_ecs_reboot_once_examines_after_exit_1_and_fails_the_job_when
     assert job.rank_pids() == []
 
 
-async def test_S1_1_ecs_reboot_once_fails_the_job_at_once_for_any_other_exit(world: World) -> None:
+async def test_s1_1_ecs_reboot_once_fails_at_once_for_any_other_exit(world: World) -> None:
     job = await world.submit(policy=preset("ecs-reboot-once"))
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGSEGV)
     assert await ended(job, "FAILED") == [("Stop", None, False)]
 
 
-async def test_S2_3_gputasker_starts_nothing_twice(world: World) -> None:
+async def test_s2_3_gputasker_starts_nothing_twice(world: World) -> None:
     job = await world.submit(policy=preset("gputasker"))
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGKILL)
@@ -68,7 +68,7 @@ async def test_S2_3_gputasker_starts_nothing_twice(world: World) -> None:
 
 
 @pytest.mark.long
-async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it_answers(
+async def test_s2_8_gputasker_keeps_the_ranks_of_a_lost_node(
     world: World,
 ) -> None:
     job = await world.submit(policy=preset("gputasker"))
@@ -84,7 +84,7 @@ async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it
     assert {("Wait", None, False)} == set(await ended(job, "SUCCEEDED"))
 
 
-async def test_S3_2_torchelastic_restarts_everybody_up_to_max_restarts_and_progress_gives_nothing_back(
+async def test_s3_2_torchelastic_restarts_all_ranks_up_to_max_restarts(
     world: World,
 ) -> None:
     job = await world.submit(policy=preset("torchelastic", max_restarts=2))
@@ -99,7 +99,7 @@ async def test_S3_2_torchelastic_restarts_everybody_up_to_max_restarts_and_progr
 
 
 @pytest.mark.long
-async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(
+async def test_s4_4_modelarts_reschedules_the_whole_job_three_times(
     world: World,
 ) -> None:
     job = await world.submit(policy=preset("modelarts", max_restarts=8))
@@ -115,7 +115,7 @@ async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(
 
 
 @pytest.mark.long
-async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) -> None:
+async def test_s4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) -> None:
     job = await world.submit(
         policy=preset(
             "modelarts", hang={"after": HANG_AFTER, "first_step": "30s", "checkpoint": "30s"}
@@ -129,11 +129,14 @@ async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) 
     assert ("Relaunch", "RESTART_IN_PLACE", False) in await ended(job, "SUCCEEDED")
 
 
-XID = "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+XID = (
+    "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, "
+    "GPU has fallen off the bus."
+)
 
 
 @pytest.mark.long
-async def test_default_goes_on_without_the_node_whose_kernel_reports_a_lost_gpu(
+async def test_default_goes_on_without_the_node_that_lost_a_gpu(
     world: World,
 ) -> None:
     log = world.node("n2") / KERNEL_LOG
@@ -169,7 +172,7 @@ time.sleep(600)
 
 
 @pytest.mark.long
-async def test_default_restarts_then_examines_then_takes_another_node_then_blames_the_code(
+async def test_default_restarts_examines_replaces_then_blames_the_code(
     world: World,
 ) -> None:
     job = await world.submit(command=[world.python, "-S", "-c", RAISES_ON_RANK_1])

@@ -1,4 +1,4 @@
-"""What ranks find and leave: their environment, their logs, their errors, and how late they may be."""
+"""What ranks find and leave: environment, logs and errors, and how late they may be."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment(job: Job, generation: int, rank: int) -> dict[str, str]:
     return dict(json.loads((job.folder / "env" / f"{generation}.{rank}.json").read_text()))
 
 
-async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_environment(
+async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
     world: World,
 ) -> None:
     folder = world.folder / "jobs" / "variables" / "env"
@@ -106,7 +106,7 @@ async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_
     await finish(job)
 
 
-async def test_S3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: World) -> None:
+async def test_s3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: World) -> None:
     job = await world.submit()
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGKILL)
@@ -134,7 +134,7 @@ async def printed(world: World, job: Job, generation: int, rank: int) -> list[st
     return [line for line in out.decode().splitlines() if "of generation" in line]
 
 
-async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_and_its_echo_does_not(
+async def test_s3_6_the_failed_ranks_traceback_reaches_the_incident(
     world: World,
 ) -> None:
     job = await world.submit(nproc=2)
@@ -155,7 +155,7 @@ async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_a
     await finish(job)
 
 
-async def test_S3_5_ranks_that_end_within_the_exit_barrier_have_succeeded(world: World) -> None:
+async def test_s3_5_ranks_that_end_within_the_exit_barrier_succeed(world: World) -> None:
     job = await world.submit(
         policy=chaos_policy({"exit_barrier": "20s"}),
         command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then sleep 3; fi; exit 0'],
@@ -165,7 +165,7 @@ async def test_S3_5_ranks_that_end_within_the_exit_barrier_have_succeeded(world:
     await world.tidy(job)
 
 
-async def test_S3_5_a_rank_that_neither_ends_nor_advances_past_the_exit_barrier_counts_as_hung(
+async def test_s3_5_a_rank_that_stalls_past_the_exit_barrier_is_hung(
     world: World,
 ) -> None:
     policy = chaos_policy({"exit_barrier": "2s"}, causes={"HANG": [{"strategy": "FAIL"}]})

@@ -1,4 +1,7 @@
-"""Jobs on nodes that are reached by SSH: a real server, a real worker, real SSH servers, and nothing of ours changed for it."""
+"""Jobs on nodes that are reached by SSH: a real server, a real worker, real SSH servers.
+
+The product is not changed for it.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 UNHURRIED = chaos_policy({"lost_after": "20s"})
 """A node that is away for some seconds is not lost yet."""
 UNHASTY = {"hang": {"after": "12s", "first_step": "30s"}}
-"""A broken connection over which nothing is heard takes longer to be noticed than one of this machine."""
+"""A broken connection that is silent is noticed later than one of this machine."""
 LEASE_AND_FENCE = sum(float(TIMES[name].removesuffix("s")) for name in ("lease", "fence_after"))
-"""Seconds after which a node that nobody renews and for which no peer vouches has ended its ranks."""
+"""Seconds after which a node without renewals and without a peer's word has ended its ranks."""
 CONTROL, BOTH = CUTS["cut controller"], CUTS["cut both"]
 
 
@@ -52,7 +55,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def apart(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """Nodes with a control network and another for training, of which the worker has the first only."""
+    """Nodes with a control network and one for training; the worker has the first only."""
     async with World(
         tmp_path_factory.mktemp("e2e") / "apart",
         124,
@@ -66,7 +69,7 @@ async def apart(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest.fixture(params=["apart", pytest.param("world", marks=pytest.mark.long)])
 def lab(request: pytest.FixtureRequest) -> World:
-    """Where the machine allows no networks, what is cut off is an sshd that stands still, and ranks that do."""
+    """Where the machine allows no networks, the cut is an sshd, or ranks, that stand still."""
     made: World = request.getfixturevalue(request.param)
     return made
 
@@ -95,12 +98,13 @@ def logins(world: World) -> list[int]:
 
 async def started(world: World, *words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "starter.py"), *words, env={**world.environment, "RELAUNCH_NO_WARM": "1"},
+        sys.executable, str(ROOT / "starter.py"), *words,
+        env={**world.environment, "RELAUNCH_NO_WARM": "1"},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
 
 
-async def test_s2_1_a_job_over_two_nodes_is_launched_by_ssh_loses_a_rank_and_ends_well(
+async def test_s2_1_a_job_over_ssh_on_two_nodes_survives_a_lost_rank(
     world: World,
 ) -> None:
     folder = world.folder / "jobs" / "cli"
@@ -138,7 +142,7 @@ async def test_s2_1_a_job_over_two_nodes_is_launched_by_ssh_loses_a_rank_and_end
     assert logins(world) == [1, 1]
 
 
-async def test_s2_4_an_sshd_that_dies_under_a_running_job_stops_nothing_and_is_watched_again_when_it_is_back(
+async def test_s2_4_an_sshd_that_dies_under_a_job_stops_nothing(
     world: World,
 ) -> None:
     job = await world.submit(policy=UNHURRIED)
@@ -159,7 +163,7 @@ async def connected(world: World, *nodes: str) -> bool:
     return all(len(world.sessions(node)) == 1 for node in nodes)
 
 
-async def test_s2_4_a_worker_that_is_killed_leaves_the_ranks_to_the_next_which_logs_in_anew(
+async def test_s2_4_a_killed_worker_leaves_the_ranks_to_the_next(
     world: World,
 ) -> None:
     job = await world.submit()
@@ -192,7 +196,7 @@ async def moving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worl
 
 
 @pytest.mark.long
-async def test_s2_4_the_controllers_machine_dies_and_another_one_goes_on_with_its_jobs(
+async def test_s2_4_another_machine_takes_over_from_a_dead_controller(
     moving: World,
 ) -> None:
     job = await moving.submit(policy=UNHURRIED)
@@ -210,7 +214,7 @@ async def test_s2_4_the_controllers_machine_dies_and_another_one_goes_on_with_it
 
 
 @pytest.mark.long
-async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_changes_nothing(
+async def test_s2_4_a_worker_waking_after_a_takeover_changes_nothing(
     moving: World,
 ) -> None:
     job = await moving.submit(policy=UNHURRIED)
@@ -230,7 +234,7 @@ async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_
 
 
 @pytest.mark.long
-async def test_s2_1_nodes_that_are_far_away_are_launched_watched_and_launched_again(
+async def test_s2_1_far_away_nodes_are_launched_watched_and_relaunched(
     tmp_path: Path,
 ) -> None:
     async with World(
@@ -252,7 +256,7 @@ async def advanced(job: Job, step: int) -> bool:
     return (job.step() or 0) > step
 
 
-async def test_what_ranks_print_is_read_from_their_nodes_and_followed_to_its_end(
+async def test_output_of_ranks_is_read_from_nodes_and_followed(
     world: World,
 ) -> None:
     job = await world.submit()
@@ -269,7 +273,7 @@ async def test_what_ranks_print_is_read_from_their_nodes_and_followed_to_its_end
     assert (status, text) == (0, "[rank 1] rank 1 of generation 1 starts\n")
 
 
-async def test_s2_7_s2_8_a_node_that_only_the_controller_has_lost_trains_on_and_is_simply_there_again(
+async def test_s2_7_s2_8_a_node_only_the_controller_lost_trains_on(
     lab: World,
 ) -> None:
     job = await lab.submit(policy=chaos_policy(**UNHASTY))
@@ -294,7 +298,7 @@ async def test_s2_7_s2_8_a_node_that_only_the_controller_has_lost_trains_on_and_
 
 
 @pytest.mark.long
-async def test_s2_8_a_node_that_everybody_has_lost_is_replaced_only_when_its_ranks_are_gone(
+async def test_s2_8_a_node_lost_to_all_is_replaced_once_ranks_are_gone(
     lab: World,
 ) -> None:
     job = await lab.submit(policy=chaos_policy(**UNHASTY))

@@ -1,4 +1,7 @@
-"""The torch example under the preset `torchelastic`, on real ranks; where there is a Python with torch."""
+"""The torch example under the preset `torchelastic`, on real ranks.
+
+It runs where there is a Python with torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ pytestmark = [
 ]
 
 
-async def test_S3_2_a_ddp_training_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+async def test_s3_2_ddp_resumes_from_a_checkpoint_after_a_killed_rank(
     world: World,
 ) -> None:
     checkpoint = world.folder / "ddp.pt"

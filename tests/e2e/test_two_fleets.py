@@ -1,4 +1,7 @@
-"""The same nodes in two fleets, by mistake or by intent: one at a time has them, and neither stops what is the other's."""
+"""The same nodes in two fleets, by mistake or by intent.
+
+One fleet at a time has them, and neither stops what is the other's.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def here(world: World) -> AsyncIterator[WorkerFleets]:
-    """Both fleets over the same state of the same nodes, without a workflow that asks anything of them."""
+    """Both fleets over the same state of the same nodes, without a workflow that uses them."""
     files = (world.folder / "chaos.yaml", world.folder / "other.yaml")
     made = make_fleets(Settings(state=world.folder / "state", fleets=files))
     made.set_server(await read_server_id(world.client))
@@ -73,7 +76,7 @@ def lives_on(job: Job, fleet: str) -> str:
 
 
 @pytest.mark.long
-async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop(
+async def test_ranks_of_another_fleet_are_in_the_way_and_run_on(
     world: World, here: WorkerFleets
 ) -> None:
     job = await running(world)
@@ -118,7 +121,7 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
 
 
 @pytest.mark.long
-async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_only(
+async def test_orphaned_ranks_are_stopped_by_their_own_fleet_only(
     world: World, here: WorkerFleets
 ) -> None:
     job = await running(world)

@@ -1,9 +1,11 @@
-"""Draws lies from a seed, and tells them: as a process between a controller and a node's real agent, it changes what the agent says.
+"""Draws lies from a seed, and tells them between a controller and a node's real agent.
+
+It is a process there, and changes what the agent says.
 
     python liar.py FOLDER SEED COMMAND…       COMMAND: the real agent's session
 
-While FOLDER/lying exists it lies; it holds {"rate": of the lines that become lies, "burst": lies for each}. FOLDER/told has one
-byte for each lie. Standard library only.
+While FOLDER/lying exists it lies; it holds {"rate": of the lines that become lies,
+"burst": lies for each}. FOLDER/told has one byte for each lie. Standard library only.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class Grammar:
         return line
 
     def invent(self) -> Any:
-        """Draw a line of a watch that the protocol has, with values that may or may not make sense."""
+        """Draw a line of a watch that the protocol has, with values that may make no sense."""
         draw = self.random.random()
         number = self.random.choice((0, 1, 2, 3, 77))
         if draw < 0.5:

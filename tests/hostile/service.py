@@ -1,4 +1,7 @@
-"""The whole service over nodes of this machine, each of which can be made to lie: a real server, a real worker, real agents."""
+"""The whole service over nodes of this machine, each of which can be made to lie.
+
+A real server, a real worker, real agents.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,8 @@ class Service:
         deadline = asyncio.get_running_loop().time() + PATIENCE
         while (state := await job.state()).phase not in phases:
             assert asyncio.get_running_loop().time() < deadline, (
-                f"never {phases}: {state.phase} because {state.reason}; {state.next}; {state.incident}"
+                f"never {phases}: {state.phase} because {state.reason}; "
+                f"{state.next}; {state.incident}"
             )
             await self.read_pages()
             await asyncio.sleep(0.1)
@@ -155,7 +159,10 @@ class Service:
         )
 
     async def until_given(self, job: Job, node: str) -> None:
-        """Wait until a job runs; where the fleet has taken a node out of service, a person releases it, if that can be."""
+        """Wait until a job runs.
+
+        Where the fleet has taken a node out of service, a person releases it, if that can be.
+        """
         deadline = asyncio.get_running_loop().time() + PATIENCE
         while (state := await job.state()).phase is not Phase.RUNNING:
             fleet = await self.rig.fleet.query("state", result_type=FleetState)
@@ -218,7 +225,7 @@ def _ignore(text: str) -> None:
 async def attack(
     client: Client, folder: Path, *, messages: int, seed: int, say: Callable[[str], None] = _ignore
 ) -> str:
-    """Have one node tell so many lies while jobs run beside it and on it; return what came of it, in a line.
+    """Have one node tell so many lies while jobs run beside it and on it; return a summary.
 
     Raises:
         AssertionError, TimeoutError: something other than the liar's own job was harmed.
@@ -244,7 +251,8 @@ async def attack(
             ended = await service.cancel(beside)
             took = time.monotonic() - asked
             say(
-                f"round {rounds}: {backend.told(liar)} lies; it was {was} and {ended} {took:.1f} s after the cancel"
+                f"round {rounds}: {backend.told(liar)} lies; it was {was} and {ended} "
+                f"{took:.1f} s after the cancel"
             )
             if backend.told(liar) >= messages:
                 break
@@ -272,13 +280,18 @@ async def attack(
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < MAX_MEMORY_KIB, f"memory grew by {grown >> 10} MiB"
     return (
-        f"seed {seed}: {told} lies in {rounds} rounds, {service.cancelled} jobs cancelled beside it, "
-        f"{len(service.sentences)} sentences of it, memory +{grown >> 10} MiB; out of service: {service.out_of_service or 'no'}"
+        f"seed {seed}: {told} lies in {rounds} rounds, "
+        f"{service.cancelled} jobs cancelled beside it, "
+        f"{len(service.sentences)} sentences of it, memory +{grown >> 10} MiB; "
+        f"out of service: {service.out_of_service or 'no'}"
     )
 
 
 async def _ask(backend: HostileBackend, liar: str, job: Job) -> None:
-    """Ask the liar what people and repairs ask of a node. Whatever it answers is an answer, or a `BackendError`."""
+    """Ask the liar what people and repairs ask of a node.
+
+    Whatever it answers is an answer, or a `BackendError`.
+    """
     state = await job.state()
     while True:
         for ask in (

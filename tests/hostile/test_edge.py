@@ -1,4 +1,7 @@
-"""Lies without number against the edge itself: each is a fault of its node, or something that every workflow can decode."""
+"""Lies without number against the edge itself.
+
+Each is a fault of its node, or something that every workflow can decode.
+"""
 
 from __future__ import annotations
 

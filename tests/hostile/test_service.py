@@ -1,4 +1,7 @@
-"""One node of three lies, through the whole service: honest jobs and the fleet go on, it is named, cancel works at any moment."""
+"""One node of three lies, through the whole service.
+
+Honest jobs and the fleet go on, it is named, cancel works at any moment.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ async def test_lies_of_one_node_harm_only_the_jobs_that_use_it(
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [11])
-async def test_ten_thousand_lies_of_one_node_harm_only_the_jobs_that_use_it(
+async def test_ten_thousand_lies_of_a_node_harm_only_jobs_that_use_it(
     server: Client, tmp_path: Path, seed: int
 ) -> None:
     print(await attack(server, tmp_path, messages=10_000, seed=seed))

@@ -1,4 +1,4 @@
-"""Jobs as a fleet sees them: workflows that keep what they are told, and say what a test makes them say."""
+"""Jobs as a fleet sees them: workflows that keep what they receive and say what a test wants."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ class Claimant:
 async def claimants(rig: Rig) -> AsyncIterator[Callable[..., Any]]:
     """Gives a function that begins a job's stand-in. They end with the test.
 
-    The fleet has begun before them: one that begins asks every job that runs what it holds, and waits for the answers.
+    The fleet has begun before them: one that begins asks every job that runs what it holds, and
+    waits for the answers.
     """
     await rig.tell_fleet("apply")
     await until_fleet(rig, lambda state: state.awaited_jobs == (), "that no job is waited for")

@@ -1,4 +1,7 @@
-"""Servers: a real one, one that suggests to continue as new very soon, one that skips time; and a rig on each."""
+"""Servers: a real one, one that soon suggests to continue as new, one that skips time.
+
+And a rig on each.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,11 @@ async def short_server() -> AsyncIterator[Client]:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def server() -> AsyncIterator[Client]:
-    """A real server with the default limits. The one that skips time is not used more than needed: a cancel that
-    crosses an activity's end wedges its workflow task (its version 1.40.0), the real one takes it."""
+    """A real server with the default limits.
+
+    The one that skips time is not used more than needed: a cancel that crosses an activity's end
+    wedges its workflow task (its version 1.40.0), the real one takes it.
+    """
     async with dev_server() as client:
         yield client
 
@@ -101,5 +107,6 @@ def make_short_rig(short_server: Client, tmp_path: Path) -> MakeRig:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # The SDK warns when a cancel arrives for an activity that has just ended, from its own poll loop: an error there ends the worker.
+        # The SDK warns when a cancel arrives for an activity that has just ended, from its own poll
+        # loop: an error there ends the worker.
         item.add_marker(pytest.mark.filterwarnings("ignore:Cannot find activity to cancel"))

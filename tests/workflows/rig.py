@@ -1,4 +1,7 @@
-"""A worker with real activities over a simulated fleet, and its jobs. Leaving it replays each history and checks the records."""
+"""A worker with real activities over a simulated fleet, and its jobs.
+
+Leaving it replays each history and checks the records.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ QUICK = {
 
 
 def policy(timeouts: dict[str, str] | None = None, **changes: Any) -> Policy:
-    """The default policy with short timeouts. The lease stays long: a busy machine must not fence anybody."""
+    """The default policy with short timeouts.
+
+    The lease stays long: a busy machine must not fence any node.
+    """
     wanted = {**QUICK, **(timeouts or {})}
     seconds = {
         key: f"{float(value[:-2]) / 1000}s" if value.endswith("ms") else value
@@ -382,7 +388,8 @@ async def rig(
         ]:
             await replay(history)
     if two_controllers:
-        # Somebody else has launched higher tokens of the job before, so that ours are older ones for a while.
+        # Another controller has launched higher tokens of the job before, so that ours are older
+        # ones for a while.
         backend.calls[:] = [
             call for call in backend.calls if call.command not in ("prepare", "start")
         ]
@@ -395,7 +402,8 @@ async def replay(history: WorkflowHistory) -> None:
     Raises:
         NondeterminismError: it would have ordered something else.
     """
-    # The core is pure, which tests/test_layering.py holds; types that only it names would be unknown in a sandbox that imports it again.
+    # The core is pure, which tests/test_layering.py holds; types that only it names would be
+    # unknown in a sandbox that imports it again.
     runner = SandboxedWorkflowRunner(
         SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2")
     )

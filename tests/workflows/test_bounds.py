@@ -1,4 +1,7 @@
-"""How large payloads, states and histories may become: 2,048 nodes of 8 ranks, names as long as they may be, worst words."""
+"""How large payloads, states and histories may become.
+
+2,048 nodes of 8 ranks, names as long as they may be, worst words.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def slots(nodes: int, letters: int = 20) -> tuple[Slot, ...]:
 
 
 @pytest.mark.parametrize("letters", [20, 63])
-async def test_the_orders_of_a_launch_on_2048_nodes_fit_into_one_workflow_task(
+async def test_orders_to_launch_2048_nodes_fit_into_one_workflow_task(
     letters: int,
 ) -> None:
     job = replace(
@@ -117,7 +120,7 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
 
 
 @pytest.mark.long
-def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> None:
+def test_2048_nodes_state_is_below_512_KiB_after_500_incidents() -> None:
     job = _started()
     largest = 0
     for number in range(500):
@@ -134,7 +137,7 @@ def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> No
 
 
 @pytest.mark.long
-def test_what_a_run_hands_on_with_every_node_lost_stays_below_what_a_payload_may_be() -> None:
+def test_a_run_with_all_nodes_lost_hands_on_less_than_a_payload() -> None:
     job = _started()
     for slot in job.slots:
         job, _ = play(
@@ -224,7 +227,10 @@ async def test_a_recovery_of_one_shard_costs_at_most_30_events(
 
 
 def recovery_events(history: WorkflowHistory) -> list[str]:
-    """Names of the events from the fault's report (its watch's start) to the end of the task that closed the incident."""
+    """Names of the events from the fault's report to the end of the task that closed the incident.
+
+    The report is the start of its watch.
+    """
     events = list(history.events)
     watches = {
         e.event_id

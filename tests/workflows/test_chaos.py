@@ -1,4 +1,7 @@
-"""Seeded accidents: messages lost, delayed and doubled, watches that break, while ranks fail as scripted. Each job ends, and ends right."""
+"""Seeded accidents while ranks fail as scripted: each job ends, and ends right.
+
+Messages are lost, delayed and doubled, and watches break.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ PER_SERVER = 5
         ),
     ],
 )
-async def test_every_job_ends_each_generation_is_launched_once_and_the_faults_are_counted(
+async def test_jobs_end_launch_generations_once_and_count_faults(
     make_rig: MakeRig, first: int
 ) -> None:
     for seed in range(first, first + PER_SERVER):
@@ -76,7 +79,8 @@ async def _one(make_rig: MakeRig, seed: int) -> None:
         result = await job.result()
         state = result.state
         assert result.phase is Phase.SUCCEEDED, (seed, result.reason)
-        # A launch that lost every answer is no fault of the job's own: it takes a generation and none of the budget.
+        # A launch that lost every answer is no fault of the job's own: it takes a generation
+        # and none of the budget.
         own = [t for t in state.tries if t.spent]
         assert len(own) == state.restarts_spent <= faults, seed
         assert result.generation >= last + len(own), seed

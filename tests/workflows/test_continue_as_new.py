@@ -1,4 +1,7 @@
-"""Long lives: continue-as-new loses nothing and touches no rank; reset goes on above; old incidents go to the archive."""
+"""Long lives: continue-as-new loses nothing and touches no rank.
+
+A reset goes on above; old incidents go to the archive.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALWAYS = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
 
 
-async def test_S5_1_many_recoveries_over_many_runs_are_counted_exactly_and_each_generation_is_launched_once(
+async def test_s5_1_recoveries_over_many_runs_are_counted_exactly(
     make_short_rig: MakeRig,
 ) -> None:
     faults = 5
@@ -45,7 +48,7 @@ async def test_S5_1_many_recoveries_over_many_runs_are_counted_exactly_and_each_
         )
 
 
-async def test_a_signal_that_is_sent_while_the_job_continues_as_new_is_not_lost(
+async def test_a_signal_sent_while_the_job_continues_as_new_is_kept(
     make_short_rig: MakeRig,
 ) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
@@ -72,14 +75,15 @@ async def test_a_signal_that_is_sent_while_the_job_continues_as_new_is_not_lost(
         await job.result()
 
 
-async def test_a_claim_that_the_fleet_asks_for_while_the_job_continues_as_new_is_told(
+async def test_a_claim_asked_for_during_continue_as_new_is_answered(
     make_short_rig: MakeRig,
 ) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
         for number in range(12):
-            # The report makes the history long enough; the question comes while the watches are let go of.
+            # The report makes the history long enough; the question comes while the watches are let
+            # go of.
             await job.handle.signal("report", {"reason": f"number {number}"})
             await asyncio.sleep(0.01 * number)
             await job.handle.signal("claim_again")
@@ -101,7 +105,7 @@ def is_claim(event: HistoryEvent) -> bool:
     return event.activity_task_scheduled_event_attributes.activity_type.name == "tell_fleet"
 
 
-async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_stops_the_ranks(
+async def test_a_temporal_cancel_during_continue_as_new_stops_ranks(
     make_short_rig: MakeRig,
 ) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
@@ -113,7 +117,7 @@ async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_sto
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_an_exit_with_0_before_the_job_continued_as_new_still_counts(
+async def test_an_exit_with_0_before_continue_as_new_still_counts(
     make_short_rig: MakeRig,
 ) -> None:
     script = Script(
@@ -132,7 +136,7 @@ async def test_an_exit_with_0_before_the_job_continued_as_new_still_counts(
         assert len(await job.runs()) >= 2
 
 
-async def test_a_person_who_is_asked_is_still_asked_after_the_job_continued_as_new(
+async def test_a_question_to_a_person_outlives_continue_as_new(
     make_short_rig: MakeRig,
 ) -> None:
     async with make_short_rig(
@@ -177,7 +181,7 @@ async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(
 
 
 @pytest.mark.long
-async def test_closed_incidents_beyond_ten_go_to_the_archive_and_none_is_missing(
+async def test_closed_incidents_beyond_ten_are_all_in_the_archive(
     make_rig: MakeRig,
 ) -> None:
     faults = 13
@@ -197,7 +201,7 @@ async def test_closed_incidents_beyond_ten_go_to_the_archive_and_none_is_missing
         assert len(result.incidents) <= 10
 
 
-async def test_after_a_reset_the_job_goes_on_above_the_highest_generation_its_nodes_have_seen(
+async def test_after_a_reset_a_job_goes_on_above_its_nodes_generation(
     server: Client, make_rig: MakeRig
 ) -> None:
     script = Script(

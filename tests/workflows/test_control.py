@@ -26,7 +26,10 @@ ASK = {"APPLICATION": [{"strategy": "ASK"}], "UNKNOWN": [{"strategy": "ASK"}]}
 
 
 def new_fleet() -> str:
-    """A name that no fleet of another test had: what such a one knew could not be asked for, and silent nodes would be waited for."""
+    """A name that no fleet of another test had.
+
+    What such a fleet knew could not be asked for, and silent nodes would be waited for.
+    """
     return f"f-{uuid.uuid4().hex[:8]}"
 
 
@@ -39,7 +42,7 @@ async def is_cancelled(rig: Rig, job: Job) -> None:
 
 
 @pytest.mark.parametrize("way", ["signal", "temporal"])
-async def test_S5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> None:
+async def test_s5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> None:
     async with make_rig() as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING)
@@ -56,7 +59,7 @@ async def test_S5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> N
         )
 
 
-async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
+async def test_s5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
     faults = tuple(
         Fault(kind="delay", command="start", node=node, seconds=0.8) for node in ("n1", "n2")
     )
@@ -67,7 +70,7 @@ async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
         await is_cancelled(rig, job)
 
 
-async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None:
+async def test_s5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None:
     async with make_rig(
         Script((Cut(generation=0, when="first_call", node="n2"),)), name=new_fleet()
     ) as rig:
@@ -81,7 +84,7 @@ async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None
         assert rig.launches() == {}
 
 
-async def test_S5_4_cancel_while_a_person_is_asked(make_rig: MakeRig) -> None:
+async def test_s5_4_cancel_while_a_person_is_asked(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         await job.until_phase(Phase.WAITING_FOR_PERSON)
@@ -89,7 +92,7 @@ async def test_S5_4_cancel_while_a_person_is_asked(make_rig: MakeRig) -> None:
         await is_cancelled(rig, job)
 
 
-async def test_S5_4_cancel_during_the_delay_before_a_restart(make_rig: MakeRig) -> None:
+async def test_s5_4_cancel_during_the_delay_before_a_restart(make_rig: MakeRig) -> None:
     ladder = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE", "delay": "1h"}]}
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ladder))
@@ -109,7 +112,7 @@ async def test_a_cancel_waits_until_ranks_that_linger_are_gone(make_rig: MakeRig
         await is_cancelled(rig, job)
 
 
-async def test_a_cancel_while_the_job_stops_for_a_failure_makes_it_cancelled(
+async def test_a_cancel_while_a_failed_job_stops_makes_it_cancelled(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(rank=0, after=0.2), Lingers(rank=3, seconds=60)))) as rig:
@@ -131,7 +134,7 @@ async def test_two_cancels_of_both_kinds_end_the_job_once(make_rig: MakeRig) -> 
         assert (await job.result()).reason == "cancelled: first"
 
 
-async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_next_generation(
+async def test_s5_4_force_retry_while_running_relaunches_all_ranks(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(spares=1) as rig:
@@ -147,7 +150,7 @@ async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_n
         await is_cancelled(rig, job)
 
 
-async def test_S5_4_force_retry_while_launching_gives_up_that_launch(make_rig: MakeRig) -> None:
+async def test_s5_4_force_retry_while_launching_gives_up_that_launch(make_rig: MakeRig) -> None:
     faults = tuple(
         Fault(kind="delay", command="start", generation=1, node=node, seconds=1.0)
         for node in ("n1", "n2")
@@ -161,7 +164,7 @@ async def test_S5_4_force_retry_while_launching_gives_up_that_launch(make_rig: M
         await is_cancelled(rig, job)
 
 
-async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_told_to(
+async def test_s5_4_force_retry_while_asking_renews_budgets_on_request(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(generation=1, rank=0),), then="succeed")) as rig:
@@ -173,7 +176,7 @@ async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_to
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
 
 
-async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(
+async def test_s5_4_force_retry_while_waiting_looks_for_other_nodes(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(
@@ -189,7 +192,7 @@ async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
 
 
-async def test_a_job_that_waits_for_nodes_goes_on_by_itself_when_they_answer(
+async def test_a_job_that_waits_for_nodes_goes_on_when_they_answer(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(
@@ -279,7 +282,7 @@ MALFORMED: list[tuple[str, list[Any], str]] = [
 ]
 
 
-async def test_malformed_signals_change_nothing_are_visible_and_the_next_valid_one_works(
+async def test_malformed_signals_are_shown_and_change_nothing(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig() as rig:
@@ -300,7 +303,7 @@ async def test_malformed_signals_change_nothing_are_visible_and_the_next_valid_o
 
 
 @pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"reason": "b"}, {"by": "somebody"}]])
-async def test_a_signal_with_nothing_in_it_means_all_defaults_and_a_second_payload_is_left_out(
+async def test_an_empty_signal_means_defaults_and_one_payload_counts(
     make_rig: MakeRig, sent: list[Any]
 ) -> None:
     async with make_rig(Script((Progress(rank=0, hangs=True),))) as rig:
@@ -319,7 +322,7 @@ def decisions(state: JobState) -> list[str]:
     return [one.decision for one in state.incident.decisions] if state.incident is not None else []
 
 
-async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(
+async def test_a_question_is_snoozed_taken_over_and_approved_by_page(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
@@ -329,7 +332,8 @@ async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(
             "answer", {"decision": "snooze", "by": "ada", "reason": "later", "within": "1s"}
         )
         assert told == "it is asked again in 1s"
-        # A slow machine may see the snooze only when it is over: what it said is kept in the incident.
+        # A slow machine may see the snooze only when it is over: what it said is kept in the
+        # incident.
         asked = await job.until(
             lambda s: (
                 decisions(s)[-3:] == ["Ask", "Wait", "Ask"] and "Without an answer" in s.next.what
@@ -351,8 +355,8 @@ async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(
             await job.handle.execute_update("answer", {"decision": "deny"})
         assert isinstance(refused.value.cause, ApplicationError)
         assert (
-            refused.value.cause.message
-            == f"{job.handle.id.replace('/', ' ')} cannot be told deny: it is RUNNING and asks nothing"
+            refused.value.cause.message == f"{job.handle.id.replace('/', ' ')} cannot be told deny:"
+            " it is RUNNING and asks nothing"
         )
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
@@ -389,7 +393,7 @@ async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> 
         await is_cancelled(rig, job)
 
 
-async def test_what_a_launch_that_is_given_up_has_started_is_stopped_before_the_next_one_elsewhere(
+async def test_an_abandoned_launch_is_stopped_before_one_elsewhere(
     make_rig: MakeRig,
 ) -> None:
     slow = Fault(node="n1", generation=1, command="start", kind="delay", seconds=4.0)
@@ -407,7 +411,7 @@ async def test_what_a_launch_that_is_given_up_has_started_is_stopped_before_the_
         await is_cancelled(rig, job)
 
 
-async def test_a_cancel_that_comes_while_ranks_are_stopped_begins_no_examination(
+async def test_a_cancel_while_ranks_are_stopped_begins_no_examination(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,7 @@
-"""Jobs that may have fewer nodes, with their fleet: they shrink when a node goes, and grow when one is to be had."""
+"""Jobs that may have fewer nodes, with their fleet.
+
+They shrink when a node goes, and grow when one is to be had.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ async def ended(*jobs: Job) -> None:
         await job.result()
 
 
-async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_it_is_back_the_job_grows(
+async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
     make_rig: MakeRig,
 ) -> None:
     still = tuple((0.1 * number, number) for number in range(30))
@@ -117,7 +120,8 @@ async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_i
         assert state.fewer.startswith("2 of 3 nodes: ")
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n2"}, "n3 given back")
         rig.backend.heal("n3")
-        # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before they are three.
+        # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before
+        # they are three.
         state = await job.until(
             lambda s: s.phase is Phase.RUNNING and len(s.slots) == 3, "three nodes"
         )
@@ -136,7 +140,7 @@ async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_i
         "one that suggests to continue as new all the time",
     ],
 )
-async def test_s3_3_a_drained_node_without_a_replacement_shrinks_the_job_and_its_release_grows_it(
+async def test_s3_3_a_job_shrinks_on_a_drain_and_grows_on_the_release(
     make_rig: MakeRig, make_short_rig: MakeRig, which: str
 ) -> None:
     async with make(make_rig if which == "a server" else make_short_rig) as rig:
@@ -172,7 +176,7 @@ async def test_s3_3_a_drained_node_without_a_replacement_shrinks_the_job_and_its
         await ended(job)
 
 
-async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_somebody_waits_for(
+async def test_s3_3_a_job_begins_small_and_leaves_nodes_others_want(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig) as rig:
@@ -199,7 +203,7 @@ async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_someb
         await ended(job)
 
 
-async def test_s3_3_the_rung_shrink_leaves_the_suspect_and_takes_no_other_node(
+async def test_s3_3_the_rung_shrink_drops_the_suspect_and_adds_no_node(
     make_rig: MakeRig,
 ) -> None:
     breaks = Exit(generation=1, node="n2", rank=2, exit_code=1, after=0.3)
@@ -234,10 +238,10 @@ async def test_s3_3_shares_of_nodes_shrink_and_grow_too(make_rig: MakeRig) -> No
         await ended(job)
 
 
-async def test_s3_3_a_rank_that_is_alone_is_stopped_before_it_becomes_part_of_a_gang(
+async def test_s3_3_a_lone_rank_is_stopped_before_it_joins_a_gang(
     make_rig: MakeRig,
 ) -> None:
-    """It does not fence itself, so nobody could launch the gang elsewhere if its node were cut off on the way."""
+    """It does not fence itself: were its node cut off, the gang could not be moved elsewhere."""
     async with make(make_rig, nodes=2) as rig:
         await quarantine(rig, "n1")
         job = await rig.submit(policy(**SOON), nodes={"min": 1, "max": 2}, gpus_per_node=8)
@@ -262,7 +266,7 @@ async def offer(job: Job, rig: Rig, *names: str, late: int = 0) -> None:
     )
 
 
-async def test_s3_3_an_offer_that_is_not_there_any_more_restarts_nothing_and_one_to_an_older_claim_is_ignored(
+async def test_s3_3_an_offer_gone_or_to_an_older_claim_does_nothing(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig) as rig:
@@ -297,7 +301,7 @@ async def test_s3_3_an_offer_that_is_not_there_any_more_restarts_nothing_and_one
 
 
 @pytest.mark.long
-async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(
+async def test_s3_3_an_offer_goes_back_when_a_fault_comes_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its claim for more is under way when a person wants it launched anew: that one counts."""
@@ -323,7 +327,10 @@ async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(
 
 
 def stall_growth(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The first attempt to tell a fleet that a job wants more while it runs gets stuck; the event says that it was made."""
+    """The first attempt to say to a fleet that a job wants more while it runs gets stuck.
+
+    The event says that it was made.
+    """
     reached = asyncio.Event()
     tell = FleetActivities.tell_fleet
 
@@ -346,7 +353,7 @@ def stall_growth(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 @pytest.mark.long
-async def test_s3_3_a_worker_that_dies_between_the_offer_and_the_launch_changes_nothing(
+async def test_s3_3_a_worker_may_die_between_the_offer_and_the_launch(
     server: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached = stall_growth(monkeypatch)
@@ -382,7 +389,7 @@ async def test_s3_3_a_worker_that_dies_between_the_offer_and_the_launch_changes_
     assert_invariants(backend, all_ended=True)
 
 
-async def test_s3_3_a_fleet_that_is_lost_offers_again_what_its_jobs_would_take(
+async def test_s3_3_a_lost_fleet_offers_again_what_its_jobs_would_take(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig) as rig:
@@ -400,7 +407,7 @@ async def test_s3_3_a_fleet_that_is_lost_offers_again_what_its_jobs_would_take(
         await ended(job)
 
 
-async def test_s3_3_an_offer_is_on_the_page_and_nobody_else_is_given_the_nodes_until_it_is_over(
+async def test_s3_3_an_offer_is_on_the_page_and_reserves_its_nodes(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig) as rig, claimants(rig) as begin:

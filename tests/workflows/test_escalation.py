@@ -1,4 +1,7 @@
-"""Repairs as a fleet orders them, on simulated nodes: what an examination calls for, and nothing without the fleet's permission."""
+"""Repairs as a fleet orders them, on simulated nodes.
+
+They are what an examination calls for, and nothing without the fleet's permission.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ Repair = WorkflowHandle[Any, NodeRepairResult]
 
 @dataclass
 class Told:
-    """Whoever stands where a fleet would: writes down what it is told, and answers as it is made to."""
+    """A stand-in for a fleet: it writes down what it receives, and answers as it is made to."""
 
     client: Client
     fleet: str
@@ -202,7 +205,10 @@ async def world(
     deaf: bool = False,
     order_repair: Callable[..., Any] | None = None,
 ) -> AsyncIterator[World]:
-    """One node with one GPU, its worker, and somebody in its fleet's place. Leaving it replays each history and checks the records."""
+    """One node with one GPU, its worker, and a stand-in for its fleet.
+
+    Leaving it replays each history and checks the records.
+    """
     name = f"f-{uuid.uuid4().hex[:8]}"
     spec = FleetSpec(
         name=name,
@@ -284,7 +290,7 @@ async def test_a_healthy_node_is_examined_and_left_as_it_is(server: Client, repa
         ),
     ],
 )
-async def test_a_node_gets_what_its_examination_calls_for_and_then_what_comes_above_it(
+async def test_a_node_gets_the_repair_its_verdict_asks_then_the_next(
     skipping: WorkflowEnvironment,
     sick: Sick,
     did: list[str],
@@ -337,7 +343,7 @@ async def test_a_node_that_answers_the_second_time_is_judged_by_that(
         assert one.did == ["diagnose"]
 
 
-async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_been_done(
+async def test_observe_only_reports_the_verdict_and_the_omitted_repair(
     server: Client,
 ) -> None:
     async with world(server, BY_RESET, repairs="observe") as one:
@@ -373,7 +379,7 @@ async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick:
         assert [command for command in one.did if command != "diagnose"] == ["reset-gpus"]
 
 
-async def test_a_reset_that_its_tool_refuses_is_no_treatment_and_the_node_is_examined_again_before_its_reboot(
+async def test_a_refused_reset_is_followed_by_an_examination_first(
     skipping: WorkflowEnvironment,
 ) -> None:
     lost = Sick(
@@ -419,7 +425,7 @@ async def test_what_the_fleet_does_not_permit_is_not_done(
         assert not {"reset-gpus", "reboot"} & set(one.did)
 
 
-async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(
+async def test_only_the_answer_to_the_question_asked_counts(
     server: Client,
 ) -> None:
     async with world(server, BY_RESET, answers=says_nothing) as one:
@@ -465,7 +471,7 @@ async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(
 
 
 @pytest.mark.parametrize("strategy", [Strategy.RESET_GPU, Strategy.REBOOT_NODE])
-async def test_a_fleet_that_never_answers_is_asked_again_until_the_deadline_and_nothing_is_done(
+async def test_a_silent_fleet_is_asked_to_the_deadline_without_repair(
     skipping: WorkflowEnvironment, strategy: Strategy
 ) -> None:
     async with world(skipping.client, BY_RESET, answers=says_nothing) as one:
@@ -478,7 +484,7 @@ async def test_a_fleet_that_never_answers_is_asked_again_until_the_deadline_and_
 
 
 @pytest.mark.parametrize("used", [False, True])
-async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(
+async def test_after_a_late_permission_the_node_is_looked_at_again(
     skipping: WorkflowEnvironment, used: bool
 ) -> None:
     async with world(
@@ -520,7 +526,7 @@ async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(
             task.cancel()
 
 
-async def test_each_order_is_asked_for_also_the_one_that_repeats_another(
+async def test_each_order_needs_a_permission_also_a_repeated_one(
     skipping: WorkflowEnvironment,
 ) -> None:
     async with world(
@@ -541,7 +547,7 @@ async def test_a_repair_that_waits_for_its_fleet_can_be_cancelled(server: Client
         assert one.did == ["diagnose"]
 
 
-async def test_a_fleet_that_cannot_be_told_keeps_no_repair_from_ending_and_nothing_from_being_safe(
+async def test_a_repair_ends_safely_with_its_fleet_unreachable(
     skipping: WorkflowEnvironment,
 ) -> None:
     async with world(skipping.client, deaf=True) as one:
@@ -555,7 +561,7 @@ async def test_a_fleet_that_cannot_be_told_keeps_no_repair_from_ending_and_nothi
         assert one.did == ["diagnose"]
 
 
-async def test_of_a_repair_that_fails_the_fleet_is_told_as_well(server: Client) -> None:
+async def test_a_failed_repair_is_reported_to_the_fleet_too(server: Client) -> None:
     @activity.defn
     async def order_repair(_: RepairOrder) -> RepairEvent:
         raise ApplicationError("this worker cannot", non_retryable=True)
@@ -571,7 +577,7 @@ async def test_of_a_repair_that_fails_the_fleet_is_told_as_well(server: Client) 
         )
 
 
-async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
+async def test_an_unknown_node_is_not_repaired(server: Client) -> None:
     async with world(server) as one:
         for changes in ({"node": "n9"}, {"fleet": "another"}):
             repair = await one.order(**changes)
@@ -582,7 +588,7 @@ async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
         assert one.did == []
 
 
-async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_asked_anew_afterwards(
+async def test_a_repair_waits_for_a_paused_fleet_and_then_asks_again(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((BY_RESET,)), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}") as rig:

@@ -1,4 +1,7 @@
-"""The fleet as a workflow, on simulated nodes: what it is told comes to grants and repairs, and nothing that ends loses it a node."""
+"""The fleet as a workflow, on simulated nodes.
+
+What it receives comes to grants and repairs, and nothing that ends loses it a node.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def waits(state: FleetState, job: str) -> str:
     )
 
 
-async def test_a_claim_is_granted_a_second_one_waits_and_says_for_whom_and_gets_what_is_returned(
+async def test_a_second_claim_waits_for_the_first_and_gets_its_nodes(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
@@ -85,7 +88,7 @@ async def test_more_nodes_than_there_are_is_hopeless_and_said_at_once(make_rig: 
         assert "3" in grant.reason and "2" in grant.reason
 
 
-async def test_what_a_terminated_job_held_is_cleaned_and_given_to_the_next(
+async def test_nodes_of_a_terminated_job_are_cleaned_for_the_next_job(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
@@ -106,7 +109,7 @@ async def test_what_a_terminated_job_held_is_cleaned_and_given_to_the_next(
         assert first.name not in [record.claim.job for record in (await fleet_state(rig)).claims]
 
 
-async def test_a_grant_that_reaches_nobody_is_taken_back(make_rig: MakeRig) -> None:
+async def test_a_grant_that_reaches_no_job_is_taken_back(make_rig: MakeRig) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
         job = await begin()
         await job.handle.terminate("before it was granted anything")
@@ -119,7 +122,7 @@ async def test_a_grant_that_reaches_nobody_is_taken_back(make_rig: MakeRig) -> N
         assert await other.nodes() == ["n1", "n2"]
 
 
-async def test_ranks_that_no_job_answers_for_are_stopped_and_their_nodes_granted(
+async def test_orphaned_ranks_are_stopped_and_their_nodes_granted(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
@@ -138,7 +141,7 @@ async def test_ranks_that_no_job_answers_for_are_stopped_and_their_nodes_granted
         assert {call.node for call in rig.backend.calls if call.command == "stop"} == {"n1", "n2"}
 
 
-async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before_it_knows_who_has_what(
+async def test_a_terminated_fleet_grants_nothing_with_holders_unknown(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
@@ -161,7 +164,7 @@ async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before
         assert await first.grants() == [], "it has what it wants, and knows that"
 
 
-async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has_quarantined(
+async def test_a_quarantine_outlives_the_termination_of_its_fleet(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
@@ -194,7 +197,7 @@ async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has
         assert [notice.split(" ", 1)[1] for notice in state.notices] == [said]
 
 
-async def test_a_fleet_whose_runs_before_were_of_other_workers_begins_with_nothing_at_once_and_says_so(
+async def test_a_fleet_after_runs_of_other_workers_begins_empty(
     make_rig: MakeRig,
 ) -> None:
     name = f"f-{uuid.uuid4().hex[:8]}"
@@ -215,7 +218,7 @@ async def test_a_fleet_whose_runs_before_were_of_other_workers_begins_with_nothi
         assert "has to be said again" in notice and "was of workers on task queue" in notice
 
 
-async def test_a_job_that_ends_without_a_word_while_it_is_asked_is_not_awaited_any_more(
+async def test_a_job_that_ends_while_it_is_asked_is_not_awaited(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=1) as rig, claimants(rig) as begin:
@@ -240,7 +243,7 @@ async def test_a_job_that_ends_without_a_word_while_it_is_asked_is_not_awaited_a
         )
 
 
-async def test_a_repair_that_asked_during_a_pause_is_followed_by_another_one_and_not_by_a_quarantine(
+async def test_a_repair_that_met_a_pause_is_repeated_not_quarantined(
     make_rig: MakeRig,
 ) -> None:
     faults = (
@@ -328,7 +331,7 @@ async def test_persons_quarantine_drain_and_release_nodes_by_signals(make_rig: M
         assert "**n1** quarantined since" in page and "by grace: new memory" in page
 
 
-async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_again_and_not_while_repairs_are_paused(
+async def test_a_blamed_node_is_repaired_unless_repairs_are_paused(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2, gpus=1) as rig, claimants(rig) as begin:
@@ -391,7 +394,7 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
         ("repair_ended", [], "repair_ended: "),
     ],
 )
-async def test_what_cannot_be_read_becomes_a_notice_and_changes_nothing(
+async def test_an_unreadable_signal_is_a_notice_and_changes_nothing(
     make_rig: MakeRig, signal: str, message: Any, sentence: str
 ) -> None:
     async with make(make_rig, nodes=1) as rig:
@@ -403,7 +406,7 @@ async def test_what_cannot_be_read_becomes_a_notice_and_changes_nothing(
         assert standing(state, "n1") is NodeStatus.IN_SERVICE
 
 
-async def test_no_hope_is_told_before_the_fleet_file_was_read_and_a_file_that_went_bad_changes_nothing(
+async def test_a_bad_fleet_file_makes_claims_hopeless_only_at_first(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2) as rig, claimants(rig) as begin:
@@ -446,7 +449,7 @@ async def test_a_changed_fleet_file_is_applied_when_a_person_says_so(make_rig: M
         await until_fleet(rig, lambda state: [one.name for one in state.nodes] == ["n2"], "n1 gone")
 
 
-async def test_over_many_runs_no_claim_is_lost_and_nobody_is_granted_what_another_has(
+async def test_over_many_runs_no_claim_is_lost_or_node_granted_twice(
     make_short_rig: MakeRig,
 ) -> None:
     async with make(make_short_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
@@ -469,7 +472,7 @@ async def test_over_many_runs_no_claim_is_lost_and_nobody_is_granted_what_anothe
         assert all(len(history.events) < 300 for history in rig.fleet_histories)
 
 
-async def test_signals_that_arrive_while_the_fleet_continues_as_new_are_not_lost(
+async def test_signals_during_continue_as_new_of_the_fleet_are_kept(
     make_short_rig: MakeRig,
 ) -> None:
     async with make(make_short_rig, nodes=1) as rig:
@@ -490,7 +493,7 @@ async def test_signals_that_arrive_while_the_fleet_continues_as_new_are_not_lost
         assert len(rig.fleet_histories) >= 2
 
 
-async def test_what_begins_a_fleet_is_heard_although_its_nodes_are_not_known_yet(
+async def test_the_signal_that_begins_a_fleet_is_applied(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=1) as rig:
@@ -504,7 +507,7 @@ async def test_what_begins_a_fleet_is_heard_although_its_nodes_are_not_known_yet
         )
 
 
-async def test_a_job_that_claims_again_and_again_is_granted_once_for_each_claim_that_counts(
+async def test_a_repeated_claim_is_granted_once_for_each_that_counts(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig, claimants(rig) as begin:
@@ -524,7 +527,7 @@ async def test_a_job_that_claims_again_and_again_is_granted_once_for_each_claim_
         assert len(state.claims[0].places) == 2
 
 
-async def test_what_nobody_foresaw_fails_the_workflow_task_and_not_the_fleet(
+async def test_an_unforeseen_error_fails_the_workflow_task_only(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(self: FleetActivities, fleet: str) -> None:

@@ -1,4 +1,7 @@
-"""The page of a fleet: what stands still comes first, every node that is out has its reason, and no fleet is too large for it."""
+"""The page of a fleet.
+
+What stands still comes first, every node that is out has its reason, and no fleet is too large.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,14 @@ def test_a_fleet_that_is_well_says_so_in_few_lines() -> None:
     assert not [line for line in lines if line.startswith("### ") and "overrule" not in line]
 
 
-def test_an_open_breaker_and_a_pause_come_first_and_say_how_they_are_ended() -> None:
+def test_an_open_breaker_and_a_pause_come_first_with_the_remedy() -> None:
     breaker = Breaker(
         "9 of 32 nodes are out, nodes_out is 25%", AGO, "the cooling is mended (grace)", AGO
     )
     lines = page(fleet(node("n1"), breaker=breaker))
     assert lines[2].startswith(
-        "**THE BREAKER IS OPEN since 2026-11-21 02:48:00 UTC** 9 of 32 nodes are out, nodes_out is 25%."
+        "**THE BREAKER IS OPEN since 2026-11-21 02:48:00 UTC**"
+        " 9 of 32 nodes are out, nodes_out is 25%."
     )
     assert "relaunch nodes resume" in lines[2]
     assert lines[4].startswith(
@@ -65,7 +69,7 @@ def test_an_open_breaker_and_a_pause_come_first_and_say_how_they_are_ended() -> 
     assert not any("**Breaker** closed" in line for line in lines)
 
 
-def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when() -> None:
+def test_each_node_that_is_out_says_why_by_whom_and_since_when() -> None:
     drain = DrainRequest("n2", "new memory", "grace", NOW + timedelta(minutes=30))
     silent = NodeProbe("n4", silent="connection timed out")
     lines = page(
@@ -92,12 +96,13 @@ def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when(
         )
     )
     assert (
-        lines[0]
-        == "## fleet lab: 5 nodes, 1 repairing, 1 quarantined, 2 silent or held, 0 jobs have nodes, 0 wait"
+        lines[0] == "## fleet lab: 5 nodes, 1 repairing, 1 quarantined, 2 silent or held,"
+        " 0 jobs have nodes, 0 wait"
     )
     since = "since 2026-11-21 02:48:00 UTC"
     assert [line for line in lines if line.startswith("- **n")] == [
-        f"- **n2** quarantined {since} by grace: new memory; jobs leave it until 2026-11-21 03:30:00 UTC (grace: new memory)",
+        f"- **n2** quarantined {since} by grace: new memory;"
+        " jobs leave it until 2026-11-21 03:30:00 UTC (grace: new memory)",
         f"- **n3** repairing {since} by job llama: Xid 79; repair `repair/lab/n3`",
         f"- **n4** no answer {since}: connection timed out",
         "- **n5** diagnose (grace) works on it",
@@ -138,17 +143,17 @@ def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
     assert lines.index("- new") < lines.index("- old")
 
 
-def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
+def test_a_restarted_fleet_says_for_which_jobs_it_waits() -> None:
     lines = page(
         fleet(node("n1"), awaited_jobs=("llama", "bert"), awaited_until=NOW + timedelta(seconds=30))
     )
     assert (
-        "**Restarted** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs claim their nodes before: llama, bert"
-        in lines
+        "**Restarted** nothing is granted until 2026-11-21 03:00:30 UTC,"
+        " unless these jobs claim their nodes before: llama, bert" in lines
     )
 
 
-def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_needed_to_act() -> None:
+def test_the_largest_fleet_fits_and_keeps_what_is_needed_to_act() -> None:
     reason = "ü" * 5000
     nodes = tuple(
         node(f"n{i}", status=NodeStatus.QUARANTINED, reason=reason, by="grace", since=AGO)
@@ -165,7 +170,7 @@ def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_neede
     assert "- and 2032 more: the query `state` has them" in text
 
 
-def test_jobs_that_would_take_more_and_what_is_offered_to_them_are_on_the_page() -> None:
+def test_jobs_that_would_take_more_and_their_offers_are_shown() -> None:
     grows = ClaimRecord(
         Claim("llama", 7, 3, 1, keep=("n1",), holds=(Place("n1"),), most=3, more_at=AGO),
         granted=(Place("n1"),),
@@ -181,7 +186,7 @@ def test_jobs_that_would_take_more_and_what_is_offered_to_them_are_on_the_page()
     )
 
 
-def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
+def test_gpus_used_by_strangers_missing_or_unreadable_are_shown() -> None:
     used = Inventory("H100", 8, used=(GpuUse((2,), "alice (python, pid 4242)"),))
     lines = page(
         fleet(
@@ -211,7 +216,7 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
     ]
 
 
-def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when() -> None:
+def test_a_shared_suspect_names_the_jobs_asked_to_leave_by_when() -> None:
     leave = DrainRequest("n3", "Xid 79", "fleet lab", NOW + timedelta(hours=2))
     suspect = {
         "status": NodeStatus.SUSPECT,
@@ -226,12 +231,13 @@ def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when
         if line.startswith("- **n3**")
     )
     assert line.endswith(
-        "by job llama: Xid 79; bert, vit asked to leave it by 2026-11-21 05:00:00 UTC, so that it can be examined"
+        "by job llama: Xid 79; bert, vit asked to leave it by 2026-11-21 05:00:00 UTC,"
+        " so that it can be examined"
     )
     assert "asked to leave" not in "\n".join(page(fleet(node("n3", **suspect))))
 
 
-def test_the_page_of_a_job_says_which_nodes_are_wanted_and_how_to_answer() -> None:
+def test_the_page_of_a_job_names_wanted_nodes_and_how_to_answer() -> None:
     wanted = NodeDrain("n2", "swap its PSU", "carol", NOW + timedelta(hours=2))
     lines = current_details(replace(running(), drains=(wanted,)), NOW).splitlines()
     told = "carol wants n2 by 2026-11-21 05:00 UTC: swap its PSU; it leaves at the next checkpoint"
@@ -241,8 +247,8 @@ def test_the_page_of_a_job_says_which_nodes_are_wanted_and_how_to_answer() -> No
     assert next(line for line in lines if line.startswith("**Next**")).count(told) == 1
     said = '`{"decision": "approve", "node": "n2", "reason": "…", "by": "you"}`'
     assert (
-        f"- the update `answer` {said} has it leave n2 at once; `deny`: not before 2026-11-21 05:00:00 UTC"
-        in lines
+        f"- the update `answer` {said} has it leave n2 at once;"
+        " `deny`: not before 2026-11-21 05:00:00 UTC" in lines
     )
     assert not any(
         "wants" in line or "update" in line for line in current_details(running(), NOW).splitlines()

@@ -1,7 +1,8 @@
 """Histories of jobs as they once went, replayed by the workflow as it is now.
 
-A changed order of commands breaks jobs that run: when one of these fails, guard the change by `workflow.patched`.
-After a change that is meant before anybody runs it, capture them anew: `python -m tests.workflows.test_histories [NAME…]`.
+A changed order of commands breaks jobs that run: when one of these fails, guard the change by
+`workflow.patched`. After a change that is meant, before a release with it runs, capture them
+again: `python -m tests.workflows.test_histories [NAME…]`.
 """
 
 from __future__ import annotations

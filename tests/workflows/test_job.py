@@ -27,7 +27,7 @@ async def test_a_job_whose_ranks_all_exit_with_0_succeeds(make_rig: MakeRig) -> 
         assert rig.launches() == {1: ["n1", "n2"]}
 
 
-async def test_S2_2_each_launch_is_idempotent_when_messages_are_doubled_and_lost(
+async def test_s2_2_doubled_and_lost_messages_never_launch_twice(
     make_rig: MakeRig,
 ) -> None:
     faults = (
@@ -51,7 +51,7 @@ async def test_S2_2_each_launch_is_idempotent_when_messages_are_doubled_and_lost
         await job.result()
 
 
-async def test_S3_2_one_rank_fails_and_all_ranks_on_all_nodes_are_started_again(
+async def test_s3_2_one_failed_rank_restarts_all_ranks_on_all_nodes(
     make_rig: MakeRig,
 ) -> None:
     exit = Exit(
@@ -77,7 +77,7 @@ async def test_S3_2_one_rank_fails_and_all_ranks_on_all_nodes_are_started_again(
         assert result.state.restarts_spent == 1
 
 
-async def test_S3_2_when_the_budget_is_spent_the_job_fails_with_the_exit_code_of_the_rank(
+async def test_s3_2_a_spent_budget_fails_a_job_with_the_rank_exit_code(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(rank=1, exit_code=7),))) as rig:
@@ -89,7 +89,7 @@ async def test_S3_2_when_the_budget_is_spent_the_job_fails_with_the_exit_code_of
         assert [len(nodes) for nodes in rig.launches().values()] == [2, 2, 2]
 
 
-async def test_a_ladder_that_is_used_up_fails_the_job_and_the_result_rides_in_the_failure(
+async def test_a_used_up_ladder_fails_the_job_with_its_result_attached(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
@@ -126,7 +126,7 @@ async def test_a_signal_gives_the_exit_code_that_a_shell_would_give(make_rig: Ma
         assert (result.phase, result.exit_code) == (Phase.FAILED, 139)
 
 
-async def test_generations_without_progress_end_the_job_before_its_budget_does(
+async def test_no_progress_ends_a_job_before_its_budget_does(
     make_rig: MakeRig,
 ) -> None:
     script = Script((Exit(rank=0, exit_code=1, after=0.3), Progress(steps=((0.0, 5),))))
@@ -153,7 +153,7 @@ async def test_progress_that_was_never_reported_is_not_flat_progress(make_rig: M
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 5)
 
 
-async def test_passing_the_step_of_the_fault_closes_the_incident_and_renews_the_budget(
+async def test_passing_the_faults_step_closes_the_incident(
     make_rig: MakeRig,
 ) -> None:
     script = Script(
@@ -177,7 +177,7 @@ async def test_passing_the_step_of_the_fault_closes_the_incident_and_renews_the_
         await job.result()
 
 
-async def test_S3_4_success_only_when_every_rank_succeeds(make_rig: MakeRig) -> None:
+async def test_s3_4_success_only_when_every_rank_succeeds(make_rig: MakeRig) -> None:
     script = Script(
         (
             *(Exit(generation=1, rank=rank, exit_code=0) for rank in (0, 1, 2)),
@@ -189,10 +189,11 @@ async def test_S3_4_success_only_when_every_rank_succeeds(make_rig: MakeRig) -> 
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
 
 
-async def test_S3_4_an_exit_with_0_that_was_seen_by_an_earlier_watch_still_counts(
+async def test_s3_4_an_exit_with_0_seen_by_an_earlier_watch_counts(
     make_rig: MakeRig,
 ) -> None:
-    # Rank 0 ends, then the incident of generation 1 closes and the watch is ordered anew: rank 0's exit is behind it.
+    # Rank 0 ends, then the incident of generation 1 closes and the watch is ordered again: rank 0's
+    # exit is behind it.
     script = Script(
         (
             Exit(generation=1, rank=2, exit_code=1, after=0.3),
@@ -208,7 +209,7 @@ async def test_S3_4_an_exit_with_0_that_was_seen_by_an_earlier_watch_still_count
         assert result.incidents[0].outcome == "training passed step 1"
 
 
-async def test_S3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig) -> None:
+async def test_s3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(generation=1, rank=0),), then="succeed")) as rig:
         job = await rig.submit(env={"MINE": "1"})
         await job.result()
@@ -244,7 +245,7 @@ async def test_S3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig)
             assert len({starts[node, generation].secret for node in ("n1", "n2")}) == 1
 
 
-async def test_S3_9_a_node_whose_shim_died_is_replaced_when_restarting_did_not_help(
+async def test_s3_9_a_node_with_a_dead_shim_is_replaced_after_restarts(
     make_rig: MakeRig,
 ) -> None:
     script = Script(tuple(ShimDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed")
@@ -275,7 +276,7 @@ async def test_a_command_that_does_not_exist_fails_the_job_with_127(make_rig: Ma
         assert rig.launches() == {}
 
 
-async def test_a_secret_that_the_worker_cannot_read_fails_the_job_and_says_which(
+async def test_a_secret_the_worker_cannot_read_fails_the_job_by_name(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig() as rig:
@@ -317,11 +318,12 @@ async def test_a_fleet_that_no_worker_knows_fails_the_job_at_once(make_rig: Make
         assert result.reason == "fleet 'other' is not known to this worker, it serves default"
 
 
-async def test_a_node_that_has_seen_a_higher_generation_is_gone_on_above(make_rig: MakeRig) -> None:
+async def test_a_job_goes_on_above_a_higher_generation_of_a_node(make_rig: MakeRig) -> None:
     async with make_rig(Script((Progress(rank=0, hangs=True),)), two_controllers=True) as rig:
         job = await rig.submit()
         state = await job.until_phase(Phase.RUNNING, 1)
-        # What a reset of the workflow leaves behind: a node that has obeyed a generation we know nothing of.
+        # What a reset of the workflow leaves behind: a node that has obeyed a generation we know
+        # nothing of.
         order = next(
             call.order
             for call in rig.backend.calls
@@ -336,7 +338,7 @@ async def test_a_node_that_has_seen_a_higher_generation_is_gone_on_above(make_ri
         await job.result()
 
 
-async def test_a_retry_of_a_closed_job_goes_on_with_its_budgets_and_new_tokens(
+async def test_a_retry_of_a_closed_job_has_its_budgets_and_new_tokens(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
@@ -360,7 +362,7 @@ async def test_a_retry_of_a_closed_job_goes_on_with_its_budgets_and_new_tokens(
         assert (await renewed.result()).generation == 2
 
 
-async def test_a_job_shows_its_phase_to_whoever_looks_with_no_worker_alive(
+async def test_a_job_shows_its_phase_with_no_worker_alive(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:

@@ -1,4 +1,7 @@
-"""Jobs and their fleet together, both real workflows on simulated nodes: who shares, who is replaced, who leaves, who gives way."""
+"""Jobs and their fleet together, both real workflows on simulated nodes.
+
+Tested is which jobs share, leave and give way, and which nodes are replaced.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (
-    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, "
+    "GPU has fallen off the bus.",
 )
 
 
@@ -64,7 +68,7 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         assert [record.claim for record in state.claims] == []
 
 
-async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_node_is_told_who_is_there(
+async def test_s2_10_jobs_get_gpus_free_of_strangers_or_name_them(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
@@ -92,7 +96,7 @@ async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_
 
 
 @pytest.mark.long  # a node on which a stranger was seen is read again after ten seconds
-async def test_s2_10_a_job_that_waits_for_a_stranger_runs_when_he_has_left(
+async def test_s2_10_a_job_runs_when_the_stranger_it_waits_for_left(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
@@ -106,7 +110,7 @@ async def test_s2_10_a_job_that_waits_for_a_stranger_runs_when_he_has_left(
         await ended(job)
 
 
-async def test_s2_10_a_node_that_has_lost_a_gpu_is_examined_and_repaired_before_a_job_lands_on_it(
+async def test_s2_10_a_node_with_a_lost_gpu_is_repaired_before_a_job(
     make_rig: MakeRig,
 ) -> None:
     lost = Sick(node="n1", gpu_lost=3, until="reboot")
@@ -122,7 +126,7 @@ async def test_s2_10_a_node_that_has_lost_a_gpu_is_examined_and_repaired_before_
         await ended(job)
 
 
-async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired_for_the_next_job(
+async def test_s4_2_a_spare_replaces_a_broken_node_until_its_repair(
     make_rig: MakeRig,
 ) -> None:
     breaks = Exit(
@@ -172,7 +176,7 @@ async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired
         await ended(second)
 
 
-async def test_a_second_bad_node_of_one_incident_is_given_to_no_other_job(
+async def test_a_second_bad_node_of_an_incident_goes_to_no_other_job(
     make_rig: MakeRig,
 ) -> None:
     first = Exit(
@@ -211,7 +215,7 @@ async def test_a_second_bad_node_of_one_incident_is_given_to_no_other_job(
         await ended(job)
 
 
-async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_place(
+async def test_a_job_that_restarts_in_place_reports_a_hardware_fault(
     make_rig: MakeRig,
 ) -> None:
     async with make(
@@ -234,12 +238,13 @@ async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_pla
         await ended(job)
 
 
-async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(
+async def test_a_job_submitted_again_runs_with_the_clock_set_back(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2) as rig:
         name = f"job-{uuid.uuid4().hex[:8]}"
-        later = 4_000_000_000_000  # a submission of the year 2096: the server's clock was far ahead then
+        # A submission of the year 2096: the server's clock was far ahead then.
+        later = 4_000_000_000_000
         await rig.tell_fleet("claim", Claim(name, later, 1, 0))
         job = await rig.submit(name=name)
         state = await job.until_phase(Phase.RUNNING)
@@ -257,7 +262,7 @@ async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(
         await ended(job)
 
 
-async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(
+async def test_a_job_leaves_a_drained_node_and_spends_nothing(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2, spares=1, gpus=8) as rig:
@@ -289,10 +294,10 @@ async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(
         await ended(job)
 
 
-async def test_of_two_jobs_that_wait_for_each_others_nodes_the_younger_gives_way(
+async def test_of_two_deadlocked_jobs_the_younger_gives_way(
     make_rig: MakeRig,
 ) -> None:
-    """Each loses a node for good and there is no other: without an end to it both would stand for ever."""
+    """Each loses a node for good and there is no other: both would wait for ever."""
     breaks = [
         Exit(generation=1, node=node, rank=rank, exit_code=None, signal=6, after=3.0, kernel=XID_79)
         for node, rank in (("n2", 1), ("n4", 1))
@@ -318,7 +323,7 @@ async def test_of_two_jobs_that_wait_for_each_others_nodes_the_younger_gives_way
         await ended(younger)
 
 
-async def test_a_job_that_is_submitted_again_after_a_terminate_stops_its_old_ranks_first(
+async def test_a_job_resubmitted_after_terminate_stops_old_ranks_first(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, nodes=2, gpus=8) as rig:
@@ -343,7 +348,7 @@ async def test_a_job_that_is_submitted_again_after_a_terminate_stops_its_old_ran
         await ended(second)
 
 
-async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(
+async def test_a_job_of_an_unknown_fleet_fails_with_that_sentence(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig) as rig:
@@ -352,7 +357,7 @@ async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(
         assert "fleet 'nowhere' is not known" in result.reason
 
 
-async def test_a_job_that_asks_keeps_its_nodes_and_one_in_the_queue_waits_for_as_long_as_it_takes(
+async def test_a_job_that_asks_keeps_its_nodes_and_the_queue_waits(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, Exit(generation=1, rank=0, after=0.2), nodes=2, gpus=8) as rig:

@@ -1,4 +1,7 @@
-"""Ranks are judged by the times that they were launched with, whatever the policy, or a later submission, says by then."""
+"""Ranks are judged by the times that they were launched with.
+
+The policy, or a later submission, may say other times by then.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ async def change_policy(job: Job, **changes: object) -> None:
     await job.handle.execute_update("change_policy", change)
 
 
-async def test_a_changed_policy_does_not_shorten_the_fence_of_ranks_that_run(
+async def test_a_changed_policy_keeps_the_fence_of_running_ranks(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(RUNS) as rig:
@@ -62,7 +65,7 @@ async def test_a_changed_policy_does_not_shorten_the_fence_of_ranks_that_run(
 
 
 @pytest.mark.long
-async def test_strict_lease_does_not_count_for_ranks_that_were_launched_without_it(
+async def test_strict_lease_is_not_for_ranks_launched_without_it(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(RUNS) as rig:
@@ -82,7 +85,7 @@ async def test_strict_lease_does_not_count_for_ranks_that_were_launched_without_
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_a_later_submission_judges_the_ranks_of_an_earlier_one_by_their_own_times(
+async def test_a_later_submission_judges_old_ranks_by_their_own_times(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(RUNS, nodes=3, all_ended=False) as rig:
@@ -106,7 +109,7 @@ async def test_a_later_submission_judges_the_ranks_of_an_earlier_one_by_their_ow
 
 
 @pytest.mark.long
-async def test_a_person_ends_the_wait_for_ranks_of_an_earlier_submission_that_never_fence(
+async def test_a_person_ends_the_wait_for_older_ranks_that_never_fence(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(RUNS, nodes=3, all_ended=False) as rig:

@@ -1,4 +1,7 @@
-"""Jobs that somebody wants a node of, with their fleet: they leave it at a checkpoint, or say no to that until it is time."""
+"""Jobs that are asked for a node, with their fleet.
+
+They leave it at a checkpoint, or say no to that until it is time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (
-    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, "
+    "GPU has fallen off the bus.",
 )
 DRAIN = {"node": "n2", "reason": "swap its PSU", "by": "carol", "drain": True, "within": "2h"}
 
@@ -72,7 +76,7 @@ async def checkpoint_seen(job: Job, least: int) -> None:
         assert (await job.state()).phase is Phase.RUNNING
 
 
-async def test_a_job_leaves_a_drained_node_right_after_its_next_checkpoint_and_loses_nothing(
+async def test_a_drained_node_is_left_after_the_checkpoint(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, saving(generation=1), nodes=2, spares=1) as rig:
@@ -110,7 +114,7 @@ async def test_a_job_leaves_a_drained_node_right_after_its_next_checkpoint_and_l
         await ended(job)
 
 
-async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says_now(
+async def test_a_denial_outlasts_checkpoints_and_relaunches_until_now(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, saving(0.2, generation=2), nodes=2, spares=1) as rig:
@@ -174,7 +178,7 @@ async def test_a_drain_that_is_taken_back_leaves_the_job_where_it_is(make_rig: M
 
 
 @pytest.mark.long
-async def test_whoever_shares_a_suspect_leaves_it_at_a_checkpoint_and_it_is_examined_after_that(
+async def test_jobs_leave_a_shared_suspect_before_its_examination(
     make_rig: MakeRig,
 ) -> None:
     """Both jobs have half of n1. The first to break is the one whose rank 1 exits."""
@@ -206,7 +210,7 @@ async def test_whoever_shares_a_suspect_leaves_it_at_a_checkpoint_and_it_is_exam
 
 
 @pytest.mark.long
-async def test_a_job_that_continues_as_new_still_waits_for_a_checkpoint(
+async def test_a_job_waits_for_a_checkpoint_across_continue_as_new(
     make_short_rig: MakeRig,
 ) -> None:
     async with make_short_rig(

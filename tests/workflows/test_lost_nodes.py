@@ -1,4 +1,7 @@
-"""Nodes that do not answer: nothing is stopped for it, nothing is launched before their ranks must be gone, and people may know better."""
+"""Nodes that do not answer: nothing is stopped for it.
+
+Nothing is launched before their ranks must be gone, and people may know better.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def stopped(rig: Rig) -> list[tuple[str, int]]:
     return rig.orders("stop")
 
 
-async def test_S2_8_a_lost_node_that_returns_goes_on_and_nothing_was_stopped(
+async def test_s2_8_a_lost_node_that_returns_goes_on_undisturbed(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig() as rig:
@@ -49,7 +52,7 @@ async def test_S2_8_a_lost_node_that_returns_goes_on_and_nothing_was_stopped(
         await job.result()
 
 
-async def test_S2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) -> None:
+async def test_s2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) -> None:
     async with make_rig(Script((RUNS,))) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
@@ -65,7 +68,7 @@ async def test_S2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) 
         await job.result()
 
 
-async def test_a_gang_that_is_stuck_without_a_lost_node_is_launched_elsewhere_only_when_that_node_must_have_fenced(
+async def test_a_stuck_gang_moves_only_when_its_lost_node_has_fenced(
     make_rig: MakeRig,
 ) -> None:
     # n2 is cut off from everybody; n1's rank stands still a little later.
@@ -96,7 +99,8 @@ async def test_a_gang_that_is_stuck_without_a_lost_node_is_launched_elsewhere_on
         ]
         assert set(ends) == {"n1", "n2"}
         assert max(ends.values()) < min(begins)
-        # Not before t0, the proof that a node is stopped, and the time that the lost one needs to notice.
+        # Not before t0, the proof that a node is stopped, and the time that the lost one needs to
+        # notice.
         timeouts = policy(FENCING).timeouts
         assert min(begins) >= ends["n1"] + fence_wait(timeouts, 2).total_seconds() - 0.05
         heard = max(
@@ -117,7 +121,7 @@ async def test_a_gang_that_is_stuck_without_a_lost_node_is_launched_elsewhere_on
 
 
 @pytest.mark.long
-async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(
+async def test_a_rank_failure_during_a_lost_node_is_blamed_on_it(
     make_rig: MakeRig,
 ) -> None:
     script = Script(
@@ -143,7 +147,7 @@ async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(
         rig.backend.heal("n2")
 
 
-async def test_a_job_submitted_again_with_its_fleet_terminated_too_waits_for_its_silent_ranks_to_fence(
+async def test_a_job_resubmitted_without_its_fleet_waits_for_the_fence(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,)), nodes=3, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
@@ -177,7 +181,7 @@ async def test_a_job_submitted_again_with_its_fleet_terminated_too_waits_for_its
         await second.result()
 
 
-async def test_while_every_node_is_lost_the_job_waits_and_stops_nothing(make_rig: MakeRig) -> None:
+async def test_with_every_node_lost_the_job_waits_and_stops_nothing(make_rig: MakeRig) -> None:
     async with make_rig(Script((RUNS,))) as rig:
         job = await rig.submit(policy(hang=HANG))
         await job.until_phase(Phase.RUNNING, 1)
@@ -196,7 +200,7 @@ async def test_while_every_node_is_lost_the_job_waits_and_stops_nothing(make_rig
         await job.result()
 
 
-async def test_a_single_lost_node_is_asked_about_after_a_while_and_returns_by_itself(
+async def test_a_single_lost_node_raises_a_question_until_it_returns(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,)), nodes=1) as rig:
@@ -227,7 +231,7 @@ async def test_a_node_that_a_person_declares_dead_is_replaced_at_once(make_rig: 
         await job.result()
 
 
-async def test_a_report_about_a_node_that_the_job_does_not_use_changes_nothing(
+async def test_a_report_about_a_node_not_in_use_changes_nothing(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(spares=1) as rig:
@@ -257,7 +261,7 @@ async def test_stopping_lasts_until_an_unreachable_node_answers(make_rig: MakeRi
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_stopping_lasts_until_an_unreachable_node_must_have_fenced_itself(
+async def test_stopping_lasts_until_an_unreachable_node_has_fenced(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,))) as rig:
@@ -270,7 +274,7 @@ async def test_stopping_lasts_until_an_unreachable_node_must_have_fenced_itself(
         assert ("n2", 1) not in stopped(rig)
 
 
-async def test_stopping_does_not_wait_for_a_node_that_a_person_declares_dead(
+async def test_stopping_does_not_wait_for_a_node_declared_dead(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,)), nodes=1, all_ended=False) as rig:
@@ -283,7 +287,7 @@ async def test_stopping_does_not_wait_for_a_node_that_a_person_declares_dead(
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_however_stuck_the_rest_is(
+async def test_an_independent_gang_with_a_lost_node_is_not_moved(
     make_rig: MakeRig,
 ) -> None:
     script = Script(
@@ -309,7 +313,7 @@ async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_ho
         await job.result()
 
 
-async def test_a_node_that_does_not_take_the_start_is_replaced_when_it_must_have_given_up(
+async def test_a_node_that_takes_no_start_is_replaced_once_it_gave_up(
     make_rig: MakeRig,
 ) -> None:
     script = Script((Cut(generation=1, node="n2", when="start"),), then="succeed")
@@ -323,7 +327,7 @@ async def test_a_node_that_does_not_take_the_start_is_replaced_when_it_must_have
         assert result.state.restarts_spent == 0
 
 
-async def test_a_node_that_does_not_answer_prepare_and_has_no_ranks_is_replaced_at_once(
+async def test_a_node_silent_at_prepare_with_no_ranks_is_replaced(
     make_rig: MakeRig,
 ) -> None:
     script = Script((Cut(generation=1, node="n2", when="prepare"),), then="succeed")
@@ -337,7 +341,7 @@ async def test_a_node_that_does_not_answer_prepare_and_has_no_ranks_is_replaced_
         assert list(rig.launches()) == [2]
 
 
-async def test_when_nobody_answers_in_time_the_job_fails(make_rig: MakeRig) -> None:
+async def test_when_no_person_answers_in_time_the_job_fails(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(
             policy({"answer_within": "3s"}, causes={"APPLICATION": [{"strategy": "ASK"}]})

@@ -26,7 +26,7 @@ async def scheduled(job: Job, activity: str) -> int:
     )
 
 
-async def test_S1_7_people_are_told_when_a_job_is_given_up(make_rig: MakeRig) -> None:
+async def test_s1_7_people_are_notified_when_a_job_is_given_up(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         job = await rig.submit(policy(extends="ecs-reboot-once"))
         result = await job.result()
@@ -36,7 +36,7 @@ async def test_S1_7_people_are_told_when_a_job_is_given_up(make_rig: MakeRig) ->
         assert result.reason in text and f"relaunch retry {result.name}" in text
 
 
-async def test_S1_7_people_are_told_when_one_of_them_is_asked_and_after_a_snooze_again(
+async def test_s1_7_people_hear_of_a_question_and_after_a_snooze_again(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=1),))) as rig:
@@ -60,14 +60,14 @@ async def test_S1_7_people_are_told_when_one_of_them_is_asked_and_after_a_snooze
         assert subjects == [subject, subject, f"relaunch: job {state.name} has failed"]
 
 
-async def test_S1_7_a_job_that_succeeds_or_is_cancelled_wakes_nobody(make_rig: MakeRig) -> None:
+async def test_s1_7_a_job_that_succeeds_or_is_cancelled_sends_no_alert(make_rig: MakeRig) -> None:
     async with make_rig(Script(then="succeed")) as rig:
         job = await rig.submit()
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert rig.backend.told == [] and await scheduled(job, "tell_people") == 0
 
 
-async def test_S1_7_a_job_ends_also_when_nobody_can_be_told(
+async def test_s1_7_a_job_ends_also_when_no_person_can_be_notified(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -83,7 +83,7 @@ async def test_S1_7_a_job_ends_also_when_nobody_can_be_told(
         assert (await job.result()).phase is Phase.FAILED
 
 
-async def test_S1_9_a_hint_has_the_ranks_looked_at_anew_once_for_each_version(
+async def test_s1_9_a_hint_has_ranks_looked_at_once_for_each_version(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig() as rig:

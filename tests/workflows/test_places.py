@@ -1,4 +1,7 @@
-"""Another machine answers for a node: it never saw the ranks, so it proves nothing, and nothing is launched beside them."""
+"""Another machine answers for a node.
+
+It never saw the ranks, so it proves nothing, and nothing is launched beside them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def is_renewed(rig: Rig, node: str) -> bool:
     return any(call.command == "renew" and call.node == node for call in rig.backend.calls)
 
 
-async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before_must_have_fenced(
+async def test_a_gang_moves_when_the_former_machines_ranks_have_fenced(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,)), spares=1) as rig:
@@ -62,7 +65,8 @@ async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before
         stopped = ends(rig)
         assert set(stopped) == {"n1", "n2"}
         assert min(begins(rig, 3)) >= max(stopped.values())
-        # The first proof of n1's end is the preparation; the wait begins no earlier than the stop that came after it.
+        # The first proof of n1's end is the preparation; the wait begins no earlier than the stop
+        # that came after it.
         assert (
             min(begins(rig, 3))
             >= stopped["n1"] + fence_wait(policy(FENCING).timeouts, 2).total_seconds() - 0.05
@@ -75,7 +79,7 @@ async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before
         await job.result()
 
 
-async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(
+async def test_a_watch_neither_renews_nor_believes_another_machine(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,))) as rig:
@@ -93,7 +97,7 @@ async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(
         await job.result()
 
 
-async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before(
+async def test_lone_ranks_are_never_launched_beside_the_former_machine(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig(Script((RUNS,)), nodes=1, spares=1) as rig:
@@ -118,7 +122,7 @@ async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before
 
 
 @pytest.mark.parametrize("fleet_ends", [False, pytest.param(True, marks=pytest.mark.long)])
-async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_earlier_one(
+async def test_a_later_submission_distrusts_a_node_that_moved_before(
     make_rig: MakeRig, fleet_ends: bool
 ) -> None:
     async with make_rig(Script((RUNS,)), nodes=3, all_ended=False) as rig:

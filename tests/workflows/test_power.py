@@ -1,4 +1,7 @@
-"""Power cycles of local nodes, whose processes and power switch are real: once, with leave, and proven, or it is said why not."""
+"""Power cycles of local nodes, whose processes and power switch are real.
+
+They happen once, with leave, and proven, or it is said why not.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,10 @@ class World:
 
 
 def switch(state: Path, folder: Path, *before: str) -> tuple[str, ...]:
-    """A power command as people have them: a script. It writes down that it ran, and then cuts the power and gives it back."""
+    """A power command as people have them: a script.
+
+    It writes down that it ran, and then cuts the power and gives it back.
+    """
     words = " ".join(f"'{word}'" for word in local_power.command(folder))
     lines = "\n".join((f"echo $$ >> '{state / 'ran'}'", *before, f"exec {words}"))
     return ("/bin/sh", "-c", lines, "--password", "hunter2")
@@ -155,7 +161,10 @@ async def made(
     answers: Callable[[dict[str, Any]], Awaitable[bool | None]] = allows,
     repairs: str = "act",
 ) -> AsyncIterator[World]:
-    """A node without GPUs, its worker, and somebody in its fleet's place. Leaving it replays each history."""
+    """A node without GPUs, its worker, and a stand-in for its fleet.
+
+    Leaving it replays each history.
+    """
     name = f"f-{uuid.uuid4().hex[:8]}"
     folder = state / "nodes" / "n1"
     given = None if power is None else Power(cycle=power(state, folder))
@@ -197,7 +206,7 @@ async def made(
         local_power.reboot(folder)
 
 
-async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_examined(
+async def test_a_persons_power_cycle_is_proven_and_the_node_examined(
     server: Client, tmp_path: Path, agent: Path
 ) -> None:
     async with made(server, tmp_path, agent) as world:
@@ -221,7 +230,7 @@ async def test_a_node_that_cannot_reboot_has_its_power_cycled(
 
 
 @pytest.mark.long
-async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_without_it_keeps_it(
+async def test_a_silent_node_is_power_cycled_only_if_its_fleet_agrees(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relaunch.repair.conditions, "SILENCE_TIMEOUT", SOON)
@@ -242,7 +251,8 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
         assert refused.reason.startswith(
             f"fleet {world.fleet} did not permit the order to power-cycle n1"
         )
-        # Nobody had read a boot id, and the uptime of a local node is its machine's: the answer after it proves nothing by itself.
+        # No boot id had been read, and the uptime of a local node is its machine's: the answer
+        # after it proves nothing by itself.
         repair = await world.order(
             power=True, approved_by="ada", deadline=datetime.now(UTC) + timedelta(seconds=40)
         )
@@ -256,7 +266,7 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
 
 
 @pytest.mark.long
-async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
+async def test_a_reboot_that_fails_is_followed_by_a_power_cycle(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relaunch.repair.conditions, "FINAL_PROBE_MARGIN", timedelta(seconds=8))
@@ -286,7 +296,8 @@ async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
         ),
         pytest.param(
             ("/nowhere/ipmitool", "hunter2"),
-            "cannot power-cycle n1: ipmitool cannot be run by the worker: No such file or directory",
+            "cannot power-cycle n1: ipmitool cannot be run by the worker:"
+            " No such file or directory",
             id="there is none",
         ),
     ],
@@ -307,12 +318,13 @@ async def test_a_node_without_a_power_command_is_refused_one(
         ended = await world.ended(power=True, approved_by="ada")
         assert (ended.outcome, ended.reason) == (
             "refused",
-            f"cannot power-cycle n1: the file of fleet {world.fleet} has no power: {{cycle: [COMMAND, …]}} for it",
+            f"cannot power-cycle n1: the file of fleet {world.fleet} has no power:"
+            " {cycle: [COMMAND, …]} for it",
         )
 
 
 @pytest.mark.long
-async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_again(
+async def test_a_power_command_that_hangs_is_ended_and_not_repeated(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relaunch.repair.machine, "POWER_CYCLE_TIMEOUT", timedelta(seconds=1))
@@ -340,7 +352,7 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
 
 
 @pytest.mark.long
-async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(
+async def test_where_repairs_need_approval_a_power_cycle_needs_its_own(
     server: Client, tmp_path: Path, agent: Path
 ) -> None:
     async with made(server, tmp_path, agent, reboots=["false"], repairs="ask") as world:

@@ -1,4 +1,7 @@
-"""Examinations and repairs as a job orders them, on simulated nodes: what the verdict changes, and what is never done twice."""
+"""Examinations and repairs as a job orders them, on simulated nodes.
+
+Tested is what the verdict changes, and what is never done twice.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ TRAINS = Progress(generation=2, steps=((0.0, 6),))
 GPU_0 = bus_id(0)[4:-2]
 """As the kernel writes it."""
 XID_119 = (
-    f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!",
+    f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, "
+    "Timeout after 6s of waiting for RPC response from GPU0 GSP!",
 )
 GPU_HANGS = Exit(
     generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_119
@@ -54,7 +58,10 @@ def reboot_once(**changes: Any) -> Policy:
 def make(
     make_rig: MakeRig, *happenings: Any, faults: tuple[Fault, ...] = (), **options: Any
 ) -> AbstractAsyncContextManager[Rig]:
-    """A rig whose fleet has a name of its own: repairs are named after fleet and node, and the server outlives the test."""
+    """A rig whose fleet has a name of its own.
+
+    Repairs are named after fleet and node, and the server outlives the test.
+    """
     return make_rig(
         Script((RUNS, TRAINS, *happenings), faults, then="succeed"),
         gpus=1,
@@ -83,7 +90,7 @@ async def repair_of(rig: Rig, job: Job, node: str = "n2") -> WorkflowHandle[Any,
     )
 
 
-async def test_S1_5_an_unhealthy_node_is_rebooted_once_proven_and_examined_before_the_job_goes_on(
+async def test_s1_5_an_unhealthy_node_is_rebooted_once_and_examined(
     make_rig: MakeRig,
 ) -> None:
     async with make(
@@ -103,7 +110,7 @@ async def test_S1_5_an_unhealthy_node_is_rebooted_once_proven_and_examined_befor
         assert_upkeep(rig.backend)
 
 
-async def test_S1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: MakeRig) -> None:
+async def test_s1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: MakeRig) -> None:
     async with make(make_rig, FAILS) as rig:
         result = await (await rig.submit(reboot_once())).result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
@@ -113,7 +120,7 @@ async def test_S1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: M
         assert did(rig, "rebooted") == []
 
 
-async def test_S1_4_an_examination_that_never_ends_has_a_deadline_and_is_neither_healthy_nor_unhealthy(
+async def test_s1_4_an_examination_that_never_ends_is_inconclusive(
     make_rig: MakeRig,
 ) -> None:
     async with make(make_rig, FAILS, DiagHangs(node="n2")) as rig:
@@ -123,7 +130,7 @@ async def test_S1_4_an_examination_that_never_ends_has_a_deadline_and_is_neither
         assert "UNKNOWN" in str(result.incidents[0].decisions)
 
 
-async def test_S4_1_a_gpu_that_heals_by_a_reset_is_reset_and_the_job_goes_on_in_its_place(
+async def test_s4_1_a_gpu_that_a_reset_heals_keeps_the_job_in_place(
     make_rig: MakeRig,
 ) -> None:
     async with make(
@@ -139,7 +146,7 @@ async def test_S4_1_a_gpu_that_heals_by_a_reset_is_reset_and_the_job_goes_on_in_
         assert [one for one in did(rig, "began") if one[1] != "diagnose"] == [("n2", "reset-gpus")]
 
 
-async def test_S4_2_where_the_reset_does_not_help_the_node_is_left_and_another_takes_its_place(
+async def test_s4_2_a_node_is_replaced_where_its_reset_does_not_help(
     make_rig: MakeRig,
 ) -> None:
     async with make(
@@ -154,7 +161,7 @@ async def test_S4_2_where_the_reset_does_not_help_the_node_is_left_and_another_t
         assert [avoided.node for avoided in result.state.avoided] == ["n2"]
 
 
-async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(
+async def test_s1_6_a_reboot_whose_answer_is_lost_happens_once(
     make_rig: MakeRig,
 ) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
@@ -167,7 +174,7 @@ async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(
 
 
 @pytest.mark.long
-async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_what_is_there(
+async def test_an_examination_whose_answer_is_lost_is_asked_for_again(
     make_rig: MakeRig,
 ) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
@@ -198,7 +205,7 @@ async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_w
         ),
     ],
 )
-async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(
+async def test_s1_4_a_futile_reboot_ends_and_the_ladder_goes_on(
     make_rig: MakeRig, happening: Any, reason: str
 ) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
@@ -211,7 +218,7 @@ async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(
         assert did(rig, "rebooted") == []
 
 
-async def test_a_repair_that_has_to_be_asked_for_waits_and_the_job_says_for_what(
+async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
     make_rig: MakeRig,
 ) -> None:
     async with make(
@@ -251,7 +258,7 @@ async def questions(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize(("repairs", "reason"), [("ask", "grace"), ("observe", "observe")])
-async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_on(
+async def test_a_repair_denied_or_only_observed_moves_the_ladder_on(
     make_rig: MakeRig, repairs: str, reason: str
 ) -> None:
     async with make(
@@ -274,7 +281,7 @@ async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_o
 
 
 @pytest.mark.long
-async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_it_come_to_its_end(
+async def test_a_cancel_stops_a_repair_only_before_its_order(
     make_rig: MakeRig,
 ) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
@@ -298,7 +305,7 @@ async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_waits(
+async def test_a_job_that_meets_a_busy_node_takes_another_or_waits(
     make_rig: MakeRig, others: int
 ) -> None:
     examined = Takes(node="n2", command="diagnose", seconds=600.0)
@@ -324,7 +331,7 @@ async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_
         await job.result()
 
 
-async def test_a_node_is_never_repaired_by_two_nor_while_ranks_run_on_it(make_rig: MakeRig) -> None:
+async def test_a_node_is_never_repaired_twice_at_once_nor_under_ranks(make_rig: MakeRig) -> None:
     async with make(make_rig) as rig:
         job = await rig.submit(policy())
         await job.until_phase(Phase.RUNNING)

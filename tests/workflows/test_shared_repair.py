@@ -1,4 +1,7 @@
-"""A job orders a repair of a node that it shares with another one: its fleet says no, and has the other one leave."""
+"""A job orders a repair of a node that it shares with another one.
+
+Its fleet says no, and has the other one leave.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from tests.workflows.rig import policy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
 XID_119 = (
-    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response",
+    f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 119, pid=4711, name=python, "
+    "Timeout after 6s of waiting for RPC response",
 )
 SAVES = Progress(
     rank=0,
@@ -26,7 +30,7 @@ SAVES = Progress(
 )
 
 
-async def test_a_reset_that_a_job_orders_of_a_node_it_shares_is_refused_and_comes_when_the_other_has_left(
+async def test_a_reset_of_a_shared_node_waits_until_the_other_job_left(
     make_rig: MakeRig,
 ) -> None:
     breaks = Exit(

@@ -1,4 +1,7 @@
-"""Hints that come through a queue: who is told, and when they are taken off it. Here the queue is a list; SQS is in tests/backends."""
+"""Hints that come through a queue: which job gets them, and when they are taken off it.
+
+Here the queue is a list; SQS is in tests/backends.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ async def hints(job: Job) -> list[str]:
     return [signal.signal_name for signal in signals if signal.signal_name == "hint"]
 
 
-async def test_S1_9_an_event_is_taken_off_the_queue_when_its_job_was_told(
+async def test_s1_9_an_event_leaves_the_queue_when_its_job_has_it(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig() as rig:
@@ -83,7 +86,7 @@ async def test_S1_9_an_event_is_taken_off_the_queue_when_its_job_was_told(
         assert len(await hints(job)) == 3, "the job knows which of them are news"
 
 
-async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(
+async def test_s1_9_events_of_followed_or_unknown_tasks_reach_no_job(
     make_rig: MakeRig,
 ) -> None:
     async with make_rig() as rig:
@@ -106,7 +109,7 @@ async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(
         await job.result()
 
 
-async def test_S1_9_an_event_stays_in_the_queue_while_the_server_is_away(
+async def test_s1_9_an_event_stays_queued_while_the_server_is_away(
     server: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relaunch.activities.task_events.SIGNAL_TIMEOUT_S", 0.5)
