@@ -67,7 +67,7 @@ def run_two_that_wait(node: Node, go: Path) -> dict[str, int]:
 
 
 @needs_mount
-def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(
+def test_an_exit_on_a_full_disk_is_reported_and_stops_the_others(
     full_node: Node, small_disk: SmallDisk, tmp_path: Path
 ) -> None:
     run_two_that_wait(full_node, tmp_path / "go")
@@ -133,7 +133,7 @@ def test_a_job_that_a_full_disk_never_took_can_be_stopped(
 
 
 @needs_mount
-def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
+def test_a_stop_that_cannot_be_written_still_stops_and_says_so(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     pids = full_node.run(1)
@@ -148,7 +148,7 @@ def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
 
 
 @needs_mount
-def test_the_end_of_a_killed_shim_is_told_on_a_full_disk(
+def test_the_end_of_a_killed_shim_is_reported_on_a_full_disk(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     full_node.run(1)
@@ -171,7 +171,7 @@ def test_the_end_of_a_killed_shim_is_told_on_a_full_disk(
 
 
 @needs_mount
-def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(
+def test_a_launch_prepared_in_time_starts_or_is_refused_in_words(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     full_node.prepare(1)
@@ -188,7 +188,7 @@ def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(
 
 @needs_mount
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_launch_for_which_nothing_is_reserved_is_refused_in_words(
+def test_a_launch_without_reserved_space_is_refused_in_words(
     full_node: Node, small_disk: SmallDisk, left: int
 ) -> None:
     full_node.prepare(1)
@@ -222,7 +222,7 @@ def test_a_supervisor_is_replaced_on_a_full_disk(full_node: Node, small_disk: Sm
 
 
 @needs_mount
-def test_a_line_that_was_written_in_part_is_taken_back_and_written_later(
+def test_a_line_written_in_part_is_removed_and_written_later(
     small_disk: SmallDisk,
 ) -> None:
     path = small_disk.folder / "journal.jsonl"

@@ -76,7 +76,7 @@ def test_ranks_of_a_stopped_shim_and_another_die_at_their_fence(node: Node, help
         assert state_of(shim) == "T"
 
 
-def test_a_stopped_shim_does_not_end_ranks_whose_lease_is_renewed(node: Node) -> None:
+def test_a_stopped_shim_does_not_end_ranks_with_renewed_leases(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()
     shim = node.pid("shim")
@@ -95,7 +95,7 @@ def test_a_stopped_shim_does_not_end_ranks_whose_lease_is_renewed(node: Node) ->
     assert watch.read_observation("Fenced")["why"] == "isolated"
 
 
-def test_a_stopped_shim_is_reported_and_woken_and_its_dead_rank_is_not_alive(node: Node) -> None:
+def test_a_stopped_shim_is_reported_woken_and_its_dead_rank_seen(node: Node) -> None:
     pids = node.run(1)
     watch = node.watch()
     shim = node.pid("shim")
@@ -109,7 +109,7 @@ def test_a_stopped_shim_is_reported_and_woken_and_its_dead_rank_is_not_alive(nod
     assert watch.read_observation("RankExited")["stopped"] is True
 
 
-def test_a_shim_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: Node) -> None:
+def test_a_shim_without_a_successor_leaves_no_rank_below_a_shell(node: Node) -> None:
     """The parent-death signal reaches the shell that the shim started, and not what the shell has started."""
     node.run(1, ["sh", "-c", "sleep 1000; exit $?"], ranks=1)
     supervisor, shim = node.pid("supervisor"), node.pid("shim")
@@ -122,7 +122,7 @@ def test_a_shim_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: No
     wait_for(lambda: not node.list_leftovers(), "the guard stays although nothing is left to guard")
 
 
-def test_a_killed_guard_is_replaced_and_the_next_one_knows_the_fence(node: Node) -> None:
+def test_a_killed_guard_is_replaced_by_one_that_knows_the_fence(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()
     with renewing(watch):
@@ -240,7 +240,7 @@ def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
             other.kill()
 
 
-def test_a_guard_that_begins_after_its_shim_died_kills_nothing_of_others(node: Node) -> None:
+def test_a_guard_starting_after_its_shim_died_kills_no_others(node: Node) -> None:
     node.prepare()
     token = Token("default", "j", 1, 1)
     order = {"stop_grace": 0.0, "stuck_after": 0.1}

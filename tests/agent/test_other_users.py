@@ -89,7 +89,7 @@ def end(stray: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["", "setsid"])
-def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
+def test_a_stop_is_refused_as_stuck_while_a_root_process_lives(
     ordinary: OrdinaryNode, way: str
 ) -> None:
     node = ordinary
@@ -116,7 +116,7 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
     wait_for(lambda: not is_alive(shim))
 
 
-def test_a_shim_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
+def test_a_killed_shim_beside_a_root_process_holds_its_node(
     ordinary: OrdinaryNode,
 ) -> None:
     node = ordinary
@@ -136,7 +136,7 @@ def test_a_shim_that_is_killed_beside_a_root_process_is_reported_and_its_node_is
     assert expect_done(node.stop())["stopped"] == []
 
 
-def test_a_root_process_that_ends_in_time_delays_a_stop_and_no_more(ordinary: OrdinaryNode) -> None:
+def test_a_root_process_that_ends_in_time_only_delays_a_stop(ordinary: OrdinaryNode) -> None:
     node = ordinary
     _, stray = run_with_root_child(node, "setsid")
     stopping = node.begin("stop", token=token(1), stop_grace=0.2, stuck_after=30.0)

@@ -69,9 +69,7 @@ def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: 
 
 
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
-def test_state_that_is_deleted_under_ranks_is_made_again_by_their_shim(
-    node: Node, what: str
-) -> None:
+def test_state_deleted_under_ranks_is_restored_by_their_shim(node: Node, what: str) -> None:
     before = place(node.prepare())
     pids = expect_done(node.start())["pids"].values()
     node.end_session()

@@ -82,9 +82,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(retention.BUDGET_VARIABLE, str(7 * BLOCK // 2))
 
 
-def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(
-    small: None, node: Node
-) -> None:
+def test_the_oldest_ended_generations_go_and_never_a_jobs_newest(small: None, node: Node) -> None:
     for generation in (1, 2):
         run_to_its_end(node, "a", generation)
     for generation in (1, 2, 3):
@@ -113,9 +111,7 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
     )
 
 
-def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(
-    small: None, node: Node
-) -> None:
+def test_a_permanent_stop_is_remembered_without_its_folder(small: None, node: Node) -> None:
     run_to_its_end(node, "a", 1, LONG)
     run_to_its_end(node, "a", 2)
     run_to_its_end(node, "b", 1, leaves={"a": [2], "b": [1]})
@@ -124,7 +120,7 @@ def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(
     assert refusal(answer) == "no_such_generation"
 
 
-def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node) -> None:
+def test_a_job_that_another_process_changes_is_left_alone(small: None, node: Node) -> None:
     run_to_its_end(node, "a", 1)
     run_to_its_end(node, "a", 2)
     run_to_its_end(node, "b", 1, LONG)
@@ -138,7 +134,7 @@ def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node)
     run_to_its_end(node, "b", 3, leaves={"a": [2], "b": [3]})
 
 
-def test_a_launch_removes_one_even_where_looking_takes_all_its_time(
+def test_a_launch_removes_one_even_where_looking_takes_all_time(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for generation in (1, 2, 3, 4):
@@ -150,7 +146,7 @@ def test_a_launch_removes_one_even_where_looking_takes_all_its_time(
         assert list_kept(node) == {"a": left}
 
 
-def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(
+def test_the_default_budget_is_ten_gib_or_a_tenth_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(retention.BUDGET_VARIABLE, raising=False)
@@ -174,7 +170,7 @@ def test_two_launches_in_a_row_look_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert looks == [tmp_path]
 
 
-def test_a_disk_that_cannot_be_read_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
+def test_an_unreadable_disk_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
     retention.make_room(tmp_path, tmp_path / "jobs" / "a")
     assert not (tmp_path / retention.SCAN_STAMP).exists()
 

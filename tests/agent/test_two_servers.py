@@ -30,9 +30,7 @@ def run(node: Node, server: str) -> list[int]:
 
 
 @pytest.mark.parametrize("first", [ONE, ""])
-def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and_they_live_on(
-    node: Node, first: str
-) -> None:
+def test_a_job_is_refused_while_ranks_of_its_namesake_live(node: Node, first: str) -> None:
     pids = run(node, first)
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
@@ -47,7 +45,7 @@ def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and
     )
 
 
-def test_a_stop_of_a_namesake_stops_nothing_and_does_not_forbid_the_other(node: Node) -> None:
+def test_a_stop_of_a_namesake_stops_and_forbids_nothing_else(node: Node) -> None:
     pids = run(node, ONE)
     answer = expect_done(node.stop(token=make_token(OTHER, submission=9)))
     assert answer["stopped"] == []
