@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
+def test_three_faults_change_no_bit_and_leave_nothing_behind(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     demo = start(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -243,7 +243,7 @@ def reaches(path: Path, package: str) -> list[str]:
     return found
 
 
-def test_the_command_line_reaches_nodes_in_two_modules_for_whoever_has_no_worker_yet() -> None:
+def test_the_command_line_reaches_nodes_in_two_modules_only() -> None:
     """`nodes check --file`, `nodes trust` and `nodes discover` come before the first worker; whatever acts on a node goes through one."""
     files = sorted((ROOT / "relaunch" / "cli").rglob("*.py"))
     assert [path.name for path in files if reaches(path, "relaunch.backends")] == [
@@ -277,7 +277,7 @@ def test_the_core_knows_no_clock_and_no_log() -> None:
             assert word not in text, f"{path.name} has {word!r}"
 
 
-def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line() -> None:
+def test_importing_for_a_replay_loads_no_cloud_ssh_or_commands() -> None:
     found = loaded(
         "relaunch.workflows.training_job.workflow",
         "relaunch.temporal",
@@ -287,7 +287,7 @@ def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line
     assert [name for name in found if name in HEAVY] == []
 
 
-def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
+def test_the_command_line_and_local_workers_load_no_ssh() -> None:
     found = loaded(
         "relaunch.cli.app", "relaunch.cli.repairs", "relaunch.cli.nodes", "relaunch.worker"
     )
@@ -322,7 +322,7 @@ def test_a_command_that_asks_no_server_loads_no_sdk(words: tuple[str, ...]) -> N
     assert [name for name in found if within(name, heavy)] == []
 
 
-def test_commands_about_a_job_load_the_part_of_the_core_that_they_print() -> None:
+def test_commands_about_a_job_load_only_the_core_that_they_print() -> None:
     found = loaded("relaunch.cli.jobs", "relaunch.cli.tables", "relaunch.temporal")
     assert [name for name in found if within(name, ("relaunch.job", "relaunch.spec"))] == []
 

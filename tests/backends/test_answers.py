@@ -174,7 +174,7 @@ def test_fields_of_a_newer_agent_are_passed_on() -> None:
     assert parsed["hello"]["of_tomorrow"] == 1
 
 
-def test_only_a_platform_may_tell_of_people_and_of_its_own_reasons() -> None:
+def test_only_a_platform_may_report_people_and_its_own_reasons() -> None:
     stopped = {
         "observation": {
             "seq": 1_000_000,

@@ -208,7 +208,7 @@ async def alive(backend: Backend, generation: int, node: str = "n1") -> list[int
 # --- launching -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_rank_that_exits_is_seen_and_takes_its_neighbours_with_it(make: Make) -> None:
+async def test_a_rank_that_exits_is_seen_and_ends_its_neighbours(make: Make) -> None:
     fleet = make({1: Does(prints="step 1\nout of luck\n", exits={0: 3})})
     started = await launch(fleet)
     assert sorted(started.pids) == [0, 1] and not started.already
@@ -299,7 +299,7 @@ async def test_a_new_token_stops_the_ranks_of_the_old_one(make: Make) -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_token_below_the_highest_prepared_is_refused_with_the_highest(make: Make) -> None:
+async def test_a_token_below_the_highest_prepared_is_refused_with_it(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS, 3: RUNS})
     await launch(fleet, 2)
     for lower in (token(1), token(3, submission=99)):
@@ -475,7 +475,7 @@ def fenced(lines: list[Line]) -> bool:
     return any(seen["kind"] == "Fenced" for seen in observed(lines)) and both_exited(lines)
 
 
-async def test_a_generation_that_nobody_renews_stops_itself(make: Make) -> None:
+async def test_a_generation_without_renewals_stops_itself(make: Make) -> None:
     fleet = make()
     await launch(fleet, lease=0.4, fence_after=0.2)
     lines = await read(fleet.backend, token(1), fenced)
@@ -557,7 +557,7 @@ async def test_a_node_whose_peer_is_leased_runs_on(make: Make) -> None:
 # --- reaching ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_node_that_is_cut_off_does_not_answer_and_its_ranks_run_on(make: Make) -> None:
+async def test_a_node_that_is_cut_off_is_silent_and_its_ranks_run_on(make: Make) -> None:
     fleet = make(answer_within=0.6)
     started = await launch(fleet)
     async with asyncio.timeout(PATIENCE), fleet.backend.watch("n1", token(1), 0, 0.1) as stream:
@@ -587,7 +587,7 @@ async def reached(call: Callable[[], Awaitable[T]]) -> T:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_reboot_is_told_and_spends_the_generation(make: Make) -> None:
+async def test_a_reboot_is_reported_and_spends_the_generation(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS})
     before = done(await prepare(fleet, "n1", prepare_order(token(1))))
     done(await fleet.backend.start("n1", start_order(fleet, token(1))))
@@ -685,7 +685,7 @@ async def test_logs_are_read_on_from_an_offset_until_they_end(make: Make) -> Non
     assert tail.ended
 
 
-async def test_logs_of_running_ranks_have_not_ended_and_unknown_ones_are_refused(
+async def test_logs_of_running_ranks_are_open_and_unknown_ones_refused(
     make: Make,
 ) -> None:
     fleet = make({1: Does(prints="hello\n")})

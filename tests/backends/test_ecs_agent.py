@@ -217,7 +217,7 @@ def python(text: str) -> list[str]:
 # --- what is told
 
 
-async def test_progress_and_the_error_file_of_two_ranks_in_one_task_come_through(
+async def test_progress_and_error_file_of_two_ranks_in_a_task_arrive(
     make: Callable[..., Site], tmp_path: Path
 ) -> None:
     site, go = make(), tmp_path / "go"
@@ -257,7 +257,7 @@ os._exit(3)
     assert "[rank 0] step 12" in site.aws.output(site.task["taskArn"], "trainer")
 
 
-async def test_the_first_heartbeat_of_a_later_watch_says_what_was_reached_before_it(
+async def test_the_first_heartbeat_of_a_later_watch_has_past_progress(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -270,7 +270,7 @@ async def test_the_first_heartbeat_of_a_later_watch_says_what_was_reached_before
     assert heartbeats[0]["heartbeat"]["lease_left"] is None
 
 
-async def test_the_end_is_told_once_by_whoever_saw_it(make: Callable[..., Site]) -> None:
+async def test_the_end_is_reported_once_by_the_first_to_see_it(make: Callable[..., Site]) -> None:
     site = make()
     await site.launch(("sh", "-c", "sleep 0.5; exit 0"), ranks=2)
     lines = await site.watch()
@@ -291,7 +291,7 @@ async def _stopped(site: Site) -> None:
 
 
 @pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.long), "ANOTHER_KEY"])
-async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
+async def test_an_agent_that_cannot_be_reached_costs_progress_only(
     make: Callable[..., Site],
     key: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -378,7 +378,7 @@ async def test_of_a_port_that_is_not_there_ecs_tells_the_end(
     ]
 
 
-async def test_who_stops_the_task_is_known_to_ecs_and_told(make: Callable[..., Site]) -> None:
+async def test_the_user_who_stops_a_task_is_reported_from_ecs(make: Callable[..., Site]) -> None:
     site = make()
     await site.launch(("sh", "-c", 'trap "exit 0" TERM; echo step 1; while :; do sleep 0.05; done'))
 
@@ -399,7 +399,7 @@ async def test_who_stops_the_task_is_known_to_ecs_and_told(make: Callable[..., S
     await orders[0]
 
 
-async def test_ranks_that_relaunch_stops_are_told_as_stopped(make: Callable[..., Site]) -> None:
+async def test_ranks_that_relaunch_stops_are_reported_as_stopped(make: Callable[..., Site]) -> None:
     site, ready = make(), asyncio.Event()
     await site.launch(("sh", "-c", "echo step 1; exec sleep 600"), ranks=2)
 
@@ -495,7 +495,7 @@ def test_an_order_says_what_the_environment_does_not() -> None:
     ("written", "port"),
     [(None, None), ("29400", 29400), ("1023", ""), ("65536", ""), ("x", ""), ("", "")],
 )
-def test_a_port_of_a_task_definition_is_one_that_anybody_may_open(
+def test_the_port_of_a_task_definition_is_one_anybody_may_open(
     written: str | None, port: int | str | None
 ) -> None:
     environment = [] if written is None else [{"name": container.PORT, "value": written}]

@@ -102,9 +102,7 @@ def _task(number: int) -> dict[str, Any]:
     }
 
 
-async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_account_may_read() -> (
-    None
-):
+async def test_800_ranks_of_100_jobs_take_under_a_tenth_of_the_reads() -> None:
     table = Table()
     cluster = Cluster(table, "training", POLL)  # type: ignore[arg-type]
     found = await asyncio.gather(
@@ -133,7 +131,7 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
     )
 
 
-async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_others() -> None:
+async def test_a_look_at_800_nodes_a_minute_leaves_budget_to_others() -> None:
     """As an activity of the fleet looks: each node is listed twice, once for its GPUs, and so many at once as it has room for."""
     table = Table()
     nodes = [
@@ -160,9 +158,7 @@ async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_other
     assert reads <= 100, f"{dict(Counter(table.asked))}"
 
 
-async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_call_and_told_what_holds_then() -> (
-    None
-):
+async def test_calls_during_a_call_share_the_next_one_and_its_answer() -> None:
     asked: list[tuple[int, ...]] = []
     answer = asyncio.Event()
 
@@ -188,9 +184,7 @@ async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_
     await batch.close()
 
 
-async def test_the_nodes_of_a_job_are_asked_for_without_describing_the_tasks_of_all_others() -> (
-    None
-):
+async def test_nodes_of_a_job_are_read_without_the_tasks_of_others() -> None:
     table = Table()
     cluster = Cluster(table, "training", 60.0)  # type: ignore[arg-type]
     for _ in range(2):
@@ -201,7 +195,7 @@ async def test_the_nodes_of_a_job_are_asked_for_without_describing_the_tasks_of_
     await cluster.close()
 
 
-def test_a_worker_takes_at_most_half_of_what_ecs_gives_an_account() -> None:
+def test_a_worker_takes_at_most_half_of_what_ecs_allows() -> None:
     budgets = {"read": (READS_A_SECOND, 100), "modify": (40.0, 100)}
     for kind, (rate, burst) in RATES.items():
         assert rate <= budgets[kind][0] / 2 and burst <= budgets[kind][1] / 2, kind

@@ -36,7 +36,7 @@ def run(*words: str, env: dict[str, str] | None = None) -> None:
 # --- reaching -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_s2_1_ranks_are_started_on_a_node_that_has_nothing_but_sshd_and_python(
+async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
     site: Site,
 ) -> None:
     host = site.host()
@@ -140,7 +140,7 @@ async def test_any_login_shell_starts_the_agent(site: Site, shell: str) -> None:
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_address_is_its_own(
+async def test_a_host_of_the_ssh_configuration_keeps_its_own_address(
     site: Site,
 ) -> None:
     host = site.host()
@@ -157,7 +157,7 @@ async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_addres
     )
 
 
-async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(
+async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which("ssh-agent") is None:
@@ -189,7 +189,7 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(
 # --- who it is ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be_trusted(
+async def test_an_unknown_host_key_is_refused_first_and_can_be_trusted(
     site: Site,
 ) -> None:
     host = site.host(known=False)
@@ -214,7 +214,7 @@ async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted(
+async def test_a_changed_host_key_is_refused_with_both_keys(
     site: Site,
 ) -> None:
     host = site.host(start=False)
@@ -258,7 +258,7 @@ async def test_a_revoked_key_is_refused_and_a_hashed_name_is_found(site: Site) -
     assert fingerprint(base64.b64decode(blob)) == own_fingerprint(host.public_keys[0])
 
 
-async def test_a_login_that_is_refused_names_the_user_and_what_was_offered(site: Site) -> None:
+async def test_a_refused_login_names_the_user_and_what_was_offered(site: Site) -> None:
     host = site.host()
     other = make_key(site.folder / "other")
     said = await reason(site.backend(host, {"key": str(other)}))
@@ -282,7 +282,7 @@ async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
     )
 
 
-async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_for_a_moment(
+async def test_a_refused_connection_is_named_and_not_retried_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = site.host(start=False)
@@ -300,7 +300,7 @@ async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_
     assert host.logins() == 1
 
 
-async def test_a_node_that_refused_many_connections_is_tried_again_as_soon_as_a_launch_needs_it(
+async def test_a_launch_retries_a_node_that_refused_many_connections(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_backend, "BACKOFF", (600.0, 600.0))
@@ -342,7 +342,7 @@ async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(
     host.signal(signal.SIGCONT)
 
 
-async def test_a_server_that_turns_logins_away_is_said_to_close_the_connection(site: Site) -> None:
+async def test_a_server_that_turns_logins_away_closes_the_connection(site: Site) -> None:
     host = site.host(MaxStartups="1:100:1", LoginGraceTime="60")
     with socket.create_connection((host.address, host.port)) as first:
         assert first.recv(4) == b"SSH-"
@@ -368,7 +368,7 @@ async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
     assert f"{host.user} is logged in, and may run no command" in await reason(site.backend(host))
 
 
-async def test_an_account_without_a_shell_is_told_with_its_words(site: Site) -> None:
+async def test_an_account_without_a_shell_is_reported_with_its_words(site: Site) -> None:
     host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
     said = await reason(site.backend(host))
     assert (
@@ -403,7 +403,7 @@ async def test_the_oldest_python_that_is_supported_starts_the_agent(site: Site) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Site) -> None:
+async def test_a_full_disk_is_reported_and_leaves_nothing_behind(site: Site) -> None:
     host = site.host()
     host.state.mkdir(mode=0o700)
     try:
@@ -421,7 +421,7 @@ async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Si
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-async def test_a_folder_of_somebody_else_is_refused(site: Site) -> None:
+async def test_a_folder_of_another_user_is_refused(site: Site) -> None:
     host = site.host()
     host.state.mkdir()
     os.chown(host.state, 65534, 65534)
@@ -450,7 +450,7 @@ async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> 
     assert key.standing is KeyStatus.KNOWN
 
 
-async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_reach(
+async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
     site: Site,
 ) -> None:
     jump, host = site.host(known=False), site.host(start=False)

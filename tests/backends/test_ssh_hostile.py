@@ -137,7 +137,7 @@ async def test_a_node_that_takes_no_orders_is_given_up(
         await backend.reboot("n1", "r1", "b1", "x" * 6 * 1024 * 1024)
 
 
-async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(
+async def test_an_agent_that_ends_at_once_is_not_logged_in_to_always(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_backend, "BACKOFF", (60.0, 60.0))
@@ -152,7 +152,7 @@ async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(
     assert host.logins() == 1
 
 
-async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_end(
+async def test_endless_lines_for_commands_that_are_over_end_a_session(
     site: Site,
 ) -> None:
     host = site.host(start=False)
@@ -169,7 +169,7 @@ async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_e
     )
 
 
-async def test_a_hostile_node_is_in_nobody_elses_way(site: Site) -> None:
+async def test_a_hostile_node_does_not_affect_other_nodes(site: Site) -> None:
     bad, good = site.host(start=False), site.host()
     python_double(bad, HELLO + 'sys.stdin.readline()\ndata = b"x" * 65536\n' + FOR_EVER)
     bad.start()

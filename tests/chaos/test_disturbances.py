@@ -66,7 +66,7 @@ def test_an_emptied_disk_keeps_only_what_makes_the_machine(disk: Disk, tmp_path:
     assert os.listdir(place) == ["boot_id"]
 
 
-def test_clocks_are_stepped_while_a_process_runs_and_others_are_not(tmp_path: Path) -> None:
+def test_clocks_are_stepped_for_one_running_process_alone(tmp_path: Path) -> None:
     if obstacle := clocks.find_obstacle():
         pytest.skip(obstacle)
     stepped = Clocks(tmp_path)

@@ -56,7 +56,7 @@ def until_started(folder: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_rank_of_another_generation_that_lives_is_told(
+def test_a_living_rank_of_another_generation_is_reported(
     start: Start, tmp_path: Path, frozen: bool
 ) -> None:
     old = start(1)

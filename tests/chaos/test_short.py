@@ -25,7 +25,7 @@ WORLDS = 2
 
 
 @pytest.mark.timeout(900)
-async def test_kill_9_and_cuts_of_a_running_job_lose_nothing_double_nothing_and_spend_what_they_should(
+async def test_kill_9_and_cuts_lose_and_double_nothing_at_the_due_cost(
     tmp_path: Path,
 ) -> None:
     order, tally = random.Random(SEED), Tally()

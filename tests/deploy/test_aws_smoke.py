@@ -101,7 +101,7 @@ def test_it_refuses_without_what_it_needs(
     )
 
 
-def test_it_refuses_an_instance_that_is_none_and_credentials_that_may_not(
+def test_it_refuses_a_false_instance_and_weak_credentials(
     aws: AwsDouble, ec2_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     denied = aws.faults.add("ListContainerInstances", DENIED)

@@ -28,7 +28,7 @@ from tests.deploy.compose import (
 )
 
 
-def test_the_schema_is_set_up_in_both_databases_and_the_password_is_on_no_command_line(
+def test_both_databases_get_a_schema_and_commands_no_password(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "password").write_text("s3cret\n")
