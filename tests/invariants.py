@@ -1,6 +1,9 @@
-"""What must hold in every record of a simulated fleet, whatever was scripted. Looks only at records, never at nodes.
+"""What must hold in every record of a simulated fleet, whatever was scripted.
 
-Each violation is one sentence. Give it `backend.calls`, `backend.orders` and `backend.lives`, or use `assert_invariants`.
+Looks only at records, never at nodes.
+
+Each violation is one sentence. Give it `backend.calls`, `backend.orders` and `backend.lives`, or
+use `assert_invariants`.
 """
 
 from __future__ import annotations
@@ -128,7 +131,10 @@ def started_after_stop(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple
 
 
 def older_tokens_launched(calls: Iterable[Call]) -> tuple[str, ...]:
-    """A controller that has launched a token never launches an older one of the job; records of two controllers may."""
+    """A controller that has launched a token never launches an older one of the job.
+
+    Records of two controllers may.
+    """
     found: list[str] = []
     highest: dict[Job, Token] = {}
     for call in calls:

@@ -1,4 +1,6 @@
-"""The demo, as a newcomer runs it: on a terminal it is interrupted half-way, into a pipe it runs to its end. Nothing stays behind."""
+"""The demo, as a newcomer runs it: on a terminal it is interrupted half-way, into a pipe it runs to
+its end. Nothing stays behind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ PATIENCE = 600.0
 
 
 def left_of(folder: Path) -> list[str]:
-    """Command lines of living processes that have to do with the demo whose temporary files are in `folder`."""
+    """Command lines of living processes that have to do with the demo whose temporary files are in
+    `folder`.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -44,7 +48,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             "COLUMNS": "140",
             "LINES": "40",
         }
-        # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not see a Ctrl-C.
+        # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not
+        # see a Ctrl-C.
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             started.append(

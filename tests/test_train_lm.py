@@ -1,4 +1,6 @@
-"""The example that demos and users run: real processes, real sockets, real SIGKILL, results compared bit for bit."""
+"""The example that demos and users run: real processes, real sockets, real SIGKILL, results
+compared bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,8 @@ def test_torn_and_corrupt_checkpoints_are_skipped_in_words(
 def test_s3_6_a_dead_peer_fails_the_others_before_their_exchange(
     launch: Callable[..., Launch],
 ) -> None:
-    # A step of ten seconds: the loss has to be noticed while the ranks only wait, not at the next exchange.
+    # A step of ten seconds: the loss has to be noticed while the ranks only wait, not at the next
+    # exchange.
     ranks = launch("a", 4, "--steps", "3", "--batch", "8", "--step-time", "10").start()
     eventually(
         "all ranks are in their first step",

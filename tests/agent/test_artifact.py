@@ -1,4 +1,6 @@
-"""The one file that the agent is shipped as: the same wherever it was built, whole, and read by a Python of any version."""
+"""The one file that the agent is shipped as: the same wherever it was built, whole, and read by a
+Python of any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a rank has forked is found by its control group, whatever it did to its session, parent and environment."""
+"""What a rank has forked is found by its control group, whatever it did to its session, parent and
+environment.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ STRAY = "setsid env -i setsid sleep 1000 & exec sleep 1000"
 
 
 def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
-    """Start a rank that leaves a process of another session without an environment; return both and their control group."""
+    """Start a rank that leaves a process of another session without an environment.
+
+    Return both and their control group.
+    """
     pids = node.run(1, ["sh", "-c", STRAY], ranks=1)
     folder = json.loads((node.folder() / "started.json").read_text())["cgroup"]
     if folder is None:

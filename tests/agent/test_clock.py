@@ -1,4 +1,6 @@
-"""A machine that was paused, and whose clock stood still meanwhile, does not take a lease for longer than it was."""
+"""A machine that was paused, and whose clock stood still meanwhile, does not take a lease for
+longer than it was.
+"""
 
 from __future__ import annotations
 
@@ -286,7 +288,9 @@ def test_a_paused_node_with_a_stopped_clock_ends_its_ranks_later(
 def test_an_unwatched_node_without_its_gang_fences_while_leased(
     make_node: Callable[..., Node],
 ) -> None:
-    """As a machine that was paused finds things: its gang was stopped, and the controller watches another generation."""
+    """As a machine that was paused finds things: its gang was stopped, and the controller watches
+    another generation.
+    """
     first, second = make_node("n1"), make_node("n2")
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
     second.kill_everything()

@@ -1,4 +1,6 @@
-"""The agent inside a rank's container: real processes, its port on loopback, and a controller's own side of the wire."""
+"""The agent inside a rank's container: real processes, its port on loopback, and a controller's own
+side of the wire.
+"""
 
 from __future__ import annotations
 
@@ -238,7 +240,8 @@ def test_ranks_that_ignore_a_stop_are_killed_after_their_grace(make: Make) -> No
 def test_ranks_whose_shim_was_killed_end_it_with_137(make: Make) -> None:
     container = make(in_shell("echo ready; exec sleep 1000"), port=None)
     pids = container.pids()
-    # What ranks print is copied once their start was answered: a shim killed before that leaves a failed start, 126.
+    # What ranks print is copied once their start was answered: a shim killed before that leaves a
+    # failed start, 126.
     wait_for(lambda: "ready" in container.printed)
     os.kill(json.loads((container.folder / "shim.json").read_text())["pid"], signal.SIGKILL)
     assert container.ended() == 137 and not any(map(is_alive, pids))
@@ -379,7 +382,8 @@ async def test_who_has_another_key_or_none_learns_nothing(make: Make) -> None:
         await container.session(make_key()).list()
     key, certificate = make_parts()
     ours = "".join(Secret(KEY)._certificates)
-    # The key pair of another, with our certificate beside it: the agent is believed, and believes not.
+    # The key pair of another, with our certificate beside it: the agent is believed, and believes
+    # not.
     with pytest.raises(Unreachable):
         await container.session(f"{key}{certificate}{ours}").list()
     refused = await _connected(container, f"{key}{certificate}{ours}")
@@ -660,7 +664,8 @@ async def test_a_whole_connection_that_is_repeated_starts_nothing(make: Make) ->
     async with asyncio.timeout(PATIENCE):
         while record := await _record(reader):
             records.append(record)
-    # The agent's half of a new handshake and an alert; the first line of a session is longer than that.
+    # The agent's half of a new handshake and an alert; the first line of a session is longer than
+    # that.
     assert [record[0] for record in records].count(ALERT) <= 1
     assert records[-1][0] == ALERT or len(records[-1]) <= 5 + 2 + 1 + 16
     writer.transport.abort()

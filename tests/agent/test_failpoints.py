@@ -1,4 +1,6 @@
-"""Killed between any two steps: the same orders again converge, and every rank is started exactly once."""
+"""Killed between any two steps: the same orders again converge, and every rank is started exactly
+once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ COUNTED = ["sh", "-c", 'echo x >> "$COUNT/$R"; exec sleep 1000']
 
 
 def launch(node: Node, generation: int, count: Path) -> list[str]:
-    """Give both orders until they are answered, as a controller does; return the outcomes, silence in a row counted once."""
+    """Give both orders until they are answered, as a controller does.
+
+    Return the outcomes, silence in a row counted once.
+    """
     outcomes: list[str] = []
     for order in ("prepare", "start"):
         for _ in range(20):

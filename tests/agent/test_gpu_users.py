@@ -1,4 +1,7 @@
-"""Who computes on a node's GPUs, as a look at it tells; and the bindings for NVML, which are compiled once. The library is a double."""
+"""Who computes on a node's GPUs, as a look at it tells.
+
+And the bindings for NVML, which are compiled once. The library is a double.
+"""
 
 from __future__ import annotations
 
@@ -186,12 +189,15 @@ def test_gpus_are_not_read_while_the_node_is_held(look: Look, node: Node, progra
     assert "gpus" not in answer
 
 
-# --- the bindings --------------------------------------------------------------------------------------------------------
+# --- the bindings ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def read(agent: Path, tmp_path: Path, nvml_built: Path) -> Callable[[], dict[str, Any]]:
-    """Ask NVML in the process that the agent asks it in; `by` says which file the bindings came from."""
+    """Ask NVML in the process that the agent asks it in.
+
+    `by` says which file the bindings came from.
+    """
     install_nvml(tmp_path / "lib", nvml_built)
     (tmp_path / "state").mkdir(mode=0o700)
     code = (

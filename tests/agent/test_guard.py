@@ -1,4 +1,6 @@
-"""Ranks end at their fence although their shim is stopped, hangs in a write, or is gone together with its supervisor."""
+"""Ranks end at their fence although their shim is stopped, hangs in a write, or is gone together
+with its supervisor.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def test_a_stopped_shim_is_reported_woken_and_its_dead_rank_seen(node: Node) -> 
 
 
 def test_a_shim_without_a_successor_leaves_no_rank_below_a_shell(node: Node) -> None:
-    """The parent-death signal reaches the shell that the shim started, and not what the shell has started."""
+    """The parent-death signal reaches the shell that the shim started, and not what the shell has
+    started.
+    """
     node.run(1, ["sh", "-c", "sleep 1000; exit $?"], ranks=1)
     supervisor, shim = node.pid("supervisor"), node.pid("shim")
     node.pid("guard")
@@ -139,7 +143,9 @@ def test_a_killed_guard_is_replaced_by_one_that_knows_the_fence(node: Node) -> N
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which can be frozen: every write to it blocks, as on a disk that hangs."""
+    """A file system of its own, which can be frozen: every write to it blocks, as on a disk that
+    hangs.
+    """
     image, folder = tmp_path / "disk.img", tmp_path / "disk"
     folder.mkdir()
     with image.open("wb") as file:

@@ -1,5 +1,8 @@
-"""Ranks below a launcher are fenced, followed and reported as those that the node starts itself. The launcher is a double of torchrun,
-and where there is a Python with torch, torchrun and ft_launcher themselves."""
+"""Ranks below a launcher are fenced, followed and reported as those that the node starts itself.
+
+The launcher is a double of torchrun, and where there is a Python with torch, torchrun and
+ft_launcher themselves.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ time.sleep(1000)"""
 
 
 def code(text: str) -> list[str]:
-    """The command of a rank, which does not begin with a python: then that one would be asked for the launcher."""
+    """The command of a rank, which does not begin with a python: then that one would be asked for
+    the launcher.
+    """
     return ["env", *python_command(text)]
 
 
@@ -89,7 +94,10 @@ class Launch:
         group_rank: int = 0,
         port: int = 0,
     ) -> int:
-        """Prepare and start generation 1 on one of so many nodes; return the pid of the launcher. Group rank 0 says the port."""
+        """Prepare and start generation 1 on one of so many nodes; return the pid of the launcher.
+
+        Group rank 0 says the port.
+        """
         launcher = "torchrun" if self.kind == "double" else self.kind
         spec = JobSpec.model_validate(
             {

@@ -92,7 +92,10 @@ def test_one_node_that_was_never_watched_stops(node: Node) -> None:
 def launch(
     nodes: list[Node], leases: list[float], lists: list[list[int]], **more: Any
 ) -> list[Stream]:
-    """Run one rank on each node, asking those that it lists; renew each once, and return the watches."""
+    """Run one rank on each node, asking those that it lists.
+
+    Renew each once, and return the watches.
+    """
     times = {name: more.pop(name) for name in list(more) if name in SHORT}
     own = []
     for index, node in enumerate(nodes):

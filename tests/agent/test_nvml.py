@@ -1,4 +1,6 @@
-"""What is read from NVML, by the agent's own process over a double of the library: values, reasons, and drivers that misbehave."""
+"""What is read from NVML, by the agent's own process over a double of the library: values, reasons,
+and drivers that misbehave.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ def test_the_bindings_serve_python_3_8(ask: Ask) -> None:
     assert ask(interpreter=str(OLD_PYTHON)) == ask()
 
 
-# --- by a probe ---------------------------------------------------------------------------------------------------------
+# --- by a probe -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -306,7 +306,8 @@ def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:
     )
     wait_for(lambda: "SigIgn" in node.log())
     masks = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]{16})\n", node.log()))
-    # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as ignored.
+    # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as
+    # ignored.
     assert {name: int(mask, 16) & 0x7FFFFFFF for name, mask in masks.items()} == {
         "SigBlk": 0,
         "SigIgn": 0,

@@ -1,4 +1,6 @@
-"""Processes that a rank started by sudo are another user's: what cannot be ended keeps the node, and crashes nothing."""
+"""Processes that a rank started by sudo are another user's: what cannot be ended keeps the node,
+and crashes nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytestmark = [
 
 
 class OrdinaryNode(Node):
-    """A node whose agent is not root, and whose ranks can become root by a set-uid program, as by sudo."""
+    """A node whose agent is not root, and whose ranks can become root by a set-uid program, as by
+    sudo.
+    """
 
     sudo: str
 
@@ -61,7 +65,10 @@ def ordinary(agent: Path) -> Iterator[OrdinaryNode]:
 
 
 def run_with_root_child(node: OrdinaryNode, way: str, **more: Any) -> tuple[dict[str, int], int]:
-    """Start two ranks, the first of which starts a program as root; return the ranks and that program."""
+    """Start two ranks, the first of which starts a program as root.
+
+    Return the ranks and that program.
+    """
     mark = f"1000.{os.getpid()}"
     script = f'if [ "$R" = 0 ]; then {way} {node.sudo} sleep {mark} & fi; exec sleep 1000'
     pids = node.run(1, ["sh", "-c", script], rank_env=[{"R": "0"}, {"R": "1"}], **more)

@@ -1,4 +1,6 @@
-"""Every answer that may prove something of ranks says where it comes from: machine, boot, user and the job's own state."""
+"""Every answer that may prove something of ranks says where it comes from: machine, boot, user and
+the job's own state.
+"""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_work_that_dies_in_its_child_is_no_answer() -> None:
     assert tools.run_bounded(lambda: {"all": "well"}, 5.0) == {"all": "well"}
 
 
-# --- the kernel log -----------------------------------------------------------------------------------------------------
+# --- the kernel log -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_untimed_lines_from_before_a_reset_are_not_what_followed(
     assert ask(node)["kernel"]["lines"] == ["NVRM: Xid old", "NVRM: Xid new"]
 
 
-# --- orders that make no sense --------------------------------------------------------------------------------------------
+# --- orders that make no sense --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

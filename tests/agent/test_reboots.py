@@ -1,4 +1,6 @@
-"""Rebooting a real node: once for each boot, written down before, and never the machine that the test runs on."""
+"""Rebooting a real node: once for each boot, written down before, and never the machine that the
+test runs on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 @pytest.fixture
 def count_reboots(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """A reboot command that is only counted: the node stays on its boot, as one does whose services stop slowly."""
+    """A reboot command that is only counted: the node stays on its boot, as one does whose services
+    stop slowly.
+    """
     install_tool(programs, "power")
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps([str(programs / "power")]))
     return lambda: len(calls(programs, "power"))
@@ -166,7 +170,7 @@ def test_the_journal_goes_on_after_a_torn_line_and_gives_twenty(node: Node) -> N
     ]
 
 
-# --- through the backend --------------------------------------------------------------------------------------------------
+# --- through the backend --------------------------------------------------------------------------
 
 
 async def test_a_local_node_finds_its_own_tools_and_reboots_alone(

@@ -1,4 +1,7 @@
-"""Diagnosing a real node and resetting its GPUs: alone on it, and never under ranks. The tools are doubles."""
+"""Diagnosing a real node and resetting its GPUs: alone on it, and never under ranks.
+
+The tools are doubles.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def read_holder(node: Node) -> Any:
     return expect_done(node.order("list"))["held"]
 
 
-# --- diagnose -------------------------------------------------------------------------------------------------------------
+# --- diagnose -------------------------------------------------------------------------------------
 
 
 def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
@@ -261,7 +264,7 @@ def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
     wait_for(lambda: read_boot_id(node.state) != before)
 
 
-# --- reset ----------------------------------------------------------------------------------------------------------------
+# --- reset ----------------------------------------------------------------------------------------
 
 
 def test_a_reset_names_its_gpus_and_tells_how_it_went(
@@ -342,7 +345,7 @@ def test_a_repair_on_python_3_8(
     ] == ["r1"]
 
 
-# --- sudo -----------------------------------------------------------------------------------------------------------------
+# --- sudo -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What a node keeps of generations that have ended, and what goes first when their logs take too much of its disk."""
+"""What a node keeps of generations that have ended, and what goes first when their logs take too
+much of its disk.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from relaunch.agent.state import JobState, try_lock
 
 BLOCK = 64 * 1024
 LONG = 3 * BLOCK
-"""Less than the budget of `small`: the beginning of a longer log is freed while its rank still lives,
-and how much of it is left then depends on when the rank is stopped."""
+"""Less than the budget of `small`: the beginning of a longer log is freed while its rank still
+lives, and how much of it is left then depends on when the rank is stopped."""
 
 
 def prints(size: int) -> list[str]:
@@ -87,7 +89,8 @@ def test_the_oldest_ended_generations_go_and_never_a_jobs_newest(small: None, no
         run_to_its_end(node, "a", generation)
     for generation in (1, 2, 3):
         run_to_its_end(node, "b", generation)
-    # Five have ended when the sixth is prepared: the two oldest that may go are of the other job, and its newest may not.
+    # Five have ended when the sixth is prepared: the two oldest that may go are of the other job,
+    # and its newest may not.
     run_to_its_end(node, "b", 4, leaves={"a": [2], "b": [2, 3, 4]})
     # a's newest is older than all of them, and stays.
     run_to_its_end(node, "b", 5, leaves={"a": [2], "b": [3, 4, 5]})

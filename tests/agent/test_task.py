@@ -1,4 +1,6 @@
-"""One command of the agent in a container: what it prints, and the exit code that a health check by exit code goes by."""
+"""One command of the agent in a container: what it prints, and the exit code that a health check by
+exit code goes by.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two Temporal servers may have a namespace, a fleet and a job of the same name: on a node they are two jobs of two fleets."""
+"""Two Temporal servers may have a namespace, a fleet and a job of the same name: on a node they are
+two jobs of two fleets.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def test_what_the_node_lists_says_whose_it_is(node: Node) -> None:
 def test_what_a_dead_shim_left_behind_is_found_by_its_server_too(
     node: Node, tmp_path: Path
 ) -> None:
-    """A child with its own session outlives shim and rank; only the token in its environment says whose it is."""
+    """A child with its own session outlives shim and rank.
+
+    Only the token in its environment says whose it is.
+    """
     expect_done(prepare(node, ONE))
     left = tmp_path / "left"
     script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"

@@ -24,7 +24,8 @@ OF_THE_CONNECTION = (
     "test_gpus_are_reset_only_on_the_boot_that_was_read",
     "test_a_reboot_gives_another_boot_id_and_is_in_the_journal",
 )
-"""The others are of the agent, which is the same over any connection, and a login to a real server for each costs a second of a core."""
+"""The others are of the agent, which is the same over any connection, and a login to a real server
+for each costs a second of a core."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,6 @@
-"""Fleets to hold the contract against: what ranks shall do is said once, and each kind of backend is made to do it."""
+"""Fleets to hold the contract against: what ranks shall do is said once, and each kind of backend
+is made to do it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ RUNS = Does()
 
 @dataclass(frozen=True)
 class Tools:
-    """What the programs for GPUs do on every node, which has one GPU then. Where there are no `Tools`, a node has neither."""
+    """What the programs for GPUs do on every node, which has one GPU then.
+
+    Where there are no `Tools`, a node has neither.
+    """
 
     diag: Literal["passes", "hangs"] = "passes"
     diag_takes: float = 0.0
@@ -82,7 +87,9 @@ class Fleet(Protocol):
     def reboot(self, node: str) -> None: ...
 
     def visit(self, node: str) -> int:
-        """Have a program that is none of ours compute on GPU 0, before anything is asked of the node; return its pid."""
+        """Have a program that is none of ours compute on GPU 0, before anything is asked of the
+        node; return its pid.
+        """
         ...
 
     def leave(self, node: str) -> None:
@@ -284,7 +291,10 @@ class LocalFleet(RealRanks):
 
 
 class SshFleet(RealRanks):
-    """Nodes that are SSH servers on loopback. They share a kernel, so that a reboot ends their processes and changes their boot id."""
+    """Nodes that are SSH servers on loopback.
+
+    They share a kernel, so that a reboot ends their processes and changes their boot id.
+    """
 
     def __init__(
         self,

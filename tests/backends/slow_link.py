@@ -1,4 +1,5 @@
-"""A link that takes its time, between a controller and its nodes: a relay in a process of its own that holds back each byte for so long.
+"""A link that takes its time, between a controller and its nodes: a relay in a process of its own
+that holds back each byte for so long.
 
 It plays distance only: nothing is lost, and there is no limit to how much fits in.
 """

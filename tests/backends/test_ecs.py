@@ -1,4 +1,6 @@
-"""Ranks as tasks of ECS, against a double of AWS: what AWS's documents promise is all that is proven."""
+"""Ranks as tasks of ECS, against a double of AWS: what AWS's documents promise is all that is
+proven.
+"""
 
 from __future__ import annotations
 
@@ -535,7 +537,8 @@ async def test_a_task_missing_in_lists_is_found_by_its_client_token(
     aws.ecs.lag = 60.0
     done(await site.backend.start("n1", start_order(site.token())))
     for command in (FOR_EVER, ("sleep", "601")):
-        # Other words under the same name: for an attempt before this one, rank 0 had another address.
+        # Other words under the same name: for an attempt before this one, rank 0 had another
+        # address.
         assert isinstance(
             await site.again().start("n1", start_order(site.token(), command=command)), Started
         )
@@ -635,7 +638,9 @@ class Killed(Exception):
 
 
 def dies_at(backend: EcsBackend, call: int | str, *, applied: bool) -> list[str]:
-    """Have it die at its nth call, or at the first of an operation, before or after AWS has applied it. Returns what it calls."""
+    """Have it die at its nth call, or at the first of an operation, before or after AWS has applied
+    it. Returns what it calls.
+    """
     made: list[str] = []
     real = backend.aws.call
 
@@ -695,7 +700,8 @@ async def test_a_worker_dead_between_any_two_calls_leaves_single_tasks(
     await launch(site, 1)
     counted = dies_at(site.backend, -1, applied=False)
     await _life(site, site.backend, [])
-    # Followed tasks are looked at more or less often: the calls up to the last effect are the same each time.
+    # Followed tasks are looked at more or less often: the calls up to the last effect are the same
+    # each time.
     last = max(index for index, operation in enumerate(counted) if operation == "StopTask")
     assert last > 20
     for call in range(last + 1):

@@ -1,4 +1,6 @@
-"""The agent inside a rank's container on ECS, real processes below a double of AWS: what it tells is laid over what ECS tells."""
+"""The agent inside a rank's container on ECS, real processes below a double of AWS: what it tells
+is laid over what ECS tells.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,9 @@ PATIENCE = 120.0
 POLL, BEAT = 0.4, 0.4
 """Seconds."""
 PATIENT = 60
-"""Polls without an answer of AWS that break a watch, and beats without one of the agent that break its connection. Production takes three
-of each; here a busy machine must not be mistaken for silence."""
+"""Polls without an answer of AWS that break a watch, and beats without one of the agent that break
+its connection. Production takes three of each; here a busy machine must not be mistaken for
+silence."""
 Line = Mapping[str, Any]
 SAID = {"ranks": [0], "port": 29400}
 WITH_AGENT = {

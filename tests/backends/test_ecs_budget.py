@@ -1,4 +1,7 @@
-"""How much of an account's budget the watching of running ranks takes. AWS is a table here, and the poll is shortened."""
+"""How much of an account's budget the watching of running ranks takes.
+
+AWS is a table here, and the poll is shortened.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from relaunch.spec.fleet import EcsOptions, FleetSpec
 
 JOBS, NODES = 100, 8
 READS_A_SECOND = 20.0
-"""That ECS gives an account in a region for its cluster resources, sustained (Amazon ECS API Reference, request throttling)."""
+"""That ECS gives an account in a region for its cluster resources, sustained (Amazon ECS API
+Reference, request throttling)."""
 MOST_A_MINUTE = 0.1 * READS_A_SECOND * 60
-"""A tenth: services, other workers, consoles and dashboards of the same account read too, and a launch reads as much again."""
+"""A tenth: services, other workers, consoles and dashboards of the same account read too, and a
+launch reads as much again."""
 POLL = 0.25
 CALLS_OF_A_LOOK = 2 * JOBS * NODES // 100
 """At a hundred tasks, or instances, a call."""
@@ -123,7 +128,8 @@ async def test_800_ranks_of_100_jobs_take_under_a_tenth_of_the_reads() -> None:
         seconds, asked = time.monotonic() - begun, Counter(table.asked[first:])
         await cluster.close()
     assert set(asked) == {"DescribeTasks", "DescribeContainerInstances"} <= READS
-    # As many looks as the poll allows in that time: a machine that is busy with other things makes fewer, and none makes more.
+    # As many looks as the poll allows in that time: a machine that is busy with other things makes
+    # fewer, and none makes more.
     a_look = asked.total() / (seconds / POLL + 1)
     a_minute = a_look * 60 / EcsOptions().poll.total_seconds()
     assert a_minute <= MOST_A_MINUTE, (
@@ -132,7 +138,9 @@ async def test_800_ranks_of_100_jobs_take_under_a_tenth_of_the_reads() -> None:
 
 
 async def test_a_look_at_800_nodes_a_minute_leaves_budget_to_others() -> None:
-    """As an activity of the fleet looks: each node is listed twice, once for its GPUs, and so many at once as it has room for."""
+    """As an activity of the fleet looks: each node is listed twice, once for its GPUs, and so many
+    at once as it has room for.
+    """
     table = Table()
     nodes = [
         {"name": f"n{number}", "address": one, "gpus": 8} for number, one in enumerate(table.ids)
@@ -154,7 +162,8 @@ async def test_a_look_at_800_nodes_a_minute_leaves_budget_to_others() -> None:
         await asyncio.gather(*(look(f"n{number}") for number in range(len(table.ids))))
     await backend.close()
     reads = sum(operation in READS for operation in table.asked)
-    # 80, in groups of as many nodes as there is room for; it was 109 when each node's container instance was asked for twice.
+    # 80, in groups of as many nodes as there is room for; it was 109 when each node's container
+    # instance was asked for twice.
     assert reads <= 100, f"{dict(Counter(table.asked))}"
 
 

@@ -1,4 +1,7 @@
-"""What is said to ECS and read from it, by name and shape; and how many calls a large gang costs. AWS is a table here."""
+"""What is said to ECS and read from it, by name and shape; and how many calls a large gang costs.
+
+AWS is a table here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a fleet of ECS finds in its file and in the environment, and the sentence for what cannot be (S1.10)."""
+"""What a fleet of ECS finds in its file and in the environment, and the sentence for what cannot be
+(S1.10).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rebooting and power-cycling container instances: done once, proven, and finished by whoever looks next."""
+"""Rebooting and power-cycling container instances: done once, proven, and finished by whoever looks
+next.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ ACTS = (
 
 
 class Dying(Calls):
-    """Before its next call that changes anything, after so many of them: where it dies between two looks makes no difference."""
+    """Before its next call that changes anything, after so many of them: where it dies between two
+    looks makes no difference.
+    """
 
     def __init__(self, real: Aws, at: int | None = None) -> None:
         super().__init__(real)
@@ -97,7 +101,9 @@ class Dying(Calls):
 async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
     make: Make,
 ) -> None:
-    """The reference took an instance event with status ACTIVE for the node's return, 0.6 s after the order, and launched there."""
+    """The reference took an instance event with status ACTIVE for the node's return, 0.6 s after
+    the order, and launched there.
+    """
     make()  # ECS says something else where it has no ACTIVE instance at all
     site = make(dcgmi=PASS)
     before = await site.probe()
@@ -238,7 +244,9 @@ async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
 
 @pytest.mark.parametrize("of", ["reboot", pytest.param("power", marks=pytest.mark.long)])
 async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, of: str) -> None:
-    """Whatever of it was done, whoever looks next finishes it, or nothing of it is left and it is ordered again."""
+    """Whatever of it was done, whoever looks next finishes it, or nothing of it is left and it is
+    ordered again.
+    """
     whole = make()
     alive = beside(whole, Dying(whole.aws.real))
     await _ordered(alive, of)
@@ -267,7 +275,10 @@ async def _ordered(site: Site, of: str) -> None:
 
 
 async def _recovered(site: Site, before: str, of: str) -> None:
-    """As a repair goes on: it looks, and orders again what never arrived. A minute passes with each look that says nothing."""
+    """As a repair goes on: it looks, and orders again what never arrived.
+
+    A minute passes with each look that says nothing.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:

@@ -93,7 +93,7 @@ async def held(backend: Backend) -> Any:
     return (await backend.list("n1"))["held"]
 
 
-# --- asking --------------------------------------------------------------------------------------------------------------
+# --- asking ---------------------------------------------------------------------------------------
 
 
 async def test_a_probe_tells_of_a_node_on_which_nothing_ever_ran(make: Make) -> None:
@@ -181,7 +181,7 @@ async def test_a_node_that_is_cut_off_answers_no_order_of_a_repair(make: Make) -
     assert [type(answer) for answer in answers] == [Unreachable] * 4
 
 
-# --- examining -----------------------------------------------------------------------------------------------------------
+# --- examining ------------------------------------------------------------------------------------
 
 
 async def test_a_diagnosis_brings_what_dcgm_printed_and_how_it_ended(make: Make) -> None:
@@ -293,7 +293,7 @@ async def test_a_generation_that_may_yet_start_holds_the_node(
     assert await alive(fleet.backend, 1) == [0, 1]
 
 
-# --- repairing -----------------------------------------------------------------------------------------------------------
+# --- repairing ------------------------------------------------------------------------------------
 
 
 async def test_gpus_are_reset_only_on_the_boot_that_was_read(make: Make) -> None:

@@ -1,4 +1,6 @@
-"""A session whose agent answers nonsense, dies or is silent: each is an exception of `relaunch.backends.base`, and soon."""
+"""A session whose agent answers nonsense, dies or is silent: each is an exception of
+`relaunch.backends.base`, and soon.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ for line in sys.stdin:
         print(json.dumps({"id": order["id"], "line": order["order"] if answer == "echo" else answer}), flush=True)
         print(json.dumps({"id": order["id"], "ended": True}), flush=True)
 """
-"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes where the answer would be `die`."""
+"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes
+where the answer would be `die`."""
 
 Open = Callable[..., AgentSession]
 BOOT = {"outcome": "done", "boot_id": "b1"}

@@ -1,4 +1,6 @@
-"""What only a simulated fleet can do: follow a script, lose messages, skip time, and keep a record that can be judged."""
+"""What only a simulated fleet can do: follow a script, lose messages, skip time, and keep a record
+that can be judged.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def is_heartbeat(line: Line) -> bool:
     return "heartbeat" in line
 
 
-# --- the script ----------------------------------------------------------------------------------------------------------
+# --- the script -----------------------------------------------------------------------------------
 
 
 async def test_what_happens_at_once_needs_no_time_at_all() -> None:
@@ -271,7 +273,7 @@ async def test_lingering_ranks_delay_a_prepare_stuck_ones_refuse_it() -> None:
     assert [rank for _, _, rank in alive(backend.lives)] == [1]
 
 
-# --- lease and fence -----------------------------------------------------------------------------------------------------
+# --- lease and fence ------------------------------------------------------------------------------
 
 
 async def renew_once(backend: SimulatedBackend, *nodes: str) -> None:
@@ -299,7 +301,8 @@ async def test_a_whole_gang_outlives_its_controller_a_split_does_not() -> None:
     assert ended(backend) == []
     backend.cut("n3")
     await clock.advance(200.0)
-    # The last answers came within a second before the cut; fence_after is 60 s; n3 takes its whole grace of 15 s.
+    # The last answers came within a second before the cut; fence_after is 60 s; n3 takes its whole
+    # grace of 15 s.
     first, last = ended(backend)[0], ended(backend)[-1]
     assert [node for node, _ in ended(backend)] == ["n1", "n2", "n3"]
     assert first[1] in (2_059.0, 2_060.0)
@@ -328,7 +331,8 @@ async def test_one_leased_peer_keeps_a_node_alive_after_a_loss() -> None:
         await renew_once(backend, "n1")
     assert ended(backend) == [("n3", 120.0)]
     await clock.advance(500.0)
-    # n1 was renewed at 500 for the last time: leased until 560, which n2 hears until then, and both wait fence_after.
+    # n1 was renewed at 500 for the last time: leased until 560, which n2 hears until then, and both
+    # wait fence_after.
     ends = dict(ended(backend))
     assert ends["n1"] == 620.0 and 618.0 <= ends["n2"] <= 620.0
 
@@ -344,7 +348,7 @@ async def test_a_renewal_that_is_late_extends_only_from_its_own_stamp() -> None:
     assert ended(backend) == [("n1", 120.0)]
 
 
-# --- the network ---------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 async def test_a_lost_order_was_not_carried_out_and_a_lost_answer_was() -> None:
@@ -489,7 +493,7 @@ async def test_an_order_whose_sender_left_is_carried_out_as_cancelled() -> None:
     assert alive(backend.lives) == ()
 
 
-# --- the judge -----------------------------------------------------------------------------------------------------------
+# --- the judge ------------------------------------------------------------------------------------
 
 
 async def test_the_invariants_see_a_careless_controller() -> None:
@@ -545,7 +549,7 @@ async def test_the_invariants_see_nodes_that_break_their_word() -> None:
     )
 
 
-# --- size ----------------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------
 
 
 async def test_of_two_thousand_nodes_the_failing_one_is_heard() -> None:

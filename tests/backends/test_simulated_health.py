@@ -86,7 +86,7 @@ def moments(backend: SimulatedBackend) -> list[tuple[str, str, str, str]]:
     return [(one.kind, one.command, one.id, one.reason) for one in backend.upkeep]
 
 
-# --- how they are --------------------------------------------------------------------------------------------------------
+# --- how they are ---------------------------------------------------------------------------------
 
 
 async def test_a_node_of_which_the_script_says_nothing_is_healthy() -> None:
@@ -174,7 +174,7 @@ async def test_ranks_use_the_gpus_of_their_node() -> None:
     assert used == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-# --- mending -------------------------------------------------------------------------------------------------------------
+# --- mending --------------------------------------------------------------------------------------
 
 
 async def reset(backend: SimulatedBackend, *gpus: int, id: str = "r1") -> Mapping[str, Any]:
@@ -280,7 +280,7 @@ async def test_a_reboot_that_hangs_keeps_its_boot_and_takes_no_launch() -> None:
     assert_upkeep(backend)
 
 
-# --- the hold ------------------------------------------------------------------------------------------------------------
+# --- the hold -------------------------------------------------------------------------------------
 
 
 async def test_a_launch_waits_two_seconds_for_a_diagnosis_then_refuses() -> None:
@@ -380,7 +380,7 @@ async def test_an_order_of_a_repair_is_refused_as_scripted() -> None:
     assert moments(backend)[0] == ("refused", "reset-gpus", "r1", "busy")
 
 
-# --- the network ---------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 async def test_boot_id_and_journal_prove_a_reboot_with_a_lost_answer() -> None:
@@ -468,7 +468,7 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
     assert_upkeep(backend)
 
 
-# --- the judge -----------------------------------------------------------------------------------------------------------
+# --- the judge ------------------------------------------------------------------------------------
 
 
 def moment(

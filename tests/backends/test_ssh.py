@@ -1,4 +1,6 @@
-"""Reaching nodes by SSH, and each way in which that fails: real servers, real causes, one sentence each."""
+"""Reaching nodes by SSH, and each way in which that fails: real servers, real causes, one sentence
+each.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def run(*words: str, env: dict[str, str] | None = None) -> None:
     subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=True)
 
 
-# --- reaching -----------------------------------------------------------------------------------------------------------------
+# --- reaching -------------------------------------------------------------------------------------
 
 
 async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
@@ -186,7 +188,7 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
         process.wait()
 
 
-# --- who it is ----------------------------------------------------------------------------------------------------------------
+# --- who it is ------------------------------------------------------------------------------------
 
 
 async def test_an_unknown_host_key_is_refused_first_and_can_be_trusted(
@@ -273,7 +275,7 @@ async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
     assert (await reason(site.backend(host))).endswith("; it takes password")
 
 
-# --- what does not answer -----------------------------------------------------------------------------------------------------
+# --- what does not answer -------------------------------------------------------------------------
 
 
 async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
@@ -433,7 +435,7 @@ async def test_a_folder_of_another_user_is_refused(site: Site) -> None:
     os.chown(host.state, 0, 0)
 
 
-# --- jump hosts ---------------------------------------------------------------------------------------------------------------
+# --- jump hosts -----------------------------------------------------------------------------------
 
 
 async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> None:
@@ -470,7 +472,7 @@ async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
     )
 
 
-# --- what is wrong before anything is tried -----------------------------------------------------------------------------------
+# --- what is wrong before anything is tried -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

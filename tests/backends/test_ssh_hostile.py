@@ -1,6 +1,8 @@
-"""A node that sends nonsense, sends without end or takes nothing: one sentence, that node's session closed, and nobody else waits.
+"""A node that sends nonsense, sends without end or takes nothing: one sentence, that node's session
+closed, and nobody else waits.
 
-The servers are real; what answers on them is a double of the node's python3, which says what it is told.
+The servers are real; what answers on them is a double of the node's python3, which says what it is
+told.
 """
 
 from __future__ import annotations
@@ -25,13 +27,18 @@ HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
 FOR_EVER = "while True:\n    say(data)\n"
 PATIENCE = 120.0
 LONGEST_PAUSE = 1.0
-"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops it for good."""
+"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops
+it for good."""
 MOST_MEMORY = 200 * 1024
-"""KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings that in a second."""
+"""KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings
+that in a second."""
 
 
 async def while_others_go_on(asking: SshBackend) -> str:
-    """Ask, and see to it that the loop goes on and memory stays bounded meanwhile. Return why no answer came."""
+    """Ask, and see to it that the loop goes on and memory stays bounded meanwhile.
+
+    Return why no answer came.
+    """
     pauses = []
 
     async def tick() -> None:

@@ -1,4 +1,6 @@
-"""A connection that breaks says nothing of the ranks: they live on, and a watch takes up where it was."""
+"""A connection that breaks says nothing of the ranks: they live on, and a watch takes up where it
+was.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ PATIENCE = 60.0
 
 
 async def train(backend: Backend, address: str, command: str = "exec sleep 600") -> int:
-    """Launch one rank, and return its pid. To start an agent takes a loaded machine longer than some tests wait for an answer."""
+    """Launch one rank, and return its pid.
+
+    To start an agent takes a loaded machine longer than some tests wait for an answer.
+    """
     prepared = await reached(
         lambda: backend.prepare("n1", prepare_order(token(1), (0,), address=address))
     )

@@ -1,4 +1,6 @@
-"""Networks that fail under a watch, between machines that have a network of their own: what is lost comes back, and no rank dies of it."""
+"""Networks that fail under a watch, between machines that have a network of their own: what is lost
+comes back, and no rank dies of it.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +225,8 @@ def test_s2_4_peers_meet_on_the_training_network_in_a_cut(lab: Lab) -> None:
         )
         lab.network.lose(2)
         began = heartbeats(first)[0]["stamp"]
-        # Three times as long as n2 would live if n1, which is watched, did not tell it that all is well.
+        # Three times as long as n2 would live if n1, which is watched, did not tell it that all is
+        # well.
         lines = await read(
             backend,
             token(1),

@@ -1,4 +1,6 @@
-"""What must hold in every record of a simulated fleet whose nodes were examined and repaired. Looks only at records, never at nodes.
+"""What must hold in every record of a simulated fleet whose nodes were examined and repaired.
+
+Looks only at records, never at nodes.
 
 Each violation is one sentence.
 """
@@ -27,7 +29,9 @@ def upkeep_violations(upkeep: Sequence[Upkeep], lives: Sequence[Life]) -> tuple[
 
 
 def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> tuple[str, ...]:
-    """Nothing is examined, reset or rebooted while a rank lives on the node, and none starts meanwhile."""
+    """Nothing is examined, reset or rebooted while a rank lives on the node, and none starts
+    meanwhile.
+    """
     found: list[str] = []
     living: dict[str, dict[tuple[object, int], None]] = {}
     held: dict[str, Upkeep] = {}
@@ -88,7 +92,9 @@ def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
 
 
 def rebooted_unordered(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
-    """No repair is named for a reboot that it did not order, and none reboots a node twice by one order."""
+    """No repair is named for a reboot that it did not order, and none reboots a node twice by one
+    order.
+    """
     found: list[str] = []
     ordered: dict[tuple[str, str], None] = {}
     for entry in upkeep:

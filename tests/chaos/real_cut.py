@@ -1,6 +1,8 @@
-"""`python -m tests.chaos.real_cut`: one long cut with the real timeouts of the default policy, of two gangs side by side.
+"""`python -m tests.chaos.real_cut`: one long cut with the real timeouts of the default policy, of
+two gangs side by side.
 
-Of one the controller alone loses sight: it must go on where it is. The other loses a node for everybody: it must go on elsewhere.
+Of one the controller alone loses sight: it must go on where it is. The other loses a node for
+everybody: it must go on elsewhere.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
 
 
 async def end_by_signal(program: Coroutine[Any, Any, int]) -> int:
-    """Run a program that leaves no process and no mount behind when it is interrupted (SIGINT, SIGTERM)."""
+    """Run a program that leaves no process and no mount behind when it is interrupted (SIGINT,
+    SIGTERM).
+    """
     task, loop = asyncio.ensure_future(program), asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -53,7 +55,8 @@ class Tally:
     failed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
     reports: list[str] = field(default_factory=list)
     file: Path | None = None
-    """Where each round that was played is written down, so that a run that was interrupted goes on."""
+    """Where each round that was played is written down, so that a run that was interrupted goes on.
+    """
 
     def restore(self) -> set[tuple[Cell, int]]:
         """Count the rounds that were played before; return them, by cell and seed."""
@@ -142,7 +145,10 @@ async def work(
     apart: bool = False,
     answer_within: float | None = None,
 ) -> None:
-    """One world that plays rounds until none is left. `answer_within`: seconds; None: as the backend's nodes need on an idle machine."""
+    """One world that plays rounds until none is left.
+
+    `answer_within`: seconds; None: as the backend's nodes need on an idle machine.
+    """
     place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
     needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}

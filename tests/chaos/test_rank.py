@@ -1,4 +1,6 @@
-"""The watchman must bark: a rank that starts while one of another generation lives says so, even when that one is frozen."""
+"""The watchman must bark: a rank that starts while one of another generation lives says so, even
+when that one is frozen.
+"""
 
 from __future__ import annotations
 

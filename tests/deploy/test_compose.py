@@ -1,4 +1,6 @@
-"""docker-compose.yml against the Compose specification, against rules of ours, and against the code that it names."""
+"""docker-compose.yml against the Compose specification, against rules of ours, and against the code
+that it names.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ READ_BY_THE_SERVER = {
     "BIND_ON_IP",
     "DYNAMIC_CONFIG_FILE_PATH",
 }
-"""Out of what temporalio/temporal reads: common/config/config_template_embedded.yaml, docker/scripts/sh/entrypoint.sh."""
+"""Out of what temporalio/temporal reads: common/config/config_template_embedded.yaml,
+docker/scripts/sh/entrypoint.sh."""
 READ_BY_THE_SQL_TOOL = {
     "SQL_HOST",
     "SQL_PORT",

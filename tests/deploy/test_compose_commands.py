@@ -1,4 +1,7 @@
-"""The commands of docker-compose.yml, of its image and of docs/compose.md, run as they stand there; doubles for what only images have."""
+"""The commands of docker-compose.yml, of its image and of docs/compose.md, run as they stand there.
+
+Doubles for what only images have.
+"""
 
 from __future__ import annotations
 

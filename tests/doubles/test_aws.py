@@ -1,4 +1,7 @@
-"""The double of AWS keeps to what AWS documents of ECS's API: the rules that relaunch leans on. It is no proof of AWS."""
+"""The double of AWS keeps to what AWS documents of ECS's API: the rules that relaunch leans on.
+
+It is no proof of AWS.
+"""
 
 from __future__ import annotations
 

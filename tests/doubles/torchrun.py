@@ -1,8 +1,11 @@
-"""A double of torchrun: the flags, the environment of ranks, the error files and the last words that torch 2.13.0 documents and prints.
+"""A double of torchrun: the flags, the environment of ranks, the error files and the last words
+that torch 2.13.0 documents and prints.
 
-Standard library only, so that a launcher can be killed in tests where there is no torch. It restarts nothing, as it is told.
-With DOUBLE_LINGERS in its environment it waits so many seconds before it tells of a failure, as ft_launcher does for other nodes.
-Sources: torch/distributed/run.py; torch/distributed/elastic/multiprocessing/api.py, subprocess_handler.py and errors/__init__.py.
+Standard library only, so that a launcher can be killed in tests where there is no torch. It
+restarts nothing, as it is told. With DOUBLE_LINGERS in its environment it waits so many seconds
+before it tells of a failure, as ft_launcher does for other nodes. Sources:
+torch/distributed/run.py; torch/distributed/elastic/multiprocessing/api.py, subprocess_handler.py
+and errors/__init__.py.
 """
 
 from __future__ import annotations
@@ -160,7 +163,10 @@ def block(
 def watch(
     given: argparse.Namespace, ranks: dict[int, subprocess.Popen[bytes]]
 ) -> dict[int, tuple[int, int]]:
-    """Exit code and pid of each that failed, the first one first; those that are ended because of it are failures too."""
+    """Exit code and pid of each that failed, the first one first.
+
+    Those that are ended because of it are failures too.
+    """
     while True:
         ended = {
             local: (rank.returncode, rank.pid)

@@ -1,4 +1,6 @@
-"""Plays attacks in worlds, reads the violations from the ranks' stamps, and remembers what was played."""
+"""Plays attacks in worlds, reads the violations from the ranks' stamps, and remembers what was
+played.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ class Result:
     round: int
     seed: int
     outcome: str
-    """`overlap`, or another fault; `held`: a newer generation was launched and none was beside it, or the older ranks ended first;
-    `no launch`: neither, in the time that there was; `not staged`: the harm could not be done in time."""
+    """`overlap`, or another fault; `held`: a newer generation was launched and none was beside it,
+    or the older ranks ended first; `no launch`: neither, in the time that there was; `not staged`:
+    the harm could not be done in time."""
     overlaps: tuple[str, ...]
     seconds: float
     log: tuple[str, ...] = ()
@@ -127,7 +130,9 @@ def keep(world: FenceWorld, attempt: Attempt, result: Result, folder: Path) -> P
 
 @dataclass
 class Stage:
-    """A world that is made when it is needed, and made again when the next attack needs another or it broke."""
+    """A world that is made when it is needed, and made again when the next attack needs another or
+    it broke.
+    """
 
     folder: Path
     number: int = 0

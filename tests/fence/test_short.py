@@ -1,4 +1,7 @@
-"""A minute's choice of the attacks, side by side in one world; and the check that finds overlaps."""
+"""A minute's choice of the attacks, side by side in one world.
+
+And the check that finds overlaps.
+"""
 
 from __future__ import annotations
 

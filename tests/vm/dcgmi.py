@@ -1,5 +1,7 @@
 #!/usr/bin/python3
-"""A double of dcgmi: its GPU is sick as long as that boot lasts whose id is in the file `sick` of whoever asks. A reboot heals it."""
+"""A double of dcgmi: its GPU is sick as long as that boot lasts whose id is in the file `sick` of
+whoever asks. A reboot heals it.
+"""
 
 import json
 import os

@@ -1,6 +1,8 @@
-"""One virtual machine: its own disk over the image, its own host key, two networks, and a power switch.
+"""One virtual machine: its own disk over the image, its own host key, two networks, and a power
+switch.
 
-It is reached as any node is, by SSH on a loopback address; what the suite wants to know it asks by the ssh program, not through relaunch.
+It is reached as any node is, by SSH on a loopback address; what the suite wants to know it asks by
+the ssh program, not through relaunch.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ GREETS_WITHIN = 5.0
 ASKED_EVERY = 0.5
 """Seconds: what the times of this suite are exact to."""
 ACCELERATOR = "tcg,tb-size=96"
-"""Emulation, which every machine can. With the default, a buffer of a gigabyte, a machine that reboots is slow for half a minute: QEMU then
-finds, page by page, that the code which it had translated there is no more."""
+"""Emulation, which every machine can. With the default, a buffer of a gigabyte, a machine that
+reboots is slow for half a minute: QEMU then finds, page by page, that the code which it had
+translated there is no more."""
 KERNEL = (
     "rw console=ttyS0 net.ifnames=0 quiet loglevel=4 random.trust_cpu=on"
     " mitigations=off nokaslr audit=0 apparmor=0 selinux=0 cryptomgr.notests"
@@ -40,7 +43,8 @@ KERNEL = (
 class Machine:
     name: str
     number: int
-    """From 1: its addresses are 127.66.0.NUMBER from outside, and 10.77.0.NUMBER on the training network."""
+    """From 1: its addresses are 127.66.0.NUMBER from outside, and 10.77.0.NUMBER on the training
+    network."""
     folder: Path
     """Short: the name of a socket has at most 107 bytes."""
     image: Image
@@ -209,7 +213,10 @@ class Machine:
         return [sys.executable, str(HERE / "power.py"), "cycle", str(self.power)]
 
     def greets(self) -> bool:
-        """Whether its sshd says who it is, in time. QEMU accepts a connection to a machine that is off, too."""
+        """Whether its sshd says who it is, in time.
+
+        QEMU accepts a connection to a machine that is off, too.
+        """
         with (
             contextlib.suppress(OSError),
             socket.create_connection(
@@ -290,7 +297,9 @@ TRAIN = 1000
 
 
 def documented_sudoers() -> bytes:
-    """The lines that docs/ssh.md tells people to give the user whom relaunch logs in as, and no others."""
+    """The lines that docs/ssh.md tells people to give the user whom relaunch logs in as, and no
+    others.
+    """
     lines = [
         line
         for line in (ROOT / "docs" / "ssh.md").read_text().splitlines()

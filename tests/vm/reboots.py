@@ -1,7 +1,8 @@
-"""Real machines, really rebooted: an emulated Debian with systemd and sshd, reached by the backend `ssh`. NVIDIA's programs are doubles.
+"""Real machines, really rebooted: an emulated Debian with systemd and sshd, reached by the backend
+`ssh`. NVIDIA's programs are doubles.
 
-Run by `make vm-test`, and collected by no other command: it takes a quarter of an hour. That a machine was rebooted is seen by means in
-which relaunch has no hand.
+Run by `make vm-test`, and collected by no other command: it takes a quarter of an hour. That a
+machine was rebooted is seen by means in which relaunch has no hand.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def reboots(machine: Machine) -> list[dict[str, Any]]:
 def fail(machine: Machine) -> None:
     """Have dcgmi call the machine sick for as long as this boot lasts, and kill its rank.
 
-    A rank that raised would need seconds of an emulated processor to end: those that it leaves alone would be heard of first.
+    A rank that raised would need seconds of an emulated processor to end: those that it leaves
+    alone would be heard of first.
     """
     machine.ssh("cat /proc/sys/kernel/random/boot_id > sick; pkill -9 -f rank.py")
 

@@ -1,7 +1,10 @@
-"""The operations of ECS, as documented: what each accepts, refuses, and answers with `failures`. What runs is of machines.py.
+"""The operations of ECS, as documented: what each accepts, refuses, and answers with `failures`.
 
-Sources: the operations' pages in docs.aws.amazon.com/AmazonECS/latest/APIReference (limits, characters, filters, ECS_Idempotency),
-api_failures_messages.html and stopped-task-error-codes.html in the developer guide.
+What runs is of machines.py.
+
+Sources: the operations' pages in docs.aws.amazon.com/AmazonECS/latest/APIReference (limits,
+characters, filters, ECS_Idempotency), api_failures_messages.html and stopped-task-error-codes.html
+in the developer guide.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Ecs(ContainerInstances):
     scripts: Scripts = field(default_factory=Scripts)
     tokens: dict[tuple[str, str], Token] = field(default_factory=dict)
     lag: float = 0.0
-    """Seconds until a task that RunTask answered is found by Describe and List: the API is eventually consistent."""
+    """Seconds until a task that RunTask answered is found by Describe and List: the API is
+    eventually consistent."""
 
     def answer(self, operation: str, request: Request) -> dict[str, Any]:
         handler = getattr(self, re.sub(r"(?<!^)([A-Z])", r"_\1", operation).lower(), None)

@@ -1,6 +1,8 @@
-"""ECS's events, as EventBridge puts them into an SQS queue: "ECS Task State Change", "ECS Container Instance State Change".
+"""ECS's events, as EventBridge puts them into an SQS queue: "ECS Task State Change", "ECS Container
+Instance State Change".
 
-EventBridge promises neither order nor once: tests say what is dropped, doubled or put after its successor.
+EventBridge promises neither order nor once: tests say what is dropped, doubled or put after its
+successor.
 """
 
 from __future__ import annotations

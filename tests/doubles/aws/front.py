@@ -1,4 +1,7 @@
-"""The HTTP that callers see: ECS is answered here, the rest by moto; faults come first; orders to EC2's power reach the machines."""
+"""The HTTP that callers see: ECS is answered here, the rest by moto.
+
+Faults come first; orders to EC2's power reach the machines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The clusters and their container instances: state, attributes, and the operations on them, as documented.
+"""The clusters and their container instances: state, attributes, and the operations on them, as
+documented.
 
 Sources: the operations' pages and Attribute in docs.aws.amazon.com/AmazonECS/latest/APIReference.
 """

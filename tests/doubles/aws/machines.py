@@ -1,7 +1,9 @@
-"""An EC2 instance as a container instance: its power, its boot id, the ECS agent on it, and the containers that the agent runs.
+"""An EC2 instance as a container instance: its power, its boot id, the ECS agent on it, and the
+containers that the agent runs.
 
-Chosen here, as no document says it: a container that a reboot ends has exit code 137, and its task is STOPPED when the agent is back;
-a task of an instance without power stays RUNNING for ever, until the agent is back or the instance is terminated.
+Chosen here, as no document says it: a container that a reboot ends has exit code 137, and its task
+is STOPPED when the agent is back; a task of an instance without power stays RUNNING for ever, until
+the agent is back or the instance is terminated.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ class Delays:
     start: float = 0.02
     """From RunTask until the agent starts the containers."""
     stop_timeout: float = 1.0
-    """From SIGTERM to SIGKILL, where the task definition has no stopTimeout; ECS_CONTAINER_STOP_TIMEOUT is 30."""
+    """From SIGTERM to SIGKILL, where the task definition has no stopTimeout;
+    ECS_CONTAINER_STOP_TIMEOUT is 30."""
     reboot: float = 0.3
-    """From RebootInstances, which only queues, to the end of what runs; the agent is connected that long."""
+    """From RebootInstances, which only queues, to the end of what runs; the agent is connected that
+    long."""
     boot: float = 0.5
     """Until the agent is connected again."""
     power_off: float = 0.2

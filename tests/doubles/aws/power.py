@@ -1,4 +1,6 @@
-"""EC2's orders to the power of instances, and its checks of them: moto keeps the states, the machines do what was ordered."""
+"""EC2's orders to the power of instances, and its checks of them: moto keeps the states, the
+machines do what was ordered.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ class Power:
 
     @staticmethod
     def _reboot(call: Call, machines: list[Machine]) -> Answer:
-        """Not for moto, which revives what was terminated; AWS documents that it passes that over."""
+        """Not for moto, which revives what was terminated.
+
+        AWS documents that it passes that over.
+        """
         if off := [one for one in machines if one.power not in ("running", "terminated")]:
             return error(
                 call,
