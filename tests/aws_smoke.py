@@ -1,5 +1,6 @@
-"""Asks real AWS, on one instance, what the double of tests/doubles/aws assumes of it: never part of
-`make test`.
+"""Ask real AWS, on one instance, what the double of tests/doubles/aws assumes of it.
+
+Never part of `make test`.
 
     CLUSTER=training TASK_DEFINITION=train NODE_TASK=relaunch-node INSTANCE=i-0123456789abcdef0 make
     aws-smoke [REBOOT=1]
@@ -285,9 +286,7 @@ async def stopped(smoke: Smoke) -> None:
 
 
 async def attribute_is_seen(smoke: Smoke) -> None:
-    """The number that nobody documents: how long after PutAttributes the scheduler goes by what was
-    put.
-    """
+    """The undocumented number: how long after PutAttributes the scheduler goes by what was put."""
     arn = (await smoke.backend.cluster.instance(smoke.ec2_id)).arn
     delays: dict[bool, list[float]] = {True: [], False: []}
 

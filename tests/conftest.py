@@ -27,8 +27,9 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage only in what tests make: looking through all that is imported was a tenth of
-    the workflow tests.
+    """Look for garbage only in what tests make.
+
+    Looking through all that is imported was a tenth of the workflow tests.
     """
     gc.collect()
     gc.freeze()

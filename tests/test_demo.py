@@ -1,5 +1,6 @@
-"""The demo, as a newcomer runs it: on a terminal it is interrupted half-way, into a pipe it runs to
-its end. Nothing stays behind.
+"""The demo, as a newcomer runs it; nothing stays behind.
+
+On a terminal it is interrupted half-way, into a pipe it runs to its end.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ PATIENCE = 600.0
 
 
 def left_of(folder: Path) -> list[str]:
-    """Command lines of living processes that have to do with the demo whose temporary files are in
-    `folder`.
-    """
+    """Command lines of living processes of the demo with its temporary files in `folder`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

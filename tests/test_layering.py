@@ -139,9 +139,7 @@ def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]
 
 
 def imports() -> dict[str, set[str]]:
-    """By module: the modules of ours that its file names in an import, also for types alone and
-    within functions.
-    """
+    """By module: the modules of ours that its file imports, also for types and in functions."""
     names = {
         name: ROOT.joinpath(*name.split("."))
         for name in [*modules("relaunch"), *modules("relaunch.workflows")]

@@ -1,5 +1,6 @@
-"""The example that demos and users run: real processes, real sockets, real SIGKILL, results
-compared bit for bit.
+"""The example that demos and users run.
+
+Real processes, real sockets, real SIGKILL, results compared bit for bit.
 """
 
 from __future__ import annotations

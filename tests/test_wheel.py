@@ -1,5 +1,6 @@
-"""What people install: the wheel alone, in an environment of its own, with nothing of the checkout
-but the libraries it needs.
+"""What people install: the wheel alone, in a separate environment.
+
+With nothing of the checkout but the libraries it needs.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment in which the wheel is installed, and the libraries that it
-    names are at hand.
-    """
+    """The programs of an environment with the wheel, with the libraries that it names at hand."""
     folder = tmp_path_factory.mktemp("environment")
     python = str(folder / "bin" / "python")
     uv = shutil.which("uv")  # an environment that it made has no pip

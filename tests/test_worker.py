@@ -1,5 +1,6 @@
-"""The worker's fleet files, read again while it runs: what changed is served, what cannot be used
-changes nothing.
+"""The worker's fleet files, read again while it runs.
+
+What changed is served, what cannot be used changes nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A node for tests: the real zipapp as real processes, in a state folder of its own, with times
-scaled down.
+"""A node for tests: the real zipapp as real processes in a separate state folder.
+
+Its times are scaled down.
 """
 
 from __future__ import annotations
@@ -85,9 +86,7 @@ def expect_done(answer: Any) -> dict[str, Any]:
 
 
 def send_to_shim(node: Node, value: Json) -> None:
-    """Give an order to the shim itself, as a command does, and do not wait for more than that it
-    was heard.
-    """
+    """Give an order to the shim itself, as a command does, and wait only until it was received."""
     with node.connect_to_shim() as caller:
         caller.sendall(json.dumps(value).encode() + b"\n")
         assert caller.recv(4096)

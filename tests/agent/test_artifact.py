@@ -1,5 +1,6 @@
-"""The one file that the agent is shipped as: the same wherever it was built, whole, and read by a
-Python of any version.
+"""The agent is shipped as one file: identical wherever it was built, whole, and portable.
+
+A Python of any version reads it.
 """
 
 from __future__ import annotations

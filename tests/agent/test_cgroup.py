@@ -1,5 +1,6 @@
-"""What a rank has forked is found by its control group, whatever it did to its session, parent and
-environment.
+"""What a rank has forked is found by its control group.
+
+That holds whatever it did to its session, parent and environment.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A machine that was paused, and whose clock stood still meanwhile, does not take a lease for
-longer than it was.
+"""A paused machine does not take its lease for longer than it was.
+
+Its clock may have stood still during the pause.
 """
 
 from __future__ import annotations
@@ -288,8 +289,9 @@ def test_a_paused_node_with_a_stopped_clock_ends_its_ranks_later(
 def test_an_unwatched_node_without_its_gang_fences_while_leased(
     make_node: Callable[..., Node],
 ) -> None:
-    """As a machine that was paused finds things: its gang was stopped, and the controller watches
-    another generation.
+    """The state that a paused machine finds when it goes on.
+
+    Its gang was stopped, and the controller watches another generation.
     """
     first, second = make_node("n1"), make_node("n2")
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)

@@ -1,5 +1,6 @@
-"""The agent inside a rank's container: real processes, its port on loopback, and a controller's own
-side of the wire.
+"""The agent inside a rank's container.
+
+Real processes, its port on loopback, and a controller's side of the wire.
 """
 
 from __future__ import annotations

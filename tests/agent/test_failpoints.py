@@ -1,5 +1,6 @@
-"""Killed between any two steps: the same orders again converge, and every rank is started exactly
-once.
+"""Killed between any two steps, the agent converges on the same orders.
+
+Every rank is started exactly once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A full disk under the state folder: what lives is watched and stopped, exits are told, orders are
-answered.
+"""A full disk under the state folder.
+
+Living ranks are watched and stopped, exits are reported, orders are answered.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Ranks end at their fence although their shim is stopped, hangs in a write, or is gone together
-with its supervisor.
+"""Ranks end at their fence although their shim fails.
+
+It is stopped, hangs in a write, or is gone together with its supervisor.
 """
 
 from __future__ import annotations
@@ -112,9 +113,7 @@ def test_a_stopped_shim_is_reported_woken_and_its_dead_rank_seen(node: Node) -> 
 
 
 def test_a_shim_without_a_successor_leaves_no_rank_below_a_shell(node: Node) -> None:
-    """The parent-death signal reaches the shell that the shim started, and not what the shell has
-    started.
-    """
+    """The parent-death signal reaches the shell that the shim started, and not its children."""
     node.run(1, ["sh", "-c", "sleep 1000; exit $?"], ranks=1)
     supervisor, shim = node.pid("supervisor"), node.pid("shim")
     node.pid("guard")
@@ -143,8 +142,9 @@ def test_a_killed_guard_is_replaced_by_one_that_knows_the_fence(node: Node) -> N
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which can be frozen: every write to it blocks, as on a disk that
-    hangs.
+    """A separate file system that can be frozen.
+
+    Every write to it blocks, as on a disk that hangs.
     """
     image, folder = tmp_path / "disk.img", tmp_path / "disk"
     folder.mkdir()

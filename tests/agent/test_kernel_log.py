@@ -1,5 +1,6 @@
-"""What the kernel said rides with the exit of a rank that failed: real processes, and a file in
-place of the log.
+"""The exit of a failed rank carries what the kernel logged.
+
+Real processes, and a file in place of the log.
 """
 
 from __future__ import annotations

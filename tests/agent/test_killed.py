@@ -1,5 +1,6 @@
-"""Whatever single process is killed with -9: ranks go on with their exits still known, or are dead
-within a second.
+"""Any single process is killed with -9.
+
+Ranks go on with their exits still known, or are dead within a second.
 """
 
 from __future__ import annotations
@@ -167,8 +168,9 @@ def test_an_order_under_way_is_finished_when_the_connection_ends(node: Node) -> 
 
 
 def test_a_generation_prepared_before_a_reboot_is_not_redone(node: Node) -> None:
-    """started.json is written without fsync: after a power loss nothing says that it was not
-    launched.
+    """started.json is written without fsync.
+
+    After a power loss nothing says that it was not launched.
     """
     node.run()
     node.kill_everything()

@@ -39,8 +39,9 @@ time.sleep(1000)"""
 
 
 def code(text: str) -> list[str]:
-    """The command of a rank, which does not begin with a python: then that one would be asked for
-    the launcher.
+    """The command of a rank, which does not begin with a python.
+
+    Then that one would be asked for the launcher.
     """
     return ["env", *python_command(text)]
 

@@ -1,5 +1,6 @@
-"""What is read from NVML, by the agent's own process over a double of the library: values, reasons,
-and drivers that misbehave.
+"""Readings of NVML by the agent's process over a double of the library.
+
+Values, reasons, and drivers that misbehave.
 """
 
 from __future__ import annotations

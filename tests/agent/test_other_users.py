@@ -1,5 +1,6 @@
-"""Processes that a rank started by sudo are another user's: what cannot be ended keeps the node,
-and crashes nothing.
+"""Processes that a rank started by sudo are another user's.
+
+What cannot be ended keeps the node, and crashes nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ pytestmark = [
 
 
 class OrdinaryNode(Node):
-    """A node whose agent is not root, and whose ranks can become root by a set-uid program, as by
-    sudo.
+    """A node whose agent is not root and whose ranks can become root.
+
+    They do so by a set-uid program, as by sudo.
     """
 
     sudo: str

@@ -1,5 +1,6 @@
-"""Every answer that may prove something of ranks says where it comes from: machine, boot, user and
-the job's own state.
+"""Every answer that may prove something of ranks says where it comes from.
+
+That is: machine, boot, user and the job's state.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a node says of itself before it is trusted with ranks, and whether what it started outlives
-the connection.
+"""What a node says of itself before it is trusted with ranks.
+
+And whether what it started outlives the connection.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Rebooting a real node: once for each boot, written down before, and never the machine that the
-test runs on.
+"""Reboots of a real node: once for each boot, and written down before.
+
+Never the machine that the test runs on.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 @pytest.fixture
 def count_reboots(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """A reboot command that is only counted: the node stays on its boot, as one does whose services
-    stop slowly.
+    """A reboot command that is only counted.
+
+    The node stays on its boot, as one does whose services stop slowly.
     """
     install_tool(programs, "power")
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps([str(programs / "power")]))

@@ -1,5 +1,6 @@
-"""What a node keeps of generations that have ended, and what goes first when their logs take too
-much of its disk.
+"""What a node keeps of ended generations.
+
+And what goes first when their logs take too much of its disk.
 """
 
 from __future__ import annotations

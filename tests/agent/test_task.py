@@ -1,5 +1,6 @@
-"""One command of the agent in a container: what it prints, and the exit code that a health check by
-exit code goes by.
+"""One command of the agent in a container.
+
+What it prints, and the exit code that a health check by exit code goes by.
 """
 
 from __future__ import annotations

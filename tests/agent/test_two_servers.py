@@ -1,5 +1,6 @@
-"""Two Temporal servers may have a namespace, a fleet and a job of the same name: on a node they are
-two jobs of two fleets.
+"""Two Temporal servers may have a namespace, a fleet and a job of the same name.
+
+On a node they are two jobs of two fleets.
 """
 
 from __future__ import annotations

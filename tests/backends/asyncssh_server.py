@@ -1,5 +1,4 @@
-"""An SSH server in Python (asyncssh) that takes the place of OpenSSH's sshd where none is
-installed.
+"""An SSH server in Python (asyncssh) in place of OpenSSH's sshd where none is installed.
 
 `asyncssh_server.py CONFIG`: CONFIG is an sshd_config, of which `Settings` knows what tests set. As
 sshd does, it serves each connection in a forked process, gives each command a session and pipes,

@@ -1,5 +1,6 @@
-"""Fleets to hold the contract against: what ranks shall do is said once, and each kind of backend
-is made to do it.
+"""Fleets to hold the contract against.
+
+What ranks shall do is said once, and each kind of backend is made to do it.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ class Fleet(Protocol):
     def reboot(self, node: str) -> None: ...
 
     def visit(self, node: str) -> int:
-        """Have a program that is none of ours compute on GPU 0, before anything is asked of the
-        node; return its pid.
-        """
+        """Have a foreign program compute on GPU 0 before the node is asked; return its pid."""
         ...
 
     def leave(self, node: str) -> None:

@@ -1,5 +1,6 @@
-"""Nodes in network namespaces of their own, and their controller in another: links that go down,
-and packets that get lost. Needs root.
+"""Nodes and their controller in separate network namespaces; needs root.
+
+Links go down, and packets get lost.
 
 Nothing of it touches the machine's own network: the switch between them is in a namespace, too.
 """
@@ -33,8 +34,9 @@ def ip(*words: str) -> None:
 
 
 def run_in_network(namespace: Path, call: Callable[[], T]) -> T:
-    """Call where the network is that of `namespace`: in a thread, whose network is separate, and
-    that of those it starts.
+    """Call where the network is that of `namespace`.
+
+    In a thread, whose network is separate, and that of those it starts.
     """
     done: Future[T] = Future()
 
@@ -118,9 +120,7 @@ class Network:
         return ("ip", "netns", "exec", name)
 
     def lose(self, number: int, network: str = "control") -> None:
-        """Every packet of the node's control (or training) network gets lost from now on, and
-        nobody is told.
-        """
+        """Every packet of the node's control (or training) network gets lost from now on, silently."""
         ip("-n", self.switch, "link", "set", f"{network[0]}{number}", "nomaster")
 
     def heal(self, number: int, network: str = "control") -> None:

@@ -1,5 +1,6 @@
-"""A link that takes its time, between a controller and its nodes: a relay in a process of its own
-that holds back each byte for so long.
+"""A slow link between a controller and its nodes.
+
+A relay in a separate process holds back each byte for so long.
 
 It plays distance only: nothing is lost, and there is no limit to how much fits in.
 """

@@ -1,5 +1,6 @@
-"""What the tests of the backend `ssh` share: servers, the files that a user has, and backends over
-them.
+"""What the tests of the backend `ssh` share.
+
+Servers, the files that a user has, and backends over them.
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ class Site:
         answer_within: float = 30.0,
         **node: Any,
     ) -> SshBackend:
-        """Of a fleet with the one node n1, which answers within `answer_within` on a loaded
-        machine.
-        """
+        """A fleet with the one node n1, which answers within `answer_within` on a loaded machine."""
         self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
         return self.backends[-1]
 
@@ -134,8 +133,9 @@ def listener(
 
 
 def python_double(host: Sshd, program: str) -> None:
-    """A double of the node's python3: runs `program` instead of whatever it is told to, with the
-    real one.
+    """A double of the node's python3: runs `program` instead of what it is given.
+
+    With the real one.
     """
     path = host.folder / "double.py"
     path.write_text(program)

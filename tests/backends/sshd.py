@@ -1,5 +1,6 @@
-"""Real SSH servers for tests, each with separate host keys, configuration and state of a node, on
-loopback and a free port.
+"""Real SSH servers for tests, on loopback and a free port.
+
+Each has separate host keys, configuration and state of a node.
 
 They are OpenSSH's where its sshd is installed, and asyncssh_server.py elsewhere.
 """

@@ -1,5 +1,6 @@
-"""What a node answers, against the bounds of docs/reference/agent-protocol.md: each lie is that
-node's fault, in one sentence.
+"""What a node answers, against the bounds of docs/reference/agent-protocol.md.
+
+Each lie is that node's fault, in one sentence.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What every backend promises, held against each of them: docs/reference/agent-protocol.md from the
-controller's side.
+"""What every backend promises, held against each of them.
+
+docs/reference/agent-protocol.md from the controller's side.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Ranks as tasks of ECS, against a double of AWS: what AWS's documents promise is all that is
-proven.
+"""Ranks as tasks of ECS, against a double of AWS.
+
+What AWS's documents promise is all that is proven.
 """
 
 from __future__ import annotations
@@ -638,8 +639,9 @@ class Killed(Exception):
 
 
 def dies_at(backend: EcsBackend, call: int | str, *, applied: bool) -> list[str]:
-    """Have it die at its nth call, or at the first of an operation, before or after AWS has applied
-    it. Returns what it calls.
+    """Kill it at its nth call, or at the first of an operation; return what it calls.
+
+    Before or after AWS has applied it.
     """
     made: list[str] = []
     real = backend.aws.call

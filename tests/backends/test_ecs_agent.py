@@ -1,5 +1,6 @@
-"""The agent inside a rank's container on ECS, real processes below a double of AWS: what it tells
-is laid over what ECS tells.
+"""The agent inside a rank's container on ECS: real processes below a double of AWS.
+
+Its reports are laid over those of ECS.
 """
 
 from __future__ import annotations

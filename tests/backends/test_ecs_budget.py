@@ -138,8 +138,9 @@ async def test_800_ranks_of_100_jobs_take_under_a_tenth_of_the_reads() -> None:
 
 
 async def test_a_look_at_800_nodes_a_minute_leaves_budget_to_others() -> None:
-    """As an activity of the fleet looks: each node is listed twice, once for its GPUs, and so many
-    at once as it has room for.
+    """Look as an activity of the fleet does.
+
+    Each node is listed twice, once for its GPUs, and so many at once as it has room for.
     """
     table = Table()
     nodes = [

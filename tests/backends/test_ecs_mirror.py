@@ -1,5 +1,6 @@
-"""The tables that mirror what goes on (S1.8), and messages to people (S1.7), against DynamoDB, SNS
-and SQS as moto plays them.
+"""The tables that mirror jobs (S1.8), and messages to people (S1.7).
+
+Against DynamoDB, SNS and SQS as moto plays them.
 """
 
 from __future__ import annotations

@@ -216,8 +216,9 @@ async def test_s1_3_gpus_that_are_never_free_are_called_busy_in_time(make: Make)
 async def test_s1_6_an_examination_of_a_dead_worker_is_found_untagged(
     make: Make,
 ) -> None:
-    """The reference lost what it had started, because it asked for its tags, and they go with
-    StopTask.
+    """The reference lost what it had started.
+
+    It asked for its tags, and they go with StopTask.
     """
     site = make(CHECKED)
     site.double.script("check", after=0.7, exit_code=1)

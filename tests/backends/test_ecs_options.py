@@ -1,5 +1,6 @@
-"""What a fleet of ECS finds in its file and in the environment, and the sentence for what cannot be
-(S1.10).
+"""What a fleet of ECS finds in its file and in the environment (S1.10).
+
+And the sentence for what cannot be.
 """
 
 from __future__ import annotations

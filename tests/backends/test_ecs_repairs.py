@@ -1,5 +1,6 @@
-"""Rebooting and power-cycling container instances: done once, proven, and finished by whoever looks
-next.
+"""Rebooting and power-cycling container instances.
+
+Done once, proven, and finished by the next controller to look.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ ACTS = (
 
 
 class Dying(Calls):
-    """Before its next call that changes anything, after so many of them: where it dies between two
-    looks makes no difference.
+    """Before its next call that changes anything, after so many of them.
+
+    Where it dies between two looks makes no difference.
     """
 
     def __init__(self, real: Aws, at: int | None = None) -> None:
@@ -101,8 +103,9 @@ class Dying(Calls):
 async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
     make: Make,
 ) -> None:
-    """The reference took an instance event with status ACTIVE for the node's return, 0.6 s after
-    the order, and launched there.
+    """The reference took an instance event with status ACTIVE for the node's return.
+
+    That was 0.6 s after the order, and it launched there.
     """
     make()  # ECS says something else where it has no ACTIVE instance at all
     site = make(dcgmi=PASS)
@@ -244,8 +247,9 @@ async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
 
 @pytest.mark.parametrize("of", ["reboot", pytest.param("power", marks=pytest.mark.long)])
 async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, of: str) -> None:
-    """Whatever of it was done, whoever looks next finishes it, or nothing of it is left and it is
-    ordered again.
+    """However much of it was done, the next look finishes it.
+
+    Or nothing of it is left and it is ordered again.
     """
     whole = make()
     alive = beside(whole, Dying(whole.aws.real))

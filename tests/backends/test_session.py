@@ -1,5 +1,6 @@
-"""A session whose agent answers nonsense, dies or is silent: each is an exception of
-`relaunch.backends.base`, and soon.
+"""A session whose agent answers nonsense, dies or is silent.
+
+Each is an exception of `relaunch.backends.base`, and soon.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What only a simulated fleet can do: follow a script, lose messages, skip time, and keep a record
-that can be judged.
+"""What only a simulated fleet can do.
+
+Follow a script, lose messages, skip time, and keep a record that can be judged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Reaching nodes by SSH, and each way in which that fails: real servers, real causes, one sentence
-each.
+"""Reaching nodes by SSH, and each way in which that fails.
+
+Real servers, real causes, one sentence each.
 """
 
 from __future__ import annotations

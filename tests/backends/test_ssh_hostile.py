@@ -1,5 +1,6 @@
-"""A node that sends nonsense, sends without end or takes nothing: one sentence, that node's session
-closed, and nobody else waits.
+"""A node that sends nonsense, sends without end or takes nothing.
+
+One sentence, that node's session closed, and no other node waits.
 
 The servers are real; what answers on them is a double of the node's python3, which says what it is
 told.

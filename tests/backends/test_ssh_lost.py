@@ -1,5 +1,6 @@
-"""A connection that breaks says nothing of the ranks: they live on, and a watch takes up where it
-was.
+"""A connection that breaks says nothing of the ranks.
+
+They live on, and a watch takes up where it was.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Networks that fail under a watch, between machines that have a network of their own: what is lost
-comes back, and no rank dies of it.
+"""Networks that fail under a watch, between machines with separate networks.
+
+What is lost comes back, and no rank dies of it.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ def upkeep_violations(upkeep: Sequence[Upkeep], lives: Sequence[Life]) -> tuple[
 
 
 def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> tuple[str, ...]:
-    """Nothing is examined, reset or rebooted while a rank lives on the node, and none starts
-    meanwhile.
+    """Nothing is examined, reset or rebooted while a rank lives on the node.
+
+    And none starts during that.
     """
     found: list[str] = []
     living: dict[str, dict[tuple[object, int], None]] = {}
@@ -92,8 +93,9 @@ def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
 
 
 def rebooted_unordered(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
-    """No repair is named for a reboot that it did not order, and none reboots a node twice by one
-    order.
+    """No repair is named for a reboot that it did not order.
+
+    And none reboots a node twice by one order.
     """
     found: list[str] = []
     ordered: dict[tuple[str, str], None] = {}

@@ -1,5 +1,6 @@
-"""Disks of nodes that fill up, hang and lose everything: separate file systems, in files (root,
-loop devices).
+"""Disks of nodes that fill up, hang and lose everything.
+
+Separate file systems, in files (root, loop devices).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Victims of the crash matrix that are not killed: they stand still, run full, are set wrong, and
-go on later.
+"""Victims of the crash matrix that are not killed.
+
+They stand still, run full, are set wrong, and go on later.
 
     stop shim           SIGSTOP to a node's shim, SIGCONT later; so for the others
     stop supervisor

@@ -1,5 +1,6 @@
-"""What the nodes of a world are: folders and processes of this machine, or hosts with an sshd of
-their own. And how harm comes to them.
+"""The nodes of a world, and how harm comes to them.
+
+Folders and processes of this machine, or hosts with a separate sshd.
 """
 
 from __future__ import annotations

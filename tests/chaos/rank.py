@@ -1,5 +1,6 @@
-"""A rank that watches over its own kind: it trains in lockstep over TCP, and tells when a rank of
-another generation is alive beside it.
+"""A rank that watches over its own kind: it trains in lockstep over TCP.
+
+It reports when a rank of another generation is alive beside it.
 
 Standard library only. FOLDER is shared by all ranks of a job, over all generations:
 

@@ -1,5 +1,6 @@
-"""`python -m tests.chaos.real_cut`: one long cut with the real timeouts of the default policy, of
-two gangs side by side.
+"""`python -m tests.chaos.real_cut`: one long cut with the real timeouts of the default policy.
+
+Of two gangs side by side.
 
 Of one the controller alone loses sight: it must go on where it is. The other loses a node for
 everybody: it must go on elsewhere.

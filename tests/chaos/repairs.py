@@ -1,5 +1,6 @@
-"""`python -m tests.chaos.repairs [--rounds 10] [--seed 1]`: whatever dies while a node is examined,
-rebooted and examined again.
+"""`python -m tests.chaos.repairs [--rounds 10] [--seed 1]`: deaths during repairs.
+
+Any process dies while a node is examined, rebooted and examined again.
 
 Each round breaks a rank on a node that DCGM calls sick until it is rebooted, and hits a victim at a
 random moment between the fault and the next launch. Asked afterwards: was the node ordered to

@@ -305,9 +305,7 @@ class Round:
         await self.job.until_phase("SUCCEEDED")
 
     async def _finish_disturbed(self) -> Expected:
-        """Disturb the victim for a while, make everything good again, and lead the job to the end
-        that its phase has.
-        """
+        """Disturb the victim for a while, restore everything, and lead the job to its phase's end."""
         undo = await disturb(self, self.random.choice(self._nodes()))
         try:
             if self.phase == "QUEUED":
@@ -554,8 +552,9 @@ class Round:
         return Expected(allowed, generation=generation)
 
     async def _point(self) -> Expected:
-        """The controller dies between reserve, act and record: its successor must find out what was
-        done.
+        """The controller dies between reserve, act and record.
+
+        Its successor must find out what was done.
         """
         who, _, point = self.victim.partition(" at ")
         await self._submit(chaos_policy(PATIENT))

@@ -1,6 +1,4 @@
-"""The watchman must bark: a rank that starts while one of another generation lives says so, even
-when that one is frozen.
-"""
+"""A rank that starts while one of another generation lives says so, even if that is frozen."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A short run of the crash matrix: what is killed and cut most often, in the phase in which a job
-spends its life.
+"""A short run of the crash matrix.
+
+What is killed and cut most often, in the phase in which a job spends its life.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A world of its own to do harm in: the real server on its SQLite file, worker.py as a process, and
-nodes on this machine.
+"""A separate world to do harm in.
+
+The real server on its SQLite file, worker.py as a process, and nodes on this machine.
 
 Everything in it is killed when it is left.
 """
@@ -137,8 +138,9 @@ class Process:
 
 
 def free_port() -> int:
-    """Return one that no outgoing connection of another world is given before the server has bound
-    it, as it may those of the kernel.
+    """Return a port that no connection of another world gets before the server has bound it.
+
+    The ports of the kernel may be given to one.
     """
     while True:
         with contextlib.suppress(ConfigError):
@@ -213,8 +215,9 @@ class Job:
         await self.until(advanced, f"{self.name} does not advance from step {before}", patience)
 
     async def until_watched(self) -> None:
-        """Wait until leases are renewed: before its first renewal a node stops its ranks without
-        asking anybody.
+        """Wait until leases are renewed.
+
+        Before its first renewal a node stops its ranks without asking.
         """
         before, seen = self.step() or 0, set[int]()
 
@@ -407,8 +410,9 @@ class World:
         nodes: Mapping[str, Mapping[str, object] | None] | None = None,
         **changes: Mapping[str, object],
     ) -> None:
-        """Write the fleet file, with changes to lines of nodes by name (None: left out), and to
-        objects such as `ssh`.
+        """Write the fleet file, with changes to lines of nodes and to objects such as `ssh`.
+
+        Nodes by name; None leaves one out.
         """
         given = nodes or {}
         named, more = self.places.described()
@@ -468,8 +472,9 @@ class World:
         self.disks_of[name] = Disk(self.folder / "disks" / name, state)
 
     async def worker_elsewhere(self) -> Process:
-        """Start another worker, on another machine: nothing that the first one has written is
-        there.
+        """Start another worker, on another machine.
+
+        Nothing that the first one has written is there.
         """
         state = self.folder / "elsewhere"
         state.mkdir(mode=0o700)

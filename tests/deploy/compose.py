@@ -1,5 +1,6 @@
-"""docker-compose.yml as the tests of this folder read it, and what they need to run its commands
-without Docker.
+"""docker-compose.yml as the tests of this folder read it.
+
+And what they need to run its commands without Docker.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What `make aws-smoke` asks of AWS, asked of its double: that the double and the script agree says
-nothing of AWS.
+"""What `make aws-smoke` asks of AWS, asked of its double.
+
+That the double and the script agree says nothing of AWS.
 """
 
 from __future__ import annotations

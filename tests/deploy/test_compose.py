@@ -1,6 +1,4 @@
-"""docker-compose.yml against the Compose specification, against rules of ours, and against the code
-that it names.
-"""
+"""docker-compose.yml against the Compose specification, our rules and the code that it names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The workers' side of docker-compose.yml against a real Temporal server: its commands are run as
-they stand there, without containers.
+"""The workers' side of docker-compose.yml against a real Temporal server.
+
+Its commands are run as they stand there, without containers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""deploy/ecs/relaunch.yaml and Dockerfile.node without AWS and Docker: what CloudFormation would
-refuse, and what the worker may do.
+"""deploy/ecs/relaunch.yaml and Dockerfile.node without AWS and Docker.
+
+What CloudFormation would refuse, and what the worker may do.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def actions(statement: dict[str, Any]) -> list[str]:
 
 
 def called(path: Path, operations: dict[str, frozenset[str]]) -> set[str]:
-    """`service:Operation` of every call that names an operation of AWS: with its service beside it,
-    or else one of ECS.
+    """`service:Operation` of every call that names an operation of AWS.
+
+    With its service beside it, or else one of ECS.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -284,8 +286,9 @@ def test_everything_that_the_image_installs_is_pinned() -> None:
 
 
 def dcgmi(tmp_path: Path, *words: str) -> tuple[int, list[str], list[str]]:
-    """Run the image's dcgmi over doubles of DCGM's programs: its exit code, what was run, and what
-    was printed.
+    """Run the image's dcgmi over doubles of DCGM's programs.
+
+    Return its exit code, what was run, and what was printed.
     """
     log, running = tmp_path / "log", tmp_path / "engine"
     environment = double(

@@ -1,5 +1,6 @@
-"""The double of AWS runs containers, reboots instances and cuts them off as AWS documents it, and
-as it says where AWS does not.
+"""The double of AWS runs containers, reboots instances and cuts them off.
+
+As AWS documents it, and as it says where AWS does not.
 """
 
 from __future__ import annotations

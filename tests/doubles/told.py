@@ -1,5 +1,6 @@
-"""A double of dcgmi and nvidia-smi: installed under such a name, it does what `<name>.json` beside
-it says and notes how it was called.
+"""A double of dcgmi and nvidia-smi, installed under such a name.
+
+It does what `<name>.json` beside it says and notes how it was called.
 
 stdout, stderr, exit_code   what it prints and how it ends
 repeat                      how often it prints stdout

@@ -1,5 +1,6 @@
-"""A double of torchrun: the flags, the environment of ranks, the error files and the last words
-that torch 2.13.0 documents and prints.
+"""A double of torchrun, as torch 2.13.0 documents and prints.
+
+The flags, the environment of ranks, the error files and the last words.
 
 Standard library only, so that a launcher can be killed in tests where there is no torch. It
 restarts nothing, as it is told. With DOUBLE_LINGERS in its environment it waits so many seconds

@@ -71,9 +71,7 @@ class Attempt:
     async def await_newer(
         self, victim: Host | None = None, patience: float = 60.0, after: float = 2.0
     ) -> None:
-        """Wait until a newer generation has started, and a little longer, or the ranks on the
-        victim have ended.
-        """
+        """Wait until a newer generation has started, and longer, or the victim's ranks have ended."""
         assert self.job is not None
         deadline = time.monotonic() + patience
         while max(self.job.first_starts()) == self.before:
@@ -187,8 +185,9 @@ async def one_way(attempt: Attempt) -> None:
 
 @attack(nodes=3, spares=2)
 async def witness(attempt: Attempt) -> None:
-    """A peer that still holds its lease vouches for a cut-off node, until it is stopped itself,
-    last of all.
+    """A peer that still holds its lease vouches for a cut-off node.
+
+    Until it is stopped itself, last of all.
     """
     lease = 20.0
     times = {"lease": f"{lease:g}s", "fence_after": "8s", "lost_after": "300s"}
@@ -237,8 +236,9 @@ async def flapping(attempt: Attempt) -> None:
 
 @attack()
 async def black_hole(attempt: Attempt) -> None:
-    """Large packets get lost between the controller and a node, as on a path whose MTU is smaller
-    than told.
+    """Large packets get lost between the controller and a node.
+
+    As on a path whose MTU is smaller than announced.
     """
     job = await attempt.run(times={"fence_after": "6s"})
     victim = job.hosts()[-1]
@@ -266,8 +266,9 @@ async def machine_id(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def address(attempt: Attempt) -> None:
-    """The fleet file gives a node the address of another host, as after a renumbering, and is
-    applied.
+    """The fleet file with the address of another host for a node is applied.
+
+    As after a renumbering.
     """
     job = await attempt.run(times=SLOW_FENCE)
     victim, network = job.hosts()[-1], attempt.world.network
@@ -377,8 +378,9 @@ def _delete(folder: Path) -> None:
 
 @attack(obstacle=find_no_tmpfiles)
 async def tmpfiles(attempt: Attempt) -> None:
-    """systemd-tmpfiles removes from /var/tmp what was not used for 3 s (Fedora and RHEL: for 30
-    days).
+    """systemd-tmpfiles removes from /var/tmp what was not used for 3 s.
+
+    Fedora and RHEL: for 30 days.
     """
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
@@ -433,8 +435,9 @@ async def policy_changed(attempt: Attempt) -> None:
 
 @attack()
 async def resubmitted(attempt: Attempt) -> None:
-    """A job is terminated while a node is cut off, and submitted again under its name with shorter
-    time-outs.
+    """A job is terminated during a cut and submitted again with shorter time-outs.
+
+    Under the same name.
     """
     await _resubmit(attempt, with_fleet=False)
 
@@ -447,8 +450,9 @@ async def fleet_terminated(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def resubmitted_elsewhere(attempt: Attempt) -> None:
-    """A job is terminated, a node gets another host's address in the fleet file, worker and server
-    are killed, the job is submitted again.
+    """A job is terminated and submitted again after its host changed and its controller died.
+
+    A node gets another host's address in the fleet file, and worker and server are killed.
 
     The machine that was renumbered is cut off: its peers would tell it of the newer submission, and
     it would stop by itself.
@@ -516,8 +520,9 @@ async def two_servers(attempt: Attempt) -> None:
 
 @attack()
 async def paused(attempt: Attempt) -> None:
-    """A whole host is paused for longer than its lease and fence, and goes on beside a newer
-    generation.
+    """A host is paused for longer than its lease and fence, and goes on.
+
+    Beside a newer generation.
     """
     job = await attempt.run()
     victim, world = job.hosts()[-1], attempt.world
@@ -532,8 +537,9 @@ async def paused(attempt: Attempt) -> None:
 
 @attack(obstacle=clocks.find_obstacle, can_share=False, clocks=True)
 async def paused_clock(attempt: Attempt) -> None:
-    """As `paused`, and CLOCK_BOOTTIME of the host stood still meanwhile, as in a paused virtual
-    machine.
+    """As `paused`, and CLOCK_BOOTTIME of the host stood still.
+
+    As in a paused virtual machine.
     """
     job = await attempt.run(times={"lease": "6s", "fence_after": "6s"})
     world, victim = attempt.world, job.hosts()[-1]
@@ -551,8 +557,9 @@ async def paused_clock(attempt: Attempt) -> None:
 
 @attack(obstacle=clocks.find_obstacle, can_share=False, clocks=True)
 async def controller_clock(attempt: Attempt) -> None:
-    """The controller's wall clock is stepped by minutes while it waits for the fence of a node that
-    is cut off.
+    """The controller's wall clock is stepped by minutes while it waits for a fence.
+
+    That of a node that is cut off.
     """
     job = await attempt.run(times={"lease": "6s", "fence_after": "15s"})
     world, victim = attempt.world, job.hosts()[-1]

@@ -213,8 +213,9 @@ class Host(Sshd):
             time.sleep(0.005)
 
     def freeze(self) -> None:
-        """Stop everything on the host, as a paused virtual machine is: by the kernel where that is
-        possible.
+        """Stop everything on the host, as a paused virtual machine is.
+
+        By the kernel where that is possible.
         """
         self._freezer = (
             Freezer(f"relaunch-{uuid.uuid4().hex[:12]}") if Freezer.is_available() else None
@@ -344,8 +345,7 @@ def _await_up(process: subprocess.Popen[bytes], name: str) -> None:
 
 
 class SwitchedNetwork(Network):
-    """Two controllers and hosts on one switch whose losses and delays are set by direction and
-    pair.
+    """Two controllers and hosts on one switch with losses and delays by direction and pair.
 
     In the terms of `Network`: its control and its training network are the ways between a host and
     the controllers, and those between a host and the others.

@@ -1,6 +1,4 @@
-"""Plays attacks in worlds, reads the violations from the ranks' stamps, and remembers what was
-played.
-"""
+"""Plays attacks in worlds, reads violations from the ranks' stamps, and keeps what was played."""
 
 from __future__ import annotations
 
@@ -130,8 +128,9 @@ def keep(world: FenceWorld, attempt: Attempt, result: Result, folder: Path) -> P
 
 @dataclass
 class Stage:
-    """A world that is made when it is needed, and made again when the next attack needs another or
-    it broke.
+    """A world that is made when it is needed.
+
+    And made again when the next attack needs another or it broke.
     """
 
     folder: Path

@@ -1,5 +1,6 @@
-"""A switch in user space: passes Ethernet frames between TAP devices, loses and delays them by
-rule.
+"""A switch in user space between TAP devices.
+
+Passes Ethernet frames, loses and delays them by rule.
 
 Standard library only. Started by `hosts.py` with the descriptors of the devices:
 

@@ -226,8 +226,7 @@ class FenceJob(Job):
         await eventually(started, f"{self.name} does not launch generation {generation}", patience)
 
     async def until_ended_on(self, host: Host, patience: float = 90.0) -> bool:
-        """Wait until no rank of the job lives on a host that was not started by the newest
-        generation.
+        """Wait until all ranks of the job on the host were started by the newest generation.
 
         While there is one generation only, its ranks are meant. Return whether that came.
         """

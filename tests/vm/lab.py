@@ -1,5 +1,6 @@
-"""Two virtual machines, `relaunch up` with a fleet file that names them, and the command line as a
-person types it.
+"""Two virtual machines under `relaunch up`, and the command line as a person types it.
+
+The fleet file names the machines.
 
 Nothing here speaks to relaunch but through starter.py.
 """

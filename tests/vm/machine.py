@@ -1,5 +1,6 @@
-"""One virtual machine: its own disk over the image, its own host key, two networks, and a power
-switch.
+"""One virtual machine.
+
+Its disk over the image, its host key, two networks, and a power switch.
 
 It is reached as any node is, by SSH on a loopback address; what the suite wants to know it asks by
 the ssh program, not through relaunch.
@@ -297,9 +298,7 @@ TRAIN = 1000
 
 
 def documented_sudoers() -> bytes:
-    """The lines that docs/ssh.md tells people to give the user whom relaunch logs in as, and no
-    others.
-    """
+    """The lines that docs/ssh.md has people give the user of relaunch, and no others."""
     lines = [
         line
         for line in (ROOT / "docs" / "ssh.md").read_text().splitlines()

@@ -1,5 +1,6 @@
-"""The power switch of a virtual machine, as a fleet file's `power: {cycle: [python, power.py,
-cycle, SOCKET]}` calls it.
+"""The power switch of a virtual machine.
+
+As a fleet file's `power: {cycle: [python, power.py, cycle, SOCKET]}` calls it.
 
     power.py cycle SOCKET    off and on again, whatever state it is in
     power.py freeze SOCKET   it answers nothing any more, as a machine whose kernel has locked up

@@ -1,5 +1,6 @@
-"""Real machines, really rebooted: an emulated Debian with systemd and sshd, reached by the backend
-`ssh`. NVIDIA's programs are doubles.
+"""Real machines, really rebooted: an emulated Debian with systemd and sshd.
+
+Reached by the backend `ssh`. NVIDIA's programs are doubles.
 
 Run by `make vm-test`, and collected by no other command: it takes a quarter of an hour. That a
 machine was rebooted is seen by means in which relaunch has no hand.

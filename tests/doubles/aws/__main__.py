@@ -1,5 +1,6 @@
-"""The double by hand: prints what to export, its instances and a fleet file, and serves until it is
-interrupted.
+"""The double by hand: prints what to export, its instances and a fleet file.
+
+It serves until it is interrupted.
 """
 
 from __future__ import annotations

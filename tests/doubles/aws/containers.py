@@ -1,5 +1,6 @@
-"""A container as a process of this machine: its leader gets the SIGTERM, all of it gets the
-SIGKILL, nothing of it stays.
+"""A container as a process of this machine.
+
+Its leader gets the SIGTERM, all of it gets the SIGKILL, nothing of it stays.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Process(Protocol):
 
 
 class Spawner:
-    """Starts processes from a thread that lives as long as the double: the kernel kills them with
-    it (PR_SET_PDEATHSIG).
+    """Starts processes from a thread that lives as long as the double.
+
+    The kernel kills them with it (PR_SET_PDEATHSIG).
     """
 
     def __init__(self) -> None:
@@ -157,9 +159,7 @@ class ContainerProcess:
 def container_environment(
     instance: Mapping[str, str], given: Mapping[str, str], gpu_ids: Sequence[str], task_id: str
 ) -> dict[str, str]:
-    """A container has nothing of the machine that it runs on but what the agent and the GPU runtime
-    put there.
-    """
+    """A container has only what the agent and the GPU runtime put there of its machine."""
     own = {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/tmp",

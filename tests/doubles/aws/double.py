@@ -83,8 +83,9 @@ class Instance:
             self.machine.registered.health = word
 
     def status(self, system: str = "ok", instance: str = "ok", event: str | None = None) -> None:
-        """What DescribeInstanceStatus says: ok or impaired, and a scheduled event such as
-        instance-retirement.
+        """What DescribeInstanceStatus says.
+
+        ok or impaired, and a scheduled event such as instance-retirement.
         """
         with self._aws.lock:
             self._aws.power.statuses[self.ec2_id] = (system, instance, event)
@@ -259,8 +260,9 @@ class AwsDouble:
         stuck: bool = False,
         times: int | None = None,
     ) -> Script:
-        """Tasks of this family (or that the predicate picks, given the task as DescribeTasks tells
-        it) run nothing and go like this.
+        """Tasks of this family run nothing and go like this.
+
+        Or those that the predicate picks, given the task as DescribeTasks has it.
 
         `exit_code` None: the container has none. `after` None: it runs until it is stopped.
         `stubborn`: SIGTERM does nothing to it; `stuck`: SIGKILL neither.

@@ -1,5 +1,6 @@
-"""What can go wrong between a caller and AWS, by operation: told to one call, to some, or to all
-until it is taken back.
+"""What can go wrong between a caller and AWS, by operation.
+
+For one call, for some, or for all until it is taken back.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def slow(seconds: float) -> Kind:
 
 
 def failure(reason: str, detail: str = "") -> Kind:
-    """HTTP 200 with nothing done and this in `failures`: RESOURCE:GPU, AGENT, ATTRIBUTE, MISSING,
-    INACTIVE, ...
+    """HTTP 200 with nothing done and this in `failures`.
+
+    RESOURCE:GPU, AGENT, ATTRIBUTE, MISSING, INACTIVE, ...
     """
     return Kind("failure", reason, detail)
 

@@ -1,5 +1,6 @@
-"""An EC2 instance as a container instance: its power, its boot id, the ECS agent on it, and the
-containers that the agent runs.
+"""An EC2 instance as a container instance.
+
+Its power, its boot id, the ECS agent on it, and the containers that the agent runs.
 
 Chosen here, as no document says it: a container that a reboot ends has exit code 137, and its task
 is STOPPED when the agent is back; a task of an instance without power stays RUNNING for ever, until

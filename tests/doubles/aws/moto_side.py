@@ -62,8 +62,9 @@ class Moto:
         return text
 
     def run_instance(self, kind: str, address: str) -> str:
-        """The EC2 id of a new one, at that private address: ranks on one machine have to reach each
-        other.
+        """Return the EC2 id of a new one, at that private address.
+
+        Ranks on one machine have to reach each other.
         """
         answer = self.ec2(
             "RunInstances", ImageId="ami-12c6146b", InstanceType=kind, MinCount="1", MaxCount="1"

@@ -1,5 +1,6 @@
-"""EC2's orders to the power of instances, and its checks of them: moto keeps the states, the
-machines do what was ordered.
+"""EC2's orders to the power of instances, and its checks of them.
+
+moto keeps the states, the machines do what was ordered.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Calls to simulated nodes over a network that loses, delays and doubles messages as the script
-says.
+"""Calls to simulated nodes over a network that follows the script.
+
+It loses, delays and doubles messages.
 
 A message that is lost is known to be lost at once: nobody waits for an answer that the script has
 thrown away.

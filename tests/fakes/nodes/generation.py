@@ -1,5 +1,6 @@
-"""One generation on one simulated node: its ranks, journal, lease and fence, as
-docs/reference/agent-protocol.md has them.
+"""One generation on one simulated node: its ranks, journal, lease and fence.
+
+As docs/reference/agent-protocol.md has them.
 
 It knows no network: who may reach it is the node's affair.
 """

@@ -1,5 +1,6 @@
-"""What a probe, DCGM and nvidia-smi say of a simulated node with H100s, as
-docs/reference/agent-protocol.md, `probe`, has it.
+"""What a probe, DCGM and nvidia-smi say of a simulated node with H100s.
+
+As docs/reference/agent-protocol.md, `probe`, has it.
 
 Invents no symptom: a node of which the script says nothing is healthy.
 """
@@ -216,9 +217,7 @@ def _error(code: int, severity: int, text: str) -> dict[str, Any]:
 def reset(
     count: int, named: Sequence[str], sick: Sequence[Sick]
 ) -> tuple[int, str, tuple[int, ...]]:
-    """Return how `nvidia-smi --gpu-reset` ends, what it prints, and the indices of the GPUs that it
-    has reset.
-    """
+    """Return how `nvidia-smi --gpu-reset` ends, its output, and the GPUs that it has reset."""
     known = {bus_id(index): index for index in range(count)}
     done: list[int] = []
     lines: list[str] = []

@@ -1,5 +1,6 @@
-"""The machine under one simulated node: how it is, who holds it for a repair, and the four orders
-that ask, examine and mend.
+"""The machine under one simulated node.
+
+How it is, who holds it for a repair, and the four orders that ask, examine and mend.
 
 It never holds a node on which a generation lives, and never lets one begin on a node that it holds.
 """
@@ -254,9 +255,7 @@ class Machine:
         return found
 
     def hang_up(self, id: str) -> None:
-        """Nobody waits for this examination any more, which ends it, as a session's end does on a
-        real node.
-        """
+        """The caller of this examination is gone, which ends it, as a session's end on a real node."""
         if self.held is not None and (self.held.by, self.held.id) == ("diagnose", id):
             self._left = id
             self._wake()

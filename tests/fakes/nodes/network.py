@@ -1,6 +1,4 @@
-"""What outlives a controller: the nodes, the record, and the messages that are still on their way
-to them.
-"""
+"""What outlives a controller: the nodes, the record, and the messages on their way to them."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """The second delivery of an order, and how many orders of its job, or of repairs, the node
-    obeys first.
+    """The second delivery of an order, and how many orders the node obeys first.
+
+    Of its job, or of repairs.
     """
 
     deliver: Callable[[], Awaitable[object]]

@@ -1,5 +1,6 @@
-"""One simulated node: which tokens it has seen, what it obeys and what it refuses, and who can
-reach it.
+"""One simulated node.
+
+Which tokens it has seen, what it obeys and what it refuses, and who can reach it.
 """
 
 from __future__ import annotations
@@ -407,8 +408,9 @@ class Node:
     # --- peers ---
 
     def ask(self, peer: str, token: Token, secret: str) -> tuple[str | None, bool, bool] | None:
-        """Ask another node about a generation: why it is superseded (or None), whether it is alive
-        there, whether leased.
+        """Ask another node about a generation.
+
+        Return why it is superseded (or None), whether it is alive there, whether leased.
         """
         other = self._nodes.get(peer)
         if other is None or self.down or other.down or self._is_cut_from(other):

@@ -1,5 +1,6 @@
-"""What is to happen to simulated nodes, as data: which rank ends how, which node goes away, which
-message is lost.
+"""What is to happen to simulated nodes, as data.
+
+Which rank ends how, which node goes away, which message is lost.
 
 `None` for generation, node or rank means every one. Seconds count from the moment that `when`
 names. Nothing here acts.
