@@ -364,7 +364,8 @@ async def rebooted(smoke: Smoke, before: str) -> None:
                 said = error.reason
                 continue
             return (
-                f"ordered on boot {ordered['boot_id']}, boot {after} after {time.monotonic() - begun:.0f} s",
+                f"ordered on boot {ordered['boot_id']}, boot {after} after "
+                f"{time.monotonic() - begun:.0f} s",
                 after != before,
             )
         return f"not within {REBOOT_WITHIN:g} s: {said}", False
@@ -436,7 +437,8 @@ async def smoke(given: EcsOptions, ec2_id: str, reboot: bool) -> Sequence[Row]:
             if living or listed["held"]:
                 raise Unreachable(
                     NODE,
-                    f"{ec2_id} is in use ({', '.join(living) or listed['held']}), so it is not rebooted: expected nothing there",
+                    f"{ec2_id} is in use ({', '.join(living) or listed['held']}), so it is not "
+                    "rebooted: expected nothing there",
                 )
         await exit_codes(smoke)
         await names(smoke)

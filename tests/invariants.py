@@ -66,7 +66,8 @@ def two_tokens_alive(lives: Iterable[Life]) -> tuple[str, ...]:
                 if other != life.token and ranks:
                     node, rank = next(iter(ranks))
                     found.append(
-                        f"{life.token} started on {life.node} while rank {rank} of {other} lived on {node}"
+                        f"{life.token} started on {life.node} while rank {rank} of {other} lived "
+                        f"on {node}"
                     )
             tokens.setdefault(life.token, {})[life.node, life.rank] = None
         else:
@@ -83,7 +84,8 @@ def started_twice(lives: Iterable[Life]) -> tuple[str, ...]:
             before = where.get((life.token, life.rank))
             if before is not None:
                 found.append(
-                    f"rank {life.rank} of {life.token} started on {life.node} and had started on {before} before"
+                    f"rank {life.rank} of {life.token} started on {life.node} and had started on "
+                    f"{before} before"
                 )
             where[life.token, life.rank] = life.node
     return _once(found)
@@ -125,7 +127,8 @@ def started_after_stop(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple
                 stopped[key] = max(entry.token, stopped.get(key, entry.token))
         elif entry.kind == "started" and key in stopped and entry.token <= stopped[key]:
             found.append(
-                f"{entry.token} started on {entry.node} after {stopped[key]} was stopped there for ever"
+                f"{entry.token} started on {entry.node} after {stopped[key]} was stopped there for "
+                "ever"
             )
     return _once(found)
 

@@ -81,7 +81,8 @@ def test_three_faults_change_no_bit_and_leave_nothing_behind(
         "2. SIGKILL to the worker",
         "a new worker watches the same ranks",
         "3. node-2 is cut off",
-        "next: once node-2 must have stopped its ranks by itself, generation 3 is launched without it (in ",
+        "next: once node-2 must have stopped its ranks by itself, generation 3 is launched without "
+        "it (in ",
         "generation 3 runs on node-1, node-3",
         "NODE_LOST  node-2",
         "\nthe same bits\n",

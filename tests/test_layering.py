@@ -359,7 +359,10 @@ sys.exit(bool(failed))
     ]
     # Forked from one interpreter that has only third parties loaded: a process for each, at a
     # fraction of the time.
-    prelude = "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic, paramiko\n"
+    prelude = (
+        "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic, "
+        "paramiko\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", prelude + program, *names],
         cwd=ROOT,

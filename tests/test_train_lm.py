@@ -161,8 +161,8 @@ def test_torn_and_corrupt_checkpoints_are_skipped_in_words(
     assert again.wait() == {0: 0}
     for spoilt in (newest, second):
         assert (
-            f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its content"
-            in again.log(0)
+            f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its "
+            "content" in again.log(0)
         )
     assert "going on after step 50" in again.log(0)
     assert expected == (folder / "final.json").read_bytes()

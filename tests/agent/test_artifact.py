@@ -17,7 +17,10 @@ import pytest
 
 from relaunch.backends.artifact import build_agent
 
-BUILD = "import sys, pathlib; {before}; from relaunch.backends.artifact import build_agent; build_agent(pathlib.Path(sys.argv[1]))"
+BUILD = (
+    "import sys, pathlib; {before}; from relaunch.backends.artifact import build_agent; "
+    "build_agent(pathlib.Path(sys.argv[1]))"
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -186,9 +186,15 @@ def test_it_ends_as_its_rank_ended(make: Make, ends: str, code: int) -> None:
 
 def test_the_first_failed_rank_gives_the_code_and_lines_name_it(make: Make, tmp_path: Path) -> None:
     # The second catches what the failure of the first brings it, and ends with a code of its own.
-    script = 'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on $RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
+    script = (
+        'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on '
+        '$RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
+    )
     script += 'trap "exit 9" TERM; test $RANK = 5 && touch "$SAID"; '
-    script += 'if [ $RANK = 4 ]; then while [ ! -e "$SAID" ]; do sleep 0.02; done; exit 7; fi; while :; do sleep 0.05; done'
+    script += (
+        'if [ $RANK = 4 ]; then while [ ! -e "$SAID" ]; do sleep 0.02; done; exit 7; fi; while :; '
+        "do sleep 0.05; done"
+    )
     container = make(
         in_shell(script),
         ranks=2,

@@ -19,7 +19,10 @@ from relaunch.agent import disk
 from relaunch.agent.ranks.journal import Journal, read
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-WAITS = "import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.02)\nraise SystemExit(3)"
+WAITS = (
+    "import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.02)\n"
+    "raise SystemExit(3)"
+)
 
 
 class SmallDisk:

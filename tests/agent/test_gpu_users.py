@@ -203,7 +203,8 @@ def read(agent: Path, tmp_path: Path, nvml_built: Path) -> Callable[[], dict[str
     code = (
         "import atexit, runpy, sys\n"
         "sys.argv = sys.argv[1:]\n"
-        "atexit.register(lambda: sys.stderr.write(sys.modules['pynvml'].__file__ + ' ' + str(sys.modules['pynvml'].__cached__)))\n"
+        "atexit.register(lambda: sys.stderr.write(sys.modules['pynvml'].__file__ + ' ' + "
+        "str(sys.modules['pynvml'].__cached__)))\n"
         "import os; os._exit = sys.exit\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )

@@ -23,7 +23,10 @@ from relaunch.agent.protocol import Token
 from relaunch.agent.ranks import guard
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+STUBBORN = (
+    "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(1000)"
+)
 
 
 def state_of(pid: int) -> str:

@@ -30,7 +30,10 @@ from relaunch.agent.node.kernel_log import (
 from relaunch.agent.state import Generation
 from relaunch.evidence.kernel_log import KERNEL_MARKS
 
-XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
+XID = (
+    "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the "
+    "bus."
+)
 OLD = "[11111.000000] NVRM: Xid (PCI:0000:06:00): 48, pid=99, name=python, DBE"
 FAILS_ON_CUE = [
     "sh",
@@ -218,7 +221,8 @@ def test_a_device_gives_one_record_a_call_with_its_time() -> None:
     for record in (
         b"6,1,90000000,-;Out of memory: Killed process 1 (old)\n",
         b"6,2,100000001,-;usb 1-1: new device\n",
-        b"3,3,100000002,-,caller=T1;NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off\n SUBSYSTEM=pci\n DEVICE=+pci:0000:05:00.0\n",
+        b"3,3,100000002,-,caller=T1;NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off\n"
+        b" SUBSYSTEM=pci\n DEVICE=+pci:0000:05:00.0\n",
         b"12,4,9100000003,-;EDAC MC0: 1 UE memory read error\n",
         b"12,5,9100000004,-;EDAC MC0: 1 CE memory read error\n",
     ):

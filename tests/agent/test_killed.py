@@ -14,7 +14,10 @@ import time
 import pytest
 from real_node import Node, expect_done, is_alive, python_command, token, wait_for
 
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+STUBBORN = (
+    "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(1000)"
+)
 AWAY = """import subprocess, time
 subprocess.Popen(['setsid', 'setsid', 'sleep', '1000'])
 print('up', flush=True)

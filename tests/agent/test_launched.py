@@ -183,7 +183,8 @@ def test_each_rank_has_its_own_files_and_knows_its_launch(launch: Launch, kind: 
     launch.kind = kind
     tells = STEPS.replace(
         "time.sleep(1000)",
-        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); time.sleep(1000)",
+        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); "
+        "time.sleep(1000)",
     )
     launcher = launch.run(code(tells))
     ranks = launch.ranks()
@@ -209,7 +210,8 @@ def test_the_end_of_the_first_failed_rank_is_reported(
     launch.kind = kind
     launch.run(
         code(
-            f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(1000)"
+            f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\n"
+            "time.sleep(1000)"
         )
     )
     told = launch.node.watch().read_observation("RankExited")

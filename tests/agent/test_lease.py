@@ -178,7 +178,10 @@ def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) ->
     assert second.read_until("heartbeat")["alive"] == [1]
 
 
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+STUBBORN = (
+    "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(1000)"
+)
 
 
 def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., Node]) -> None:

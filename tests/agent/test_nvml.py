@@ -68,7 +68,8 @@ def test_a_healthy_gpu_is_read_whole(ask: Ask) -> None:
 
 def test_every_fault_is_reported_for_its_gpu(ask: Ask) -> None:
     faults = (
-        "remapped 1 2 3 1 0\nretired 1\nrecovery 1 7\necc 1 4 9\nthrottle 1 72\ninactive 1 0\ninactive 1 17\nnvlink 1 6\n"
+        "remapped 1 2 3 1 0\nretired 1\nrecovery 1 7\necc 1 4 9\nthrottle 1 72\ninactive 1 0\n"
+        "inactive 1 17\nnvlink 1 6\n"
         "process 1 7 5\nprocess 1 8 6\n"
     )
     first, second = ask(HEALTHY + faults)["gpus"]
@@ -105,7 +106,10 @@ def test_a_gpu_lost_while_it_is_read_is_lost_by_its_bus_id(ask: Ask) -> None:
 def test_what_cannot_be_read_has_a_word_and_costs_nothing_else(ask: Ask) -> None:
     gpu = ask(
         HEALTHY
-        + "error nvmlDeviceGetRetiredPagesPendingStatus 0 3\nerror nvmlDeviceGetTotalEccErrors 0 4242\n"
+        + (
+            "error nvmlDeviceGetRetiredPagesPendingStatus 0 3\n"
+            "error nvmlDeviceGetTotalEccErrors 0 4242\n"
+        )
     )["gpus"][0]
     assert gpu["retired_pending"] == {"unreadable": "NOT_SUPPORTED"}
     assert gpu["ecc"] == {"unreadable": "ERROR_4242"}

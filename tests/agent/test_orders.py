@@ -278,7 +278,10 @@ def test_the_environment_of_a_rank(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
     monkeypatch.setenv("RELAUNCH_SECRET", "of the session")
     monkeypatch.setenv("KEPT", "from the session")
-    code = "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == os.getpid()]))"
+    code = (
+        "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == "
+        "os.getpid()]))"
+    )
     own = [{"RANK": "0"}, {"RANK": "1", "BOTH": "own"}]
     node.run(1, python_command(code), env={"BOTH": "common"}, rank_env=own, workdir=str(tmp_path))
     wait_for(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))

@@ -121,7 +121,8 @@ def test_an_order_that_makes_no_sense_is_refused(node: Node) -> None:
 def test_tools_are_tried_where_there_are_gpus(node: Node, programs: Path) -> None:
     (programs / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3'\n")
     (programs / "dcgmi").write_text(
-        "#!/bin/sh\necho 'Error: unable to establish a connection to the specified host: localhost'\nexit 1\n"
+        "#!/bin/sh\necho 'Error: unable to establish a connection to the specified host: "
+        "localhost'\nexit 1\n"
     )
     for program in programs.iterdir():
         program.chmod(0o755)

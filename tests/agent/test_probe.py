@@ -218,7 +218,10 @@ def test_one_call_answers_a_probe(node: Node) -> None:
 
 
 def test_a_process_waiting_for_its_kill_is_not_one_that_lives() -> None:
-    status = "Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t{}\nShdPnd:\t{}\nSigBlk:\t0000000000000100\n"
+    status = (
+        "Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t{}\nShdPnd:\t{}\n"
+        "SigBlk:\t0000000000000100\n"
+    )
     none, kill = "0" * 16, "0000000000000100"
     assert hold.has_kill_pending(status.format(kill, none))
     assert hold.has_kill_pending(status.format(none, "0000000000004100"))

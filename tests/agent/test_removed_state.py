@@ -155,7 +155,10 @@ for page in range(0, len(memory), mmap.PAGESIZE):
     memory[page] = 1
 open({str(told)!r}, "w").write(f"{{os.getpid()}}.")
 time.sleep(1000)"""
-    away = f"import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', {large!r}]); time.sleep(1000)"
+    away = (
+        "import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', "
+        f"{large!r}]); time.sleep(1000)"
+    )
     node.run(1, python_command(away), ranks=1)
     pid = int(
         wait_for(

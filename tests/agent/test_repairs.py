@@ -378,7 +378,8 @@ def test_sudo_is_used_only_where_the_fleet_file_allows_it(
         repairs.reboot_command()
     assert refused.value.answer["why"] == "cannot_reboot"
     assert refused.value.answer["reason"].startswith(
-        "the agent runs as uid 1000, which may not reboot this node: log in as root, or write sudo: true"
+        "the agent runs as uid 1000, which may not reboot this node: log in as root, or write "
+        "sudo: true"
     )
 
 

@@ -104,7 +104,8 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
         sys.executable,
         "-S",
         "-c",
-        f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); time.sleep(1000)",
+        f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); "
+        "time.sleep(1000)",
     ]
     node.start(1, loud, ranks=1, token=token(1, job="a"), prepared=prepared["stamp"])
     wait_for(lambda: (folder(node, "a", 1) / "logs" / "rank_0.log").stat().st_size == 9 * BLOCK)

@@ -38,9 +38,9 @@ def test_a_job_is_refused_while_ranks_of_its_namesake_live(node: Node, first: st
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
     server = first[:8] or "its name is unknown"
-    assert (
-        answer["reason"]
-        == f"ranks of job j of fleet gpus of another Temporal server ({server}, namespace default) live on this node"
+    assert answer["reason"] == (
+        f"ranks of job j of fleet gpus of another Temporal server ({server}, namespace "
+        "default) live on this node"
     )
     assert all(map(is_alive, pids))
     assert expect_done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], (
@@ -76,7 +76,10 @@ def test_what_a_dead_shim_left_behind_is_found_by_its_server_too(
     """
     expect_done(prepare(node, ONE))
     left = tmp_path / "left"
-    script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"
+    script = (
+        f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec "
+        "sleep 1000"
+    )
     expect_done(node.start(token=make_token(ONE), command=["sh", "-c", script]))
     pid = int(wait_for(lambda: left.exists() and left.read_text().strip()))
     helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]

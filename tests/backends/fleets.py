@@ -223,7 +223,10 @@ class RealRanks:
         for rank, code in (does.exits or {}).items():
             end = f"kill -{-code} $$" if code < 0 else f"exit {code}"
             if does.error is not None:
-                end = f'printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "$TORCHELASTIC_ERROR_FILE"; {end}'
+                end = (
+                    f"printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "
+                    f'"$TORCHELASTIC_ERROR_FILE"; {end}'
+                )
             lines.append(f'if [ "$RANK" = {rank} ]; then {end}; fi')
         return ("/bin/sh", "-c", "\n".join([*lines, "exec sleep 600"]))
 

@@ -97,7 +97,9 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
     assert request["placementConstraints"] == [
         {
             "type": "memberOf",
-            "expression": f"ec2InstanceId == i-0abc and attribute:{attribute} == prepared.1763000000000.4",
+            "expression": (
+                f"ec2InstanceId == i-0abc and attribute:{attribute} == prepared.1763000000000.4"
+            ),
         }
     ]
     assert request["overrides"] == {

@@ -97,7 +97,10 @@ def test_without_a_cluster_the_sentence_names_both_places_for_it() -> None:
     ],
 )
 def test_a_node_whose_address_is_no_instance_id_is_named(address: str) -> None:
-    said = f"the address of node n1 is '{address}', expected the id of its EC2 instance, such as i-0123456789abcdef0"
+    said = (
+        f"the address of node n1 is '{address}', expected the id of its EC2 instance, such as "
+        "i-0123456789abcdef0"
+    )
     assert refused(fleet(address)) == said
 
 

@@ -149,7 +149,10 @@ async def test_a_host_of_the_ssh_configuration_keeps_its_own_address(
     host = site.host()
     extra = site.folder / "extra.conf"
     extra.write_text(f"Host gpu-*\n  Port {host.port}\n")
-    text = f"Include {extra}\nHost gpu-01\n  HostName {host.address}\n  IdentityFile {site.key}\n  UserKnownHostsFile {site.known_hosts}\n"
+    text = (
+        f"Include {extra}\nHost gpu-01\n  HostName {host.address}\n  IdentityFile {site.key}\n"
+        f"  UserKnownHostsFile {site.known_hosts}\n"
+    )
     site.config.write_text(text)
     backend = site.backend(None, {"key": None, "known_hosts": None}, address="gpu-01")
     assert (await backend.list("n1"))["outcome"] == "done"
@@ -200,7 +203,8 @@ async def test_an_unknown_host_key_is_refused_first_and_can_be_trusted(
     said = await reason(backend)
     wanted = own_fingerprint(host.public_keys[0])
     assert said == (
-        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the machine's own, then `relaunch nodes trust n1`"
+        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the "
+        "machine's own, then `relaunch nodes trust n1`"
     )
     assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
     spec = site.spec(host)
@@ -231,7 +235,8 @@ async def test_a_changed_host_key_is_refused_with_both_keys(
     said = await reason(backend)
     now = own_fingerprint(host.public_keys[0])
     assert said.startswith(
-        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): somebody may be between"
+        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): "
+        "somebody may be between"
     )
     assert host.logins() == 0
     with pytest.raises(NeedsPerson):
@@ -351,7 +356,8 @@ async def test_a_server_that_turns_logins_away_closes_the_connection(site: Site)
         assert first.recv(4) == b"SSH-"
         said = await reason(site.backend(host))
     assert said.startswith(
-        f"{host.address}:{host.port} closed the connection before it said who it is: too many logins at once"
+        f"{host.address}:{host.port} closed the connection before it said who it is: too many "
+        "logins at once"
     )
 
 
@@ -374,16 +380,17 @@ async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
 async def test_an_account_without_a_shell_is_reported_with_its_words(site: Site) -> None:
     host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
     said = await reason(site.backend(host))
-    assert (
-        said
-        == "the agent could not be started: `python3` ended with 1: This account is currently not available."
+    assert said == (
+        "the agent could not be started: `python3` ended with 1: This account is currently not "
+        "available."
     )
 
 
 async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
     said = await reason(site.backend(site.host(), {"python": "python3.99"}))
     assert said.startswith(
-        "the agent could not be started: `python3.99` ended with 127, which is how a shell says that there is no python3.99"
+        "the agent could not be started: `python3.99` ended with 127, which is how a shell says "
+        "that there is no python3.99"
     )
 
 
@@ -429,9 +436,9 @@ async def test_a_folder_of_another_user_is_refused(site: Site) -> None:
     host.state.mkdir()
     os.chown(host.state, 65534, 65534)
     said = await reason(site.backend(host))
-    assert (
-        said
-        == f"the agent could not be started: the folder {host.state} belongs to uid 65534; expected uid 0"
+    assert said == (
+        f"the agent could not be started: the folder {host.state} belongs to uid 65534; "
+        "expected uid 0"
     )
     os.chown(host.state, 0, 0)
 
@@ -467,9 +474,9 @@ async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
     )
     jump.kill()
     said = await reason(site.backend(host, {"proxy_jump": way}))
-    assert (
-        said
-        == f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the connection: nothing listens there"
+    assert said == (
+        f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the "
+        "connection: nothing listens there"
     )
 
 

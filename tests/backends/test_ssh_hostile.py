@@ -23,7 +23,10 @@ from tests.backends.ssh_site import Site, agent, python_double, reason, site
 __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
 
-HAVE = 'import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\nsay(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
+HAVE = (
+    "import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\n"
+    'say(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
+)
 HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
 FOR_EVER = "while True:\n    say(data)\n"
 PATIENCE = 120.0

@@ -68,7 +68,9 @@ async def main() -> int:
     parser.add_argument(
         "--work",
         type=Path,
-        help="folder of a run that can be interrupted: with the same seed and cells it goes on there",
+        help=(
+            "folder of a run that can be interrupted: with the same seed and cells it goes on there"
+        ),
     )
     parser.add_argument(
         "--answer-within",

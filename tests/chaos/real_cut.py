@@ -53,7 +53,8 @@ async def endure(
         await job.until_phase("SUCCEEDED")
         for incident in await job.incidents():
             print(
-                f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; {incident.outcome}"
+                f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; "
+                f"{incident.outcome}"
             )
         return await violations(job, Expected((expected,)))
 

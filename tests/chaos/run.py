@@ -98,7 +98,8 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
         tally.add(
             cell,
             seed,
-            f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}",
+            f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n"
+            f"    kept in {kept}",
         )
         print(f"FAILED {tally.reports[-1]}", flush=True)
     if hasattr(round, "job"):
@@ -159,6 +160,7 @@ async def work(
             begun = time.monotonic()
             ok = await play(world, cell, seed, tally)
             print(
-                f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  {time.monotonic() - begun:.1f} s, {len(queue)} left",
+                f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  "
+                f"{time.monotonic() - begun:.1f} s, {len(queue)} left",
                 flush=True,
             )

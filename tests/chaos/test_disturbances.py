@@ -18,7 +18,10 @@ from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.run import Tally
 
-READ = "import time; input(); print(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), time.monotonic())"
+READ = (
+    "import time; input(); print(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), "
+    "time.monotonic())"
+)
 
 
 @pytest.fixture

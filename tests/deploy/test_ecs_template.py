@@ -296,7 +296,10 @@ def dcgmi(tmp_path: Path, *words: str) -> tuple[int, list[str], list[str]]:
         "nv-hostengine",
         f'echo "nv-hostengine $*" >> {log}; touch {running}; echo started',
     )
-    real = f'echo "dcgmi $*" >> {log}; test "$1" = discovery && {{ test -e {running}; exit; }}; echo "{{}}"; exit 226'
+    real = (
+        f'echo "dcgmi $*" >> {log}; test "$1" = discovery && {{ test -e {running}; exit; }}; echo '
+        f'"{{}}"; exit 226'
+    )
     double(tmp_path / "bin", "real-dcgmi", real)
     environment |= {
         "RELAUNCH_DCGMI": str(tmp_path / "bin/real-dcgmi"),

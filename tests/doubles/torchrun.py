@@ -130,11 +130,13 @@ def block(
                 f"[{index}]:",
                 "  time      : 2026-11-21_12:00:00",
                 "  host      : double",
-                f"  rank      : {given.node_rank * given.nproc_per_node + local_rank} (local_rank: {local_rank})",
+                f"  rank      : {given.node_rank * given.nproc_per_node + local_rank} (local_rank: "
+                f"{local_rank})",
                 f"  exitcode  : {code} (pid: {pid})"
                 + (f"  ({signal.Signals(-code).name})" if code < 0 else " "),
                 f"  error_file: {errors[local_rank] if said else '<N/A>'}",
-                f"  traceback : {told or 'To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html'}",
+                "  traceback : "
+                f"{told or 'To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html'}",
             )
         )
 
@@ -179,7 +181,8 @@ def watch(
             close(ranks)
             code, pid = next(iter(failures.values()))
             print(
-                f"failed (exitcode: {code}) local_rank: {next(iter(failures))} (pid: {pid}) of binary: double",
+                f"failed (exitcode: {code}) local_rank: {next(iter(failures))} (pid: {pid}) of "
+                "binary: double",
                 file=sys.stderr,
                 flush=True,
             )

@@ -205,7 +205,8 @@ async def witness(attempt: Attempt) -> None:
     attempt.note(f"{middle.name} hears {last.name} only; {last.name} has just lost the controller")
     stopped = await job.until_ended_on(first, 60.0)
     attempt.note(
-        f"{first.name} is stopped: {stopped}; ranks: {[len(job.ranks_on(h)) for h in (middle, last)]}"
+        f"{first.name} is stopped: {stopped}; ranks: "
+        f"{[len(job.ranks_on(h)) for h in (middle, last)]}"
     )
     await attempt.sleep(14.5)  # fence, grace and margin after the first stop, and a little
     for controller in ("c1", "c2"):

@@ -114,7 +114,10 @@ class LateWrites(NamedTuple):
 
     def __str__(self) -> str:
         what = f"ranks of {self.generation[0]}/{self.generation[1]} on {self.host}"
-        return f"{what} wrote {self.lines} times, {self.first:.2f} to {self.last:.2f} s after a newer start"
+        return (
+            f"{what} wrote {self.lines} times, {self.first:.2f} to {self.last:.2f} s after a newer "
+            "start"
+        )
 
 
 @dataclass

@@ -274,7 +274,8 @@ class Machine:
         ran = subprocess.run(words, capture_output=True, text=True, timeout=90)
         if check and ran.returncode != 0:
             raise AssertionError(
-                f"ssh {self.name} {shlex.quote(command)} ended with {ran.returncode}: {ran.stdout}{ran.stderr}"
+                f"ssh {self.name} {shlex.quote(command)} ended with {ran.returncode}: "
+                f"{ran.stdout}{ran.stderr}"
             )
         return ran.stdout.strip()
 

@@ -371,7 +371,8 @@ class AwsDouble:
             self._moto.create_log_stream(group, stream)
         except MotoRefusal:
             raise CannotStart(
-                "failed to initialize logging driver: failed to create Cloudwatch log stream: ResourceNotFoundException: "
+                "failed to initialize logging driver: failed to create Cloudwatch log stream: "
+                "ResourceNotFoundException: "
                 "The specified log group does not exist."
             ) from None
 

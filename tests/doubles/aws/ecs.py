@@ -62,7 +62,8 @@ class Ecs(ContainerInstances):
         if handler is None or operation not in OPERATIONS:
             raise AwsRefusal(
                 "InvalidAction",
-                f"the double of ECS has no operation {operation}; expected one of {', '.join(sorted(OPERATIONS))}",
+                f"the double of ECS has no operation {operation}; expected one of "
+                f"{', '.join(sorted(OPERATIONS))}",
             )
         with self.lock:
             answer: dict[str, Any] = handler(request)
@@ -159,7 +160,8 @@ class Ecs(ContainerInstances):
         started_by = request.get("startedBy")
         if started_by is not None and not _STARTED_BY.fullmatch(started_by):
             raise invalid(
-                "startedBy must be up to 128 letters, numbers, hyphens, forward slashes and underscores."
+                "startedBy must be up to 128 letters, numbers, hyphens, forward slashes and "
+                "underscores."
             )
         constraints = [
             *definition.registered.get("placementConstraints", []),
@@ -172,7 +174,8 @@ class Ecs(ContainerInstances):
         awsvpc = definition.registered.get("networkMode") == "awsvpc"
         if awsvpc != ("networkConfiguration" in request):
             raise invalid(
-                "Network Configuration is not valid for the given networkMode of this task definition."
+                "Network Configuration is not valid for the given networkMode of this task "
+                "definition."
             )
         overrides = request.get("overrides", {})
         # The limit counts the characters of the JSON.
@@ -182,7 +185,8 @@ class Ecs(ContainerInstances):
         for override in overrides.get("containerOverrides", []):
             if override.get("name") not in names:
                 raise invalid(
-                    f"Override for container named {override.get('name')} is not a container in the TaskDefinition."
+                    f"Override for container named {override.get('name')} is not a container in "
+                    "the TaskDefinition."
                 )
 
     def _place(

@@ -87,7 +87,8 @@ class Faults:
         """
         if isinstance(kind, str) and kind not in _NAMED:
             raise ValueError(
-                f"fault {kind!r} has no such name; expected one of {', '.join(_NAMED)}, or slow(), failure(), error()"
+                f"fault {kind!r} has no such name; expected one of {', '.join(_NAMED)}, or slow(), "
+                "failure(), error()"
             )
         fault = Fault(operation, _NAMED[kind] if isinstance(kind, str) else kind, times, when)
         with self._lock:

@@ -51,7 +51,10 @@ class Moto:
         )
 
     def _send(self, service: str, body: str, headers: Mapping[str, str]) -> str:
-        credential = f"AWS4-HMAC-SHA256 Credential=double/20200101/{REGION}/{service}/aws4_request, SignedHeaders=host, Signature=double"
+        credential = (
+            f"AWS4-HMAC-SHA256 Credential=double/20200101/{REGION}/{service}/aws4_request, "
+            "SignedHeaders=host, Signature=double"
+        )
         response = self._client.post(
             "/", base_url=self.url, data=body, headers={**headers, "Authorization": credential}
         )

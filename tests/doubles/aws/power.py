@@ -49,7 +49,10 @@ class Power:
                 for one in machines
                 if call.operation == "StartInstances" and one.power == "stopping"
             ]:
-                words = f"The instance '{early[0].ec2_id}' is not in a state from which it can be started."
+                words = (
+                    f"The instance '{early[0].ec2_id}' is not in a state from which it can be "
+                    "started."
+                )
                 return error(call, "IncorrectInstanceState", words, 400)
             answer = by_moto()
             for machine in machines if answer.status == 200 else []:

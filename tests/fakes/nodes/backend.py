@@ -134,7 +134,8 @@ class SimulatedBackend:
     def node(self, name: str) -> FleetNode:
         if name not in self._specs:
             raise KeyError(
-                f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}"
+                f"fleet {self._world.spec.name} has no node {name!r}; it has "
+                f"{', '.join(list(self._specs)[:8])}"
             )
         return self._specs[name]
 

@@ -369,7 +369,8 @@ class Generation:
             if not self._renewed:
                 self._fence(
                     "never_watched",
-                    f"no controller watched this generation within {self.order.lease:g} s of its start",
+                    f"no controller watched this generation within {self.order.lease:g} s of its "
+                    "start",
                 )
             else:
                 self._fence(

@@ -226,7 +226,10 @@ def reset(
         if index is None:
             return NOT_FOUND, "\n".join([*lines, f"No devices were found with {name}"]), tuple(done)
         if any(one.gpu_lost == index and one.until != "reset" for one in sick):
-            lost = f"Unable to determine the device handle for GPU{index}: {name}: GPU is lost. Reboot the system to recover this GPU"
+            lost = (
+                f"Unable to determine the device handle for GPU{index}: {name}: GPU is lost. "
+                "Reboot the system to recover this GPU"
+            )
             return GPU_IS_LOST, "\n".join([*lines, lost]), tuple(done)
         done.append(index)
         lines.append(f"GPU {name} was successfully reset.")
