@@ -92,7 +92,7 @@ def started_twice(lives: Iterable[Life]) -> tuple[str, ...]:
 
 
 def started_before_all_prepared(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple[str, ...]:
-    """No rank starts before every node that starts ranks of this launch has been prepared for it."""
+    """No rank starts before every node that starts ranks of this launch is prepared for it."""
     prepared: dict[tuple[Token, str], int] = {}
     for order in orders:
         if order.command == "prepare" and order.outcome == "done":

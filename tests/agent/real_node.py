@@ -370,7 +370,7 @@ class Node:
         ]
 
     def _remove_cgroups(self) -> None:
-        """Remove the control groups of this node's generations, which no agent is left to remove."""
+        """Remove the control groups of this node's generations once no agent is left to do so."""
         for launch in self.state.glob("jobs/*/*-*/started.json"):
             folder = (read_json(launch) or {}).get("cgroup")
             if folder is not None:

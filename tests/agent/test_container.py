@@ -306,11 +306,13 @@ async def test_a_client_with_the_key_sees_progress_end_and_error_file(
     code = f"""
 import json, os, time
 rank = os.environ['RANK']
-with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: json.dump({{'step': 12, 'loss': 3.5}}, file)
+with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: \
+json.dump({{'step': 12, 'loss': 3.5}}, file)
 print('about to fail', flush=True)
 while not os.path.exists({str(go)!r}): time.sleep(0.01)
 if rank == '5':
-    message = {{'message': {{'message': 'RuntimeError: of the rank', 'extraInfo': {{'timestamp': '1'}}}}}}
+    message = {{'message': {{'message': 'RuntimeError: of the rank', \
+'extraInfo': {{'timestamp': '1'}}}}}}
     with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: json.dump(message, file)
     os._exit(1)
 time.sleep(1000)

@@ -185,7 +185,7 @@ done
 @needs_root
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
 def test_a_user_whose_folder_another_made_first_is_served(tmp_path: Path, agent: Path) -> None:
-    """The whole agent as a plain user, in a mount namespace that has its own /var/lib and /var/tmp."""
+    """The whole agent as a plain user, in a mount namespace with private /var/lib and /var/tmp."""
     if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("mount namespaces cannot be made here")
     script = TAKEN.format(own=OWN_UID, other=OTHER_UID, agent=f"{sys.executable} -S -")

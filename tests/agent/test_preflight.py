@@ -139,7 +139,8 @@ def test_tools_are_tried_where_there_are_gpus(node: Node, programs: Path) -> Non
 SUDO = """#!/bin/sh
 [ "$1 $2" = "-n -l" ] || { echo "it was to be asked, not to be run: $*" >&2; exit 99; }
 shift 2
-case "$*" in "systemctl reboot") echo /usr/bin/systemctl reboot ;; *) echo "sudo: a password is required" >&2; exit 1 ;; esac
+case "$*" in "systemctl reboot") echo /usr/bin/systemctl reboot ;; \
+*) echo "sudo: a password is required" >&2; exit 1 ;; esac
 """
 
 

@@ -144,7 +144,7 @@ def test_ranks_without_shim_and_records_are_found_by_their_token(node: Node) -> 
 
 
 def test_an_exiting_process_is_waited_for_without_environment(node: Node, tmp_path: Path) -> None:
-    """A process that frees much memory has lost its environment and still holds files and devices."""
+    """A process that frees much memory lost its environment and still holds files and devices."""
     told = tmp_path / "pid"
     # In small pages: as many as it takes to be busy with for tenths of a second.
     large = f"""

@@ -1,4 +1,4 @@
-"""One node in two fleets: whoever is there first has it, until nothing of it lives there any more."""
+"""One node in two fleets: the first one holds it until nothing of it lives there any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests of the contract are held against nodes that are reached by SSH in `make long` only."""
+"""Which tests of the contract run against nodes that are reached by SSH in `make long` only."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Network:
         return ("ip", "netns", "exec", name)
 
     def lose(self, number: int, network: str = "control") -> None:
-        """Every packet of the node's control (or training) network gets lost from now on, silently."""
+        """Every packet of the node's control (or training) network silently gets lost from now."""
         ip("-n", self.switch, "link", "set", f"{network[0]}{number}", "nomaster")
 
     def heal(self, number: int, network: str = "control") -> None:

@@ -26,7 +26,7 @@ class Way:
 
 @contextmanager
 def slow_links(ways: Sequence[Way], delay: float) -> Iterator[None]:
-    """Relay, each byte `delay` seconds late in either direction: a round trip is twice that longer."""
+    """Relay each byte `delay` seconds late each way: a round trip is longer by twice that."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     relay = context.Process(target=_relay, args=(tuple(ways), delay, far), daemon=True)

@@ -78,7 +78,7 @@ class Site:
         answer_within: float = 30.0,
         **node: Any,
     ) -> SshBackend:
-        """A fleet with the one node n1, which answers within `answer_within` on a loaded machine."""
+        """A fleet with the node n1 alone, which answers within `answer_within` under load."""
         self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
         return self.backends[-1]
 

@@ -229,9 +229,11 @@ async def test_progress_and_error_file_of_two_ranks_in_a_task_arrive(
 if rank == '0':
     print('step 12', flush=True)
     time.sleep(1000)
-with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: json.dump({{'step': 11, 'loss': 2.5}}, file)
+with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: \
+json.dump({{'step': 11, 'loss': 2.5}}, file)
 while not os.path.exists({str(go)!r}): time.sleep(0.01)
-with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: json.dump({{'message': 'of rank 1'}}, file)
+with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: \
+json.dump({{'message': 'of rank 1'}}, file)
 os._exit(3)
 """
     assert isinstance(await site.launch(python(code), ranks=2), Started)

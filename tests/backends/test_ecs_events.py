@@ -1,4 +1,4 @@
-"""The cluster's events from a queue: what is read of them, and what becomes of those that are none."""
+"""The cluster's events from a queue: what is read of them, and how others are handled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examining container instances by tasks on them: what is told of a node, and when nothing can be."""
+"""Examining container instances by tasks on them: reports of a node, and reasons for none."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ EVERYTHING = {
     "JOB_TABLE_NAME": "ecs_job",
     "NODE_TABLE_NAME": "ecs_node",
     "ECS_CLUSTER_NAME": "training",
-    "DCGM_HEALTH_CHECK_TASK": "arn:aws:ecs:eu-west-1:123456789012:task-definition/dcgm-health-check:11",
+    "DCGM_HEALTH_CHECK_TASK": (
+        "arn:aws:ecs:eu-west-1:123456789012:task-definition/dcgm-health-check:11"
+    ),
     "SNS_TOPIC_ARN": TOPIC,
 }
 

@@ -32,7 +32,8 @@ for line in sys.stdin:
     if answer == "die":
         break
     if answer is not None:
-        print(json.dumps({"id": order["id"], "line": order["order"] if answer == "echo" else answer}), flush=True)
+        print(json.dumps({"id": order["id"], "line": order["order"] \
+if answer == "echo" else answer}), flush=True)
         print(json.dumps({"id": order["id"], "ended": True}), flush=True)
 """
 """A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes

@@ -65,7 +65,7 @@ def lives(pid: int) -> bool:
 async def watched(
     backend: Backend, host: Sshd, breaks: Callable[[], object], heartbeat: float = 0.2
 ) -> str:
-    """Watch until a heartbeat has come, have the connection break, and return why the watch ended."""
+    """Watch until a heartbeat has come, break the connection, and return why the watch ended."""
     seen = False
 
     async def watch() -> None:

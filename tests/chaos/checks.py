@@ -48,7 +48,7 @@ async def _none_left(job: Job) -> bool:
 
 
 def launched_once(job: Job, world_size: int, generation: int) -> list[str]:
-    """Every rank of every generation was started at most once, those of the last one exactly once."""
+    """Every rank of a generation was started at most once, those of the last one exactly once."""
     found = []
     counted = Counter((line["token"], line["rank"]) for line in job.starts())
     found += [

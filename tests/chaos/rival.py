@@ -1,4 +1,4 @@
-"""A second server with a second worker, and with the same namespace, names and nodes as a world's."""
+"""A second server and worker, with the same namespace, names and nodes as those of a world."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ class Round:
         await self.job.until_phase("SUCCEEDED")
 
     async def _finish_disturbed(self) -> Expected:
-        """Disturb the victim for a while, restore everything, and lead the job to its phase's end."""
+        """Disturb the victim for a while, restore it, and lead the job to the end of its phase."""
         undo = await disturb(self, self.random.choice(self._nodes()))
         try:
             if self.phase == "QUEUED":

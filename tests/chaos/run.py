@@ -32,7 +32,7 @@ ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
 
 
 async def end_by_signal(program: Coroutine[Any, Any, int]) -> int:
-    """Run a program that leaves no process and no mount when it is interrupted (SIGINT, SIGTERM)."""
+    """Run a program that leaves no process and no mount behind on SIGINT and SIGTERM."""
     task, loop = asyncio.ensure_future(program), asyncio.get_running_loop()
 
     def interrupt() -> None:

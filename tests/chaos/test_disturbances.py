@@ -1,4 +1,4 @@
-"""What disturbs a node does what it says, and a run of the matrix goes on where it was interrupted."""
+"""Disturbances do what they say, and an interrupted run of the matrix goes on from there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_clocks_are_stepped_for_one_running_process_alone(tmp_path: Path) -> Non
     stepped = Clocks(tmp_path)
 
     def read(wall: float = 0.0, boot: float = 0.0) -> list[float]:
-        """Return how far the three clocks of a process are ahead of ours, stepped after its start."""
+        """Return how far the clocks of a process are ahead of ours, stepped after its start."""
         words = [sys.executable, "-S", "-c", READ]
         environment = {**os.environ, **stepped.variables}
         with subprocess.Popen(words, env=environment, stdin=-1, stdout=-1, text=True) as process:

@@ -549,7 +549,7 @@ class World:
         return job
 
     async def vouch_for_nodes(self) -> None:
-        """Release every node, so that what rounds did to it is not held against it in the next one."""
+        """Release every node, so that harm of earlier rounds does not count in the next one."""
         # Here and not above: only rounds need it.
         from relaunch.activities.fleet import FLEET_ID_PREFIX
 

@@ -120,13 +120,15 @@ def image(folder: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-import worker, starter, relaunch.worker, relaunch.cli.app, deploy.compose.namespace, deploy.compose.polling
+import worker, starter, relaunch.worker, relaunch.cli.app, \
+deploy.compose.namespace, deploy.compose.polling
 from relaunch.backends.artifact import build_agent
 from relaunch.spec.policy import Policy, resolve
 import relaunch.backends.ssh.backend
 assert isinstance(resolve({}), Policy)
 build_agent(Path(sys.argv[1]))
-ours = {module.__file__ for module in sys.modules.values() if (getattr(module, "__file__", None) or "").startswith(sys.argv[2])}
+ours = {module.__file__ for module in sys.modules.values() \
+if (getattr(module, "__file__", None) or "").startswith(sys.argv[2])}
 print(*ours, sep="\\n")
 """
 

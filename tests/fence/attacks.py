@@ -71,7 +71,7 @@ class Attempt:
     async def await_newer(
         self, victim: Host | None = None, patience: float = 60.0, after: float = 2.0
     ) -> None:
-        """Wait until a newer generation has started, and longer, or the victim's ranks have ended."""
+        """Wait until a newer generation has run a while, or the victim's ranks have ended."""
         assert self.job is not None
         deadline = time.monotonic() + patience
         while max(self.job.first_starts()) == self.before:
@@ -90,7 +90,7 @@ class Attempt:
         await asyncio.sleep(after)
 
     async def await_end(self, host: Host, patience: float = 40.0) -> None:
-        """Wait until the ranks of the job on a host have ended, to measure how long they lived on."""
+        """Wait until the job's ranks on a host have ended, to measure how long they lived on."""
         assert self.job is not None
         ended = await self.job.until_ended_on(host, patience)
         self.note(
@@ -358,7 +358,7 @@ async def state_deleted(attempt: Attempt) -> None:
 
 @attack()
 async def jobs_deleted(attempt: Attempt) -> None:
-    """The folder `jobs` of a node's state is deleted while ranks run, as by a person who tidies up."""
+    """The folder `jobs` of a node's state is deleted while ranks run, as by a tidy person."""
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     (rank,) = job.ranks_on(victim)

@@ -182,7 +182,7 @@ class Host(Sshd):
     # --- its processes, by their numbers on this machine
 
     def processes(self) -> list[int]:
-        """Return every living process of the host, except its process 1 and the sshd that listens."""
+        """Return every living process of the host but its process 1 and the listening sshd."""
         found = []
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != self.pid:

@@ -1,7 +1,4 @@
-"""Rounds of random harm under random time-outs.
-
-Cuts, one-way links, loss, delay and processes that stand still.
-"""
+"""Rounds of random cuts, loss, delay and frozen processes under random time-outs."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ async def play(world: FenceWorld, attack: Attack, number: int, seed: int) -> tup
     except (AssertionError, TimeoutError, RPCError, ConfigError, OSError, ValueError) as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise asyncio.CancelledError from error  # the run was interrupted: the round does not count
+            # The run was interrupted: the round does not count.
+            raise asyncio.CancelledError from error
         attempt.note(f"stopped: {error!r}\n{traceback.format_exc()}")
         outcome = "" if attempt.has_launched or attempt.has_ended_first else "not staged"
     overlaps = (*(attempt.job.overlaps() if attempt.job is not None else ()), *attempt.faults)

@@ -35,7 +35,7 @@ async def test_no_attack_of_the_choice_leaves_two_generations_alive(tmp_path: Pa
 
 
 def write_job(folder: Path, starts: dict[int, float], writes: list[tuple[int, float]]) -> FenceJob:
-    """Write what ranks of generations would have: when the first one started, and when they wrote."""
+    """Write the stamps of ranks of generations: when the first one started and when they wrote."""
     lines = [
         json.dumps(
             {

@@ -137,7 +137,7 @@ class FenceJob(Job):
         return [self.world.network.hosts[name] for name in self.nodes()]
 
     def ranks_on(self, host: Host, before: Generation | None = None) -> list[int]:
-        """Return the living ranks of this job on a host, of any generation or of those before one."""
+        """Return the living ranks of this job on a host, of all generations or before one."""
         found = []
         for pid in host.find("rank"):
             try:

@@ -139,7 +139,8 @@ class Machine:
         for name in ("control", "training"):
             words += [
                 "-device",
-                f"virtio-net-pci,netdev={name},mac=52:54:00:77:{int(name == 'training'):02x}:{self.number:02x},romfile=",
+                f"virtio-net-pci,netdev={name},"
+                f"mac=52:54:00:77:{int(name == 'training'):02x}:{self.number:02x},romfile=",
             ]
         words += [
             "-object",

@@ -161,7 +161,10 @@ def container_environment(
 ) -> dict[str, str]:
     """A container has only what the agent and the GPU runtime put there of its machine."""
     own = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": (
+            f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin"
+            ":/usr/sbin:/usr/bin:/sbin:/bin"
+        ),
         "HOME": "/tmp",
         "AWS_EXECUTION_ENV": "AWS_ECS_EC2",
         "ECS_CONTAINER_METADATA_URI_V4": f"http://169.254.170.2/v4/{task_id}",

@@ -104,7 +104,7 @@ class Machine:
         self.node.clockwork.later(self.node.delays.start, lambda: self.advance(task))
 
     def advance(self, task: Task) -> None:
-        """Bring what ECS knows and what runs here together, as far as the agent's connection goes."""
+        """Reconcile what ECS knows with what runs here, as far as the agent's connection goes."""
         if task.over or not task.instance.agent_connected:
             return
         if task.last_status == "PENDING":

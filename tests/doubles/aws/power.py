@@ -92,7 +92,10 @@ class Power:
             item = re.sub(rf"(<{kind}>.*?</details><status>)\w+", rf"\g<1>{word}", item, flags=re.S)
         if event is None:
             return item
-        told = f"<code>{event}</code><description>{event}</description><instanceEventId>instance-event-0</instanceEventId>"
+        told = (
+            f"<code>{event}</code><description>{event}</description>"
+            "<instanceEventId>instance-event-0</instanceEventId>"
+        )
         when = "<notBefore>2030-01-01T00:00:00.000Z</notBefore>"
         return item.replace(
             "<instanceId>", f"<eventsSet><item>{told}{when}</item></eventsSet><instanceId>", 1

@@ -255,7 +255,7 @@ class Machine:
         return found
 
     def hang_up(self, id: str) -> None:
-        """The caller of this examination is gone, which ends it, as a session's end on a real node."""
+        """The caller of this examination left, which ends it, as a session's end really does."""
         if self.held is not None and (self.held.by, self.held.id) == ("diagnose", id):
             self._left = id
             self._wake()

@@ -119,7 +119,7 @@ class Simulation:
 
 
 def _line(node: Node, token: Token | None) -> tuple[str, ...]:
-    """Return what orders to the node wait for each other: those of one job, and those of repairs."""
+    """Return which orders to the node wait for each other: of one job, and of repairs."""
     return (node.name,) if token is None else (node.name, token.namespace, token.job)
 
 
