@@ -1,15 +1,22 @@
-"""Asks real AWS, on one instance, what the double of tests/doubles/aws assumes of it: never part of `make test`.
+"""Ask real AWS, on one instance, what the double of tests/doubles/aws assumes of it.
 
-    CLUSTER=training TASK_DEFINITION=train NODE_TASK=relaunch-node INSTANCE=i-0123456789abcdef0 make aws-smoke [REBOOT=1]
+Never part of `make test`.
 
-It runs tasks named after a job `smoke-...` on that instance, stops them, and takes its attribute away again; with REBOOT=1 it also reboots
-the instance, on which nothing else of relaunch may run. Whoever runs it needs credentials and a region as boto3 finds them, with the policy
-that deploy/ecs/relaunch.yaml makes (for the reboot with AllowRepairs, and the tag `relaunch` on the instance). TASK_DEFINITION is any with
-one essential container, `sh` in its image, no entry point, and network mode host or bridge; NODE_TASK is that template's. INSTANCE is a
-container instance of CLUSTER with some CPU and memory to spare. It takes some three minutes, with a reboot ten: of a g4dn.xlarge, 0.53 USD
-an hour on demand in us-east-1 (price as of 2026, to be checked), that is less than 0.10 USD; API calls cost nothing, logs next to nothing.
+    CLUSTER=training TASK_DEFINITION=train NODE_TASK=relaunch-node INSTANCE=i-0123456789abcdef0 make
+    aws-smoke [REBOOT=1]
 
-Each row says what relaunch expects and what AWS said. `DIFFERS` is worth an issue: relaunch/backends/ecs is built on what was expected.
+It runs tasks named after a job `smoke-...` on that instance, stops them, and takes its attribute
+away again; with REBOOT=1 it also reboots the instance, on which nothing else of relaunch may run.
+Whoever runs it needs credentials and a region as boto3 finds them, with the policy that
+deploy/ecs/relaunch.yaml makes (for the reboot with AllowRepairs, and the tag `relaunch` on the
+instance). TASK_DEFINITION is any with one essential container, `sh` in its image, no entry point,
+and network mode host or bridge; NODE_TASK is that template's. INSTANCE is a container instance of
+CLUSTER with some CPU and memory to spare. It takes some three minutes, with a reboot ten: of a
+g4dn.xlarge, 0.53 USD an hour on demand in us-east-1 (price as of 2026, to be checked), that is less
+than 0.10 USD; API calls cost nothing, logs next to nothing.
+
+Each row says what relaunch expects and what AWS said. `DIFFERS` is worth an issue:
+relaunch/backends/ecs is built on what was expected.
 """
 
 from __future__ import annotations
@@ -65,7 +72,8 @@ POLL = timedelta(seconds=2)
 """Between two looks at a task: it is one worker's, and somebody waits for the table."""
 NODE = "n1"
 ENDS_WITHIN = 120.0
-"""Seconds for a task to be placed, pulled, run and reported: the first pull of an image is the longest part."""
+"""Seconds for a task to be placed, pulled, run and reported: the first pull of an image is the
+longest part."""
 ROUNDS = 5
 """Times that an attribute's way to the scheduler is measured."""
 TRY_AGAIN = 0.05
@@ -291,7 +299,7 @@ async def stopped(smoke: Smoke) -> None:
 
 
 async def attribute_is_seen(smoke: Smoke) -> None:
-    """The number that nobody documents: how long after PutAttributes the scheduler goes by what was put."""
+    """The undocumented number: how long after PutAttributes the scheduler goes by what was put."""
     arn = (await smoke.backend.cluster.instance(smoke.ec2_id)).arn
     delays: dict[bool, list[float]] = {True: [], False: []}
 
@@ -369,7 +377,8 @@ async def rebooted(smoke: Smoke, before: str) -> None:
                 said = error.reason
                 continue
             return (
-                f"ordered on boot {ordered['boot_id']}, boot {after} after {time.monotonic() - begun:.0f} s",
+                f"ordered on boot {ordered['boot_id']}, boot {after} after "
+                f"{time.monotonic() - begun:.0f} s",
                 after != before,
             )
         return f"not within {REBOOT_WITHIN:g} s: {said}", False
@@ -441,7 +450,8 @@ async def smoke(given: EcsOptions, ec2_id: str, reboot: bool) -> Sequence[Row]:
             if living or listed["held"]:
                 raise Unreachable(
                     NODE,
-                    f"{ec2_id} is in use ({', '.join(living) or listed['held']}), so it is not rebooted: expected nothing there",
+                    f"{ec2_id} is in use ({', '.join(living) or listed['held']}), so it is not "
+                    "rebooted: expected nothing there",
                 )
         await exit_codes(smoke)
         await names(smoke)

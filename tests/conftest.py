@@ -13,8 +13,9 @@ import pytest
 def pytest_runtest_makereport() -> Iterator[Any]:
     """Describe a failed test without a garbage collection in between.
 
-    Before 3.11.8 a collection during `ast.parse` that lets another thread parse, too, ends in `SystemError: AST constructor recursion
-    depth mismatch` (cpython issue 106905). pytest parses the source of a failed test, and such an error ends the whole run unexplained.
+    Before 3.11.8 a collection during `ast.parse` that lets another thread parse, too, ends in
+    `SystemError: AST constructor recursion depth mismatch` (cpython issue 106905). pytest parses
+    the source of a failed test, and such an error ends the whole run unexplained.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -26,6 +27,9 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage only in what tests make: looking through all that is imported was a tenth of the workflow tests."""
+    """Look for garbage only in what tests make.
+
+    Looking through all that is imported was a tenth of the workflow tests.
+    """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,9 @@
-"""What must hold in every record of a simulated fleet, whatever was scripted. Looks only at records, never at nodes.
+"""What must hold in every record of a simulated fleet, whatever was scripted.
 
-Each violation is one sentence. Give it `backend.calls`, `backend.orders` and `backend.lives`, or use `assert_invariants`.
+Looks only at records, never at nodes.
+
+Each violation is one sentence. Give it `backend.calls`, `backend.orders` and `backend.lives`, or
+use `assert_invariants`.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ def two_tokens_alive(lives: Iterable[Life]) -> tuple[str, ...]:
                 if other != life.token and ranks:
                     node, rank = next(iter(ranks))
                     found.append(
-                        f"{life.token} started on {life.node} while rank {rank} of {other} lived on {node}"
+                        f"{life.token} started on {life.node} while rank {rank} of {other} lived "
+                        f"on {node}"
                     )
             tokens.setdefault(life.token, {})[life.node, life.rank] = None
         else:
@@ -80,14 +84,15 @@ def started_twice(lives: Iterable[Life]) -> tuple[str, ...]:
             before = where.get((life.token, life.rank))
             if before is not None:
                 found.append(
-                    f"rank {life.rank} of {life.token} started on {life.node} and had started on {before} before"
+                    f"rank {life.rank} of {life.token} started on {life.node} and had started on "
+                    f"{before} before"
                 )
             where[life.token, life.rank] = life.node
     return _once(found)
 
 
 def started_before_all_prepared(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple[str, ...]:
-    """No rank starts before every node that starts ranks of this launch has been prepared for it."""
+    """No rank starts before every node that starts ranks of this launch is prepared for it."""
     prepared: dict[tuple[Token, str], int] = {}
     for order in orders:
         if order.command == "prepare" and order.outcome == "done":
@@ -122,13 +127,17 @@ def started_after_stop(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple
                 stopped[key] = max(entry.token, stopped.get(key, entry.token))
         elif entry.kind == "started" and key in stopped and entry.token <= stopped[key]:
             found.append(
-                f"{entry.token} started on {entry.node} after {stopped[key]} was stopped there for ever"
+                f"{entry.token} started on {entry.node} after {stopped[key]} was stopped there for "
+                "ever"
             )
     return _once(found)
 
 
 def older_tokens_launched(calls: Iterable[Call]) -> tuple[str, ...]:
-    """A controller that has launched a token never launches an older one of the job; records of two controllers may."""
+    """A controller that has launched a token never launches an older one of the job.
+
+    Records of two controllers may.
+    """
     found: list[str] = []
     highest: dict[Job, Token] = {}
     for call in calls:

@@ -1,4 +1,7 @@
-"""The demo, as a newcomer runs it: on a terminal it is interrupted half-way, into a pipe it runs to its end. Nothing stays behind."""
+"""The demo, as a newcomer runs it; nothing stays behind.
+
+On a terminal it is interrupted half-way, into a pipe it runs to its end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ PATIENCE = 600.0
 
 
 def left_of(folder: Path) -> list[str]:
-    """Command lines of living processes that have to do with the demo whose temporary files are in `folder`."""
+    """Command lines of living processes of the demo with its temporary files in `folder`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -44,7 +47,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             "COLUMNS": "140",
             "LINES": "40",
         }
-        # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not see a Ctrl-C.
+        # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not
+        # see a Ctrl-C.
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             started.append(
@@ -63,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
+def test_three_faults_change_no_bit_and_leave_nothing_behind(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     demo = start(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -77,7 +81,8 @@ def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
         "2. SIGKILL to the worker",
         "a new worker watches the same ranks",
         "3. node-2 is cut off",
-        "next: once node-2 must have stopped its ranks by itself, generation 3 is launched without it (in ",
+        "next: once node-2 must have stopped its ranks by itself, generation 3 is launched without "
+        "it (in ",
         "generation 3 runs on node-1, node-3",
         "NODE_LOST  node-2",
         "\nthe same bits\n",

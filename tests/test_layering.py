@@ -76,7 +76,8 @@ FLOORS = (
     ("relaunch.generation", "relaunch.fields", "relaunch.text"),
     ("relaunch.agent.container.tls",),
 )
-"""From the top down: what stands on a floor imports what stands below it, and nothing above or beside it."""
+"""From the top down: what stands on a floor imports what stands below it, and nothing above or
+beside it."""
 AGENT = "relaunch.agent"
 """Runs on the nodes, and imports nothing else of ours."""
 CORE = (
@@ -102,7 +103,8 @@ ALLOWED = [
     # What runs on the nodes is built by `artifact` and read as files. Both ends of a TLS connection
     # load the same settings.
     ("relaunch.backends", (*CORE, "relaunch.agent.container.tls")),
-    # backends.answers: what a node says in a watch or a list is parsed by the activity that takes it.
+    # backends.answers: what a node says in a watch or a list is parsed by the activity that takes
+    # it.
     ("relaunch.activities", (*BOTTOM, "relaunch.backends.base", "relaunch.backends.answers")),
     (
         "relaunch.workflows",
@@ -137,7 +139,7 @@ def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]
 
 
 def imports() -> dict[str, set[str]]:
-    """By module: the modules of ours that its file names in an import, also for types alone and within functions."""
+    """By module: the modules of ours that its file imports, also for types and in functions."""
     names = {
         name: ROOT.joinpath(*name.split("."))
         for name in [*modules("relaunch"), *modules("relaunch.workflows")]
@@ -217,7 +219,8 @@ def test_a_package_is_a_docstring(package: str) -> None:
 def test_a_pure_package_loads_the_standard_library_and_no_more(
     packages: tuple[str, ...], also: tuple[str, ...]
 ) -> None:
-    # By their files: pydantic looks for plugins of whatever is installed, so its own imports are taken as given.
+    # By their files: pydantic looks for plugins of whatever is installed, so its own imports are
+    # taken as given.
     given = set(loaded("pydantic", "pydantic.functional_validators")) if also else set()
     names = [one for package in packages for one in modules(package)]
     found = [
@@ -243,14 +246,18 @@ def reaches(path: Path, package: str) -> list[str]:
     return found
 
 
-def test_the_command_line_reaches_nodes_in_two_modules_for_whoever_has_no_worker_yet() -> None:
-    """`nodes check --file`, `nodes trust` and `nodes discover` come before the first worker; whatever acts on a node goes through one."""
+def test_the_command_line_reaches_nodes_in_two_modules_only() -> None:
+    """`nodes check --file`, `nodes trust` and `nodes discover` come before the first worker.
+
+    Whatever acts on a node goes through one.
+    """
     files = sorted((ROOT / "relaunch" / "cli").rglob("*.py"))
     assert [path.name for path in files if reaches(path, "relaunch.backends")] == [
         "direct.py",
         "discover.py",
     ]
-    # None of it at its import: `relaunch jobs` does not wait for paramiko or boto3, nor does whatever keeps it imported.
+    # None of it at its import: `relaunch jobs` does not wait for paramiko or boto3, nor does
+    # whatever keeps it imported.
     assert [
         name
         for name in loaded(*modules("relaunch.cli"))
@@ -277,7 +284,7 @@ def test_the_core_knows_no_clock_and_no_log() -> None:
             assert word not in text, f"{path.name} has {word!r}"
 
 
-def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line() -> None:
+def test_importing_for_a_replay_loads_no_cloud_ssh_or_commands() -> None:
     found = loaded(
         "relaunch.workflows.training_job.workflow",
         "relaunch.temporal",
@@ -287,7 +294,7 @@ def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line
     assert [name for name in found if name in HEAVY] == []
 
 
-def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
+def test_the_command_line_and_local_workers_load_no_ssh() -> None:
     found = loaded(
         "relaunch.cli.app", "relaunch.cli.repairs", "relaunch.cli.nodes", "relaunch.worker"
     )
@@ -322,7 +329,7 @@ def test_a_command_that_asks_no_server_loads_no_sdk(words: tuple[str, ...]) -> N
     assert [name for name in found if within(name, heavy)] == []
 
 
-def test_commands_about_a_job_load_the_part_of_the_core_that_they_print() -> None:
+def test_commands_about_a_job_load_only_the_core_that_they_print() -> None:
     found = loaded("relaunch.cli.jobs", "relaunch.cli.tables", "relaunch.temporal")
     assert [name for name in found if within(name, ("relaunch.job", "relaunch.spec"))] == []
 
@@ -350,8 +357,12 @@ sys.exit(bool(failed))
         for package in ("recovery", "workflows", "activities", "backends")
         for name in modules(package)
     ]
-    # Forked from one interpreter that has only third parties loaded: a process for each, at a fraction of the time.
-    prelude = "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic, paramiko\n"
+    # Forked from one interpreter that has only third parties loaded: a process for each, at a
+    # fraction of the time.
+    prelude = (
+        "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic, "
+        "paramiko\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", prelude + program, *names],
         cwd=ROOT,

@@ -1,4 +1,7 @@
-"""The example that demos and users run: real processes, real sockets, real SIGKILL, results compared bit for bit."""
+"""The example that demos and users run.
+
+Real processes, real sockets, real SIGKILL, results compared bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         one.kill()
 
 
-def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
+def test_a_run_killed_twice_ends_with_the_bits_of_a_whole_one(
     tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
     calm, harried = tmp_path / "calm", tmp_path / "harried"
@@ -141,7 +144,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
     )  # it learns: an even guess is ln 67 = 4.2
 
 
-def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(
+def test_torn_and_corrupt_checkpoints_are_skipped_in_words(
     tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -158,18 +161,19 @@ def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(
     assert again.wait() == {0: 0}
     for spoilt in (newest, second):
         assert (
-            f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its content"
-            in again.log(0)
+            f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its "
+            "content" in again.log(0)
         )
     assert "going on after step 50" in again.log(0)
     assert expected == (folder / "final.json").read_bytes()
     assert third.exists()
 
 
-def test_a_peer_that_dies_makes_the_others_fail_before_their_next_exchange_S3_6(
+def test_s3_6_a_dead_peer_fails_the_others_before_their_exchange(
     launch: Callable[..., Launch],
 ) -> None:
-    # A step of ten seconds: the loss has to be noticed while the ranks only wait, not at the next exchange.
+    # A step of ten seconds: the loss has to be noticed while the ranks only wait, not at the next
+    # exchange.
     ranks = launch("a", 4, "--steps", "3", "--batch", "8", "--step-time", "10").start()
     eventually(
         "all ranks are in their first step",
@@ -212,7 +216,7 @@ def test_rank_0_turns_away_a_rank_of_another_generation(launch: Callable[..., La
     assert ranks.start(1).wait() == {0: 0, 1: 0}
 
 
-def test_a_checkpoint_of_other_flags_is_refused_and_the_error_is_left_for_torchelastic_S3_6(
+def test_s3_6_a_checkpoint_of_other_flags_leaves_an_error_file(
     tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
     flags = ("--batch", "2", "--checkpoint", str(tmp_path / "checkpoints"))
@@ -240,7 +244,7 @@ def test_the_gradient_written_by_hand_is_the_slope_of_the_loss() -> None:
         assert (higher - lower) / 2e-6 == pytest.approx(gradient[at], rel=1e-4, abs=1e-7)
 
 
-def test_the_ranks_shares_add_up_to_the_gradient_of_the_whole_batch() -> None:
+def test_the_ranks_shares_add_up_to_the_gradient_of_the_batch() -> None:
     shape = train_lm.Shape(vocabulary=11, context=7, width=8, heads=2)
     flat = shape.initial(3).astype(np.float64)
     text = np.random.default_rng(1).integers(0, 11, size=100)

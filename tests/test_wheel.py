@@ -1,4 +1,7 @@
-"""What people install: the wheel alone, in an environment of its own, with nothing of the checkout but the libraries it needs."""
+"""What people install: the wheel alone, in a separate environment.
+
+With nothing of the checkout but the libraries it needs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment in which the wheel is installed, and the libraries that it names are at hand."""
+    """The programs of an environment with the wheel, with the libraries that it names at hand."""
     folder = tmp_path_factory.mktemp("environment")
     python = str(folder / "bin" / "python")
     uv = shutil.which("uv")  # an environment that it made has no pip
@@ -61,7 +64,8 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN)
         assert done.returncode == 0, done.stderr
     (packages,) = (folder / "lib").glob("python*/site-packages")
-    # A folder that is named here is searched, and its own .pth files, one of which leads to the checkout, are not read.
+    # A folder that is named here is searched, and its own .pth files, one of which leads to the
+    # checkout, are not read.
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
 

@@ -1,4 +1,7 @@
-"""The worker's fleet files, read again while it runs: what changed is served, what cannot be used changes nothing."""
+"""The worker's fleet files, read again while it runs.
+
+What changed is served, what cannot be used changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def fleets(fleet_file: Path, tmp_path: Path) -> WorkerFleets:
     return make_fleets(Settings(state=tmp_path / "state", fleets=(fleet_file,)))
 
 
-def test_a_fleet_file_that_did_not_change_is_served_by_the_same_backend(
+def test_an_unchanged_fleet_file_is_served_by_the_same_backend(
     fleets: WorkerFleets,
 ) -> None:
     spec, backend = fleets.spec("lab"), fleets.backend("lab")
@@ -55,7 +58,7 @@ def test_a_fleet_file_that_did_not_change_is_served_by_the_same_backend(
     assert fleets.backend("lab") is backend
 
 
-async def test_a_changed_fleet_file_is_served_and_what_goes_on_over_the_old_backend_is_closed_with_the_worker(
+async def test_a_changed_fleet_file_is_served_and_old_ones_close_last(
     fleets: WorkerFleets, fleet_file: Path
 ) -> None:
     before = fleets.backend("lab")
@@ -67,7 +70,7 @@ async def test_a_changed_fleet_file_is_served_and_what_goes_on_over_the_old_back
     await fleets.close()
 
 
-async def test_a_worker_that_nobody_told_to_read_its_changed_fleet_file_serves_the_new_node_too(
+async def test_a_worker_serves_a_new_node_without_an_order_to_reload(
     fleets: WorkerFleets, fleet_file: Path
 ) -> None:
     fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4}\n")
@@ -90,7 +93,7 @@ async def test_a_worker_that_nobody_told_to_read_its_changed_fleet_file_serves_t
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_a_fleet_file_that_cannot_be_used_is_said_in_a_sentence_and_the_fleet_stays_as_it_was(
+def test_an_unusable_fleet_file_is_reported_and_the_fleet_stays(
     fleets: WorkerFleets, fleet_file: Path, text: str | None, sentence: str
 ) -> None:
     if text is None:
@@ -108,7 +111,7 @@ def test_a_fleet_that_no_file_names_is_refused(fleets: WorkerFleets) -> None:
         fleets.reload("other")
 
 
-def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_made_later(
+def test_every_backend_orders_for_the_workers_server_also_later(
     fleets: WorkerFleets, fleet_file: Path
 ) -> None:
     fleets.set_server("6c1e9ba4")
@@ -119,7 +122,7 @@ def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_
     assert fleets.backend("lab").server == "6c1e9ba4"
 
 
-async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_stops_nothing(
+async def test_a_second_controller_of_the_same_names_is_refused(
     fleet_file: Path, tmp_path: Path
 ) -> None:
     one, other = (

@@ -1,4 +1,7 @@
-"""A node for tests: the real zipapp as real processes, in a state folder of its own, with times scaled down."""
+"""A node for tests: the real zipapp as real processes in a separate state folder.
+
+Its times are scaled down.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def expect_done(answer: Any) -> dict[str, Any]:
 
 
 def send_to_shim(node: Node, value: Json) -> None:
-    """Give an order to the shim itself, as a command does, and do not wait for more than that it was heard."""
+    """Give an order to the shim itself, as a command does, and wait only until it was received."""
     with node.connect_to_shim() as caller:
         caller.sendall(json.dumps(value).encode() + b"\n")
         assert caller.recv(4096)
@@ -367,7 +370,7 @@ class Node:
         ]
 
     def _remove_cgroups(self) -> None:
-        """Remove the control groups of this node's generations, which no agent is left to remove."""
+        """Remove the control groups of this node's generations once no agent is left to do so."""
         for launch in self.state.glob("jobs/*/*-*/started.json"):
             folder = (read_json(launch) or {}).get("cgroup")
             if folder is not None:

@@ -1,4 +1,7 @@
-"""The one file that the agent is shipped as: the same wherever it was built, whole, and read by a Python of any version."""
+"""The agent is shipped as one file: identical wherever it was built, whole, and portable.
+
+A Python of any version reads it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ import pytest
 
 from relaunch.backends.artifact import build_agent
 
-BUILD = "import sys, pathlib; {before}; from relaunch.backends.artifact import build_agent; build_agent(pathlib.Path(sys.argv[1]))"
+BUILD = (
+    "import sys, pathlib; {before}; from relaunch.backends.artifact import build_agent; "
+    "build_agent(pathlib.Path(sys.argv[1]))"
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_torn(
+def test_the_artifact_is_named_by_content_and_rebuilt_if_torn(
     tmp_path: Path,
 ) -> None:
     first = build_agent(tmp_path / "a")
@@ -40,7 +46,7 @@ def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_
         assert build_agent(tmp_path / "a").read_bytes() == whole
 
 
-def test_processes_with_other_modules_and_another_order_of_hashes_build_the_same_bytes(
+def test_other_modules_and_hash_orders_build_the_same_bytes(
     tmp_path: Path,
 ) -> None:
     """Else each start of a worker would send all nodes another agent."""
@@ -65,9 +71,7 @@ def test_processes_with_other_modules_and_another_order_of_hashes_build_the_same
     [b"\0\0\r\n", importlib.util.MAGIC_NUMBER],
     ids=["built by another Python", "built by this Python"],
 )
-def test_an_agent_of_another_pythons_bytecode_runs_from_its_source(
-    tmp_path: Path, magic: bytes
-) -> None:
+def test_an_agent_with_foreign_bytecode_runs_from_its_source(tmp_path: Path, magic: bytes) -> None:
     built, other = build_agent(tmp_path / "a"), tmp_path / "other.pyz"
     with zipfile.ZipFile(built) as source, zipfile.ZipFile(other, "w") as archive:
         for name in source.namelist():

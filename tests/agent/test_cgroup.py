@@ -1,4 +1,7 @@
-"""What a rank has forked is found by its control group, whatever it did to its session, parent and environment."""
+"""What a rank has forked is found by its control group.
+
+That holds whatever it did to its session, parent and environment.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ STRAY = "setsid env -i setsid sleep 1000 & exec sleep 1000"
 
 
 def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
-    """Start a rank that leaves a process of another session without an environment; return both and their control group."""
+    """Start a rank that leaves a process of another session without an environment.
+
+    Return both and their control group.
+    """
     pids = node.run(1, ["sh", "-c", STRAY], ranks=1)
     folder = json.loads((node.folder() / "started.json").read_text())["cgroup"]
     if folder is None:
@@ -49,7 +55,7 @@ def test_a_killed_shim_leaves_no_process_without_an_environment(node: Node) -> N
     wait_for(lambda: "ShimDied" in [seen["kind"] for seen in node.journal()])
 
 
-def test_a_stop_finds_what_is_left_when_all_that_knew_of_it_are_killed(node: Node) -> None:
+def test_a_stop_finds_processes_whose_parents_were_all_killed(node: Node) -> None:
     pids, stray, folder = run_with_stray(node)
     helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -68,7 +74,7 @@ def test_a_control_group_is_removed_with_its_generation(node: Node) -> None:
     wait_for(lambda: not folder.exists())
 
 
-def test_a_control_group_that_a_dead_shim_left_is_removed_by_the_next_launch(node: Node) -> None:
+def test_a_launch_removes_the_control_group_of_a_dead_shim(node: Node) -> None:
     _, _, folder = run_with_stray(node)
     for pid in (node.pid("supervisor"), node.pid("guard"), node.pid("shim")):
         os.kill(pid, signal.SIGSTOP)

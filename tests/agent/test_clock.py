@@ -1,4 +1,7 @@
-"""A machine that was paused, and whose clock stood still meanwhile, does not take a lease for longer than it was."""
+"""A paused machine does not take its lease for longer than it was.
+
+Its clock may have stood still during the pause.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ def renew(watch: Stream, stamp: float, age: float) -> None:
     watch.node.send({"id": watch.number, "send": {"renew": {"stamp": stamp, "age": age}}})
 
 
-def test_a_renewal_that_is_older_than_the_clock_says_ends_what_has_run_out(node: Node) -> None:
+def test_a_renewal_older_than_the_clock_ends_an_expired_lease(node: Node) -> None:
     pids = node.run(1, **LONG)
     watch = node.watch()
     watch.renew()
@@ -161,7 +164,7 @@ def test_renewals_that_waited_through_a_pause_tell_of_it_once(node: Node) -> Non
     assert all(map(is_alive, pids.values()))
 
 
-def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it(
+def test_a_renewal_read_after_a_pause_but_sent_before_is_ignored(
     node: Node,
 ) -> None:
     node.run(1, **LONG)
@@ -175,7 +178,7 @@ def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it
     assert watch.read_until("heartbeat")["lease_left"] <= 20
 
 
-def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_the_next_one(
+def test_a_renewal_older_than_the_clock_shortens_the_lease(
     node: Node,
 ) -> None:
     pids = node.run(1, **LONG)
@@ -259,7 +262,7 @@ def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
 
 
 @pytest.mark.long
-def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(
+def test_a_paused_node_with_a_stopped_clock_ends_its_ranks_later(
     make_node: Callable[..., Node], make_shifted_node: Any
 ) -> None:
     times = {"fence_after": 4.0, "stop_grace": 0.3}
@@ -283,10 +286,13 @@ def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(
         assert not find_fence(first)
 
 
-def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(
+def test_an_unwatched_node_without_its_gang_fences_while_leased(
     make_node: Callable[..., Node],
 ) -> None:
-    """As a machine that was paused finds things: its gang was stopped, and the controller watches another generation."""
+    """The state that a paused machine finds when it goes on.
+
+    Its gang was stopped, and the controller watches another generation.
+    """
     first, second = make_node("n1"), make_node("n2")
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
     second.kill_everything()

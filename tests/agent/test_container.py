@@ -1,4 +1,7 @@
-"""The agent inside a rank's container: real processes, its port on loopback, and a controller's own side of the wire."""
+"""The agent inside a rank's container.
+
+Real processes, its port on loopback, and a controller's side of the wire.
+"""
 
 from __future__ import annotations
 
@@ -181,13 +184,17 @@ def test_it_ends_as_its_rank_ended(make: Make, ends: str, code: int) -> None:
     assert "RELAUNCH_AGENT_KEY is not set: no port is opened" in container.printed
 
 
-def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_names_its_rank(
-    make: Make, tmp_path: Path
-) -> None:
+def test_the_first_failed_rank_gives_the_code_and_lines_name_it(make: Make, tmp_path: Path) -> None:
     # The second catches what the failure of the first brings it, and ends with a code of its own.
-    script = 'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on $RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
+    script = (
+        'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on '
+        '$RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
+    )
     script += 'trap "exit 9" TERM; test $RANK = 5 && touch "$SAID"; '
-    script += 'if [ $RANK = 4 ]; then while [ ! -e "$SAID" ]; do sleep 0.02; done; exit 7; fi; while :; do sleep 0.05; done'
+    script += (
+        'if [ $RANK = 4 ]; then while [ ! -e "$SAID" ]; do sleep 0.02; done; exit 7; fi; while :; '
+        "do sleep 0.05; done"
+    )
     container = make(
         in_shell(script),
         ranks=2,
@@ -201,7 +208,7 @@ def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_nam
     ]
 
 
-def test_all_that_was_printed_is_there_when_it_ends_in_order_and_once(make: Make) -> None:
+def test_all_output_is_there_at_the_end_in_order_and_once(make: Make) -> None:
     container = make(
         python_command(
             "import sys\nfor n in range(50000): print(n)\nsys.stdout.write('no newline')"
@@ -226,7 +233,7 @@ def test_who_is_asked_to_go_stops_its_ranks_and_ends_with_143(make: Make) -> Non
     assert container.printed.count("saved") == 2 and not any(map(is_alive, pids))
 
 
-def test_ranks_that_do_not_go_when_asked_are_killed_after_their_grace(make: Make) -> None:
+def test_ranks_that_ignore_a_stop_are_killed_after_their_grace(make: Make) -> None:
     container = make(
         in_shell('trap "" TERM; echo ready; while :; do sleep 0.05; done'),
         stop_grace=0.2,
@@ -240,13 +247,14 @@ def test_ranks_that_do_not_go_when_asked_are_killed_after_their_grace(make: Make
 def test_ranks_whose_shim_was_killed_end_it_with_137(make: Make) -> None:
     container = make(in_shell("echo ready; exec sleep 1000"), port=None)
     pids = container.pids()
-    # What ranks print is copied once their start was answered: a shim killed before that leaves a failed start, 126.
+    # What ranks print is copied once their start was answered: a shim killed before that leaves a
+    # failed start, 126.
     wait_for(lambda: "ready" in container.printed)
     os.kill(json.loads((container.folder / "shim.json").read_text())["pid"], signal.SIGKILL)
     assert container.ended() == 137 and not any(map(is_alive, pids))
 
 
-def test_without_an_order_the_command_runs_as_if_the_agent_were_not_there(make: Make) -> None:
+def test_without_an_order_the_command_runs_as_without_agent(make: Make) -> None:
     container = make(in_shell("echo $$; exit 3"), env={"RELAUNCH_ORDER": ""})
     assert container.ended() == 3
     assert container.printed == f"{container.process.pid}\n"
@@ -267,7 +275,7 @@ def test_what_cannot_be_started_says_why(make: Make) -> None:
     os.geteuid() != 0 or shutil.which("unshare") is None,
     reason="a PID namespace needs root and unshare",
 )
-def test_as_the_first_process_it_reaps_orphans_and_passes_on_that_it_shall_go(make: Make) -> None:
+def test_as_first_process_it_reaps_orphans_and_forwards_sigterm(make: Make) -> None:
     # Its grandchild outlives the rank, and would be a zombie or a survivor where nobody reaps.
     orphan = "(setsid sh -c 'trap \"\" TERM; sleep 0.1' &) ; echo $$; exit 5"
     before = ["unshare", "-pf", "--mount-proc", "--kill-child"]
@@ -291,18 +299,20 @@ def test_as_the_first_process_it_reaps_orphans_and_passes_on_that_it_shall_go(ma
 # --- what it tells
 
 
-async def test_who_has_the_key_sees_progress_the_end_and_the_error_file(
+async def test_a_client_with_the_key_sees_progress_end_and_error_file(
     make: Make, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
     code = f"""
 import json, os, time
 rank = os.environ['RANK']
-with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: json.dump({{'step': 12, 'loss': 3.5}}, file)
+with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: \
+json.dump({{'step': 12, 'loss': 3.5}}, file)
 print('about to fail', flush=True)
 while not os.path.exists({str(go)!r}): time.sleep(0.01)
 if rank == '5':
-    message = {{'message': {{'message': 'RuntimeError: of the rank', 'extraInfo': {{'timestamp': '1'}}}}}}
+    message = {{'message': {{'message': 'RuntimeError: of the rank', \
+'extraInfo': {{'timestamp': '1'}}}}}}
     with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: json.dump(message, file)
     os._exit(1)
 time.sleep(1000)
@@ -334,7 +344,7 @@ time.sleep(1000)
     assert time.monotonic() - told < 2.5
 
 
-async def test_logs_stacks_list_and_probe_are_told_and_nothing_can_be_ordered(make: Make) -> None:
+async def test_a_client_can_read_logs_stacks_and_probes_but_not_order(make: Make) -> None:
     container = make(in_shell("echo one; exec sleep 1000"))
     wait_for(container.listens)
     (pid,) = container.pids()
@@ -381,7 +391,8 @@ async def test_who_has_another_key_or_none_learns_nothing(make: Make) -> None:
         await container.session(make_key()).list()
     key, certificate = make_parts()
     ours = "".join(Secret(KEY)._certificates)
-    # The key pair of another, with our certificate beside it: the agent is believed, and believes not.
+    # The key pair of another, with our certificate beside it: the agent is believed, and believes
+    # not.
     with pytest.raises(Unreachable):
         await container.session(f"{key}{certificate}{ours}").list()
     refused = await _connected(container, f"{key}{certificate}{ours}")
@@ -422,7 +433,7 @@ async def _connected(container: Container, key: str) -> wire.WirePipe:
     ],
     ids=["an order", "HTTP", "a handshake", "data", "zeros"],
 )
-async def test_who_does_not_speak_tls_gets_no_answer_and_delays_nobody(
+async def test_a_client_without_tls_gets_no_answer_and_delays_no_other(
     make: Make, said: bytes
 ) -> None:
     container = make(FOR_EVER)
@@ -440,7 +451,7 @@ async def test_who_does_not_speak_tls_gets_no_answer_and_delays_nobody(
     assert "Traceback" not in container.printed
 
 
-async def test_who_connects_and_does_not_finish_is_closed_in_time_and_holds_up_no_stop(
+async def test_an_unfinished_handshake_is_closed_and_delays_no_stop(
     make: Make,
 ) -> None:
     container = make(in_shell("trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"))
@@ -551,7 +562,7 @@ async def test_who_listens_without_the_key_is_not_believed(
     assert "did not finish the TLS handshake within 0.3 s" in await _impostor(_is_silent)
 
 
-async def test_a_certificate_whose_time_is_over_or_has_not_come_is_named() -> None:
+async def test_an_expired_or_not_yet_valid_certificate_is_named() -> None:
     for begins, ends, said in (
         (timedelta(days=-9), timedelta(days=-1), "has expired: exchange the agent key"),
         (timedelta(days=1), timedelta(days=9), "is not valid yet: is the clock"),
@@ -625,9 +636,7 @@ async def _list_answered(pipe: wire.WirePipe) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["replayed", "changed", "left out", "of another connection"])
-async def test_a_record_that_is_not_its_senders_next_one_ends_the_connection(
-    make: Make, spoil: str
-) -> None:
+async def test_a_record_out_of_sequence_ends_the_connection(make: Make, spoil: str) -> None:
     container = make(FOR_EVER)
     wait_for(container.listens)
     async with _between(container) as (between, pipe), _between(container) as (other, aside):
@@ -664,13 +673,14 @@ async def test_a_whole_connection_that_is_repeated_starts_nothing(make: Make) ->
     async with asyncio.timeout(PATIENCE):
         while record := await _record(reader):
             records.append(record)
-    # The agent's half of a new handshake and an alert; the first line of a session is longer than that.
+    # The agent's half of a new handshake and an alert; the first line of a session is longer than
+    # that.
     assert [record[0] for record in records].count(ALERT) <= 1
     assert records[-1][0] == ALERT or len(records[-1]) <= 5 + 2 + 1 + 16
     writer.transport.abort()
 
 
-async def test_what_was_changed_on_its_way_to_the_controller_ends_the_session(
+async def test_bytes_changed_towards_the_controller_end_the_session(
     make: Make,
 ) -> None:
     container = make(FOR_EVER)
@@ -805,7 +815,7 @@ def test_without_a_key_that_can_be_used_no_port_is_opened(
 
 
 @pytest.mark.long
-async def test_a_port_that_another_has_is_opened_once_that_one_has_gone(
+async def test_a_port_in_use_is_opened_once_it_is_free(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as other:
@@ -827,7 +837,7 @@ async def test_a_port_that_another_has_is_opened_once_that_one_has_gone(
     assert exits == [4]
 
 
-async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_back(
+async def test_a_watcher_that_reconnects_learns_the_end(
     make: Make,
 ) -> None:
     container = make(in_shell("while test ! -e go; do sleep 0.02; done; exit 6"))
@@ -843,9 +853,7 @@ async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_bac
     assert container.ended() == 6
 
 
-def test_a_relative_state_folder_is_not_mistaken_for_another_containers(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_relative_state_folder_belongs_to_this_container(make: Make, tmp_path: Path) -> None:
     def in_its_folder(number: int) -> dict[str, Any]:
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path / str(number))]
         return {"env": {"RELAUNCH_AGENT_STATE": "state"}, "before": inside}

@@ -1,4 +1,7 @@
-"""Killed between any two steps: the same orders again converge, and every rank is started exactly once."""
+"""Killed between any two steps, the agent converges on the same orders.
+
+Every rank is started exactly once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ COUNTED = ["sh", "-c", 'echo x >> "$COUNT/$R"; exec sleep 1000']
 
 
 def launch(node: Node, generation: int, count: Path) -> list[str]:
-    """Give both orders until they are answered, as a controller does; return the outcomes, silence in a row counted once."""
+    """Give both orders until they are answered, as a controller does.
+
+    Return the outcomes, silence in a row counted once.
+    """
     outcomes: list[str] = []
     for order in ("prepare", "start"):
         for _ in range(20):
@@ -44,9 +50,7 @@ def test_prepare_again_after_it_was_killed(node: Node, tmp_path: Path, name: str
     wait_for(lambda: list_starts(tmp_path, 2) == ["x\n", "x\n"])
 
 
-def test_a_shim_killed_on_receiving_the_start_can_be_prepared_again(
-    node: Node, tmp_path: Path
-) -> None:
+def test_a_shim_killed_on_receiving_the_start_can_prepare_again(node: Node, tmp_path: Path) -> None:
     node.set_failpoint("start.received")
     assert launch(node, 1, tmp_path) == ["done", "silent", "not_prepared"]
     assert launch(node, 1, tmp_path) == ["done", "done"]
@@ -56,7 +60,7 @@ def test_a_shim_killed_on_receiving_the_start_can_be_prepared_again(
 @pytest.mark.parametrize(
     ("name", "then"), [("start.forking", "cannot_start"), ("start.forked", "done")]
 )
-def test_a_shim_killed_while_forking_leaves_no_rank_and_is_not_launched_again(
+def test_a_shim_killed_while_forking_leaves_no_rank_and_no_retry(
     node: Node, tmp_path: Path, name: str, then: str
 ) -> None:
     node.prepare(1)

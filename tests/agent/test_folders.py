@@ -119,7 +119,7 @@ def test_a_parent_in_which_every_user_can_rename_is_refused(
 
 
 @needs_root
-def test_a_given_folder_is_followed_through_a_link_of_ones_own_only(
+def test_only_a_link_of_the_same_owner_to_a_folder_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
@@ -147,7 +147,7 @@ print('up', flush=True)
 time.sleep(1000)"""
 
 
-def test_state_that_was_removed_whole_comes_back_where_its_shim_makes_it_again(
+def test_state_that_was_removed_whole_is_restored_by_its_shim(
     roots: tuple[Path, Path], name: str
 ) -> None:
     old = roots[1] / name / "m1"
@@ -185,7 +185,7 @@ done
 @needs_root
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
 def test_a_user_whose_folder_another_made_first_is_served(tmp_path: Path, agent: Path) -> None:
-    """The whole agent as a plain user, in a mount namespace that has its own /var/lib and /var/tmp."""
+    """The whole agent as a plain user, in a mount namespace with private /var/lib and /var/tmp."""
     if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("mount namespaces cannot be made here")
     script = TAKEN.format(own=OWN_UID, other=OTHER_UID, agent=f"{sys.executable} -S -")

@@ -1,4 +1,7 @@
-"""A full disk under the state folder: what lives is watched and stopped, exits are told, orders are answered."""
+"""A full disk under the state folder.
+
+Living ranks are watched and stopped, exits are reported, orders are answered.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from relaunch.agent import disk
 from relaunch.agent.ranks.journal import Journal, read
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-WAITS = "import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.02)\nraise SystemExit(3)"
+WAITS = (
+    "import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.02)\n"
+    "raise SystemExit(3)"
+)
 
 
 class SmallDisk:
@@ -67,7 +73,7 @@ def run_two_that_wait(node: Node, go: Path) -> dict[str, int]:
 
 
 @needs_mount
-def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(
+def test_an_exit_on_a_full_disk_is_reported_and_stops_the_others(
     full_node: Node, small_disk: SmallDisk, tmp_path: Path
 ) -> None:
     run_two_that_wait(full_node, tmp_path / "go")
@@ -133,7 +139,7 @@ def test_a_job_that_a_full_disk_never_took_can_be_stopped(
 
 
 @needs_mount
-def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
+def test_a_stop_that_cannot_be_written_still_stops_and_says_so(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     pids = full_node.run(1)
@@ -148,7 +154,7 @@ def test_a_stop_that_cannot_be_written_stops_all_the_same_and_says_so(
 
 
 @needs_mount
-def test_the_end_of_a_killed_shim_is_told_on_a_full_disk(
+def test_the_end_of_a_killed_shim_is_reported_on_a_full_disk(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     full_node.run(1)
@@ -171,7 +177,7 @@ def test_the_end_of_a_killed_shim_is_told_on_a_full_disk(
 
 
 @needs_mount
-def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(
+def test_a_launch_prepared_in_time_starts_or_is_refused_in_words(
     full_node: Node, small_disk: SmallDisk
 ) -> None:
     full_node.prepare(1)
@@ -188,7 +194,7 @@ def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(
 
 @needs_mount
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_launch_for_which_nothing_is_reserved_is_refused_in_words(
+def test_a_launch_without_reserved_space_is_refused_in_words(
     full_node: Node, small_disk: SmallDisk, left: int
 ) -> None:
     full_node.prepare(1)
@@ -222,7 +228,7 @@ def test_a_supervisor_is_replaced_on_a_full_disk(full_node: Node, small_disk: Sm
 
 
 @needs_mount
-def test_a_line_that_was_written_in_part_is_taken_back_and_written_later(
+def test_a_line_written_in_part_is_removed_and_written_later(
     small_disk: SmallDisk,
 ) -> None:
     path = small_disk.folder / "journal.jsonl"

@@ -1,4 +1,7 @@
-"""Who computes on a node's GPUs, as a look at it tells; and the bindings for NVML, which are compiled once. The library is a double."""
+"""Who computes on a node's GPUs, as a look at it tells.
+
+And the bindings for NVML, which are compiled once. The library is a double.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,7 @@ def list_gpu_processes(look: Look, gpu: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-def test_s2_10_a_look_tells_what_the_gpus_are_and_only_when_it_is_asked_to(
-    look: Look, node: Node
-) -> None:
+def test_s2_10_a_look_reports_gpus_only_when_asked_to(look: Look, node: Node) -> None:
     answer = look()
     assert (answer["gpus"]["driver"], answer["gpus"]["nvml"]) == ("570.124.06", "13.570.0")
     assert answer["gpus"]["gpus"][1] == {
@@ -68,7 +69,7 @@ def test_s2_10_a_look_tells_what_the_gpus_are_and_only_when_it_is_asked_to(
     assert refusal(node.order("list", gpus="yes")) == "bad_order"
 
 
-def test_s2_10_a_stranger_is_told_by_name_and_program_and_never_by_its_arguments(
+def test_s2_10_a_stranger_is_reported_by_name_without_arguments(
     look: Look, uses: Callable[..., None], stranger: subprocess.Popen[bytes]
 ) -> None:
     uses(stranger.pid)
@@ -85,7 +86,7 @@ def test_s2_10_a_stranger_is_told_by_name_and_program_and_never_by_its_arguments
     assert "secret" not in json.dumps(look())
 
 
-def test_a_process_that_nobody_can_look_at_is_a_stranger_without_a_name(
+def test_an_unreadable_process_is_a_stranger_without_a_name(
     look: Look, uses: Callable[..., None]
 ) -> None:
     uses(4194305)  # above any pid that a kernel gives
@@ -94,7 +95,7 @@ def test_a_process_that_nobody_can_look_at_is_a_stranger_without_a_name(
     ]
 
 
-def test_a_rank_and_what_it_forked_are_ours_and_a_look_at_them_changes_nothing(
+def test_a_rank_and_its_forks_are_ours_and_looks_change_nothing(
     look: Look, uses: Callable[..., None], node: Node, stranger: subprocess.Popen[bytes]
 ) -> None:
     (rank,) = node.run(
@@ -125,7 +126,7 @@ def test_a_rank_and_what_it_forked_are_ours_and_a_look_at_them_changes_nothing(
     ].count(True) == 2
 
 
-def test_a_rank_that_wrote_over_its_environment_is_known_by_its_session(
+def test_a_rank_that_overwrote_its_environment_has_its_session(
     look: Look, uses: Callable[..., None], node: Node
 ) -> None:
     (rank,) = node.run(1, ["env", "-i", "sleep", "1000"], ranks=1).values()
@@ -149,7 +150,7 @@ def test_what_a_dead_generation_left_behind_is_a_stranger(
         left.kill()
 
 
-def test_a_rank_of_another_node_on_this_machine_is_ours_and_whoever_only_says_so_is_not(
+def test_a_rank_of_another_node_here_is_ours_but_no_mere_claim(
     make_node: Callable[..., Node], tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
     node, other = make_node("n1"), make_node("n2")
@@ -179,9 +180,7 @@ def test_a_tool_that_we_run_on_the_gpus_is_ours(node: Node) -> None:
 
 
 @pytest.mark.long  # the contract of the backends has it
-def test_gpus_are_not_read_while_somebody_holds_the_node(
-    look: Look, node: Node, programs: Path
-) -> None:
+def test_gpus_are_not_read_while_the_node_is_held(look: Look, node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", seconds=1000)
     node.begin("diagnose", id="r1", level=1, within=60.0)
     wait_for(lambda: calls(programs, "dcgmi"))
@@ -190,18 +189,22 @@ def test_gpus_are_not_read_while_somebody_holds_the_node(
     assert "gpus" not in answer
 
 
-# --- the bindings --------------------------------------------------------------------------------------------------------
+# --- the bindings ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def read(agent: Path, tmp_path: Path, nvml_built: Path) -> Callable[[], dict[str, Any]]:
-    """Ask NVML in the process that the agent asks it in; `by` says which file the bindings came from."""
+    """Ask NVML in the process that the agent asks it in.
+
+    `by` says which file the bindings came from.
+    """
     install_nvml(tmp_path / "lib", nvml_built)
     (tmp_path / "state").mkdir(mode=0o700)
     code = (
         "import atexit, runpy, sys\n"
         "sys.argv = sys.argv[1:]\n"
-        "atexit.register(lambda: sys.stderr.write(sys.modules['pynvml'].__file__ + ' ' + str(sys.modules['pynvml'].__cached__)))\n"
+        "atexit.register(lambda: sys.stderr.write(sys.modules['pynvml'].__file__ + ' ' + "
+        "str(sys.modules['pynvml'].__cached__)))\n"
         "import os; os._exit = sys.exit\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
@@ -235,7 +238,7 @@ def read(agent: Path, tmp_path: Path, nvml_built: Path) -> Callable[[], dict[str
     return read
 
 
-def test_the_bindings_are_unpacked_once_and_their_bytecode_is_kept_where_only_we_write(
+def test_bindings_are_unpacked_once_and_bytecode_stays_private(
     read: Callable[[], Any], tmp_path: Path
 ) -> None:
     first = read()
@@ -291,7 +294,7 @@ def test_a_link_in_their_place_is_taken_away_and_not_followed(
     assert (tmp_path / "elsewhere").is_dir()
 
 
-def test_bindings_that_are_torn_are_unpacked_anew(read: Callable[[], Any]) -> None:
+def test_torn_bindings_are_unpacked_again(read: Callable[[], Any]) -> None:
     first = read()
     first["by"].write_text("torn")
     assert read()["by"] == first["by"]
@@ -308,7 +311,7 @@ def test_a_node_that_cannot_keep_them_reads_all_the_same(
 
 
 @pytest.mark.long
-def test_those_of_another_version_go_after_a_month_without_a_reading(
+def test_bindings_of_another_version_go_after_a_month_unread(
     read: Callable[[], Any], tmp_path: Path
 ) -> None:
     place = tmp_path / "state/pynvml"

@@ -1,4 +1,7 @@
-"""Ranks end at their fence although their shim is stopped, hangs in a write, or is gone together with its supervisor."""
+"""Ranks end at their fence although their shim fails.
+
+It is stopped, hangs in a write, or is gone together with its supervisor.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from relaunch.agent.protocol import Token
 from relaunch.agent.ranks import guard
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+STUBBORN = (
+    "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(1000)"
+)
 
 
 def state_of(pid: int) -> str:
@@ -76,7 +82,7 @@ def test_ranks_of_a_stopped_shim_and_another_die_at_their_fence(node: Node, help
         assert state_of(shim) == "T"
 
 
-def test_a_stopped_shim_does_not_end_ranks_whose_lease_is_renewed(node: Node) -> None:
+def test_a_stopped_shim_does_not_end_ranks_with_renewed_leases(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()
     shim = node.pid("shim")
@@ -95,7 +101,7 @@ def test_a_stopped_shim_does_not_end_ranks_whose_lease_is_renewed(node: Node) ->
     assert watch.read_observation("Fenced")["why"] == "isolated"
 
 
-def test_a_stopped_shim_is_reported_and_woken_and_its_dead_rank_is_not_alive(node: Node) -> None:
+def test_a_stopped_shim_is_reported_woken_and_its_dead_rank_seen(node: Node) -> None:
     pids = node.run(1)
     watch = node.watch()
     shim = node.pid("shim")
@@ -109,8 +115,8 @@ def test_a_stopped_shim_is_reported_and_woken_and_its_dead_rank_is_not_alive(nod
     assert watch.read_observation("RankExited")["stopped"] is True
 
 
-def test_a_shim_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: Node) -> None:
-    """The parent-death signal reaches the shell that the shim started, and not what the shell has started."""
+def test_a_shim_without_a_successor_leaves_no_rank_below_a_shell(node: Node) -> None:
+    """The parent-death signal reaches the shell that the shim started, and not its children."""
     node.run(1, ["sh", "-c", "sleep 1000; exit $?"], ranks=1)
     supervisor, shim = node.pid("supervisor"), node.pid("shim")
     node.pid("guard")
@@ -122,7 +128,7 @@ def test_a_shim_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: No
     wait_for(lambda: not node.list_leftovers(), "the guard stays although nothing is left to guard")
 
 
-def test_a_killed_guard_is_replaced_and_the_next_one_knows_the_fence(node: Node) -> None:
+def test_a_killed_guard_is_replaced_by_one_that_knows_the_fence(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()
     with renewing(watch):
@@ -139,7 +145,10 @@ def test_a_killed_guard_is_replaced_and_the_next_one_knows_the_fence(node: Node)
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which can be frozen: every write to it blocks, as on a disk that hangs."""
+    """A separate file system that can be frozen.
+
+    Every write to it blocks, as on a disk that hangs.
+    """
     image, folder = tmp_path / "disk.img", tmp_path / "disk"
     folder.mkdir()
     with image.open("wb") as file:
@@ -240,7 +249,7 @@ def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
             other.kill()
 
 
-def test_a_guard_that_begins_after_its_shim_died_kills_nothing_of_others(node: Node) -> None:
+def test_a_guard_starting_after_its_shim_died_kills_no_others(node: Node) -> None:
     node.prepare()
     token = Token("default", "j", 1, 1)
     order = {"stop_grace": 0.0, "stuck_after": 0.1}

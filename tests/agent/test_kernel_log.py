@@ -1,4 +1,7 @@
-"""What the kernel said rides with the exit of a rank that failed: real processes, and a file in place of the log."""
+"""The exit of a failed rank carries what the kernel logged.
+
+Real processes, and a file in place of the log.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ from relaunch.agent.node.kernel_log import (
 from relaunch.agent.state import Generation
 from relaunch.evidence.kernel_log import KERNEL_MARKS
 
-XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
+XID = (
+    "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the "
+    "bus."
+)
 OLD = "[11111.000000] NVRM: Xid (PCI:0000:06:00): 48, pid=99, name=python, DBE"
 FAILS_ON_CUE = [
     "sh",
@@ -73,7 +79,7 @@ def powerless() -> Iterator[None]:
         os.seteuid(before)
 
 
-def test_a_failed_rank_carries_what_the_kernel_said_since_its_generation_began_and_a_stopped_one_nothing(
+def test_a_failed_rank_carries_kernel_lines_a_stopped_one_none(
     node: Node, log: Path, tmp_path: Path
 ) -> None:
     start(node, tmp_path / "cue")
@@ -88,9 +94,7 @@ def test_a_failed_rank_carries_what_the_kernel_said_since_its_generation_began_a
     assert (seen[1]["kernel"], seen[1]["kernel_unreadable"], seen[1]["stopped"]) == ([], None, True)
 
 
-def test_ranks_that_an_order_stops_and_ranks_that_succeed_carry_nothing(
-    node: Node, log: Path
-) -> None:
+def test_stopped_and_successful_ranks_carry_no_kernel_lines(node: Node, log: Path) -> None:
     node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
     say(log, XID)
     wait_for(lambda: len(node.journal()) == 1)
@@ -101,7 +105,7 @@ def test_ranks_that_an_order_stops_and_ranks_that_succeed_carry_nothing(
     assert not (node.folder() / "kernel.json").exists()
 
 
-def test_it_is_read_when_the_rank_fails_though_nobody_watches_and_each_telling_is_the_same(
+def test_it_is_read_at_an_unwatched_failure_and_repeated_alike(
     node: Node, log: Path, tmp_path: Path
 ) -> None:
     start(node, tmp_path / "cue")
@@ -129,7 +133,7 @@ def test_a_log_that_cannot_be_read_is_said_to_be_unreadable(
     )
 
 
-def test_a_supervisor_killed_between_reading_and_keeping_costs_neither_the_observation_nor_its_lines(
+def test_a_supervisor_killed_before_it_keeps_lines_loses_none(
     node: Node, log: Path, tmp_path: Path
 ) -> None:
     start(node, tmp_path / "cue")
@@ -164,7 +168,7 @@ def test_the_end_of_a_shim_and_its_supervisor_carries_it_too(node: Node, log: Pa
         say(log, XID)
 
 
-def test_ranks_that_a_shim_took_along_carry_what_its_supervisor_read(node: Node, log: Path) -> None:
+def test_ranks_killed_with_a_shim_carry_what_its_supervisor_read(node: Node, log: Path) -> None:
     node.run(1)
     watch = node.watch()
     watch.read_until("heartbeat")
@@ -202,7 +206,7 @@ def test_the_newest_lines_are_kept_and_long_ones_are_cut(log: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["rotated", "cut"])
-def test_a_log_that_was_begun_anew_is_read_from_its_beginning(log: Path, how: str) -> None:
+def test_a_log_that_began_again_is_read_from_its_beginning(log: Path, how: str) -> None:
     say(log, "much " * 100)
     since = record_position()
     if how == "rotated":
@@ -211,13 +215,14 @@ def test_a_log_that_was_begun_anew_is_read_from_its_beginning(log: Path, how: st
     assert read(since) == {"kernel": [XID], "kernel_unreadable": None}
 
 
-def test_what_a_device_gives_is_one_record_a_call_told_with_its_time() -> None:
+def test_a_device_gives_one_record_a_call_with_its_time() -> None:
     """A pipe of packets gives records as /dev/kmsg does."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_DIRECT)
     for record in (
         b"6,1,90000000,-;Out of memory: Killed process 1 (old)\n",
         b"6,2,100000001,-;usb 1-1: new device\n",
-        b"3,3,100000002,-,caller=T1;NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off\n SUBSYSTEM=pci\n DEVICE=+pci:0000:05:00.0\n",
+        b"3,3,100000002,-,caller=T1;NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off\n"
+        b" SUBSYSTEM=pci\n DEVICE=+pci:0000:05:00.0\n",
         b"12,4,9100000003,-;EDAC MC0: 1 UE memory read error\n",
         b"12,5,9100000004,-;EDAC MC0: 1 CE memory read error\n",
     ):
@@ -234,9 +239,7 @@ def test_what_a_device_gives_is_one_record_a_call_told_with_its_time() -> None:
     os.close(writing)
 
 
-def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_handle_that_both_have(
-    log: Path, tmp_path: Path
-) -> None:
+def test_a_new_supervisor_distrusts_the_handle_of_a_dead_one(log: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_DIRECT)
     rest = b"6,2,1,-;Out of memory: Killed process 1 (what the first has left)\n"
     os.write(writing, rest)
@@ -253,9 +256,7 @@ def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_han
     os.close(writing)
 
 
-def test_a_device_that_was_filled_before_a_reboot_has_lost_it_and_a_file_has_not(
-    log: Path, tmp_path: Path
-) -> None:
+def test_a_reboot_loses_the_lines_of_a_device_and_not_of_a_file(log: Path, tmp_path: Path) -> None:
     for number, noted, expected in (
         (
             1,
@@ -277,7 +278,7 @@ def test_a_device_that_was_filled_before_a_reboot_has_lost_it_and_a_file_has_not
         assert (told["kernel"], told["kernel_unreadable"]) == expected
 
 
-def test_a_ring_that_came_round_is_read_on_and_said_to_lack_something(
+def test_a_ring_that_wrapped_is_read_on_and_marked_incomplete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = [BrokenPipeError(), b"6,9,1,-;NVRM: Xid 79\n", BlockingIOError()]

@@ -1,4 +1,7 @@
-"""Whatever single process is killed with -9: ranks go on with their exits still known, or are dead within a second."""
+"""Any single process is killed with -9.
+
+Ranks go on with their exits still known, or are dead within a second.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import time
 import pytest
 from real_node import Node, expect_done, is_alive, python_command, token, wait_for
 
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+STUBBORN = (
+    "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(1000)"
+)
 AWAY = """import subprocess, time
 subprocess.Popen(['setsid', 'setsid', 'sleep', '1000'])
 print('up', flush=True)
@@ -72,14 +78,14 @@ def test_a_rank_that_ends_well_leaves_the_others_running(node: Node) -> None:
     assert is_alive(pids["1"])
 
 
-def test_exit_codes_are_told_apart_from_signals(node: Node) -> None:
+def test_exit_codes_are_distinguished_from_signals(node: Node) -> None:
     node.run(1, ["sh", "-c", "exit 93"], ranks=1)
     seen = node.watch().read_observation("RankExited")
     assert (seen["exit_code"], seen["signal"], seen["stopped"]) == (93, None, False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_supervisor_is_replaced_and_nothing_else_changes(node: Node, number: int) -> None:
+def test_a_killed_supervisor_is_replaced_and_nothing_else_is(node: Node, number: int) -> None:
     pids = node.run(1)
     watch = node.watch()
     watch.read_until("heartbeat")
@@ -128,7 +134,7 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def test_shim_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(
+def test_shim_and_supervisor_killed_together_leave_no_rank(
     node: Node,
 ) -> None:
     pids = node.run(1)
@@ -164,8 +170,11 @@ def test_an_order_under_way_is_finished_when_the_connection_ends(node: Node) -> 
     assert json.loads((node.folder().parent / "highest.json").read_text())["stopped"] == [1, 1]
 
 
-def test_a_generation_that_was_prepared_before_a_reboot_is_not_prepared_again(node: Node) -> None:
-    """started.json is written without fsync: after a power loss nothing says that it was not launched."""
+def test_a_generation_prepared_before_a_reboot_is_not_redone(node: Node) -> None:
+    """started.json is written without fsync.
+
+    After a power loss nothing says that it was not launched.
+    """
     node.run()
     node.kill_everything()
     (node.state / "boot_id").write_text("second")
@@ -175,7 +184,7 @@ def test_a_generation_that_was_prepared_before_a_reboot_is_not_prepared_again(no
     assert (answer["outcome"], answer["why"]) == ("refused", "not_above")
 
 
-def test_a_reboot_is_told_from_the_boot_id(node: Node) -> None:
+def test_a_reboot_is_detected_by_the_boot_id(node: Node) -> None:
     node.run(1)
     node.prepare(2)
     node.start(2)

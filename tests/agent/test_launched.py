@@ -1,5 +1,8 @@
-"""Ranks below a launcher are fenced, followed and reported as those that the node starts itself. The launcher is a double of torchrun,
-and where there is a Python with torch, torchrun and ft_launcher themselves."""
+"""Ranks below a launcher are fenced, followed and reported as those that the node starts itself.
+
+The launcher is a double of torchrun, and where there is a Python with torch, torchrun and
+ft_launcher themselves.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ time.sleep(1000)"""
 
 
 def code(text: str) -> list[str]:
-    """The command of a rank, which does not begin with a python: then that one would be asked for the launcher."""
+    """The command of a rank, which does not begin with a python.
+
+    Then that one would be asked for the launcher.
+    """
     return ["env", *python_command(text)]
 
 
@@ -89,7 +95,10 @@ class Launch:
         group_rank: int = 0,
         port: int = 0,
     ) -> int:
-        """Prepare and start generation 1 on one of so many nodes; return the pid of the launcher. Group rank 0 says the port."""
+        """Prepare and start generation 1 on one of so many nodes; return the pid of the launcher.
+
+        Group rank 0 says the port.
+        """
         launcher = "torchrun" if self.kind == "double" else self.kind
         spec = JobSpec.model_validate(
             {
@@ -170,13 +179,12 @@ def token_pids(node: Node) -> list[int]:
 
 
 @every_launcher
-def test_each_rank_has_its_own_progress_log_and_error_file_and_knows_of_which_launch_it_is(
-    launch: Launch, kind: str
-) -> None:
+def test_each_rank_has_its_own_files_and_knows_its_launch(launch: Launch, kind: str) -> None:
     launch.kind = kind
     tells = STEPS.replace(
         "time.sleep(1000)",
-        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); time.sleep(1000)",
+        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); "
+        "time.sleep(1000)",
     )
     launcher = launch.run(code(tells))
     ranks = launch.ranks()
@@ -196,13 +204,14 @@ def test_each_rank_has_its_own_progress_log_and_error_file_and_knows_of_which_la
     ("ends", "exit_code", "number"),
     [("os.kill(os.getpid(), 9)", None, 9), ("os._exit(93)", 93, None)],
 )
-def test_the_end_of_the_rank_that_failed_first_is_told_and_not_only_the_launchers(
+def test_the_end_of_the_first_failed_rank_is_reported(
     launch: Launch, kind: str, ends: str, exit_code: int | None, number: int | None
 ) -> None:
     launch.kind = kind
     launch.run(
         code(
-            f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(1000)"
+            f"import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '1': {ends}\n"
+            "time.sleep(1000)"
         )
     )
     told = launch.node.watch().read_observation("RankExited")
@@ -220,9 +229,7 @@ def test_the_end_of_the_rank_that_failed_first_is_told_and_not_only_the_launcher
 
 
 @every_launcher
-def test_an_error_that_a_rank_wrote_arrives_although_the_launcher_named_the_file(
-    launch: Launch, kind: str
-) -> None:
+def test_an_error_of_a_rank_arrives_from_a_launchers_file(launch: Launch, kind: str) -> None:
     launch.kind = kind
     error = {
         "message": {
@@ -261,7 +268,7 @@ def test_no_rank_outlives_its_launcher_or_its_shim(launch: Launch, kind: str, vi
     wait_for(lambda: not token_pids(launch.node))
 
 
-def test_a_killed_supervisor_or_session_changes_nothing_for_ranks_below_a_launcher(
+def test_killing_supervisor_or_session_spares_launched_ranks(
     launch: Launch,
 ) -> None:
     launch.run(code(STEPS))
@@ -305,7 +312,7 @@ def test_a_launcher_whose_ranks_end_well_ends_well(launch: Launch, kind: str) ->
 
 
 @pytest.mark.long
-def test_a_launcher_that_has_seen_a_rank_fail_and_does_not_end_is_ended(launch: Launch) -> None:
+def test_a_launcher_that_outlives_its_failed_rank_is_ended(launch: Launch) -> None:
     launch.run(code(STEPS), env={"DOUBLE_LINGERS": "1000"})
     os.kill(launch.ranks()[1], signal.SIGKILL)
     told = launch.node.watch().read_observation("RankExited")
@@ -343,7 +350,7 @@ def test_stacks_and_logs_are_those_of_the_ranks(launch: Launch) -> None:
     }
 
 
-def test_a_launcher_that_fails_before_it_has_any_ranks_is_told_as_itself(launch: Launch) -> None:
+def test_a_launcher_that_fails_before_it_has_ranks_is_reported(launch: Launch) -> None:
     (launch.programs / "torchrun").write_text("#!/bin/sh\necho no module named torch >&2\nexit 1\n")
     launch.run(code(STEPS))
     told = launch.node.watch().read_observation("RankExited")
@@ -356,7 +363,7 @@ def test_a_launcher_that_fails_before_it_has_any_ranks_is_told_as_itself(launch:
     assert (seen.rank, seen.exit_code, seen.launcher) == (PROCESS, 1, True)
 
 
-def test_an_order_that_names_a_launchers_ranks_wrongly_is_refused_by_name(launch: Launch) -> None:
+def test_an_order_with_wrong_names_for_ranks_is_refused_by_name(launch: Launch) -> None:
     launch.node.prepare(1, [PROCESS])
     for launched, reason in (
         (
@@ -377,7 +384,7 @@ def test_an_order_that_names_a_launchers_ranks_wrongly_is_refused_by_name(launch
         assert (answer["why"], answer["reason"]) == ("bad_order", reason)
 
 
-def test_a_command_of_ranks_that_is_not_there_is_said_where_the_ranks_print(launch: Launch) -> None:
+def test_a_missing_command_of_ranks_is_reported_in_their_output(launch: Launch) -> None:
     launch.run(["no-such-program"])
     told = launch.node.watch().read_observation("RankExited")
     assert {one["log_tail"][-1] for one in told["launched"]} == {

@@ -50,7 +50,7 @@ def test_never_watched(node: Node) -> None:
     assert kinds == ["Fenced", "RankExited", "RankExited"]
 
 
-def test_a_renewed_generation_lives_and_an_isolated_one_is_fenced(node: Node) -> None:
+def test_a_renewed_generation_lives_and_an_isolated_one_fences(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()
     with renewing(watch):
@@ -71,7 +71,7 @@ def test_a_stale_renewal_extends_nothing(node: Node) -> None:
     wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
-def test_one_node_that_was_watched_once_needs_nobody(node: Node) -> None:
+def test_one_node_that_was_watched_once_runs_on_unwatched(node: Node) -> None:
     pids = node.run(1, fences=False, **SHORT)
     watch = node.watch()
     watch.renew()
@@ -84,7 +84,7 @@ def test_one_node_that_was_watched_once_needs_nobody(node: Node) -> None:
     assert answer["outcome"] == "done"
 
 
-def test_one_node_that_nobody_ever_watched_stops(node: Node) -> None:
+def test_one_node_that_was_never_watched_stops(node: Node) -> None:
     node.run(1, fences=False, **SHORT)
     wait_for(lambda: find_fence(node).get("why") == "never_watched")
 
@@ -92,7 +92,10 @@ def test_one_node_that_nobody_ever_watched_stops(node: Node) -> None:
 def launch(
     nodes: list[Node], leases: list[float], lists: list[list[int]], **more: Any
 ) -> list[Stream]:
-    """Run one rank on each node, asking those that it lists; renew each once, and return the watches."""
+    """Run one rank on each node, asking those that it lists.
+
+    Renew each once, and return the watches.
+    """
     times = {name: more.pop(name) for name in list(more) if name in SHORT}
     own = []
     for index, node in enumerate(nodes):
@@ -175,7 +178,10 @@ def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) ->
     assert second.read_until("heartbeat")["alive"] == [1]
 
 
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+STUBBORN = (
+    "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    "time.sleep(1000)"
+)
 
 
 def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., Node]) -> None:
@@ -231,7 +237,7 @@ def test_a_node_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
     assert boottime() - woke < 1.9, "less than the grace that it slept through"
 
 
-def test_an_order_to_stop_gives_no_more_grace_than_the_handle_does(node: Node) -> None:
+def test_a_stop_order_gives_no_more_grace_than_the_handle(node: Node) -> None:
     pids = node.run(1, python_command(STUBBORN), lease=1.0, stop_grace=0.5)
     wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     began = boottime()
@@ -257,7 +263,7 @@ def test_a_peer_that_knows_of_a_stop_ends_it_at_once(make_node: Callable[..., No
     assert "n2" in seen["reason"]
 
 
-def test_a_peer_that_knows_a_higher_generation_ends_it_although_it_does_not_fence(
+def test_a_peer_with_a_higher_generation_ends_it_without_fencing(
     make_node: Callable[..., Node],
 ) -> None:
     _, second, watch = gang(make_node, fence_after=5.0, fences=False)
@@ -286,7 +292,7 @@ def test_a_cut_node_is_silent_and_fences_itself(node: Node) -> None:
     assert node.order("list") is not None
 
 
-def test_answers_that_are_cut_do_not_come_but_the_order_is_carried_out(node: Node) -> None:
+def test_an_order_is_carried_out_although_its_answer_is_cut(node: Node) -> None:
     node.prepare(1)
     node.cut("controller-out")
     silent = node.begin("prepare", **{**prepare_order(2), "token": token(2)})

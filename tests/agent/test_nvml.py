@@ -1,4 +1,7 @@
-"""What is read from NVML, by the agent's own process over a double of the library: values, reasons, and drivers that misbehave."""
+"""Readings of NVML by the agent's process over a double of the library.
+
+Values, reasons, and drivers that misbehave.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,10 @@ def test_a_healthy_gpu_is_read_whole(ask: Ask) -> None:
     }
 
 
-def test_every_fault_is_told_of_the_gpu_that_has_it(ask: Ask) -> None:
+def test_every_fault_is_reported_for_its_gpu(ask: Ask) -> None:
     faults = (
-        "remapped 1 2 3 1 0\nretired 1\nrecovery 1 7\necc 1 4 9\nthrottle 1 72\ninactive 1 0\ninactive 1 17\nnvlink 1 6\n"
+        "remapped 1 2 3 1 0\nretired 1\nrecovery 1 7\necc 1 4 9\nthrottle 1 72\ninactive 1 0\n"
+        "inactive 1 17\nnvlink 1 6\n"
         "process 1 7 5\nprocess 1 8 6\n"
     )
     first, second = ask(HEALTHY + faults)["gpus"]
@@ -94,7 +98,7 @@ def test_a_gpu_without_a_handle_is_lost_and_the_others_are_read(ask: Ask) -> Non
     assert other["recovery_action"] == 0
 
 
-def test_a_gpu_that_is_lost_while_it_is_read_is_lost_by_its_bus_id(ask: Ask) -> None:
+def test_a_gpu_lost_while_it_is_read_is_lost_by_its_bus_id(ask: Ask) -> None:
     _, lost = ask(HEALTHY + "error nvmlDeviceGetMemoryInfo 1 15\n")["gpus"]
     assert lost == {"index": 1, "lost": "GPU_IS_LOST", "bus_id": "00000000:06:00.0"}
 
@@ -102,14 +106,17 @@ def test_a_gpu_that_is_lost_while_it_is_read_is_lost_by_its_bus_id(ask: Ask) -> 
 def test_what_cannot_be_read_has_a_word_and_costs_nothing_else(ask: Ask) -> None:
     gpu = ask(
         HEALTHY
-        + "error nvmlDeviceGetRetiredPagesPendingStatus 0 3\nerror nvmlDeviceGetTotalEccErrors 0 4242\n"
+        + (
+            "error nvmlDeviceGetRetiredPagesPendingStatus 0 3\n"
+            "error nvmlDeviceGetTotalEccErrors 0 4242\n"
+        )
     )["gpus"][0]
     assert gpu["retired_pending"] == {"unreadable": "NOT_SUPPORTED"}
     assert gpu["ecc"] == {"unreadable": "ERROR_4242"}
     assert gpu["temperature"] == 41
 
 
-def test_links_are_not_asked_for_past_the_last_and_not_at_all_without_any(ask: Ask) -> None:
+def test_links_are_asked_for_up_to_the_last_and_only_if_any(ask: Ask) -> None:
     assert ask(HEALTHY + "error nvmlDeviceGetNvLinkState 0 3\n")["gpus"][0]["nvlink_inactive"] == {
         "unreadable": "NOT_SUPPORTED"
     }
@@ -118,9 +125,7 @@ def test_links_are_not_asked_for_past_the_last_and_not_at_all_without_any(ask: A
     ] == {"unreadable": "UNKNOWN"}
 
 
-def test_a_library_that_lacks_functions_is_asked_by_their_older_names(
-    ask: Ask, tmp_path: Path
-) -> None:
+def test_a_library_without_functions_is_asked_by_older_names(ask: Ask, tmp_path: Path) -> None:
     gpu = ask(HEALTHY + "throttle 0 64\n", build_nvml(tmp_path / "old", old=True))["gpus"][0]
     assert gpu["remapped"] == {"unreadable": "FUNCTION_NOT_FOUND"}
     assert gpu["recovery_action"] == {"unreadable": "INVALID_ARGUMENT"}
@@ -142,7 +147,7 @@ def test_the_bindings_serve_python_3_8(ask: Ask) -> None:
     assert ask(interpreter=str(OLD_PYTHON)) == ask()
 
 
-# --- by a probe ---------------------------------------------------------------------------------------------------------
+# --- by a probe -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,7 +190,7 @@ def words(pid: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlDeviceGetMemoryInfo"])
-def test_nvml_that_hangs_hangs_no_probe_and_its_process_is_killed(
+def test_nvml_that_hangs_hangs_no_probe_and_is_killed(
     probe: Ask, node: Node, function: str
 ) -> None:
     assert probe(HEALTHY + f"hang {function}\n", within=4.0) == {

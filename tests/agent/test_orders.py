@@ -23,7 +23,7 @@ def why(answer: Any) -> str:
     return f"{answer['outcome']} {answer.get('why', '')}".strip()
 
 
-def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node) -> None:
+def test_two_rounds_start_every_rank_once_and_repeat_the_answers(node: Node) -> None:
     prepared = node.prepare()
     assert prepared is not None
     assert prepared["outcome"] == "done"
@@ -79,7 +79,7 @@ def start_order(of: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_later_submission_is_above_every_generation_of_an_earlier_one(node: Node) -> None:
+def test_a_later_submission_is_above_all_earlier_generations(node: Node) -> None:
     node.run(7)
     assert why(node.prepare(1, token=token(1, submission=2))) == "done"
     assert why(node.prepare(8)) == "refused not_above"
@@ -242,7 +242,7 @@ def test_a_whole_life_on_python_3_8(make_node: Any) -> None:
     assert why(node.stop()) == "done"
 
 
-def test_a_state_folder_of_somebody_else_is_refused(node: Node) -> None:
+def test_a_state_folder_of_another_user_is_refused(node: Node) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
     os.chown(node.state, 65534, 65534)
@@ -278,7 +278,10 @@ def test_the_environment_of_a_rank(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
     monkeypatch.setenv("RELAUNCH_SECRET", "of the session")
     monkeypatch.setenv("KEPT", "from the session")
-    code = "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == os.getpid()]))"
+    code = (
+        "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == "
+        "os.getpid()]))"
+    )
     own = [{"RANK": "0"}, {"RANK": "1", "BOTH": "own"}]
     node.run(1, python_command(code), env={"BOTH": "common"}, rank_env=own, workdir=str(tmp_path))
     wait_for(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))
@@ -300,13 +303,14 @@ def test_the_environment_of_a_rank(
     assert second[1:] == [str(tmp_path), True]
 
 
-def test_a_rank_starts_with_default_signals_and_no_stray_descriptors(node: Node) -> None:
+def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:
     node.run(
         1, ["sh", "-c", "ls -l /proc/self/fd; grep -E 'Sig(Ign|Blk)' /proc/self/status"], ranks=1
     )
     wait_for(lambda: "SigIgn" in node.log())
     masks = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]{16})\n", node.log()))
-    # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as ignored.
+    # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as
+    # ignored.
     assert {name: int(mask, 16) & 0x7FFFFFFF for name, mask in masks.items()} == {
         "SigBlk": 0,
         "SigIgn": 0,
@@ -314,7 +318,7 @@ def test_a_rank_starts_with_default_signals_and_no_stray_descriptors(node: Node)
     assert node.log().count("->") == 4  # three, and the listing's own
 
 
-def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_replaced(
+def test_waiting_children_serve_again_and_killed_ones_return(
     node: Node,
 ) -> None:
     def spares() -> set[int]:
@@ -334,7 +338,7 @@ def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_
     assert not spares() & {*before, node.pid("shim")}
 
 
-def test_a_start_that_comes_after_an_order_to_stop_launches_nothing(node: Node) -> None:
+def test_a_start_after_an_order_to_stop_launches_nothing(node: Node) -> None:
     prepared = node.prepare(1)
     assert prepared is not None
     os.kill(node.pid("shim"), signal.SIGSTOP)

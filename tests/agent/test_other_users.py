@@ -1,4 +1,7 @@
-"""Processes that a rank started by sudo are another user's: what cannot be ended keeps the node, and crashes nothing."""
+"""Processes that a rank started by sudo are another user's.
+
+What cannot be ended keeps the node, and crashes nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ pytestmark = [
 
 
 class OrdinaryNode(Node):
-    """A node whose agent is not root, and whose ranks can become root by a set-uid program, as by sudo."""
+    """A node whose agent is not root and whose ranks can become root.
+
+    They do so by a set-uid program, as by sudo.
+    """
 
     sudo: str
 
@@ -61,7 +67,10 @@ def ordinary(agent: Path) -> Iterator[OrdinaryNode]:
 
 
 def run_with_root_child(node: OrdinaryNode, way: str, **more: Any) -> tuple[dict[str, int], int]:
-    """Start two ranks, the first of which starts a program as root; return the ranks and that program."""
+    """Start two ranks, the first of which starts a program as root.
+
+    Return the ranks and that program.
+    """
     mark = f"1000.{os.getpid()}"
     script = f'if [ "$R" = 0 ]; then {way} {node.sudo} sleep {mark} & fi; exec sleep 1000'
     pids = node.run(1, ["sh", "-c", script], rank_env=[{"R": "0"}, {"R": "1"}], **more)
@@ -89,7 +98,7 @@ def end(stray: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["", "setsid"])
-def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
+def test_a_stop_is_refused_as_stuck_while_a_root_process_lives(
     ordinary: OrdinaryNode, way: str
 ) -> None:
     node = ordinary
@@ -116,7 +125,7 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(
     wait_for(lambda: not is_alive(shim))
 
 
-def test_a_shim_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(
+def test_a_killed_shim_beside_a_root_process_holds_its_node(
     ordinary: OrdinaryNode,
 ) -> None:
     node = ordinary
@@ -136,7 +145,7 @@ def test_a_shim_that_is_killed_beside_a_root_process_is_reported_and_its_node_is
     assert expect_done(node.stop())["stopped"] == []
 
 
-def test_a_root_process_that_ends_in_time_delays_a_stop_and_no_more(ordinary: OrdinaryNode) -> None:
+def test_a_root_process_that_ends_in_time_only_delays_a_stop(ordinary: OrdinaryNode) -> None:
     node = ordinary
     _, stray = run_with_root_child(node, "setsid")
     stopping = node.begin("stop", token=token(1), stop_grace=0.2, stuck_after=30.0)

@@ -1,4 +1,7 @@
-"""Every answer that may prove something of ranks says where it comes from: machine, boot, user and the job's own state."""
+"""Every answer that may prove something of ranks says where it comes from.
+
+That is: machine, boot, user and the job's state.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,7 @@ def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: 
 
 
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
-def test_state_that_is_deleted_under_ranks_is_made_again_by_their_shim(
-    node: Node, what: str
-) -> None:
+def test_state_deleted_under_ranks_is_restored_by_their_shim(node: Node, what: str) -> None:
     before = place(node.prepare())
     pids = expect_done(node.start())["pids"].values()
     node.end_session()

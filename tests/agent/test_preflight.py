@@ -1,4 +1,7 @@
-"""What a node says of itself before it is trusted with ranks, and whether what it started outlives the connection."""
+"""What a node says of itself before it is trusted with ranks.
+
+And whether what it started outlives the connection.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def test_a_node_says_what_it_runs_with_and_where_it_keeps_things(node: Node) -> 
     assert (answer["left"], answer["nvidia_smi"], answer["gpu_reset"]) == (None, None, None)
 
 
-def test_what_it_leaves_behind_outlives_the_connection_and_a_second_one_finds_it(
+def test_what_it_leaves_outlives_the_connection_and_is_found(
     node: Node,
 ) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
@@ -65,7 +68,7 @@ def test_what_it_leaves_behind_outlives_the_connection_and_a_second_one_finds_it
     assert meet(node, identity(left))["lives"] is False
 
 
-def test_what_is_ended_by_a_logout_is_noticed_while_it_is_waited_for(node: Node) -> None:
+def test_processes_ended_by_a_logout_are_noticed_during_the_wait(node: Node) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     asked = node.begin("meet", left=identity(left), peer=None, wait=10.0)
     os.kill(left["pid"], 15)
@@ -84,7 +87,7 @@ def test_an_address_that_is_not_the_nodes_own_is_said(node: Node) -> None:
     assert ask(node, listen="192.0.2.1")["left"] == {"cannot": "no port is free on 192.0.2.1"}
 
 
-def test_a_neighbour_that_nobody_answers_for_is_not_met(node: Node) -> None:
+def test_a_neighbour_without_an_answer_is_not_reached(node: Node) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     assert meet(node, identity(left), end=True)["lives"]
     wait_for(lambda: not is_alive(left["pid"]))
@@ -93,7 +96,7 @@ def test_a_neighbour_that_nobody_answers_for_is_not_met(node: Node) -> None:
     }
 
 
-def test_somebody_else_at_the_neighbours_address_is_not_the_neighbour(node: Node) -> None:
+def test_another_node_at_the_neighbours_address_is_no_neighbour(node: Node) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     met = meet(node, peer={**place(left), "word": "another node's"})["met"]
     assert "two machines have this address" in met["cannot"]
@@ -118,7 +121,8 @@ def test_an_order_that_makes_no_sense_is_refused(node: Node) -> None:
 def test_tools_are_tried_where_there_are_gpus(node: Node, programs: Path) -> None:
     (programs / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3'\n")
     (programs / "dcgmi").write_text(
-        "#!/bin/sh\necho 'Error: unable to establish a connection to the specified host: localhost'\nexit 1\n"
+        "#!/bin/sh\necho 'Error: unable to establish a connection to the specified host: "
+        "localhost'\nexit 1\n"
     )
     for program in programs.iterdir():
         program.chmod(0o755)
@@ -135,7 +139,8 @@ def test_tools_are_tried_where_there_are_gpus(node: Node, programs: Path) -> Non
 SUDO = """#!/bin/sh
 [ "$1 $2" = "-n -l" ] || { echo "it was to be asked, not to be run: $*" >&2; exit 99; }
 shift 2
-case "$*" in "systemctl reboot") echo /usr/bin/systemctl reboot ;; *) echo "sudo: a password is required" >&2; exit 1 ;; esac
+case "$*" in "systemctl reboot") echo /usr/bin/systemctl reboot ;; \
+*) echo "sudo: a password is required" >&2; exit 1 ;; esac
 """
 
 
@@ -171,7 +176,7 @@ def test_a_preflight_on_python_3_8(make_node: Any) -> None:
     assert meet(node, identity(answer["left"]), place(answer["left"]), end=True)["lives"]
 
 
-def test_the_longest_mount_point_above_a_folder_is_its_file_system() -> None:
+def test_the_longest_mount_point_above_a_folder_is_taken() -> None:
     assert find_mount(Path("/proc/self"))["type"] == "proc"
     assert find_mount(Path("/process"))["mounted"] == "/", (
         "a name that only begins alike is not below it"

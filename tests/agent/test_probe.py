@@ -44,7 +44,7 @@ def test_a_probe_tells_how_an_idle_node_is(node: Node) -> None:
     assert set(os.listdir(node.state)) == before, "a probe leaves nothing behind"
 
 
-def test_a_file_system_is_told_of_once(node: Node) -> None:
+def test_a_file_system_is_reported_once(node: Node) -> None:
     rows = ask(node)["disks"]
     devices = [os.stat(row["path"]).st_dev for row in rows]
     assert len(set(devices)) == len(devices)
@@ -58,12 +58,12 @@ def test_a_probe_names_the_generations_that_live_here(node: Node) -> None:
     assert ask(node)["jobs"] == []
 
 
-def test_a_generation_that_is_only_prepared_counts_for_it_may_start(node: Node) -> None:
+def test_a_prepared_generation_counts_because_it_may_start(node: Node) -> None:
     node.prepare(1)
     assert [each["generation"] for each in ask(node)["jobs"]] == [1]
 
 
-def test_a_generation_that_ended_by_itself_does_not_count_though_its_shim_lingers(
+def test_an_ended_generation_is_not_counted_for_a_lingering_shim(
     node: Node,
 ) -> None:
     node.run(1, ["true"])
@@ -72,7 +72,7 @@ def test_a_generation_that_ended_by_itself_does_not_count_though_its_shim_linger
     assert shim in node.list_processes()
 
 
-def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:
+def test_processes_without_a_keeper_count_by_their_token(node: Node) -> None:
     node.run(1, ranks=1)
     environment = {
         **os.environ,
@@ -117,7 +117,7 @@ def test_work_that_dies_in_its_child_is_no_answer() -> None:
     assert tools.run_bounded(lambda: {"all": "well"}, 5.0) == {"all": "well"}
 
 
-# --- the kernel log -----------------------------------------------------------------------------------------------------
+# --- the kernel log -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def kernel_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_kernel_log_is_told_as_far_as_it_is_evidence(node: Node, kernel_log: Path) -> None:
+def test_the_kernel_log_is_reported_as_far_as_it_is_evidence(node: Node, kernel_log: Path) -> None:
     kernel_log.write_text(f"[    1.000000] usb 1-1: new device\n{XID}\n")
     assert ask(node)["kernel"] == {"lines": [XID]}
 
@@ -139,7 +139,7 @@ def test_a_log_that_cannot_be_read_says_why(node: Node, kernel_log: Path) -> Non
     }
 
 
-def test_at_most_the_newest_two_hundred_lines_are_told(node: Node, kernel_log: Path) -> None:
+def test_at_most_the_newest_two_hundred_lines_are_reported(node: Node, kernel_log: Path) -> None:
     kernel_log.write_text(
         "".join(f"[{number}.000000] NVRM: Xid {number}\n" for number in range(300))
     )
@@ -151,7 +151,7 @@ def test_at_most_the_newest_two_hundred_lines_are_told(node: Node, kernel_log: P
     )
 
 
-def test_only_the_seconds_that_are_asked_for_are_told_where_a_line_has_its_time(
+def test_only_the_seconds_asked_for_are_reported_for_timed_lines(
     node: Node, kernel_log: Path
 ) -> None:
     uptime = time.monotonic()
@@ -166,7 +166,7 @@ def test_only_the_seconds_that_are_asked_for_are_told_where_a_line_has_its_time(
     assert len(ask(node)["kernel"]["lines"]) == 4
 
 
-def test_lines_of_before_a_reboot_are_not_told_again(node: Node, kernel_log: Path) -> None:
+def test_lines_from_before_a_reboot_are_not_reported_again(node: Node, kernel_log: Path) -> None:
     kernel_log.write_text(f"{XID}\n")
     reboots.record_log_position(node.state)
     assert ask(node)["kernel"]["lines"] == [XID], "the node has not rebooted yet"
@@ -178,7 +178,7 @@ def test_lines_of_before_a_reboot_are_not_told_again(node: Node, kernel_log: Pat
     assert ask(node)["kernel"]["lines"] == ["[ 3.000000] NVRM: Xid (PCI:0000:05:00): 48"]
 
 
-def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_what_followed(
+def test_untimed_lines_from_before_a_reset_are_not_what_followed(
     node: Node, kernel_log: Path
 ) -> None:
     kernel_log.write_text("NVRM: Xid old\n")
@@ -189,7 +189,7 @@ def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_wha
     assert ask(node)["kernel"]["lines"] == ["NVRM: Xid old", "NVRM: Xid new"]
 
 
-# --- orders that make no sense --------------------------------------------------------------------------------------------
+# --- orders that make no sense --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,11 @@ def test_one_call_answers_a_probe(node: Node) -> None:
     assert json.loads(done.stdout)["outcome"] == "done"
 
 
-def test_a_process_that_only_waits_for_its_kill_is_told_from_one_that_lives() -> None:
-    status = "Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t{}\nShdPnd:\t{}\nSigBlk:\t0000000000000100\n"
+def test_a_process_waiting_for_its_kill_is_not_one_that_lives() -> None:
+    status = (
+        "Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t{}\nShdPnd:\t{}\n"
+        "SigBlk:\t0000000000000100\n"
+    )
     none, kill = "0" * 16, "0000000000000100"
     assert hold.has_kill_pending(status.format(kill, none))
     assert hold.has_kill_pending(status.format(none, "0000000000004100"))

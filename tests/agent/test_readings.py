@@ -62,7 +62,7 @@ def test_what_is_not_a_step(text: str) -> None:
         ('{"step": 3, "checkpoint": null}', None),
     ],
 )
-def test_the_newest_finished_checkpoint_is_told_beside_the_step_and_is_no_value(
+def test_the_newest_checkpoint_is_reported_beside_the_step(
     text: str, checkpoint: int | None
 ) -> None:
     read = parse_file(text)
@@ -77,7 +77,7 @@ def test_what_is_no_checkpoint_is_unreadable_as_a_step_would_be(written: str) ->
         parse_file(f'{{"step": 3, "checkpoint": {written}}}')
 
 
-def test_a_checkpoint_counts_until_another_one_is_told_and_news_of_it_are_news(
+def test_a_checkpoint_counts_until_the_next_and_is_news(
     generation: Generation,
 ) -> None:
     progress = RankProgress(generation, 0, None)
@@ -158,7 +158,7 @@ def test_one_line_may_tell_of_both(generation: Generation) -> None:
     assert (report["step"], report["checkpoint"], report["values"]) == (8, 7, {"loss": 2.4})
 
 
-def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_believed(
+def test_a_torn_file_keeps_the_last_step_and_no_cut_number(
     generation: Generation,
 ) -> None:
     progress = RankProgress(generation, 0, None)

@@ -1,4 +1,7 @@
-"""Rebooting a real node: once for each boot, written down before, and never the machine that the test runs on."""
+"""Reboots of a real node: once for each boot, and written down before.
+
+Never the machine that the test runs on.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,16 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 @pytest.fixture
 def count_reboots(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """A reboot command that is only counted: the node stays on its boot, as one does whose services stop slowly."""
+    """A reboot command that is only counted.
+
+    The node stays on its boot, as one does whose services stop slowly.
+    """
     install_tool(programs, "power")
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps([str(programs / "power")]))
     return lambda: len(calls(programs, "power"))
 
 
-def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_machine(
-    node: Node, programs: Path
-) -> None:
+def test_a_reboot_kills_processes_and_changes_the_boot_id_only(node: Node, programs: Path) -> None:
     before = read_boot_id(node.state)
     session = node.session().pid
     answer = expect_done(node.order("reboot", **node.make_reboot_order()))
@@ -57,9 +61,7 @@ def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_mac
     assert (refusal(refused), refused["boot_id"]) == ("boot_changed", read_boot_id(node.state))
 
 
-def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_the_same_order(
-    node: Node, programs: Path
-) -> None:
+def test_a_reboot_killed_before_its_command_is_done_by_a_repeat(node: Node, programs: Path) -> None:
     before = read_boot_id(node.state)
     node.set_failpoint("reboot.recorded")
     assert node.order("reboot", **node.make_reboot_order()) is None
@@ -77,9 +79,7 @@ def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_t
     expect_done(node.prepare(1))
 
 
-def test_a_reboot_that_died_before_its_command_is_in_no_other_repairs_way(
-    node: Node, programs: Path
-) -> None:
+def test_a_reboot_that_died_before_its_command_blocks_no_repair(node: Node, programs: Path) -> None:
     before = read_boot_id(node.state)
     node.set_failpoint("reboot.recorded")
     assert node.order("reboot", **node.make_reboot_order()) is None
@@ -103,7 +103,7 @@ def test_two_reboots_ordered_at_once_run_one_command(
     assert refusal(node.prepare(1)) == "rebooting"
 
 
-def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_again(
+def test_a_repeat_after_the_grace_of_services_reboots_again(
     node: Node, count_reboots: Callable[[], int]
 ) -> None:
     expect_done(node.order("reboot", **node.make_reboot_order()))
@@ -125,7 +125,7 @@ def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_ag
         ),
     ],
 )
-def test_a_reboot_that_fails_leaves_a_node_that_takes_launches_and_does_not_count(
+def test_a_failed_reboot_leaves_a_usable_node_and_does_not_count(
     node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch, command: str, reason: str
 ) -> None:
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", command)
@@ -161,7 +161,7 @@ def test_a_reboot_that_cannot_be_written_down_is_not_done(
     assert expect_done(node.order("probe", within=10.0, kernel_since=None))["reboots"] == []
 
 
-def test_the_journal_goes_on_after_a_torn_line_and_tells_the_newest_twenty(node: Node) -> None:
+def test_the_journal_goes_on_after_a_torn_line_and_gives_twenty(node: Node) -> None:
     for number in range(25):
         reboots.record(node.state, f"r{number}", "a test")
     with open(node.state / "reboots.jsonl", "a") as file:
@@ -172,7 +172,7 @@ def test_the_journal_goes_on_after_a_torn_line_and_tells_the_newest_twenty(node:
     ]
 
 
-# --- through the backend --------------------------------------------------------------------------------------------------
+# --- through the backend --------------------------------------------------------------------------
 
 
 async def test_a_local_node_finds_its_own_tools_and_reboots_alone(

@@ -60,7 +60,7 @@ def test_tmpfiles_passes_a_living_generation_by(
     assert not any(map(is_alive, pids.values()))
 
 
-def test_tmpfiles_leaves_what_must_be_remembered_when_nothing_lives(
+def test_tmpfiles_keeps_what_must_be_remembered_of_dead_jobs(
     make_node: Callable[..., Node], swept: Callable[[Node], list[str]]
 ) -> None:
     node = make_node("aged/n1")
@@ -143,10 +143,8 @@ def test_ranks_without_shim_and_records_are_found_by_their_token(node: Node) -> 
     assert not any(map(is_alive, sleeping))
 
 
-def test_what_is_on_its_way_out_is_waited_for_though_its_environment_is_gone(
-    node: Node, tmp_path: Path
-) -> None:
-    """A process that gives much memory back has no environment any more, and still holds its files and devices."""
+def test_an_exiting_process_is_waited_for_without_environment(node: Node, tmp_path: Path) -> None:
+    """A process that frees much memory lost its environment and still holds files and devices."""
     told = tmp_path / "pid"
     # In small pages: as many as it takes to be busy with for tenths of a second.
     large = f"""
@@ -157,7 +155,10 @@ for page in range(0, len(memory), mmap.PAGESIZE):
     memory[page] = 1
 open({str(told)!r}, "w").write(f"{{os.getpid()}}.")
 time.sleep(1000)"""
-    away = f"import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', {large!r}]); time.sleep(1000)"
+    away = (
+        "import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', "
+        f"{large!r}]); time.sleep(1000)"
+    )
     node.run(1, python_command(away), ranks=1)
     pid = int(
         wait_for(
@@ -195,7 +196,7 @@ def test_a_shim_makes_its_files_again_and_training_goes_on(node: Node) -> None:
     assert [seen["kind"] for seen in node.journal()] == ["RankExited"]
 
 
-def test_the_journal_is_whole_again_with_what_was_told_already(node: Node) -> None:
+def test_the_journal_is_whole_again_with_earlier_reports(node: Node) -> None:
     node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
     node.watch().read_observation("RankExited")
     remove_records(node)
@@ -205,7 +206,7 @@ def test_the_journal_is_whole_again_with_what_was_told_already(node: Node) -> No
     assert watch.read_until("heartbeat")["alive"] == [1]
 
 
-def test_a_generation_that_was_stopped_while_its_records_were_gone_ends(node: Node) -> None:
+def test_a_generation_stopped_while_its_records_were_gone_ends(node: Node) -> None:
     """The mark was written by an agent that looks for files alone."""
     pids = node.run(1)
     highest = node.folder().parent / "highest.json"

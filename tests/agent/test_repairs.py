@@ -1,4 +1,7 @@
-"""Diagnosing a real node and resetting its GPUs: alone on it, and never under ranks. The tools are doubles."""
+"""Diagnosing a real node and resetting its GPUs: alone on it, and never under ranks.
+
+The tools are doubles.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def read_holder(node: Node) -> Any:
     return expect_done(node.order("list"))["held"]
 
 
-# --- diagnose -------------------------------------------------------------------------------------------------------------
+# --- diagnose -------------------------------------------------------------------------------------
 
 
 def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
@@ -75,13 +78,13 @@ def test_output_without_end_is_cut_and_said_to_be(node: Node, programs: Path) ->
     assert answer["stderr"].endswith("last")
 
 
-def test_bytes_that_are_no_text_are_told_as_text(node: Node, programs: Path) -> None:
+def test_bytes_that_are_no_text_are_reported_as_text(node: Node, programs: Path) -> None:
     (programs / "dcgmi").write_text("#!/bin/sh\nprintf '\\377\\376garbage'\n")
     (programs / "dcgmi").chmod(0o755)
     assert expect_done(node.order("diagnose", **diagnosis()))["stdout"] == "��garbage"
 
 
-def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over_and_all_that_it_forked_with_it(
+def test_a_diagnosis_that_hangs_is_killed_in_time_with_its_forks(
     node: Node, programs: Path
 ) -> None:
     install_tool(programs, "dcgmi", stdout="never", seconds=1000, stubborn=True, children=2)
@@ -108,9 +111,7 @@ def hanging(node: Node, programs: Path) -> list[int]:
     return list(wait_for(lambda: len(found := pids(programs, "dcgmi")) == 2 and found))
 
 
-def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(
-    node: Node, programs: Path
-) -> None:
+def test_a_node_under_examination_takes_no_launch_and_no_repair(node: Node, programs: Path) -> None:
     hanging(node, programs)
     holder = read_holder(node)
     assert (holder["by"], holder["id"]) == ("diagnose", "r1")
@@ -132,9 +133,7 @@ def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(
     assert reboots.list_newest(node.state) == []
 
 
-def test_a_holder_that_was_killed_holds_nothing_and_its_tool_does_not_live_on_beside_ranks(
-    node: Node, programs: Path
-) -> None:
+def test_a_killed_holder_holds_nothing_and_its_tool_dies_too(node: Node, programs: Path) -> None:
     tool = hanging(node, programs)
     [holder] = node.list_commands()
     assert refusal(node.prepare(1)) == "held"
@@ -189,7 +188,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
 
 @pytest.mark.parametrize("command", ["diagnose", "reset-gpus", "reboot"])
 @pytest.mark.parametrize("launched", ["prepared", "running"])
-def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(
+def test_nothing_touches_a_node_with_living_or_starting_ranks(
     node: Node, programs: Path, command: str, launched: str
 ) -> None:
     for tool in ("dcgmi", "nvidia-smi"):
@@ -220,7 +219,7 @@ def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(
         )
 
 
-def test_a_process_of_somebody_else_on_a_gpu_is_in_the_way(
+def test_a_process_of_another_user_on_a_gpu_blocks_a_reset(
     node: Node, programs: Path, tmp_path: Path, nvml_built: Path
 ) -> None:
     for tool in ("dcgmi", "nvidia-smi"):
@@ -245,7 +244,7 @@ def test_a_process_of_somebody_else_on_a_gpu_is_in_the_way(
     assert calls(programs, "nvidia-smi") == []
 
 
-def test_a_pid_that_is_only_left_over_in_the_driver_is_in_the_way_of_no_reboot(
+def test_a_pid_left_over_in_the_driver_blocks_no_reboot(
     node: Node, programs: Path, tmp_path: Path, nvml_built: Path
 ) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "process 1 4194303 5\n")
@@ -265,7 +264,7 @@ def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
     wait_for(lambda: read_boot_id(node.state) != before)
 
 
-# --- reset ----------------------------------------------------------------------------------------------------------------
+# --- reset ----------------------------------------------------------------------------------------
 
 
 def test_a_reset_names_its_gpus_and_tells_how_it_went(
@@ -291,9 +290,7 @@ def test_a_reset_names_its_gpus_and_tells_how_it_went(
     assert [gpu["remapped"]["pending"] for gpu in gpus] == [False, False]
 
 
-def test_a_reset_of_all_names_none_and_a_failure_is_told_with_its_words(
-    node: Node, programs: Path
-) -> None:
+def test_a_reset_of_all_names_none_and_quotes_a_failure(node: Node, programs: Path) -> None:
     install_tool(programs, "nvidia-smi", stderr="GPU is in use by another client\n", exit_code=19)
     answer = expect_done(
         node.order("reset-gpus", id="r1", boot_id=read_boot_id(node.state), gpus=[], within=5.0)
@@ -302,9 +299,7 @@ def test_a_reset_of_all_names_none_and_a_failure_is_told_with_its_words(
     assert calls(programs, "nvidia-smi") == [["--gpu-reset"]]
 
 
-def test_a_reset_that_was_decided_on_another_boot_is_refused_with_the_present_one(
-    node: Node, programs: Path
-) -> None:
+def test_a_reset_decided_on_another_boot_is_refused_with_ours(node: Node, programs: Path) -> None:
     install_tool(programs, "nvidia-smi")
     answer = node.order("reset-gpus", id="r1", boot_id="of yesterday", gpus=[], within=5.0)
     assert answer is not None
@@ -350,7 +345,7 @@ def test_a_repair_on_python_3_8(
     ] == ["r1"]
 
 
-# --- sudo -----------------------------------------------------------------------------------------------------------------
+# --- sudo -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,7 +358,7 @@ def test_a_repair_on_python_3_8(
         (1000, "yes", None, []),
     ],
 )
-def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
+def test_sudo_is_used_only_where_the_fleet_file_allows_it(
     monkeypatch: pytest.MonkeyPatch,
     uid: int,
     allowed: str | None,
@@ -383,12 +378,13 @@ def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
         repairs.reboot_command()
     assert refused.value.answer["why"] == "cannot_reboot"
     assert refused.value.answer["reason"].startswith(
-        "the agent runs as uid 1000, which may not reboot this node: log in as root, or write sudo: true"
+        "the agent runs as uid 1000, which may not reboot this node: log in as root, or write "
+        "sudo: true"
     )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_program_that_has_become_roots_is_no_error_when_it_cannot_be_killed() -> None:
+def test_a_program_of_root_that_cannot_be_killed_is_no_error() -> None:
     program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 
     def kill_as_other_user() -> None:

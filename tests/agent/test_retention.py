@@ -1,4 +1,7 @@
-"""What a node keeps of generations that have ended, and what goes first when their logs take too much of its disk."""
+"""What a node keeps of ended generations.
+
+And what goes first when their logs take too much of its disk.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from relaunch.agent.state import JobState, try_lock
 
 BLOCK = 64 * 1024
 LONG = 3 * BLOCK
-"""Less than the budget of `small`: the beginning of a longer log is freed while its rank still lives,
-and how much of it is left then depends on when the rank is stopped."""
+"""Less than the budget of `small`: the beginning of a longer log is freed while its rank still
+lives, and how much of it is left then depends on when the rank is stopped."""
 
 
 def prints(size: int) -> list[str]:
@@ -82,14 +85,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(retention.BUDGET_VARIABLE, str(7 * BLOCK // 2))
 
 
-def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(
-    small: None, node: Node
-) -> None:
+def test_the_oldest_ended_generations_go_and_never_a_jobs_newest(small: None, node: Node) -> None:
     for generation in (1, 2):
         run_to_its_end(node, "a", generation)
     for generation in (1, 2, 3):
         run_to_its_end(node, "b", generation)
-    # Five have ended when the sixth is prepared: the two oldest that may go are of the other job, and its newest may not.
+    # Five have ended when the sixth is prepared: the two oldest that may go are of the other job,
+    # and its newest may not.
     run_to_its_end(node, "b", 4, leaves={"a": [2], "b": [2, 3, 4]})
     # a's newest is older than all of them, and stays.
     run_to_its_end(node, "b", 5, leaves={"a": [2], "b": [3, 4, 5]})
@@ -102,7 +104,8 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
         sys.executable,
         "-S",
         "-c",
-        f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); time.sleep(1000)",
+        f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); "
+        "time.sleep(1000)",
     ]
     node.start(1, loud, ranks=1, token=token(1, job="a"), prepared=prepared["stamp"])
     wait_for(lambda: (folder(node, "a", 1) / "logs" / "rank_0.log").stat().st_size == 9 * BLOCK)
@@ -113,9 +116,7 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
     )
 
 
-def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(
-    small: None, node: Node
-) -> None:
+def test_a_permanent_stop_is_remembered_without_its_folder(small: None, node: Node) -> None:
     run_to_its_end(node, "a", 1, LONG)
     run_to_its_end(node, "a", 2)
     run_to_its_end(node, "b", 1, leaves={"a": [2], "b": [1]})
@@ -124,7 +125,7 @@ def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(
     assert refusal(answer) == "no_such_generation"
 
 
-def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node) -> None:
+def test_a_job_that_another_process_changes_is_left_alone(small: None, node: Node) -> None:
     run_to_its_end(node, "a", 1)
     run_to_its_end(node, "a", 2)
     run_to_its_end(node, "b", 1, LONG)
@@ -138,7 +139,7 @@ def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node)
     run_to_its_end(node, "b", 3, leaves={"a": [2], "b": [3]})
 
 
-def test_a_launch_removes_one_even_where_looking_takes_all_its_time(
+def test_a_launch_removes_one_even_where_looking_takes_all_time(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for generation in (1, 2, 3, 4):
@@ -150,7 +151,7 @@ def test_a_launch_removes_one_even_where_looking_takes_all_its_time(
         assert list_kept(node) == {"a": left}
 
 
-def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(
+def test_the_default_budget_is_ten_gib_or_a_tenth_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(retention.BUDGET_VARIABLE, raising=False)
@@ -174,7 +175,7 @@ def test_two_launches_in_a_row_look_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert looks == [tmp_path]
 
 
-def test_a_disk_that_cannot_be_read_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
+def test_an_unreadable_disk_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
     retention.make_room(tmp_path, tmp_path / "jobs" / "a")
     assert not (tmp_path / retention.SCAN_STAMP).exists()
 

@@ -1,4 +1,7 @@
-"""One command of the agent in a container: what it prints, and the exit code that a health check by exit code goes by."""
+"""One command of the agent in a container.
+
+What it prints, and the exit code that a health check by exit code goes by.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_a_probe_answers_on_one_line_and_ends_with_0(node: Node) -> None:
     assert found["disks"][0]["path"] == str(node.state)
 
 
-def test_an_order_that_makes_no_sense_is_refused_and_nothing_is_said_of_the_node(
+def test_a_senseless_order_is_refused_without_a_word_on_the_node(
     node: Node,
 ) -> None:
     for order in (
@@ -81,9 +84,7 @@ def test_a_task_does_nothing_but_look(
     assert "task probe|diagnose ORDER" in capsys.readouterr().err
 
 
-def test_a_diagnosis_says_by_its_exit_code_whether_the_node_is_healthy(
-    node: Node, programs: Path
-) -> None:
+def test_a_diagnosis_gives_the_nodes_health_by_its_exit_code(node: Node, programs: Path) -> None:
     for stdout, exit_code, expected in ((PASS, 0, task.HEALTHY), (FAULTY, 226, task.FAULTY)):
         install_tool(programs, "dcgmi", stdout=stdout, exit_code=exit_code)
         code, said = run(node, "diagnose", DIAGNOSE)
@@ -95,9 +96,7 @@ def test_a_diagnosis_says_by_its_exit_code_whether_the_node_is_healthy(
     assert calls(programs, "dcgmi") == [["diag", "-r", "2", "-j"]] * 2
 
 
-def test_a_diagnosis_that_is_stopped_ends_its_tool_and_is_inconclusive(
-    node: Node, programs: Path
-) -> None:
+def test_a_stopped_diagnosis_ends_its_tool_and_is_inconclusive(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", seconds=1000, children=1)
     with start(node, "diagnose", {**DIAGNOSE, "within": 1000.0}) as process:
         tool = wait_for(lambda: len(found := pids(programs, "dcgmi")) == 2 and found)
@@ -167,7 +166,7 @@ def test_the_exit_code_of_a_diagnosis_when(case: str) -> None:
     assert task.exit_code("diagnose", found) == expected
 
 
-def test_a_long_answer_comes_in_numbered_parts_that_make_it_whole() -> None:
+def test_a_long_answer_comes_in_numbered_parts() -> None:
     long = make_answer("x" * 30_000)
     lines = list(task.format_answer(long))
     assert [line.partition(": ")[0] for line in lines] == [

@@ -1,4 +1,4 @@
-"""One node in two fleets: whoever is there first has it, until nothing of it lives there any more."""
+"""One node in two fleets: the first one holds it until nothing of it lives there any more."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def runs(node: Node, fleet: str = LAB) -> list[int]:
     return list(expect_done(node.start())["pids"].values())
 
 
-def test_a_launch_is_refused_while_ranks_of_another_fleet_live_there_and_they_live_on(
+def test_a_launch_is_refused_where_ranks_of_another_fleet_live(
     node: Node,
 ) -> None:
     pids = runs(node)
@@ -84,7 +84,7 @@ def test_no_owner_goes_stale(node: Node, way: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, OTHER), (LAB, None), (None, None)])
-def test_orders_that_name_no_fleet_are_in_nobodys_way(
+def test_orders_that_name_no_fleet_block_no_other(
     node: Node, first: str | None, second: str | None
 ) -> None:
     expect_done(node.prepare(**({} if first is None else {"fleet": first})))
@@ -92,7 +92,7 @@ def test_orders_that_name_no_fleet_are_in_nobodys_way(
     assert prepare(node, second)["outcome"] == "done"
 
 
-def test_a_later_submission_of_a_job_takes_the_place_of_the_one_before_whichever_fleet_it_was_of(
+def test_a_later_submission_replaces_the_one_of_any_fleet(
     node: Node,
 ) -> None:
     pids = runs(node)
@@ -121,9 +121,7 @@ def test_no_other_fleet_examines_or_repairs_under_its_ranks(
     assert all(map(is_alive, pids)) and not (node.state / "reboots.jsonl").exists()
 
 
-def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(
-    node: Node, programs: Path
-) -> None:
+def test_a_node_held_by_another_fleet_is_refused_by_its_name(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout="{}", seconds=30)
     diagnosing = node.begin("diagnose", id="r1", level=1, within=60.0, fleet=LAB)
     wait_for(lambda: expect_done(node.order("list"))["held"])

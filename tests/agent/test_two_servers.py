@@ -1,4 +1,7 @@
-"""Two Temporal servers may have a namespace, a fleet and a job of the same name: on a node they are two jobs of two fleets."""
+"""Two Temporal servers may have a namespace, a fleet and a job of the same name.
+
+On a node they are two jobs of two fleets.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,14 @@ def run(node: Node, server: str) -> list[int]:
 
 
 @pytest.mark.parametrize("first", [ONE, ""])
-def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and_they_live_on(
-    node: Node, first: str
-) -> None:
+def test_a_job_is_refused_while_ranks_of_its_namesake_live(node: Node, first: str) -> None:
     pids = run(node, first)
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
     server = first[:8] or "its name is unknown"
-    assert (
-        answer["reason"]
-        == f"ranks of job j of fleet gpus of another Temporal server ({server}, namespace default) live on this node"
+    assert answer["reason"] == (
+        f"ranks of job j of fleet gpus of another Temporal server ({server}, namespace "
+        "default) live on this node"
     )
     assert all(map(is_alive, pids))
     assert expect_done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], (
@@ -47,7 +48,7 @@ def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and
     )
 
 
-def test_a_stop_of_a_namesake_stops_nothing_and_does_not_forbid_the_other(node: Node) -> None:
+def test_a_stop_of_a_namesake_stops_and_forbids_nothing_else(node: Node) -> None:
     pids = run(node, ONE)
     answer = expect_done(node.stop(token=make_token(OTHER, submission=9)))
     assert answer["stopped"] == []
@@ -69,10 +70,16 @@ def test_what_the_node_lists_says_whose_it_is(node: Node) -> None:
 def test_what_a_dead_shim_left_behind_is_found_by_its_server_too(
     node: Node, tmp_path: Path
 ) -> None:
-    """A child with its own session outlives shim and rank; only the token in its environment says whose it is."""
+    """A child with its own session outlives shim and rank.
+
+    Only the token in its environment says whose it is.
+    """
     expect_done(prepare(node, ONE))
     left = tmp_path / "left"
-    script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"
+    script = (
+        f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec "
+        "sleep 1000"
+    )
     expect_done(node.start(token=make_token(ONE), command=["sh", "-c", script]))
     pid = int(wait_for(lambda: left.exists() and left.read_text().strip()))
     helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]

@@ -85,7 +85,7 @@ def test_two_watchers_see_the_same(node: Node) -> None:
     assert watches[0].read_observation("RankExited") == watches[1].read_observation("RankExited")
 
 
-def test_a_watcher_that_does_not_read_holds_up_nobody(node: Node) -> None:
+def test_a_watcher_that_does_not_read_delays_no_other(node: Node) -> None:
     tail = """import os, sys, time
 print('x' * 200, flush=True)
 open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{"message":"' + 'y' * 200000 + '"}')
@@ -141,7 +141,7 @@ time.sleep(1000)"""
     assert 0 <= progress["age"] < 5
 
 
-def test_progress_that_cannot_be_read_is_not_zero_and_silence_is_not_a_reading(node: Node) -> None:
+def test_unreadable_progress_is_not_zero_nor_silence_a_reading(node: Node) -> None:
     node.run(
         1,
         python_command(

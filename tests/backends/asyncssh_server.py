@@ -1,8 +1,9 @@
-"""An SSH server in Python (asyncssh) that takes the place of OpenSSH's sshd where none is installed.
+"""An SSH server in Python (asyncssh) in place of OpenSSH's sshd where none is installed.
 
-`asyncssh_server.py CONFIG`: CONFIG is an sshd_config, of which `Settings` knows what tests set. As sshd
-does, it serves each connection in a forked process, gives each command a session and pipes, sends
-no signal to a command whose connection ends, and counts the logins that have not ended (MaxStartups).
+`asyncssh_server.py CONFIG`: CONFIG is an sshd_config, of which `Settings` knows what tests set. As
+sshd does, it serves each connection in a forked process, gives each command a session and pipes,
+sends no signal to a command whose connection ends, and counts the logins that have not ended
+(MaxStartups).
 
 It is a process by itself, and imports nothing of the project.
 """
@@ -242,7 +243,8 @@ async def serve_connection(
     except BaseException:
         log(traceback.format_exc())
     finally:
-        # At once, and without the clean-up of asyncio, which would kill the commands that still run.
+        # At once, and without the clean-up of asyncio, which would kill the commands that still
+        # run.
         os._exit(0)
 
 
@@ -254,7 +256,8 @@ def main(config: str) -> None:
     listener = socket.create_server((settings.address, settings.port), backlog=BACKLOG)
     listener.setblocking(False)
     startups: set[int] = set()
-    """Ends of pipes; the other end is closed when a login has succeeded, or its process has ended."""
+    """Ends of pipes; the other end is closed when a login has succeeded, or its process has ended.
+    """
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     log(f"Server listening on {settings.address} port {settings.port}.")

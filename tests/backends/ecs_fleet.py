@@ -1,4 +1,7 @@
-"""A fleet on the double of AWS to hold the contract against: the agent is in each container, and ECS starts, stops and fences."""
+"""A fleet on the double of AWS to hold the contract against.
+
+The agent is in each container, and ECS starts, stops and fences.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fixtures: container instances of a double of AWS, and workers that look after one each. What they prove is of AWS's documents."""
+"""Fixtures: container instances of a double of AWS, and workers that look after one each.
+
+What they prove is of AWS's documents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fleets to hold the contract against: what ranks shall do is said once, and each kind of backend is made to do it."""
+"""Fleets to hold the contract against.
+
+What ranks shall do is said once, and each kind of backend is made to do it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ RUNS = Does()
 
 @dataclass(frozen=True)
 class Tools:
-    """What the programs for GPUs do on every node, which has one GPU then. Where there are no `Tools`, a node has neither."""
+    """What the programs for GPUs do on every node, which has one GPU then.
+
+    Where there are no `Tools`, a node has neither.
+    """
 
     diag: Literal["passes", "hangs"] = "passes"
     diag_takes: float = 0.0
@@ -82,7 +88,7 @@ class Fleet(Protocol):
     def reboot(self, node: str) -> None: ...
 
     def visit(self, node: str) -> int:
-        """Have a program that is none of ours compute on GPU 0, before anything is asked of the node; return its pid."""
+        """Have a foreign program compute on GPU 0 before the node is asked; return its pid."""
         ...
 
     def leave(self, node: str) -> None:
@@ -217,7 +223,10 @@ class RealRanks:
         for rank, code in (does.exits or {}).items():
             end = f"kill -{-code} $$" if code < 0 else f"exit {code}"
             if does.error is not None:
-                end = f'printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "$TORCHELASTIC_ERROR_FILE"; {end}'
+                end = (
+                    f"printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "
+                    f'"$TORCHELASTIC_ERROR_FILE"; {end}'
+                )
             lines.append(f'if [ "$RANK" = {rank} ]; then {end}; fi')
         return ("/bin/sh", "-c", "\n".join([*lines, "exec sleep 600"]))
 
@@ -284,7 +293,10 @@ class LocalFleet(RealRanks):
 
 
 class SshFleet(RealRanks):
-    """Nodes that are SSH servers on loopback. They share a kernel, so that a reboot ends their processes and changes their boot id."""
+    """Nodes that are SSH servers on loopback.
+
+    They share a kernel, so that a reboot ends their processes and changes their boot id.
+    """
 
     def __init__(
         self,

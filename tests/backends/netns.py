@@ -1,4 +1,6 @@
-"""Nodes in network namespaces of their own, and their controller in another: links that go down, and packets that get lost. Needs root.
+"""Nodes and their controller in separate network namespaces; needs root.
+
+Links go down, and packets get lost.
 
 Nothing of it touches the machine's own network: the switch between them is in a namespace, too.
 """
@@ -32,7 +34,10 @@ def ip(*words: str) -> None:
 
 
 def run_in_network(namespace: Path, call: Callable[[], T]) -> T:
-    """Call where the network is that of `namespace`: in a thread, whose network is separate, and that of those it starts."""
+    """Call where the network is that of `namespace`.
+
+    In a thread, whose network is separate, and that of those it starts.
+    """
     done: Future[T] = Future()
 
     def enter() -> None:
@@ -53,7 +58,10 @@ def run_in_network(namespace: Path, call: Callable[[], T]) -> T:
 
 
 class Network:
-    """Controllers at 10.99.0.1 and on, and `nodes` from 10.99.0.11 on; those are at 10.98.0.11 and on for each other as well."""
+    """Controllers at 10.99.0.1 and on, and `nodes` from 10.99.0.11 on.
+
+    Those are at 10.98.0.11 and on for each other as well.
+    """
 
     def __init__(self, nodes: int, controllers: int = 1) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -112,7 +120,7 @@ class Network:
         return ("ip", "netns", "exec", name)
 
     def lose(self, number: int, network: str = "control") -> None:
-        """Every packet of the node's control (or training) network gets lost from now on, and nobody is told."""
+        """Every packet of the node's control (or training) network silently gets lost from now."""
         ip("-n", self.switch, "link", "set", f"{network[0]}{number}", "nomaster")
 
     def heal(self, number: int, network: str = "control") -> None:

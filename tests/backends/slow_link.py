@@ -1,4 +1,6 @@
-"""A link that takes its time, between a controller and its nodes: a relay in a process of its own that holds back each byte for so long.
+"""A slow link between a controller and its nodes.
+
+A relay in a separate process holds back each byte for so long.
 
 It plays distance only: nothing is lost, and there is no limit to how much fits in.
 """
@@ -24,7 +26,7 @@ class Way:
 
 @contextmanager
 def slow_links(ways: Sequence[Way], delay: float) -> Iterator[None]:
-    """Relay, each byte `delay` seconds late in either direction: a round trip is twice that longer."""
+    """Relay each byte `delay` seconds late each way: a round trip is longer by twice that."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     relay = context.Process(target=_relay, args=(tuple(ways), delay, far), daemon=True)

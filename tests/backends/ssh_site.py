@@ -1,4 +1,7 @@
-"""What the tests of the backend `ssh` share: servers, the files that a user has, and backends over them."""
+"""What the tests of the backend `ssh` share.
+
+Servers, the files that a user has, and backends over them.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ class Site:
         answer_within: float = 30.0,
         **node: Any,
     ) -> SshBackend:
-        """Of a fleet with the one node n1, which answers within `answer_within` on a loaded machine."""
+        """A fleet with the node n1 alone, which answers within `answer_within` under load."""
         self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
         return self.backends[-1]
 
@@ -107,7 +110,10 @@ def own_fingerprint(public: str) -> str:
 def listener(
     serve: Callable[[socket.socket], None], backlog: int = 16
 ) -> Iterator[tuple[str, int]]:
-    """Something that listens and is no sshd. Each connection is served in turn, until the test ends."""
+    """Something that listens and is no sshd.
+
+    Each connection is served in turn, until the test ends.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(backlog)
@@ -127,7 +133,10 @@ def listener(
 
 
 def python_double(host: Sshd, program: str) -> None:
-    """A double of the node's python3: runs `program` instead of whatever it is told to, with the real one."""
+    """A double of the node's python3: runs `program` instead of what it is given.
+
+    With the real one.
+    """
     path = host.folder / "double.py"
     path.write_text(program)
     host.program_named(

@@ -1,4 +1,6 @@
-"""Real SSH servers for tests, each with separate host keys, configuration and state of a node, on loopback and a free port.
+"""Real SSH servers for tests, on loopback and a free port.
+
+Each has separate host keys, configuration and state of a node.
 
 They are OpenSSH's where its sshd is installed, and asyncssh_server.py elsewhere.
 """
@@ -23,7 +25,8 @@ from relaunch.backends import local_power
 
 Kind = Literal["openssh", "asyncssh"]
 SWITCH = "RELAUNCH_TEST_SSHD"
-"""Environment variable that says which server tests use; by default OpenSSH's where it is installed."""
+"""Environment variable that says which server tests use; by default OpenSSH's where it is
+installed."""
 
 
 def find_openssh() -> str | None:
@@ -103,7 +106,10 @@ class Sshd:
         server: Kind = DEFAULT,
         **options: str,
     ) -> None:
-        """`kinds`: of its host keys. `options`: lines of its configuration, such as MaxSessions="2"."""
+        """`kinds`: of its host keys.
+
+        `options`: lines of its configuration, such as MaxSessions="2".
+        """
         self.server = server
         self.within: tuple[str, ...] = ()
         """What it is started by: a network namespace, for example."""
@@ -124,7 +130,8 @@ class Sshd:
             "LD_LIBRARY_PATH": str(folder / "lib"),
             # Not that of whoever runs the tests, whose shell may change PATH.
             "HOME": str(folder / "home"),
-            # Whatever is on PATH, and whatever a test orders: the machine that it runs on is never rebooted.
+            # Whatever is on PATH, and whatever a test orders: the machine that it runs on is never
+            # rebooted.
             "RELAUNCH_REBOOT_COMMAND": json.dumps(
                 [str(self.bin / "systemctl"), "reboot"], separators=(",", ":")
             ),
@@ -206,7 +213,10 @@ class Sshd:
         return b"Server listening on" in said
 
     def servers(self) -> list[int]:
-        """The processes of this sshd: who listens, and those of each connection. None of what they have started."""
+        """The processes of this sshd: who listens, and those of each connection.
+
+        None of what they have started.
+        """
         if self.process is None or self.process.poll() is not None:
             return []
         children = children_of([self.process.pid])

@@ -1,4 +1,7 @@
-"""What a node answers, against the bounds of docs/reference/agent-protocol.md: each lie is that node's fault, in one sentence."""
+"""What a node answers, against the bounds of docs/reference/agent-protocol.md.
+
+Each lie is that node's fault, in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +177,7 @@ def test_fields_of_a_newer_agent_are_passed_on() -> None:
     assert parsed["hello"]["of_tomorrow"] == 1
 
 
-def test_only_a_platform_may_tell_of_people_and_of_its_own_reasons() -> None:
+def test_only_a_platform_may_report_people_and_its_own_reasons() -> None:
     stopped = {
         "observation": {
             "seq": 1_000_000,

@@ -1,4 +1,7 @@
-"""What every backend promises, held against each of them: docs/reference/agent-protocol.md from the controller's side."""
+"""What every backend promises, held against each of them.
+
+docs/reference/agent-protocol.md from the controller's side.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ T = TypeVar("T")
 Line = Mapping[str, Any]
 Make = Callable[..., Fleet]
 PATIENCE = 60.0
-"""Seconds after which a test has failed. Each takes a fraction of it on an idle machine; this is for a loaded one."""
+"""Seconds after which a test has failed. Each takes a fraction of it on an idle machine; this is
+for a loaded one."""
 SECRET = "5ec7e7"
 
 
@@ -50,7 +54,10 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every backend that has agents on its nodes; of ECS, where a container has one and AWS the rest, what it promises as well."""
+    """Every backend that has agents on its nodes.
+
+    Of ECS, where a container has one and AWS the rest, what it promises as well.
+    """
     if "make" in metafunc.fixturenames:
         ecs = (
             [pytest.param("ecs", marks=pytest.mark.long)]
@@ -165,7 +172,10 @@ async def read(
     node: str = "n1",
     stamp: Callable[[float], float] | None = None,
 ) -> list[Line]:
-    """Watch until enough has been seen or the watch ends; renew with `stamp(the heartbeat's own)`."""
+    """Watch until enough has been seen or the watch ends.
+
+    Renew with `stamp(the heartbeat's own)`.
+    """
     lines: list[Line] = []
     async with asyncio.timeout(PATIENCE), backend.watch(node, of, after_seq, heartbeat) as stream:
         async for line in stream.lines():
@@ -205,10 +215,10 @@ async def alive(backend: Backend, generation: int, node: str = "n1") -> list[int
     ]
 
 
-# --- launching -----------------------------------------------------------------------------------------------------------
+# --- launching ------------------------------------------------------------------------------------
 
 
-async def test_a_rank_that_exits_is_seen_and_takes_its_neighbours_with_it(make: Make) -> None:
+async def test_a_rank_that_exits_is_seen_and_ends_its_neighbours(make: Make) -> None:
     fleet = make({1: Does(prints="step 1\nout of luck\n", exits={0: 3})})
     started = await launch(fleet)
     assert sorted(started.pids) == [0, 1] and not started.already
@@ -296,10 +306,10 @@ async def test_a_new_token_stops_the_ranks_of_the_old_one(make: Make) -> None:
     assert await alive(fleet.backend, 2) == [0, 1]
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
-async def test_a_token_below_the_highest_prepared_is_refused_with_the_highest(make: Make) -> None:
+async def test_a_token_below_the_highest_prepared_is_refused_with_it(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS, 3: RUNS})
     await launch(fleet, 2)
     for lower in (token(1), token(3, submission=99)):
@@ -376,7 +386,7 @@ async def test_what_cannot_be_started_is_refused_each_time(make: Make, why: str)
     await launch(fleet, 2)
 
 
-# --- watching ------------------------------------------------------------------------------------------------------------
+# --- watching -------------------------------------------------------------------------------------
 
 
 async def test_a_watch_greets_then_tells_then_beats(make: Make) -> None:
@@ -468,14 +478,14 @@ async def test_two_watchers_see_the_same(make: Make) -> None:
     assert observed(first) == observed(second)
 
 
-# --- lease and fence -----------------------------------------------------------------------------------------------------
+# --- lease and fence ------------------------------------------------------------------------------
 
 
 def fenced(lines: list[Line]) -> bool:
     return any(seen["kind"] == "Fenced" for seen in observed(lines)) and both_exited(lines)
 
 
-async def test_a_generation_that_nobody_renews_stops_itself(make: Make) -> None:
+async def test_a_generation_without_renewals_stops_itself(make: Make) -> None:
     fleet = make()
     await launch(fleet, lease=0.4, fence_after=0.2)
     lines = await read(fleet.backend, token(1), fenced)
@@ -554,10 +564,10 @@ async def test_a_node_whose_peer_is_leased_runs_on(make: Make) -> None:
         await held
 
 
-# --- reaching ------------------------------------------------------------------------------------------------------------
+# --- reaching -------------------------------------------------------------------------------------
 
 
-async def test_a_node_that_is_cut_off_does_not_answer_and_its_ranks_run_on(make: Make) -> None:
+async def test_a_node_that_is_cut_off_is_silent_and_its_ranks_run_on(make: Make) -> None:
     fleet = make(answer_within=0.6)
     started = await launch(fleet)
     async with asyncio.timeout(PATIENCE), fleet.backend.watch("n1", token(1), 0, 0.1) as stream:
@@ -587,7 +597,7 @@ async def reached(call: Callable[[], Awaitable[T]]) -> T:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_reboot_is_told_and_spends_the_generation(make: Make) -> None:
+async def test_a_reboot_is_reported_and_spends_the_generation(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS})
     before = done(await prepare(fleet, "n1", prepare_order(token(1))))
     done(await fleet.backend.start("n1", start_order(fleet, token(1))))
@@ -637,7 +647,7 @@ async def test_calls_at_the_same_time_do_not_hinder_each_other(make: Make) -> No
         assert await alive(fleet.backend, 1, node) == [0, 1]
 
 
-# --- asking --------------------------------------------------------------------------------------------------------------
+# --- asking ---------------------------------------------------------------------------------------
 
 
 async def test_list_tells_every_generation_of_every_job(make: Make) -> None:
@@ -685,7 +695,7 @@ async def test_logs_are_read_on_from_an_offset_until_they_end(make: Make) -> Non
     assert tail.ended
 
 
-async def test_logs_of_running_ranks_have_not_ended_and_unknown_ones_are_refused(
+async def test_logs_of_running_ranks_are_open_and_unknown_ones_refused(
     make: Make,
 ) -> None:
     fleet = make({1: Does(prints="hello\n")})
@@ -693,7 +703,8 @@ async def test_logs_of_running_ranks_have_not_ended_and_unknown_ones_are_refused
     offsets: dict[int, int] = {}
     async with asyncio.timeout(PATIENCE):
         while len(offsets) < 2:
-            # A rank that is not in `offsets` is read from its beginning: it may print for the first time at any moment.
+            # A rank that is not in `offsets` is read from its beginning: it may print for the first
+            # time at any moment.
             logs = done(await fleet.backend.logs("n1", token(1), offsets, 65536, PATIENCE, None))
             assert isinstance(logs, Logs)
             assert {(chunk.data, chunk.next) for chunk in logs.chunks} == {

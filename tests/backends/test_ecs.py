@@ -1,4 +1,7 @@
-"""Ranks as tasks of ECS, against a double of AWS: what AWS's documents promise is all that is proven."""
+"""Ranks as tasks of ECS, against a double of AWS.
+
+What AWS's documents promise is all that is proven.
+"""
 
 from __future__ import annotations
 
@@ -258,7 +261,7 @@ async def end_of(backend: EcsBackend, token: Token) -> Mapping[str, Any]:
 # --- a launch
 
 
-async def test_a_rank_is_one_task_on_its_node_with_the_jobs_command_and_environment(
+async def test_a_rank_is_one_task_on_its_node_with_the_jobs_command(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make(nodes=2, gpus=8)
@@ -288,7 +291,7 @@ def _with(name: str, value: str) -> dict[str, Any]:
     return {"env": {"GROUP_WORLD_SIZE": "2", name: value}}
 
 
-async def test_a_node_that_was_prepared_is_found_by_its_private_address(
+async def test_a_prepared_node_is_found_by_its_private_address(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -299,7 +302,7 @@ async def test_a_node_that_was_prepared_is_found_by_its_private_address(
     assert 20000 <= prepared.master_port < 30000 and prepared.boot_id
 
 
-async def test_another_worker_prepares_to_the_same_and_starts_nothing_twice(
+async def test_another_worker_prepares_the_same_and_starts_none_twice(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -333,7 +336,7 @@ async def test_a_generation_is_launched_once(make: Callable[..., Site]) -> None:
     assert (again.why, again.highest) == ("not_above", (1763000000000, 1))
 
 
-async def test_a_higher_generation_stops_what_is_left_of_lower_ones_and_a_lower_one_comes_too_late(
+async def test_a_higher_generation_stops_lower_ones_and_outranks_them(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -416,7 +419,7 @@ async def test_what_a_task_cannot_be_is_refused_in_a_sentence(
     assert site.tasks(living=False) == []
 
 
-async def test_a_name_that_does_not_fit_is_refused_before_anything_is_asked(
+async def test_a_name_that_does_not_fit_is_refused_before_any_request(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -478,7 +481,7 @@ async def test_a_node_that_takes_no_tasks_says_why(
     assert site.tasks(living=False) == []
 
 
-async def test_a_machine_that_no_container_instance_is_cannot_be_reached(
+async def test_a_machine_without_container_instance_is_unreachable(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
@@ -521,7 +524,7 @@ async def test_jobs_that_were_on_a_node_do_not_use_up_its_attributes(
 # --- what AWS may do to a call
 
 
-async def test_a_lost_answer_of_run_task_is_ambiguous_and_its_repetition_finds_the_task(
+async def test_a_lost_answer_of_run_task_is_ambiguous_and_then_found(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
@@ -533,7 +536,7 @@ async def test_a_lost_answer_of_run_task_is_ambiguous_and_its_repetition_finds_t
     assert len(site.tasks(living=False)) == 1
 
 
-async def test_a_task_that_lists_do_not_show_yet_is_found_by_its_client_token(
+async def test_a_task_missing_in_lists_is_found_by_its_client_token(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
@@ -541,7 +544,8 @@ async def test_a_task_that_lists_do_not_show_yet_is_found_by_its_client_token(
     aws.ecs.lag = 60.0
     done(await site.backend.start("n1", start_order(site.token())))
     for command in (FOR_EVER, ("sleep", "601")):
-        # Other words under the same name: for an attempt before this one, rank 0 had another address.
+        # Other words under the same name: for an attempt before this one, rank 0 had another
+        # address.
         assert isinstance(
             await site.again().start("n1", start_order(site.token(), command=command)), Started
         )
@@ -549,7 +553,7 @@ async def test_a_task_that_lists_do_not_show_yet_is_found_by_its_client_token(
     assert aws.calls["RunTask"] >= 3
 
 
-async def test_a_task_that_was_run_a_moment_ago_is_watched_and_stopped_although_lists_do_not_show_it(
+async def test_a_new_task_missing_in_lists_is_watched_and_stopped(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
@@ -569,7 +573,7 @@ async def test_a_task_that_was_run_a_moment_ago_is_watched_and_stopped_although_
 
 
 @pytest.mark.parametrize("fault", [THROTTLE, SERVER_ERROR, LOST])
-async def test_s1_9_an_answer_that_aws_does_not_give_is_never_taken_for_one(
+async def test_s1_9_an_answer_that_aws_does_not_give_is_never_assumed(
     make: Callable[..., Site], aws: AwsDouble, fault: Any
 ) -> None:
     site = make()
@@ -610,7 +614,7 @@ async def test_what_aws_refuses_to_relaunch_is_no_fault_of_the_node(
     assert refusal(await site.backend.start("n1", start_order(site.token()))).why == "held"
 
 
-async def test_a_run_task_that_was_on_its_way_when_its_generation_was_stopped_places_nothing(
+async def test_a_run_task_that_arrives_after_a_stop_places_nothing(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -641,7 +645,10 @@ class Killed(Exception):
 
 
 def dies_at(backend: EcsBackend, call: int | str, *, applied: bool) -> list[str]:
-    """Have it die at its nth call, or at the first of an operation, before or after AWS has applied it. Returns what it calls."""
+    """Kill it at its nth call, or at the first of an operation; return what it calls.
+
+    Before or after AWS has applied it.
+    """
     made: list[str] = []
     real = backend.aws.call
 
@@ -686,7 +693,7 @@ async def _dies_and_is_replaced(site: Site, call: int | str, applied: bool) -> N
 
 
 @pytest.mark.parametrize("applied", [False, True])
-async def test_s1_11_a_worker_that_dies_at_any_of_its_effects_is_replaced_and_no_task_is_doubled_or_left(
+async def test_s1_11_a_worker_dead_at_any_effect_leaves_single_tasks(
     make: Callable[..., Site], applied: bool
 ) -> None:
     for operation in ("PutAttributes", "StopTask", "RunTask"):
@@ -694,14 +701,15 @@ async def test_s1_11_a_worker_that_dies_at_any_of_its_effects_is_replaced_and_no
 
 
 @pytest.mark.long
-async def test_a_worker_that_dies_between_any_two_calls_is_replaced_and_no_task_is_doubled_or_left(
+async def test_a_worker_dead_between_any_two_calls_leaves_single_tasks(
     make: Callable[..., Site],
 ) -> None:
     site = make()
     await launch(site, 1)
     counted = dies_at(site.backend, -1, applied=False)
     await _life(site, site.backend, [])
-    # Followed tasks are looked at more or less often: the calls up to the last effect are the same each time.
+    # Followed tasks are looked at more or less often: the calls up to the last effect are the same
+    # each time.
     last = max(index for index, operation in enumerate(counted) if operation == "StopTask")
     assert last > 20
     for call in range(last + 1):
@@ -709,7 +717,7 @@ async def test_a_worker_that_dies_between_any_two_calls_is_replaced_and_no_task_
             await _dies_and_is_replaced(make(), call, applied)
 
 
-async def test_a_launch_that_died_before_anything_ran_is_stopped_for_ever(
+async def test_a_launch_that_died_before_any_task_is_stopped_for_ever(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -725,7 +733,7 @@ async def test_a_launch_that_died_before_anything_ran_is_stopped_for_ever(
 # --- stops
 
 
-async def test_s1_2_a_stop_ends_when_ecs_says_stopped_and_what_is_gone_is_done(
+async def test_s1_2_a_stop_ends_when_ecs_says_stopped_or_knows_no_task(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -748,7 +756,7 @@ async def test_a_task_that_sigkill_does_not_end_is_stuck(
     assert refused.why == "stuck" and "could not stop task" in refused.reason
 
 
-async def test_a_stop_on_a_machine_that_is_silent_is_ambiguous_until_ec2_says_that_it_is_gone(
+async def test_a_stop_on_a_silent_machine_is_ambiguous_until_it_ends(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
@@ -775,7 +783,7 @@ async def _is_gone(site: Site, order: StopOrder) -> bool:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-async def test_s1_1_a_rank_that_exits_is_told_with_its_exit_code(
+async def test_s1_1_a_rank_that_exits_is_reported_with_its_exit_code(
     make: Callable[..., Site], code: int
 ) -> None:
     site = make()
@@ -799,7 +807,7 @@ async def test_s1_1_a_rank_that_exits_is_told_with_its_exit_code(
     ] == [["hello"], ["end"]]
 
 
-async def test_s1_1_what_ended_a_task_is_told_also_where_there_is_no_exit_code(
+async def test_s1_1_what_ended_a_task_is_reported_without_exit_code(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     table: list[tuple[dict[str, Any], int | None, str, str]] = [
@@ -832,7 +840,7 @@ async def test_s1_1_what_ended_a_task_is_told_also_where_there_is_no_exit_code(
         assert reason in told["ecs"]["reason"]
 
 
-async def test_s1_1_a_user_who_stops_a_task_is_told_apart_from_us(
+async def test_s1_1_a_stop_by_a_user_is_distinguished_from_ours(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make(nodes=1)
@@ -939,7 +947,7 @@ async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(
     assert "hello" in lines[0]
 
 
-async def test_s1_6_an_agent_that_is_away_for_a_moment_is_nothing_and_one_that_stays_away_is_silence(
+async def test_s1_6_an_agent_away_briefly_is_no_news_but_then_silence(
     make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_module, "AGENT_FLAPS", 0.6)
@@ -1014,7 +1022,7 @@ async def test_a_task_that_ecs_has_forgotten_is_unknown_and_no_success(
         assert told["kind"] == "RanksVanished" and words in told["reason"]
 
 
-async def test_a_machine_that_registers_anew_is_found_by_its_ec2_id_with_the_tasks_of_before(
+async def test_a_machine_registered_again_is_found_with_its_tasks(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -1035,7 +1043,7 @@ async def _registered(site: Site, arn: str) -> Any:
 # --- lists
 
 
-async def test_a_list_tells_of_ranks_of_every_controller_and_what_of_gpus_is_not_known(
+async def test_a_list_has_ranks_of_every_controller_and_unknown_gpus(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -1062,7 +1070,7 @@ async def test_a_list_tells_of_ranks_of_every_controller_and_what_of_gpus_is_not
 async def test_a_stack_is_refused_in_a_sentence(make: Callable[..., Site]) -> None:
     site = make()
     assert (
-        "container of its own" in refusal(await site.backend.stacks("n1", site.token(), 0)).reason
+        "in its own container" in refusal(await site.backend.stacks("n1", site.token(), 0)).reason
     )
     assert (
         "ECS knows no task of"

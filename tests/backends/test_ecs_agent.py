@@ -1,4 +1,7 @@
-"""The agent inside a rank's container on ECS, real processes below a double of AWS: what it tells is laid over what ECS tells."""
+"""The agent inside a rank's container on ECS: real processes below a double of AWS.
+
+Its reports are laid over those of ECS.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,9 @@ PATIENCE = 120.0
 POLL, BEAT = 0.4, 0.4
 """Seconds."""
 PATIENT = 60
-"""Polls without an answer of AWS that break a watch, and beats without one of the agent that break its connection. Production takes three
-of each; here a busy machine must not be mistaken for silence."""
+"""Polls without an answer of AWS that break a watch, and beats without one of the agent that break
+its connection. Production takes three of each; here a busy machine must not be mistaken for
+silence."""
 Line = Mapping[str, Any]
 SAID = {"ranks": [0], "port": 29400}
 WITH_AGENT = {
@@ -217,7 +221,7 @@ def python(text: str) -> list[str]:
 # --- what is told
 
 
-async def test_progress_and_the_error_file_of_two_ranks_in_one_task_come_through(
+async def test_progress_and_error_file_of_two_ranks_in_a_task_arrive(
     make: Callable[..., Site], tmp_path: Path
 ) -> None:
     site, go = make(), tmp_path / "go"
@@ -225,9 +229,11 @@ async def test_progress_and_the_error_file_of_two_ranks_in_one_task_come_through
 if rank == '0':
     print('step 12', flush=True)
     time.sleep(1000)
-with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: json.dump({{'step': 11, 'loss': 2.5}}, file)
+with open(os.environ['RELAUNCH_PROGRESS_FILE'], 'w') as file: \
+json.dump({{'step': 11, 'loss': 2.5}}, file)
 while not os.path.exists({str(go)!r}): time.sleep(0.01)
-with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: json.dump({{'message': 'of rank 1'}}, file)
+with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: \
+json.dump({{'message': 'of rank 1'}}, file)
 os._exit(3)
 """
     assert isinstance(await site.launch(python(code), ranks=2), Started)
@@ -257,7 +263,7 @@ os._exit(3)
     assert "[rank 0] step 12" in site.aws.output(site.task["taskArn"], "trainer")
 
 
-async def test_the_first_heartbeat_of_a_later_watch_says_what_was_reached_before_it(
+async def test_the_first_heartbeat_of_a_later_watch_has_past_progress(
     make: Callable[..., Site],
 ) -> None:
     site = make()
@@ -270,7 +276,7 @@ async def test_the_first_heartbeat_of_a_later_watch_says_what_was_reached_before
     assert heartbeats[0]["heartbeat"]["lease_left"] is None
 
 
-async def test_the_end_is_told_once_by_whoever_saw_it(make: Callable[..., Site]) -> None:
+async def test_the_end_is_reported_once_by_the_first_to_see_it(make: Callable[..., Site]) -> None:
     site = make()
     await site.launch(("sh", "-c", "sleep 0.5; exit 0"), ranks=2)
     lines = await site.watch()
@@ -291,7 +297,7 @@ async def _stopped(site: Site) -> None:
 
 
 @pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.long), "ANOTHER_KEY"])
-async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
+async def test_an_agent_that_cannot_be_reached_costs_progress_only(
     make: Callable[..., Site],
     key: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -319,7 +325,7 @@ async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
         for record in caplog.records
         if "the agent in task" in record.getMessage()
     ]
-    assert "is not reached" in said and KEY not in said
+    assert "is unreachable" in said and KEY not in said
 
 
 @pytest.mark.parametrize(
@@ -378,7 +384,7 @@ async def test_of_a_port_that_is_not_there_ecs_tells_the_end(
     ]
 
 
-async def test_who_stops_the_task_is_known_to_ecs_and_told(make: Callable[..., Site]) -> None:
+async def test_the_user_who_stops_a_task_is_reported_from_ecs(make: Callable[..., Site]) -> None:
     site = make()
     await site.launch(("sh", "-c", 'trap "exit 0" TERM; echo step 1; while :; do sleep 0.05; done'))
 
@@ -399,7 +405,7 @@ async def test_who_stops_the_task_is_known_to_ecs_and_told(make: Callable[..., S
     await orders[0]
 
 
-async def test_ranks_that_relaunch_stops_are_told_as_stopped(make: Callable[..., Site]) -> None:
+async def test_ranks_that_relaunch_stops_are_reported_as_stopped(make: Callable[..., Site]) -> None:
     site, ready = make(), asyncio.Event()
     await site.launch(("sh", "-c", "echo step 1; exec sleep 600"), ranks=2)
 
@@ -495,7 +501,7 @@ def test_an_order_says_what_the_environment_does_not() -> None:
     ("written", "port"),
     [(None, None), ("29400", 29400), ("1023", ""), ("65536", ""), ("x", ""), ("", "")],
 )
-def test_a_port_of_a_task_definition_is_one_that_anybody_may_open(
+def test_the_port_of_a_task_definition_is_one_anybody_may_open(
     written: str | None, port: int | str | None
 ) -> None:
     environment = [] if written is None else [{"name": container.PORT, "value": written}]

@@ -1,4 +1,7 @@
-"""How much of an account's budget the watching of running ranks takes. AWS is a table here, and the poll is shortened."""
+"""How much of an account's budget the watching of running ranks takes.
+
+AWS is a table here, and the poll is shortened.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from relaunch.spec.fleet import EcsOptions, FleetSpec
 
 JOBS, NODES = 100, 8
 READS_A_SECOND = 20.0
-"""That ECS gives an account in a region for its cluster resources, sustained (Amazon ECS API Reference, request throttling)."""
+"""That ECS gives an account in a region for its cluster resources, sustained (Amazon ECS API
+Reference, request throttling)."""
 MOST_A_MINUTE = 0.1 * READS_A_SECOND * 60
-"""A tenth: services, other workers, consoles and dashboards of the same account read too, and a launch reads as much again."""
+"""A tenth: services, other workers, consoles and dashboards of the same account read too, and a
+launch reads as much again."""
 POLL = 0.25
 CALLS_OF_A_LOOK = 2 * JOBS * NODES // 100
 """At a hundred tasks, or instances, a call."""
@@ -102,9 +107,7 @@ def _task(number: int) -> dict[str, Any]:
     }
 
 
-async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_account_may_read() -> (
-    None
-):
+async def test_800_ranks_of_100_jobs_take_under_a_tenth_of_the_reads() -> None:
     table = Table()
     cluster = Cluster(table, "training", POLL)  # type: ignore[arg-type]
     found = await asyncio.gather(
@@ -128,7 +131,8 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
         seconds, asked = time.monotonic() - begun, Counter(table.asked[first:])
         await cluster.close()
     assert set(asked) == {"DescribeTasks", "DescribeContainerInstances"} <= READS
-    # As many looks as the poll allows in that time: a machine that is busy with other things makes fewer, and none makes more.
+    # As many looks as the poll allows in that time: a machine that is busy with other things makes
+    # fewer, and none makes more.
     a_look = asked.total() / (seconds / POLL + 1)
     a_minute = a_look * 60 / EcsOptions().poll.total_seconds()
     assert a_minute <= MOST_A_MINUTE, (
@@ -136,8 +140,11 @@ async def test_800_running_ranks_of_100_jobs_take_less_than_a_tenth_of_what_the_
     )
 
 
-async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_others() -> None:
-    """As an activity of the fleet looks: each node is listed twice, once for its GPUs, and so many at once as it has room for."""
+async def test_a_look_at_800_nodes_a_minute_leaves_budget_to_others() -> None:
+    """Look as an activity of the fleet does.
+
+    Each node is listed twice, once for its GPUs, and so many at once as it has room for.
+    """
     table = Table()
     nodes = [
         {"name": f"n{number}", "address": one, "gpus": 8} for number, one in enumerate(table.ids)
@@ -159,13 +166,12 @@ async def test_a_fleets_look_at_800_nodes_each_minute_leaves_the_budget_to_other
         await asyncio.gather(*(look(f"n{number}") for number in range(len(table.ids))))
     await backend.close()
     reads = sum(operation in READS for operation in table.asked)
-    # 80, in groups of as many nodes as there is room for; it was 109 when each node's container instance was asked for twice.
+    # 80, in groups of as many nodes as there is room for; it was 109 when each node's container
+    # instance was asked for twice.
     assert reads <= 100, f"{dict(Counter(table.asked))}"
 
 
-async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_call_and_told_what_holds_then() -> (
-    None
-):
+async def test_calls_during_a_call_share_the_next_one_and_its_answer() -> None:
     asked: list[tuple[int, ...]] = []
     answer = asyncio.Event()
 
@@ -191,9 +197,7 @@ async def test_whoever_asks_while_others_are_answered_is_gathered_into_the_next_
     await batch.close()
 
 
-async def test_the_nodes_of_a_job_are_asked_for_without_describing_the_tasks_of_all_others() -> (
-    None
-):
+async def test_nodes_of_a_job_are_read_without_the_tasks_of_others() -> None:
     table = Table()
     cluster = Cluster(table, "training", 60.0)  # type: ignore[arg-type]
     for _ in range(2):
@@ -204,7 +208,7 @@ async def test_the_nodes_of_a_job_are_asked_for_without_describing_the_tasks_of_
     await cluster.close()
 
 
-def test_a_worker_takes_at_most_half_of_what_ecs_gives_an_account() -> None:
+def test_a_worker_takes_at_most_half_of_what_ecs_allows() -> None:
     budgets = {"read": (READS_A_SECOND, 100), "modify": (40.0, 100)}
     for kind, (rate, burst) in RATES.items():
         assert rate <= budgets[kind][0] / 2 and burst <= budgets[kind][1] / 2, kind

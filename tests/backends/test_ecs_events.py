@@ -1,4 +1,4 @@
-"""The cluster's events from a queue: what is read of them, and what becomes of those that are none."""
+"""The cluster's events from a queue: what is read of them, and how others are handled."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def body(kind: str = "ECS Task State Change", source: str = "aws.ecs", **detail:
         pytest.param(body(source="aws.ec2"), None, id="of another service"),
     ],
 )
-def test_S1_9_an_event_is_read_for_what_it_hints_at(text: str, expected: TaskEvent | None) -> None:
+def test_s1_9_an_event_is_read_for_what_it_hints_at(text: str, expected: TaskEvent | None) -> None:
     assert read_event(text) == expected
 
 
@@ -77,7 +77,7 @@ def test_S1_9_an_event_is_read_for_what_it_hints_at(text: str, expected: TaskEve
         '{"source": "aws.ecs", "detail-type": "ECS Task State Change", "detail": {}}',
     ],
 )
-def test_S1_9_what_is_no_event_is_said_to_be_none(text: str) -> None:
+def test_s1_9_what_is_no_event_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"Expecting value|it is no event"):
         read_event(text)
 
@@ -88,7 +88,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         yield double
 
 
-async def test_S1_9_messages_stay_until_they_are_deleted_and_what_cannot_be_read_stays(
+async def test_s1_9_messages_stay_until_deleted_also_unreadable_ones(
     aws: AwsDouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in aws.environment().items():

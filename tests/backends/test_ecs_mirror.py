@@ -1,4 +1,7 @@
-"""The tables that mirror what goes on (S1.8), and messages to people (S1.7), against DynamoDB, SNS and SQS as moto plays them."""
+"""The tables that mirror jobs (S1.8), and messages to people (S1.7).
+
+Against DynamoDB, SNS and SQS as moto plays them.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +166,7 @@ def test_s1_1_a_phase_is_the_documented_status(
     )
 
 
-def test_every_phase_has_a_status_and_a_job_that_was_terminated_was_stopped_by_a_user() -> None:
+def test_every_phase_has_a_status_and_terminated_means_by_a_user() -> None:
     for phase in Phase:
         assert job_status(replace(new_job(), phase=phase, generation=3)) in JobStatus
     assert (
@@ -293,7 +296,7 @@ async def test_s1_8_writes_that_come_late_or_again_leave_the_newest(account: Acc
     ] == [("COMPLETE", 5)] * 3
 
 
-async def test_a_write_that_changes_nothing_says_so_and_keeps_when_the_row_was_made(
+async def test_a_write_without_a_change_says_so_and_keeps_its_time(
     account: Account,
 ) -> None:
     mirror = account.mirror()
@@ -314,7 +317,7 @@ async def test_of_one_age_the_end_of_a_task_wins_and_stays(account: Account) -> 
     assert (await account.rows("task"))["t1"]["task_status"] == "FAILED"
 
 
-async def test_a_row_that_somebody_else_made_is_taken_over_and_keeps_what_relaunch_does_not_know(
+async def test_a_row_of_another_author_is_adopted_with_unknown_columns(
     account: Account,
 ) -> None:
     item = {
@@ -419,7 +422,7 @@ async def statuses(account: Account) -> dict[str, str]:
     return {name: row["task_status"] for name, row in (await account.rows("task")).items()}
 
 
-async def test_s1_8_a_job_is_one_row_and_one_of_each_task_through_a_restart_to_its_end(
+async def test_s1_8_a_job_is_one_row_and_so_is_each_task_to_its_end(
     account: Account,
 ) -> None:
     cluster = Cluster()
@@ -460,7 +463,7 @@ async def test_s1_8_a_job_is_one_row_and_one_of_each_task_through_a_restart_to_i
     assert (row["job_status"], row["retry"]) == ("COMPLETE", "1")
 
 
-async def test_a_worker_that_comes_later_tells_how_the_generation_before_ended(
+async def test_a_later_worker_reports_how_the_last_generation_ended(
     account: Account,
 ) -> None:
     cluster = Cluster()
@@ -472,7 +475,7 @@ async def test_a_worker_that_comes_later_tells_how_the_generation_before_ended(
     assert await statuses(account) == {"1-i-00000001": "FAILED", "2-i-00000001": "IN_PROGRESS"}
 
 
-async def test_a_job_that_was_terminated_is_shown_again_until_its_tasks_have_ended(
+async def test_a_terminated_job_is_shown_until_its_tasks_have_ended(
     account: Account,
 ) -> None:
     cluster = Cluster()
@@ -495,7 +498,7 @@ async def test_a_task_that_ecs_has_forgotten_does_not_stay_in_progress(account: 
     assert await statuses(account) == {"1-i-00000001": "TERMINATED"}
 
 
-async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_keeps_its_ids(
+async def test_nodes_are_written_on_change_and_lost_machines_keep_ids(
     account: Account,
 ) -> None:
     cluster = Cluster()
@@ -521,7 +524,7 @@ async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_kee
     }
 
 
-async def test_a_throttled_table_is_unreachable_and_the_same_again_completes_it(
+async def test_a_throttled_table_is_unreachable_and_a_repeat_completes(
     account: Account,
 ) -> None:
     mirror = mirrored(account, Cluster())
@@ -532,7 +535,7 @@ async def test_a_throttled_table_is_unreachable_and_the_same_again_completes_it(
     assert set(await account.rows("job")) == {"llama"}
 
 
-async def test_tasks_and_container_instances_are_found_in_the_cluster_itself(
+async def test_tasks_and_container_instances_are_found_in_the_cluster(
     account: Account,
 ) -> None:
     ec2_id = account.double.add_instance(gpus=0)
@@ -593,7 +596,7 @@ async def heard(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> d
     return dict(json.loads(message["Body"]))
 
 
-async def test_s1_7_people_are_told_by_sns(account: Account) -> None:
+async def test_s1_7_people_are_notified_by_sns(account: Account) -> None:
     said = await heard(
         account,
         lambda topic: topic.tell(

@@ -1,4 +1,7 @@
-"""What is said to ECS and read from it, by name and shape; and how many calls a large gang costs. AWS is a table here."""
+"""What is said to ECS and read from it, by name and shape; and how many calls a large gang costs.
+
+AWS is a table here.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_what_others_started_is_no_rank(other: str) -> None:
     assert token_of(other) is None
 
 
-def test_a_name_that_does_not_fit_into_started_by_is_refused_with_a_sentence() -> None:
+def test_a_name_too_long_for_started_by_is_refused_in_a_sentence() -> None:
     with pytest.raises(
         ValueError, match="startedBy, of which ECS takes 128: give the job a shorter name"
     ):
@@ -94,7 +97,9 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
     assert request["placementConstraints"] == [
         {
             "type": "memberOf",
-            "expression": f"ec2InstanceId == i-0abc and attribute:{attribute} == prepared.1763000000000.4",
+            "expression": (
+                f"ec2InstanceId == i-0abc and attribute:{attribute} == prepared.1763000000000.4"
+            ),
         }
     ]
     assert request["overrides"] == {
@@ -113,7 +118,7 @@ def test_a_rank_is_pinned_to_its_node_and_to_its_generation() -> None:
 # --- the fence
 
 
-def test_the_word_of_a_fence_is_read_back_and_what_others_wrote_is_none() -> None:
+def test_the_word_of_a_fence_is_read_back_and_foreign_ones_not() -> None:
     for state in ("prepared", "stopped"):
         word = Fence.from_token(TOKEN, state)  # type: ignore[arg-type]
         assert Fence.read(str(word)) == word
@@ -121,7 +126,7 @@ def test_the_word_of_a_fence_is_read_back_and_what_others_wrote_is_none() -> Non
         assert Fence.read(other) is None
 
 
-def test_attributes_are_forgotten_of_jobs_that_have_gone_and_what_was_stopped_goes_first() -> None:
+def test_attributes_of_jobs_that_left_go_with_stopped_ones_first() -> None:
     names = [job_attribute("default", f"job{number}") for number in range(8)]
     own, *others = names
     attributes = {name: f"prepared.{number}.1" for number, name in enumerate(others, 1)} | {
@@ -143,7 +148,7 @@ def definition(*essential: str, named: tuple[str, ...] = ()) -> Definition:
     return Definition("train:1", "host", (*essential, *named), essential, {})
 
 
-def test_the_container_that_trains_is_the_named_one_or_the_only_essential_one() -> None:
+def test_the_training_container_is_named_or_the_only_essential() -> None:
     assert the_container(definition("trainer", named=("log",)), None) == "trainer"
     assert the_container(definition("trainer", "other"), "other") == "other"
     with pytest.raises(
@@ -155,7 +160,7 @@ def test_the_container_that_trains_is_the_named_one_or_the_only_essential_one() 
         the_container(definition("trainer", named=("log",)), "x")
 
 
-def test_a_definition_tells_where_its_output_is_and_what_is_essential() -> None:
+def test_a_definition_gives_its_output_and_what_is_essential() -> None:
     options = {"awslogs-group": "/train", "awslogs-stream-prefix": "job"}
     read = read_definition(
         {
@@ -257,7 +262,7 @@ def raw(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_s1_1_the_end_of_a_task_is_told_with_what_ecs_says_of_it(
+def test_s1_1_the_end_of_a_task_is_reported_with_words_of_ecs(
     changes: dict[str, Any], code: int | None, reason: str | None
 ) -> None:
     told = ending(read_task(raw(**changes)))
@@ -276,7 +281,7 @@ def test_s1_1_the_end_of_a_task_is_told_with_what_ecs_says_of_it(
     assert reason is None or reason in seen.ecs.reason
 
 
-def test_s1_1_a_task_that_a_user_stopped_says_so_and_one_that_we_stopped_says_that() -> None:
+def test_s1_1_a_task_stopped_by_a_user_says_so_and_so_does_ours() -> None:
     by_user = ending(
         read_task(
             raw(
@@ -295,7 +300,7 @@ def test_s1_1_a_task_that_a_user_stopped_says_so_and_one_that_we_stopped_says_th
     assert (by_us["kind"], by_us["stopped"], by_us["exit_code"]) == ("RankExited", True, None)
 
 
-def test_what_a_repeated_run_task_leaves_out_is_not_needed_to_read_it() -> None:
+def test_a_repeated_run_task_is_readable_without_what_it_omits() -> None:
     task = read_task({"taskArn": "a/b", "lastStatus": "STOPPED", "desiredStatus": "STOPPED"})
     assert (task.short, task.stopped, task.rank, task.stopped_at, task.containers) == (
         "b",

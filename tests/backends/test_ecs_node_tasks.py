@@ -1,4 +1,4 @@
-"""Examining container instances by tasks on them: what is told of a node, and when nothing can be."""
+"""Examining container instances by tasks on them: reports of a node, and reasons for none."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def scripted(
     )
 
 
-async def test_an_answer_in_parts_is_put_together_and_what_the_agent_could_not_read_stays_unread(
+async def test_an_answer_in_parts_is_joined_and_unread_parts_stay_so(
     make: Make,
 ) -> None:
     site = make()
@@ -140,7 +140,7 @@ async def test_a_probe_without_an_answer_is_no_news_about_the_node(
 
 
 @pytest.mark.long
-async def test_who_asks_again_waits_for_the_task_whose_image_is_still_pulled(
+async def test_a_repeated_call_waits_for_the_task_that_pulls_its_image(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = make()
@@ -175,7 +175,7 @@ async def test_a_node_that_cannot_be_asked_says_what_to_do(make: Make) -> None:
 # --- examinations: S1.3, S1.5
 
 
-async def test_s1_3_the_node_that_is_asked_about_is_examined_and_no_other(make: Make) -> None:
+async def test_s1_3_only_the_node_that_is_asked_about_is_examined(make: Make) -> None:
     """The reference examined the node of the job's first task, whichever had failed."""
     first, failing = make(dcgmi=PASS), make(dcgmi=FAULTY, exit_code=226)
     healthy, faulty = await asyncio.gather(first.diagnose(), failing.diagnose())
@@ -189,7 +189,7 @@ async def test_s1_3_the_node_that_is_asked_about_is_examined_and_no_other(make: 
     )
 
 
-async def test_s1_3_an_examination_waits_for_gpus_of_ranks_that_are_still_stopping(
+async def test_s1_3_an_examination_waits_for_gpus_of_stopping_ranks(
     make: Make,
 ) -> None:
     """The reference started it right after StopTask, logged RESOURCE:GPU, and waited for ever."""
@@ -205,7 +205,7 @@ async def test_s1_3_an_examination_waits_for_gpus_of_ranks_that_are_still_stoppi
     assert site.asked("StopTask") == 0 and len(site.examinations()) == 1
 
 
-async def test_s1_3_gpus_that_are_never_free_are_said_to_be_busy_in_time(make: Make) -> None:
+async def test_s1_3_gpus_that_are_never_free_are_called_busy_in_time(make: Make) -> None:
     site = make(CHECKED)
     site.double.script("train", after=None)
     await site.run("somebody", gpus=1)
@@ -213,10 +213,13 @@ async def test_s1_3_gpus_that_are_never_free_are_said_to_be_busy_in_time(make: M
     assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
 
 
-async def test_s1_6_an_examination_whose_worker_died_is_waited_for_and_found_without_tags(
+async def test_s1_6_an_examination_of_a_dead_worker_is_found_untagged(
     make: Make,
 ) -> None:
-    """The reference lost what it had started, because it asked for its tags, and they go with StopTask."""
+    """The reference lost what it had started.
+
+    It asked for its tags, and they go with StopTask.
+    """
     site = make(CHECKED)
     site.double.script("check", after=0.7, exit_code=1)
     dead = beside(site)
@@ -265,7 +268,7 @@ async def test_an_examination_that_is_not_wanted_any_more_is_stopped(make: Make)
         (None, Verdict.UNKNOWN, "no such image"),
     ],
 )
-async def test_s1_5_a_health_check_of_the_users_own_is_judged_by_its_exit_code(
+async def test_s1_5_a_users_own_health_check_is_judged_by_exit_code(
     make: Make, code: int | None, verdict: Verdict, why: str
 ) -> None:
     site = make(CHECKED)
@@ -282,7 +285,7 @@ async def test_s1_5_a_health_check_of_the_users_own_is_judged_by_its_exit_code(
 
 
 @pytest.mark.long
-async def test_s1_5_a_diagnosis_whose_log_cannot_be_read_is_judged_by_its_exit_code(
+async def test_s1_5_a_diagnosis_without_a_log_is_judged_by_exit_code(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_tasks_module, "LOGGED_WITHIN", 0.3)
@@ -293,7 +296,7 @@ async def test_s1_5_a_diagnosis_whose_log_cannot_be_read_is_judged_by_its_exit_c
     assert site.health({"outcome": "done", "boot_id": "b"}, answer).verdict is Verdict.UNHEALTHY
 
 
-def test_the_id_of_an_examination_is_in_its_startedby_as_far_as_that_goes() -> None:
+def test_the_id_of_an_examination_is_in_startedby_if_it_fits() -> None:
     assert (
         node_task("diagnose", "repair/a_b/n.1/7d4e")
         == "relaunch-node/diagnose/repair/a__b/n_d1/7d4e"

@@ -1,4 +1,7 @@
-"""What a fleet of ECS finds in its file and in the environment, and the sentence for what cannot be (S1.10)."""
+"""What a fleet of ECS finds in its file and in the environment (S1.10).
+
+And the sentence for what cannot be.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ EVERYTHING = {
     "JOB_TABLE_NAME": "ecs_job",
     "NODE_TABLE_NAME": "ecs_node",
     "ECS_CLUSTER_NAME": "training",
-    "DCGM_HEALTH_CHECK_TASK": "arn:aws:ecs:eu-west-1:123456789012:task-definition/dcgm-health-check:11",
+    "DCGM_HEALTH_CHECK_TASK": (
+        "arn:aws:ecs:eu-west-1:123456789012:task-definition/dcgm-health-check:11"
+    ),
     "SNS_TOPIC_ARN": TOPIC,
 }
 
@@ -39,7 +44,7 @@ def refused(spec: FleetSpec, **environ: str) -> str:
     return said.removeprefix("fleet gpus: ")
 
 
-def test_s1_10_the_names_of_the_reference_fill_what_the_fleet_file_leaves_open() -> None:
+def test_s1_10_names_of_the_reference_fill_gaps_of_the_file() -> None:
     found = options(fleet(), EVERYTHING)
     assert found.cluster == "training"
     assert found.health_check == EVERYTHING["DCGM_HEALTH_CHECK_TASK"]
@@ -47,7 +52,7 @@ def test_s1_10_the_names_of_the_reference_fill_what_the_fleet_file_leaves_open()
     assert found.tables == EcsTables(task="ecs_task", job="ecs_job", node="ecs_node")
 
 
-def test_the_fleet_file_comes_before_the_environment_and_each_table_by_itself() -> None:
+def test_the_fleet_file_precedes_the_environment_table_by_table() -> None:
     found = options(fleet(cluster="mine", tables={"job": "jobs"}, health_check="check"), EVERYTHING)
     assert (found.cluster, found.health_check, found.topic) == ("mine", "check", TOPIC)
     assert found.tables == EcsTables(task="ecs_task", job="jobs", node="ecs_node")
@@ -63,7 +68,7 @@ def test_a_blank_variable_is_none() -> None:
     )
 
 
-def test_what_the_environment_has_no_name_for_stays_as_the_file_has_it() -> None:
+def test_what_the_environment_does_not_name_stays_as_in_the_file() -> None:
     given = fleet(
         cluster="mine",
         region="eu-west-1",
@@ -74,7 +79,7 @@ def test_what_the_environment_has_no_name_for_stays_as_the_file_has_it() -> None
     assert options(given, {}) == given.ecs
 
 
-def test_without_a_cluster_the_sentence_says_both_places_where_it_may_be_named() -> None:
+def test_without_a_cluster_the_sentence_names_both_places_for_it() -> None:
     with pytest.raises(
         ValueError,
         match=r"^fleet gpus: ecs\.cluster is missing, expected .* or in ECS_CLUSTER_NAME$",
@@ -94,7 +99,10 @@ def test_without_a_cluster_the_sentence_says_both_places_where_it_may_be_named()
     ],
 )
 def test_a_node_whose_address_is_no_instance_id_is_named(address: str) -> None:
-    said = f"the address of node n1 is '{address}', expected the id of its EC2 instance, such as i-0123456789abcdef0"
+    said = (
+        f"the address of node n1 is '{address}', expected the id of its EC2 instance, such as "
+        "i-0123456789abcdef0"
+    )
     assert refused(fleet(address)) == said
 
 

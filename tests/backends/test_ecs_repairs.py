@@ -1,4 +1,7 @@
-"""Rebooting and power-cycling container instances: done once, proven, and finished by whoever looks next."""
+"""Rebooting and power-cycling container instances.
+
+Done once, proven, and finished by the next controller to look.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ ACTS = (
 
 
 class Dying(Calls):
-    """Before its next call that changes anything, after so many of them: where it dies between two looks makes no difference."""
+    """Before its next call that changes anything, after so many of them.
+
+    Where it dies between two looks makes no difference.
+    """
 
     def __init__(self, real: Aws, at: int | None = None) -> None:
         super().__init__(real)
@@ -94,10 +100,13 @@ class Dying(Calls):
 # --- reboots: S1.6
 
 
-async def test_s1_6_a_reboot_is_proven_by_another_boot_id_and_only_when_its_agent_is_back(
+async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
     make: Make,
 ) -> None:
-    """The reference took an instance event with status ACTIVE for the node's return, 0.6 s after the order, and launched there."""
+    """The reference took an instance event with status ACTIVE for the node's return.
+
+    That was 0.6 s after the order, and it launched there.
+    """
     make()  # ECS says something else where it has no ACTIVE instance at all
     site = make(dcgmi=PASS)
     before = await site.probe()
@@ -187,7 +196,7 @@ async def test_an_instance_that_ec2_gives_up_is_not_rebooted_but_moved(make: Mak
         assert site.asked("RebootInstances") == 0
 
 
-async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(make: Make) -> None:
+async def test_a_refused_order_is_withdrawn_and_an_unanswered_one_not(make: Make) -> None:
     denied, throttled, lost = make(), make(), make()
     site = denied
     site.double.faults.add("RebootInstances", error("UnauthorizedOperation", "no", 403))
@@ -216,7 +225,7 @@ async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(ma
     assert (lost.asked("RebootInstances"), lost.status) == (1, "ACTIVE")
 
 
-async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled(
+async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
     make: Make,
 ) -> None:
     site = make()
@@ -237,10 +246,11 @@ async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled
 
 
 @pytest.mark.parametrize("of", ["reboot", pytest.param("power", marks=pytest.mark.long)])
-async def test_s1_6_a_worker_killed_between_any_two_calls_leaves_one_reboot(
-    make: Make, of: str
-) -> None:
-    """Whatever of it was done, whoever looks next finishes it, or nothing of it is left and it is ordered again."""
+async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, of: str) -> None:
+    """However much of it was done, the next look finishes it.
+
+    Or nothing of it is left and it is ordered again.
+    """
     whole = make()
     alive = beside(whole, Dying(whole.aws.real))
     await _ordered(alive, of)
@@ -269,7 +279,10 @@ async def _ordered(site: Site, of: str) -> None:
 
 
 async def _recovered(site: Site, before: str, of: str) -> None:
-    """As a repair goes on: it looks, and orders again what never arrived. A minute passes with each look that says nothing."""
+    """As a repair goes on: it looks, and orders again what never arrived.
+
+    A minute passes with each look that says nothing.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -289,7 +302,7 @@ async def _recovered(site: Site, before: str, of: str) -> None:
 
 
 @pytest.mark.long
-async def test_s1_6_without_a_node_task_a_stop_and_start_is_proven_by_its_launch_time(
+async def test_s1_6_without_node_task_a_launch_time_proves_the_restart(
     make: Make,
 ) -> None:
     site = make(CHECKED)
@@ -306,9 +319,7 @@ async def test_s1_6_without_a_node_task_a_stop_and_start_is_proven_by_its_launch
 
 
 @pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long)])
-async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_the_node_once(
-    make: Make, after: int
-) -> None:
+async def test_s1_5_with_only_a_health_check_the_node_restarts_once(make: Make, after: int) -> None:
     site = make(CHECKED)
     site.double.script("check", exit_code=after)
     rules = RepairRules("act", 1, 8, timedelta(minutes=3), timedelta(0), has_power_command=True)
@@ -390,7 +401,7 @@ async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) 
     assert (site.instance.machine.power, site.instance.boots) == ("running", 2)
 
 
-async def test_what_takes_longer_than_its_order_is_ambiguous_and_goes_on_with_the_next_look(
+async def test_a_repair_longer_than_its_order_goes_on_at_the_next_look(
     make: Make,
 ) -> None:
     site = make()
@@ -437,7 +448,7 @@ class Group(Calls):
         return {"AutoScalingInstances": [{"AutoScalingGroupName": "gpus", "LifecycleState": now}]}
 
 
-async def test_an_auto_scaling_group_is_told_to_leave_it_alone_meanwhile(make: Make) -> None:
+async def test_an_auto_scaling_group_must_leave_it_alone_during_that(make: Make) -> None:
     site = make()
     aws = Group(site.aws.real)
     assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))[
@@ -477,7 +488,7 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
 # --- the rest
 
 
-async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_left(
+async def test_a_quarantined_instance_says_so_once_its_job_has_left(
     make: Make,
 ) -> None:
     site = make()

@@ -93,7 +93,7 @@ async def held(backend: Backend) -> Any:
     return (await backend.list("n1"))["held"]
 
 
-# --- asking --------------------------------------------------------------------------------------------------------------
+# --- asking ---------------------------------------------------------------------------------------
 
 
 async def test_a_probe_tells_of_a_node_on_which_nothing_ever_ran(make: Make) -> None:
@@ -116,7 +116,7 @@ async def test_a_node_without_nvml_says_so(make: Make) -> None:
     }
 
 
-async def test_s2_10_a_look_tells_of_gpus_and_of_strangers_there_where_it_is_asked_to(
+async def test_s2_10_a_look_has_gpus_and_strangers_where_asked_to(
     make: Make,
 ) -> None:
     fleet = make(Tools())
@@ -181,7 +181,7 @@ async def test_a_node_that_is_cut_off_answers_no_order_of_a_repair(make: Make) -
     assert [type(answer) for answer in answers] == [Unreachable] * 4
 
 
-# --- examining -----------------------------------------------------------------------------------------------------------
+# --- examining ------------------------------------------------------------------------------------
 
 
 async def test_a_diagnosis_brings_what_dcgm_printed_and_how_it_ended(make: Make) -> None:
@@ -206,7 +206,7 @@ async def test_a_node_without_dcgm_or_nvidia_smi_says_so(make: Make) -> None:
     )
 
 
-async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launched(
+async def test_a_diagnosis_that_hangs_is_killed_and_blocks_launches(
     make: Make,
 ) -> None:
     fleet = make(Tools(diag="hangs"))
@@ -231,7 +231,7 @@ async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launche
     await launch(fleet)
 
 
-async def test_a_diagnosis_that_nobody_waits_for_any_more_ends_and_frees_the_node(
+async def test_a_diagnosis_without_a_caller_ends_and_frees_the_node(
     make: Make,
 ) -> None:
     fleet = make(Tools(diag="hangs"))
@@ -257,7 +257,7 @@ async def test_of_two_orders_for_one_node_the_second_waits_a_little(make: Make) 
     assert [done(answer)["exit_code"] for answer in answers] == [0, 0]
 
 
-async def test_of_two_orders_for_one_node_the_second_does_not_wait_for_long(make: Make) -> None:
+async def test_of_two_orders_for_one_node_the_second_waits_briefly(make: Make) -> None:
     fleet = make(Tools(diag="hangs"))
     first, second = await asyncio.gather(
         *(fleet.backend.diagnose("n1", f"r{number}", 1, 3.5) for number in range(2))
@@ -283,7 +283,7 @@ async def test_nothing_is_examined_reset_or_rebooted_while_ranks_live(make: Make
     assert done(await fleet.backend.diagnose("n1", "r1", 1, 30.0))["exit_code"] == 0
 
 
-async def test_a_generation_that_may_yet_start_keeps_the_node_as_one_that_runs_does(
+async def test_a_generation_that_may_yet_start_holds_the_node(
     make: Make,
 ) -> None:
     fleet = make(Tools())
@@ -293,10 +293,10 @@ async def test_a_generation_that_may_yet_start_keeps_the_node_as_one_that_runs_d
     assert await alive(fleet.backend, 1) == [0, 1]
 
 
-# --- repairing -----------------------------------------------------------------------------------------------------------
+# --- repairing ------------------------------------------------------------------------------------
 
 
-async def test_gpus_are_reset_on_the_boot_that_was_read_and_on_no_other(make: Make) -> None:
+async def test_gpus_are_reset_only_on_the_boot_that_was_read(make: Make) -> None:
     fleet = make(Tools())
     boot = await boot_id(fleet.backend)
     answer = done(await fleet.backend.reset_gpus("n1", "r1", boot, ("00000000:1B:00.0",), 30.0))
@@ -313,7 +313,7 @@ async def test_a_reset_that_fails_is_done_with_its_exit_code(make: Make) -> None
     assert answer["exit_code"] == 255 and "GPU is in use" in answer["output"]
 
 
-async def test_a_reboot_gives_the_node_another_boot_id_and_is_in_its_journal(make: Make) -> None:
+async def test_a_reboot_gives_another_boot_id_and_is_in_the_journal(make: Make) -> None:
     fleet = make()
     before = await boot_id(fleet.backend)
     assert done(await fleet.backend.reboot("n1", "r1", before, "Xid 79"))["boot_id"] == before

@@ -68,7 +68,7 @@ def test_a_key_is_judged_by_the_lines_that_speak_of_its_host(
     assert judge(read([str(tmp_path / "absent"), str(file)]), host, port, ONE).standing is standing
 
 
-def test_the_line_that_a_key_was_expected_from_is_of_the_same_kind_where_there_is_one(
+def test_an_expected_host_key_is_of_the_same_kind_if_any(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "known_hosts"

@@ -1,4 +1,7 @@
-"""A session whose agent answers nonsense, dies or is silent: each is an exception of `relaunch.backends.base`, and soon."""
+"""A session whose agent answers nonsense, dies or is silent.
+
+Each is an exception of `relaunch.backends.base`, and soon.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,12 @@ for line in sys.stdin:
     if answer == "die":
         break
     if answer is not None:
-        print(json.dumps({"id": order["id"], "line": order["order"] if answer == "echo" else answer}), flush=True)
+        print(json.dumps({"id": order["id"], "line": order["order"] \
+if answer == "echo" else answer}), flush=True)
         print(json.dumps({"id": order["id"], "ended": True}), flush=True)
 """
-"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes where the answer would be `die`."""
+"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes
+where the answer would be `die`."""
 
 Open = Callable[..., AgentSession]
 BOOT = {"outcome": "done", "boot_id": "b1"}
@@ -180,7 +185,7 @@ async def test_a_refusal_carries_the_present_boot_id(opened: Open) -> None:
     )
 
 
-async def test_a_long_diagnosis_is_broken_off_when_the_node_answers_nothing_at_all(
+async def test_a_long_diagnosis_of_a_silent_node_is_broken_off(
     opened: Open,
 ) -> None:
     session = opened({}, answer_within=0.5)
@@ -190,7 +195,7 @@ async def test_a_long_diagnosis_is_broken_off_when_the_node_answers_nothing_at_a
     assert time.monotonic() - began < 10.0
 
 
-async def test_a_long_diagnosis_is_waited_for_while_the_node_answers_anything(opened: Open) -> None:
+async def test_a_long_diagnosis_is_awaited_while_the_node_answers(opened: Open) -> None:
     session = opened({"list": {"outcome": "done", "jobs": []}}, answer_within=0.5)
     began = time.monotonic()
     with pytest.raises(Unreachable, match=r"no answer to diagnose within 1\.5 s"):
@@ -198,7 +203,7 @@ async def test_a_long_diagnosis_is_waited_for_while_the_node_answers_anything(op
     assert time.monotonic() - began >= 1.5
 
 
-async def test_an_order_that_comes_as_the_session_dies_does_not_wait_for_an_answer(
+async def test_an_order_as_the_session_dies_waits_for_no_answer(
     opened: Open,
 ) -> None:
     session = opened({"probe": BOOT, "list": "die"})
@@ -226,7 +231,7 @@ async def test_an_agent_that_dies_before_it_greets_is_unreachable(opened: Open) 
             await ask(session, "probe")
 
 
-async def test_bytes_that_are_no_text_reach_nobody_as_what_cannot_be_stored(opened: Open) -> None:
+async def test_bytes_that_are_no_text_arrive_as_storable_text(opened: Open) -> None:
     session = opened(
         {"diagnose": {**BOOT, "exit_code": 0, "stdout": "half \ud800 and \U0001f600", "stderr": ""}}
     )

@@ -1,4 +1,7 @@
-"""What only a simulated fleet can do: follow a script, lose messages, skip time, and keep a record that can be judged."""
+"""What only a simulated fleet can do.
+
+Follow a script, lose messages, skip time, and keep a record that can be judged.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +125,7 @@ def is_heartbeat(line: Line) -> bool:
     return "heartbeat" in line
 
 
-# --- the script ----------------------------------------------------------------------------------------------------------
+# --- the script -----------------------------------------------------------------------------------
 
 
 async def test_what_happens_at_once_needs_no_time_at_all() -> None:
@@ -222,7 +225,7 @@ async def test_a_node_goes_away_and_returns_as_scripted() -> None:
     assert (await read(backend, "n1", 1, is_heartbeat))[-1]["heartbeat"]["alive"] == [0, 1]
 
 
-async def test_a_node_that_is_lost_while_it_is_prepared_never_got_the_order() -> None:
+async def test_a_node_lost_while_it_is_prepared_never_got_the_order() -> None:
     backend = SimulatedBackend(fleet(1), Script((Cut(generation=1, when="prepare"),)))
     with pytest.raises(Unreachable):
         await backend.prepare("n1", prepare_order(1, 0))
@@ -236,7 +239,7 @@ async def test_a_node_that_is_lost_while_it_is_prepared_never_got_the_order() ->
         (ShimDies(after=1.0), "ShimDied", 1),
     ],
 )
-async def test_ranks_that_nobody_saw_end_are_told_of(
+async def test_ranks_that_ended_unseen_are_reported(
     happening: Reboot | ShimDies, kind: str, boots: int
 ) -> None:
     clock = ManualClock()
@@ -249,7 +252,7 @@ async def test_ranks_that_nobody_saw_end_are_told_of(
     assert alive(backend.lives) == ()
 
 
-async def test_ranks_that_linger_keep_the_next_prepare_waiting_and_stuck_ones_refuse_it() -> None:
+async def test_lingering_ranks_delay_a_prepare_stuck_ones_refuse_it() -> None:
     clock = ManualClock()
     script = Script(
         (
@@ -271,7 +274,7 @@ async def test_ranks_that_linger_keep_the_next_prepare_waiting_and_stuck_ones_re
     assert [rank for _, _, rank in alive(backend.lives)] == [1]
 
 
-# --- lease and fence -----------------------------------------------------------------------------------------------------
+# --- lease and fence ------------------------------------------------------------------------------
 
 
 async def renew_once(backend: SimulatedBackend, *nodes: str) -> None:
@@ -290,7 +293,7 @@ def ended(backend: SimulatedBackend) -> list[tuple[str, float]]:
     ]
 
 
-async def test_a_whole_gang_outlives_its_controller_and_a_split_one_does_not() -> None:
+async def test_a_whole_gang_outlives_its_controller_a_split_does_not() -> None:
     clock = ManualClock()
     backend = SimulatedBackend(fleet(3), Script((Lingers(node="n3", seconds=100.0),)), clock)
     await launch(backend, 1, ("n1", "n2", "n3"), ranks=1)
@@ -299,7 +302,8 @@ async def test_a_whole_gang_outlives_its_controller_and_a_split_one_does_not() -
     assert ended(backend) == []
     backend.cut("n3")
     await clock.advance(200.0)
-    # The last answers came within a second before the cut; fence_after is 60 s; n3 takes its whole grace of 15 s.
+    # The last answers came within a second before the cut; fence_after is 60 s; n3 takes its whole
+    # grace of 15 s.
     first, last = ended(backend)[0], ended(backend)[-1]
     assert [node for node, _ in ended(backend)] == ["n1", "n2", "n3"]
     assert first[1] in (2_059.0, 2_060.0)
@@ -307,7 +311,7 @@ async def test_a_whole_gang_outlives_its_controller_and_a_split_one_does_not() -
     assert kinds(await read(backend, "n1", 1, lambda line: False))[0] == "Fenced"
 
 
-async def test_two_nodes_that_never_heard_the_third_do_not_keep_each_other_alive() -> None:
+async def test_two_nodes_that_never_heard_the_third_do_not_live_on() -> None:
     clock = ManualClock()
     backend = SimulatedBackend(fleet(3), Script(), clock)
     await launch(backend, 1, ("n1", "n2", "n3"), ranks=1)
@@ -317,7 +321,7 @@ async def test_two_nodes_that_never_heard_the_third_do_not_keep_each_other_alive
     assert sorted(ended(backend)) == [("n1", 120.0), ("n2", 120.0), ("n3", 120.0)]
 
 
-async def test_one_leased_peer_keeps_a_node_alive_although_another_is_lost() -> None:
+async def test_one_leased_peer_keeps_a_node_alive_after_a_loss() -> None:
     clock = ManualClock()
     backend = SimulatedBackend(fleet(3), Script(), clock)
     await launch(backend, 1, ("n1", "n2", "n3"), ranks=1)
@@ -328,7 +332,8 @@ async def test_one_leased_peer_keeps_a_node_alive_although_another_is_lost() -> 
         await renew_once(backend, "n1")
     assert ended(backend) == [("n3", 120.0)]
     await clock.advance(500.0)
-    # n1 was renewed at 500 for the last time: leased until 560, which n2 hears until then, and both wait fence_after.
+    # n1 was renewed at 500 for the last time: leased until 560, which n2 hears until then, and both
+    # wait fence_after.
     ends = dict(ended(backend))
     assert ends["n1"] == 620.0 and 618.0 <= ends["n2"] <= 620.0
 
@@ -344,7 +349,7 @@ async def test_a_renewal_that_is_late_extends_only_from_its_own_stamp() -> None:
     assert ended(backend) == [("n1", 120.0)]
 
 
-# --- the network ---------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 async def test_a_lost_order_was_not_carried_out_and_a_lost_answer_was() -> None:
@@ -378,7 +383,7 @@ async def test_a_late_copy_of_a_stop_does_not_touch_what_is_above_it() -> None:
     assert_invariants(backend)
 
 
-async def test_a_late_start_does_not_start_a_shim_that_a_late_prepare_made() -> None:
+async def test_a_late_start_does_not_start_a_shim_of_a_late_prepare() -> None:
     clock = ManualClock()
     faults = (
         Fault(kind="double", command="prepare", seconds=100.0),
@@ -474,7 +479,7 @@ async def test_the_same_seed_gives_the_same_faults() -> None:
     assert await outcomes(1) == await outcomes(1) != await outcomes(2)
 
 
-async def test_an_order_whose_sender_went_away_is_carried_out_and_recorded_as_cancelled() -> None:
+async def test_an_order_whose_sender_left_is_carried_out_as_cancelled() -> None:
     clock = ManualClock()
     backend = SimulatedBackend(fleet(1), Script((Lingers(seconds=5.0),)), clock)
     await launch(backend, 1, ("n1",))
@@ -489,7 +494,7 @@ async def test_an_order_whose_sender_went_away_is_carried_out_and_recorded_as_ca
     assert alive(backend.lives) == ()
 
 
-# --- the judge -----------------------------------------------------------------------------------------------------------
+# --- the judge ------------------------------------------------------------------------------------
 
 
 async def test_the_invariants_see_a_careless_controller() -> None:
@@ -545,10 +550,10 @@ async def test_the_invariants_see_nodes_that_break_their_word() -> None:
     )
 
 
-# --- size ----------------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------
 
 
-async def test_of_two_thousand_nodes_the_one_that_fails_is_the_one_that_is_heard() -> None:
+async def test_of_two_thousand_nodes_the_failing_one_is_heard() -> None:
     nodes = tuple(f"n{one}" for one in range(1, 2049))
     script = Script((Exit(node="n77", exit_code=1, rank=610), Progress(steps=((0.0, 5),))))
     backend = SimulatedBackend(fleet(2048), script)

@@ -86,7 +86,7 @@ def moments(backend: SimulatedBackend) -> list[tuple[str, str, str, str]]:
     return [(one.kind, one.command, one.id, one.reason) for one in backend.upkeep]
 
 
-# --- how they are --------------------------------------------------------------------------------------------------------
+# --- how they are ---------------------------------------------------------------------------------
 
 
 async def test_a_node_of_which_the_script_says_nothing_is_healthy() -> None:
@@ -107,7 +107,7 @@ async def test_a_node_of_which_the_script_says_nothing_is_healthy() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-async def test_dcgm_finds_a_healthy_node_healthy_at_every_level_asked_for(level: int) -> None:
+async def test_dcgm_finds_a_healthy_node_healthy_at_every_level(level: int) -> None:
     assert await diagnosed(simulated(), level) is Verdict.HEALTHY
 
 
@@ -155,9 +155,7 @@ async def test_a_node_falls_ill_at_the_moment_that_the_script_names() -> None:
     assert (await probe(backend, kernel_since=10.0))["kernel"]["lines"] == []
 
 
-async def test_what_the_kernel_said_of_a_rank_is_in_its_log_once_and_until_the_node_reboots() -> (
-    None
-):
+async def test_kernel_lines_of_a_rank_are_logged_once_until_a_reboot() -> None:
     backend = simulated(
         Exit(generation=1, kernel=("NVRM: Xid 79",)),
         ShimDies(generation=2, kernel=("oom-kill:",)),
@@ -176,7 +174,7 @@ async def test_ranks_use_the_gpus_of_their_node() -> None:
     assert used == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-# --- mending -------------------------------------------------------------------------------------------------------------
+# --- mending --------------------------------------------------------------------------------------
 
 
 async def reset(backend: SimulatedBackend, *gpus: int, id: str = "r1") -> Mapping[str, Any]:
@@ -188,7 +186,7 @@ async def reset(backend: SimulatedBackend, *gpus: int, id: str = "r1") -> Mappin
     return answer
 
 
-async def test_a_reset_cures_what_a_reset_cures_on_the_gpus_that_are_named() -> None:
+async def test_a_reset_cures_the_named_gpus_of_what_a_reset_cures() -> None:
     backend = simulated(Sick(remap_pending=1, until="reset"), Sick(remap_pending=2, until="reset"))
     assert (await reset(backend, 1))["exit_code"] == 0
     assert [(await gpu(backend, index))["remapped"]["pending"] for index in (1, 2)] == [False, True]
@@ -198,7 +196,7 @@ async def test_a_reset_cures_what_a_reset_cures_on_the_gpus_that_are_named() -> 
     assert_upkeep(backend)
 
 
-async def test_a_reset_cannot_reach_a_lost_gpu_and_a_reboot_brings_it_back() -> None:
+async def test_a_reset_misses_a_lost_gpu_and_a_reboot_restores_it() -> None:
     backend = simulated(Sick(gpu_lost=5, until="reboot"), Sick(remap_failed=6))
     answer = await reset(backend, 5)
     assert answer["exit_code"] == 15 and "GPU is lost" in answer["output"]
@@ -261,9 +259,7 @@ async def test_a_reboot_that_hangs_never_comes_back_by_itself() -> None:
     assert (await probe(backend))["boot_id"] == "n1-boot-3"
 
 
-async def test_a_reboot_that_hangs_on_its_way_down_answers_with_the_old_boot_and_takes_no_generation() -> (
-    None
-):
+async def test_a_reboot_that_hangs_keeps_its_boot_and_takes_no_launch() -> None:
     clock = ManualClock()
     backend = simulated(RebootHangs(answers=True, times=1), clock=clock)
     await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
@@ -284,10 +280,10 @@ async def test_a_reboot_that_hangs_on_its_way_down_answers_with_the_old_boot_and
     assert_upkeep(backend)
 
 
-# --- the hold ------------------------------------------------------------------------------------------------------------
+# --- the hold -------------------------------------------------------------------------------------
 
 
-async def test_a_launch_waits_two_seconds_for_a_diagnosis_and_is_then_refused() -> None:
+async def test_a_launch_waits_two_seconds_for_a_diagnosis_then_refuses() -> None:
     clock = ManualClock()
     backend = simulated(Takes(command="diagnose", seconds=10.0), clock=clock)
     diagnosing = asyncio.create_task(backend.diagnose("n1", "r1", 2, WITHIN))
@@ -309,7 +305,7 @@ async def test_a_launch_waits_two_seconds_for_a_diagnosis_and_is_then_refused() 
     assert_upkeep(backend)
 
 
-async def test_a_diagnosis_waits_for_a_launch_that_is_being_prepared_and_is_then_refused() -> None:
+async def test_a_diagnosis_waits_for_a_prepare_and_is_then_refused() -> None:
     clock = ManualClock()
     backend = simulated(Lingers(generation=1, rank=0, seconds=7.0), clock=clock)
     await launch(backend, 1, ("n1",))
@@ -351,9 +347,7 @@ async def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over() -> None:
     assert await diagnosed(backend) is Verdict.HEALTHY
 
 
-async def test_a_node_that_goes_down_under_a_diagnosis_answers_nothing_and_is_free_afterwards() -> (
-    None
-):
+async def test_a_node_down_during_a_diagnosis_is_silent_then_free() -> None:
     clock = ManualClock()
     backend = simulated(
         Takes(command="diagnose", seconds=60.0),
@@ -386,10 +380,10 @@ async def test_an_order_of_a_repair_is_refused_as_scripted() -> None:
     assert moments(backend)[0] == ("refused", "reset-gpus", "r1", "busy")
 
 
-# --- the network ---------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
-async def test_of_a_reboot_whose_answer_was_lost_the_boot_id_and_the_journal_tell() -> None:
+async def test_boot_id_and_journal_prove_a_reboot_with_a_lost_answer() -> None:
     backend = simulated(faults=(Fault(kind="lose_answer", command="reboot"),))
     with pytest.raises(Unreachable):
         await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
@@ -474,7 +468,7 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
     assert_upkeep(backend)
 
 
-# --- the judge -----------------------------------------------------------------------------------------------------------
+# --- the judge ------------------------------------------------------------------------------------
 
 
 def moment(
@@ -497,7 +491,7 @@ async def test_the_invariants_see_a_repair_that_touches_a_living_rank() -> None:
     assert upkeep_violations((replace(after, number=6),), (started, ended)) == ()
 
 
-async def test_the_invariants_see_two_holders_and_two_reboots_of_one_boot() -> None:
+async def test_the_invariants_see_two_holders_and_reboots_of_one_boot() -> None:
     two = (moment(1, "began", "diagnose", "r1"), moment(2, "began", "reboot", "r2"))
     assert upkeep_violations(two, ()) == ("reboot r2 began on n1 during diagnose r1",)
     told = (moment(1, "ended", "reboot", "r1", "done"), moment(9, "ended", "reboot", "r2", "done"))

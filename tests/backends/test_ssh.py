@@ -1,4 +1,7 @@
-"""Reaching nodes by SSH, and each way in which that fails: real servers, real causes, one sentence each."""
+"""Reaching nodes by SSH, and each way in which that fails.
+
+Real servers, real causes, one sentence each.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ def run(*words: str, env: dict[str, str] | None = None) -> None:
     subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=True)
 
 
-# --- reaching -----------------------------------------------------------------------------------------------------------------
+# --- reaching -------------------------------------------------------------------------------------
 
 
-async def test_s2_1_ranks_are_started_on_a_node_that_has_nothing_but_sshd_and_python(
+async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
     site: Site,
 ) -> None:
     host = site.host()
@@ -140,13 +143,16 @@ async def test_any_login_shell_starts_the_agent(site: Site, shell: str) -> None:
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_address_is_its_own(
+async def test_a_host_of_the_ssh_configuration_keeps_its_own_address(
     site: Site,
 ) -> None:
     host = site.host()
     extra = site.folder / "extra.conf"
     extra.write_text(f"Host gpu-*\n  Port {host.port}\n")
-    text = f"Include {extra}\nHost gpu-01\n  HostName {host.address}\n  IdentityFile {site.key}\n  UserKnownHostsFile {site.known_hosts}\n"
+    text = (
+        f"Include {extra}\nHost gpu-01\n  HostName {host.address}\n  IdentityFile {site.key}\n"
+        f"  UserKnownHostsFile {site.known_hosts}\n"
+    )
     site.config.write_text(text)
     backend = site.backend(None, {"key": None, "known_hosts": None}, address="gpu-01")
     assert (await backend.list("n1"))["outcome"] == "done"
@@ -157,7 +163,7 @@ async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_addres
     )
 
 
-async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(
+async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which("ssh-agent") is None:
@@ -186,10 +192,10 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(
         process.wait()
 
 
-# --- who it is ----------------------------------------------------------------------------------------------------------------
+# --- who it is ------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be_trusted(
+async def test_an_unknown_host_key_is_refused_first_and_can_be_trusted(
     site: Site,
 ) -> None:
     host = site.host(known=False)
@@ -197,7 +203,8 @@ async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be
     said = await reason(backend)
     wanted = own_fingerprint(host.public_keys[0])
     assert said == (
-        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the machine's own, then `relaunch nodes trust n1`"
+        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the "
+        "machine's own, then `relaunch nodes trust n1`"
     )
     assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
     spec = site.spec(host)
@@ -214,7 +221,7 @@ async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted(
+async def test_a_changed_host_key_is_refused_with_both_keys(
     site: Site,
 ) -> None:
     host = site.host(start=False)
@@ -228,7 +235,8 @@ async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted
     said = await reason(backend)
     now = own_fingerprint(host.public_keys[0])
     assert said.startswith(
-        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): the connection may be intercepted"
+        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): "
+        "the connection may be intercepted"
     )
     assert host.logins() == 0
     with pytest.raises(NeedsPerson):
@@ -258,7 +266,7 @@ async def test_a_revoked_key_is_refused_and_a_hashed_name_is_found(site: Site) -
     assert fingerprint(base64.b64decode(blob)) == own_fingerprint(host.public_keys[0])
 
 
-async def test_a_login_that_is_refused_names_the_user_and_what_was_offered(site: Site) -> None:
+async def test_a_refused_login_names_the_user_and_what_was_offered(site: Site) -> None:
     host = site.host()
     other = make_key(site.folder / "other")
     said = await reason(site.backend(host, {"key": str(other)}))
@@ -273,7 +281,7 @@ async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
     assert (await reason(site.backend(host))).endswith("; it takes password")
 
 
-# --- what does not answer -----------------------------------------------------------------------------------------------------
+# --- what does not answer -------------------------------------------------------------------------
 
 
 async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
@@ -282,7 +290,7 @@ async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
     )
 
 
-async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_for_a_moment(
+async def test_a_refused_connection_is_named_and_not_retried_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = site.host(start=False)
@@ -300,7 +308,7 @@ async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_
     assert host.logins() == 1
 
 
-async def test_a_node_that_refused_many_connections_is_tried_again_as_soon_as_a_launch_needs_it(
+async def test_a_launch_retries_a_node_that_refused_many_connections(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_backend, "BACKOFF", (600.0, 600.0))
@@ -342,13 +350,14 @@ async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(
     host.signal(signal.SIGCONT)
 
 
-async def test_a_server_that_turns_logins_away_is_said_to_close_the_connection(site: Site) -> None:
+async def test_a_server_that_turns_logins_away_closes_the_connection(site: Site) -> None:
     host = site.host(MaxStartups="1:100:1", LoginGraceTime="60")
     with socket.create_connection((host.address, host.port)) as first:
         assert first.recv(4) == b"SSH-"
         said = await reason(site.backend(host))
     assert said.startswith(
-        f"{host.address}:{host.port} closed the connection before it said who it is: too many logins at once"
+        f"{host.address}:{host.port} closed the connection before it said who it is: too many "
+        "logins at once"
     )
 
 
@@ -368,19 +377,20 @@ async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
     assert f"{host.user} is logged in, and may run no command" in await reason(site.backend(host))
 
 
-async def test_an_account_without_a_shell_is_told_with_its_words(site: Site) -> None:
+async def test_an_account_without_a_shell_is_reported_with_its_words(site: Site) -> None:
     host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
     said = await reason(site.backend(host))
-    assert (
-        said
-        == "the agent could not be started: `python3` ended with 1: This account is currently not available."
+    assert said == (
+        "the agent could not be started: `python3` ended with 1: This account is currently not "
+        "available."
     )
 
 
 async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
     said = await reason(site.backend(site.host(), {"python": "python3.99"}))
     assert said.startswith(
-        "the agent could not be started: `python3.99` ended with 127, which is how a shell says that there is no python3.99"
+        "the agent could not be started: `python3.99` ended with 127, which is how a shell says "
+        "that there is no python3.99"
     )
 
 
@@ -403,7 +413,7 @@ async def test_the_oldest_python_that_is_supported_starts_the_agent(site: Site) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Site) -> None:
+async def test_a_full_disk_is_reported_and_leaves_nothing_behind(site: Site) -> None:
     host = site.host()
     host.state.mkdir(mode=0o700)
     try:
@@ -421,19 +431,19 @@ async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Si
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-async def test_a_folder_of_somebody_else_is_refused(site: Site) -> None:
+async def test_a_folder_of_another_user_is_refused(site: Site) -> None:
     host = site.host()
     host.state.mkdir()
     os.chown(host.state, 65534, 65534)
     said = await reason(site.backend(host))
-    assert (
-        said
-        == f"the agent could not be started: the folder {host.state} belongs to uid 65534; expected uid 0"
+    assert said == (
+        f"the agent could not be started: the folder {host.state} belongs to uid 65534; "
+        "expected uid 0"
     )
     os.chown(host.state, 0, 0)
 
 
-# --- jump hosts ---------------------------------------------------------------------------------------------------------------
+# --- jump hosts -----------------------------------------------------------------------------------
 
 
 async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> None:
@@ -450,7 +460,7 @@ async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> 
     assert key.standing is KeyStatus.KNOWN
 
 
-async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_reach(
+async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
     site: Site,
 ) -> None:
     jump, host = site.host(known=False), site.host(start=False)
@@ -464,13 +474,13 @@ async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_r
     )
     jump.kill()
     said = await reason(site.backend(host, {"proxy_jump": way}))
-    assert (
-        said
-        == f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the connection: nothing listens there"
+    assert said == (
+        f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the "
+        "connection: nothing listens there"
     )
 
 
-# --- what is wrong before anything is tried -----------------------------------------------------------------------------------
+# --- what is wrong before anything is tried -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

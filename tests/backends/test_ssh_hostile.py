@@ -1,6 +1,9 @@
-"""A node that sends nonsense, sends without end or takes nothing: one sentence, that node's session closed, and nobody else waits.
+"""A node that sends nonsense, sends without end or takes nothing.
 
-The servers are real; what answers on them is a double of the node's python3, which says what it is told.
+One sentence, that node's session closed, and no other node waits.
+
+The servers are real; what answers on them is a double of the node's python3, which says what it is
+told.
 """
 
 from __future__ import annotations
@@ -20,18 +23,26 @@ from tests.backends.ssh_site import Site, agent, python_double, reason, site
 __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
 
-HAVE = 'import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\nsay(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
+HAVE = (
+    "import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\n"
+    'say(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
+)
 HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
 FOR_EVER = "while True:\n    say(data)\n"
 PATIENCE = 120.0
 LONGEST_PAUSE = 1.0
-"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops it for good."""
+"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops
+it for good."""
 MOST_MEMORY = 200 * 1024
-"""KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings that in a second."""
+"""KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings
+that in a second."""
 
 
 async def while_others_go_on(asking: SshBackend) -> str:
-    """Ask, and see to it that the loop goes on and memory stays bounded meanwhile. Return why no answer came."""
+    """Ask, and see to it that the loop goes on and memory stays bounded meanwhile.
+
+    Return why no answer came.
+    """
     pauses = []
 
     async def tick() -> None:
@@ -137,7 +148,7 @@ async def test_a_node_that_takes_no_orders_is_given_up(
         await backend.reboot("n1", "r1", "b1", "x" * 6 * 1024 * 1024)
 
 
-async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(
+async def test_an_agent_that_ends_at_once_is_not_logged_in_to_always(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_backend, "BACKOFF", (60.0, 60.0))
@@ -152,7 +163,7 @@ async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(
     assert host.logins() == 1
 
 
-async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_end(
+async def test_endless_lines_for_commands_that_are_over_end_a_session(
     site: Site,
 ) -> None:
     host = site.host(start=False)
@@ -169,7 +180,7 @@ async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_e
     )
 
 
-async def test_a_hostile_node_is_in_nobody_elses_way(site: Site) -> None:
+async def test_a_hostile_node_does_not_affect_other_nodes(site: Site) -> None:
     bad, good = site.host(start=False), site.host()
     python_double(bad, HELLO + 'sys.stdin.readline()\ndata = b"x" * 65536\n' + FOR_EVER)
     bad.start()

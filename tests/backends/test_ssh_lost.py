@@ -1,4 +1,7 @@
-"""A connection that breaks says nothing of the ranks: they live on, and a watch takes up where it was."""
+"""A connection that breaks says nothing of the ranks.
+
+They live on, and a watch takes up where it was.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ PATIENCE = 60.0
 
 
 async def train(backend: Backend, address: str, command: str = "exec sleep 600") -> int:
-    """Launch one rank, and return its pid. To start an agent takes a loaded machine longer than some tests wait for an answer."""
+    """Launch one rank, and return its pid.
+
+    To start an agent takes a loaded machine longer than some tests wait for an answer.
+    """
     prepared = await reached(
         lambda: backend.prepare("n1", prepare_order(token(1), (0,), address=address))
     )
@@ -59,7 +65,7 @@ def lives(pid: int) -> bool:
 async def watched(
     backend: Backend, host: Sshd, breaks: Callable[[], object], heartbeat: float = 0.2
 ) -> str:
-    """Watch until a heartbeat has come, have the connection break, and return why the watch ended."""
+    """Watch until a heartbeat has come, break the connection, and return why the watch ended."""
     seen = False
 
     async def watch() -> None:
@@ -77,7 +83,7 @@ async def watched(
             return broken.value.reason
 
 
-async def test_s2_4_an_sshd_that_is_killed_ends_no_rank_and_the_watch_resumes_by_number(
+async def test_s2_4_a_killed_sshd_ends_no_rank_and_the_watch_resumes(
     site: Site,
 ) -> None:
     host = site.host()
@@ -123,7 +129,7 @@ async def test_s2_4_connections_that_are_cut_at_the_node_end_no_rank(site: Site)
     assert heartbeats(lines)[0]["alive"] == [0] and lives(pid)
 
 
-async def test_s2_6_a_frozen_sshd_is_noticed_by_the_heartbeats_that_fail_to_come(
+async def test_s2_6_a_frozen_sshd_is_noticed_by_missing_heartbeats(
     site: Site,
 ) -> None:
     host = site.host()
@@ -147,7 +153,7 @@ async def test_s2_4_a_master_that_dies_leaves_the_ranks_to_the_next(site: Site) 
     assert heartbeats(lines)[0]["alive"] == [0] and lives(pid)
 
 
-async def test_s2_5_the_state_on_the_node_carries_the_boot_that_it_is_of(site: Site) -> None:
+async def test_s2_5_the_state_on_the_node_carries_its_boot(site: Site) -> None:
     host = site.host()
     backend = site.backend(host)
     await train(backend, host.address)
@@ -158,7 +164,7 @@ async def test_s2_5_the_state_on_the_node_carries_the_boot_that_it_is_of(site: S
     await backend.stop("n1", StopOrder(token(1), stop_grace=5.0))
 
 
-async def test_an_agent_that_is_killed_is_started_again_by_the_next_call(site: Site) -> None:
+async def test_a_killed_agent_is_started_again_by_the_next_call(site: Site) -> None:
     host = site.host()
     backend = site.backend(host)
     await backend.list("n1")

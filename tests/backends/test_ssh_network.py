@@ -1,4 +1,7 @@
-"""Networks that fail under a watch, between machines that have a network of their own: what is lost comes back, and no rank dies of it."""
+"""Networks that fail under a watch, between machines with separate networks.
+
+What is lost comes back, and no rank dies of it.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,7 @@ async def until_back(backend: SshBackend) -> None:
 
 
 @pytest.mark.parametrize("seconds", [4.0, pytest.param(30.0, marks=pytest.mark.long)])
-def test_s2_4_a_network_that_loses_everything_for_a_while_is_read_as_that(
+def test_s2_4_a_network_that_loses_everything_is_read_as_that(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(connection, "TCP", 1.0)
@@ -168,7 +171,7 @@ def test_s2_4_a_node_whose_answers_get_lost_is_only_unreachable(
     lab.run(story)
 
 
-def test_a_node_whose_link_is_down_is_one_that_there_is_no_way_to(lab: Lab) -> None:
+def test_a_node_with_a_link_down_is_one_without_a_route(lab: Lab) -> None:
     async def story(backend: SshBackend) -> None:
         lab.network.unplug(1)
         with pytest.raises(Unreachable) as lost:
@@ -187,7 +190,7 @@ def test_a_node_whose_link_is_down_is_one_that_there_is_no_way_to(lab: Lab) -> N
 
 
 @pytest.mark.parametrize("lab", [2], indirect=True)
-def test_s2_4_peers_meet_on_the_training_network_when_the_control_network_is_gone(lab: Lab) -> None:
+def test_s2_4_peers_meet_on_the_training_network_in_a_cut(lab: Lab) -> None:
     async def story(backend: SshBackend) -> None:
         peers = {}
         stamps = {}
@@ -223,7 +226,8 @@ def test_s2_4_peers_meet_on_the_training_network_when_the_control_network_is_gon
         )
         lab.network.lose(2)
         began = heartbeats(first)[0]["stamp"]
-        # Three times as long as n2 would live if n1, which is watched, did not tell it that all is well.
+        # Three times as long as n2 would live if n1, which is watched, did not tell it that all is
+        # well.
         lines = await read(
             backend,
             token(1),

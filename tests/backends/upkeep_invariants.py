@@ -1,4 +1,6 @@
-"""What must hold in every record of a simulated fleet whose nodes were examined and repaired. Looks only at records, never at nodes.
+"""What must hold in every record of a simulated fleet whose nodes were examined and repaired.
+
+Looks only at records, never at nodes.
 
 Each violation is one sentence.
 """
@@ -27,7 +29,10 @@ def upkeep_violations(upkeep: Sequence[Upkeep], lives: Sequence[Life]) -> tuple[
 
 
 def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> tuple[str, ...]:
-    """Nothing is examined, reset or rebooted while a rank lives on the node, and none starts meanwhile."""
+    """Nothing is examined, reset or rebooted while a rank lives on the node.
+
+    And none starts during that.
+    """
     found: list[str] = []
     living: dict[str, dict[tuple[object, int], None]] = {}
     held: dict[str, Upkeep] = {}
@@ -41,7 +46,8 @@ def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> t
             here[entry.token, entry.rank] = None
             if (holder := held.get(entry.node)) is not None:
                 found.append(
-                    f"rank {entry.rank} of {entry.token} started on {entry.node} during {holder.command} {holder.id}"
+                    f"rank {entry.rank} of {entry.token} started on {entry.node} during "
+                    f"{holder.command} {holder.id}"
                 )
         elif entry.kind == "began":
             held[entry.node] = entry
@@ -50,7 +56,8 @@ def held_where_ranks_lived(upkeep: Iterable[Upkeep], lives: Iterable[Life]) -> t
         if isinstance(entry, Upkeep) and entry.id and entry.kind in ("began", "rebooted") and here:
             token, rank = next(iter(here))
             found.append(
-                f"{entry.command} {entry.id} {entry.kind} on {entry.node} while rank {rank} of {token} lived there"
+                f"{entry.command} {entry.id} {entry.kind} on {entry.node} while rank {rank} of "
+                f"{token} lived there"
             )
     return tuple(found)
 
@@ -63,7 +70,8 @@ def held_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
         if entry.kind == "began":
             if (holder := held.get(entry.node)) is not None:
                 found.append(
-                    f"{entry.command} {entry.id} began on {entry.node} during {holder.command} {holder.id}"
+                    f"{entry.command} {entry.id} began on {entry.node} during {holder.command} "
+                    f"{holder.id}"
                 )
             held[entry.node] = entry
         elif entry.kind == "ended":
@@ -81,14 +89,18 @@ def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
         before = told.get((entry.node, entry.boot_id))
         if before is not None and entry.at - before.at < ORDERED_LATELY:
             found.append(
-                f"{entry.boot_id} was told to end for {before.id}, and {entry.at - before.at:g} s later for {entry.id}"
+                f"{entry.boot_id} was told to end for {before.id}, and {entry.at - before.at:g} s "
+                f"later for {entry.id}"
             )
         told[entry.node, entry.boot_id] = entry
     return tuple(found)
 
 
 def rebooted_unordered(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
-    """No repair is named for a reboot that it did not order, and none reboots a node twice by one order."""
+    """No repair is named for a reboot that it did not order.
+
+    And none reboots a node twice by one order.
+    """
     found: list[str] = []
     ordered: dict[tuple[str, str], None] = {}
     for entry in upkeep:
@@ -97,7 +109,8 @@ def rebooted_unordered(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
         elif entry.kind == "rebooted" and entry.id:
             if (entry.node, entry.id) not in ordered:
                 found.append(
-                    f"{entry.node} rebooted into {entry.boot_id} for {entry.id}, which had not ordered it"
+                    f"{entry.node} rebooted into {entry.boot_id} for {entry.id}, which had not "
+                    "ordered it"
                 )
             ordered.pop((entry.node, entry.id), None)
     return tuple(found)

@@ -1,4 +1,7 @@
-"""`python -m tests.chaos`: kill and cut everything in every phase; nothing may be lost, doubled or spent in vain."""
+"""`python -m tests.chaos`: kill and cut everything in every phase.
+
+Nothing may be lost, doubled or spent in vain.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from tests.chaos.rounds import ABSENT, FAILPOINTS, NOT_YET, ONLY, PHASES, POINTS
 from tests.chaos.run import Tally, end_by_signal, work
 
 NAMED = {"failpoint": FAILPOINTS, "point": POINTS}
-"""Not at random moments: where the agent, or the controller, dies between reserve, act and record."""
+"""Not at random moments: where the agent, or the controller, dies between reserve, act and record.
+"""
 
 
 def table(rows: tuple[str, ...], columns: tuple[str, ...], cell: str, tally: Tally) -> list[str]:
@@ -64,7 +68,9 @@ async def main() -> int:
     parser.add_argument(
         "--work",
         type=Path,
-        help="folder of a run that can be interrupted: with the same seed and cells it goes on there",
+        help=(
+            "folder of a run that can be interrupted: with the same seed and cells it goes on there"
+        ),
     )
     parser.add_argument(
         "--answer-within",
@@ -79,7 +85,8 @@ async def main() -> int:
         victim for victim in VICTIMS if ONLY.get(victim, arguments.backend) == arguments.backend
     )
     if arguments.apart:
-        # Agents ask their peers over the network that ranks train over: to cut it off is to stop training, which no round expects.
+        # Agents ask their peers over the network that ranks train over: to cut it off is to stop
+        # training, which no round expects.
         there = tuple(victim for victim in there if victim != "cut peers")
     for victim in there:
         if (reason := find_obstacle(victim)) is not None:
@@ -107,7 +114,8 @@ async def main() -> int:
     cells += [(phase, name) for phase, names in NAMED.items() if phase in phases for name in names]
     queue = []
     for _ in range(arguments.rounds):
-        # Every cell once before any a second time, so that a run that is cut short has seen all of them.
+        # Every cell once before any a second time, so that a run that is cut short has seen all of
+        # them.
         order.shuffle(cells)
         queue += [(cell, order.getrandbits(32)) for cell in cells]
     folder = (arguments.work or Path(tempfile.mkdtemp(prefix="relaunch-chaos-"))).resolve()

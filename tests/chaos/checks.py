@@ -48,7 +48,7 @@ async def _none_left(job: Job) -> bool:
 
 
 def launched_once(job: Job, world_size: int, generation: int) -> list[str]:
-    """Every rank of every generation was started at most once, those of the last one exactly once."""
+    """Every rank of a generation was started at most once, those of the last one exactly once."""
     found = []
     counted = Counter((line["token"], line["rank"]) for line in job.starts())
     found += [
@@ -84,7 +84,8 @@ async def agreement(job: Job) -> list[str]:
     strategies = Counter(decision["strategy"] for decision in decisions if decision["strategy"])
     if strategies != Counter(str(t.strategy) for t in state.tries):
         found.append(
-            f"history has the strategies {dict(strategies)}, show the tries {[str(t.strategy) for t in state.tries]}"
+            f"history has the strategies {dict(strategies)}, show the tries "
+            f"{[str(t.strategy) for t in state.tries]}"
         )
     spent = sum(decision["spent"] for decision in decisions)
     if (
@@ -92,7 +93,8 @@ async def agreement(job: Job) -> list[str]:
         or show["budgets"]["max_restarts"]["spent"] > spent
     ):
         found.append(
-            f"history says that {spent} restarts were spent, show {show['budgets']['max_restarts']['spent']}"
+            f"history says that {spent} restarts were spent, show "
+            f"{show['budgets']['max_restarts']['spent']}"
         )
     if open_ones := [entry["reason"] for entry in history if entry["closed"] is None]:
         found.append(f"the job has ended and an incident is open: {open_ones}")

@@ -1,7 +1,10 @@
-"""Clocks of processes that are stepped while they run, by a library that is loaded before libc (`clocks.c`).
+"""Clocks of processes that are stepped while they run.
+
+By a library that is loaded before libc (`clocks.c`).
 
 libfaketime would do for a clock that is wrong from the start; it also changes how processes wait
-(clock_nanosleep fails with EINVAL when its offset changes), which no step of a machine's clock does.
+(clock_nanosleep fails with EINVAL when its offset changes), which no step of a machine's clock
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ def find_obstacle() -> str | None:
 
 
 class Clocks:
-    """The wall clock and CLOCK_BOOTTIME of all processes that have `variables` in their environment."""
+    """The wall clock and CLOCK_BOOTTIME of all processes with `variables` in their environment."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +42,7 @@ class Clocks:
         self._write()
 
     def step_boot(self, seconds: float) -> None:
-        """Step CLOCK_BOOTTIME: back, by as long as a machine stood still whose clock stood still with it."""
+        """Step CLOCK_BOOTTIME back by as long as a machine and its clock stood still."""
         self._boot += seconds
         self._write()
 

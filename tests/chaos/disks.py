@@ -1,4 +1,7 @@
-"""Disks of nodes that fill up, hang and lose everything: separate file systems, in files (root, loop devices)."""
+"""Disks of nodes that fill up, hang and lose everything.
+
+Separate file systems, in files (root, loop devices).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pathlib import Path
 SIZE_MB = 32
 TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
 KEPT = ("boot_id", "cut", "failpoints")
-"""Files by which nodes on one machine are separate machines, and faults: real nodes have none of them."""
+"""Files by which nodes on one machine are separate machines, and faults: real nodes have none of
+them."""
 
 
 def find_obstacle() -> str | None:

@@ -1,22 +1,29 @@
-"""Victims of the crash matrix that are not killed: they stand still, run full, are set wrong, and go on later.
+"""Victims of the crash matrix that are not killed.
+
+They stand still, run full, are set wrong, and go on later.
 
     stop shim           SIGSTOP to a node's shim, SIGCONT later; so for the others
     stop supervisor
     stop session        the worker's session on a node
-    stop node           everything that belongs to a node: its ranks, shims, supervisors, sessions, sshd
+    stop node           everything that belongs to a node: its ranks, shims, supervisors, sessions,
+    sshd
     disk full           the file system of a node's state folder has no space left
     disk frozen         it takes no writes: what writes waits, and cannot be killed meanwhile
     disk emptied        everything in the state folder is deleted
     clock node          the wall clock of a node is stepped, forwards or back (hosts of ssh)
     clock controller    that of the worker; with local nodes, which are its children, theirs as well
-    policy change       a person shortens the job's lease and fence; in half of the rounds a node is cut off then
+    policy change       a person shortens the job's lease and fence; in half of the rounds a node is
+    cut off then
     flapping link       a node is cut off and comes back, several times
-    two servers         another server's worker, with the same namespace, fleet and job name, is given the same nodes
-    swapped addresses   the fleet file has the addresses of two nodes exchanged, and is applied (hosts of ssh)
+    two servers         another server's worker, with the same namespace, fleet and job name, is
+    given the same nodes
+    swapped addresses   the fleet file has the addresses of two nodes exchanged, and is applied
+    (hosts of ssh)
 
-The disks need root and loop devices, the clocks gcc: where those are missing these victims are left out,
-and the program says so. What such a round may cost is not told beforehand: how long things take decides it. It
-must end as it should with no two generations alive, no rank started twice, and one story told everywhere.
+The disks need root and loop devices, the clocks gcc: where those are missing these victims are left
+out, and the program says so. What such a round may cost is not told beforehand: how long things
+take decides it. It must end as it should with no two generations alive, no rank started twice, and
+one story told everywhere.
 """
 
 from __future__ import annotations
@@ -55,7 +62,8 @@ DISTURBANCES = (
 )
 ONLY_SSH = ("clock node", "swapped addresses")
 MAX_FROZEN_S = 6.0
-"""Shorter than a node needs to be lost and fenced (9.5 s): a rank in a write that hangs cannot be killed, and holds its lock."""
+"""Shorter than a node needs to be lost and fenced (9.5 s): a rank in a write that hangs cannot be
+killed, and holds its lock."""
 CLOCK_STEPS_S = (-3600.0, -180.0, 30.0, 180.0, 3600.0)
 
 
@@ -232,7 +240,8 @@ async def _swap_addresses(round: Round) -> Undo:
         world.write_fleet()
 
         async def applied() -> bool:
-            # A worker that is busy may not answer in time; the command says so, and that it has to be given again.
+            # A worker that is busy may not answer in time; the command says so, and that it has to
+            # be given again.
             code, said = await world.run_starter(
                 "nodes", "apply", "--reason", "chaos is over", "--fleet", FLEET
             )

@@ -1,4 +1,7 @@
-"""Nodes of a world that are container instances of an ECS cluster, in the double of AWS. Their network is this machine's loopback."""
+"""Nodes of a world that are container instances of an ECS cluster, in the double of AWS.
+
+Their network is this machine's loopback.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +145,10 @@ class EcsPlaces:
         self.instances[name].connect()
 
     def reboot(self, name: str) -> None:
-        """Have what runs there stopped, as a person would; a machine that is away comes back first."""
+        """Have what runs there stopped, as a person would.
+
+        A machine that is away comes back first.
+        """
         instance = self.instances[name]
         instance.connect()
         with self.aws.lock:

@@ -1,4 +1,7 @@
-"""What the nodes of a world are: folders and processes of this machine, or hosts with an sshd of their own. And how harm comes to them."""
+"""The nodes of a world, and how harm comes to them.
+
+Folders and processes of this machine, or hosts with a separate sshd.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ class Places(Protocol):
     within: tuple[str, ...]
     """What the worker is started by, to be where the nodes can be reached from."""
     elsewhere: tuple[str, ...]
-    """The same, of another machine that could be the controller's; where there is none, of this one."""
+    """The same, of another machine that could be the controller's; where there is none, of this
+    one."""
 
     def state(self, name: str) -> Path:
         """A node's state folder."""
@@ -119,7 +123,8 @@ class LocalPlaces:
 class SshPlaces:
     """Hosts on loopback addresses, or each in a network of its own.
 
-    Where they share a network, a cut from the controller is an sshd that is stopped (SIGSTOP): it answers nothing, in either direction.
+    Where they share a network, a cut from the controller is an sshd that is stopped (SIGSTOP): it
+    answers nothing, in either direction.
     """
 
     backend = "ssh"
@@ -134,9 +139,12 @@ class SshPlaces:
         prepare: Prepare | None = None,
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """`apart`: with a control network and one for training. Skips the test where no such can be made.
-        `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late.
-        `variables`: of the environment of everything on a node, by the node's name."""
+        """`apart`: with a control network and one for training.
+
+        Skips the test where no such can be made. `delay`, of nodes that share a network: each byte
+        between controller and nodes comes so many seconds late. `variables`: of the environment of
+        everything on a node, by the node's name.
+        """
         self._prepare, self._variables = prepare, variables or {}
         self._delay = delay
         self._links = contextlib.ExitStack()
@@ -280,7 +288,8 @@ class SshPlaces:
             return
         if ways & {"controller-in", "controller-out"}:
             self.hosts[name].signal(signal.SIGSTOP)
-        # Ranks of one network cannot be parted otherwise: the agent drops its peers, and ranks that stand still say nothing to theirs.
+        # Ranks of one network cannot be parted otherwise: the agent drops its peers, and ranks that
+        # stand still say nothing to theirs.
         local.cut(self.state(name), ways & {"peers"}, freeze_ranks=freeze_ranks)
 
     def heal(self, name: str) -> None:

@@ -1,17 +1,22 @@
-"""A rank that watches over its own kind: it trains in lockstep over TCP, and tells when a rank of another generation is alive beside it.
+"""A rank that watches over its own kind: it trains in lockstep over TCP.
+
+It reports when a rank of another generation is alive beside it.
 
 Standard library only. FOLDER is shared by all ranks of a job, over all generations:
 
-    locks/<token>.<rank>.<pid>   locked exclusively while the rank lives, also while it is stopped (SIGSTOP)
+    locks/<token>.<rank>.<pid>   locked exclusively while the rank lives, also while it is stopped
+    (SIGSTOP)
     starts, violations           one JSON object a line
     checkpoint                   the newest step; a new generation goes on from it
     stop                         when it appears, all ranks end with 0
-    writes                       with --write-on, `TOKEN RANK HOST STAMP` a line, for as long as the rank lives
+    writes                       with --write-on, `TOKEN RANK HOST STAMP` a line, for as long as the
+    rank lives
     quiet                        when it appears, ranks report no more progress
     env/                         when it is there, each rank leaves its environment in it
     fail.<rank>                  when it appears, that rank raises what is in it, once
 
-Stamps (`raw`, and those in `writes`) are nanoseconds of CLOCK_MONOTONIC_RAW, which all hosts on one kernel share.
+Stamps (`raw`, and those in `writes`) are nanoseconds of CLOCK_MONOTONIC_RAW, which all hosts on one
+kernel share.
 """
 
 from __future__ import annotations
@@ -60,7 +65,8 @@ def stamp() -> int:
 def write_on(path: Path, interval: float) -> None:
     """Append a stamped line every `interval` seconds from another thread, until the process ends.
 
-    This is what an asynchronous checkpoint writer does: it goes on while the ranks wait for each other.
+    This is what an asynchronous checkpoint writer does: it goes on while the ranks wait for each
+    other.
     """
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
@@ -73,7 +79,10 @@ def write_on(path: Path, interval: float) -> None:
 
 
 def refuse_second_generation(folder: Path) -> int:
-    """Lock our own file, then look for living ranks of other tokens. Two that start at once cannot both miss each other."""
+    """Lock our own file, then look for living ranks of other tokens.
+
+    Two that start at once cannot both miss each other.
+    """
     mine = TOKEN.replace("/", "_")
     locks = folder / "locks"
     locks.mkdir(exist_ok=True)
@@ -84,7 +93,8 @@ def refuse_second_generation(folder: Path) -> int:
             continue
         other = os.open(path, os.O_RDONLY)
         try:
-            # Shared, so that ranks that look at the same moment do not take each other for the dead one.
+            # Shared, so that ranks that look at the same moment do not take each other for the dead
+            # one.
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             note(

@@ -1,6 +1,9 @@
-"""`python -m tests.chaos.real_cut`: one long cut with the real timeouts of the default policy, of two gangs side by side.
+"""`python -m tests.chaos.real_cut`: one long cut with the real timeouts of the default policy.
 
-Of one the controller alone loses sight: it must go on where it is. The other loses a node for everybody: it must go on elsewhere.
+Of two gangs side by side.
+
+Of one the controller alone loses sight: it must go on where it is. The other loses a node for
+everybody: it must go on elsewhere.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ async def endure(
         await job.until_phase("SUCCEEDED")
         for incident in await job.incidents():
             print(
-                f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; {incident.outcome}"
+                f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; "
+                f"{incident.outcome}"
             )
         return await violations(job, Expected((expected,)))
 

@@ -1,8 +1,11 @@
-"""`python -m tests.chaos.repairs [--rounds 10] [--seed 1]`: whatever dies while a node is examined, rebooted and examined again.
+"""`python -m tests.chaos.repairs [--rounds 10] [--seed 1]`: deaths during repairs.
 
-Each round breaks a rank on a node that DCGM calls sick until it is rebooted, and hits a victim at a random moment between the fault and the
-next launch. Asked afterwards: was the node ordered to reboot at most once, was it down no later than the new ranks came up on it, was
-nothing left half-way? Real agents, a real server and worker; `dcgmi` and NVML are doubles.
+Any process dies while a node is examined, rebooted and examined again.
+
+Each round breaks a rank on a node that DCGM calls sick until it is rebooted, and hits a victim at a
+random moment between the fault and the next launch. Asked afterwards: was the node ordered to
+reboot at most once, was it down no later than the new ranks came up on it, was nothing left
+half-way? Real agents, a real server and worker; `dcgmi` and NVML are doubles.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from tests.fakes.nodes.health import diagnosed
 SICK, WELL = diagnosed(1, 2, (Sick(remap_pending=0),)), diagnosed(1, 2, ())
 VICTIMS = ("worker", "server", "session", "dcgmi", "cut controller", "power")
 WINDOW = 9.0
-"""Seconds from the fault to the new ranks where nothing is hit: two examinations of a second, a reboot that is looked at every five."""
+"""Seconds from the fault to the new ranks where nothing is hit: two examinations of a second, a
+reboot that is looked at every five."""
 CUT_FOR = 4.0
 
 
@@ -86,7 +90,10 @@ def _kill(found: list[int]) -> None:
 
 
 async def play(world: World, victim: str, dice: random.Random) -> str:
-    """Return how the job went on. Whoever killed dcgmi or the power may have made an examination or a repair come to nothing."""
+    """Return how the job went on.
+
+    Whoever killed dcgmi or the power may have made an examination or a repair come to nothing.
+    """
     node = "n2"
     (world.node(node) / "reboots.jsonl").unlink(missing_ok=True)
     tell_dcgmi(world, node, SICK)

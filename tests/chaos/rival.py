@@ -1,4 +1,4 @@
-"""A second server with a second worker, and with the same namespace, names and nodes as a world's."""
+"""A second server and worker, with the same namespace, names and nodes as those of a world."""
 
 from __future__ import annotations
 
@@ -95,7 +95,10 @@ class Rival:
         return folder
 
     async def await_launch(self, name: str, patience: float = LAUNCH_TIMEOUT_S) -> str:
-        """Wait until its job has had the time to be launched, or runs; return its phase, and why it is in it."""
+        """Wait until its job has had the time to be launched, or runs.
+
+        Return its phase, and why it is in it.
+        """
         client, phase = self.client, "unknown"
         assert client is not None
 

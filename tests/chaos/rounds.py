@@ -1,4 +1,7 @@
-"""A round of chaos: bring a job into a phase, hit a victim at a random moment, let it end. And what may have been spent on the way."""
+"""A round of chaos: bring a job into a phase, hit a victim at a random moment, let it end.
+
+And what may have been spent on the way.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +91,12 @@ POINTS = tuple(
     for who in ("worker", "server")
     for point in ("reserved", "prepared", "started", "stopped")
 )
-"""The controller dies as soon as generation 2 is reserved in its state, prepared on a node, started on a node; or generation 1 stopped."""
+"""The controller dies as soon as generation 2 is reserved in its state, prepared on a node, started
+on a node; or generation 1 stopped."""
 
 PATIENT = {"lease": "15s"}
-"""For controllers that die while they launch: their successor comes after 6 s, and ranks that nobody has watched by one lease stop."""
+"""For controllers that die while they launch: their successor comes after 6 s, and ranks that
+nobody has watched by one lease stop."""
 
 
 @dataclass
@@ -103,9 +108,11 @@ class Expected:
     phase: str = "SUCCEEDED"
     exit_code: int = 0
     generation: int | None = None
-    """None: one more than there were tries. Otherwise a launch was no try: a person asked for it, or a node had seen ours before."""
+    """None: one more than there were tries. Otherwise a launch was no try: a person asked for it,
+    or a node had seen ours before."""
     paused: frozenset[int] = frozenset()
-    """Processes that stood still for a while: a rank among them holds its lock, and nothing can prevent that."""
+    """Processes that stood still for a while: a rank among them holds its lock, and nothing can
+    prevent that."""
 
 
 @dataclass
@@ -185,7 +192,8 @@ class Round:
         return 1.2  # until SIGKILL after `stop_grace`, and a little beyond
 
     async def _stage_waiting_for_nodes(self) -> float:
-        # A job that has never run is QUEUED for as long as its nodes are missing, and gets no spares.
+        # A job that has never run is QUEUED for as long as its nodes are missing, and gets no
+        # spares.
         await self._stage_running()
         self.cut_off = self.world.names[1:]
         for name in self.cut_off:
@@ -297,7 +305,7 @@ class Round:
         await self.job.until_phase("SUCCEEDED")
 
     async def _finish_disturbed(self) -> Expected:
-        """Disturb the victim for a while, make everything good again, and lead the job to the end that its phase has."""
+        """Disturb the victim for a while, restore it, and lead the job to the end of its phase."""
         undo = await disturb(self, self.random.choice(self._nodes()))
         try:
             if self.phase == "QUEUED":
@@ -363,7 +371,8 @@ class Round:
             case "cut controller" | "cut controller-in" | "cut controller-out":
                 await asyncio.sleep(1.0 + self.moment(8.0))
                 self._heal(node)
-                # What the others had prepared is too old by then, and a launch with that is refused.
+                # What the others had prepared is too old by then, and a launch with that is
+                # refused.
                 allowed = (NOTHING, LOST, LATE)
             case "cut peers":
                 await asyncio.sleep(1.0 + self.moment(8.0))
@@ -375,8 +384,11 @@ class Round:
         return Expected(allowed)
 
     async def _left(self, node: str) -> None:
-        """Wait until the job trains without a node. Where the cut came before nodes were chosen, it was never used, or is waited for:
-        the spares are for jobs that have run."""
+        """Wait until the job trains without a node.
+
+        Where the cut came before nodes were chosen, it was never used, or is waited for: the spares
+        are for jobs that have run.
+        """
 
         async def elsewhere() -> bool:
             state = await self.job.state()
@@ -393,7 +405,8 @@ class Round:
             await self.job.until_phase("RUNNING", generation=2)
             allowed = {"rank": KILLED, "cut both": LOST}.get(self.victim, FAULTY)
             if self.victim == "reboot" and self.world.backend == "ssh":
-                # It may be away for longer than `lost_after`: until sshd is up again, and somebody has logged in to it.
+                # It may be away for longer than `lost_after`: until sshd is up again, and somebody
+                # has logged in to it.
                 return await self._ended_with(FAULTY, LOST)
         elif self.victim in CUTS:
             await asyncio.sleep(self.moment(9.0))
@@ -446,7 +459,10 @@ class Round:
         return Expected((NOTHING,), phase="CANCELLED", exit_code=130)
 
     async def _hit_if_there(self) -> str:
-        """While ranks are being stopped a victim may be gone already; then there is nothing to hit."""
+        """While ranks are being stopped a victim may be gone already.
+
+        Then there is nothing to hit.
+        """
         if self.victim in ON_NODES:
             node = self.random.choice(self._nodes())
             pid = (
@@ -501,10 +517,12 @@ class Round:
         allowed: tuple[Tries, ...] = (NOTHING,)
         generation = None
         if first == "start":
-            # The shim dies: its ranks are gone with it, or it refuses a second start or preparation, or its gang has started without it.
+            # The shim dies: its ranks are gone with it, or it refuses a second start or
+            # preparation, or its gang has started without it.
             allowed, generation = (FAULTY, LATE, NOTHING), 2
             if self.world.backend == "ssh":
-                # To log in again takes a part of `lost_after`, here of 2 s. It is launched elsewhere when the node has stopped it for good.
+                # To log in again takes a part of `lost_after`, here of 2 s. It is launched
+                # elsewhere when the node has stopped it for good.
                 allowed += (LOST,)
             await self.job.until_phase("RUNNING", generation=2)
         await self.job.until_phase("RUNNING")
@@ -534,7 +552,10 @@ class Round:
         return Expected(allowed, generation=generation)
 
     async def _point(self) -> Expected:
-        """The controller dies between reserve, act and record: its successor must find out what was done."""
+        """The controller dies between reserve, act and record.
+
+        Its successor must find out what was done.
+        """
         who, _, point = self.victim.partition(" at ")
         await self._submit(chaos_policy(PATIENT))
         await self.job.until_phase("RUNNING")

@@ -32,7 +32,7 @@ ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
 
 
 async def end_by_signal(program: Coroutine[Any, Any, int]) -> int:
-    """Run a program that leaves no process and no mount behind when it is interrupted (SIGINT, SIGTERM)."""
+    """Run a program that leaves no process and no mount behind on SIGINT and SIGTERM."""
     task, loop = asyncio.ensure_future(program), asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -53,7 +53,8 @@ class Tally:
     failed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
     reports: list[str] = field(default_factory=list)
     file: Path | None = None
-    """Where each round that was played is written down, so that a run that was interrupted goes on."""
+    """Where each round that was played is written down, so that a run that was interrupted goes on.
+    """
 
     def restore(self) -> set[tuple[Cell, int]]:
         """Count the rounds that were played before; return them, by cell and seed."""
@@ -97,7 +98,8 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
         tally.add(
             cell,
             seed,
-            f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}",
+            f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n"
+            f"    kept in {kept}",
         )
         print(f"FAILED {tally.reports[-1]}", flush=True)
     if hasattr(round, "job"):
@@ -142,7 +144,10 @@ async def work(
     apart: bool = False,
     answer_within: float | None = None,
 ) -> None:
-    """One world that plays rounds until none is left. `answer_within`: seconds; None: as the backend's nodes need on an idle machine."""
+    """One world that plays rounds until none is left.
+
+    `answer_within`: seconds; None: as the backend's nodes need on an idle machine.
+    """
     place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
     needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
@@ -155,6 +160,7 @@ async def work(
             begun = time.monotonic()
             ok = await play(world, cell, seed, tally)
             print(
-                f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  {time.monotonic() - begun:.1f} s, {len(queue)} left",
+                f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  "
+                f"{time.monotonic() - begun:.1f} s, {len(queue)} left",
                 flush=True,
             )

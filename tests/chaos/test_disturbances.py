@@ -1,4 +1,4 @@
-"""What disturbs a node does what it says, and a run of the matrix goes on where it was interrupted."""
+"""Disturbances do what they say, and an interrupted run of the matrix goes on from there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.run import Tally
 
-READ = "import time; input(); print(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), time.monotonic())"
+READ = (
+    "import time; input(); print(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), "
+    "time.monotonic())"
+)
 
 
 @pytest.fixture
@@ -66,13 +69,13 @@ def test_an_emptied_disk_keeps_only_what_makes_the_machine(disk: Disk, tmp_path:
     assert os.listdir(place) == ["boot_id"]
 
 
-def test_clocks_are_stepped_while_a_process_runs_and_others_are_not(tmp_path: Path) -> None:
+def test_clocks_are_stepped_for_one_running_process_alone(tmp_path: Path) -> None:
     if obstacle := clocks.find_obstacle():
         pytest.skip(obstacle)
     stepped = Clocks(tmp_path)
 
     def read(wall: float = 0.0, boot: float = 0.0) -> list[float]:
-        """Return how far the three clocks of a process are ahead of ours, stepped after its start."""
+        """Return how far the clocks of a process are ahead of ours, stepped after its start."""
         words = [sys.executable, "-S", "-c", READ]
         environment = {**os.environ, **stepped.variables}
         with subprocess.Popen(words, env=environment, stdin=-1, stdout=-1, text=True) as process:

@@ -1,4 +1,4 @@
-"""The watchman must bark: a rank that starts while one of another generation lives says so, even when that one is frozen."""
+"""A rank that starts while one of another generation lives says so, even if that is frozen."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def until_started(folder: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_rank_of_another_generation_that_lives_is_told(
+def test_a_living_rank_of_another_generation_is_reported(
     start: Start, tmp_path: Path, frozen: bool
 ) -> None:
     old = start(1)

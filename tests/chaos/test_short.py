@@ -1,4 +1,7 @@
-"""A short run of the crash matrix: what is killed and cut most often, in the phase in which a job spends its life."""
+"""A short run of the crash matrix.
+
+What is killed and cut most often, in the phase in which a job spends its life.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ WORLDS = 2
 
 
 @pytest.mark.timeout(900)
-async def test_kill_9_and_cuts_of_a_running_job_lose_nothing_double_nothing_and_spend_what_they_should(
+async def test_kill_9_and_cuts_lose_and_double_nothing_at_the_due_cost(
     tmp_path: Path,
 ) -> None:
     order, tally = random.Random(SEED), Tally()

@@ -1,4 +1,6 @@
-"""A world of its own to do harm in: the real server on its SQLite file, worker.py as a process, and nodes on this machine.
+"""A separate world to do harm in.
+
+The real server on its SQLite file, worker.py as a process, and nodes on this machine.
 
 Everything in it is killed when it is left.
 """
@@ -47,7 +49,8 @@ RANK_PROGRAM = Path(__file__).with_name("rank.py")
 FLEET = "chaos"
 QUEUE = "relaunch"
 PATIENCE = 180.0
-"""Seconds until a wait gives up: ten times the longest fence, because the machine may be busy with other worlds."""
+"""Seconds until a wait gives up: ten times the longest fence, because the machine may be busy with
+other worlds."""
 POLL = 0.05
 
 TIMES = {
@@ -59,9 +62,11 @@ TIMES = {
     "exit_barrier": "30s",
     "answer_within": "60s",
 }
-"""Seconds instead of minutes, in the relations of the default policy: a controller that is killed is away for longer than a lease."""
+"""Seconds instead of minutes, in the relations of the default policy: a controller that is killed
+is away for longer than a lease."""
 HANG_AFTER = "8s"
-"""Longer than a lost node needs to be noticed (a broken watch, then `lost_after`): a loss is not to be taken for a hang."""
+"""Longer than a lost node needs to be noticed (a broken watch, then `lost_after`): a loss is not to
+be taken for a hang."""
 
 Found = TypeVar("Found")
 
@@ -76,7 +81,10 @@ async def eventually(
     patience: float = PATIENCE,
     pause: float = POLL,
 ) -> Found:
-    """Poll until there is something that is neither None nor False. A server or a worker that is away at the moment is asked again."""
+    """Poll until there is something that is neither None nor False.
+
+    A server or a worker that is away at the moment is asked again.
+    """
     deadline = time.monotonic() + patience
     seen: object = None
     while True:
@@ -130,7 +138,10 @@ class Process:
 
 
 def free_port() -> int:
-    """Return one that no outgoing connection of another world is given before the server has bound it, as it may those of the kernel."""
+    """Return a port that no connection of another world gets before the server has bound it.
+
+    The ports of the kernel may be given to one.
+    """
     while True:
         with contextlib.suppress(ConfigError):
             return choose_port("server", random.randrange(12_000, 20_000))
@@ -204,14 +215,18 @@ class Job:
         await self.until(advanced, f"{self.name} does not advance from step {before}", patience)
 
     async def until_watched(self) -> None:
-        """Wait until leases are renewed: before its first renewal a node stops its ranks without asking anybody."""
+        """Wait until leases are renewed.
+
+        Before its first renewal a node stops its ranks without asking.
+        """
         before, seen = self.step() or 0, set[int]()
 
         async def renewed() -> bool:
             watch = (await self.look()).watch
             if watch is not None and watch.step is not None and watch.step > before:
                 seen.add(watch.step)
-            # A renewal follows each beat that the server has acknowledged: at the third one the first has arrived.
+            # A renewal follows each beat that the server has acknowledged: at the third one the
+            # first has arrived.
             return len(seen) >= 3
 
         await self.until(renewed, f"nobody watches {self.name}")
@@ -395,7 +410,10 @@ class World:
         nodes: Mapping[str, Mapping[str, object] | None] | None = None,
         **changes: Mapping[str, object],
     ) -> None:
-        """Write the fleet file, with changes to lines of nodes by name (None: left out), and to objects such as `ssh`."""
+        """Write the fleet file, with changes to lines of nodes and to objects such as `ssh`.
+
+        Nodes by name; None leaves one out.
+        """
         given = nodes or {}
         named, more = self.places.described()
         told = [
@@ -454,7 +472,10 @@ class World:
         self.disks_of[name] = Disk(self.folder / "disks" / name, state)
 
     async def worker_elsewhere(self) -> Process:
-        """Start another worker, on another machine: nothing that the first one has written is there."""
+        """Start another worker, on another machine.
+
+        Nothing that the first one has written is there.
+        """
         state = self.folder / "elsewhere"
         state.mkdir(mode=0o700)
         command = [*self.places.elsewhere, sys.executable, str(ROOT / "worker.py")]
@@ -528,7 +549,7 @@ class World:
         return job
 
     async def vouch_for_nodes(self) -> None:
-        """Release every node, so that what rounds did to it is not held against it in the next one."""
+        """Release every node, so that harm of earlier rounds does not count in the next one."""
         # Here and not above: only rounds need it.
         from relaunch.activities.fleet import FLEET_ID_PREFIX
 

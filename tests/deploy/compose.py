@@ -1,4 +1,7 @@
-"""docker-compose.yml as the tests of this folder read it, and what they need to run its commands without Docker."""
+"""docker-compose.yml as the tests of this folder read it.
+
+And what they need to run its commands without Docker.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ COMMANDS_ON_THE_PAGE = page_commands.code_lines(PAGE)
 UNITS = {"s": 1, "m": 60}
 
 SPECIFICATION = json.loads(Path(__file__).with_name("compose-spec.json").read_text())
-"""schema/compose-spec.json of github.com/compose-spec/compose-spec (Apache-2.0, see compose-spec.LICENSE).
+"""schema/compose-spec.json of github.com/compose-spec/compose-spec (Apache-2.0, see
+compose-spec.LICENSE).
 
 Taken from the package check-jsonschema 0.39.0 of 2026-10-26 on PyPI, which ships it unchanged.
 """

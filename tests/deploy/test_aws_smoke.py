@@ -1,4 +1,7 @@
-"""What `make aws-smoke` asks of AWS, asked of its double: that the double and the script agree says nothing of AWS."""
+"""What `make aws-smoke` asks of AWS, asked of its double.
+
+That the double and the script agree says nothing of AWS.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ def test_it_refuses_without_what_it_needs(
     )
 
 
-def test_it_refuses_an_instance_that_is_none_and_credentials_that_may_not(
+def test_it_refuses_a_false_instance_and_weak_credentials(
     aws: AwsDouble, ec2_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     denied = aws.faults.add("ListContainerInstances", DENIED)

@@ -1,4 +1,4 @@
-"""docker-compose.yml against the Compose specification, against rules of ours, and against the code that it names."""
+"""docker-compose.yml against the Compose specification, our rules and the code that it names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ READ_BY_THE_SERVER = {
     "BIND_ON_IP",
     "DYNAMIC_CONFIG_FILE_PATH",
 }
-"""Out of what temporalio/temporal reads: common/config/config_template_embedded.yaml, docker/scripts/sh/entrypoint.sh."""
+"""Out of what temporalio/temporal reads: common/config/config_template_embedded.yaml,
+docker/scripts/sh/entrypoint.sh."""
 READ_BY_THE_SQL_TOOL = {
     "SQL_HOST",
     "SQL_PORT",
@@ -90,7 +91,7 @@ def test_every_image_is_pinned() -> None:
         assert re.match(r"\d+\.\d+", tag), image
 
 
-def test_the_server_is_the_one_that_up_embeds_and_its_schema_is_of_the_same_version() -> None:
+def test_server_and_schema_are_of_the_version_that_up_embeds() -> None:
     said = subprocess.run(
         [find_server(), "--version"], capture_output=True, text=True, check=True
     ).stdout
@@ -111,7 +112,7 @@ def test_our_image_has_the_version_and_a_python_of_the_project() -> None:
     assert (int(found[1]), int(found[2])) >= least
 
 
-def test_what_stays_has_a_health_check_and_what_ends_is_waited_for() -> None:
+def test_services_have_health_checks_and_setup_is_waited_for() -> None:
     waited = {
         (on, how["condition"])
         for service in SERVICES.values()
@@ -144,7 +145,7 @@ def test_a_container_has_longer_to_stop_than_a_worker_needs() -> None:
         assert "RELAUNCH_GRACEFUL_SHUTDOWN" not in SERVICES[name]["environment"]
 
 
-def test_only_the_web_ui_and_on_loopback_the_frontend_are_published() -> None:
+def test_only_the_web_ui_and_a_loopback_frontend_are_published() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {
         "temporal": ["127.0.0.1:7233:7233"],
@@ -223,7 +224,7 @@ def test_no_variable_is_dead() -> None:
     assert set(SERVICES["schema"]["environment"]) <= READ_BY_THE_SQL_TOOL
 
 
-def test_what_a_person_can_set_is_on_the_page_and_is_nothing_that_the_command_line_reads() -> None:
+def test_settings_are_on_the_page_and_not_read_by_the_commands() -> None:
     asked = set(re.findall(r"\$\{(\w+)", COMPOSE.read_text()))
     assert asked == {"WORKER_UID", "UI_ADDRESS"}
     for variable in asked:
@@ -256,6 +257,6 @@ def test_the_health_check_is_the_one_of_the_image() -> None:
     assert SERVICES["namespace"]["healthcheck"] == {"disable": True}
 
 
-def test_the_page_names_the_search_attributes_for_who_has_to_make_them_by_hand() -> None:
+def test_the_page_names_the_search_attributes_to_make_by_hand() -> None:
     for name, kind in SEARCH_ATTRIBUTES.items():
         assert f"`{name}` {kind}" in " ".join(PAGE.split())

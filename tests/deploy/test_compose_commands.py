@@ -1,4 +1,7 @@
-"""The commands of docker-compose.yml, of its image and of docs/compose.md, run as they stand there; doubles for what only images have."""
+"""The commands of docker-compose.yml, of its image and of docs/compose.md, run as they stand there.
+
+Doubles for what only images have.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from tests.deploy.compose import (
 )
 
 
-def test_the_schema_is_set_up_in_both_databases_and_the_password_is_on_no_command_line(
+def test_both_databases_get_a_schema_and_commands_no_password(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "password").write_text("s3cret\n")
@@ -117,13 +120,15 @@ def image(folder: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-import worker, starter, relaunch.worker, relaunch.cli.app, deploy.compose.namespace, deploy.compose.polling
+import worker, starter, relaunch.worker, relaunch.cli.app, \
+deploy.compose.namespace, deploy.compose.polling
 from relaunch.backends.artifact import build_agent
 from relaunch.spec.policy import Policy, resolve
 import relaunch.backends.ssh.backend
 assert isinstance(resolve({}), Policy)
 build_agent(Path(sys.argv[1]))
-ours = {module.__file__ for module in sys.modules.values() if (getattr(module, "__file__", None) or "").startswith(sys.argv[2])}
+ours = {module.__file__ for module in sys.modules.values() \
+if (getattr(module, "__file__", None) or "").startswith(sys.argv[2])}
 print(*ours, sep="\\n")
 """
 

@@ -1,4 +1,7 @@
-"""The workers' side of docker-compose.yml against a real Temporal server: its commands are run as they stand there, without containers."""
+"""The workers' side of docker-compose.yml against a real Temporal server.
+
+Its commands are run as they stand there, without containers.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def test_a_worker_is_judged_by_its_last_poll(last: datetime | None, against: str
 
 
 @pytest.mark.long
-async def test_a_namespace_is_made_ready_once_and_a_worker_in_it_is_seen_to_poll_until_it_has_stopped(
+async def test_a_namespace_is_set_up_once_and_its_worker_seen_to_poll(
     server: Client, tmp_path: Path
 ) -> None:
     with pytest.raises(RPCError) as unknown:
@@ -127,7 +130,7 @@ async def test_a_namespace_is_made_ready_once_and_a_worker_in_it_is_seen_to_poll
 
 
 @pytest.mark.long
-async def test_of_two_workers_one_may_be_killed_and_a_fault_after_that_is_recovered_by_the_other(
+async def test_one_of_two_workers_killed_leaves_recovery_to_the_other(
     tmp_path: Path,
 ) -> None:
     async with World(tmp_path / "world", 7, answer_within=5.0) as world:

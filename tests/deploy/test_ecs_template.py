@@ -1,4 +1,7 @@
-"""deploy/ecs/relaunch.yaml and Dockerfile.node without AWS and Docker: what CloudFormation would refuse, and what the worker may do."""
+"""deploy/ecs/relaunch.yaml and Dockerfile.node without AWS and Docker.
+
+What CloudFormation would refuse, and what the worker may do.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def actions(statement: dict[str, Any]) -> list[str]:
 
 
 def called(path: Path, operations: dict[str, frozenset[str]]) -> set[str]:
-    """`service:Operation` of every call that names an operation of AWS: with its service beside it, or else one of ECS."""
+    """`service:Operation` of every call that names an operation of AWS.
+
+    With its service beside it, or else one of ECS.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
@@ -134,14 +140,14 @@ def test_every_call_names_its_operation_where_this_test_sees_it() -> None:
     assert hidden == {"cluster.py _ecs", "cluster.py _pages"}
 
 
-def test_nothing_but_plain_reads_is_allowed_everywhere_in_the_account() -> None:
+def test_only_plain_reads_are_allowed_everywhere_in_the_account() -> None:
     for statement in statements():
         if statement["Resource"] == "*" and "Condition" not in statement:
             assert set(actions(statement)) == UNSCOPED
         assert not any("*" in action for action in actions(statement)), statement["Sid"]
 
 
-def test_only_tagged_machines_are_restarted_and_their_mark_is_not_the_workers_to_change() -> None:
+def test_only_tagged_machines_restart_and_workers_cannot_tag() -> None:
     by_action = {action: statement for statement in statements() for action in actions(statement)}
     for action in (
         "ec2:RebootInstances",
@@ -160,7 +166,7 @@ def test_only_tagged_machines_are_restarted_and_their_mark_is_not_the_workers_to
     assert keys == f"{PREFIX}*" and not "relaunch".startswith(PREFIX)
 
 
-def test_events_of_this_cluster_alone_come_into_a_queue_that_only_the_rule_may_fill() -> None:
+def test_only_the_rule_fills_a_queue_with_events_of_this_cluster() -> None:
     pattern = RESOURCES["ClusterEvents"]["Properties"]["EventPattern"]
     assert pattern["source"] == ["aws.ecs"]
     (arn,) = pattern["detail"]["clusterArn"]
@@ -174,7 +180,7 @@ def test_events_of_this_cluster_alone_come_into_a_queue_that_only_the_rule_may_f
     }
 
 
-def test_s1_8_tables_have_the_documented_keys_and_outlive_the_stack() -> None:
+def test_s1_8_tables_have_documented_keys_and_outlive_the_stack() -> None:
     tables = {name: one for name, one in RESOURCES.items() if one["Type"] == "AWS::DynamoDB::Table"}
     keys = {
         name: one["Properties"]["KeySchema"][0]["AttributeName"] for name, one in tables.items()
@@ -183,7 +189,7 @@ def test_s1_8_tables_have_the_documented_keys_and_outlive_the_stack() -> None:
     assert {one["DeletionPolicy"] for one in tables.values()} == {"Retain"}
 
 
-def test_the_node_task_keeps_its_state_on_the_host_where_the_agent_looks_for_it() -> None:
+def test_the_node_task_keeps_its_state_on_the_host_for_the_agent() -> None:
     from relaunch.agent.container.task import HOST_STATE
 
     properties = RESOURCES["NodeTask"]["Properties"]
@@ -280,14 +286,20 @@ def test_everything_that_the_image_installs_is_pinned() -> None:
 
 
 def dcgmi(tmp_path: Path, *words: str) -> tuple[int, list[str], list[str]]:
-    """Run the image's dcgmi over doubles of DCGM's programs: its exit code, what was run, and what was printed."""
+    """Run the image's dcgmi over doubles of DCGM's programs.
+
+    Return its exit code, what was run, and what was printed.
+    """
     log, running = tmp_path / "log", tmp_path / "engine"
     environment = double(
         tmp_path / "bin",
         "nv-hostengine",
         f'echo "nv-hostengine $*" >> {log}; touch {running}; echo started',
     )
-    real = f'echo "dcgmi $*" >> {log}; test "$1" = discovery && {{ test -e {running}; exit; }}; echo "{{}}"; exit 226'
+    real = (
+        f'echo "dcgmi $*" >> {log}; test "$1" = discovery && {{ test -e {running}; exit; }}; echo '
+        f'"{{}}"; exit 226'
+    )
     double(tmp_path / "bin", "real-dcgmi", real)
     environment |= {
         "RELAUNCH_DCGMI": str(tmp_path / "bin/real-dcgmi"),
@@ -302,7 +314,7 @@ def dcgmi(tmp_path: Path, *words: str) -> tuple[int, list[str], list[str]]:
     return done.returncode, log.read_text().splitlines(), done.stdout.splitlines()
 
 
-def test_dcgmi_of_the_image_has_a_host_engine_of_its_own_and_starts_it_once(tmp_path: Path) -> None:
+def test_dcgmi_of_the_image_starts_its_own_host_engine_once(tmp_path: Path) -> None:
     asks = "dcgmi discovery -l --host unix:///run/s"
     starts = "nv-hostengine --domain-socket /run/s --pid /run/s.pid --log-filename /run/s.log"
     runs = "dcgmi diag --host unix:///run/s -r 2 -j"
@@ -313,5 +325,5 @@ def test_dcgmi_of_the_image_has_a_host_engine_of_its_own_and_starts_it_once(tmp_
     assert dcgmi(tmp_path, "diag", "-r", "2", "-j") == (226, [asks, runs], ["{}"])
 
 
-def test_dcgmi_of_the_image_needs_no_host_engine_to_say_its_version(tmp_path: Path) -> None:
+def test_dcgmi_of_the_image_gives_its_version_without_an_engine(tmp_path: Path) -> None:
     assert dcgmi(tmp_path, "-v") == (226, ["dcgmi -v"], ["{}"])

@@ -1,1 +1,4 @@
-"""Doubles of a GPU node's dcgmi, nvidia-smi and libnvidia-ml.so.1, which this machine has not, and of AWS. Each says what it is told."""
+"""Doubles of a GPU node's dcgmi, nvidia-smi and libnvidia-ml.so.1, and of AWS.
+
+This machine has none of them. Each says what it is given.
+"""

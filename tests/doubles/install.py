@@ -17,7 +17,10 @@ HEALTHY = "driver 570.124.06\ngpus 2\n"
 
 
 def install_tool(programs: Path, name: str, **told: Any) -> None:
-    """Install a double of `name`, or tell the one that is there something else; told.py has the words."""
+    """Install a double of `name`, or tell the one that is there something else.
+
+    told.py has the words.
+    """
     programs.mkdir(parents=True, exist_ok=True)
     instructions = programs / f"{name}.json"
     partial = programs / f".{name}.json"
@@ -42,7 +45,10 @@ def pids(programs: Path, name: str) -> list[int]:
 
 
 def build_nvml(folder: Path, old: bool = False) -> Path:
-    """Compile the double of libnvidia-ml.so.1; `old`: one that lacks functions which drivers have got since."""
+    """Compile the double of libnvidia-ml.so.1.
+
+    `old`: one that lacks functions which drivers have got since.
+    """
     if shutil.which("cc") is None:
         pytest.skip("no C compiler (cc) on PATH to build the double of libnvidia-ml.so.1 with")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""The double of AWS keeps to what AWS documents of ECS's API: the rules that relaunch leans on. It is no proof of AWS."""
+"""The double of AWS keeps to what AWS documents of ECS's API: the rules that relaunch leans on.
+
+It is no proof of AWS.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def test_a_client_token_starts_one_task_however_often_it_is_sent(
     )
 
 
-def test_an_answer_that_is_lost_left_a_task_and_a_connection_that_is_reset_left_none(
+def test_a_lost_answer_left_a_task_and_a_reset_connection_none(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
     family = register(aws)
@@ -149,7 +152,7 @@ def test_pages_hold_a_hundred(aws: AwsDouble, caller: Caller, node: str) -> None
     )
 
 
-def test_placement_goes_by_instance_attribute_gpus_agent_and_state(
+def test_placement_is_by_instance_attribute_gpus_agent_and_state(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
     family = register(aws, resourceRequirements=[{"type": "GPU", "value": "2"}])
@@ -188,9 +191,7 @@ def test_placement_goes_by_instance_attribute_gpus_agent_and_state(
     assert placed() == "not considered"
 
 
-def test_an_expression_that_nobody_could_read_is_refused(
-    caller: Caller, node: str, aws: AwsDouble
-) -> None:
+def test_an_unreadable_expression_is_refused(caller: Caller, node: str, aws: AwsDouble) -> None:
     family = register(aws)
     for also in (
         " and",
@@ -236,7 +237,7 @@ def test_a_task_is_not_seen_at_once_where_the_api_lags(
     assert caller.ecs.list_tasks(cluster="training", family=family)["taskArns"] == [arn]
 
 
-def test_what_is_told_has_the_names_of_the_api(aws: AwsDouble, caller: Caller, node: str) -> None:
+def test_reports_have_the_names_of_the_api(aws: AwsDouble, caller: Caller, node: str) -> None:
     shapes = caller.ecs.meta.service_model
     family = register(aws, "true", resourceRequirements=[{"type": "GPU", "value": "1"}])
     caller.until(caller.run(node, family)["tasks"][0]["taskArn"], "STOPPED")
@@ -289,7 +290,7 @@ def test_a_script_says_how_tasks_go(aws: AwsDouble, caller: Caller, node: str) -
     ]
 
 
-def test_events_are_those_of_eventbridge_and_may_be_lost_doubled_or_late(
+def test_events_are_those_of_eventbridge_lost_doubled_or_late(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
     queue = caller.sqs.create_queue(QueueName=new_family())["QueueUrl"]

@@ -1,4 +1,7 @@
-"""The double of AWS runs containers, reboots instances and cuts them off as AWS documents it, and as it says where AWS does not."""
+"""The double of AWS runs containers, reboots instances and cuts them off.
+
+As AWS documents it, and as it says where AWS does not.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def test_the_node_image_runs_the_agent_and_its_lines_are_in_the_log(
+def test_the_node_image_runs_the_agent_and_logs_its_lines(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
     family = new_family()
@@ -168,7 +171,7 @@ def test_a_reboot_ends_what_runs_and_gives_a_new_boot_id(
     ) == (True, 2, 0)
 
 
-def test_a_node_without_power_or_connection_keeps_its_tasks_running_for_ecs(
+def test_a_node_without_power_or_network_runs_its_tasks_for_ecs(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
     instance = aws.instance(node)
@@ -220,7 +223,7 @@ def test_a_stop_and_start_takes_its_time_and_is_a_new_boot(
     assert (seen()["LaunchTime"] > launched, aws.instance(node).boots) == (True, 2)
 
 
-def test_a_terminated_instance_stops_its_tasks_and_stays_terminated(
+def test_a_terminated_instance_stops_its_tasks_for_good(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
     family = register(aws, "sleep", "1000")

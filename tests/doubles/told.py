@@ -1,11 +1,14 @@
-"""A double of dcgmi and nvidia-smi: installed under such a name, it does what `<name>.json` beside it says and notes how it was called.
+"""A double of dcgmi and nvidia-smi, installed under such a name.
+
+It does what `<name>.json` beside it says and notes how it was called.
 
 stdout, stderr, exit_code   what it prints and how it ends
 repeat                      how often it prints stdout
 seconds                     how long it takes first
 stubborn                    it ignores SIGTERM
 children                    how many stubborn processes it forks into its group, which live on
-then                        files that it writes at its end, by path: what a reset, say, changes about the GPUs
+then                        files that it writes at its end, by path: what a reset, say, changes
+about the GPUs
 """
 
 from __future__ import annotations

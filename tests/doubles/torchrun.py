@@ -1,8 +1,12 @@
-"""A double of torchrun: the flags, the environment of ranks, the error files and the last words that torch 2.13.0 documents and prints.
+"""A double of torchrun, as torch 2.13.0 documents and prints.
 
-Standard library only, so that a launcher can be killed in tests where there is no torch. It restarts nothing, as it is told.
-With DOUBLE_LINGERS in its environment it waits so many seconds before it tells of a failure, as ft_launcher does for other nodes.
-Sources: torch/distributed/run.py; torch/distributed/elastic/multiprocessing/api.py, subprocess_handler.py and errors/__init__.py.
+The flags, the environment of ranks, the error files and the last words.
+
+Standard library only, so that a launcher can be killed in tests where there is no torch. It
+restarts nothing, as it is told. With DOUBLE_LINGERS in its environment it waits so many seconds
+before it tells of a failure, as ft_launcher does for other nodes. Sources:
+torch/distributed/run.py; torch/distributed/elastic/multiprocessing/api.py, subprocess_handler.py
+and errors/__init__.py.
 """
 
 from __future__ import annotations
@@ -126,11 +130,13 @@ def block(
                 f"[{index}]:",
                 "  time      : 2026-11-21_12:00:00",
                 "  host      : double",
-                f"  rank      : {given.node_rank * given.nproc_per_node + local_rank} (local_rank: {local_rank})",
+                f"  rank      : {given.node_rank * given.nproc_per_node + local_rank} (local_rank: "
+                f"{local_rank})",
                 f"  exitcode  : {code} (pid: {pid})"
                 + (f"  ({signal.Signals(-code).name})" if code < 0 else " "),
                 f"  error_file: {errors[local_rank] if said else '<N/A>'}",
-                f"  traceback : {told or 'To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html'}",
+                "  traceback : "
+                f"{told or 'To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html'}",
             )
         )
 
@@ -160,7 +166,10 @@ def block(
 def watch(
     given: argparse.Namespace, ranks: dict[int, subprocess.Popen[bytes]]
 ) -> dict[int, tuple[int, int]]:
-    """Exit code and pid of each that failed, the first one first; those that are ended because of it are failures too."""
+    """Exit code and pid of each that failed, the first one first.
+
+    Those that are ended because of it are failures too.
+    """
     while True:
         ended = {
             local: (rank.returncode, rank.pid)
@@ -172,7 +181,8 @@ def watch(
             close(ranks)
             code, pid = next(iter(failures.values()))
             print(
-                f"failed (exitcode: {code}) local_rank: {next(iter(failures))} (pid: {pid}) of binary: double",
+                f"failed (exitcode: {code}) local_rank: {next(iter(failures))} (pid: {pid}) of "
+                "binary: double",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,9 +1,9 @@
 """`python -m tests.fence`: attack the promise that no two generations of a job are alive at once.
 
-Hosts with an sshd each stand in namespaces on a switch that loses and delays packets (needs root; `hosts.py`).
-A violation is read from the ranks' own stamps, which all hosts take from one clock: a busy machine makes things
-late and never wrong. Without --attack, each named attack is played once and the random one 200 times; a run that
-was interrupted goes on with the same --work and --seed.
+Hosts with an sshd each stand in namespaces on a switch that loses and delays packets (needs root;
+`hosts.py`). A violation is read from the ranks' own stamps, which all hosts take from one clock: a
+busy machine makes things late and never wrong. Without --attack, each named attack is played once
+and the random one 200 times; a run that was interrupted goes on with the same --work and --seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Attacks on the promise that no two generations of a job are alive at once. Each runs a job and does it harm.
+"""Attacks on the promise that no two generations of a job are alive at once.
 
-What an attack waits for and does not come is noted, and is no violation: the machine may be busy, and to launch
-nothing is always safe. Violations are read from the stamps of the ranks afterwards (`FenceJob.overlaps`).
+Each runs a job and does it harm.
+
+What an attack waits for and does not come is noted, and is no violation: the machine may be busy,
+and to launch nothing is always safe. Violations are read from the stamps of the ranks afterwards
+(`FenceJob.overlaps`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from tests.fence.world import FenceJob, FenceWorld, Generation
 
 STRAY_PROGRAM = Path(__file__).with_name("stray.py")
 SLOW_FENCE = {"lease": "8s", "fence_after": "8s"}
-"""Time-outs whose fence lasts longer than FENCE_MARGIN covers: a fence that is judged wrong shows."""
+"""Time-outs whose fence lasts longer than FENCE_MARGIN covers: a fence that is judged wrong shows.
+"""
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Attempt:
     async def await_newer(
         self, victim: Host | None = None, patience: float = 60.0, after: float = 2.0
     ) -> None:
-        """Wait until a newer generation has started, and a little longer, or the ranks on the victim have ended."""
+        """Wait until a newer generation has run a while, or the victim's ranks have ended."""
         assert self.job is not None
         deadline = time.monotonic() + patience
         while max(self.job.first_starts()) == self.before:
@@ -86,7 +90,7 @@ class Attempt:
         await asyncio.sleep(after)
 
     async def await_end(self, host: Host, patience: float = 40.0) -> None:
-        """Wait until the ranks of the job on a host have ended, to measure how long they lived on."""
+        """Wait until the job's ranks on a host have ended, to measure how long they lived on."""
         assert self.job is not None
         ended = await self.job.until_ended_on(host, patience)
         self.note(
@@ -165,7 +169,10 @@ async def cut(attempt: Attempt) -> None:
 
 @attack()
 async def one_way(attempt: Attempt) -> None:
-    """A node hears the controller and its peers, and what it says gets lost; or the other way round."""
+    """A node hears the controller and its peers, and what it says gets lost.
+
+    Or the other way round.
+    """
     job = await attempt.run(times={"fence_after": "6s"})
     await attempt.sleep(0.0, 1.5)
     victim, network = job.hosts()[-1], attempt.world.network
@@ -178,7 +185,10 @@ async def one_way(attempt: Attempt) -> None:
 
 @attack(nodes=3, spares=2)
 async def witness(attempt: Attempt) -> None:
-    """A peer that still holds its lease vouches for a cut-off node, until it is stopped itself, last of all."""
+    """A peer that still holds its lease vouches for a cut-off node.
+
+    Until it is stopped itself, last of all.
+    """
     lease = 20.0
     times = {"lease": f"{lease:g}s", "fence_after": "8s", "lost_after": "300s"}
     job = await attempt.run(
@@ -195,7 +205,8 @@ async def witness(attempt: Attempt) -> None:
     attempt.note(f"{middle.name} hears {last.name} only; {last.name} has just lost the controller")
     stopped = await job.until_ended_on(first, 60.0)
     attempt.note(
-        f"{first.name} is stopped: {stopped}; ranks: {[len(job.ranks_on(h)) for h in (middle, last)]}"
+        f"{first.name} is stopped: {stopped}; ranks: "
+        f"{[len(job.ranks_on(h)) for h in (middle, last)]}"
     )
     await attempt.sleep(14.5)  # fence, grace and margin after the first stop, and a little
     for controller in ("c1", "c2"):
@@ -226,7 +237,10 @@ async def flapping(attempt: Attempt) -> None:
 
 @attack()
 async def black_hole(attempt: Attempt) -> None:
-    """Large packets get lost between the controller and a node, as on a path whose MTU is smaller than told."""
+    """Large packets get lost between the controller and a node.
+
+    As on a path whose MTU is smaller than announced.
+    """
     job = await attempt.run(times={"fence_after": "6s"})
     victim = job.hosts()[-1]
     attempt.world.network.set_links("c1", victim.name, largest=300)
@@ -253,7 +267,10 @@ async def machine_id(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def address(attempt: Attempt) -> None:
-    """The fleet file gives a node the address of another host, as after a renumbering, and is applied."""
+    """The fleet file with the address of another host for a node is applied.
+
+    As after a renumbering.
+    """
     job = await attempt.run(times=SLOW_FENCE)
     victim, network = job.hosts()[-1], attempt.world.network
     spare = next(host for name, host in network.hosts.items() if name not in job.nodes())
@@ -289,7 +306,10 @@ async def user(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def swapped(attempt: Attempt) -> None:
-    """Another host with the same SSH host key answers at a node's address; the node's peers see the real one; another node's rank fails."""
+    """Another host with the same SSH host key answers at a node's address.
+
+    The node's peers see the real one; another node's rank fails.
+    """
     network, world = attempt.world.network, attempt.world
     victim, impostor = network.hosts["n2"], network.hosts["n3"]
     _share_host_key(victim, impostor)
@@ -306,7 +326,10 @@ async def swapped(attempt: Attempt) -> None:
 
 
 def _share_host_key(original: Host, copy: Sshd) -> None:
-    """As two machines have it that were made from one image. The copy answers at every address of its host."""
+    """As two machines have it that were made from one image.
+
+    The copy answers at every address of its host.
+    """
     for ours, its in zip(original.host_keys, copy.host_keys, strict=True):
         shutil.copy(ours, its)
         shutil.copy(ours.with_suffix(".pub"), its.with_suffix(".pub"))
@@ -335,7 +358,7 @@ async def state_deleted(attempt: Attempt) -> None:
 
 @attack()
 async def jobs_deleted(attempt: Attempt) -> None:
-    """The folder `jobs` of a node's state is deleted while ranks run, as by a person who tidies up."""
+    """The folder `jobs` of a node's state is deleted while ranks run, as by a tidy person."""
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     (rank,) = job.ranks_on(victim)
@@ -356,7 +379,10 @@ def _delete(folder: Path) -> None:
 
 @attack(obstacle=find_no_tmpfiles)
 async def tmpfiles(attempt: Attempt) -> None:
-    """systemd-tmpfiles removes from /var/tmp what was not used for 3 s (Fedora and RHEL: for 30 days)."""
+    """systemd-tmpfiles removes from /var/tmp what was not used for 3 s.
+
+    Fedora and RHEL: for 30 days.
+    """
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     await attempt.sleep(6.0)
@@ -410,7 +436,10 @@ async def policy_changed(attempt: Attempt) -> None:
 
 @attack()
 async def resubmitted(attempt: Attempt) -> None:
-    """A job is terminated while a node is cut off, and submitted again under its name with shorter time-outs."""
+    """A job is terminated during a cut and submitted again with shorter time-outs.
+
+    Under the same name.
+    """
     await _resubmit(attempt, with_fleet=False)
 
 
@@ -422,9 +451,12 @@ async def fleet_terminated(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def resubmitted_elsewhere(attempt: Attempt) -> None:
-    """A job is terminated, a node gets another host's address in the fleet file, worker and server are killed, the job is submitted again.
+    """A job is terminated and submitted again after its host changed and its controller died.
 
-    The machine that was renumbered is cut off: its peers would tell it of the newer submission, and it would stop by itself.
+    A node gets another host's address in the fleet file, and worker and server are killed.
+
+    The machine that was renumbered is cut off: its peers would tell it of the newer submission, and
+    it would stop by itself.
     """
     times = {"lease": "8s", "fence_after": "20s"}
     job = await attempt.run(times=times)
@@ -465,7 +497,10 @@ async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
 
 @attack(can_share=False)
 async def two_servers(attempt: Attempt) -> None:
-    """Another server's worker launches a job of the same names on the same nodes; then a rank of ours fails."""
+    """Another server's worker launches a job of the same names on the same nodes.
+
+    Then a rank of ours fails.
+    """
     job = await attempt.run(times=SLOW_FENCE)
     rival = Rival(attempt.world)
     await rival.start()
@@ -486,7 +521,10 @@ async def two_servers(attempt: Attempt) -> None:
 
 @attack()
 async def paused(attempt: Attempt) -> None:
-    """A whole host is paused for longer than its lease and fence, and goes on beside a newer generation."""
+    """A host is paused for longer than its lease and fence, and goes on.
+
+    Beside a newer generation.
+    """
     job = await attempt.run()
     victim, world = job.hosts()[-1], attempt.world
     world.pause(victim)
@@ -500,7 +538,10 @@ async def paused(attempt: Attempt) -> None:
 
 @attack(obstacle=clocks.find_obstacle, can_share=False, clocks=True)
 async def paused_clock(attempt: Attempt) -> None:
-    """As `paused`, and CLOCK_BOOTTIME of the host stood still meanwhile, as in a paused virtual machine."""
+    """As `paused`, and CLOCK_BOOTTIME of the host stood still.
+
+    As in a paused virtual machine.
+    """
     job = await attempt.run(times={"lease": "6s", "fence_after": "6s"})
     world, victim = attempt.world, job.hosts()[-1]
     begun = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -517,7 +558,10 @@ async def paused_clock(attempt: Attempt) -> None:
 
 @attack(obstacle=clocks.find_obstacle, can_share=False, clocks=True)
 async def controller_clock(attempt: Attempt) -> None:
-    """The controller's wall clock is stepped by minutes while it waits for the fence of a node that is cut off."""
+    """The controller's wall clock is stepped by minutes while it waits for a fence.
+
+    That of a node that is cut off.
+    """
     job = await attempt.run(times={"lease": "6s", "fence_after": "15s"})
     world, victim = attempt.world, job.hosts()[-1]
     world.network.isolate(victim.name)
@@ -567,7 +611,10 @@ async def supervisor_stopped(attempt: Attempt) -> None:
 
 @attack()
 async def sshd_stopped(attempt: Attempt) -> None:
-    """Every sshd of a node stands still: TCP answers and SSH does not. They go on beside a newer generation."""
+    """Every sshd of a node stands still: TCP answers and SSH does not.
+
+    They go on beside a newer generation.
+    """
     job = await attempt.run(times={"fence_after": "6s"})
     victim = job.hosts()[-1]
     victim.signal(signal.SIGSTOP)
@@ -634,7 +681,10 @@ async def stray_without_environment(attempt: Attempt) -> None:
 
 @attack()
 async def wrapped_rank(attempt: Attempt) -> None:
-    """A rank runs under a shell; its node is cut off, its shim and supervisor are killed at once."""
+    """A rank runs under a shell.
+
+    Its node is cut off, its shim and supervisor are killed at once.
+    """
     await _leave_stray(attempt, "shell")
 
 

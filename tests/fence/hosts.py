@@ -1,7 +1,7 @@
 """Hosts on one kernel: each has a separate network, mounts, processes, name and IPC, and an sshd.
 
-They are plugged into a switch in user space (`switch.py`). Nothing of the machine's own network, mounts or
-folders is touched. Needs root with CAP_SYS_ADMIN, /dev/net/tun, util-linux and iproute2.
+They are plugged into a switch in user space (`switch.py`). Nothing of the machine's own network,
+mounts or folders is touched. Needs root with CAP_SYS_ADMIN, /dev/net/tun, util-linux and iproute2.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class Host(Sshd):
         children = Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text().split()
         self.pid = int(children[0])
         self._namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
-        # Not forked by nsenter: the sshd is the process that we started, and what it starts is on the host.
+        # Not forked by nsenter: the sshd is the process that we started, and what it starts is on
+        # the host.
         self.within = ("nsenter", "-t", str(self.pid), "-F", "-n", "-m", "-p", "-u", "-i", "--")
 
     def _private(self, target: str) -> Path:
@@ -181,7 +182,7 @@ class Host(Sshd):
     # --- its processes, by their numbers on this machine
 
     def processes(self) -> list[int]:
-        """Return every living process of the host, except its process 1 and the sshd that listens."""
+        """Return every living process of the host but its process 1 and the listening sshd."""
         found = []
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != self.pid:
@@ -200,7 +201,10 @@ class Host(Sshd):
         return pids
 
     def kill_processes(self) -> None:
-        """End everything on the host at once, as the loss of power does. Its sshd is down afterwards."""
+        """End everything on the host at once, as the loss of power does.
+
+        Its sshd is down afterwards.
+        """
         self.thaw()
         self.kill()
         while pids := self.processes():
@@ -209,7 +213,10 @@ class Host(Sshd):
             time.sleep(0.005)
 
     def freeze(self) -> None:
-        """Stop everything on the host, as a paused virtual machine is: by the kernel where that is possible."""
+        """Stop everything on the host, as a paused virtual machine is.
+
+        By the kernel where that is possible.
+        """
         self._freezer = (
             Freezer(f"relaunch-{uuid.uuid4().hex[:12]}") if Freezer.is_available() else None
         )
@@ -338,10 +345,10 @@ def _await_up(process: subprocess.Popen[bytes], name: str) -> None:
 
 
 class SwitchedNetwork(Network):
-    """Two controllers and hosts on one switch whose losses and delays are set by direction and pair.
+    """Two controllers and hosts on one switch with losses and delays by direction and pair.
 
-    In the terms of `Network`: its control and its training network are the ways between a host and the
-    controllers, and those between a host and the others.
+    In the terms of `Network`: its control and its training network are the ways between a host and
+    the controllers, and those between a host and the others.
     """
 
     def __init__(
@@ -372,7 +379,8 @@ class SwitchedNetwork(Network):
                 f"link set net0 address {_mac(one)} up",
                 f"addr add {_address(one)}/24 dev net0",
             ]
-            # Known in advance: a host that is cut off loses packets, and hears of no missing neighbour.
+            # Known in advance: a host that is cut off loses packets, and hears of no missing
+            # neighbour.
             lines += [
                 f"neigh replace {_address(o)} lladdr {_mac(o)} nud permanent dev net0"
                 for o in everything
@@ -413,7 +421,10 @@ class SwitchedNetwork(Network):
     def set_link(
         self, source: str, target: str, loss: float = 0.0, delay: float = 0.0, largest: int = 0
     ) -> None:
-        """Set what becomes of frames from one to another ("*": all) from now on. Without more: they pass."""
+        """Set what becomes of frames from one to another ("*": all) from now on.
+
+        Without more: they pass.
+        """
         assert self._control is not None
         rule = {"from": source, "to": target, "loss": loss, "delay": delay, "largest": largest}
         self._control.sendall(json.dumps(rule).encode() + b"\n")

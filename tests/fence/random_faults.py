@@ -1,4 +1,4 @@
-"""Rounds of random harm: cuts, one-way links, loss, delay and processes that stand still, under random time-outs."""
+"""Rounds of random cuts, loss, delay and frozen processes under random time-outs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCH_S = 30.0
 
 
 def draw_times(order: random.Random) -> dict[str, str]:
-    """Return time-outs with `lost_after` below the lease in one half of the rounds, above it in the other."""
+    """Return time-outs with `lost_after` below or above the lease, each in half of the rounds."""
     lease = order.uniform(2.0, 8.0)
     lost_after = (
         order.uniform(1.0, lease) if order.random() < 0.5 else order.uniform(lease, 2 * lease)

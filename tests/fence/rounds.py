@@ -1,4 +1,4 @@
-"""Plays attacks in worlds, reads the violations from the ranks' stamps, and remembers what was played."""
+"""Plays attacks in worlds, reads violations from the ranks' stamps, and keeps what was played."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class Result:
     round: int
     seed: int
     outcome: str
-    """`overlap`, or another fault; `held`: a newer generation was launched and none was beside it, or the older ranks ended first;
-    `no launch`: neither, in the time that there was; `not staged`: the harm could not be done in time."""
+    """`overlap`, or another fault; `held`: a newer generation was launched and none was beside it,
+    or the older ranks ended first; `no launch`: neither, in the time that there was; `not staged`:
+    the harm could not be done in time."""
     overlaps: tuple[str, ...]
     seconds: float
     log: tuple[str, ...] = ()
@@ -96,7 +97,8 @@ async def play(world: FenceWorld, attack: Attack, number: int, seed: int) -> tup
     except (AssertionError, TimeoutError, RPCError, ConfigError, OSError, ValueError) as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise asyncio.CancelledError from error  # the run was interrupted: the round does not count
+            # The run was interrupted: the round does not count.
+            raise asyncio.CancelledError from error
         attempt.note(f"stopped: {error!r}\n{traceback.format_exc()}")
         outcome = "" if attempt.has_launched or attempt.has_ended_first else "not staged"
     overlaps = (*(attempt.job.overlaps() if attempt.job is not None else ()), *attempt.faults)
@@ -127,7 +129,10 @@ def keep(world: FenceWorld, attempt: Attempt, result: Result, folder: Path) -> P
 
 @dataclass
 class Stage:
-    """A world that is made when it is needed, and made again when the next attack needs another or it broke."""
+    """A world that is made when it is needed.
+
+    And made again when the next attack needs another or it broke.
+    """
 
     folder: Path
     number: int = 0

@@ -1,11 +1,14 @@
-"""A switch in user space: passes Ethernet frames between TAP devices, loses and delays them by rule.
+"""A switch in user space between TAP devices.
+
+Passes Ethernet frames, loses and delays them by rule.
 
 Standard library only. Started by `hosts.py` with the descriptors of the devices:
 
     switch.py {"ports": {NAME: [NUMBER, DESCRIPTOR], …}, "control": DESCRIPTOR, "seed": N}
 
-A rule holds for one ordered pair of ports ("*": every port) and replaces the one before it. It comes as
-one JSON line on the control socket and is answered with `ok`; the switch ends when that socket closes:
+A rule holds for one ordered pair of ports ("*": every port) and replaces the one before it. It
+comes as one JSON line on the control socket and is answered with `ok`; the switch ends when that
+socket closes:
 
     {"from": "n1", "to": "*", "loss": 0.3, "delay": 2.0, "largest": 300}
 

@@ -1,4 +1,7 @@
-"""A minute's choice of the attacks, side by side in one world; and the check that finds overlaps."""
+"""A minute's choice of the attacks, side by side in one world.
+
+And the check that finds overlaps.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ async def test_no_attack_of_the_choice_leaves_two_generations_alive(tmp_path: Pa
 
 
 def write_job(folder: Path, starts: dict[int, float], writes: list[tuple[int, float]]) -> FenceJob:
-    """Write what ranks of generations would have: when the first one started, and when they wrote."""
+    """Write the stamps of ranks of generations: when the first one started and when they wrote."""
     lines = [
         json.dumps(
             {
@@ -51,7 +54,7 @@ def write_job(folder: Path, starts: dict[int, float], writes: list[tuple[int, fl
     return FenceJob(FenceWorld(folder), "j", folder, "")
 
 
-def test_a_write_after_a_newer_start_is_an_overlap_and_one_before_is_not(tmp_path: Path) -> None:
+def test_a_write_after_a_newer_start_overlaps_and_one_before_not(tmp_path: Path) -> None:
     job = write_job(tmp_path, {1: 10.0, 2: 20.0}, [(1, 19.9), (1, 20.5), (1, 23.0), (2, 24.0)])
     (late,) = job.late_writes()
     assert (late.generation, late.host, late.lines) == ((7, 1), "n1", 2)
@@ -66,14 +69,14 @@ def test_generations_one_after_another_do_not_overlap(tmp_path: Path) -> None:
     assert job.overlaps() == []
 
 
-def test_a_paused_host_may_write_for_a_moment_after_it_woke_and_no_longer(tmp_path: Path) -> None:
+def test_a_paused_host_may_write_only_for_a_moment_after_it_woke(tmp_path: Path) -> None:
     job = write_job(tmp_path, {1: 10.0, 2: 20.0}, [(1, 30.1), (1, 31.9), (1, 40.0)])
     job.world.woken["n1"] = [int(30 * NANOSECONDS)]
     (late,) = job.late_writes()
     assert (late.lines, round(late.first, 3)) == (1, 20.0)
 
 
-def test_the_lock_of_a_paused_rank_is_no_overlap_and_that_of_another_is(tmp_path: Path) -> None:
+def test_the_lock_of_a_paused_rank_is_no_overlap_but_others_are(tmp_path: Path) -> None:
     job = write_job(tmp_path, {1: 10.0, 2: 20.0}, [])
     line = {"started": "default/j/7/2", "node": "n2", "alive": "default_j_7_1.0.4242"}
     (tmp_path / "violations").write_text(json.dumps(line) + "\n")

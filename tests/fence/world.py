@@ -25,8 +25,9 @@ WRITE_INTERVAL_S = 0.02
 NANOSECONDS = 1e9
 
 WAKING_S = 5.0
-"""Seconds after a pause of a whole host in which its ranks may still write: until its shim runs, has
-compared its clock with its peers' (every 2 s where they are leased) and has killed them, on a busy machine."""
+"""Seconds after a pause of a whole host in which its ranks may still write: until its shim runs,
+has compared its clock with its peers' (every 2 s where they are leased) and has killed them, on a
+busy machine."""
 
 Generation = tuple[int, int]
 """Submission and generation, as in a token: the later one is the greater."""
@@ -75,7 +76,10 @@ class SwitchedPlaces(SshPlaces):
             host.start()
 
     def reboot(self, name: str) -> None:
-        """End every process of the host and give it another boot id; its sshd is up again afterwards."""
+        """End every process of the host and give it another boot id.
+
+        Its sshd is up again afterwards.
+        """
         host = self.network.hosts[name]
         host.kill_processes()
         for state in host.states():
@@ -110,7 +114,10 @@ class LateWrites(NamedTuple):
 
     def __str__(self) -> str:
         what = f"ranks of {self.generation[0]}/{self.generation[1]} on {self.host}"
-        return f"{what} wrote {self.lines} times, {self.first:.2f} to {self.last:.2f} s after a newer start"
+        return (
+            f"{what} wrote {self.lines} times, {self.first:.2f} to {self.last:.2f} s after a newer "
+            "start"
+        )
 
 
 @dataclass
@@ -130,7 +137,7 @@ class FenceJob(Job):
         return [self.world.network.hosts[name] for name in self.nodes()]
 
     def ranks_on(self, host: Host, before: Generation | None = None) -> list[int]:
-        """Return the living ranks of this job on a host, of any generation or of those before one."""
+        """Return the living ranks of this job on a host, of all generations or before one."""
         found = []
         for pid in host.find("rank"):
             try:
@@ -222,7 +229,7 @@ class FenceJob(Job):
         await eventually(started, f"{self.name} does not launch generation {generation}", patience)
 
     async def until_ended_on(self, host: Host, patience: float = 90.0) -> bool:
-        """Wait until no rank of the job lives on a host that was not started by the newest generation.
+        """Wait until all ranks of the job on the host were started by the newest generation.
 
         While there is one generation only, its ranks are meant. Return whether that came.
         """

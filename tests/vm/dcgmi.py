@@ -1,5 +1,8 @@
 #!/usr/bin/python3
-"""A double of dcgmi: its GPU is sick as long as that boot lasts whose id is in the file `sick` of whoever asks. A reboot heals it."""
+"""A double of dcgmi whose GPU is sick until a reboot heals it.
+
+It is sick as long as that boot lasts whose id is in the file `sick` of the caller.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Builds, once, the disk of a real Debian machine from Debian's packages: no image is downloaded, nothing is mounted.
+"""Builds, once, the disk of a real Debian machine from Debian's packages.
+
+No image is downloaded, nothing is mounted.
 
 What makes one machine different from another is not here but in `machine`.
 """

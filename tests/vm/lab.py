@@ -1,4 +1,6 @@
-"""Two virtual machines, `relaunch up` with a fleet file that names them, and the command line as a person types it.
+"""Two virtual machines under `relaunch up`, and the command line as a person types it.
+
+The fleet file names the machines.
 
 Nothing here speaks to relaunch but through starter.py.
 """
@@ -37,7 +39,8 @@ POLICY = {
             {"strategy": "FAIL"},
         ]
     },
-    # An emulated machine that shares its core with a build needs seconds for what a real one does in milliseconds.
+    # An emulated machine that shares its core with a build needs seconds for what a real one does
+    # in milliseconds.
     "timeouts": {
         "heartbeat": "5s",
         "lease": "60s",
@@ -50,7 +53,8 @@ ANSWERS_WITHIN = 60
 """Seconds that the worker gives a node for an answer, for the same reason."""
 
 LOOKED_EVERY = 3.0
-"""Seconds: a command of relaunch takes as much of the processor as the machines have too little of."""
+"""Seconds: a command of relaunch takes as much of the processor as the machines have too little of.
+"""
 
 Found = TypeVar("Found")
 

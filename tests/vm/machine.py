@@ -1,6 +1,9 @@
-"""One virtual machine: its own disk over the image, its own host key, two networks, and a power switch.
+"""One virtual machine.
 
-It is reached as any node is, by SSH on a loopback address; what the suite wants to know it asks by the ssh program, not through relaunch.
+Its disk over the image, its host key, two networks, and a power switch.
+
+It is reached as any node is, by SSH on a loopback address; what the suite wants to know it asks by
+the ssh program, not through relaunch.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ GREETS_WITHIN = 5.0
 ASKED_EVERY = 0.5
 """Seconds: what the times of this suite are exact to."""
 ACCELERATOR = "tcg,tb-size=96"
-"""Emulation, which every machine can. With the default, a buffer of a gigabyte, a machine that reboots is slow for half a minute: QEMU then
-finds, page by page, that the code which it had translated there is no more."""
+"""Emulation, which every machine can. With the default, a buffer of a gigabyte, a machine that
+reboots is slow for half a minute: QEMU then finds, page by page, that the code which it had
+translated there is no more."""
 KERNEL = (
     "rw console=ttyS0 net.ifnames=0 quiet loglevel=4 random.trust_cpu=on"
     " mitigations=off nokaslr audit=0 apparmor=0 selinux=0 cryptomgr.notests"
@@ -40,7 +44,8 @@ KERNEL = (
 class Machine:
     name: str
     number: int
-    """From 1: its addresses are 127.66.0.NUMBER from outside, and 10.77.0.NUMBER on the training network."""
+    """From 1: its addresses are 127.66.0.NUMBER from outside, and 10.77.0.NUMBER on the training
+    network."""
     folder: Path
     """Short: the name of a socket has at most 107 bytes."""
     image: Image
@@ -134,7 +139,8 @@ class Machine:
         for name in ("control", "training"):
             words += [
                 "-device",
-                f"virtio-net-pci,netdev={name},mac=52:54:00:77:{int(name == 'training'):02x}:{self.number:02x},romfile=",
+                f"virtio-net-pci,netdev={name},"
+                f"mac=52:54:00:77:{int(name == 'training'):02x}:{self.number:02x},romfile=",
             ]
         words += [
             "-object",
@@ -209,7 +215,10 @@ class Machine:
         return [sys.executable, str(HERE / "power.py"), "cycle", str(self.power)]
 
     def greets(self) -> bool:
-        """Whether its sshd says who it is, in time. QEMU accepts a connection to a machine that is off, too."""
+        """Whether its sshd says who it is, in time.
+
+        QEMU accepts a connection to a machine that is off, too.
+        """
         with (
             contextlib.suppress(OSError),
             socket.create_connection(
@@ -266,7 +275,8 @@ class Machine:
         ran = subprocess.run(words, capture_output=True, text=True, timeout=90)
         if check and ran.returncode != 0:
             raise AssertionError(
-                f"ssh {self.name} {shlex.quote(command)} ended with {ran.returncode}: {ran.stdout}{ran.stderr}"
+                f"ssh {self.name} {shlex.quote(command)} ended with {ran.returncode}: "
+                f"{ran.stdout}{ran.stderr}"
             )
         return ran.stdout.strip()
 
@@ -290,7 +300,7 @@ TRAIN = 1000
 
 
 def documented_sudoers() -> bytes:
-    """The lines that docs/ssh.md tells people to give the user whom relaunch logs in as, and no others."""
+    """The lines that docs/ssh.md has people give the user of relaunch, and no others."""
     lines = [
         line
         for line in (ROOT / "docs" / "ssh.md").read_text().splitlines()

@@ -1,9 +1,12 @@
-"""The power switch of a virtual machine, as a fleet file's `power: {cycle: [python, power.py, cycle, SOCKET]}` calls it.
+"""The power switch of a virtual machine.
+
+As a fleet file's `power: {cycle: [python, power.py, cycle, SOCKET]}` calls it.
 
     power.py cycle SOCKET    off and on again, whatever state it is in
     power.py freeze SOCKET   it answers nothing any more, as a machine whose kernel has locked up
 
-SOCKET is where QEMU listens for its machine protocol (QMP). A cycle leaves the time in a file beside it.
+SOCKET is where QEMU listens for its machine protocol (QMP). A cycle leaves the time in a file
+beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 
 ORDERS = {"cycle": ("system_reset", "cont"), "freeze": ("stop",)}
 PATIENCE = 10.0
-"""Seconds. QEMU answers in milliseconds; a machine that shares its two cores with a build may take longer."""
+"""Seconds. QEMU answers in milliseconds; a machine that shares its two cores with a build may take
+longer."""
 
 
 def order(path: Path, what: str) -> None:

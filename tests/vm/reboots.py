@@ -1,7 +1,9 @@
-"""Real machines, really rebooted: an emulated Debian with systemd and sshd, reached by the backend `ssh`. NVIDIA's programs are doubles.
+"""Real machines, really rebooted: an emulated Debian with systemd and sshd.
 
-Run by `make vm-test`, and collected by no other command: it takes a quarter of an hour. That a machine was rebooted is seen by means in
-which relaunch has no hand.
+Reached by the backend `ssh`. NVIDIA's programs are doubles.
+
+Run by `make vm-test`, and collected by no other command: it takes a quarter of an hour. That a
+machine was rebooted is seen by means in which relaunch has no hand.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def reboots(machine: Machine) -> list[dict[str, Any]]:
 def fail(machine: Machine) -> None:
     """Have dcgmi call the machine sick for as long as this boot lasts, and kill its rank.
 
-    A rank that raised would need seconds of an emulated processor to end: those that it leaves alone would be heard of first.
+    A rank that raised would need seconds of an emulated processor to end: those that it leaves
+    alone would be heard of first.
     """
     machine.ssh("cat /proc/sys/kernel/random/boot_id > sick; pkill -9 -f rank.py")
 
@@ -93,7 +96,7 @@ def note_times(
     lab.times.append((title, [(what, at - ordered) for what, at in moments]))
 
 
-def test_S1_3_S1_6_a_sick_machine_of_a_gang_is_really_rebooted_once_and_the_job_ends_well(
+def test_s1_3_s1_6_a_sick_machine_of_a_gang_is_rebooted_once(
     lab: Lab,
 ) -> None:
     lab.submit("reboots", POLICY)
@@ -134,7 +137,7 @@ def repaired(lab: Lab, machine: Machine, *how: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_an_ordinary_user_resets_gpus_by_the_line_of_sudoers_in_the_documentation(lab: Lab) -> None:
+def test_an_ordinary_user_resets_gpus_by_the_documented_sudoers(lab: Lab) -> None:
     machine = lab.machines[0]
     before = machine.boot_id()
     for how in ((), ("--gpu", GPU)):
@@ -146,7 +149,7 @@ def test_an_ordinary_user_resets_gpus_by_the_line_of_sudoers_in_the_documentatio
     assert machine.boot_id() == before
 
 
-def test_S1_6_a_machine_that_is_frozen_is_power_cycled_by_the_command_of_the_fleet_file(
+def test_s1_6_a_frozen_machine_is_power_cycled_by_the_command(
     lab: Lab,
 ) -> None:
     machine = lab.machines[0]

@@ -1,4 +1,7 @@
-"""The double by hand: prints what to export, its instances and a fleet file, and serves until it is interrupted."""
+"""The double by hand: prints what to export, its instances and a fleet file.
+
+It serves until it is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def _fleet(aws: AwsDouble, nodes: list[str]) -> str:
             "backend: ecs",
             "nodes:",
             *rows,
-            f"ecs: {{cluster: {aws.cluster}, region: us-east-1, task_definition: train, node_task: relaunch-node, queue: '{queue}'}}",
+            f"ecs: {{cluster: {aws.cluster}, region: us-east-1, task_definition: train, node_task: "
+            f"relaunch-node, queue: '{queue}'}}",
         ]
     )
 

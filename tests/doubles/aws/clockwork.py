@@ -1,4 +1,7 @@
-"""The clock of the double, which tests can put forward, and one thread for what happens later. Delays are of the real clock."""
+"""The clock of the double, which tests can put forward, and one thread for what happens later.
+
+Delays are of the real clock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A container as a process of this machine: its leader gets the SIGTERM, all of it gets the SIGKILL, nothing of it stays."""
+"""A container as a process of this machine.
+
+Its leader gets the SIGTERM, all of it gets the SIGKILL, nothing of it stays.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 MARK = "AWS_DOUBLE_CONTAINER"
-"""In the environment of all that a container runs: what left its session is found by that, as a PID namespace would have it."""
+"""In the environment of all that a container runs: what left its session is found by that, as a PID
+namespace would have it."""
 _READS_EVERY = 0.05
 """Seconds between two looks at the output of a container whose lines go to CloudWatch Logs."""
 
@@ -39,7 +43,10 @@ class Process(Protocol):
 
 
 class Spawner:
-    """Starts processes from a thread that lives as long as the double: the kernel kills them with it (PR_SET_PDEATHSIG)."""
+    """Starts processes from a thread that lives as long as the double.
+
+    The kernel kills them with it (PR_SET_PDEATHSIG).
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aws-double-spawner")
@@ -152,9 +159,12 @@ class ContainerProcess:
 def container_environment(
     instance: Mapping[str, str], given: Mapping[str, str], gpu_ids: Sequence[str], task_id: str
 ) -> dict[str, str]:
-    """A container has nothing of the machine that it runs on but what the agent and the GPU runtime put there."""
+    """A container has only what the agent and the GPU runtime put there of its machine."""
     own = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": (
+            f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin"
+            ":/usr/sbin:/usr/bin:/sbin:/bin"
+        ),
         "HOME": "/tmp",
         "AWS_EXECUTION_ENV": "AWS_ECS_EC2",
         "ECS_CONTAINER_METADATA_URI_V4": f"http://169.254.170.2/v4/{task_id}",

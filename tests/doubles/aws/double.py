@@ -66,7 +66,10 @@ class Instance:
             self.machine.returns = returns
 
     def reregister(self) -> str:
-        """The agent lost its memory: another ARN for the same machine; the old one stays, disconnected, its tasks as they were."""
+        """The agent lost its memory: another ARN for the same machine.
+
+        The old one stays, disconnected, its tasks as they were.
+        """
         with self._aws.lock:
             old = self.machine.registered
             self.machine.lose_power()
@@ -80,7 +83,10 @@ class Instance:
             self.machine.registered.health = word
 
     def status(self, system: str = "ok", instance: str = "ok", event: str | None = None) -> None:
-        """What DescribeInstanceStatus says: ok or impaired, and a scheduled event such as instance-retirement."""
+        """What DescribeInstanceStatus says.
+
+        ok or impaired, and a scheduled event such as instance-retirement.
+        """
         with self._aws.lock:
             self._aws.power.statuses[self.ec2_id] = (system, instance, event)
 
@@ -189,8 +195,11 @@ class AwsDouble:
         address: str | None = None,
         registered: bool = True,
     ) -> str:
-        """Its EC2 id. `environment` is that of every container there, as a GPU runtime's mounts would be; `address` is its private one;
-        a machine that is not `registered` is EC2's alone."""
+        """Its EC2 id.
+
+        `environment` is that of every container there, as a GPU runtime's mounts would be;
+        `address` is its private one; a machine that is not `registered` is EC2's alone.
+        """
         number = len(self._machines) + 1
         kind = "p4d.24xlarge" if gpus else "c5.large"
         ec2_id = self._moto.run_instance(kind, address or f"127.0.0.{number + 1}")
@@ -251,11 +260,14 @@ class AwsDouble:
         stuck: bool = False,
         times: int | None = None,
     ) -> Script:
-        """Tasks of this family (or that the predicate picks, given the task as DescribeTasks tells it) run nothing and go like this.
+        """Tasks of this family run nothing and go like this.
 
-        `exit_code` None: the container has none. `after` None: it runs until it is stopped. `stubborn`: SIGTERM does nothing to it;
-        `stuck`: SIGKILL neither. `stop_code="TaskFailedToStart"`: it never ran.
-        `times`: for so many tasks; what was told first counts first.
+        Or those that the predicate picks, given the task as DescribeTasks has it.
+
+        `exit_code` None: the container has none. `after` None: it runs until it is stopped.
+        `stubborn`: SIGTERM does nothing to it; `stuck`: SIGKILL neither.
+        `stop_code="TaskFailedToStart"`: it never ran. `times`: for so many tasks; what was told
+        first counts first.
         """
         script = Script(
             wanted,
@@ -296,7 +308,10 @@ class AwsDouble:
     def tasks(
         self, family: str | None = None, status: str | None = None
     ) -> tuple[dict[str, Any], ...]:
-        """Every task there ever was, as DescribeTasks would tell it with tags; `status` is its last one."""
+        """Every task there ever was, as DescribeTasks would tell it with tags.
+
+        `status` is its last one.
+        """
         with self.lock:
             tasks = [
                 task for cluster in self.ecs.clusters.values() for task in cluster.tasks.values()
@@ -356,7 +371,8 @@ class AwsDouble:
             self._moto.create_log_stream(group, stream)
         except MotoRefusal:
             raise CannotStart(
-                "failed to initialize logging driver: failed to create Cloudwatch log stream: ResourceNotFoundException: "
+                "failed to initialize logging driver: failed to create Cloudwatch log stream: "
+                "ResourceNotFoundException: "
                 "The specified log group does not exist."
             ) from None
 

@@ -1,7 +1,10 @@
-"""The operations of ECS, as documented: what each accepts, refuses, and answers with `failures`. What runs is of machines.py.
+"""The operations of ECS, as documented: what each accepts, refuses, and answers with `failures`.
 
-Sources: the operations' pages in docs.aws.amazon.com/AmazonECS/latest/APIReference (limits, characters, filters, ECS_Idempotency),
-api_failures_messages.html and stopped-task-error-codes.html in the developer guide.
+What runs is of machines.py.
+
+Sources: the operations' pages in docs.aws.amazon.com/AmazonECS/latest/APIReference (limits,
+characters, filters, ECS_Idempotency), api_failures_messages.html and stopped-task-error-codes.html
+in the developer guide.
 """
 
 from __future__ import annotations
@@ -51,14 +54,16 @@ class Ecs(ContainerInstances):
     scripts: Scripts = field(default_factory=Scripts)
     tokens: dict[tuple[str, str], Token] = field(default_factory=dict)
     lag: float = 0.0
-    """Seconds until a task that RunTask answered is found by Describe and List: the API is eventually consistent."""
+    """Seconds until a task that RunTask answered is found by Describe and List: the API is
+    eventually consistent."""
 
     def answer(self, operation: str, request: Request) -> dict[str, Any]:
         handler = getattr(self, re.sub(r"(?<!^)([A-Z])", r"_\1", operation).lower(), None)
         if handler is None or operation not in OPERATIONS:
             raise AwsRefusal(
                 "InvalidAction",
-                f"the double of ECS has no operation {operation}; expected one of {', '.join(sorted(OPERATIONS))}",
+                f"the double of ECS has no operation {operation}; expected one of "
+                f"{', '.join(sorted(OPERATIONS))}",
             )
         with self.lock:
             answer: dict[str, Any] = handler(request)
@@ -155,7 +160,8 @@ class Ecs(ContainerInstances):
         started_by = request.get("startedBy")
         if started_by is not None and not _STARTED_BY.fullmatch(started_by):
             raise invalid(
-                "startedBy must be up to 128 letters, numbers, hyphens, forward slashes and underscores."
+                "startedBy must be up to 128 letters, numbers, hyphens, forward slashes and "
+                "underscores."
             )
         constraints = [
             *definition.registered.get("placementConstraints", []),
@@ -168,7 +174,8 @@ class Ecs(ContainerInstances):
         awsvpc = definition.registered.get("networkMode") == "awsvpc"
         if awsvpc != ("networkConfiguration" in request):
             raise invalid(
-                "Network Configuration is not valid for the given networkMode of this task definition."
+                "Network Configuration is not valid for the given networkMode of this task "
+                "definition."
             )
         overrides = request.get("overrides", {})
         # The limit counts the characters of the JSON.
@@ -178,7 +185,8 @@ class Ecs(ContainerInstances):
         for override in overrides.get("containerOverrides", []):
             if override.get("name") not in names:
                 raise invalid(
-                    f"Override for container named {override.get('name')} is not a container in the TaskDefinition."
+                    f"Override for container named {override.get('name')} is not a container in "
+                    "the TaskDefinition."
                 )
 
     def _place(

@@ -1,6 +1,9 @@
-"""ECS's events, as EventBridge puts them into an SQS queue: "ECS Task State Change", "ECS Container Instance State Change".
+"""ECS's events, as EventBridge puts them into an SQS queue.
 
-EventBridge promises neither order nor once: tests say what is dropped, doubled or put after its successor.
+"ECS Task State Change", "ECS Container Instance State Change".
+
+EventBridge promises neither order nor once: tests say what is dropped, doubled or put after its
+successor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The cluster query language of placement constraints and of ListContainerInstances, as far as its page in the developer guide goes.
+"""The cluster query language of placement constraints and of ListContainerInstances.
+
+As far as its page in the developer guide goes.
 
 Source: docs.aws.amazon.com/AmazonECS/latest/developerguide/cluster-query-language.html
 """

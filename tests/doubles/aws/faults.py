@@ -1,4 +1,7 @@
-"""What can go wrong between a caller and AWS, by operation: told to one call, to some, or to all until it is taken back."""
+"""What can go wrong between a caller and AWS, by operation.
+
+For one call, for some, or for all until it is taken back.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def slow(seconds: float) -> Kind:
 
 
 def failure(reason: str, detail: str = "") -> Kind:
-    """HTTP 200 with nothing done and this in `failures`: RESOURCE:GPU, AGENT, ATTRIBUTE, MISSING, INACTIVE, ..."""
+    """HTTP 200 with nothing done and this in `failures`.
+
+    RESOURCE:GPU, AGENT, ATTRIBUTE, MISSING, INACTIVE, ...
+    """
     return Kind("failure", reason, detail)
 
 
@@ -75,10 +81,14 @@ class Faults:
         times: int | None = 1,
         when: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> Fault:
-        """`operation` as "RunTask", "ecs.RunTask", or "ecs.*"; `times` None: until it is removed; `when` is given the request."""
+        """`operation` as "RunTask", "ecs.RunTask", or "ecs.*".
+
+        `times` None: until it is removed; `when` is given the request.
+        """
         if isinstance(kind, str) and kind not in _NAMED:
             raise ValueError(
-                f"fault {kind!r} has no such name; expected one of {', '.join(_NAMED)}, or slow(), failure(), error()"
+                f"fault {kind!r} has no such name; expected one of {', '.join(_NAMED)}, or slow(), "
+                "failure(), error()"
             )
         fault = Fault(operation, _NAMED[kind] if isinstance(kind, str) else kind, times, when)
         with self._lock:

@@ -1,4 +1,7 @@
-"""The HTTP that callers see: ECS is answered here, the rest by moto; faults come first; orders to EC2's power reach the machines."""
+"""The HTTP that callers see: ECS is answered here, the rest by moto.
+
+Faults come first; orders to EC2's power reach the machines.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,10 @@ def error(call: Call, code: str, message: str, status: int) -> Answer:
         text = f"<Response><Errors>{inner}</Errors><RequestID>double</RequestID></Response>"
         return Answer(status, "text/xml", text.encode())
     if call.service in ("sns", "autoscaling"):
-        text = f"<ErrorResponse><Error><Type>Sender</Type><Code>{code}</Code><Message>{message}</Message></Error></ErrorResponse>"
+        text = (
+            f"<ErrorResponse><Error><Type>Sender</Type><Code>{code}</Code>"
+            f"<Message>{message}</Message></Error></ErrorResponse>"
+        )
         return Answer(status, "text/xml", text.encode())
     return _json(status, {"__type": code, "message": message})
 

@@ -1,4 +1,6 @@
-"""The clusters and their container instances: state, attributes, and the operations on them, as documented.
+"""The clusters and their container instances, as documented.
+
+State, attributes, and the operations on them.
 
 Sources: the operations' pages and Attribute in docs.aws.amazon.com/AmazonECS/latest/APIReference.
 """

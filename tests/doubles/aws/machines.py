@@ -1,7 +1,10 @@
-"""An EC2 instance as a container instance: its power, its boot id, the ECS agent on it, and the containers that the agent runs.
+"""An EC2 instance as a container instance.
 
-Chosen here, as no document says it: a container that a reboot ends has exit code 137, and its task is STOPPED when the agent is back;
-a task of an instance without power stays RUNNING for ever, until the agent is back or the instance is terminated.
+Its power, its boot id, the ECS agent on it, and the containers that the agent runs.
+
+Chosen here, as no document says it: a container that a reboot ends has exit code 137, and its task
+is STOPPED when the agent is back; a task of an instance without power stays RUNNING for ever, until
+the agent is back or the instance is terminated.
 """
 
 from __future__ import annotations
@@ -33,9 +36,11 @@ class Delays:
     start: float = 0.02
     """From RunTask until the agent starts the containers."""
     stop_timeout: float = 1.0
-    """From SIGTERM to SIGKILL, where the task definition has no stopTimeout; ECS_CONTAINER_STOP_TIMEOUT is 30."""
+    """From SIGTERM to SIGKILL, where the task definition has no stopTimeout;
+    ECS_CONTAINER_STOP_TIMEOUT is 30."""
     reboot: float = 0.3
-    """From RebootInstances, which only queues, to the end of what runs; the agent is connected that long."""
+    """From RebootInstances, which only queues, to the end of what runs; the agent is connected that
+    long."""
     boot: float = 0.5
     """Until the agent is connected again."""
     power_off: float = 0.2
@@ -99,7 +104,7 @@ class Machine:
         self.node.clockwork.later(self.node.delays.start, lambda: self.advance(task))
 
     def advance(self, task: Task) -> None:
-        """Bring what ECS knows and what runs here together, as far as the agent's connection goes."""
+        """Reconcile what ECS knows with what runs here, as far as the agent's connection goes."""
         if task.over or not task.instance.agent_connected:
             return
         if task.last_status == "PENDING":

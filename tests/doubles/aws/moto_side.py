@@ -1,4 +1,7 @@
-"""What moto plays: EC2, SQS, SNS, DynamoDB, CloudWatch Logs, Auto Scaling. Spoken to in its own process, by the wire formats of AWS."""
+"""What moto plays: EC2, SQS, SNS, DynamoDB, CloudWatch Logs, Auto Scaling.
+
+Spoken to in its own process, by the wire formats of AWS.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from urllib.parse import urlencode
 
 from tests.doubles.aws.values import ACCOUNT, REGION
 
-# Read when moto is imported: its list of machine images costs a second, and nobody here asks for one.
+# Read when moto is imported: its list of machine images costs a second, and nobody here asks for
+# one.
 os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
 _CODES = {"pending": 0, "running": 16, "stopping": 64, "stopped": 80}
 _TARGETS = {"logs": "Logs_20140328", "sqs": "AmazonSQS"}
@@ -47,7 +51,10 @@ class Moto:
         )
 
     def _send(self, service: str, body: str, headers: Mapping[str, str]) -> str:
-        credential = f"AWS4-HMAC-SHA256 Credential=double/20200101/{REGION}/{service}/aws4_request, SignedHeaders=host, Signature=double"
+        credential = (
+            f"AWS4-HMAC-SHA256 Credential=double/20200101/{REGION}/{service}/aws4_request, "
+            "SignedHeaders=host, Signature=double"
+        )
         response = self._client.post(
             "/", base_url=self.url, data=body, headers={**headers, "Authorization": credential}
         )
@@ -58,7 +65,10 @@ class Moto:
         return text
 
     def run_instance(self, kind: str, address: str) -> str:
-        """The EC2 id of a new one, at that private address: ranks on one machine have to reach each other."""
+        """Return the EC2 id of a new one, at that private address.
+
+        Ranks on one machine have to reach each other.
+        """
         answer = self.ec2(
             "RunInstances", ImageId="ami-12c6146b", InstanceType=kind, MinCount="1", MaxCount="1"
         )
@@ -74,13 +84,17 @@ class Moto:
         return get_backend("ec2")[ACCOUNT][REGION].get_instance(ec2_id)
 
     def set_state(self, ec2_id: str, state: str) -> None:
-        """moto's instances stop and start at once; those of AWS take their time, and a start is a new launch time."""
+        """moto's instances stop and start at once.
+
+        Those of AWS take their time, and a start is a new launch time.
+        """
         instance = self._instance(ec2_id)
         if instance._state.name == "terminated":
             return
         instance._state.name, instance._state.code = state, _CODES[state]
         if state == "pending":
-            # EC2 tells it in whole seconds, which a stop and a start of its double may take together.
+            # EC2 tells it in whole seconds, which a stop and a start of its double may take
+            # together.
             instance.launch_time = max(
                 datetime.now(UTC).replace(tzinfo=None), instance.launch_time + timedelta(seconds=1)
             )

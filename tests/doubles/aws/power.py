@@ -1,4 +1,7 @@
-"""EC2's orders to the power of instances, and its checks of them: moto keeps the states, the machines do what was ordered."""
+"""EC2's orders to the power of instances, and its checks of them.
+
+moto keeps the states, the machines do what was ordered.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class Power:
                 for one in machines
                 if call.operation == "StartInstances" and one.power == "stopping"
             ]:
-                words = f"The instance '{early[0].ec2_id}' is not in a state from which it can be started."
+                words = (
+                    f"The instance '{early[0].ec2_id}' is not in a state from which it can be "
+                    "started."
+                )
                 return error(call, "IncorrectInstanceState", words, 400)
             answer = by_moto()
             for machine in machines if answer.status == 200 else []:
@@ -61,7 +67,10 @@ class Power:
 
     @staticmethod
     def _reboot(call: Call, machines: list[Machine]) -> Answer:
-        """Not for moto, which revives what was terminated; AWS documents that it passes that over."""
+        """Not for moto, which revives what was terminated.
+
+        AWS documents that it passes that over.
+        """
         if off := [one for one in machines if one.power not in ("running", "terminated")]:
             return error(
                 call,
@@ -83,7 +92,10 @@ class Power:
             item = re.sub(rf"(<{kind}>.*?</details><status>)\w+", rf"\g<1>{word}", item, flags=re.S)
         if event is None:
             return item
-        told = f"<code>{event}</code><description>{event}</description><instanceEventId>instance-event-0</instanceEventId>"
+        told = (
+            f"<code>{event}</code><description>{event}</description>"
+            "<instanceEventId>instance-event-0</instanceEventId>"
+        )
         when = "<notBefore>2030-01-01T00:00:00.000Z</notBefore>"
         return item.replace(
             "<instanceId>", f"<eventsSet><item>{told}{when}</item></eventsSet><instanceId>", 1

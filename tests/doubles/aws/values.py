@@ -1,4 +1,7 @@
-"""What ECS knows: task definitions, tasks, container instances; how its API and its events tell of them. Nothing happens here."""
+"""What ECS knows: task definitions, tasks, container instances.
+
+How its API and its events tell of them. Nothing happens here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A fleet in memory: thousands of nodes that follow a script. For tests, demos and rehearsals; runs nothing."""
+"""A fleet in memory: thousands of nodes that follow a script.
+
+For tests, demos and rehearsals; runs nothing.
+"""
 
 from tests.fakes.nodes.backend import SimulatedBackend
 from tests.fakes.nodes.clock import Clock, ManualClock, RealClock

@@ -1,6 +1,9 @@
-"""Calls to simulated nodes over a network that loses, delays and doubles messages as the script says.
+"""Calls to simulated nodes over a network that follows the script.
 
-A message that is lost is known to be lost at once: nobody waits for an answer that the script has thrown away.
+It loses, delays and doubles messages.
+
+A message that is lost is known to be lost at once: nobody waits for an answer that the script has
+thrown away.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class SimulatedBackend:
         spec: The fleet.
         script: What happens; frozen, and its seconds count by `clock`.
         clock: `ManualClock` where a test wants hours to pass.
-        other: Take the nodes of this backend, as a controller does that starts beside it or after it.
+        other: Take the nodes of this backend, as a controller does that starts beside it or after
+        it.
     """
 
     fences = True
@@ -97,7 +101,10 @@ class SimulatedBackend:
         self._node(node).reboot(down_for)
 
     def move(self, node: str, host: int) -> None:
-        """Let another machine answer for a node, as after a change of its address; 0: the first one."""
+        """Let another machine answer for a node, as after a change of its address.
+
+        0: the first one.
+        """
         self._node(node).move(host)
 
     def visit(self, node: str, stranger: Stranger) -> None:
@@ -109,7 +116,10 @@ class SimulatedBackend:
         self._node(node).machine.leave()
 
     async def settled(self) -> None:
-        """Wait until no order is on its way. Copies that wait for further orders are not on their way."""
+        """Wait until no order is on its way.
+
+        Copies that wait for further orders are not on their way.
+        """
         while self._world.tasks:
             await asyncio.wait(set(self._world.tasks))
 
@@ -124,7 +134,8 @@ class SimulatedBackend:
     def node(self, name: str) -> FleetNode:
         if name not in self._specs:
             raise KeyError(
-                f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}"
+                f"fleet {self._world.spec.name} has no node {name!r}; it has "
+                f"{', '.join(list(self._specs)[:8])}"
             )
         return self._specs[name]
 

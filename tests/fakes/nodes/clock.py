@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 SETTLE = 10
-"""Turns of the loop that the longest chain from a timer to whoever awaits its effect needs, doubled."""
+"""Turns of the loop that the longest chain from a timer to whoever awaits its effect needs,
+doubled."""
 
 
 class Timer(Protocol):
@@ -100,7 +101,10 @@ async def sleep(clock: Clock, seconds: float) -> None:
 
 
 async def wait_for(clock: Clock, event: asyncio.Event, seconds: float) -> None:
-    """Return when the event is set or the time is over; which of them is for the caller to look up."""
+    """Return when the event is set or the time is over.
+
+    Which of them is for the caller to look up.
+    """
     if seconds == float("inf"):
         await event.wait()
         return

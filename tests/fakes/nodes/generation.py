@@ -1,4 +1,6 @@
-"""One generation on one simulated node: its ranks, journal, lease and fence, as docs/reference/agent-protocol.md has them.
+"""One generation on one simulated node: its ranks, journal, lease and fence.
+
+As docs/reference/agent-protocol.md has them.
 
 It knows no network: who may reach it is the node's affair.
 """
@@ -367,7 +369,8 @@ class Generation:
             if not self._renewed:
                 self._fence(
                     "never_watched",
-                    f"no controller watched this generation within {self.order.lease:g} s of its start",
+                    f"no controller watched this generation within {self.order.lease:g} s of its "
+                    "start",
                 )
             else:
                 self._fence(

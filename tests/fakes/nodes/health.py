@@ -1,4 +1,6 @@
-"""What a probe, DCGM and nvidia-smi say of a simulated node with H100s, as docs/reference/agent-protocol.md, `probe`, has it.
+"""What a probe, DCGM and nvidia-smi say of a simulated node with H100s.
+
+As docs/reference/agent-protocol.md, `probe`, has it.
 
 Invents no symptom: a node of which the script says nothing is healthy.
 """
@@ -215,7 +217,7 @@ def _error(code: int, severity: int, text: str) -> dict[str, Any]:
 def reset(
     count: int, named: Sequence[str], sick: Sequence[Sick]
 ) -> tuple[int, str, tuple[int, ...]]:
-    """Return how `nvidia-smi --gpu-reset` ends, what it prints, and the indices of the GPUs that it has reset."""
+    """Return how `nvidia-smi --gpu-reset` ends, its output, and the GPUs that it has reset."""
     known = {bus_id(index): index for index in range(count)}
     done: list[int] = []
     lines: list[str] = []
@@ -224,7 +226,10 @@ def reset(
         if index is None:
             return NOT_FOUND, "\n".join([*lines, f"No devices were found with {name}"]), tuple(done)
         if any(one.gpu_lost == index and one.until != "reset" for one in sick):
-            lost = f"Unable to determine the device handle for GPU{index}: {name}: GPU is lost. Reboot the system to recover this GPU"
+            lost = (
+                f"Unable to determine the device handle for GPU{index}: {name}: GPU is lost. "
+                "Reboot the system to recover this GPU"
+            )
             return GPU_IS_LOST, "\n".join([*lines, lost]), tuple(done)
         done.append(index)
         lines.append(f"GPU {name} was successfully reset.")

@@ -1,4 +1,7 @@
-"""What a simulated node tells of ranks that a launcher starts there: the launcher's process stands for all of them."""
+"""What a simulated node reports of ranks that a launcher starts there.
+
+The launcher's process stands for all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ def first_failed(launched: BelowLauncher, exit: Exit) -> int:
 def told(
     launched: BelowLauncher, launcher_pid: int, exit: Exit | None, printed: list[str]
 ) -> dict[str, Any]:
-    """What the launcher logs of the rank that failed (torch 2.13.0, ChildFailedError.format_msg), and what each rank left."""
+    """What the launcher logs of the failed rank, and what each rank left.
+
+    As torch 2.13.0 has it, ChildFailedError.format_msg.
+    """
     if exit is None or exit.exit_code == 0:
         return {"launched": [], "log_tail": []}
     failed = first_failed(launched, exit)

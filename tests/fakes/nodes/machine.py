@@ -1,4 +1,6 @@
-"""The machine under one simulated node: how it is, who holds it for a repair, and the four orders that ask, examine and mend.
+"""The machine under one simulated node.
+
+How it is, who holds it for a repair, and the four orders that ask, examine and mend.
 
 It never holds a node on which a generation lives, and never lets one begin on a node that it holds.
 """
@@ -35,7 +37,8 @@ HOLD_WAIT = 2.0
 ORDERED_LATELY = 60.0
 """Seconds after a reboot was ordered in which the same boot is not ordered to end again."""
 GOES_DOWN_AFTER = 0.2
-"""Seconds from the answer to a reboot until the node is gone: long enough for the answer to leave."""
+"""Seconds from the answer to a reboot until the node is gone: long enough for the answer to leave.
+"""
 _DOING: dict[RepairCommand, str] = {
     "diagnose": "this node is being examined",
     "reset-gpus": "this node's GPUs are being reset",
@@ -122,7 +125,10 @@ class Machine:
 
     @asynccontextmanager
     async def preparing(self) -> AsyncIterator[Refused | None]:
-        """Keep the node from being held, from before a generation is reserved until it lives. Yields why it cannot be had."""
+        """Keep the node from being held, from before a generation is reserved until it lives.
+
+        Yields why it cannot be had.
+        """
         node, boot = self._node, self._node.boot
         if not await self._comes_true(lambda: self.held is None):
             yield self._refused_because_held()
@@ -249,7 +255,7 @@ class Machine:
         return found
 
     def hang_up(self, id: str) -> None:
-        """Nobody waits for this examination any more, which ends it, as a session's end does on a real node."""
+        """The caller of this examination left, which ends it, as a session's end really does."""
         if self.held is not None and (self.held.by, self.held.id) == ("diagnose", id):
             self._left = id
             self._wake()
@@ -268,7 +274,8 @@ class Machine:
                 if self._left == id:
                     ended("closed")
                     raise NoAnswer
-                # What a killed one had printed until then is nothing: it prints its document at the end.
+                # What a killed one had printed until then is nothing: it prints its document at the
+                # end.
                 code, stdout = (
                     health.diagnosed(self._gpus, level, self.sick)
                     if takes <= within

@@ -1,4 +1,4 @@
-"""What outlives a controller: the nodes, the record, and the messages that are still on their way to them."""
+"""What outlives a controller: the nodes, the record, and the messages on their way to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """The second delivery of an order, and how many orders of its job, or of repairs, the node obeys first."""
+    """The second delivery of an order, and how many orders the node obeys first.
+
+    Of its job, or of repairs.
+    """
 
     deliver: Callable[[], Awaitable[object]]
     seconds: float
@@ -116,7 +119,7 @@ class Simulation:
 
 
 def _line(node: Node, token: Token | None) -> tuple[str, ...]:
-    """Return what orders to the node wait for each other: those of one job, and those of repairs."""
+    """Return which orders to the node wait for each other: of one job, and of repairs."""
     return (node.name,) if token is None else (node.name, token.namespace, token.job)
 
 

@@ -1,4 +1,7 @@
-"""One simulated node: which tokens it has seen, what it obeys and what it refuses, and who can reach it."""
+"""One simulated node.
+
+Which tokens it has seen, what it obeys and what it refuses, and who can reach it.
+"""
 
 from __future__ import annotations
 
@@ -405,7 +408,10 @@ class Node:
     # --- peers ---
 
     def ask(self, peer: str, token: Token, secret: str) -> tuple[str | None, bool, bool] | None:
-        """Ask another node about a generation: why it is superseded (or None), whether it is alive there, whether leased."""
+        """Ask another node about a generation.
+
+        Return why it is superseded (or None), whether it is alive there, whether leased.
+        """
         other = self._nodes.get(peer)
         if other is None or self.down or other.down or self._is_cut_from(other):
             return None
@@ -414,7 +420,8 @@ class Node:
         # Peers were told addresses of machines, not names.
         job = next((one for one in jobs if token in one.generations), None)
         generation = None if job is None else job.generations[token]
-        # Who answers is the supervisor of this very generation, and it goes when its ranks have been stopped.
+        # Who answers is the supervisor of this very generation, and it goes when its ranks have
+        # been stopped.
         if job is None or generation is None or generation.state == "gone":
             return None
         if generation.start_order is None or generation.start_order.secret != secret:

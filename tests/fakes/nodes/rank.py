@@ -1,4 +1,7 @@
-"""One simulated rank: how far it has come and what it has printed, as functions of the time. Decides nothing."""
+"""One simulated rank: how far it has come and what it has printed, as functions of the time.
+
+Decides nothing.
+"""
 
 from __future__ import annotations
 

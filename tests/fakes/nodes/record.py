@@ -1,4 +1,7 @@
-"""What was asked of simulated nodes and what became of it, in order, as plain values. Judges nothing: tests do."""
+"""What was asked of simulated nodes and what became of it, in order, as plain values.
+
+Judges nothing: tests do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ class Call:
     token: Token | None
     order: object = field(repr=False)
     outcome: str = "pending"
-    """done, refused:<why>, unreachable, protocol (it makes no sense), or cancelled by the caller. A watch that was connected is done."""
+    """done, refused:<why>, unreachable, protocol (it makes no sense), or cancelled by the caller. A
+    watch that was connected is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class Life:
 class Upkeep:
     """One moment in the examination and repair of a node, whether or not anybody heard of it.
 
-    An order is refused, or it begins (it holds the node from then on) and ends; a reboot that was ordered comes after its order's end.
+    An order is refused, or it begins (it holds the node from then on) and ends; a reboot that was
+    ordered comes after its order's end.
     """
 
     number: int
@@ -66,8 +71,9 @@ class Upkeep:
     boot_id: str
     """The one that the node has at this moment; for `rebooted` the new one."""
     reason: str = ""
-    """Why it was refused, in the agent's word; how it ended: done, already (this boot was told to end a moment
-    ago, and is not told again), refused:<why>, or lost where the node went down under it."""
+    """Why it was refused, in the agent's word; how it ended: done, already (this boot was told to
+    end a moment ago, and is not told again), refused:<why>, or lost where the node went down under
+    it."""
 
 
 class Record:

@@ -1,6 +1,9 @@
-"""What is to happen to simulated nodes, as data: which rank ends how, which node goes away, which message is lost.
+"""What is to happen to simulated nodes, as data.
 
-`None` for generation, node or rank means every one. Seconds count from the moment that `when` names. Nothing here acts.
+Which rank ends how, which node goes away, which message is lost.
+
+`None` for generation, node or rank means every one. Seconds count from the moment that `when`
+names. Nothing here acts.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ Command = Literal[
 RepairCommand = Literal["diagnose", "reset-gpus", "reboot"]
 """Those that hold the whole node and carry the id of a repair instead of a token."""
 When = Literal["first_call", "prepare", "start", "running"]
-"""The first call to any node; as that order is on its way to the node (and may be lost by it); as soon as its ranks run."""
+"""The first call to any node; as that order is on its way to the node (and may be lost by it); as
+soon as its ranks run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +56,21 @@ class Exit(_MatchesRank):
     error: Mapping[str, Any] | None = None
     """What it wrote into its error file; `error_file` makes one."""
     log_tail: tuple[str, ...] = ()
-    """Where nothing is given or printed, a rank that exits with a code has said that the script says so."""
+    """Where nothing is given or printed, a rank that exits with a code has said that the script
+    says so."""
     kernel: tuple[str, ...] = ()
-    """What the node's kernel had said by then. Told only where the rank failed and nobody had begun to stop it."""
+    """What the node's kernel had said by then. Told only where the rank failed and nobody had begun
+    to stop it."""
     kernel_unreadable: str | None = None
     after: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(_MatchesRank):
-    """The rank reports steps: those listed as (seconds, step), then `rate` more a second; flat after the last with rate 0."""
+    """The rank reports steps: those listed as (seconds, step), then `rate` more a second.
+
+    Flat after the last with rate 0.
+    """
 
     steps: tuple[tuple[float, int], ...] = ((0.0, 0),)
     rate: float = 0.0
@@ -82,7 +91,10 @@ class Prints(_MatchesRank):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lingers(_MatchesRank):
-    """The rank takes this long to obey SIGTERM; infinity: not even SIGKILL ends it (stuck in the kernel)."""
+    """The rank takes this long to obey SIGTERM.
+
+    Infinity: not even SIGKILL ends it (stuck in the kernel).
+    """
 
     seconds: float
 
@@ -124,7 +136,10 @@ class ShimDies(_Matches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sick(_Matches):
-    """From this moment on something is wrong with the machine, which a probe and DCGM find; GPUs are named by their index."""
+    """From this moment on something is wrong with the machine, which a probe and DCGM find.
+
+    GPUs are named by their index.
+    """
 
     gpu_lost: int | None = None
     """Fallen off the bus. `nvidia-smi` cannot reset it, unless `until` says so."""
@@ -161,7 +176,10 @@ class Stranger(_Matches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Takes(_Matches):
-    """How long the node needs for this; without one, no time at all. A reboot that takes time is down for it, once its answer has left."""
+    """How long the node needs for this; without one, no time at all.
+
+    A reboot that takes time is down for it, once its answer has left.
+    """
 
     command: Literal["probe", "gpus"] | RepairCommand
     """gpus: what a look at the node reads of them."""
@@ -192,7 +210,10 @@ class RebootFails(_Matches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebootHangs(_Matches):
-    """The node obeys, goes down and does not come up again; with `answers` it hangs on the way down and is reached as before."""
+    """The node obeys, goes down and does not come up again.
+
+    With `answers` it hangs on the way down and is reached as before.
+    """
 
     answers: bool = False
     times: int | None = None
@@ -209,7 +230,8 @@ class Fault(_Matches):
     """What the network does to one message."""
 
     kind: Literal["delay", "lose_order", "lose_answer", "double", "break"]
-    """lose_answer: the order was carried out. double: it arrives again later. break: a watch ends after `lines`."""
+    """lose_answer: the order was carried out. double: it arrives again later. break: a watch ends
+    after `lines`."""
     command: Command
     nth: int | None = 1
     """The first, second, … message that matches; None: each."""
@@ -222,7 +244,11 @@ class Fault(_Matches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chaos:
-    """Faults by chance. Probabilities are per message; the same seed and the same messages to a node give the same faults."""
+    """Faults by chance.
+
+    Probabilities are per message; the same seed and the same messages to a node give the same
+    faults.
+    """
 
     seed: int
     lose_order: float = 0.0
@@ -258,10 +284,12 @@ class Script:
     faults: tuple[Fault, ...] = ()
     chaos: Chaos | None = None
     then: Literal["run", "succeed"] = "run"
-    """What ranks do for whom nothing else is scripted: run until stopped, or exit with 0 at once (after their last listed step).
-    In a generation for which an exit, a cut, a reboot, a hang or the death of a shim is scripted they run until stopped."""
+    """What ranks do for whom nothing else is scripted: run until stopped, or exit with 0 at once
+    (after their last listed step). In a generation for which an exit, a cut, a reboot, a hang or
+    the death of a shim is scripted they run until stopped."""
     timeout: float = 30.0
-    """A delay beyond this is a missing answer, and the order arrives nevertheless. Nobody waits for a message that is lost."""
+    """A delay beyond this is a missing answer, and the order arrives nevertheless. Nobody waits for
+    a message that is lost."""
 
     @cached_property
     def _index(self) -> dict[tuple[type, int | None, str | None], list[Happening]]:

@@ -1,4 +1,7 @@
-"""One watch of a simulated generation: `base.WatchStream`. Has no task of its own; an idle one is an event and a timer."""
+"""One watch of a simulated generation: `base.WatchStream`.
+
+Has no task of its own; an idle one is an event and a timer.
+"""
 
 from __future__ import annotations
 
