@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relaunch.cli.nodes import nodes_app
-from relaunch.cli.terminal import Job, Json, Reason, RequiredReason, print_json, say, with_client
+from relaunch.cli.terminal import (
+    Job,
+    Json,
+    Reason,
+    RequiredReason,
+    print_json,
+    run_with_client,
+    say,
+)
 from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
@@ -160,7 +168,7 @@ def submit(
             else follow_lines(client, spec.name, print)
         )
 
-    raise typer.Exit(with_client(work))
+    raise typer.Exit(run_with_client(work))
 
 
 @app.command("jobs")
@@ -168,7 +176,7 @@ def list_jobs(as_json: Json = False) -> None:
     """List all jobs, running and ended."""
     from relaunch.cli import jobs, tables
 
-    rows = with_client(lambda client, _: jobs.list_jobs(client))
+    rows = run_with_client(lambda client, _: jobs.list_jobs(client))
     print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(
         rows, datetime.now(UTC)
     )
@@ -179,7 +187,7 @@ def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
     from relaunch.cli import jobs, tables
 
-    now = with_client(lambda client, _: jobs.look(client, job))
+    now = run_with_client(lambda client, _: jobs.look(client, job))
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -190,7 +198,7 @@ def next_(job: Job, as_json: Json = False) -> None:
     from relaunch.cli import job_views, jobs, tables
 
     now = datetime.now(UTC)
-    view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), now)["next"]
+    view = tables.show_view(run_with_client(lambda client, _: jobs.look(client, job)), now)["next"]
     print_json(view) if as_json else print(
         view["what"] + (f", {job_views.moment_text(view['at'], now)}" if view["at"] else "")
     )
@@ -210,7 +218,7 @@ def history(job: Job, as_json: Json = False) -> None:
 
     from relaunch.cli import tables
 
-    entries, missing = with_client(work)
+    entries, missing = run_with_client(work)
     print_json(entries) if as_json else tables.print_history(job, entries)
     if missing:
         say(missing)
@@ -227,7 +235,7 @@ def follow(job: Job) -> None:
             follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print)
         )
 
-    raise typer.Exit(with_client(work))
+    raise typer.Exit(run_with_client(work))
 
 
 @app.command()
@@ -249,7 +257,7 @@ def logs(
             client, settings.task_queue, job, rank, generation, tail, follow, say
         )
 
-    with_client(work)
+    run_with_client(work)
 
 
 @app.command()
@@ -268,7 +276,7 @@ def stacks(
 
     from relaunch.cli import stacks as printing
 
-    found = with_client(work)
+    found = run_with_client(work)
     print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found)))
 
 
@@ -277,7 +285,7 @@ def cancel(job: Job, reason: Reason = "") -> None:
     """Stop every rank of a job and end it as CANCELLED."""
     from relaunch.cli import jobs
 
-    with_client(lambda client, _: jobs.cancel(client, job, reason))
+    run_with_client(lambda client, _: jobs.cancel(client, job, reason))
     print(f"job {job} is being cancelled")
 
 
@@ -296,7 +304,7 @@ def retry(
     from relaunch.cli import submit
 
     print(
-        with_client(
+        run_with_client(
             lambda client, s: submit.retry(
                 client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets
             )
@@ -327,7 +335,9 @@ def answer(
     from relaunch.cli import answers
 
     print(
-        with_client(lambda client, _: answers.for_job(client, job, decision, reason, within, node))
+        run_with_client(
+            lambda client, _: answers.for_job(client, job, decision, reason, within, node)
+        )
     )
 
 
@@ -378,7 +388,9 @@ def change_policy(
     from relaunch.cli import policies
 
     changes = policies.read_changes(file, values or [])
-    print("\n".join(with_client(lambda client, _: policies.change(client, job, changes, reason))))
+    print(
+        "\n".join(run_with_client(lambda client, _: policies.change(client, job, changes, reason)))
+    )
 
 
 @policy_app.command("replay")
@@ -409,7 +421,7 @@ def replay_policy(
     if events is not None:
         trial = policy_replay.try_on_events(known, events)
     else:
-        trial = with_client(
+        trial = run_with_client(
             lambda client, _: policy_replay.try_on_history(client, str(history), known, run_id)
         )
     print_json(policy_replay.trial_view(trial)) if as_json else print(

@@ -30,7 +30,7 @@ from relaunch.spec.policy import Policy
 
 BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 """Start of a file whose times are all relative to its start."""
-LONGEST = timedelta(days=3650)
+MAX_TIME = timedelta(days=3650)
 """Upper limit of a time: no job runs for ten years, and the calendar ends after year 9999."""
 UNNAMED = {"name": "job", "command": ["train"]}
 WITHOUT_JOB = {**UNNAMED, "nodes": 2, "nproc_per_node": 8}
@@ -44,15 +44,15 @@ DEFAULT_REASONS = {
 Line = dict[str, Any]
 
 
-def _members(union: Any) -> dict[str, type]:
+def _union_members(union: Any) -> dict[str, type]:
     return {one.__name__: one for one in typing.get_args(typing.get_args(union)[0])}
 
 
-OBSERVATIONS = _members(Observation)
+OBSERVATIONS = _union_members(Observation)
 # Policy changes are left out: the policy to try is given on the command line.
 EVENTS = {
     kind: one
-    for kind, one in _members(events.Event).items()
+    for kind, one in _union_members(events.Event).items()
     if one not in (events.PolicyChanged, events.IncidentsArchived)
 }
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
@@ -160,7 +160,7 @@ def _time(where: str, line: Line) -> datetime | timedelta:
         raise ConfigError(f"{where}: at: {error}") from None
     except OverflowError:
         after = None
-    if not isinstance(after, timedelta) or after > LONGEST:
+    if not isinstance(after, timedelta) or after > MAX_TIME:
         raise ConfigError(f"{where}: at: {written!r} is no time: {expected}")
     return after
 
@@ -172,7 +172,9 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
     written = {key: value for key, value in line.items() if key not in ("at", "kind")}
     if kind in OBSERVATIONS:
         observation = _observation(where, {"kind": kind, **written}, at, spec)
-        return _made(where, {"kind": "FaultObserved", "observations": [observation]}, at, policy)
+        return _make_event(
+            where, {"kind": "FaultObserved", "observations": [observation]}, at, policy
+        )
     if kind not in EVENTS:
         known = (*EVENTS, *OBSERVATIONS)
         near = difflib.get_close_matches(str(kind), known, n=1)
@@ -197,7 +199,7 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
             {"node": node, "verdict": verdict, "reason": "as written"}
             for node, verdict in found.items()
         ]
-    return _made(where, {"kind": kind, **written}, at, policy)
+    return _make_event(where, {"kind": kind, **written}, at, policy)
 
 
 def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
@@ -228,7 +230,7 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
     return values
 
 
-def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Event:
+def _make_event(where: str, written: Line, at: datetime, policy: Policy) -> events.Event:
     kind = EVENTS[written["kind"]]
     fields = {field.name: field for field in dataclasses.fields(kind)}
     defaults: Mapping[str, Any] = {

@@ -45,18 +45,18 @@ probe results before it can answer."""
 READ_WITHIN = timedelta(seconds=10)
 """Timeout for a worker to start the activity and read a file: milliseconds, but a worker that `up`
 has just started needs some seconds."""
-LOOKED_WITHIN = 15.0
+PROBES_TIMEOUT_S = 15.0
 """Seconds from a fleet's start until all its nodes are probed: a worker gives up earlier on a node
 that does not answer, and a slow one has ten."""
 SHOWN_WITHIN = 10.0
 """Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes
 settles in 0.2."""
-LOOKED_AT_ONCE = 16
-LOOK_WITHIN = timedelta(seconds=40)
+MAX_CONCURRENT_READS = 16
+PROBE_TIMEOUT = timedelta(seconds=40)
 """Timeout for a worker to probe a node that may not answer."""
-LONGEST_BY = 80
+MAX_BY_LENGTH = 80
 """Length in characters to which a fleet truncates a person's name."""
-POLL = 0.2
+POLL_INTERVAL_S = 0.2
 """Seconds between queries: the state of a large fleet is a megabyte."""
 
 
@@ -89,7 +89,7 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
             task_timeout=TASK_TIMEOUT,
             static_summary=f"fleet {fleet}: who gets which nodes, and what is repaired"[:200],
         )
-    state, _ = await _until(client, fleet, _has_looked, LOOKED_WITHIN)
+    state, _ = await _wait_until(client, fleet, _has_looked, PROBES_TIMEOUT_S)
     if not state.nodes:
         await read_file(client, task_queue, fleet)  # raises if there is no such file
         raise ConfigError(
@@ -139,14 +139,14 @@ def _no_worker(fleet: str) -> ConfigError:
     )
 
 
-async def _until(
+async def _wait_until(
     client: Client, fleet: str, met: Callable[[FleetState], bool], within: float
 ) -> tuple[FleetState, bool]:
     deadline = time.monotonic() + within
     while not met(state := await _query(client, fleet)):
         if time.monotonic() > deadline:
             return state, False
-        await asyncio.sleep(POLL)
+        await asyncio.sleep(POLL_INTERVAL_S)
     return state, True
 
 
@@ -195,7 +195,7 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
     )
 
 
-async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
+async def read_withheld_nodes(client: Client, fleet: str) -> dict[str, NodeRecord]:
     """Return the nodes that a fleet withholds from jobs, by name; empty if it does not run."""
     if not await _runs(client, fleet):
         return {}
@@ -222,18 +222,18 @@ async def quarantine(
     before = await read(client, task_queue, fleet)
     old = node_of(before, node)
 
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         record = _find(state, node)
         return (
             record is not None
-            and (record.status, record.by) == (NodeStatus.QUARANTINED, text(who, LONGEST_BY))
+            and (record.status, record.by) == (NodeStatus.QUARANTINED, text(who, MAX_BY_LENGTH))
             and record.since != old.since
             and (record.drain is not None or not drain)
         )
 
     message = {"node": node, "reason": reason, "by": who, "drain": drain}
-    return await _tell(
-        client, before, "quarantine", {**message, "within": within} if within else message, shown
+    return await _send_signal(
+        client, before, "quarantine", {**message, "within": within} if within else message, is_shown
     )
 
 
@@ -243,7 +243,7 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
     before = await read(client, task_queue, fleet)
     old = node_of(before, node)
 
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         record = _find(state, node)
         return (
             record is not None
@@ -252,8 +252,8 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
             and record.since != old.since
         )
 
-    return await _tell(
-        client, before, "release", {"node": node, "reason": reason, "by": whoami()}, shown
+    return await _send_signal(
+        client, before, "release", {"node": node, "reason": reason, "by": whoami()}, is_shown
     )
 
 
@@ -271,10 +271,10 @@ async def declare_dead(
             or the node answers and `force` is not given.
     """
     check_name("node", node)
-    gate = asyncio.Semaphore(LOOKED_AT_ONCE)
+    gate = asyncio.Semaphore(MAX_CONCURRENT_READS)
     fleets: dict[str, str] = {}
 
-    async def concerned(name: str) -> tuple[str, bool | None]:
+    async def check_concerned(name: str) -> tuple[str, bool | None]:
         async with gate:
             state = (await look(client, name)).state
         if state is None:
@@ -287,9 +287,9 @@ async def declare_dead(
         )
 
     running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
-    answers = await asyncio.gather(*(concerned(name) for name in running))
+    answers = await asyncio.gather(*(check_concerned(name) for name in running))
     told = tuple(name for name, is_concerned in answers if is_concerned)
-    keeping = await _fleets_that_keep(client, node)
+    keeping = await _find_keeping_fleets(client, node)
     if not force:
         for fleet in sorted({*(fleets[name] for name in told), *keeping}):
             await _check_silent(client, task_queue, fleet, node)
@@ -317,7 +317,7 @@ async def declare_dead(
     return everybody
 
 
-async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
+async def _find_keeping_fleets(client: Client, node: str) -> tuple[str, ...]:
     """Return the running fleets that keep a node for possible ranks of an ended submission."""
     found = []
     async for execution in client.list_workflows(
@@ -348,7 +348,7 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
             id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=tuple[NodeProbe, ...],
-            schedule_to_close_timeout=LOOK_WITHIN,
+            schedule_to_close_timeout=PROBE_TIMEOUT,
             heartbeat_timeout=ACTIVITY_WITHIN,
             retry_policy=RetryPolicy(maximum_attempts=1),
             summary=f"whether {node} answers, for {whoami()}",
@@ -368,7 +368,7 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
 
 async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
     before = await read(client, task_queue, fleet)
-    return await _tell(
+    return await _send_signal(
         client,
         before,
         "pause",
@@ -378,11 +378,13 @@ async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Ans
 
 
 async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         return not state.breaker.is_open and not state.breaker.paused
 
     before = await read(client, task_queue, fleet)
-    return await _tell(client, before, "resume", {"reason": reason, "by": whoami()}, shown)
+    return await _send_signal(
+        client, before, "resume", {"reason": reason, "by": whoami()}, is_shown
+    )
 
 
 async def apply(
@@ -395,7 +397,7 @@ async def apply(
     before = await read(client, task_queue, fleet)
     file = await read_file(client, task_queue, fleet)
 
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         nodes = tuple(node.spec for node in state.nodes if not node.is_removed)
         return (state.repairs, state.limits, sorted(nodes, key=lambda node: node.name)) == (
             file.repairs,
@@ -406,21 +408,21 @@ async def apply(
     return (
         before,
         file,
-        await _tell(client, before, "apply", {"reason": reason, "by": whoami()}, shown),
+        await _send_signal(client, before, "apply", {"reason": reason, "by": whoami()}, is_shown),
     )
 
 
-async def _tell(
+async def _send_signal(
     client: Client,
     before: FleetState,
     signal: str,
     message: Mapping[str, Any],
-    shown: Callable[[FleetState], bool],
+    is_shown: Callable[[FleetState], bool],
 ) -> Answer:
     await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(
         signal, dict(message)
     )
-    now, done = await _until(client, before.name, shown, SHOWN_WITHIN)
+    now, done = await _wait_until(client, before.name, is_shown, SHOWN_WITHIN)
     return Answer(
         now, done, tuple(notice for notice in now.notices if notice not in before.notices)
     )

@@ -169,7 +169,7 @@ def _progress(state: JobState, watch: Watch | None) -> dict[str, Any] | None:
 
 
 def history_entry(incident: Incident) -> dict[str, Any]:
-    def since(moment: datetime | None) -> float | None:
+    def seconds_after_opening(moment: datetime | None) -> float | None:
         return None if moment is None else (moment - incident.opened).total_seconds()
 
     return {
@@ -191,7 +191,7 @@ def history_entry(incident: Incident) -> dict[str, Any]:
             for d in incident.decisions
         ],
         "times": {
-            name: since(getattr(incident, name))
+            name: seconds_after_opening(getattr(incident, name))
             for name in ("detected", "decided", "stopped", "launched", "recovered")
         },
         "ranks": list(incident.ranks),

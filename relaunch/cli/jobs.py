@@ -41,7 +41,7 @@ ACTIVITY_WITHIN = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Look:
+class JobSnapshot:
     """The state of a job at one moment, and its source."""
 
     name: str
@@ -76,7 +76,7 @@ async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
         raise
 
 
-async def look(client: Client, name: str, known: Look | None = None) -> Look:
+async def look(client: Client, name: str, known: JobSnapshot | None = None) -> JobSnapshot:
     """Return the current state of a job.
 
     With `known`, an earlier look, the heartbeats are read again, but the workflow is queried only
@@ -96,7 +96,7 @@ async def look(client: Client, name: str, known: Look | None = None) -> Look:
         state, source = known.state, known.source
     else:
         state, source = await _state(client, described)
-    return Look(
+    return JobSnapshot(
         name=name,
         run_id=described.run_id,
         open=is_open,
@@ -156,7 +156,7 @@ async def _heartbeats(
 
 
 async def incidents(
-    client: Client, task_queue: str, now: Look
+    client: Client, task_queue: str, now: JobSnapshot
 ) -> tuple[list[Incident], str | None]:
     """Return all incidents of a job, oldest first, and a message if some could not be read."""
     if now.state is None:
@@ -193,7 +193,7 @@ async def incidents(
 
 
 @dataclass(frozen=True)
-class Row:
+class JobRow:
     name: str
     phase: str
     generation: int | None
@@ -202,9 +202,9 @@ class Row:
     status: str
 
 
-async def list_jobs(client: Client) -> list[Row]:
+async def list_jobs(client: Client) -> list[JobRow]:
     """Return the newest run of every job, newest first."""
-    newest: dict[str, Row] = {}
+    newest: dict[str, JobRow] = {}
     async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
         name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
         before = newest.get(name)
@@ -219,7 +219,7 @@ async def list_jobs(client: Client) -> list[Row]:
             "FAILED",
         )  # not recorded by the workflow
         phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
-        newest[name] = Row(
+        newest[name] = JobRow(
             name,
             phase,
             run.typed_search_attributes.get(GENERATION),

@@ -16,6 +16,7 @@ from relaunch.cli.node_views import (
     STATES,
     Tenant,
     find_reason,
+    format_since,
     health,
     health_text,
     iso,
@@ -23,7 +24,6 @@ from relaunch.cli.node_views import (
     node_state,
     repair_ids,
     rows,
-    since_text,
     tenants,
 )
 from relaunch.evidence.findings import Verdict
@@ -45,11 +45,11 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
     notes = []
     if breaker.is_open:
         notes.append(
-            f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.reason}; {resume}"
+            f"the breaker is open{format_since(breaker.since, now)}, so nothing is granted or repaired: {breaker.reason}; {resume}"
         )
     if breaker.paused:
         notes.append(
-            f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}"
+            f"repairs are paused{format_since(breaker.paused_since, now)} by {breaker.paused}; {resume}"
         )
     if state.awaited_jobs:
         notes.append(
@@ -60,7 +60,7 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
         fewest = f"{claim.nodes} to " if claim.nodes < claim.max_nodes else ""
         wanted = f"{claim.job} waits for {fewest}{count_noun(claim.max_nodes, 'node')}"
         notes.append(
-            f"{wanted}{since_text(record.waiting_since, now)}: {record.wait_reason or 'it has just asked'}"
+            f"{wanted}{format_since(record.waiting_since, now)}: {record.wait_reason or 'it has just asked'}"
         )
     for record in state.claims:
         claim = record.claim
@@ -153,7 +153,7 @@ def node_lines(
     what = ", ".join(
         [spec.address, count_noun(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])]
     )
-    why = f"{f' by {by}' if by else ''}{since_text(since, now)}{f': {reason}' if reason else ''}"
+    why = f"{f' by {by}' if by else ''}{format_since(since, now)}{f': {reason}' if reason else ''}"
     verdict, said = health(record)
     found = "" if verdict is Verdict.UNKNOWN else f": {said}"
     lines = [
@@ -166,7 +166,7 @@ def node_lines(
     else:
         answer = f"it answered, boot id {look.boot_id}" if look.boot_id else "it answered"
         if look.silent:
-            answer = f"no answer{since_text(record.silent_since, now)}: {look.silent}"
+            answer = f"no answer{format_since(record.silent_since, now)}: {look.silent}"
         lines.append(f"look        {age(now - record.probed_at)} ago: {answer}")
         lines += [f"held        {look.busy}"] if look.busy else []
         lines += [
@@ -288,7 +288,7 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     }
 
 
-def quarantined_sentence(fleet: FleetState, node: str) -> str:
+def describe_quarantine(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
     jobs = sorted(jobs_on(tenants(fleet).get(node, ())))
     if not jobs:
@@ -300,7 +300,7 @@ def quarantined_sentence(fleet: FleetState, node: str) -> str:
     return f"node {node} is quarantined: {record.reason}; {stays} is given it before `relaunch nodes release {node}`"
 
 
-def released_sentence(fleet: FleetState, node: str) -> str:
+def describe_release(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
     but = (
         ", but it does not answer"
@@ -312,7 +312,7 @@ def released_sentence(fleet: FleetState, node: str) -> str:
     return f"node {node} is in service: jobs may be given it{but}"
 
 
-def leaving(fleet: FleetState) -> list[str]:
+def describe_removed_nodes(fleet: FleetState) -> list[str]:
     """Return the nodes that are gone from the file but still used by a job or a repair."""
     known = tenants(fleet)
     return [

@@ -297,13 +297,13 @@ def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetim
         parts.append(f"to be left within {age(record.drain.until - now)}")
     if state != "silent" and record.probe is not None and record.probe.silent:
         parts.append(
-            f"does not answer{since_text(record.silent_since, now)}: {record.probe.silent}"
+            f"does not answer{format_since(record.silent_since, now)}: {record.probe.silent}"
         )
     parts += gpu_views.remarks(record)
     return "; ".join(part for part in parts if part)
 
 
-def since_text(moment: datetime | None, now: datetime) -> str:
+def format_since(moment: datetime | None, now: datetime) -> str:
     return "" if moment is None else f" since {iso(moment)} ({age(now - moment)} ago)"
 
 

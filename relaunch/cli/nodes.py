@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relaunch.cli.terminal import Json, RequiredReason, check_reason, print_json, say, with_client
+from relaunch.cli.terminal import (
+    Json,
+    RequiredReason,
+    check_reason,
+    print_json,
+    run_with_client,
+    say,
+)
 from relaunch.config import ConfigError, Settings, read_settings
 from relaunch.text import count_noun
 
@@ -40,7 +47,7 @@ def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
     from jobs, and its faults."""
     from relaunch.cli import fleets, node_pages, node_views
 
-    state = with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
+    state = run_with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
     if as_json:
         print_json(node_views.rows(state))
         return
@@ -71,7 +78,7 @@ def nodes_show(
         web = node_pages.workflow_address(up.ui, client.namespace) if up and ours else None
         return await fleets.read(client, settings.task_queue, fleet), web
 
-    state, web = with_client(work)
+    state, web = run_with_client(work)
     now = datetime.now(UTC)
     if node is None:
         print_json(node_pages.fleet_view(state)) if as_json else print(
@@ -102,7 +109,7 @@ def nodes_quarantine(
     """Keep a node from jobs until it is released. A job that has it may stay, unless --drain is
     given."""
     from relaunch.cli import fleets
-    from relaunch.cli.node_pages import quarantined_sentence
+    from relaunch.cli.node_pages import describe_quarantine
 
     if within is not None and not drain:
         raise ConfigError(
@@ -110,24 +117,24 @@ def nodes_quarantine(
         )
     if within is not None:
         check_duration(within)
-    answer = with_client(
+    answer = run_with_client(
         lambda client, s: fleets.quarantine(
             client, s.task_queue, fleet, node, reason, drain, within
         )
     )
-    finish(answer, fleet, lambda: quarantined_sentence(answer.fleet, node))
+    finish(answer, fleet, lambda: describe_quarantine(answer.fleet, node))
 
 
 @nodes_app.command("release")
 def nodes_release(node: Node, reason: RequiredReason, fleet: Fleet = "default") -> None:
     """Vouch for a node, so that jobs are given it again. Its earlier faults no longer count."""
     from relaunch.cli import fleets
-    from relaunch.cli.node_pages import released_sentence
+    from relaunch.cli.node_pages import describe_release
 
-    answer = with_client(
+    answer = run_with_client(
         lambda client, s: fleets.release(client, s.task_queue, fleet, node, reason)
     )
-    finish(answer, fleet, lambda: released_sentence(answer.fleet, node))
+    finish(answer, fleet, lambda: describe_release(answer.fleet, node))
 
 
 @nodes_app.command("pause")
@@ -136,7 +143,7 @@ def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
     order are paused, too. Jobs are given nodes as before."""
     from relaunch.cli import fleets
 
-    answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
+    answer = run_with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
     finish(
         answer,
         fleet,
@@ -150,7 +157,7 @@ def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
     still needed ask again."""
     from relaunch.cli import fleets
 
-    answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
+    answer = run_with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
     finish(answer, fleet, lambda: f"fleet {fleet} gives nodes and has them repaired")
 
 
@@ -164,13 +171,15 @@ def nodes_apply(
     Without this command it is read once a minute."""
     from relaunch.cli import fleets, node_pages
 
-    before, file, answer = with_client(
+    before, file, answer = run_with_client(
         lambda client, s: fleets.apply(client, s.task_queue, fleet, reason)
     )
     lines = node_pages.changes(before, file) or [
         f"fleet {fleet} has the {count_noun(len(file.nodes), 'node')} of its file already"
     ]
-    finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
+    finish(
+        answer, fleet, lambda: "\n".join([*lines, *node_pages.describe_removed_nodes(answer.fleet)])
+    )
 
 
 def check_duration(text: str) -> None:
@@ -213,7 +222,7 @@ def declare_dead(
     new ones."""
     from relaunch.cli import fleets
 
-    told = with_client(
+    told = run_with_client(
         lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force)
     )
     print(f"node {node} is dead: told {', '.join(told)}")
@@ -249,10 +258,10 @@ def nodes_check(
 
     async def work(client: Client, settings: Settings) -> list[dict[str, Any]]:
         found = await examining.check(client, settings.task_queue, fleet, tuple(nodes), level)
-        kept = await fleets.kept_from_jobs(client, fleet)
+        kept = await fleets.read_withheld_nodes(client, fleet)
         return [examining.row(one, kept.get(one.node)) for one in found]
 
-    rows = with_client(work)
+    rows = run_with_client(work)
     if as_json:
         print_json(rows)
     else:
@@ -266,9 +275,11 @@ def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -
 
     from relaunch.cli import direct, files, node_check
 
-    fleet = asyncio.run(direct.look_at(files.read_fleet(file), file, names, read_settings().state))
+    fleet = asyncio.run(
+        direct.run_preflight(files.read_fleet(file), file, names, read_settings().state)
+    )
     print_json(node_check.view(fleet)) if as_json else node_check.print_rows(fleet, everything)
-    if not all(node_check.runs(node_check.rows(fleet, seen)) for seen in fleet.seen):
+    if not all(node_check.can_run_ranks(node_check.rows(fleet, seen)) for seen in fleet.nodes):
         raise typer.Exit(1)
 
 
@@ -322,7 +333,7 @@ def nodes_trust(
             )
         file = known[0]
     spec = files.read_fleet(file)
-    keys = asyncio.run(direct.keys_of(spec, file, nodes or []))
+    keys = asyncio.run(direct.read_host_keys(spec, file, nodes or []))
     if not trust.trust(spec, keys, yes, trust.at_terminal()):
         raise typer.Exit(1)
 
@@ -340,7 +351,7 @@ def nodes_answer(
 
     if decision not in ("approve", "deny"):
         raise ConfigError(f"{decision!r} is no answer, expected approve or deny")
-    with_client(lambda client, _: answers.for_node(client, fleet, node, decision, reason))
+    run_with_client(lambda client, _: answers.for_node(client, fleet, node, decision, reason))
     print(f"{decision}: told the repair of {node}")
 
 
@@ -373,7 +384,7 @@ def nodes_repair(
     strategy = Strategy.RESET_GPU if reset_gpus else Strategy.REBOOT_NODE
     what = "power cycle" if power_cycle else str(strategy)
     say(f"{what} of {node}: see {repairs.repair_id(fleet, node)} in the web UI")
-    ended = with_client(
+    ended = run_with_client(
         lambda client, s: repairs.repair(
             client, s.task_queue, fleet, node, strategy, gpu or (), reason, level, power_cycle
         )

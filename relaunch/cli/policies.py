@@ -171,19 +171,19 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
         raise ConfigError(
             f"job {name} has just ended: change_policy is for jobs that run"
         ) from None
-    return [f"job {name}: {said}", *(f"  {line}" for line in changed_lines(before, after))]
+    return [f"job {name}: {said}", *(f"  {line}" for line in describe_changes(before, after))]
 
 
-def changed_lines(before: Policy, after: Policy) -> list[str]:
+def describe_changes(before: Policy, after: Policy) -> list[str]:
     from relaunch.job.apply import changed_keys
 
     return [
-        f"{key}: {_shown(_at(before, key))} → {_shown(_at(after, key))}"
+        f"{key}: {_format_value(_get_value(before, key))} → {_format_value(_get_value(after, key))}"
         for key in changed_keys(before, after)
     ]
 
 
-def _at(policy: Policy, key: str) -> Any:
+def _get_value(policy: Policy, key: str) -> Any:
     first, _, rest = key.partition(".")
     value: Any = getattr(policy, first)
     if not rest:
@@ -191,7 +191,7 @@ def _at(policy: Policy, key: str) -> Any:
     return value.get(Cause(rest)) if isinstance(value, dict) else getattr(value, rest)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     match value:
         case None:
             return "none of its own"

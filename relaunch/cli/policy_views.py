@@ -76,10 +76,10 @@ def ladder_lines(policy: Policy, ladder: Sequence[Rung]) -> list[str]:
     lines = []
     for number, rung in enumerate(ladder, start=1):
         lines += _entry(f"  {number}  {rung.strategy:<17} ", _rung(policy, rung))
-        if after := _then(rung):
+        if after := _describe_fallthrough(rung):
             lines += _entry("     ↓ ", after)
     last = ladder[-1]
-    if not last.strategy.ends and _then(last):
+    if not last.strategy.ends and _describe_fallthrough(last):
         lines.append("     the job ends as FAILED")
     return lines
 
@@ -218,7 +218,7 @@ def _delays(rung: Rung) -> str:
     return f"{shown} … at most {duration(max(MAX_BACKOFF, rung.delay))}"
 
 
-def _then(rung: Rung) -> str:
+def _describe_fallthrough(rung: Rung) -> str:
     """Return what leads to the next rung; empty if nothing does."""
     ways = []
     if rung.tries is not None:
@@ -264,7 +264,7 @@ def _rung_view(number: int, rung: Rung) -> dict[str, Any]:
         "delays": [rung.delay_of(used).total_seconds() for used in range(count)]
         if rung.delay
         else [],
-        "then": _then(rung),
+        "then": _describe_fallthrough(rung),
     }
 
 

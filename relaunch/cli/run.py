@@ -193,7 +193,7 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         following = asyncio.create_task(
             follow.follow_with_logs(client, settings.task_queue, spec.name, say)
         )
-        code = await _until_done(
+        code = await _wait_for_job(
             following,
             interruptions,
             lambda: jobs.cancel(client, spec.name, "ctrl-C"),
@@ -214,7 +214,7 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
                 shutil.rmtree(own.state, ignore_errors=True)
 
 
-async def _until_done(
+async def _wait_for_job(
     following: asyncio.Task[int],
     interruptions: asyncio.Queue[None],
     cancel: Callable[[], Coroutine[Any, Any, Any]],

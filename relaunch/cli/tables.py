@@ -10,10 +10,10 @@ from relaunch.cli import job_views
 from relaunch.config import ConfigError
 
 if TYPE_CHECKING:
-    from relaunch.cli.jobs import Look, Row
+    from relaunch.cli.jobs import JobRow, JobSnapshot
 
 
-def row(item: Row) -> dict[str, Any]:
+def row(item: JobRow) -> dict[str, Any]:
     return {
         "name": item.name,
         "phase": item.phase,
@@ -23,7 +23,7 @@ def row(item: Row) -> dict[str, Any]:
     }
 
 
-def print_jobs(rows: Sequence[Row], now: datetime) -> None:
+def print_jobs(rows: Sequence[JobRow], now: datetime) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -41,7 +41,7 @@ def print_jobs(rows: Sequence[Row], now: datetime) -> None:
     Console(markup=False, highlight=False).print(table if rows else "no jobs")
 
 
-def show_view(now: Look, at: datetime) -> dict[str, Any]:
+def show_view(now: JobSnapshot, at: datetime) -> dict[str, Any]:
     """Return what `show --json` prints.
 
     If no worker answers, it has the values in the job's memo, and None or nothing for the others.
@@ -80,7 +80,7 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
     }
 
 
-def print_show(view: Mapping[str, Any], now: Look) -> None:
+def print_show(view: Mapping[str, Any], now: JobSnapshot) -> None:
     if now.state is None:
         print(
             f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext        {view['next']['what']}"

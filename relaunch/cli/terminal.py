@@ -59,17 +59,17 @@ def say(text: str) -> None:
     print(f"relaunch: {text}", file=sys.stderr, flush=True)
 
 
-def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
+def run_with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
     """Read the settings, connect, and run `work`; return its result."""
     import asyncio
 
-    async def connected() -> Value:
+    async def run_connected() -> Value:
         from relaunch.temporal import connect
 
         settings = read_settings()
         return await work(await connect(settings.state), settings)
 
-    return asyncio.run(connected())
+    return asyncio.run(run_connected())
 
 
 def print_json(value: Any) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from relaunch.cli.direct import NoKey, remember
+from relaunch.cli.direct import MissingKey, remember
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def trust(
-    spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Callable[[str], str] | None
+    spec: FleetSpec,
+    keys: Iterable[HostKey | MissingKey],
+    yes: bool,
+    ask: Callable[[str], str] | None,
 ) -> bool:
     """Show the keys, ask about each unknown one, and record those that were vouched for.
 
@@ -34,7 +37,7 @@ def trust(
     """
     known = True
     for key in keys:
-        if isinstance(key, NoKey):
+        if isinstance(key, MissingKey):
             print(f"{key.node}: {key.reason}")
             known = False
         elif key.standing == "known":

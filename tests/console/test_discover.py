@@ -10,7 +10,13 @@ import yaml
 
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.cli import app, direct
-from relaunch.cli.discover import Found, _cannot, _flow, names, sort_out
+from relaunch.cli.discover import (
+    ContainerInstance,
+    _dump_inline,
+    _explain_error,
+    names,
+    select_instances,
+)
 from relaunch.cli.files import read_fleet
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
@@ -198,13 +204,13 @@ def test_without_a_region_it_says_how_to_give_one(
     ],
 )
 def test_what_aws_refuses_is_told_with_what_would_do(code: str, kind: Kind, says: str) -> None:
-    assert says in _cannot(
+    assert says in _explain_error(
         "training", "us-east-1", AwsError(f"ECS ListContainerInstances: {code}", code, kind)
     )
 
 
-def found(ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running") -> Found:
-    return Found(arn, ec2_id, 8, connected, 0.0, "", state)
+def found(ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running") -> ContainerInstance:
+    return ContainerInstance(arn, ec2_id, 8, connected, 0.0, "", state)
 
 
 def test_a_machine_that_registered_twice_is_one_node() -> None:
@@ -212,11 +218,11 @@ def test_a_machine_that_registered_twice_is_one_node() -> None:
         found("i-0123456789abcdef0", "arn:1", connected=False),
         found("i-0123456789abcdef0", "arn:2"),
     )
-    assert sort_out([old, new]) == ([new], []) == sort_out([new, old])
+    assert select_instances([old, new]) == ([new], []) == select_instances([new, old])
 
 
 def test_what_is_no_machine_of_ec2_is_left_out_and_said() -> None:
-    assert sort_out([found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]) == (
+    assert select_instances([found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]) == (
         [],
         ["mi-0123456789abcdef0 is no EC2 instance", "i-0123456789abcdef0 is not known to EC2"],
     )
@@ -228,8 +234,8 @@ def test_numbers_leave_out_what_a_tag_has_taken_already() -> None:
 
 
 def test_a_tag_that_yaml_would_take_for_something_else_stays_a_name() -> None:
-    assert yaml.safe_load(_flow({"name": "on"})) == {"name": "on"} and yaml.safe_load(
-        _flow({"name": "007"})
+    assert yaml.safe_load(_dump_inline({"name": "on"})) == {"name": "on"} and yaml.safe_load(
+        _dump_inline({"name": "007"})
     ) == {"name": "007"}
 
 
@@ -242,4 +248,4 @@ def test_nodes_check_file_says_who_looks_at_container_instances() -> None:
         ConfigError,
         match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker",
     ):
-        direct.nodes_of(spec, Path("lab.yaml"), ())
+        direct.select_nodes(spec, Path("lab.yaml"), ())

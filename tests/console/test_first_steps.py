@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from relaunch.cli import direct
-from relaunch.cli.node_check import Found, Row, rows, runs
+from relaunch.cli.node_check import CheckResult, CheckRow, can_run_ranks, rows
 from relaunch.cli.trust import trust
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
@@ -57,9 +57,9 @@ def written(site: Site, spec: FleetSpec) -> Path:
     return path
 
 
-async def checked(site: Site, spec: FleetSpec, *names: str) -> list[dict[str, Row]]:
-    fleet = await direct.look_at(spec, Path("lab.yaml"), names, site.folder / "here")
-    return [{row.check: row for row in rows(fleet, seen)} for seen in fleet.seen]
+async def checked(site: Site, spec: FleetSpec, *names: str) -> list[dict[str, CheckRow]]:
+    fleet = await direct.run_preflight(spec, Path("lab.yaml"), names, site.folder / "here")
+    return [{row.check: row for row in rows(fleet, seen)} for seen in fleet.nodes]
 
 
 def starter(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +100,7 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
     hosts = [site.host(), site.host()]
     spec = fleet_of(site, *hosts)
     first = await checked(site, spec)
-    assert [[row for row in found.values() if row.found is Found.FAIL] for found in first] == [
+    assert [[row for row in found.values() if row.found is CheckResult.FAIL] for found in first] == [
         [],
         [],
     ]
@@ -137,8 +137,8 @@ async def test_a_host_that_kills_at_logout_is_found_out_though_all_else_works(si
     fine, kills = site.host(), site.host()
     kills.program_named("python3", KILLS.format(python=shlex.quote(sys.executable)))
     first, second = await checked(site, fleet_of(site, fine, kills))
-    assert first["logout"].found is Found.OK
-    assert second["logout"].found is Found.FAIL
+    assert first["logout"].found is CheckResult.OK
+    assert second["logout"].found is CheckResult.FAIL
     assert "ranks would die with every lost connection" in second["logout"].what
     assert first["training network"].fix == "mend its logout first"
 
@@ -150,7 +150,7 @@ async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_thir
     down.kill()
     closed.authorized.write_text(make_key(site.folder / "other").with_suffix(".pub").read_text())
     found = await checked(site, fleet_of(site, fine, down, closed))
-    assert [runs(tuple(each.values())) for each in found] == [True, False, False]
+    assert [can_run_ranks(tuple(each.values())) for each in found] == [True, False, False]
     assert (
         found[1]["reached"].what
         == f"{down.address}:{down.port} refused the connection: nothing listens there"
@@ -158,7 +158,7 @@ async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_thir
     assert f"-p {down.port}" in found[1]["reached"].fix
     assert "was refused: offered" in found[2]["reached"].what
     assert "ssh-copy-id" in found[2]["reached"].fix
-    assert found[2]["host key"].found is Found.OK
+    assert found[2]["host key"].found is CheckResult.OK
 
 
 async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> None:
@@ -169,9 +169,9 @@ async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> 
     # As the true one does, it listens before it speaks.
     python_double(host, f"input(); print({line!r}.replace('\\\\n', chr(10)), flush=True)")
     (found,) = await checked(site, fleet_of(site, host))
-    assert found["agent"].found is Found.FAIL
+    assert found["agent"].found is CheckResult.FAIL
     assert "3.6.8" in found["agent"].what
-    assert found["reached"].found is Found.OK
+    assert found["reached"].found is CheckResult.OK
 
 
 async def test_a_wrong_training_network_is_found_on_the_node_itself(site: Site) -> None:
@@ -205,7 +205,7 @@ async def ask_about(
             asked.append(question)
             return given
 
-    return trust(spec, await direct.keys_of(spec, Path("lab.yaml"), ()), yes, ask), asked
+    return trust(spec, await direct.read_host_keys(spec, Path("lab.yaml"), ()), yes, ask), asked
 
 
 async def test_a_key_is_written_down_only_by_a_yes(
@@ -225,7 +225,7 @@ async def test_a_key_is_written_down_only_by_a_yes(
     assert site.known_hosts.read_text() == host.known_hosts
     assert await ask_about(site, spec, "no") == (True, []), "what is known is not asked about"
     (found,) = await checked(site, spec)
-    assert runs(tuple(found.values()))
+    assert can_run_ranks(tuple(found.values()))
 
 
 async def test_a_name_is_hashed_where_the_configuration_says_so(site: Site) -> None:
@@ -281,7 +281,7 @@ async def test_a_jump_host_is_not_stormed_by_many_nodes_behind_it(site: Site) ->
     ssh = {"key": str(site.key), "known_hosts": str(site.known_hosts), "config": str(site.config)}
     ssh["proxy_jump"] = f"{jump.user}@{jump.address}:{jump.port}"
     spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh})
-    found = await direct.keys_of(spec, Path("lab.yaml"), ())
+    found = await direct.read_host_keys(spec, Path("lab.yaml"), ())
     assert {str(getattr(one, "reason", "")).partition(" 127.0.0.99:")[0] for one in found} == {
         "the jump host cannot reach"
     }

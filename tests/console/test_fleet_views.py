@@ -11,14 +11,14 @@ import pytest
 
 from relaunch.cli.node_pages import (
     changes,
+    describe_quarantine,
+    describe_release,
+    describe_removed_nodes,
     fleet_lines,
     fleet_notes,
     fleet_view,
-    leaving,
     node_lines,
     node_more,
-    quarantined_sentence,
-    released_sentence,
 )
 from relaunch.cli.node_views import STATES, rows, table_row, tenants
 from relaunch.evidence.causes import Cause
@@ -378,7 +378,7 @@ def test_what_a_file_changes_is_named_node_by_node() -> None:
     assert changes(state, replace(same, nodes=(*same.nodes, node(3).spec))) == ["new: gpu-03"], (
         "it came back before everybody had left it"
     )
-    assert leaving(state) == ["gpu-03 stays until it is free: llama is on it"]
+    assert describe_removed_nodes(state) == ["gpu-03 stays until it is free: llama is on it"]
 
 
 def test_what_was_said_is_answered_with_what_is_now() -> None:
@@ -390,15 +390,15 @@ def test_what_was_said_is_answered_with_what_is_now() -> None:
     nobody = f"{begin} nobody has it, and nobody {end}"
     stays = f"{begin} llama may go on there, and nobody else {end}"
     leaves = f"{begin} llama has to leave it by 2026-03-01T12:12:00Z, and nobody else {end}"
-    assert quarantined_sentence(fleet(node(1, **OUT)), "gpu-01") == nobody
-    assert quarantined_sentence(fleet(node(1, **OUT), claims=held), "gpu-01") == stays
-    assert quarantined_sentence(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
+    assert describe_quarantine(fleet(node(1, **OUT)), "gpu-01") == nobody
+    assert describe_quarantine(fleet(node(1, **OUT), claims=held), "gpu-01") == stays
+    assert describe_quarantine(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
     assert (
-        released_sentence(fleet(node(1)), "gpu-01")
+        describe_release(fleet(node(1)), "gpu-01")
         == "node gpu-01 is in service: jobs may be given it"
     )
     assert (
-        released_sentence(fleet(silent(1)), "gpu-01")
+        describe_release(fleet(silent(1)), "gpu-01")
         == "node gpu-01 is in service: jobs may be given it, but it does not answer"
     )
 
