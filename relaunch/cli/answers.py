@@ -42,7 +42,10 @@ async def for_job(
     message = _message(decision, reason, within, node)
     state = (await look(client, job)).state
     if state is None:
-        raise ConfigError(f"job {job}: no worker answers: start a worker and say it again")
+        raise ConfigError(
+            f"job {job}: no worker answers: start one (`relaunch up` or `relaunch-worker`), then "
+            "repeat the command"
+        )
     if (
         state.phase is Phase.REPAIRING
         and state.tries
@@ -64,7 +67,7 @@ async def _answer_repairs(client: Client, job: str, state: JobState, message: An
     answered = [node for node, why in zip(nodes, outcomes, strict=True) if not why]
     if not answered:
         raise ConfigError(f"job {job}: {next(why for why in outcomes if why)}")
-    return f"{message.decision}: told the repair of {', '.join(answered)}"
+    return f"{message.decision}: sent to the repair of {', '.join(answered)}"
 
 
 async def for_node(client: Client, fleet: str, node: str, decision: str, reason: str) -> None:
@@ -83,7 +86,7 @@ async def _answer_repair(client: Client, id_: str, message: AnswerMessage) -> st
     """Return why the answer was refused, or an empty string if it was accepted."""
     result = await _update(client, id_, message)
     return (
-        f"there is no repair {id_}"
+        f"no repair {id_} is running"
         if result.is_missing
         else f"{id_}: {result.refusal}"
         if result.refusal
@@ -115,7 +118,10 @@ async def _update(client: Client, id_: str, message: AnswerMessage) -> UpdateRes
             refusal=str(getattr(error.cause, "message", "") or error.cause or error)
         )
     except WorkflowUpdateRPCTimeoutOrCancelledError:
-        return UpdateResult(refusal="no worker answers: start one and say it again")
+        return UpdateResult(
+            refusal="no worker answers: start one (`relaunch up` or `relaunch-worker`), "
+            "then repeat the command"
+        )
     except RPCError as error:
         if error.status is not RPCStatusCode.NOT_FOUND:
             raise
@@ -126,14 +132,18 @@ def _message(
     decision: str, reason: str, within: str | None, node: str | None = None
 ) -> AnswerMessage:
     if decision not in ("approve", "deny", "snooze", "take-over"):
-        raise ConfigError(f"{decision!r} is no answer, expected approve, deny, snooze or take-over")
+        raise ConfigError(
+            f"unknown answer {decision!r}: expected approve, deny, snooze or take-over"
+        )
     if within is not None and decision != "snooze":
         raise ConfigError(
-            f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}"
+            f"--within {within} sets how long a snooze lasts: use it with snooze, not with "
+            f"{decision}"
         )
     if node is not None and decision not in ("approve", "deny"):
         raise ConfigError(
-            f"--node {node} is left or is not: expected approve (at once) or deny (when it has to be) with it, not {decision}"
+            f"--node {node} answers a request to drain that node: expected approve (leave it now) "
+            f"or deny (leave it at the deadline), not {decision}"
         )
     said = {
         "decision": decision,

@@ -99,17 +99,24 @@ def select_nodes(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[Fle
         ConfigError: A name is not in the file, or the backend is neither local nor ssh.
     """
     if spec.backend == "ecs":
-        instead = f"expected `relaunch nodes check NODE --fleet {spec.name}`, which asks a running worker to look"
-        raise ConfigError(f"{file}: container instances of ECS are not logged in to: {instead}")
+        instead = (
+            f"use `relaunch nodes check NODE --fleet {spec.name}`, which examines them through a "
+            "running worker"
+        )
+        raise ConfigError(
+            f"{file}: this command does not log in to container instances of ECS: {instead}"
+        )
     if spec.backend not in ("local", "ssh"):
         raise ConfigError(
-            f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh"
+            f"{file}: nodes of the backend {spec.backend!r} cannot be reached from this machine: "
+            "expected local or ssh"
         )
     known = {node.name: node for node in spec.nodes}
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{file} has no node {name!r}: it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}"
+                f"{file} has no node {name!r}: it has "
+                f"{', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}"
             )
     return tuple(node for node in spec.nodes if node.name in names or not names)
 
@@ -171,7 +178,8 @@ def _open(spec: FleetSpec, file: Path, state: Path, agent: Path) -> SessionBacke
     known = spec.ssh.known_hosts
     if known is not None and not Path(known).expanduser().exists():
         raise ConfigError(
-            f"{file}: ssh: known_hosts: {known} is not there: `relaunch nodes trust --file {file}` writes it"
+            f"{file}: ssh: known_hosts: {known} does not exist: create it with `relaunch nodes "
+            f"trust --file {file}`"
         )
     try:
         return SshBackend(spec, agent)
@@ -314,7 +322,8 @@ async def read_host_keys(
 
     if spec.backend != "ssh":
         raise ConfigError(
-            f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the backend ssh"
+            f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the "
+            "backend ssh"
         )
     nodes = select_nodes(spec, file, names)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_CONCURRENT_LOGINS))

@@ -68,7 +68,8 @@ def fleet_file(cluster: str, region: str | None, name: str, task_definition: str
     if not nodes:
         why = f" ({'; '.join(left_out)})" if left_out else ""
         raise ConfigError(
-            f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one"
+            f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 "
+            f"instance{why}: expected at least one"
         )
     return _render_file(
         cluster, region or nodes[0].arn.split(":")[3], name, task_definition, nodes, left_out
@@ -186,9 +187,15 @@ def _explain_error(cluster: str, region: str | None, error: AwsError) -> str:
 
     what = f"ECS cluster {cluster!r} cannot be read: {error.reason.rstrip('.')}"
     if error.code == "ClusterNotFoundException":
-        return f"{what}: expected the name or ARN of a cluster of this account in {region or 'the region that boto3 finds (or --region)'}"
+        return (
+            f"{what}: expected the name or ARN of a cluster of this account in "
+            f"{region or 'the region that boto3 finds (or --region)'}"
+        )
     if error.kind is Kind.DENIED and not error.code:
-        return f"{what}: expected credentials where boto3 looks for them (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws, a role of this machine)"
+        return (
+            f"{what}: expected credentials where boto3 looks for them (AWS_PROFILE, "
+            "AWS_ACCESS_KEY_ID, ~/.aws, a role of this machine)"
+        )
     if error.kind is Kind.DENIED:
         allowed = (
             "ecs:ListContainerInstances, ecs:DescribeContainerInstances and ec2:DescribeInstances"
@@ -196,7 +203,7 @@ def _explain_error(cluster: str, region: str | None, error: AwsError) -> str:
         return f"{what}: expected credentials that may {allowed}"
     if error.kind is Kind.REFUSED and not error.code and region is None:
         return f"{what}: expected --region REGION, or AWS_DEFAULT_REGION"
-    return f"{what}: expected AWS to answer"
+    return f"{what}: check the network to AWS, then repeat the command"
 
 
 # --- what is written
@@ -210,7 +217,7 @@ def select_instances(
     left_out = []
     for one in found:
         if not one.ec2_id.startswith(EC2_ID_PREFIX):
-            left_out.append(f"{one.ec2_id or one.arn} is no EC2 instance")
+            left_out.append(f"{one.ec2_id or one.arn} is not an EC2 instance")
         elif one.state in ENDED_STATES:
             left_out.append(f"{one.ec2_id} is {one.state or 'not known to EC2'}")
         elif one.ec2_id not in nodes or one.connected:
@@ -256,9 +263,8 @@ def _render_file(
         "nodes:",
     ]
     for one, called in zip(nodes, names([one.tag for one in nodes]), strict=True):
-        lines.append(
-            f"  - {_dump_inline({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_describe_problems(one)}"
-        )
+        entry = _dump_inline({"name": called, "address": one.ec2_id, "gpus": one.gpus})
+        lines.append(f"  - {entry}{_describe_problems(one)}")
     lines += [f"# left out: {reason}" for reason in left_out]
     rank = {} if task_definition is None else {"task_definition": task_definition}
     # The task family that deploy/ecs/relaunch.yaml creates; users of another family edit this line.
@@ -266,10 +272,11 @@ def _render_file(
     lines += ["ecs:", *(f"  {line}" for line in _dump_block(ecs))]
     if task_definition is None:
         lines.append(
-            "  # task_definition: FAMILY  what a rank is run as; a job file may say it instead"
+            "  # task_definition: FAMILY  the task that runs a rank; a job file may name it instead"
         )
     lines.append(
-        "  # queue: URL, topic: ARN   outputs Queue and Topic of the stack that deploy/ecs/relaunch.yaml makes"
+        "  # queue: URL, topic: ARN   outputs Queue and Topic of the stack created by "
+        "deploy/ecs/relaunch.yaml"
     )
     return "\n".join(lines) + "\n"
 
@@ -278,11 +285,11 @@ def _describe_problems(one: ContainerInstance) -> str:
     said = (
         [f"EC2 says {one.state}"]
         if one.state != "running"
-        else ["its ECS agent is not connected"]
+        else ["ECS agent not connected"]
         if not one.connected
         else []
     )
-    said += ["no GPU of it is registered with ECS"] if not one.gpus else []
+    said += ["no GPU registered with ECS"] if not one.gpus else []
     return f"  # {'; '.join(said)}" if said else ""
 
 

@@ -22,7 +22,7 @@ from relaunch.spec.policy import Policy
 from relaunch.text import count_noun
 
 KINDS = ("xid", "exit", "dcgm", "log", "kernel")
-NO_CAUSE = "nothing in it names a cause"
+NO_CAUSE = "no finding names a cause"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
     """
     if exit_code is not None and kind != "dcgm":
         raise ConfigError(
-            f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended"
+            f"--exit-code {exit_code} is the exit code of dcgmi: use it with `explain dcgm`, not "
+            f"`explain {kind}`"
         )
     match kind:
         case "xid":
@@ -87,17 +88,19 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
             return explain_log(what, policy)
         case "kernel":
             return explain_kernel(what, policy)
-    raise ConfigError(f"explain: {kind!r} is no kind of evidence: one of {', '.join(KINDS)}")
+    raise ConfigError(
+        f"explain: unknown kind of evidence {kind!r}: expected one of {', '.join(KINDS)}"
+    )
 
 
 def explain_xid(word: str, policy: Policy | None) -> Explanation:
     if not word.isascii() or not word.isdigit():
-        raise ConfigError(f"explain xid: {word!r} is no number: expected one such as 79")
+        raise ConfigError(f"explain xid: {word!r} is not a number: expected one such as 79")
     tables = _catalog(policy)
     row = tables.xids.get(int(word))
     if row is None:
         raise ConfigError(
-            f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause"
+            f"Xid {int(word)} is not in the catalog: a job counts it as a symptom without a cause"
         )
     finding = Finding("kernel", f"Xid {row.code}", row.role, row.meaning, row.cause)
     nvidia = {
@@ -123,7 +126,8 @@ def explain_xid(word: str, policy: Policy | None) -> Explanation:
         units = ", ".join(dict.fromkeys(rule.unit for rule in rules))
         head += _entry(
             "  decoded  ",
-            f"by what the line itself says, {len(rules)} ways: {units}; `explain kernel` reads the line",
+            f"depends on the kernel log line, {len(rules)} rules: {units}; `explain kernel` "
+            "decodes a line",
         )
     more = {"nvidia": nvidia, "note": row.note}
     return Explanation((LocatedFinding(finding),), row.cause, row.meaning, more, tuple(head))
@@ -143,7 +147,8 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
     )
     if signal is None and not (word.isascii() and word.isdigit() and int(word) <= 255):
         raise ConfigError(
-            f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV"
+            f"explain exit: {word!r} is not an exit: expected a code from 0 to 255, or a signal "
+            "such as SIGSEGV"
         )
     code = None if signal is not None else int(word)
     finding = read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=_catalog(policy))
@@ -152,7 +157,7 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
     if finding.code in ("SIGKILL", "exit 137"):
         foot = _entry(
             "",
-            "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.",
+            "If the kernel log says that the process was killed for memory, the cause is OUT_OF_MEMORY.",
         )
     return Explanation(
         (LocatedFinding(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot)
@@ -211,9 +216,7 @@ def _explain_lines(
     root = _find_root(found)
     lines_read = count_noun(len(lines), "line")
     head = (
-        (f"{lines_read} read, {len(found)} of them evidence", "")
-        if found
-        else (f"{lines_read} read",)
+        (f"{lines_read} read, {len(found)} with evidence", "") if found else (f"{lines_read} read",)
     )
     if root is None:
         return Explanation(found, None, NO_CAUSE, {}, head)

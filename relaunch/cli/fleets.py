@@ -87,13 +87,14 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
             task_queue=task_queue,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             task_timeout=TASK_TIMEOUT,
-            static_summary=f"fleet {fleet}: who gets which nodes, and what is repaired"[:200],
+            static_summary=f"fleet {fleet}: assigns nodes to jobs and orders repairs"[:200],
         )
     state, _ = await _wait_until(client, fleet, _has_looked, PROBES_TIMEOUT_S)
     if not state.nodes:
         await read_file(client, task_queue, fleet)  # raises if there is no such file
         raise ConfigError(
-            f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again"
+            f"fleet {fleet} has no nodes yet: "
+            f"{names(list(state.notices[-1:])) or 'it has just started'}; repeat the command"
         )
     return state
 
@@ -120,7 +121,8 @@ async def _query(client: Client, fleet: str) -> FleetState:
         )
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
         raise ConfigError(
-            f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI"
+            f"the state of fleet {fleet} cannot be read: {error}; see {FLEET_ID_PREFIX}{fleet} in "
+            "the web UI"
         ) from None
     except RPCError as error:
         if error.status in (
@@ -135,7 +137,8 @@ async def _query(client: Client, fleet: str) -> FleetState:
 
 def _no_worker(fleet: str) -> ConfigError:
     return ConfigError(
-        f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again"
+        f"no worker answers for fleet {fleet}: start one (`relaunch up` or `relaunch-worker`), "
+        "then repeat the command"
     )
 
 
@@ -191,7 +194,8 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
     known = [record.name for record in fleet.nodes]
     near = difflib.get_close_matches(name, known, n=3) or known
     raise ConfigError(
-        f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}"
+        f"node {name!r} is not in fleet {fleet.name}: expected "
+        f"{'one of ' if len(near) > 1 else ''}{names(near)}"
     )
 
 
@@ -308,11 +312,13 @@ async def declare_dead(
     if silent := [name for name, is_concerned in answers if is_concerned is None]:
         told_now = ", ".join(everybody) or "no job"
         raise ConfigError(
-            f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again"
+            f"node {node}: sent to {told_now}; no worker answers for {', '.join(silent)}: start "
+            "one (`relaunch up` or `relaunch-worker`), then repeat the command"
         )
     if not everybody:
         raise ConfigError(
-            f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent"
+            f"node {node}: no running job has ranks on it, and no fleet keeps it for an ended "
+            "job; nothing was sent"
         )
     return everybody
 
@@ -355,14 +361,17 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
         )
     except ActivityFailureError as error:
         raise ConfigError(
-            f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
+            f"node {node}: no worker could probe it ({error.cause or error}); to declare it dead "
+            "without a probe, add --force"
         ) from None
     if not seen.silent:
         jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
-        lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
+        lives = f"ranks of {jobs} run there" if jobs else "no rank runs there"
         raise ConfigError(
-            f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "
-            "beside new ones. Power it off or cut its network first; --force declares it dead all the same"
+            f"node {node} answered just now, and {lives}: not declared dead, because its ranks "
+            "would keep running "
+            "beside new ones. Power it off or cut its network first; to declare it dead "
+            "anyway, add --force"
         )
 
 

@@ -81,7 +81,8 @@ class Narrator:
                 self._closed.add(incident.opened)
                 if not state.phase.is_final:
                     self._say(
-                        f"incident closed after {_open_seconds(incident):.1f} s: {incident.outcome or 'recovered'}"
+                        f"incident closed after {_open_seconds(incident):.1f} s: "
+                        f"{incident.outcome or 'recovered'}"
                     )
         if state.incident:
             self._decisions(state.incident)
@@ -101,12 +102,14 @@ class Narrator:
         if incident.opened not in self._told:
             where = f" on {job_views.names(list(incident.nodes))}" if incident.nodes else ""
             self._say(
-                f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.reason}"
+                f"incident in generation {incident.generation}: {incident.cause}{where}: "
+                f"{incident.reason}"
             )
             self._told[incident.opened] = 0
         for decision in incident.decisions[self._told[incident.opened] :]:
             self._say(
-                f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.reason}"
+                f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: "
+                f"{decision.reason}"
             )
         self._told[incident.opened] = len(incident.decisions)
 
@@ -120,7 +123,8 @@ def closing_line(now: jobs.JobSnapshot) -> tuple[str, int]:
     state = now.state
     if state is None or not state.phase.is_final:
         return (
-            f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run",
+            f"job {now.name} ended as {now.status} without a result: its workflow was ended from "
+            "outside, and its ranks may still run",
             1,
         )
     text = f"job {now.name} {state.phase}: {state.reason}"
@@ -180,7 +184,7 @@ def render(now: jobs.JobSnapshot, at: datetime) -> RenderableType:
     if now.state is None:
         rows = [
             ("phase", f"{now.phase}: {now.memo.get('reason', '')}"),
-            ("", "no worker answers: this is the last that is known"),
+            ("", "no worker answers: this is the last known state"),
         ]
     else:
         view = job_views.show(now.state, now.watch, at)

@@ -89,11 +89,14 @@ def _check_node(fleet: FleetPreflight, seen: NodePreflight) -> Iterator[CheckRow
             )
         return
     if seen.step is PreflightStep.AGENT:
-        fix = f"it wants Python 3.8 or newer and a folder of its own; {fleet.file} may name another: `ssh: {{python: /usr/bin/python3.11}}`"
+        fix = (
+            "the agent needs Python 3.8 or newer and a folder that it can write; to use another "
+            f"Python, write `ssh: {{python: /usr/bin/python3.11}}` in {fleet.file}"
+        )
         yield CheckRow("agent", CheckResult.FAIL, seen.reason, fix)
         return
     if ssh:
-        how = f"shipped, {seen.shipped / 1024:.0f} KiB" if seen.shipped else "was there"
+        how = f"shipped, {seen.shipped / 1024:.0f} KiB" if seen.shipped else "already installed"
         yield CheckRow("agent", CheckResult.OK, f"{how}, version {fleet.version}")
     if not seen.facts:
         yield CheckRow("agent", CheckResult.FAIL, seen.reason, _suggest_recheck(seen))
@@ -122,7 +125,10 @@ def _check_node(fleet: FleetPreflight, seen: NodePreflight) -> Iterator[CheckRow
 
 
 def _suggest_recheck(seen: NodePreflight) -> str:
-    return f"check again, and look into the node's system log if it stays: {seen.node.name} was logged in to and did not answer"
+    return (
+        f"check again; if it persists, read the system log of {seen.node.name}: the login worked, "
+        "but the agent did not answer"
+    )
 
 
 # --- the way there
@@ -155,10 +161,16 @@ def _check_login(fleet: FleetPreflight, seen: NodePreflight) -> Iterator[CheckRo
         )
         return
     if seen.step is PreflightStep.LOGIN:
-        fix = f"`{typed} true` has to work without a question: its public key belongs into ~/.ssh/authorized_keys there (`ssh-copy-id`)"
+        fix = (
+            f"`{typed} true` has to work without a prompt: add your public key to "
+            "~/.ssh/authorized_keys there (`ssh-copy-id`)"
+        )
         yield CheckRow("reached", CheckResult.FAIL, seen.reason, fix)
     elif seen.step is not PreflightStep.KEY:
-        ours = f"logged in and answered in {seen.connected:.2f} s, then in {seen.round_trip * 1000:.0f} ms"
+        ours = (
+            f"logged in and answered in {seen.connected:.2f} s, then in "
+            f"{seen.round_trip * 1000:.0f} ms"
+        )
         yield CheckRow(
             "reached",
             CheckResult.OK,
@@ -169,14 +181,17 @@ def _check_login(fleet: FleetPreflight, seen: NodePreflight) -> Iterator[CheckRo
         yield CheckRow("host key", CheckResult.OK, f"{words}, known")
     elif key.standing == "unknown":
         theirs = f"`ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub` there"
-        fix = f"compare it with what {theirs} prints, then `relaunch nodes trust {key.node} --file {fleet.file}`"
+        fix = (
+            f"compare it with what {theirs} prints, then `relaunch nodes trust {key.node} --file "
+            f"{fleet.file}`"
+        )
         yield CheckRow("host key", CheckResult.FAIL, f"{words} is not in {key.file}", fix)
     else:
         yield CheckRow(
             "host key",
             CheckResult.FAIL,
             key.reason,
-            f"`relaunch nodes trust {key.node} --file {fleet.file}` says what that may mean",
+            f"`relaunch nodes trust {key.node} --file {fleet.file}` explains what that may mean",
         )
 
 
@@ -187,7 +202,7 @@ def _check_state_folder(facts: Mapping[str, Any], probe: Mapping[str, Any]) -> I
     state = facts.get("state")
     place = state if isinstance(state, Mapping) else {}
     kind, path = (
-        str(place.get("type") or "a file system that cannot be told"),
+        str(place.get("type") or "unknown file system"),
         str(place.get("path")),
     )
     disks = probe.get("disks")
@@ -201,7 +216,7 @@ def _check_state_folder(facts: Mapping[str, Any], probe: Mapping[str, Any]) -> I
         yield CheckRow(
             "state folder",
             CheckResult.FAIL,
-            f"{words}: several machines see it",
+            f"{words}: shared by several machines",
             f"mount a disk of the node itself at /var/tmp, {elsewhere}",
         )
     elif disk and disk.get("writable") is False:
@@ -216,10 +231,10 @@ def _check_state_folder(facts: Mapping[str, Any], probe: Mapping[str, Any]) -> I
             "state folder",
             CheckResult.FAIL,
             words,
-            f"free {MIN_FREE_BYTES // GIB} GiB at least: logs of ranks are written there",
+            f"free at least {MIN_FREE_BYTES // GIB} GiB: logs of ranks are written there",
         )
     elif kind in VOLATILE_FILE_SYSTEMS:
-        forgets = f"{words}: it forgets at a reboot which generations were stopped, and logs"
+        forgets = f"{words}: a reboot deletes logs and the record of stopped generations"
         yield CheckRow(
             "state folder", CheckResult.WARN, forgets, f"mount a disk at /var/tmp, {elsewhere}"
         )
@@ -228,7 +243,8 @@ def _check_state_folder(facts: Mapping[str, Any], probe: Mapping[str, Any]) -> I
             "state folder",
             CheckResult.WARN,
             words,
-            f"free {RECOMMENDED_FREE_BYTES // GIB} GiB, or have ranks print less: their logs are written there",
+            f"free {RECOMMENDED_FREE_BYTES // GIB} GiB, or make ranks print less: their logs are "
+            "written there",
         )
     else:
         yield CheckRow("state folder", CheckResult.OK, words)
@@ -241,7 +257,7 @@ def _check_clock(probe: Mapping[str, Any]) -> Iterator[CheckRow]:
     offset, within = known
     words = f"{offset:+.2f} s (±{within:.2f} s)"
     far = abs(offset) - within
-    fix = "switch time synchronisation on there (`timedatectl set-ntp true`, or chrony)"
+    fix = "enable time synchronisation there (`timedatectl set-ntp true`, or chrony)"
     if far > CLOCK_NAMED:
         yield CheckRow(
             "clock", CheckResult.WARN, f"{words}: certificates and tokens may be refused", fix
@@ -260,25 +276,31 @@ def _check_gpus(seen: NodePreflight) -> Iterator[CheckRow]:
     listed = read.get("gpus")
     if not isinstance(listed, list):
         if expected:
-            why = str(read.get("unreadable", "NVML did not say"))
-            fix = "install NVIDIA's driver there, or write `gpus: 0` if the node has none"
+            why = str(read.get("unreadable", "NVML reported no error"))
+            fix = (
+                "install NVIDIA's driver there, or write `gpus: 0` in the fleet file if the node "
+                "has none"
+            )
             yield CheckRow(
                 "GPUs",
                 CheckResult.FAIL,
-                f"none can be read, the fleet file says {expected}: {why}",
+                f"none can be read, the fleet file expects {expected}: {why}",
                 fix,
             )
         return
     lost = sum(1 for each in listed if isinstance(each, Mapping) and "lost" in each)
     words = f"{len(listed) - lost} of {expected} (driver {read.get('driver')})"
     if len(listed) - lost < expected:
-        fix = f"`nvidia-smi` there shows which is missing; reboot the node, or write `gpus: {len(listed) - lost}`"
+        fix = (
+            "`nvidia-smi` there shows which GPU is missing; reboot the node, or write `gpus: "
+            f"{len(listed) - lost}` in the fleet file"
+        )
         yield CheckRow("GPUs", CheckResult.FAIL, words, fix)
     elif len(listed) > expected:
         yield CheckRow(
             "GPUs",
             CheckResult.WARN,
-            f"{words}: the others are given to nobody",
+            f"{words}: the others are not given to jobs",
             f"write `gpus: {len(listed)}` in the fleet file",
         )
     else:
@@ -289,7 +311,10 @@ def _check_health(seen: NodePreflight, without_gpus: bool) -> Iterator[CheckRow]
     health = read_health(seen.probe, None, expected_gpus=seen.node.gpus, level=0, catalog=catalog())
     kernel = seen.probe.get("kernel")
     if isinstance(kernel, Mapping) and "unreadable" in kernel:
-        fix = "`sysctl kernel.dmesg_restrict=0` there (and in /etc/sysctl.d), or log in as root: without it no Xid is seen"
+        fix = (
+            "`sysctl kernel.dmesg_restrict=0` there (and in /etc/sysctl.d), or log in as root: "
+            "without it relaunch sees no Xid"
+        )
         yield CheckRow(
             "kernel log", CheckResult.WARN, str(kernel["unreadable"])[:MAX_QUOTE_LENGTH], fix
         )
@@ -298,7 +323,8 @@ def _check_health(seen: NodePreflight, without_gpus: bool) -> Iterator[CheckRow]
             "health",
             CheckResult.FAIL,
             health.reason,
-            "repair or replace the node, or leave it out of the fleet file: docs/nodes.md says what each means",
+            "repair or replace the node, or leave it out of the fleet file: docs/nodes.md "
+            "explains each finding",
         )
     elif health.verdict is Verdict.HEALTHY or not without_gpus:  # else the GPUs row says it
         found = CheckResult.OK if health.verdict is Verdict.HEALTHY else CheckResult.WARN
@@ -306,7 +332,7 @@ def _check_health(seen: NodePreflight, without_gpus: bool) -> Iterator[CheckRow]
             "health",
             found,
             f"{health.verdict}: {health.reason}",
-            "" if found is CheckResult.OK else "mend what cannot be read, then check again",
+            "" if found is CheckResult.OK else "fix what cannot be read, then check again",
         )
 
 
@@ -314,13 +340,14 @@ def _check_tools(facts: Mapping[str, Any]) -> Iterator[CheckRow]:
     needed = {
         "nvidia-smi": (
             "nvidia_smi",
-            "without it no GPU is reset",
+            "without it relaunch cannot reset GPUs",
             "install the tools of NVIDIA's driver there (nvidia-utils)",
         ),
         "dcgmi": (
             "dcgmi",
-            "without it a node is examined by NVML and its kernel log only",
-            "install datacenter-gpu-manager there and start nvidia-dcgm, or write `dcgm_level: 0` into policies",
+            "without it a node is examined with NVML and its kernel log only",
+            "install datacenter-gpu-manager there and start nvidia-dcgm, or write `dcgm_level: 0` "
+            "into policies",
         ),
     }
     for name, (key, without, fix) in needed.items():
@@ -369,7 +396,10 @@ def _check_powers(spec: FleetSpec, seen: NodePreflight) -> Iterator[CheckRow]:
                 f"{'sudo would run' if by_sudo else f'{user} may run'} `{typed}`",
             )
         elif by_sudo:
-            fix = f"`visudo -f /etc/sudoers.d/relaunch` there, and write `{_write_sudoers_rule(user, key, typed)}`"
+            fix = (
+                "`visudo -f /etc/sudoers.d/relaunch` there, and write "
+                f"`{_write_sudoers_rule(user, key, typed)}`"
+            )
             yield CheckRow(
                 check,
                 CheckResult.WARN,
@@ -381,14 +411,14 @@ def _check_powers(spec: FleetSpec, seen: NodePreflight) -> Iterator[CheckRow]:
             yield CheckRow(
                 check,
                 CheckResult.OK,
-                f"not asked for: {user} is not root and the fleet file says `sudo: false`, so {never}",
+                f"not requested: {user} is not root and the fleet file says `sudo: false`, so {never}",
             )
         else:
             yield CheckRow(
                 check,
                 CheckResult.WARN,
                 str(answer["cannot"])[: 2 * MAX_QUOTE_LENGTH],
-                "check again: the agent was not told that it may use sudo",
+                "check again: the agent did not yet know that it may use sudo",
             )
 
 
@@ -410,23 +440,24 @@ def _check_logout(seen: NodePreflight) -> CheckRow:
         return CheckRow(
             "logout",
             CheckResult.WARN,
-            f"not seen, there was no second login: {seen.reason}",
+            f"not tested, there was no second login: {seen.reason}",
             "check again",
         )
     if not seen.test_process:
         return CheckRow(
             "logout",
             CheckResult.WARN,
-            "not seen: nothing could be left running there",
+            "not tested: no test process could be left running there",
             "see training network",
         )
     if seen.second_login.get("lives"):
-        return CheckRow("logout", CheckResult.OK, "what was started stays")
+        return CheckRow("logout", CheckResult.OK, "processes survive the logout")
     user, session = seen.facts.get("user"), seen.facts.get("session")
-    what = "what was started ends with the login: ranks would die with every lost connection"
+    what = "processes end with the login session: ranks would die with every lost connection"
     if session:
         fix = (
-            f"write `[Login]` and `KillExcludeUsers=root {user}` into /etc/systemd/logind.conf.d/relaunch.conf there, then "
+            f"write `[Login]` and `KillExcludeUsers=root {user}` into "
+            "/etc/systemd/logind.conf.d/relaunch.conf there, then "
             "`systemctl restart systemd-logind` (lingering alone does not help: docs/ssh.md)"
         )
         return CheckRow("logout", CheckResult.FAIL, f"{what} (logind, {session})", fix)
@@ -434,7 +465,8 @@ def _check_logout(seen: NodePreflight) -> CheckRow:
         "logout",
         CheckResult.FAIL,
         what,
-        "find out what kills processes at logout there (PAM modules, cron jobs, a batch system) and except this user",
+        "find out what kills processes at logout there (PAM modules, cron jobs, a batch system) "
+        "and exempt this user",
     )
 
 
@@ -442,13 +474,20 @@ def _check_network(fleet: FleetPreflight, seen: NodePreflight) -> CheckRow:
     left = seen.facts.get("left")
     listens = left if isinstance(left, Mapping) else {}
     if not seen.test_process:
-        reason = str(listens.get("cannot", "what was left running is not there any more"))
-        fix = f"`network:` of {seen.node.name} in {fleet.file} has to be an address that the node itself has (`ip -brief address` there)"
+        reason = str(listens.get("cannot", "the test process is no longer running"))
+        fix = (
+            f"`network:` of {seen.node.name} in {fleet.file} has to be an address of the node "
+            "itself (`ip -brief address` there)"
+        )
         return CheckRow("training network", CheckResult.FAIL, reason, fix)
     here = f"listens at {listens.get('address')}"
     met = None if seen.second_login is None else seen.second_login.get("met")
     if not isinstance(met, Mapping):
-        alone = "nobody to connect to: name two nodes" if not seen.neighbour else "not tried"
+        alone = (
+            "no other node to connect to: check two or more nodes"
+            if not seen.neighbour
+            else "not tried"
+        )
         return CheckRow("training network", CheckResult.OK, f"{here}; {alone}")
     if "cannot" not in met:
         return CheckRow(
@@ -465,10 +504,13 @@ def _check_network(fleet: FleetPreflight, seen: NodePreflight) -> CheckRow:
         return CheckRow(
             "training network",
             CheckResult.WARN,
-            f"{here}; what listened on {seen.neighbour} has ended",
-            "mend its logout first",
+            f"{here}; the test process on {seen.neighbour} has ended",
+            "fix the logout of that node first",
         )
-    fix = f"let TCP from and to all ports above 1023 through between the nodes, or give {seen.neighbour} its `network:` in {fleet.file}"
+    fix = (
+        "allow TCP on all ports above 1023 between the nodes, or set `network:` of "
+        f"{seen.neighbour} in {fleet.file}"
+    )
     return CheckRow(
         "training network",
         CheckResult.FAIL,
@@ -537,4 +579,4 @@ def verdict(fleet: FleetPreflight) -> str:
     if not bad:
         many = f"all {count} nodes can" if count > 1 else f"{fleet.nodes[0].node.name} can"
         return f"{many} run ranks. Next: relaunch up --fleet {fleet.file}"
-    return f"{count - len(bad)} of {count} nodes can run ranks, not {', '.join(bad)}"
+    return f"{count - len(bad)} of {count} nodes can run ranks; these cannot: {', '.join(bad)}"

@@ -79,7 +79,8 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
     if not complete:
         notes = (
             *notes,
-            f"older runs of job {name} are gone from the server: this begins at {histories[0].run_id}",
+            f"older runs of job {name} are no longer on the server: this replay begins at "
+            f"{histories[0].run_id}",
         )
     return Trial(replay(policy, recorded.job, recorded.steps), notes=notes)
 
@@ -88,7 +89,7 @@ def _apply_annotations(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str
     try:
         return apply_annotations(policy, spec.metadata.annotations), ()
     except ValueError as error:
-        return policy, (f"the job's annotations are left out: {error}",)
+        return policy, (f"the job's annotations are ignored: {error}",)
 
 
 async def _histories(
@@ -148,7 +149,8 @@ def trial_lines(trial: Trial) -> list[str]:
         left = f" [left: {text}]" if (text := getattr(r.decision, "left", "")) else ""
         then = f" [{r.differs}]" if r.differs else ""
         lines.append(
-            f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.reason}{left}{then}"
+            f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  "
+            f"{r.decision.reason}{left}{then}"
         )
     return [*lines, *_summary(trial)]
 
@@ -166,11 +168,13 @@ def _summary(trial: Trial) -> list[str]:
     ended = trial.replayed[stop]
     if known and ended.differs:
         lines.append(
-            f"this policy would have ended the job at {trial.format_time(ended.at)}; what follows is judged as it went on then"
+            f"this policy would have ended the job at {trial.format_time(ended.at)}; later events "
+            "are judged as the job actually went on"
         )
     elif not known and (unused := len(trial.replayed) - stop - 1):
         lines.append(
-            f"the job has ended at {trial.format_time(ended.at)}: {count_noun(unused, 'event after that changes', 'events after that change')} nothing"
+            f"the job has ended at {trial.format_time(ended.at)}: "
+            f"{count_noun(unused, 'later event changes', 'later events change')} nothing"
         )
     return lines
 

@@ -94,7 +94,8 @@ def prepare_state(state: Path) -> IO[str]:
         lock = (state / "up.lock").open("a+")
     except OSError as error:
         raise ConfigError(
-            f"state folder {state} cannot be written: {error.strerror}; choose another with --state or RELAUNCH_STATE"
+            f"state folder {state} cannot be written: {error.strerror}; choose another with "
+            "--state or RELAUNCH_STATE"
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +196,8 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
             if service.worker:
                 keepers.append(asyncio.create_task(worker.keep()))
                 say(
-                    f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on"
+                    f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops "
+                    "both, ranks keep running"
                 )
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
@@ -271,7 +273,8 @@ class Keeper:
             )
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._say(
-                f"the {self._name} ended ({how}: {self.last_words()}); starting it again in {backoff:g} s"
+                f"the {self._name} ended ({how}: {self.last_words()}); restarting it in "
+                f"{backoff:g} s"
             )
             await asyncio.sleep(backoff)
 
@@ -302,7 +305,7 @@ class Keeper:
 def _report_warm_failure(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
     """Report why the warm process has ended; without it, commands only start more slowly."""
     if not warming.cancelled() and (error := warming.exception()) is not None:
-        say(f"{error}; commands start without it")
+        say(f"{error}; commands still work, but start more slowly")
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
@@ -326,7 +329,7 @@ async def _wait_for_server(service: Service, server: Keeper) -> None:
         except ConfigError:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}"
+                    f"the server did not start within {READY_WITHIN:g} s: {server.last_words()}"
                 ) from None
         await asyncio.sleep(0.05)
 

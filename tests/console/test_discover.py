@@ -106,8 +106,8 @@ def test_each_instance_is_a_node_by_its_tag_or_a_number_and_the_file_can_be_used
     assert remarks == [
         "",
         "",
-        "no GPU of it is registered with ECS",
-        "its ECS agent is not connected",
+        "no GPU registered with ECS",
+        "ECS agent not connected",
     ]
     assert f"# left out: {machines[4]} is terminated\n" in out
 
@@ -199,7 +199,7 @@ def test_without_a_region_it_says_how_to_give_one(
         (
             "ThrottlingException",
             Kind.THROTTLED,
-            "ECS ListContainerInstances: ThrottlingException: expected AWS to answer",
+            "ECS ListContainerInstances: ThrottlingException: check the network to AWS, then repeat the command",
         ),
     ],
 )
@@ -209,7 +209,9 @@ def test_what_aws_refuses_is_told_with_what_would_do(code: str, kind: Kind, says
     )
 
 
-def found(ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running") -> ContainerInstance:
+def found(
+    ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running"
+) -> ContainerInstance:
     return ContainerInstance(arn, ec2_id, 8, connected, 0.0, "", state)
 
 
@@ -222,9 +224,11 @@ def test_a_machine_that_registered_twice_is_one_node() -> None:
 
 
 def test_what_is_no_machine_of_ec2_is_left_out_and_said() -> None:
-    assert select_instances([found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]) == (
+    assert select_instances(
+        [found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]
+    ) == (
         [],
-        ["mi-0123456789abcdef0 is no EC2 instance", "i-0123456789abcdef0 is not known to EC2"],
+        ["mi-0123456789abcdef0 is not an EC2 instance", "i-0123456789abcdef0 is not known to EC2"],
     )
 
 
@@ -246,6 +250,6 @@ def test_nodes_check_file_says_who_looks_at_container_instances() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker",
+        match=r"use `relaunch nodes check NODE --fleet lab`, which examines them through a running",
     ):
         direct.select_nodes(spec, Path("lab.yaml"), ())

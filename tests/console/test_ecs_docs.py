@@ -79,7 +79,8 @@ def test_its_fleet_file_is_what_discover_writes_and_a_worker_takes_it(tmp_path: 
     (tmp_path / "fleet.yaml").write_text(FLEET)
     spec = read_fleet(tmp_path / "fleet.yaml")
     found = [
-        ContainerInstance("arn:1", node.address, node.gpus, True, 0.0, "", "running") for node in spec.nodes
+        ContainerInstance("arn:1", node.address, node.gpus, True, 0.0, "", "running")
+        for node in spec.nodes
     ]
     assert _render_file("training", "eu-west-1", "default", "trainer", found, ()) == FLEET
     assert EcsBackend(spec, options(spec, {})).fences is False

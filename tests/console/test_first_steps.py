@@ -100,12 +100,14 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
     hosts = [site.host(), site.host()]
     spec = fleet_of(site, *hosts)
     first = await checked(site, spec)
-    assert [[row for row in found.values() if row.found is CheckResult.FAIL] for found in first] == [
+    assert [
+        [row for row in found.values() if row.found is CheckResult.FAIL] for found in first
+    ] == [
         [],
         [],
     ]
     assert first[0]["agent"].what.startswith("shipped, ")
-    assert first[0]["logout"].what == "what was started stays"
+    assert first[0]["logout"].what == "processes survive the logout"
     assert (
         "reaches n2 in" in first[0]["training network"].what
         and "reaches n1 in" in first[1]["training network"].what
@@ -116,10 +118,10 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
             lambda host=host: not left_behind(host), "what listened is ended when all is seen"
         )
     again = await checked(site, spec, "n2")
-    assert again[0]["agent"].what.startswith("was there, ")
+    assert again[0]["agent"].what.startswith("already installed, ")
     assert (
         again[0]["training network"].what
-        == f"listens at {hosts[1].address}; nobody to connect to: name two nodes"
+        == f"listens at {hosts[1].address}; no other node to connect to: check two or more nodes"
     )
 
 
@@ -140,7 +142,7 @@ async def test_a_host_that_kills_at_logout_is_found_out_though_all_else_works(si
     assert first["logout"].found is CheckResult.OK
     assert second["logout"].found is CheckResult.FAIL
     assert "ranks would die with every lost connection" in second["logout"].what
-    assert first["training network"].fix == "mend its logout first"
+    assert first["training network"].fix == "fix the logout of that node first"
 
 
 async def test_one_that_is_down_and_one_that_lets_nobody_in_do_not_hide_the_third(
@@ -220,7 +222,7 @@ async def test_a_key_is_written_down_only_by_a_yes(
     assert host.logins() == 0, "nothing is sent to a node whose key nobody knows"
     assert (await ask_about(site, spec, "yes"))[0]
     own = own_fingerprint(host.public_keys[0])
-    assert f"ED25519 {own}, to be written into {site.known_hosts}" in capsys.readouterr().out
+    assert f"ED25519 {own}, not yet in {site.known_hosts}" in capsys.readouterr().out
     assert site.known_hosts.stat().st_mode & 0o777 == 0o600
     assert site.known_hosts.read_text() == host.known_hosts
     assert await ask_about(site, spec, "no") == (True, []), "what is known is not asked about"
@@ -321,7 +323,7 @@ async def test_a_person_at_a_terminal_is_asked(site: Site) -> None:
     for answer in ("\n", "\x04"):  # Enter, and ctrl-D
         code, shown = at_a_terminal(site, answer, "nodes", "trust", "--file", file)
         assert (code, site.known_hosts.read_text()) == (1, ""), shown
-        assert "n1: not trusted, nothing written" in shown
+        assert "n1: not trusted, nothing was written" in shown
     code, shown = at_a_terminal(site, "y\n", "nodes", "trust", "--file", file)
     assert (code, site.known_hosts.read_text()) == (0, host.known_hosts), shown
 

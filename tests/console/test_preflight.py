@@ -154,21 +154,21 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
             "state folder",
             CheckResult.FAIL,
             {"facts": {"state": {"path": "/var/tmp/x", "type": "nfs4"}}},
-            "several machines see it",
+            "shared by several machines",
             "/var/tmp",
         ),
         (
             "state folder",
             CheckResult.FAIL,
             {"facts": {"state": {"path": "/x", "type": "fuse.sshfs"}}},
-            "several machines see it",
+            "shared by several machines",
             "/var/tmp",
         ),
         (
             "state folder",
             CheckResult.WARN,
             {"facts": {"state": {"path": "/x", "type": "tmpfs"}}},
-            "forgets at a reboot",
+            "a reboot deletes logs",
             "mount a disk",
         ),
         (
@@ -188,7 +188,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
                 }
             },
             "0 GiB free",
-            "free 1 GiB at least",
+            "free at least 1 GiB",
         ),
         (
             "state folder",
@@ -231,12 +231,18 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
             "none can be read",
             "install NVIDIA's driver",
         ),
-        ("GPUs", CheckResult.FAIL, {"probe": {"gpus": {"driver": "1", "gpus": []}}}, "0 of 1", "gpus: 0"),
+        (
+            "GPUs",
+            CheckResult.FAIL,
+            {"probe": {"gpus": {"driver": "1", "gpus": []}}},
+            "0 of 1",
+            "gpus: 0",
+        ),
         (
             "GPUs",
             CheckResult.WARN,
             {"probe": {"gpus": {"driver": "1", "gpus": [GPU, GPU]}}},
-            "given to nobody",
+            "not given to jobs",
             "gpus: 2",
         ),
         (
@@ -250,7 +256,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
             "nvidia-smi",
             CheckResult.WARN,
             {"facts": {"nvidia_smi": {"missing": "nvidia-smi is not there"}}},
-            "no GPU is reset",
+            "cannot reset GPUs",
             "install",
         ),
         (
@@ -308,7 +314,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
             "logout",
             CheckResult.FAIL,
             {"second_login": {"lives": False, "met": None}, "facts": {"session": None}},
-            "ends with the login",
+            "processes end with the login",
             "PAM",
         ),
         (
@@ -323,7 +329,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
             CheckResult.FAIL,
             {"facts": {"left": {"cannot": "no port is free on 192.168.7.11"}}},
             "no port",
-            "an address that the node",
+            "an address of the node",
         ),
         (
             "training network",
@@ -335,7 +341,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
                 }
             },
             "does not reach gpu-02: no answer",
-            "through between the nodes",
+            "between the nodes",
         ),
     ],
 )
@@ -388,8 +394,13 @@ def test_a_local_node_has_no_rows_that_make_no_sense_there() -> None:
 
 def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
     fleet = spec()
-    first = NodePreflight(fleet.nodes[0], PreflightStep.DONE, key=key(), facts=FACTS, probe=PROBE, neighbour="gpu-02")
-    first.second_login = {"lives": True, "met": {"cannot": "192.168.7.12 port 23133: Connection refused"}}
+    first = NodePreflight(
+        fleet.nodes[0], PreflightStep.DONE, key=key(), facts=FACTS, probe=PROBE, neighbour="gpu-02"
+    )
+    first.second_login = {
+        "lives": True,
+        "met": {"cannot": "192.168.7.12 port 23133: Connection refused"},
+    }
     second = NodePreflight(
         fleet.nodes[1],
         PreflightStep.DONE,
@@ -399,9 +410,10 @@ def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
         second_login={"lives": False, "met": None},
     )
     found = row(
-        rows(FleetPreflight(fleet, Path("lab.yaml"), "3f9a", (first, second)), first), "training network"
+        rows(FleetPreflight(fleet, Path("lab.yaml"), "3f9a", (first, second)), first),
+        "training network",
     )
-    assert (found.found, found.fix) == (CheckResult.WARN, "mend its logout first")
+    assert (found.found, found.fix) == (CheckResult.WARN, "fix the logout of that node first")
 
 
 def test_a_node_that_cannot_be_reached_has_the_command_that_has_to_work() -> None:
@@ -426,10 +438,14 @@ def test_what_a_person_types_is_safe_to_paste() -> None:
 
 
 def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> None:
-    unknown = look(step=PreflightStep.KEY, key=key(standing="unknown", reason="its host key is not in …"))
+    unknown = look(
+        step=PreflightStep.KEY, key=key(standing="unknown", reason="its host key is not in …")
+    )
     assert [one.check for one in unknown] == ["host key"]
     assert unknown[0].fix.endswith("then `relaunch nodes trust gpu-01 --file lab.yaml`")
-    changed = look(step=PreflightStep.KEY, key=key(standing="changed", reason="its host key has CHANGED"))
+    changed = look(
+        step=PreflightStep.KEY, key=key(standing="changed", reason="its host key has CHANGED")
+    )
     assert changed[0].what == "its host key has CHANGED"
 
 
@@ -471,8 +487,8 @@ def test_of_many_nodes_those_that_are_fine_take_a_line(capsys: pytest.CaptureFix
     print_rows(fleet_of(*[True] * 9, False), everything=False)
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("gpu-")]) == 10
-    assert "several machines see it" in out
-    assert "9 of 10 nodes can run ranks, not gpu-10" in out
+    assert "shared by several machines" in out
+    assert "9 of 10 nodes can run ranks; these cannot: gpu-10" in out
     print_rows(fleet_of(*[True] * 9, False), everything=True)
     assert capsys.readouterr().out.count("host key") == 10
 

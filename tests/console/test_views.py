@@ -143,7 +143,7 @@ def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
     (line,) = [line for line in show_lines(view, T0) if line.startswith("stalled")]
     assert (
         line
-        == "stalled     n2: its disk hangs, or its shim was stopped; an exit there may be seen as a hang"
+        == "stalled     n2: its disk hangs or its shim was stopped; an exit there may look like a hang"
     )
 
 
