@@ -348,7 +348,7 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
         ConfigError: It answers, or no worker could probe it.
     """
     try:
-        [seen] = await client.execute_activity(
+        probes: tuple[NodeProbe, ...] = await client.execute_activity(
             "probe_nodes",
             {"fleet": fleet, "nodes": [node]},
             id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
@@ -364,8 +364,9 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
             f"node {node}: no worker could probe it ({error.cause or error}); to declare it dead "
             "without a probe, add --force"
         ) from None
-    if not seen.silent:
-        jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
+    [probe] = probes
+    if not probe.silent:
+        jobs = ", ".join(sorted({f"job {live.job}" for live in probe.generations}))
         lives = f"ranks of {jobs} run there" if jobs else "no rank runs there"
         raise ConfigError(
             f"node {node} answered just now, and {lives}: not declared dead, because its ranks "
