@@ -70,7 +70,7 @@ class Screen:
 
     def __init__(self, console: Console, ui: str) -> None:
         self.console, self.ui, self.began, self.told = console, ui, time.monotonic(), ""
-        self.looks: dict[str, jobs.Look] = {}
+        self.looks: dict[str, jobs.JobSnapshot] = {}
 
     def say(self, text: str, style: str | None = None) -> None:
         style = style or next(

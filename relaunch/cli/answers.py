@@ -42,7 +42,10 @@ async def for_job(
     message = _message(decision, reason, within, node)
     state = (await look(client, job)).state
     if state is None:
-        raise ConfigError(f"job {job}: no worker answers: start a worker and say it again")
+        raise ConfigError(
+            f"job {job}: no worker answers: start one (`relaunch up` or `relaunch-worker`), then "
+            "repeat the command"
+        )
     if (
         state.phase is Phase.REPAIRING
         and state.tries
@@ -50,10 +53,10 @@ async def for_job(
         and not message.node
     ):
         return await _answer_repairs(client, job, state, message)
-    told = await _update(client, handle_of(client, job).id, message)
-    if told.refused:
-        raise ConfigError(told.refused)
-    return f"job {job}: {told.said}"
+    result = await _update(client, handle_of(client, job).id, message)
+    if result.refusal:
+        raise ConfigError(result.refusal)
+    return f"job {job}: {result.text}"
 
 
 async def _answer_repairs(client: Client, job: str, state: JobState, message: AnswerMessage) -> str:
@@ -61,10 +64,10 @@ async def _answer_repairs(client: Client, job: str, state: JobState, message: An
     outcomes = await asyncio.gather(
         *(_answer_repair(client, repair_id(state.spec.fleet, node), message) for node in nodes)
     )
-    told = [node for node, why in zip(nodes, outcomes, strict=True) if not why]
-    if not told:
+    answered = [node for node, why in zip(nodes, outcomes, strict=True) if not why]
+    if not answered:
         raise ConfigError(f"job {job}: {next(why for why in outcomes if why)}")
-    return f"{message.decision}: told the repair of {', '.join(told)}"
+    return f"{message.decision}: sent to the repair of {', '.join(answered)}"
 
 
 async def for_node(client: Client, fleet: str, node: str, decision: str, reason: str) -> None:
@@ -81,57 +84,66 @@ async def for_node(client: Client, fleet: str, node: str, decision: str, reason:
 
 async def _answer_repair(client: Client, id_: str, message: AnswerMessage) -> str:
     """Return why the answer was refused, or an empty string if it was accepted."""
-    told = await _update(client, id_, message)
+    result = await _update(client, id_, message)
     return (
-        f"there is no repair {id_}"
-        if told.missing
-        else f"{id_}: {told.refused}"
-        if told.refused
+        f"no repair {id_} is running"
+        if result.is_missing
+        else f"{id_}: {result.refusal}"
+        if result.refusal
         else ""
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class UpdateResult:
     """The result of sending an answer."""
 
-    said: str = ""
-    refused: str = ""
-    missing: bool = False
+    text: str = ""
+    refusal: str = ""
+    is_missing: bool = False
     """True if no workflow with that ID is running."""
 
 
-async def _update(client: Client, id_: str, message: AnswerMessage) -> Told:
+async def _update(client: Client, id_: str, message: AnswerMessage) -> UpdateResult:
     try:
-        return Told(
-            said=str(
+        return UpdateResult(
+            text=str(
                 await client.get_workflow_handle(id_).execute_update(
                     "answer", message, rpc_timeout=QUERY_WITHIN
                 )
             )
         )
     except WorkflowUpdateFailedError as error:
-        return Told(refused=str(getattr(error.cause, "message", "") or error.cause or error))
+        return UpdateResult(
+            refusal=str(getattr(error.cause, "message", "") or error.cause or error)
+        )
     except WorkflowUpdateRPCTimeoutOrCancelledError:
-        return Told(refused="no worker answers: start one and say it again")
+        return UpdateResult(
+            refusal="no worker answers: start one (`relaunch up` or `relaunch-worker`), "
+            "then repeat the command"
+        )
     except RPCError as error:
         if error.status is not RPCStatusCode.NOT_FOUND:
             raise
-        return Told(refused="it has ended", missing=True)
+        return UpdateResult(refusal="it has ended", is_missing=True)
 
 
 def _message(
     decision: str, reason: str, within: str | None, node: str | None = None
 ) -> AnswerMessage:
     if decision not in ("approve", "deny", "snooze", "take-over"):
-        raise ConfigError(f"{decision!r} is no answer, expected approve, deny, snooze or take-over")
+        raise ConfigError(
+            f"unknown answer {decision!r}: expected approve, deny, snooze or take-over"
+        )
     if within is not None and decision != "snooze":
         raise ConfigError(
-            f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}"
+            f"--within {within} sets how long a snooze lasts: use it with snooze, not with "
+            f"{decision}"
         )
     if node is not None and decision not in ("approve", "deny"):
         raise ConfigError(
-            f"--node {node} is left or is not: expected approve (at once) or deny (when it has to be) with it, not {decision}"
+            f"--node {node} answers a request to drain that node: expected approve (leave it now) "
+            f"or deny (leave it at the deadline), not {decision}"
         )
     said = {
         "decision": decision,

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relaunch.cli.nodes import nodes_app
-from relaunch.cli.terminal import Job, Json, Reason, RequiredReason, print_json, say, with_client
+from relaunch.cli.terminal import (
+    Job,
+    Json,
+    Reason,
+    RequiredReason,
+    print_json,
+    run_with_client,
+    say,
+)
 from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
@@ -41,15 +49,17 @@ BAD_INPUT = 2
 @app.command()
 def up(
     state: State = None,
-    port: Annotated[int, typer.Option(help="Of the Temporal server; 0: any.")] = 7233,
+    port: Annotated[
+        int, typer.Option(help="Port of the Temporal server; 0: any free port.")
+    ] = 7233,
     ui_port: Annotated[
-        int | None, typer.Option(help="Of the web UI; default: port + 1000.")
+        int | None, typer.Option(help="Port of the web UI; default: port + 1000.")
     ] = None,
     fleet: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine."),
     ] = None,
-    worker: Annotated[bool, typer.Option(help="Run a worker, too.")] = True,
+    worker: Annotated[bool, typer.Option(help="Also run a worker.")] = True,
     attended: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
@@ -90,16 +100,17 @@ def run(
     nodes: Annotated[
         str,
         typer.Option(
-            metavar="N|MIN:MAX", help="Nodes; 3:4: four, or three where there are no more."
+            metavar="N|MIN:MAX", help="Number of nodes; 3:4: four, or three if no more are free."
         ),
     ] = "1",
     nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the job; default: after the script, with the time.")
+        str | None, typer.Option(help="Name of the job; default: the script's name and the time.")
     ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the ranks.")
+        list[str] | None,
+        typer.Option(metavar="NAME[=VALUE]", help="Environment variable for the ranks."),
     ] = None,
     fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
 ) -> None:
@@ -117,18 +128,18 @@ def run(
 @app.command()
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml")],
-    name: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Overrides the file's.")] = None,
     nodes: Annotated[
-        str | None, typer.Option(metavar="N|MIN:MAX", help="Instead of the file's.")
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Overrides the file's.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(help="Instead of the file's nproc_per_node.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Overrides the file's nproc_per_node.")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="A preset or a file, instead of the file's.")
+        str | None, typer.Option(help="A preset or a file; overrides the job file's.")
     ] = None,
-    fleet: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    fleet: Annotated[str | None, typer.Option(help="Overrides the file's.")] = None,
     reason: Reason = "",
     follow: Annotated[
-        bool, typer.Option(help="Stay until it ends; exit with its exit code.")
+        bool, typer.Option(help="Wait until the job ends; exit with its exit code.")
     ] = False,
 ) -> None:
     """Submit the job that a file describes."""
@@ -160,7 +171,7 @@ def submit(
             else follow_lines(client, spec.name, print)
         )
 
-    raise typer.Exit(with_client(work))
+    raise typer.Exit(run_with_client(work))
 
 
 @app.command("jobs")
@@ -168,7 +179,7 @@ def list_jobs(as_json: Json = False) -> None:
     """List all jobs, running and ended."""
     from relaunch.cli import jobs, tables
 
-    rows = with_client(lambda client, _: jobs.list_jobs(client))
+    rows = run_with_client(lambda client, _: jobs.list_jobs(client))
     print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(
         rows, datetime.now(UTC)
     )
@@ -179,7 +190,7 @@ def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
     from relaunch.cli import jobs, tables
 
-    now = with_client(lambda client, _: jobs.look(client, job))
+    now = run_with_client(lambda client, _: jobs.look(client, job))
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -190,7 +201,7 @@ def next_(job: Job, as_json: Json = False) -> None:
     from relaunch.cli import job_views, jobs, tables
 
     now = datetime.now(UTC)
-    view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), now)["next"]
+    view = tables.show_view(run_with_client(lambda client, _: jobs.look(client, job)), now)["next"]
     print_json(view) if as_json else print(
         view["what"] + (f", {job_views.moment_text(view['at'], now)}" if view["at"] else "")
     )
@@ -210,7 +221,7 @@ def history(job: Job, as_json: Json = False) -> None:
 
     from relaunch.cli import tables
 
-    entries, missing = with_client(work)
+    entries, missing = run_with_client(work)
     print_json(entries) if as_json else tables.print_history(job, entries)
     if missing:
         say(missing)
@@ -227,18 +238,20 @@ def follow(job: Job) -> None:
             follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print)
         )
 
-    raise typer.Exit(with_client(work))
+    raise typer.Exit(run_with_client(work))
 
 
 @app.command()
 def logs(
     job: Job,
-    rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     generation: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
     tail: Annotated[
-        int | None, typer.Option(min=0, help="Begin with the last so many lines of each rank.")
+        int | None, typer.Option(min=0, help="Start with this many last lines of each rank.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until they end.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for new output until the ranks end.")
+    ] = False,
 ) -> None:
     """Print the output of the ranks of one generation."""
 
@@ -249,13 +262,13 @@ def logs(
             client, settings.task_queue, job, rank, generation, tail, follow, say
         )
 
-    with_client(work)
+    run_with_client(work)
 
 
 @app.command()
 def stacks(
     job: Job,
-    rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show where the ranks of a job are executing now. Python stacks if py-spy is on the node, else
@@ -268,7 +281,7 @@ def stacks(
 
     from relaunch.cli import stacks as printing
 
-    found = with_client(work)
+    found = run_with_client(work)
     print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found)))
 
 
@@ -277,8 +290,8 @@ def cancel(job: Job, reason: Reason = "") -> None:
     """Stop every rank of a job and end it as CANCELLED."""
     from relaunch.cli import jobs
 
-    with_client(lambda client, _: jobs.cancel(client, job, reason))
-    print(f"job {job} is being cancelled")
+    run_with_client(lambda client, _: jobs.cancel(client, job, reason))
+    print(f"job {job}: cancellation requested")
 
 
 @app.command()
@@ -286,17 +299,17 @@ def retry(
     job: Job,
     reason: Reason = "",
     avoid: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")
+        list[str] | None, typer.Option(metavar="NODE", help="Do not use this node again.")
     ] = None,
     renew_budgets: Annotated[
-        bool, typer.Option("--renew-budgets", help="Forget what was spent.")
+        bool, typer.Option("--renew-budgets", help="Restore all budgets in full.")
     ] = False,
 ) -> None:
     """Relaunch a running job, or start an ended one again with its history."""
     from relaunch.cli import submit
 
     print(
-        with_client(
+        run_with_client(
             lambda client, s: submit.retry(
                 client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets
             )
@@ -311,13 +324,17 @@ def answer(
     reason: RequiredReason,
     within: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h."),
+        typer.Option(
+            metavar="DURATION",
+            help="With snooze: how long to wait before asking again; default 1h.",
+        ),
     ] = None,
     node: Annotated[
         str | None,
         typer.Option(
             metavar="NODE",
-            help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.",
+            help="Answer the request to drain this node. approve: leave it now; deny: at the "
+            "deadline.",
         ),
     ] = None,
 ) -> None:
@@ -327,7 +344,9 @@ def answer(
     from relaunch.cli import answers
 
     print(
-        with_client(lambda client, _: answers.for_job(client, job, decision, reason, within, node))
+        run_with_client(
+            lambda client, _: answers.for_job(client, job, decision, reason, within, node)
+        )
     )
 
 
@@ -345,7 +364,7 @@ def check(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
     from relaunch.cli import policies
 
     policies.read(file)
-    print(f"{file} can be used")
+    print(f"{file} is a valid policy")
 
 
 @policy_app.command("explain")
@@ -378,23 +397,25 @@ def change_policy(
     from relaunch.cli import policies
 
     changes = policies.read_changes(file, values or [])
-    print("\n".join(with_client(lambda client, _: policies.change(client, job, changes, reason))))
+    print(
+        "\n".join(run_with_client(lambda client, _: policies.change(client, job, changes, reason)))
+    )
 
 
 @policy_app.command("replay")
 def replay_policy(
     policy: PolicyName,
     history: Annotated[
-        str | None, typer.Option(metavar="JOB", help="On what this job has met.")
+        str | None, typer.Option(metavar="JOB", help="Replay the events of this job.")
     ] = None,
     run_id: Annotated[
         str | None,
         typer.Option(
-            "--run", metavar="RUN_ID", help="Of an earlier submission; default: the newest."
+            "--run", metavar="RUN_ID", help="A run of an earlier submission; default: the newest."
         ),
     ] = None,
     events: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="On events that are written down.")
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Replay the events in this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -403,13 +424,13 @@ def replay_policy(
 
     if (history is None) == (events is None) or (run_id and events):
         raise ConfigError(
-            "policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both"
+            "policy replay: expected either --history JOB [--run RUN_ID] or --events FILE.jsonl"
         )
     known = policies.read(policy)
     if events is not None:
         trial = policy_replay.try_on_events(known, events)
     else:
-        trial = with_client(
+        trial = run_with_client(
             lambda client, _: policy_replay.try_on_history(client, str(history), known, run_id)
         )
     print_json(policy_replay.trial_view(trial)) if as_json else print(
@@ -423,10 +444,12 @@ def replay_policy(
 def explain_evidence(
     kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
     what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
-    exit_code: Annotated[int | None, typer.Option(help="With which dcgmi ended.")] = None,
+    exit_code: Annotated[int | None, typer.Option(help="Exit code of dcgmi.")] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="FILE|PRESET", help="Its catalog counts; say what it does first."),
+        typer.Option(
+            metavar="FILE|PRESET", help="Use its catalog, and show which rung it takes first."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -464,6 +487,6 @@ def main() -> int:
         service = sys.modules.get("temporalio.service")
         if service is None or not isinstance(error, service.RPCError):
             raise
-        say(f"the Temporal server did not do it: {error.message} ({error.status.name})")
+        say(f"the Temporal server refused the request: {error.message} ({error.status.name})")
         return BAD_INPUT
     return 0

@@ -20,17 +20,17 @@ from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
 if TYPE_CHECKING:
     from relaunch.backends.ecs.aws import Aws, AwsError
 
-AT_ONCE = 100
+MAX_INSTANCES_PER_CALL = 100
 """Instances per call: the most that ECS describes at once."""
-GONE = ("", "shutting-down", "terminated")
+ENDED_STATES = ("", "shutting-down", "terminated")
 """EC2 states that an instance does not come back from. ECS keeps a container instance that was
 terminated while it was stopped."""
-EC2 = "i-"
+EC2_ID_PREFIX = "i-"
 """Prefix of EC2 instance IDs; those of ECS Anywhere begin with mi-."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ContainerInstance:
     """A container instance that its cluster lists as ACTIVE."""
 
     arn: str
@@ -64,13 +64,14 @@ def fleet_file(cluster: str, region: str | None, name: str, task_definition: str
     _check(cluster, name, task_definition)
     if region is None and cluster.startswith("arn:"):
         region = cluster.split(":")[3] or None
-    nodes, left_out = sort_out(asyncio.run(_list(cluster, region)))
+    nodes, left_out = select_instances(asyncio.run(_list(cluster, region)))
     if not nodes:
         why = f" ({'; '.join(left_out)})" if left_out else ""
         raise ConfigError(
-            f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one"
+            f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 "
+            f"instance{why}: expected at least one"
         )
-    return _written(
+    return _render_file(
         cluster, region or nodes[0].arn.split(":")[3], name, task_definition, nodes, left_out
     )
 
@@ -97,14 +98,14 @@ def _check(cluster: str, name: str, task_definition: str | None) -> None:
 # --- what AWS says
 
 
-async def _list(cluster: str, region: str | None) -> list[Found]:
+async def _list(cluster: str, region: str | None) -> list[ContainerInstance]:
     """Return the instances of a cluster in the order of their registration."""
     from relaunch.backends.ecs.aws import Aws, AwsError
     from relaunch.backends.ecs.tasks import read_instance
 
     aws = Aws(region)
     try:
-        arns = await _pages(
+        arns = await _read_pages(
             aws,
             "ecs",
             "ListContainerInstances",
@@ -117,9 +118,9 @@ async def _list(cluster: str, region: str | None) -> list[Found]:
                 "ecs",
                 "DescribeContainerInstances",
                 cluster=cluster,
-                containerInstances=arns[first : first + AT_ONCE],
+                containerInstances=arns[first : first + MAX_INSTANCES_PER_CALL],
             )
-            for first in range(0, len(arns), AT_ONCE)
+            for first in range(0, len(arns), MAX_INSTANCES_PER_CALL)
         ]
         instances = [
             read_instance(one)
@@ -127,24 +128,26 @@ async def _list(cluster: str, region: str | None) -> list[Found]:
             for one in answer.get("containerInstances") or ()
         ]
         machines: dict[str, tuple[str, str]] = {}
-        for first in range(0, len(instances), AT_ONCE):
+        for first in range(0, len(instances), MAX_INSTANCES_PER_CALL):
             # Not by InstanceIds: one that EC2 has forgotten would fail the whole call.
             filters = [
                 {
                     "Name": "instance-id",
-                    "Values": [one.ec2_id for one in instances[first : first + AT_ONCE]],
+                    "Values": [
+                        one.ec2_id for one in instances[first : first + MAX_INSTANCES_PER_CALL]
+                    ],
                 }
             ]
-            for reservation in await _pages(
+            for reservation in await _read_pages(
                 aws, "ec2", "DescribeInstances", "Reservations", "NextToken", Filters=filters
             ):
-                machines.update(_machine(one) for one in reservation.get("Instances") or ())
+                machines.update(_read_machine(one) for one in reservation.get("Instances") or ())
     except AwsError as error:
-        raise ConfigError(_cannot(cluster, region, error)) from None
+        raise ConfigError(_explain_error(cluster, region, error)) from None
     finally:
         await aws.close()
     found = [
-        Found(
+        ContainerInstance(
             one.arn,
             one.ec2_id,
             len(one.gpus),
@@ -157,7 +160,7 @@ async def _list(cluster: str, region: str | None) -> list[Found]:
     return sorted(found, key=lambda one: (one.registered_at, one.ec2_id, one.arn))
 
 
-async def _pages(
+async def _read_pages(
     aws: Aws, service: str, operation: str, key: str, token: str = "nextToken", **request: Any
 ) -> list[Any]:
     found: list[Any] = []
@@ -170,7 +173,7 @@ async def _pages(
         page = {token: answer[token]}
 
 
-def _machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+def _read_machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
     """Return the EC2 ID of an instance, and its tag `Name` and state."""
     tags = {str(tag.get("Key")): str(tag.get("Value") or "") for tag in raw.get("Tags") or ()}
     return str(raw["InstanceId"]), (
@@ -179,14 +182,20 @@ def _machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
     )
 
 
-def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
+def _explain_error(cluster: str, region: str | None, error: AwsError) -> str:
     from relaunch.backends.ecs.aws import Kind
 
     what = f"ECS cluster {cluster!r} cannot be read: {error.reason.rstrip('.')}"
     if error.code == "ClusterNotFoundException":
-        return f"{what}: expected the name or ARN of a cluster of this account in {region or 'the region that boto3 finds (or --region)'}"
+        return (
+            f"{what}: expected the name or ARN of a cluster of this account in "
+            f"{region or 'the region that boto3 finds (or --region)'}"
+        )
     if error.kind is Kind.DENIED and not error.code:
-        return f"{what}: expected credentials where boto3 looks for them (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws, a role of this machine)"
+        return (
+            f"{what}: expected credentials where boto3 looks for them (AWS_PROFILE, "
+            "AWS_ACCESS_KEY_ID, ~/.aws, a role of this machine)"
+        )
     if error.kind is Kind.DENIED:
         allowed = (
             "ecs:ListContainerInstances, ecs:DescribeContainerInstances and ec2:DescribeInstances"
@@ -194,20 +203,22 @@ def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
         return f"{what}: expected credentials that may {allowed}"
     if error.kind is Kind.REFUSED and not error.code and region is None:
         return f"{what}: expected --region REGION, or AWS_DEFAULT_REGION"
-    return f"{what}: expected AWS to answer"
+    return f"{what}: check the network to AWS, then repeat the command"
 
 
 # --- what is written
 
 
-def sort_out(found: Sequence[Found]) -> tuple[list[Found], list[str]]:
+def select_instances(
+    found: Sequence[ContainerInstance],
+) -> tuple[list[ContainerInstance], list[str]]:
     """Return each EC2 instance once, and the reason for each container instance left out."""
-    nodes: dict[str, Found] = {}
+    nodes: dict[str, ContainerInstance] = {}
     left_out = []
     for one in found:
-        if not one.ec2_id.startswith(EC2):
-            left_out.append(f"{one.ec2_id or one.arn} is no EC2 instance")
-        elif one.state in GONE:
+        if not one.ec2_id.startswith(EC2_ID_PREFIX):
+            left_out.append(f"{one.ec2_id or one.arn} is not an EC2 instance")
+        elif one.state in ENDED_STATES:
             left_out.append(f"{one.ec2_id} is {one.state or 'not known to EC2'}")
         elif one.ec2_id not in nodes or one.connected:
             # An agent that lost its state registers again; its old registration remains, never
@@ -237,58 +248,58 @@ def _is_name(tag: str) -> bool:
     return True
 
 
-def _written(
+def _render_file(
     cluster: str,
     region: str,
     name: str,
     task_definition: str | None,
-    nodes: Sequence[Found],
+    nodes: Sequence[ContainerInstance],
     left_out: Sequence[str],
 ) -> str:
     short = cluster.rpartition("/")[2]
     lines = [
         f"# Nodes of ECS cluster {short}, by `relaunch nodes discover`.",
-        *_plain({"name": name, "backend": "ecs"}),
+        *_dump_block({"name": name, "backend": "ecs"}),
         "nodes:",
     ]
     for one, called in zip(nodes, names([one.tag for one in nodes]), strict=True):
-        lines.append(
-            f"  - {_flow({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_remark(one)}"
-        )
+        entry = _dump_inline({"name": called, "address": one.ec2_id, "gpus": one.gpus})
+        lines.append(f"  - {entry}{_describe_problems(one)}")
     lines += [f"# left out: {reason}" for reason in left_out]
     rank = {} if task_definition is None else {"task_definition": task_definition}
     # The task family that deploy/ecs/relaunch.yaml creates; users of another family edit this line.
     ecs = {"cluster": cluster, "region": region, **rank, "node_task": f"relaunch-node-{short}"}
-    lines += ["ecs:", *(f"  {line}" for line in _plain(ecs))]
+    lines += ["ecs:", *(f"  {line}" for line in _dump_block(ecs))]
     if task_definition is None:
         lines.append(
-            "  # task_definition: FAMILY  what a rank is run as; a job file may say it instead"
+            "  # task_definition: FAMILY  the task that runs a rank; a job file may name it instead"
         )
     lines.append(
-        "  # queue: URL, topic: ARN   outputs Queue and Topic of the stack that deploy/ecs/relaunch.yaml makes"
+        "  # queue: URL, topic: ARN   outputs Queue and Topic of the stack created by "
+        "deploy/ecs/relaunch.yaml"
     )
     return "\n".join(lines) + "\n"
 
 
-def _remark(one: Found) -> str:
+def _describe_problems(one: ContainerInstance) -> str:
     said = (
         [f"EC2 says {one.state}"]
         if one.state != "running"
-        else ["its ECS agent is not connected"]
+        else ["ECS agent not connected"]
         if not one.connected
         else []
     )
-    said += ["no GPU of it is registered with ECS"] if not one.gpus else []
+    said += ["no GPU registered with ECS"] if not one.gpus else []
     return f"  # {'; '.join(said)}" if said else ""
 
 
-def _plain(values: Mapping[str, Any]) -> list[str]:
+def _dump_block(values: Mapping[str, Any]) -> list[str]:
     import yaml
 
     return str(yaml.safe_dump(dict(values), sort_keys=False, width=1000)).splitlines()
 
 
-def _flow(values: Mapping[str, Any]) -> str:
+def _dump_inline(values: Mapping[str, Any]) -> str:
     import yaml
 
     return str(

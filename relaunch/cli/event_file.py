@@ -30,13 +30,13 @@ from relaunch.spec.policy import Policy
 
 BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 """Start of a file whose times are all relative to its start."""
-LONGEST = timedelta(days=3650)
+MAX_TIME = timedelta(days=3650)
 """Upper limit of a time: no job runs for ten years, and the calendar ends after year 9999."""
 UNNAMED = {"name": "job", "command": ["train"]}
 WITHOUT_JOB = {**UNNAMED, "nodes": 2, "nproc_per_node": 8}
 
 DEFAULT_REASONS = {
-    "RanksHung": "training stands still",
+    "RanksHung": "no training progress",
     "NodeUnreachable": "no answer",
     "RepairEnded": "as written",
 }
@@ -44,15 +44,15 @@ DEFAULT_REASONS = {
 Line = dict[str, Any]
 
 
-def _members(union: Any) -> dict[str, type]:
+def _union_members(union: Any) -> dict[str, type]:
     return {one.__name__: one for one in typing.get_args(typing.get_args(union)[0])}
 
 
-OBSERVATIONS = _members(Observation)
+OBSERVATIONS = _union_members(Observation)
 # Policy changes are left out: the policy to try is given on the command line.
 EVENTS = {
     kind: one
-    for kind, one in _members(events.Event).items()
+    for kind, one in _union_members(events.Event).items()
     if one not in (events.PolicyChanged, events.IncidentsArchived)
 }
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
@@ -82,7 +82,8 @@ def read_events(path: Path, policy: Policy) -> EventFile:
     lines = list(_lines(path))
     if not lines:
         raise ConfigError(
-            f'{path}:1: the file is empty: expected an event a line, such as {{"at": "5m", "kind": "RankExited", …}}'
+            f'{path}:1: the file is empty: expected one event per line, such as {{"at": "5m", '
+            f'"kind": "RankExited", …}}'
         )
     spec = JobSpec.model_validate(WITHOUT_JOB)
     if "job" in lines[0][1]:
@@ -97,7 +98,8 @@ def read_events(path: Path, policy: Policy) -> EventFile:
         at = start + time if isinstance(time, timedelta) else time
         if steps and at < steps[-1].at:
             raise ConfigError(
-                f"{where}: at: {line['at']} is before {before}, the time of the line above: lines stand in the order of their times"
+                f"{where}: at: {line['at']} is before {before} on the line above: sort the lines "
+                "by time"
             )
         before = line["at"]
         steps.append(Step(at, _event(where, line, at, spec, policy)))
@@ -110,7 +112,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file: expected one JSON object a line") from None
+        raise ConfigError(f"{path} is not a text file: expected one JSON object per line") from None
     for number, raw in enumerate(text.splitlines(), start=1):
         if not raw.strip():
             continue
@@ -121,7 +123,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(line, dict):
             raise ConfigError(
-                f'{where}: {raw.strip()[:60]!r} is no JSON object: expected one, such as {{"at": "5m", "kind": …}}'
+                f"{where}: {raw.strip()[:60]!r} is not a JSON object: expected one such as "
+                f'{{"at": "5m", "kind": …}}'
             )
         yield where, line
 
@@ -129,7 +132,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
 def _job(where: str, line: Line) -> JobSpec:
     if len(line) > 1 or not isinstance(line["job"], dict):
         raise ConfigError(
-            f"{where}: job: expected an object with keys of a job file, and nothing beside it"
+            f"{where}: job: expected an object with keys of a job file, and no other key on the "
+            "line"
         )
     try:
         return JobSpec.model_validate({**UNNAMED, **line["job"]})
@@ -150,9 +154,11 @@ def _time(where: str, line: Line) -> datetime | timedelta:
         try:
             at = datetime.fromisoformat(written)
         except ValueError:
-            raise ConfigError(f"{where}: at: {written!r} is no time: {expected}") from None
+            raise ConfigError(f"{where}: at: {written!r} is not a time: {expected}") from None
         if not 1970 <= at.year <= 2200:
-            raise ConfigError(f"{where}: at: {written!r} is no time that a job ran at: {expected}")
+            raise ConfigError(
+                f"{where}: at: {written!r} is not between the years 1970 and 2200: {expected}"
+            )
         return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
     try:
         after = parse_duration(written)
@@ -160,19 +166,21 @@ def _time(where: str, line: Line) -> datetime | timedelta:
         raise ConfigError(f"{where}: at: {error}") from None
     except OverflowError:
         after = None
-    if not isinstance(after, timedelta) or after > LONGEST:
-        raise ConfigError(f"{where}: at: {written!r} is no time: {expected}")
+    if not isinstance(after, timedelta) or after > MAX_TIME:
+        raise ConfigError(f"{where}: at: {written!r} is not a time: {expected}")
     return after
 
 
 def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) -> events.Event:
     kind = line.get("kind")
     if not isinstance(kind, str | None):
-        raise ConfigError(f"{where}: kind: {kind!r} is no word")
+        raise ConfigError(f"{where}: kind: {kind!r} is not a string")
     written = {key: value for key, value in line.items() if key not in ("at", "kind")}
     if kind in OBSERVATIONS:
         observation = _observation(where, {"kind": kind, **written}, at, spec)
-        return _made(where, {"kind": "FaultObserved", "observations": [observation]}, at, policy)
+        return _make_event(
+            where, {"kind": "FaultObserved", "observations": [observation]}, at, policy
+        )
     if kind not in EVENTS:
         known = (*EVENTS, *OBSERVATIONS)
         near = difflib.get_close_matches(str(kind), known, n=1)
@@ -197,19 +205,20 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
             {"node": node, "verdict": verdict, "reason": "as written"}
             for node, verdict in found.items()
         ]
-    return _made(where, {"kind": kind, **written}, at, policy)
+    return _make_event(where, {"kind": kind, **written}, at, policy)
 
 
 def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
     if not isinstance(written, dict) or str(written.get("kind")) not in OBSERVATIONS:
         raise ConfigError(
-            f"{where}: observations: each is an object whose kind is one of {', '.join(OBSERVATIONS)}"
+            f"{where}: observations: expected objects whose kind is one of "
+            f"{', '.join(OBSERVATIONS)}"
         )
     kind = OBSERVATIONS[written["kind"]]
     if isinstance(written.get("error"), str):
         written = {**written, "error": {"message": written["error"]}}
     if kind is RankExited and "exit_code" not in written and "signal" not in written:
-        raise ConfigError(f"{where}: exit_code: missing, expected it or signal")
+        raise ConfigError(f"{where}: exit_code: missing, expected exit_code or signal")
     rank = written.get("rank")
     defaults = {
         "at": at,
@@ -217,9 +226,9 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
         "exit_code": None,
         "signal": None,
         "why": "isolated",
-        "reason": "the ranks are gone and nobody saw how"
+        "reason": "the ranks are gone; how they ended is unknown"
         if kind is RanksVanished
-        else "nobody could be asked",
+        else "no node could be probed",
     }
     fields = {field.name: field for field in dataclasses.fields(kind)}
     _refuse_unknown(where, written, list(fields))
@@ -228,7 +237,7 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
     return values
 
 
-def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Event:
+def _make_event(where: str, written: Line, at: datetime, policy: Policy) -> events.Event:
     kind = EVENTS[written["kind"]]
     fields = {field.name: field for field in dataclasses.fields(kind)}
     defaults: Mapping[str, Any] = {

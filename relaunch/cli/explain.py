@@ -22,11 +22,11 @@ from relaunch.spec.policy import Policy
 from relaunch.text import count_noun
 
 KINDS = ("xid", "exit", "dcgm", "log", "kernel")
-NO_CAUSE = "nothing in it names a cause"
+NO_CAUSE = "no finding names a cause"
 
 
 @dataclass(frozen=True)
-class Found:
+class LocatedFinding:
     """A finding, and the number of the line it was read from, if known."""
 
     finding: Finding
@@ -35,7 +35,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Explanation:
-    found: tuple[Found, ...]
+    found: tuple[LocatedFinding, ...]
     cause: Cause | None
     reason: str
     more: dict[str, Any]
@@ -74,7 +74,8 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
     """
     if exit_code is not None and kind != "dcgm":
         raise ConfigError(
-            f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended"
+            f"--exit-code {exit_code} is the exit code of dcgmi: use it with `explain dcgm`, not "
+            f"`explain {kind}`"
         )
     match kind:
         case "xid":
@@ -87,17 +88,19 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
             return explain_log(what, policy)
         case "kernel":
             return explain_kernel(what, policy)
-    raise ConfigError(f"explain: {kind!r} is no kind of evidence: one of {', '.join(KINDS)}")
+    raise ConfigError(
+        f"explain: unknown kind of evidence {kind!r}: expected one of {', '.join(KINDS)}"
+    )
 
 
 def explain_xid(word: str, policy: Policy | None) -> Explanation:
     if not word.isascii() or not word.isdigit():
-        raise ConfigError(f"explain xid: {word!r} is no number: expected one such as 79")
+        raise ConfigError(f"explain xid: {word!r} is not a number: expected one such as 79")
     tables = _catalog(policy)
     row = tables.xids.get(int(word))
     if row is None:
         raise ConfigError(
-            f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause"
+            f"Xid {int(word)} is not in the catalog: a job counts it as a symptom without a cause"
         )
     finding = Finding("kernel", f"Xid {row.code}", row.role, row.meaning, row.cause)
     nvidia = {
@@ -116,17 +119,18 @@ def explain_xid(word: str, policy: Policy | None) -> Explanation:
                 f"{k}: {v}" for k, v in (("at once", row.action), ("then", row.investigate)) if v
             ),
         )
-    head += _entry("  relaunch ", f"{_cause(finding)}: {row.meaning}")
+    head += _entry("  relaunch ", f"{_format_cause(finding)}: {row.meaning}")
     if row.note:
         head += _entry("  note     ", row.note)
     if rules := tuple(rule for rule in tables.nvlink if rule.xid == row.code):
         units = ", ".join(dict.fromkeys(rule.unit for rule in rules))
         head += _entry(
             "  decoded  ",
-            f"by what the line itself says, {len(rules)} ways: {units}; `explain kernel` reads the line",
+            f"depends on the kernel log line, {len(rules)} rules: {units}; `explain kernel` "
+            "decodes a line",
         )
     more = {"nvidia": nvidia, "note": row.note}
-    return Explanation((Found(finding),), row.cause, row.meaning, more, tuple(head))
+    return Explanation((LocatedFinding(finding),), row.cause, row.meaning, more, tuple(head))
 
 
 def explain_exit(word: str, policy: Policy | None) -> Explanation:
@@ -143,19 +147,20 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
     )
     if signal is None and not (word.isascii() and word.isdigit() and int(word) <= 255):
         raise ConfigError(
-            f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV"
+            f"explain exit: {word!r} is not an exit: expected a code from 0 to 255, or a signal "
+            "such as SIGSEGV"
         )
     code = None if signal is not None else int(word)
     finding = read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=_catalog(policy))
-    head = _entry(f"{finding.code}  ", f"{_cause(finding)}: {finding.reason}")
+    head = _entry(f"{finding.code}  ", f"{_format_cause(finding)}: {finding.reason}")
     foot = []
     if finding.code in ("SIGKILL", "exit 137"):
         foot = _entry(
             "",
-            "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.",
+            "If the kernel log says that the process was killed for memory, the cause is OUT_OF_MEMORY.",
         )
     return Explanation(
-        (Found(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot)
+        (LocatedFinding(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot)
     )
 
 
@@ -177,7 +182,7 @@ def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Exp
         "version": examination.version,
         "tests_run": examination.tests_run,
     }
-    found = tuple(Found(finding) for finding in examination.findings)
+    found = tuple(LocatedFinding(finding) for finding in examination.findings)
     return Explanation(
         found, cause, examination.reason, more, tuple(head), verdict=str(examination.verdict)
     )
@@ -186,16 +191,16 @@ def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Exp
 def explain_log(path: str, policy: Policy | None) -> Explanation:
     from relaunch.evidence.exits import read_log
 
-    return _of_lines(path, policy, read_log)
+    return _explain_lines(path, policy, read_log)
 
 
 def explain_kernel(path: str, policy: Policy | None) -> Explanation:
     from relaunch.evidence.kernel_log import read_kernel_log
 
-    return _of_lines(path, policy, read_kernel_log)
+    return _explain_lines(path, policy, read_kernel_log)
 
 
-def _of_lines(
+def _explain_lines(
     path: str, policy: Policy | None, read: Callable[[Iterable[str], Catalog], tuple[Finding, ...]]
 ) -> Explanation:
     tables = _catalog(policy)
@@ -205,20 +210,20 @@ def _of_lines(
     # Each line that is evidence by itself gives one finding. If a reader joins lines, the counts
     # differ, and line numbers are left out rather than shown wrong.
     known = numbers if len(numbers) == len(findings) else [None] * len(findings)
-    found = tuple(Found(finding, number) for finding, number in zip(findings, known, strict=True))
-    root = _root(found)
+    found = tuple(
+        LocatedFinding(finding, number) for finding, number in zip(findings, known, strict=True)
+    )
+    root = _find_root(found)
     lines_read = count_noun(len(lines), "line")
     head = (
-        (f"{lines_read} read, {len(found)} of them evidence", "")
-        if found
-        else (f"{lines_read} read",)
+        (f"{lines_read} read, {len(found)} with evidence", "") if found else (f"{lines_read} read",)
     )
     if root is None:
         return Explanation(found, None, NO_CAUSE, {}, head)
     return Explanation(found, root.finding.cause, root.finding.reason, {}, head)
 
 
-def _root(found: tuple[Found, ...]) -> Found | None:
+def _find_root(found: tuple[LocatedFinding, ...]) -> LocatedFinding | None:
     """Return the decisive finding, chosen as a job chooses it.
 
     That is the gravest hardware root, else the first root, else the first symptom with a cause.
@@ -236,8 +241,8 @@ def _root(found: tuple[Found, ...]) -> Found | None:
 def lines_of(explanation: Explanation, policy: Policy | None, source: str | None) -> list[str]:
     """Return an explanation as text lines. `source` is the policy's name as it was typed."""
     lines = list(explanation.head)
-    if explanation.verdict is not None or not _of_one(explanation):
-        root = _root(explanation.found)
+    if explanation.verdict is not None or not _is_single_finding(explanation):
+        root = _find_root(explanation.found)
         for one in explanation.found:
             marker = "→" if one is root else " "
             where = f"line {one.line}  " if one.line is not None else ""
@@ -264,7 +269,9 @@ def lines_of(explanation: Explanation, policy: Policy | None, source: str | None
     if policy is not None and explanation.cause is not None:
         lines += [
             "",
-            *_entry(f"{source} first: ", first_rung(policy, explanation.cause, _code(explanation))),
+            *_entry(
+                f"{source} first: ", first_rung(policy, explanation.cause, _root_code(explanation))
+            ),
         ]
     return lines
 
@@ -292,20 +299,20 @@ def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
     view |= explanation.more
     if policy is not None:
         view["first"] = (
-            str(first(policy, explanation.cause, _code(explanation)).strategy)
+            str(first(policy, explanation.cause, _root_code(explanation)).strategy)
             if explanation.cause
             else None
         )
     return view
 
 
-def _of_one(explanation: Explanation) -> bool:
+def _is_single_finding(explanation: Explanation) -> bool:
     """Return whether the evidence is an Xid or an exit, which the head explains completely."""
     return len(explanation.found) == 1 and explanation.found[0].line is None
 
 
-def _code(explanation: Explanation) -> str:
-    root = _root(explanation.found)
+def _root_code(explanation: Explanation) -> str:
+    root = _find_root(explanation.found)
     return (
         root.finding.code
         if root is not None
@@ -313,7 +320,7 @@ def _code(explanation: Explanation) -> str:
     )
 
 
-def _cause(finding: Finding) -> str:
+def _format_cause(finding: Finding) -> str:
     role = {Role.ROOT: "a root", Role.SYMPTOM: "a symptom", Role.CASCADE: "a cascade"}.get(
         finding.role, f"{finding.role}"
     )

@@ -70,11 +70,12 @@ class Document:
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if not isinstance(key, yaml.ScalarNode):
-                    raise ConfigError(f"{self.path}:{line}: a key is a {key.id}: expected a word")
+                    raise ConfigError(f"{self.path}:{line}: a key is a {key.id}: expected a string")
                 inner = (*where, key.value)
                 if inner in self.lines:
                     raise ConfigError(
-                        f"{self.path}:{line}: {key.value}: given twice, first on line {self.lines[inner]}"
+                        f"{self.path}:{line}: {key.value}: given twice, first on line "
+                        f"{self.lines[inner]}"
                     )
                 self.lines[inner] = line
                 self._visit(value, inner)

@@ -45,18 +45,18 @@ probe results before it can answer."""
 READ_WITHIN = timedelta(seconds=10)
 """Timeout for a worker to start the activity and read a file: milliseconds, but a worker that `up`
 has just started needs some seconds."""
-LOOKED_WITHIN = 15.0
+PROBES_TIMEOUT_S = 15.0
 """Seconds from a fleet's start until all its nodes are probed: a worker gives up earlier on a node
 that does not answer, and a slow one has ten."""
 SHOWN_WITHIN = 10.0
 """Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes
 settles in 0.2."""
-LOOKED_AT_ONCE = 16
-LOOK_WITHIN = timedelta(seconds=40)
+MAX_CONCURRENT_READS = 16
+PROBE_TIMEOUT = timedelta(seconds=40)
 """Timeout for a worker to probe a node that may not answer."""
-LONGEST_BY = 80
+MAX_BY_LENGTH = 80
 """Length in characters to which a fleet truncates a person's name."""
-POLL = 0.2
+POLL_INTERVAL_S = 0.2
 """Seconds between queries: the state of a large fleet is a megabyte."""
 
 
@@ -87,13 +87,14 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
             task_queue=task_queue,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             task_timeout=TASK_TIMEOUT,
-            static_summary=f"fleet {fleet}: who gets which nodes, and what is repaired"[:200],
+            static_summary=f"fleet {fleet}: assigns nodes to jobs and orders repairs"[:200],
         )
-    state, _ = await _until(client, fleet, _has_looked, LOOKED_WITHIN)
+    state, _ = await _wait_until(client, fleet, _has_looked, PROBES_TIMEOUT_S)
     if not state.nodes:
         await read_file(client, task_queue, fleet)  # raises if there is no such file
         raise ConfigError(
-            f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again"
+            f"fleet {fleet} has no nodes yet: "
+            f"{names(list(state.notices[-1:])) or 'it has just started'}; repeat the command"
         )
     return state
 
@@ -120,7 +121,8 @@ async def _query(client: Client, fleet: str) -> FleetState:
         )
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
         raise ConfigError(
-            f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI"
+            f"the state of fleet {fleet} cannot be read: {error}; see {FLEET_ID_PREFIX}{fleet} in "
+            "the web UI"
         ) from None
     except RPCError as error:
         if error.status in (
@@ -135,18 +137,19 @@ async def _query(client: Client, fleet: str) -> FleetState:
 
 def _no_worker(fleet: str) -> ConfigError:
     return ConfigError(
-        f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again"
+        f"no worker answers for fleet {fleet}: start one (`relaunch up` or `relaunch-worker`), "
+        "then repeat the command"
     )
 
 
-async def _until(
+async def _wait_until(
     client: Client, fleet: str, met: Callable[[FleetState], bool], within: float
 ) -> tuple[FleetState, bool]:
     deadline = time.monotonic() + within
     while not met(state := await _query(client, fleet)):
         if time.monotonic() > deadline:
             return state, False
-        await asyncio.sleep(POLL)
+        await asyncio.sleep(POLL_INTERVAL_S)
     return state, True
 
 
@@ -191,11 +194,12 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
     known = [record.name for record in fleet.nodes]
     near = difflib.get_close_matches(name, known, n=3) or known
     raise ConfigError(
-        f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}"
+        f"node {name!r} is not in fleet {fleet.name}: expected "
+        f"{'one of ' if len(near) > 1 else ''}{names(near)}"
     )
 
 
-async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
+async def read_withheld_nodes(client: Client, fleet: str) -> dict[str, NodeRecord]:
     """Return the nodes that a fleet withholds from jobs, by name; empty if it does not run."""
     if not await _runs(client, fleet):
         return {}
@@ -222,18 +226,18 @@ async def quarantine(
     before = await read(client, task_queue, fleet)
     old = node_of(before, node)
 
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         record = _find(state, node)
         return (
             record is not None
-            and (record.status, record.by) == (NodeStatus.QUARANTINED, text(who, LONGEST_BY))
+            and (record.status, record.by) == (NodeStatus.QUARANTINED, text(who, MAX_BY_LENGTH))
             and record.since != old.since
             and (record.drain is not None or not drain)
         )
 
     message = {"node": node, "reason": reason, "by": who, "drain": drain}
-    return await _tell(
-        client, before, "quarantine", {**message, "within": within} if within else message, shown
+    return await _send_signal(
+        client, before, "quarantine", {**message, "within": within} if within else message, is_shown
     )
 
 
@@ -243,7 +247,7 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
     before = await read(client, task_queue, fleet)
     old = node_of(before, node)
 
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         record = _find(state, node)
         return (
             record is not None
@@ -252,8 +256,8 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
             and record.since != old.since
         )
 
-    return await _tell(
-        client, before, "release", {"node": node, "reason": reason, "by": whoami()}, shown
+    return await _send_signal(
+        client, before, "release", {"node": node, "reason": reason, "by": whoami()}, is_shown
     )
 
 
@@ -271,10 +275,10 @@ async def declare_dead(
             or the node answers and `force` is not given.
     """
     check_name("node", node)
-    gate = asyncio.Semaphore(LOOKED_AT_ONCE)
+    gate = asyncio.Semaphore(MAX_CONCURRENT_READS)
     fleets: dict[str, str] = {}
 
-    async def concerned(name: str) -> tuple[str, bool | None]:
+    async def check_concerned(name: str) -> tuple[str, bool | None]:
         async with gate:
             state = (await look(client, name)).state
         if state is None:
@@ -287,9 +291,9 @@ async def declare_dead(
         )
 
     running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
-    answers = await asyncio.gather(*(concerned(name) for name in running))
+    answers = await asyncio.gather(*(check_concerned(name) for name in running))
     told = tuple(name for name, is_concerned in answers if is_concerned)
-    keeping = await _fleets_that_keep(client, node)
+    keeping = await _find_keeping_fleets(client, node)
     if not force:
         for fleet in sorted({*(fleets[name] for name in told), *keeping}):
             await _check_silent(client, task_queue, fleet, node)
@@ -308,16 +312,18 @@ async def declare_dead(
     if silent := [name for name, is_concerned in answers if is_concerned is None]:
         told_now = ", ".join(everybody) or "no job"
         raise ConfigError(
-            f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again"
+            f"node {node}: sent to {told_now}; no worker answers for {', '.join(silent)}: start "
+            "one (`relaunch up` or `relaunch-worker`), then repeat the command"
         )
     if not everybody:
         raise ConfigError(
-            f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent"
+            f"node {node}: no running job has ranks on it, and no fleet keeps it for an ended "
+            "job; nothing was sent"
         )
     return everybody
 
 
-async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
+async def _find_keeping_fleets(client: Client, node: str) -> tuple[str, ...]:
     """Return the running fleets that keep a node for possible ranks of an ended submission."""
     found = []
     async for execution in client.list_workflows(
@@ -348,28 +354,31 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
             id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=tuple[NodeProbe, ...],
-            schedule_to_close_timeout=LOOK_WITHIN,
+            schedule_to_close_timeout=PROBE_TIMEOUT,
             heartbeat_timeout=ACTIVITY_WITHIN,
             retry_policy=RetryPolicy(maximum_attempts=1),
             summary=f"whether {node} answers, for {whoami()}",
         )
     except ActivityFailureError as error:
         raise ConfigError(
-            f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
+            f"node {node}: no worker could probe it ({error.cause or error}); to declare it dead "
+            "without a probe, add --force"
         ) from None
     [probe] = probes
     if not probe.silent:
-        jobs = ", ".join(sorted({f"job {one.job}" for one in probe.generations}))
-        lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
+        jobs = ", ".join(sorted({f"job {live.job}" for live in probe.generations}))
+        lives = f"ranks of {jobs} run there" if jobs else "no rank runs there"
         raise ConfigError(
-            f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "
-            "beside new ones. Power it off or cut its network first; --force declares it dead all the same"
+            f"node {node} answered just now, and {lives}: not declared dead, because its ranks "
+            "would keep running "
+            "beside new ones. Power it off or cut its network first; to declare it dead "
+            "anyway, add --force"
         )
 
 
 async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
     before = await read(client, task_queue, fleet)
-    return await _tell(
+    return await _send_signal(
         client,
         before,
         "pause",
@@ -379,11 +388,13 @@ async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Ans
 
 
 async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         return not state.breaker.is_open and not state.breaker.paused
 
     before = await read(client, task_queue, fleet)
-    return await _tell(client, before, "resume", {"reason": reason, "by": whoami()}, shown)
+    return await _send_signal(
+        client, before, "resume", {"reason": reason, "by": whoami()}, is_shown
+    )
 
 
 async def apply(
@@ -396,7 +407,7 @@ async def apply(
     before = await read(client, task_queue, fleet)
     file = await read_file(client, task_queue, fleet)
 
-    def shown(state: FleetState) -> bool:
+    def is_shown(state: FleetState) -> bool:
         nodes = tuple(node.spec for node in state.nodes if not node.is_removed)
         return (state.repairs, state.limits, sorted(nodes, key=lambda node: node.name)) == (
             file.repairs,
@@ -407,21 +418,21 @@ async def apply(
     return (
         before,
         file,
-        await _tell(client, before, "apply", {"reason": reason, "by": whoami()}, shown),
+        await _send_signal(client, before, "apply", {"reason": reason, "by": whoami()}, is_shown),
     )
 
 
-async def _tell(
+async def _send_signal(
     client: Client,
     before: FleetState,
     signal: str,
     message: Mapping[str, Any],
-    shown: Callable[[FleetState], bool],
+    is_shown: Callable[[FleetState], bool],
 ) -> Answer:
     await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(
         signal, dict(message)
     )
-    now, done = await _until(client, before.name, shown, SHOWN_WITHIN)
+    now, done = await _wait_until(client, before.name, is_shown, SHOWN_WITHIN)
     return Answer(
         now, done, tuple(notice for notice in now.notices if notice not in before.notices)
     )

@@ -17,21 +17,21 @@ from relaunch.messages.jobs import JobResult
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LOOK_EVERY = 0.4
+LOOK_INTERVAL_S = 0.4
 """Seconds between looks. A look that finds nothing new is one read from the server, without the
 worker."""
-LAST_LOGS_WITHIN = 15.0
+LAST_LOGS_TIMEOUT_S = 15.0
 """Seconds to wait for the last logs of an ended job."""
 
 Say = Callable[[str], None]
 
 
-async def watch(client: Client, name: str) -> AsyncIterator[jobs.Look]:
+async def watch(client: Client, name: str) -> AsyncIterator[jobs.JobSnapshot]:
     """Yield the state of the job whenever it has changed, last when it has ended."""
     run = await jobs.describe(client, name)
     handle = client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
-    ended = asyncio.create_task(_ended(handle))
-    now: jobs.Look | None = None
+    ended = asyncio.create_task(_wait_for_end(handle))
+    now: jobs.JobSnapshot | None = None
     try:
         while True:
             newer = await jobs.look(client, name, now)
@@ -40,12 +40,12 @@ async def watch(client: Client, name: str) -> AsyncIterator[jobs.Look]:
             now = newer
             if not now.open and ended.done():
                 return
-            await asyncio.wait({ended}, timeout=LOOK_EVERY)
+            await asyncio.wait({ended}, timeout=LOOK_INTERVAL_S)
     finally:
         ended.cancel()
 
 
-async def _ended(handle: Any) -> None:
+async def _wait_for_end(handle: Any) -> None:
     try:
         await handle.result()
     except WorkflowFailureError:
@@ -64,7 +64,7 @@ class Narrator:
         self._notices: tuple[str, ...] = ()
         self._first = True
 
-    def tell(self, now: jobs.Look) -> None:
+    def tell(self, now: jobs.JobSnapshot) -> None:
         state = now.state
         if state is None:
             if now.phase != self._phase:
@@ -81,7 +81,8 @@ class Narrator:
                 self._closed.add(incident.opened)
                 if not state.phase.is_final:
                     self._say(
-                        f"incident closed after {_lasted(incident):.1f} s: {incident.outcome or 'recovered'}"
+                        f"incident closed after {_open_seconds(incident):.1f} s: "
+                        f"{incident.outcome or 'recovered'}"
                     )
         if state.incident:
             self._decisions(state.incident)
@@ -101,26 +102,29 @@ class Narrator:
         if incident.opened not in self._told:
             where = f" on {job_views.names(list(incident.nodes))}" if incident.nodes else ""
             self._say(
-                f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.reason}"
+                f"incident in generation {incident.generation}: {incident.cause}{where}: "
+                f"{incident.reason}"
             )
             self._told[incident.opened] = 0
         for decision in incident.decisions[self._told[incident.opened] :]:
             self._say(
-                f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.reason}"
+                f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: "
+                f"{decision.reason}"
             )
         self._told[incident.opened] = len(incident.decisions)
 
 
-def _lasted(incident: Incident) -> float:
+def _open_seconds(incident: Incident) -> float:
     return ((incident.closed or incident.opened) - incident.opened).total_seconds()
 
 
-def closing_line(now: jobs.Look) -> tuple[str, int]:
+def closing_line(now: jobs.JobSnapshot) -> tuple[str, int]:
     """Return the closing line for a job that has ended, and its exit code."""
     state = now.state
     if state is None or not state.phase.is_final:
         return (
-            f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run",
+            f"job {now.name} ended as {now.status} without a result: its workflow was ended from "
+            "outside, and its ranks may still run",
             1,
         )
     text = f"job {now.name} {state.phase}: {state.reason}"
@@ -141,7 +145,7 @@ def closing_line(now: jobs.Look) -> tuple[str, int]:
 async def follow_lines(client: Client, name: str, say: Say) -> int:
     """Print plain lines until the job ends; return its exit code."""
     narrator = Narrator(say)
-    now: jobs.Look | None = None
+    now: jobs.JobSnapshot | None = None
     async for now in watch(client, name):
         narrator.tell(now)
     assert now is not None
@@ -156,7 +160,7 @@ async def follow_live(client: Client, name: str) -> int:
     from rich.live import Live
 
     console = Console()
-    now: jobs.Look | None = None
+    now: jobs.JobSnapshot | None = None
     with Live(console=console, auto_refresh=False) as live:
         narrator = Narrator(
             lambda line: live.console.print(line, style="dim", markup=False, highlight=False)
@@ -170,7 +174,7 @@ async def follow_live(client: Client, name: str) -> int:
     return code
 
 
-def render(now: jobs.Look, at: datetime) -> RenderableType:
+def render(now: jobs.JobSnapshot, at: datetime) -> RenderableType:
     from rich.panel import Panel
     from rich.table import Table
 
@@ -180,7 +184,7 @@ def render(now: jobs.Look, at: datetime) -> RenderableType:
     if now.state is None:
         rows = [
             ("phase", f"{now.phase}: {now.memo.get('reason', '')}"),
-            ("", "no worker answers: this is the last that is known"),
+            ("", "no worker answers: this is the last known state"),
         ]
     else:
         view = job_views.show(now.state, now.watch, at)
@@ -213,14 +217,14 @@ async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say)
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say)
     reading = asyncio.create_task(reader.run())
-    now: jobs.Look | None = None
+    now: jobs.JobSnapshot | None = None
     try:
         async for now in watch(client, name):
             narrator.tell(now)
             if now.state is not None:
                 reader.see(now.state)
         reader.finish()
-        await asyncio.wait({reading}, timeout=LAST_LOGS_WITHIN)
+        await asyncio.wait({reading}, timeout=LAST_LOGS_TIMEOUT_S)
     finally:
         reading.cancel()
     assert now is not None

@@ -69,13 +69,14 @@ def lines(record: NodeRecord, jobs: Mapping[int, Sequence[str]], now: datetime) 
     when = (
         f"read {age(now - record.inventory_at)} ago"
         if record.inventory_at
-        else "read before something was done to the node"
+        else "read before the last action on the node"
     )
     if found.unreadable:
         return [f"gpus        GPUs unreadable: {found.unreadable}; {when}"]
     versions = f"driver {found.driver or 'unknown'}, NVML {found.nvml or 'unknown'}"
     told = [
-        f"gpus        {found.count} x {model(found) or 'unknown'}, {found.memory >> 20} MiB each; {versions}; {when}"
+        f"gpus        {found.count} x {model(found) or 'unknown'}, {found.memory >> 20} MiB each; "
+        f"{versions}; {when}"
     ]
     told += [f"lost        {lost}" for lost in found.lost]
     for index, used in enumerate(found.memory_used):

@@ -169,7 +169,7 @@ def _progress(state: JobState, watch: Watch | None) -> dict[str, Any] | None:
 
 
 def history_entry(incident: Incident) -> dict[str, Any]:
-    def since(moment: datetime | None) -> float | None:
+    def seconds_after_opening(moment: datetime | None) -> float | None:
         return None if moment is None else (moment - incident.opened).total_seconds()
 
     return {
@@ -191,7 +191,7 @@ def history_entry(incident: Incident) -> dict[str, Any]:
             for d in incident.decisions
         ],
         "times": {
-            name: since(getattr(incident, name))
+            name: seconds_after_opening(getattr(incident, name))
             for name in ("detected", "decided", "stopped", "launched", "recovered")
         },
         "ranks": list(incident.ranks),
@@ -227,7 +227,8 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
         f"phase       {view['phase']}: {view['reason']}",
         f"next        {next_['what']}"
         + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
-        f"generation  {view['generation']} with {count_noun(view['ranks'], 'rank')} on {names(view['nodes']) or 'no nodes yet'}",
+        f"generation  {view['generation']} with {count_noun(view['ranks'], 'rank')} on "
+        f"{names(view['nodes']) or 'no nodes yet'}",
         *([f"fewer       {view['size']['reason']}"] if view["size"]["reason"] else []),
         f"progress    {progress_text(progress)}",
         f"budgets     {budget_text(view['budgets'])}",
@@ -236,7 +237,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     if view["lost"]:
         lines.append(f"lost        {names(view['lost'])}")
     if view["stalled"]:
-        why = "its disk hangs, or its shim was stopped; an exit there may be seen as a hang"
+        why = "its disk hangs or its shim was stopped; an exit there may look like a hang"
         lines.append(f"stalled     {names(view['stalled'])}: {why}")
     lines += [f"avoided     {a['node']}: {a['reason']}" for a in view["avoided"]]
     lines += [f"notice      {notice}" for notice in view["notices"]]
@@ -257,7 +258,8 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
     opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
     lines = [
-        f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['reason']}"
+        f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: "
+        f"{entry['reason']}"
     ]
     for fault in entry["faults"][1:]:
         on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
@@ -267,7 +269,9 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
         lines.append(
             "    "
             + count_noun(
-                entry["dropped_faults"], "more fault in between is", "more faults in between are"
+                entry["dropped_faults"],
+                "further fault in between was",
+                "further faults in between were",
             )
             + " not kept"
         )
@@ -275,7 +279,8 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""
         lines.append(
-            f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: {decision['reason']}{spent}"
+            f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: "
+            f"{decision['reason']}{spent}"
         )
     times = ", ".join(
         f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None

@@ -41,7 +41,7 @@ ACTIVITY_WITHIN = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Look:
+class JobSnapshot:
     """The state of a job at one moment, and its source."""
 
     name: str
@@ -71,12 +71,13 @@ async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
     except RPCError as error:
         if error.status == RPCStatusCode.NOT_FOUND:
             raise ConfigError(
-                f"no job {name!r} in namespace {client.namespace}: `relaunch jobs` lists those there are"
+                f"no job {name!r} in namespace {client.namespace}: list all jobs with `relaunch "
+                "jobs`"
             ) from None
         raise
 
 
-async def look(client: Client, name: str, known: Look | None = None) -> Look:
+async def look(client: Client, name: str, known: JobSnapshot | None = None) -> JobSnapshot:
     """Return the current state of a job.
 
     With `known`, an earlier look, the heartbeats are read again, but the workflow is queried only
@@ -96,7 +97,7 @@ async def look(client: Client, name: str, known: Look | None = None) -> Look:
         state, source = known.state, known.source
     else:
         state, source = await _state(client, described)
-    return Look(
+    return JobSnapshot(
         name=name,
         run_id=described.run_id,
         open=is_open,
@@ -156,12 +157,13 @@ async def _heartbeats(
 
 
 async def incidents(
-    client: Client, task_queue: str, now: Look
+    client: Client, task_queue: str, now: JobSnapshot
 ) -> tuple[list[Incident], str | None]:
     """Return all incidents of a job, oldest first, and a message if some could not be read."""
     if now.state is None:
         raise ConfigError(
-            f"job {now.name}: no worker answers and its last run left no result, so its incidents cannot be read: start a worker"
+            f"job {now.name}: no worker answers and its last run has no result, so its incidents "
+            "cannot be read: start a worker (`relaunch up` or `relaunch-worker`)"
         )
     state = now.state
     kept = [*state.incidents, *([state.incident] if state.incident else [])]
@@ -183,7 +185,8 @@ async def incidents(
     except ActivityFailureError:
         return (
             kept,
-            f"{count_noun(state.incidents_archived, 'older incident is', 'older incidents are')} in the worker's archive, and no worker answers",
+            f"{count_noun(state.incidents_archived, 'older incident is', 'older incidents are')} "
+            "in the worker's archive and not shown: no worker answers",
         )
     opened = {incident.opened for incident in kept}
     return [
@@ -193,7 +196,7 @@ async def incidents(
 
 
 @dataclass(frozen=True)
-class Row:
+class JobSummary:
     name: str
     phase: str
     generation: int | None
@@ -202,9 +205,9 @@ class Row:
     status: str
 
 
-async def list_jobs(client: Client) -> list[Row]:
+async def list_jobs(client: Client) -> list[JobSummary]:
     """Return the newest run of every job, newest first."""
-    newest: dict[str, Row] = {}
+    newest: dict[str, JobSummary] = {}
     async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
         name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
         before = newest.get(name)
@@ -219,7 +222,7 @@ async def list_jobs(client: Client) -> list[Row]:
             "FAILED",
         )  # not recorded by the workflow
         phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
-        newest[name] = Row(
+        newest[name] = JobSummary(
             name,
             phase,
             run.typed_search_attributes.get(GENERATION),
@@ -246,5 +249,5 @@ async def signal_open(
             raise
         now = await look(client, name)
         raise ConfigError(
-            f"job {name} has ended ({now.phase}): {signal} is for jobs that run"
+            f"job {name} has ended ({now.phase}): {signal} needs a running job"
         ) from None

@@ -138,7 +138,7 @@ async def print_logs(
         last = over()
         answer = await read(client, task_queue, where, offsets or None, 0.0 if last else WAIT, tail)
         if answer is None:
-            complaint: str | None = "no worker answers: logs wait for one"
+            complaint: str | None = "no worker answers: waiting for one to read the logs"
         else:
             silent = (
                 [f"{', '.join(answer.unreachable[:8])}: no answer"] if answer.unreachable else []
@@ -184,12 +184,13 @@ async def print_job_logs(
     state = now.state
     if state is None:
         raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one"
+            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one "
+            "(`relaunch up` or `relaunch-worker`)"
         )
     number = state.generation if generation is None else generation
     if not 1 <= number <= state.generation or not state.slots:
         if state.generation == 0:
-            raise ConfigError(f"job {job} was not launched yet: there are no logs")
+            raise ConfigError(f"job {job} has not launched yet: there are no logs")
         raise ConfigError(f"job {job} has no generation {number}: expected 1 to {state.generation}")
     if rank is not None and not 0 <= rank < state.spec.world_size:
         raise ConfigError(
@@ -198,7 +199,8 @@ async def print_job_logs(
     where = generation_of(state, number)
     if await read(client, task_queue, where, None, 0.0, 0) is None:
         raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one"
+            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one "
+            "(`relaunch up` or `relaunch-worker`)"
         )
     live = follow and now.open and number == state.generation
     printer = Printer(state.spec.world_size)

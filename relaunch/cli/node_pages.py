@@ -16,6 +16,7 @@ from relaunch.cli.node_views import (
     STATES,
     Tenant,
     find_reason,
+    format_since,
     health,
     health_text,
     iso,
@@ -23,7 +24,6 @@ from relaunch.cli.node_views import (
     node_state,
     repair_ids,
     rows,
-    since_text,
     tenants,
 )
 from relaunch.evidence.findings import Verdict
@@ -45,32 +45,37 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
     notes = []
     if breaker.is_open:
         notes.append(
-            f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.reason}; {resume}"
+            f"the breaker is open{format_since(breaker.since, now)}, so no node is given to jobs "
+            f"or repaired: {breaker.reason}; to close it: {resume}"
         )
     if breaker.paused:
         notes.append(
-            f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}"
+            f"repairs are paused{format_since(breaker.paused_since, now)} by {breaker.paused}; to "
+            f"resume: {resume}"
         )
     if state.awaited_jobs:
         notes.append(
-            f"the fleet was started anew and asks what they hold: {names(list(state.awaited_jobs))}"
+            f"the fleet was restarted and waits for the claims of {names(list(state.awaited_jobs))}"
         )
     for record in _waiting(state):
         claim = record.claim
         fewest = f"{claim.nodes} to " if claim.nodes < claim.max_nodes else ""
         wanted = f"{claim.job} waits for {fewest}{count_noun(claim.max_nodes, 'node')}"
         notes.append(
-            f"{wanted}{since_text(record.waiting_since, now)}: {record.wait_reason or 'it has just asked'}"
+            f"{wanted}{format_since(record.waiting_since, now)}: "
+            f"{record.wait_reason or 'it has just claimed them'}"
         )
     for record in state.claims:
         claim = record.claim
         if claim.more_at is not None and claim.more_at > now:
             notes.append(
-                f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on"
+                f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to "
+                f"{claim.most} from {iso(claim.more_at)} on"
             )
         elif claim.more_at is not None:
             notes.append(
-                f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them"
+                f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to "
+                f"{claim.most}, when no job waits for them"
             )
     notes += [
         f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.reason}"
@@ -135,9 +140,11 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
     of = len(state.nodes)
     return [
         f"fleet       {state.name}: {count_noun(of, 'node')}" + (f", {counts}" if counts else ""),
-        f"repairs     {state.repairs}, {limits.resolve('repairs_at_once', of)} at once; {len(state.reboots)} of {limits.reboots_per_hour}"
+        f"repairs     {state.repairs}, {limits.resolve('repairs_at_once', of)} at once; "
+        f"{len(state.reboots)} of {limits.reboots_per_hour}"
         " reboots within this hour",
-        f"breaker     opens when more than {limits.resolve('nodes_out', of)} of {of} nodes are out ({limits.nodes_out})",
+        f"breaker     opens when more than {limits.resolve('nodes_out', of)} of {of} nodes are out "
+        f"({limits.nodes_out})",
         *(f"note        {note}" for note in fleet_notes(state, now)),
         *(f"notice      {notice}" for notice in state.notices),
     ]
@@ -153,24 +160,25 @@ def node_lines(
     what = ", ".join(
         [spec.address, count_noun(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])]
     )
-    why = f"{f' by {by}' if by else ''}{since_text(since, now)}{f': {reason}' if reason else ''}"
+    why = f"{f' by {by}' if by else ''}{format_since(since, now)}{f': {reason}' if reason else ''}"
     verdict, said = health(record)
     found = "" if verdict is Verdict.UNKNOWN else f": {said}"
     lines = [
         f"node        {record.name} of fleet {fleet} ({what})",
         f"state       {state}{why}",
-        f"health      {health_text(record, now)}{found}; `relaunch nodes check {record.name} --fleet {fleet}` examines it now",
+        f"health      {health_text(record, now)}{found}; `relaunch nodes check {record.name} "
+        f"--fleet {fleet}` examines it now",
     ]
     if look is None or record.probed_at is None:
-        lines.append("look        nobody has looked at it yet")
+        lines.append("probe       not probed yet")
     else:
         answer = f"it answered, boot id {look.boot_id}" if look.boot_id else "it answered"
         if look.silent:
-            answer = f"no answer{since_text(record.silent_since, now)}: {look.silent}"
-        lines.append(f"look        {age(now - record.probed_at)} ago: {answer}")
-        lines += [f"held        {look.busy}"] if look.busy else []
+            answer = f"no answer{format_since(record.silent_since, now)}: {look.silent}"
+        lines.append(f"probe       {age(now - record.probed_at)} ago: {answer}")
+        lines += [f"held by     {look.busy}"] if look.busy else []
         lines += [
-            f"living      job {one.job}, submission {one.submission}, generation {one.generation}"
+            f"running     job {one.job}, submission {one.submission}, generation {one.generation}"
             for one in look.generations
         ]
     for tenant in here:
@@ -181,16 +189,18 @@ def node_lines(
     lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
         lines.append(
-            f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.reason}"
+            f"drain       jobs must leave by {iso(drain.until)}, requested by {drain.by}: "
+            f"{drain.reason}"
         )
     elif record.repair_drain is not None:
         lines.append(
-            f"shared      {names(list(record.asked_jobs))} asked to leave it by {iso(record.repair_drain.until)}, so that it can be examined"
+            f"shared      {names(list(record.asked_jobs))} must leave by "
+            f"{iso(record.repair_drain.until)}, so that the node can be examined"
         )
     lines.append(
         f"repair      {_address(*repair_ids(record.repair), web)}"
         if record.repair
-        else "repair      none is under way"
+        else "repair      none"
     )
     lines += [f"fault       {_mark_line(mark)}" for mark in record.marks]
     return lines
@@ -212,16 +222,16 @@ def workflow_address(ui: str, namespace: str) -> str:
 
 def _address(id_: str, run: str, web: str | None) -> str:
     if not run:
-        return f"{id_}, which is ordered and has not begun"
+        return f"{id_}, ordered but not started"
     return f"{id_}: {web}/{quote(id_, safe='')}/{run}" if web else f"{id_} in the web UI, run {run}"
 
 
 def _share(record: NodeRecord, tenant: Tenant) -> str:
     if tenant.place is None:
-        return "its ranks live there, by no claim that the fleet knows"
+        return "its ranks run there without a claim that the fleet knows"
     if tenant.place.gpus:
         return f"GPU {', '.join(map(str, tenant.place.gpus))}"
-    return "all GPUs" if record.spec.gpus else "shared with any other"
+    return "all GPUs" if record.spec.gpus else "shared with other jobs"
 
 
 def _mark_line(mark: Mark) -> str:
@@ -288,19 +298,25 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     }
 
 
-def quarantined_sentence(fleet: FleetState, node: str) -> str:
+def describe_quarantine(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
     jobs = sorted(jobs_on(tenants(fleet).get(node, ())))
     if not jobs:
-        stays = "nobody has it, and nobody"
+        stays = "no job has it"
     elif record.drain is None:
-        stays = f"{names(jobs)} may go on there, and nobody else"
+        stays = f"{names(jobs)} may keep it"
     else:
-        stays = f"{names(jobs)} {'has' if len(jobs) == 1 else 'have'} to leave it by {iso(record.drain.until)}, and nobody else"
-    return f"node {node} is quarantined: {record.reason}; {stays} is given it before `relaunch nodes release {node}`"
+        stays = (
+            f"{names(jobs)} {'has' if len(jobs) == 1 else 'have'} to leave it by "
+            f"{iso(record.drain.until)}"
+        )
+    return (
+        f"node {node} is quarantined: {record.reason}; {stays}; no other job gets it until "
+        f"`relaunch nodes release {node}`"
+    )
 
 
-def released_sentence(fleet: FleetState, node: str) -> str:
+def describe_release(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
     but = (
         ", but it does not answer"
@@ -309,14 +325,15 @@ def released_sentence(fleet: FleetState, node: str) -> str:
         if record.repair
         else ""
     )
-    return f"node {node} is in service: jobs may be given it{but}"
+    return f"node {node} is in service: jobs can get it{but}"
 
 
-def leaving(fleet: FleetState) -> list[str]:
+def describe_removed_nodes(fleet: FleetState) -> list[str]:
     """Return the nodes that are gone from the file but still used by a job or a repair."""
     known = tenants(fleet)
     return [
-        f"{record.name} stays until it is free: {names(jobs_on(known[record.name])) or 'a repair'} is on it"
+        f"{record.name} stays until it is free: "
+        f"{names(jobs_on(known[record.name])) or 'a repair'} is on it"
         for record in fleet.nodes
         if record.is_removed
     ]

@@ -150,14 +150,14 @@ def find_reason(
     if record.status is not NodeStatus.IN_SERVICE:
         return record.reason, record.by or None, record.since
     if state == "repairing":
-        return f"{repair_ids(record.repair)[0]} is under way", None, record.repair_since
+        return f"{repair_ids(record.repair)[0]} is running", None, record.repair_since
     if state == "silent":
-        return (look.silent if look else "nobody has looked at it yet"), None, record.silent_since
+        return (look.silent if look else "not probed yet"), None, record.silent_since
     if state == "held" and look is not None:
         return look.busy, None, None
     if unclaimed := [tenant.job for tenant in here if tenant.place is None]:
         return (
-            f"ranks of {names(unclaimed)} live there, by no claim that the fleet knows",
+            f"ranks of {names(unclaimed)} run there without a claim that the fleet knows",
             None,
             None,
         )
@@ -214,7 +214,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "standing": str(record.status),
         "spare": record.spec.spare,
         "address": record.spec.address,
-        "silent": look.silent or None if look else "nobody has looked at it yet",
+        "silent": look.silent or None if look else "not probed yet",
         "silent_since": iso(record.silent_since),
         "held": look.busy or None if look else None,
         "gone": record.is_removed,
@@ -294,16 +294,16 @@ def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetim
     who = ", ".join(part for part in (by, f"{age(now - since)} ago" if since else "") if part)
     parts = [f"{reason} ({who})" if who else reason]
     if record.drain is not None and jobs_on(here):
-        parts.append(f"to be left within {age(record.drain.until - now)}")
+        parts.append(f"jobs must leave within {age(record.drain.until - now)}")
     if state != "silent" and record.probe is not None and record.probe.silent:
         parts.append(
-            f"does not answer{since_text(record.silent_since, now)}: {record.probe.silent}"
+            f"does not answer{format_since(record.silent_since, now)}: {record.probe.silent}"
         )
     parts += gpu_views.remarks(record)
     return "; ".join(part for part in parts if part)
 
 
-def since_text(moment: datetime | None, now: datetime) -> str:
+def format_since(moment: datetime | None, now: datetime) -> str:
     return "" if moment is None else f" since {iso(moment)} ({age(now - moment)} ago)"
 
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relaunch.cli.terminal import Json, RequiredReason, check_reason, print_json, say, with_client
+from relaunch.cli.terminal import (
+    Json,
+    RequiredReason,
+    check_reason,
+    print_json,
+    run_with_client,
+    say,
+)
 from relaunch.config import ConfigError, Settings, read_settings
 from relaunch.text import count_noun
 
@@ -23,15 +30,17 @@ if TYPE_CHECKING:
 nodes_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Nodes: who has them, how they are; repair them, vouch for them.",
+    help="Nodes: which jobs have them and their health; quarantine, release and repair them.",
 )
 
 Node = Annotated[str, typer.Argument(metavar="NODE")]
 Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
 File = typer.Option(
-    "--file", metavar="FLEET.yaml", help="A fleet file; its nodes are reached from here."
+    "--file", metavar="FLEET.yaml", help="A fleet file; this machine connects to its nodes."
 )
-Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
+Level = Annotated[
+    int, typer.Option(min=0, max=3, help="Level of `dcgmi diag -r LEVEL`; 0: without DCGM.")
+]
 
 
 @nodes_app.command("list")
@@ -40,7 +49,7 @@ def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
     from jobs, and its faults."""
     from relaunch.cli import fleets, node_pages, node_views
 
-    state = with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
+    state = run_with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
     if as_json:
         print_json(node_views.rows(state))
         return
@@ -53,7 +62,7 @@ def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
 @nodes_app.command("show")
 def nodes_show(
     node: Annotated[
-        str | None, typer.Argument(metavar="[NODE]", help="Without: the fleet itself.")
+        str | None, typer.Argument(metavar="[NODE]", help="Default: the fleet itself.")
     ] = None,
     fleet: Fleet = "default",
     as_json: Json = False,
@@ -71,7 +80,7 @@ def nodes_show(
         web = node_pages.workflow_address(up.ui, client.namespace) if up and ours else None
         return await fleets.read(client, settings.task_queue, fleet), web
 
-    state, web = with_client(work)
+    state, web = run_with_client(work)
     now = datetime.now(UTC)
     if node is None:
         print_json(node_pages.fleet_view(state)) if as_json else print(
@@ -91,43 +100,45 @@ def nodes_quarantine(
     node: Node,
     reason: RequiredReason,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Also have it left by whoever has it.")
+        bool, typer.Option("--drain", help="Also make the jobs that have it leave.")
     ] = False,
     within: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m."),
+        typer.Option(
+            metavar="DURATION", help="With --drain: deadline for the jobs to leave; default 30m."
+        ),
     ] = None,
     fleet: Fleet = "default",
 ) -> None:
     """Keep a node from jobs until it is released. A job that has it may stay, unless --drain is
     given."""
     from relaunch.cli import fleets
-    from relaunch.cli.node_pages import quarantined_sentence
+    from relaunch.cli.node_pages import describe_quarantine
 
     if within is not None and not drain:
         raise ConfigError(
-            f"--within {within} is how long a drain may take: expected --drain with it"
+            f"--within {within} limits how long a drain takes: use it together with --drain"
         )
     if within is not None:
         check_duration(within)
-    answer = with_client(
+    answer = run_with_client(
         lambda client, s: fleets.quarantine(
             client, s.task_queue, fleet, node, reason, drain, within
         )
     )
-    finish(answer, fleet, lambda: quarantined_sentence(answer.fleet, node))
+    finish(answer, fleet, lambda: describe_quarantine(answer.fleet, node))
 
 
 @nodes_app.command("release")
 def nodes_release(node: Node, reason: RequiredReason, fleet: Fleet = "default") -> None:
     """Vouch for a node, so that jobs are given it again. Its earlier faults no longer count."""
     from relaunch.cli import fleets
-    from relaunch.cli.node_pages import released_sentence
+    from relaunch.cli.node_pages import describe_release
 
-    answer = with_client(
+    answer = run_with_client(
         lambda client, s: fleets.release(client, s.task_queue, fleet, node, reason)
     )
-    finish(answer, fleet, lambda: released_sentence(answer.fleet, node))
+    finish(answer, fleet, lambda: describe_release(answer.fleet, node))
 
 
 @nodes_app.command("pause")
@@ -136,7 +147,7 @@ def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
     order are paused, too. Jobs are given nodes as before."""
     from relaunch.cli import fleets
 
-    answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
+    answer = run_with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
     finish(
         answer,
         fleet,
@@ -150,13 +161,13 @@ def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
     still needed ask again."""
     from relaunch.cli import fleets
 
-    answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
-    finish(answer, fleet, lambda: f"fleet {fleet} gives nodes and has them repaired")
+    answer = run_with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
+    finish(answer, fleet, lambda: f"fleet {fleet} gives nodes to jobs and repairs them again")
 
 
 @nodes_app.command("apply")
 def nodes_apply(
-    reason: Annotated[str, typer.Option(help="A clause that says why, for the history.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason, for the history.")] = "",
     fleet: Fleet = "default",
 ) -> None:
     """Have a fleet read its file again, and print what that changes. The file is the worker's
@@ -164,13 +175,15 @@ def nodes_apply(
     Without this command it is read once a minute."""
     from relaunch.cli import fleets, node_pages
 
-    before, file, answer = with_client(
+    before, file, answer = run_with_client(
         lambda client, s: fleets.apply(client, s.task_queue, fleet, reason)
     )
     lines = node_pages.changes(before, file) or [
         f"fleet {fleet} has the {count_noun(len(file.nodes), 'node')} of its file already"
     ]
-    finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
+    finish(
+        answer, fleet, lambda: "\n".join([*lines, *node_pages.describe_removed_nodes(answer.fleet)])
+    )
 
 
 def check_duration(text: str) -> None:
@@ -195,7 +208,10 @@ def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
     from relaunch.cli.fleets import SHOWN_WITHIN
 
     why = "; ".join(answer.news) or f"see `relaunch nodes show --fleet {fleet}`"
-    say(f"it was sent, and fleet {fleet} does not show it after {SHOWN_WITHIN:g} s: {why}")
+    say(
+        f"the request was sent, but fleet {fleet} does not show its effect after {SHOWN_WITHIN:g} "
+        f"s: {why}"
+    )
     raise typer.Exit(1)
 
 
@@ -205,18 +221,23 @@ def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
 @nodes_app.command("declare-dead")
 def declare_dead(
     node: Node,
-    reason: Annotated[str, typer.Option(callback=check_reason, help="How you know.")],
-    force: Annotated[bool, typer.Option("--force", help="Also where the node answers.")] = False,
+    reason: Annotated[
+        str,
+        typer.Option(
+            callback=check_reason, help="How you know that nothing runs there, for the history."
+        ),
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Also if the node answers.")] = False,
 ) -> None:
     """Vouch that nothing runs on a node any more, so that jobs that wait for it continue elsewhere.
     Refused if the node answers, unless --force is given: ranks alive there would run beside the
     new ones."""
     from relaunch.cli import fleets
 
-    told = with_client(
+    told = run_with_client(
         lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force)
     )
-    print(f"node {node} is dead: told {', '.join(told)}")
+    print(f"node {node} declared dead: reported to {', '.join(told)}")
 
 
 @nodes_app.command("check")
@@ -226,7 +247,8 @@ def nodes_check(
     level: Level = 2,
     file: Annotated[Path | None, File] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="With --file: every row, also of nodes that are fine.")
+        bool,
+        typer.Option("--all", help="With --file: show every row, also of nodes without problems."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -242,17 +264,18 @@ def nodes_check(
         return
     if not nodes:
         raise ConfigError(
-            "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to look at the nodes of a fleet file from here"
+            "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to examine the "
+            "nodes of a fleet file from this machine"
         )
     from relaunch.cli import fleets
     from relaunch.cli import repairs as examining
 
     async def work(client: Client, settings: Settings) -> list[dict[str, Any]]:
         found = await examining.check(client, settings.task_queue, fleet, tuple(nodes), level)
-        kept = await fleets.kept_from_jobs(client, fleet)
+        kept = await fleets.read_withheld_nodes(client, fleet)
         return [examining.row(one, kept.get(one.node)) for one in found]
 
-    rows = with_client(work)
+    rows = run_with_client(work)
     if as_json:
         print_json(rows)
     else:
@@ -266,9 +289,11 @@ def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -
 
     from relaunch.cli import direct, files, node_check
 
-    fleet = asyncio.run(direct.look_at(files.read_fleet(file), file, names, read_settings().state))
+    fleet = asyncio.run(
+        direct.run_preflight(files.read_fleet(file), file, names, read_settings().state)
+    )
     print_json(node_check.view(fleet)) if as_json else node_check.print_rows(fleet, everything)
-    if not all(node_check.runs(node_check.rows(fleet, seen)) for seen in fleet.seen):
+    if not all(node_check.can_run_ranks(node_check.rows(fleet, seen)) for seen in fleet.nodes):
         raise typer.Exit(1)
 
 
@@ -281,12 +306,12 @@ def nodes_discover(
         str | None,
         typer.Option(metavar="REGION", help="Default: the ARN's, else as boto3 finds it."),
     ] = None,
-    name: Annotated[
-        str, typer.Option(metavar="FLEET", help="What the fleet shall be called.")
-    ] = "default",
+    name: Annotated[str, typer.Option(metavar="FLEET", help="Name of the new fleet.")] = "default",
     task_definition: Annotated[
         str | None,
-        typer.Option(metavar="F", help="What a rank is run as: family, family:revision or ARN."),
+        typer.Option(
+            metavar="F", help="Task definition of a rank: family, family:revision or ARN."
+        ),
     ] = None,
 ) -> None:
     """Print a fleet file for an ECS cluster. Each ACTIVE EC2 instance becomes a node. Needs no
@@ -302,9 +327,7 @@ def nodes_trust(
     file: Annotated[Path | None, File] = None,
     yes: Annotated[
         bool,
-        typer.Option(
-            "--yes", help="Vouch for every key that is not known yet, without a question."
-        ),
+        typer.Option("--yes", help="Trust every unknown key without asking."),
     ] = False,
 ) -> None:
     """Show the host keys of the nodes of a fleet file (of all nodes if none is named). Ask about
@@ -322,7 +345,7 @@ def nodes_trust(
             )
         file = known[0]
     spec = files.read_fleet(file)
-    keys = asyncio.run(direct.keys_of(spec, file, nodes or []))
+    keys = asyncio.run(direct.read_host_keys(spec, file, nodes or []))
     if not trust.trust(spec, keys, yes, trust.at_terminal()):
         raise typer.Exit(1)
 
@@ -339,9 +362,9 @@ def nodes_answer(
     from relaunch.cli import answers
 
     if decision not in ("approve", "deny"):
-        raise ConfigError(f"{decision!r} is no answer, expected approve or deny")
-    with_client(lambda client, _: answers.for_node(client, fleet, node, decision, reason))
-    print(f"{decision}: told the repair of {node}")
+        raise ConfigError(f"unknown answer {decision!r}: expected approve or deny")
+    run_with_client(lambda client, _: answers.for_node(client, fleet, node, decision, reason))
+    print(f"{decision}: sent to the repair of {node}")
 
 
 @nodes_app.command("repair")
@@ -349,11 +372,11 @@ def nodes_repair(
     node: Node,
     reason: RequiredReason,
     reboot: Annotated[
-        bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")
+        bool, typer.Option("--reboot", help="Reboot it, and verify that it did.")
     ] = False,
     power_cycle: Annotated[
         bool,
-        typer.Option("--power-cycle", help="Cycle its power by the command of the fleet file."),
+        typer.Option("--power-cycle", help="Cycle its power with the command in the fleet file."),
     ] = False,
     reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
     gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
@@ -368,12 +391,12 @@ def nodes_repair(
 
     if [reboot, power_cycle, reset_gpus].count(True) != 1:
         raise ConfigError(
-            "what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus"
+            "no repair was named: expected one of --reboot, --power-cycle and --reset-gpus"
         )
     strategy = Strategy.RESET_GPU if reset_gpus else Strategy.REBOOT_NODE
     what = "power cycle" if power_cycle else str(strategy)
     say(f"{what} of {node}: see {repairs.repair_id(fleet, node)} in the web UI")
-    ended = with_client(
+    ended = run_with_client(
         lambda client, s: repairs.repair(
             client, s.task_queue, fleet, node, strategy, gpu or (), reason, level, power_cycle
         )

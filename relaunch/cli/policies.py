@@ -48,7 +48,9 @@ def parse_cause(word: str) -> Cause:
     try:
         return Cause(word.upper())
     except ValueError:
-        raise ConfigError(f"--cause: {word!r} is no cause: one of {', '.join(Cause)}") from None
+        raise ConfigError(
+            f"--cause: unknown cause {word!r}: expected one of {', '.join(Cause)}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def read_changes(source: str | None, words: Sequence[str]) -> Changes:
         ConfigError: None or both are given, or one cannot be read.
     """
     if bool(source) == bool(words):
-        raise ConfigError("policy change: expected a file, or --set KEY=VALUE, and not both")
+        raise ConfigError("policy change: expected either a file or --set KEY=VALUE")
     if source is None:
         return Changes(_set(words))
     if source in preset_names():
@@ -97,7 +99,8 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
         path, equals, written = word.partition("=")
         if not equals or not path or not written:
             raise ConfigError(
-                f"--set: {word!r} is no KEY=VALUE: expected one such as max_restarts=12 or timeouts.lost_after=5m"
+                f"--set: {word!r} is not KEY=VALUE: expected a pair such as max_restarts=12 or "
+                "timeouts.lost_after=5m"
             )
         try:
             value = yaml.safe_load(written)
@@ -106,14 +109,17 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
         parts = path.split(".")
         if len(parts) > 2:
             raise ConfigError(
-                f"--set: {path} is too deep: {parts[0]}.{parts[1]} is replaced as a whole, which a file says better"
+                f"--set: {path} has too many levels: {parts[0]}.{parts[1]} is replaced as a "
+                "whole; write it in a file"
             )
         if len(parts) == 1:
             keys[path] = value
         elif isinstance(keys.setdefault(parts[0], {}), dict):
             keys[parts[0]][parts[1]] = value
         else:
-            raise ConfigError(f"--set: {parts[0]} is set as a whole and in part: choose one")
+            raise ConfigError(
+                f"--set: {parts[0]} is set both as a whole and in part: expected one of them"
+            )
     return keys
 
 
@@ -138,10 +144,11 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
 
     now = await look(client, name)
     if not now.open:
-        raise ConfigError(f"job {name} has ended ({now.phase}): change_policy is for jobs that run")
+        raise ConfigError(f"job {name} has ended ({now.phase}): its policy can no longer change")
     if now.state is None:
         raise ConfigError(
-            f"job {name}: no worker answers for it, and the policy changes in the job: start a worker and try again"
+            f"job {name}: no worker answers for it, so its policy cannot be changed: start one "
+            "(`relaunch up` or `relaunch-worker`), then repeat the command"
         )
     before = now.state.policy
     try:
@@ -151,10 +158,11 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
     except ValueError as error:
         raise ConfigError(f"job {name}: {error}") from None
     if before == after:
-        return [f"job {name}: nothing to change, its policy says so already"]
+        return [f"job {name}: nothing to change, its policy has these values already"]
     message = PolicyMessage(policy=changes.keys, reason=reason, by=whoami())
     late = ConfigError(
-        f"job {name}: no answer within {CHANGED_WITHIN:g} s; look at `relaunch show {name}` before you say it again"
+        f"job {name}: no answer within {CHANGED_WITHIN:g} s; check `relaunch show {name}` before "
+        "you repeat the command"
     )
     try:
         said: str = await asyncio.wait_for(
@@ -168,22 +176,20 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
-        raise ConfigError(
-            f"job {name} has just ended: change_policy is for jobs that run"
-        ) from None
-    return [f"job {name}: {said}", *(f"  {line}" for line in changed_lines(before, after))]
+        raise ConfigError(f"job {name} has just ended: its policy can no longer change") from None
+    return [f"job {name}: {said}", *(f"  {line}" for line in describe_changes(before, after))]
 
 
-def changed_lines(before: Policy, after: Policy) -> list[str]:
+def describe_changes(before: Policy, after: Policy) -> list[str]:
     from relaunch.job.apply import list_changed_keys
 
     return [
-        f"{key}: {_shown(_at(before, key))} → {_shown(_at(after, key))}"
+        f"{key}: {_format_value(_get_value(before, key))} → {_format_value(_get_value(after, key))}"
         for key in list_changed_keys(before, after)
     ]
 
 
-def _at(policy: Policy, key: str) -> Any:
+def _get_value(policy: Policy, key: str) -> Any:
     first, _, rest = key.partition(".")
     value: Any = getattr(policy, first)
     if not rest:
@@ -191,10 +197,10 @@ def _at(policy: Policy, key: str) -> Any:
     return value.get(Cause(rest)) if isinstance(value, dict) else getattr(value, rest)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     match value:
         case None:
-            return "none of its own"
+            return "not set"
         case timedelta():
             return duration(value)
         case (Rung(), *_):

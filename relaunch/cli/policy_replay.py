@@ -39,7 +39,7 @@ class Trial:
             r for r in self.replayed if not (isinstance(r.decision, Ignore) and not r.differs)
         )
 
-    def at(self, moment: datetime) -> str:
+    def format_time(self, moment: datetime) -> str:
         if self.start is not None:
             return f"+{duration(moment - self.start)}"
         return moment.replace(microsecond=0).isoformat().replace("+00:00", "Z")
@@ -49,7 +49,7 @@ def try_on_events(policy: Policy, path: Path) -> Trial:
     from relaunch.cli.event_file import read_events
 
     file = read_events(path, policy)
-    policy, notes = _annotated(policy, file.spec)
+    policy, notes = _apply_annotations(policy, file.spec)
     return Trial(
         simulate(policy, file.job(policy), file.steps), None if file.absolute else file.start, notes
     )
@@ -75,20 +75,21 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
         raise ConfigError(
             f"job {name}: this version of relaunch cannot replay its history: {error}"
         ) from None
-    policy, notes = _annotated(policy, recorded.job.spec)
+    policy, notes = _apply_annotations(policy, recorded.job.spec)
     if not complete:
         notes = (
             *notes,
-            f"older runs of job {name} are gone from the server: this begins at {histories[0].run_id}",
+            f"older runs of job {name} are no longer on the server: this replay begins at "
+            f"{histories[0].run_id}",
         )
     return Trial(replay(policy, recorded.job, recorded.steps), notes=notes)
 
 
-def _annotated(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
+def _apply_annotations(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
     try:
         return apply_annotations(policy, spec.metadata.annotations), ()
     except ValueError as error:
-        return policy, (f"the job's annotations are left out: {error}",)
+        return policy, (f"the job's annotations are ignored: {error}",)
 
 
 async def _histories(
@@ -137,7 +138,9 @@ async def _histories(
 
 def trial_lines(trial: Trial) -> list[str]:
     """Return one line per decision, with those that differ marked, and a summary."""
-    rows = [((trial.at(r.at), r.event, name_decision(r.decision)), r) for r in trial.decisions]
+    rows = [
+        ((trial.format_time(r.at), r.event, name_decision(r.decision)), r) for r in trial.decisions
+    ]
     times, kinds, names = (
         max((len(words[column]) for words, _ in rows), default=0) for column in (0, 1, 2)
     )
@@ -146,7 +149,8 @@ def trial_lines(trial: Trial) -> list[str]:
         left = f" [left: {text}]" if (text := getattr(r.decision, "left", "")) else ""
         then = f" [{r.differs}]" if r.differs else ""
         lines.append(
-            f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.reason}{left}{then}"
+            f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  "
+            f"{r.decision.reason}{left}{then}"
         )
     return [*lines, *_summary(trial)]
 
@@ -164,11 +168,13 @@ def _summary(trial: Trial) -> list[str]:
     ended = trial.replayed[stop]
     if known and ended.differs:
         lines.append(
-            f"this policy would have ended the job at {trial.at(ended.at)}; what follows is judged as it went on then"
+            f"this policy would have ended the job at {trial.format_time(ended.at)}; later events "
+            "are judged as the job actually went on"
         )
     elif not known and (unused := len(trial.replayed) - stop - 1):
         lines.append(
-            f"the job has ended at {trial.at(ended.at)}: {count_noun(unused, 'event after that changes', 'events after that change')} nothing"
+            f"the job has ended at {trial.format_time(ended.at)}: "
+            f"{count_noun(unused, 'later event changes', 'later events change')} nothing"
         )
     return lines
 
@@ -177,7 +183,7 @@ def trial_view(trial: Trial) -> dict[str, Any]:
     return {
         "decisions": [
             {
-                "at": trial.at(r.at),
+                "at": trial.format_time(r.at),
                 "event": r.event,
                 **_decision_view(r.decision),
                 "then": None if r.decided is None else _decision_view(r.decided),

@@ -29,12 +29,12 @@ PRESETS = {
 """One line about each preset. The files in relaunch/spec/presets say where each comes from."""
 
 STRATEGIES = {
-    Strategy.RESTART_IN_PLACE: "all ranks start anew on the same nodes",
-    Strategy.RESET_GPU: "the suspected GPUs are reset, then all ranks start anew",
-    Strategy.REBOOT_NODE: "the suspected node is rebooted, then all ranks start anew",
+    Strategy.RESTART_IN_PLACE: "all ranks restart on the same nodes",
+    Strategy.RESET_GPU: "the suspected GPUs are reset, then all ranks restart",
+    Strategy.REBOOT_NODE: "the suspected node is rebooted, then all ranks restart",
     Strategy.REPLACE_NODE: "another node takes the suspect's place, the others stay",
-    Strategy.RESCHEDULE_JOB: "all places are given anew",
-    Strategy.SHRINK: "the suspects are left, and no others take their places; for jobs of `nodes: {min, max}` only",
+    Strategy.RESCHEDULE_JOB: "all nodes of the job are allocated again",
+    Strategy.SHRINK: "the job goes on without the suspects; only for jobs with `nodes: {min, max}`",
 }
 SUSPECTS_NEEDED = (Strategy.REPLACE_NODE, Strategy.RESET_GPU, Strategy.REBOOT_NODE, Strategy.SHRINK)
 
@@ -76,10 +76,10 @@ def ladder_lines(policy: Policy, ladder: Sequence[Rung]) -> list[str]:
     lines = []
     for number, rung in enumerate(ladder, start=1):
         lines += _entry(f"  {number}  {rung.strategy:<17} ", _rung(policy, rung))
-        if after := _then(rung):
+        if after := _describe_fallthrough(rung):
             lines += _entry("     ↓ ", after)
     last = ladder[-1]
-    if not last.strategy.ends and _then(last):
+    if not last.strategy.ends and _describe_fallthrough(last):
         lines.append("     the job ends as FAILED")
     return lines
 
@@ -138,27 +138,36 @@ def first_rung(policy: Policy, cause: Cause, code: str) -> str:
 
 def _budgets(policy: Policy) -> list[str]:
     renewed = {
-        "progress": "progress: training that passes the step it had reached gives restarts and tries without a window back",
+        "progress": "progress: when training passes its furthest step, restarts and tries without "
+        "a window are given back",
         "never": "never: neither restarts nor tries without a window are given back",
     }
     stop = "off"
     if policy.no_progress_stop != "off":
-        stop = f"{count_noun(policy.no_progress_stop, 'generation')} in a row that did not pass the furthest step: the job fails, where the "
-        stop += f"fault may be its own ({', '.join(OWN_CAUSES)})"
+        stop = (
+            f"{count_noun(policy.no_progress_stop, 'generation')} in a row that did not pass the "
+            "furthest step: the job fails, if the "
+        )
+        stop += f"job itself may be the cause ({', '.join(OWN_CAUSES)})"
     ask = "off"
     if policy.no_progress_ask != "off":
-        ask = f"{count_noun(policy.no_progress_ask, 'launch', 'launches')} in a row that did not pass the furthest step, whatever the cause: a person is asked"
+        ask = (
+            f"{count_noun(policy.no_progress_ask, 'launch', 'launches')} in a row that did not "
+            "pass the furthest step, whatever the cause: a person is asked"
+        )
     rows = (
         (
             "max_restarts",
-            f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the job instead",
+            f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the "
+            "job instead",
         ),
         ("renewal", renewed[policy.renewal]),
         ("no_progress_stop", stop),
         ("no_progress_ask", ask),
         (
             "healthy_for",
-            f"{duration(policy.healthy_for)} without a fault counts as progress where none is reported",
+            f"{duration(policy.healthy_for)} without a fault counts as progress if none is "
+            "reported",
         ),
     )
     return [line for key, text in rows for line in _entry(f"  {key:<18}", text)]
@@ -174,7 +183,10 @@ def _rung(policy: Policy, rung: Rung) -> str:
     if rung.strategy is Strategy.FAIL:
         return f"{head}the job ends as FAILED"
     if rung.strategy is Strategy.ASK:
-        return f"{head}a person decides; without an answer within {duration(policy.timeouts.answer_within)} the job fails"
+        return (
+            f"{head}a person decides; without an answer within "
+            f"{duration(policy.timeouts.answer_within)} the job fails"
+        )
     parts = [_tries(rung)]
     if rung.delay:
         parts.append(f"after {_delays(rung)}")
@@ -198,12 +210,12 @@ def _tries(rung: Rung) -> str:
         else f", counted by {_and([KEYS[key] for key in rung.key])}"
     )
     if rung.consecutive:
-        anew = [str(one) for one in rung.reset_by if one != "PROGRESS"] or (
+        resets = [str(one) for one in rung.reset_by if one != "PROGRESS"] or (
             [] if rung.reset_by else ["a fault of another cause"]
         )
         if not rung.reset_by or "PROGRESS" in rung.reset_by:
-            anew.append("progress")
-        text += f"; a row begins anew after {_or(anew)}"
+            resets.append("progress")
+        text += f"; the count starts over after {_or(resets)}"
     return text
 
 
@@ -218,7 +230,7 @@ def _delays(rung: Rung) -> str:
     return f"{shown} … at most {duration(max(MAX_BACKOFF, rung.delay))}"
 
 
-def _then(rung: Rung) -> str:
+def _describe_fallthrough(rung: Rung) -> str:
     """Return what leads to the next rung; empty if nothing does."""
     ways = []
     if rung.tries is not None:
@@ -228,9 +240,9 @@ def _then(rung: Rung) -> str:
     if others := [verdict for verdict in Verdict if rung.when and verdict not in rung.when]:
         ways.append(f"the verdict is {_or(others)}")
     if rung.codes:
-        ways.append("the code is another")
+        ways.append("the code is different")
     if rung.strategy is Strategy.SHRINK:
-        ways.append("fewer than its min would be left")
+        ways.append("fewer nodes than its min would remain")
     return ", or ".join(ways)
 
 
@@ -239,10 +251,11 @@ def _legend(used: set[Strategy]) -> list[str]:
         f"  {strategy:<17} {what}" for strategy, what in STRATEGIES.items() if strategy in used
     ]
     if needed := [strategy for strategy in SUSPECTS_NEEDED if strategy in used]:
-        passed = "is" if len(needed) == 1 else "are"
+        verb = "is" if len(needed) == 1 else "are"
         lines += _entry(
             "  ",
-            f"{_and(needed)} {passed} passed over where nobody is suspected; beyond the last rung the job fails.",
+            f"{_and(needed)} {verb} skipped if there is no suspect; after the last rung the job "
+            "fails.",
         )
     return lines
 
@@ -264,7 +277,7 @@ def _rung_view(number: int, rung: Rung) -> dict[str, Any]:
         "delays": [rung.delay_of(used).total_seconds() for used in range(count)]
         if rung.delay
         else [],
-        "then": _then(rung),
+        "then": _describe_fallthrough(rung),
     }
 
 

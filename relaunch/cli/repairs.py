@@ -183,7 +183,8 @@ async def repair(
         )
     except WorkflowAlreadyStartedError:
         raise ConfigError(
-            f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there"
+            f"node {node}: a repair of it is running already ({id_}); see or cancel it in the web "
+            "UI"
         ) from None
     result: NodeRepairResult = await handle.result()
     return result

@@ -53,7 +53,8 @@ def job_of(
         )
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"command {command[0]!r} is not found: expected a program on PATH or a path to one that may be executed"
+            f"command {command[0]!r} is not found: expected a program on PATH or a path to one "
+            "that may be executed"
         )
     optional = {"policy": policy, "fleet": fleet}
     return {
@@ -77,7 +78,8 @@ def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
         name, equals, value = item.partition("=")
         if not equals and name not in ours:
             raise ConfigError(
-                f"--env {name}: there is no such variable here; expected NAME=VALUE or the name of one that is set"
+                f"--env {name}: the variable is not set; expected NAME=VALUE or the name of a "
+                "variable that is set"
             )
         chosen[name] = value if equals else ours[name]
     return chosen
@@ -118,7 +120,7 @@ class OwnService:
                 ]
                 raise ConfigError(lines[-1].removeprefix("relaunch: "))
             await asyncio.sleep(0.02)
-        raise ConfigError(f"the server did not come up within {READY_WITHIN:g} s: see {self.log}")
+        raise ConfigError(f"the server did not start within {READY_WITHIN:g} s: see {self.log}")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -164,7 +166,8 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
             )
     except OSError as error:
         raise ConfigError(
-            f"state folder {state} cannot be written: {error.strerror}; choose another with RELAUNCH_STATE"
+            f"state folder {state} cannot be written: {error.strerror}; choose another with "
+            "RELAUNCH_STATE"
         ) from None
     return OwnService(state, process, log)
 
@@ -176,7 +179,10 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
     spec, policy = files.job_from_flags(values)
     if not shared:
         own = start_own(settings, spec.name, spec.node_count)
-        say(f"no server runs, so this job brings its own; its state is {own.state}")
+        say(
+            "no server is running, so relaunch starts one for this job; its state folder is "
+            f"{own.state}"
+        )
     kept = True
     try:
         from relaunch.cli.submit import submit
@@ -193,7 +199,7 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         following = asyncio.create_task(
             follow.follow_with_logs(client, settings.task_queue, spec.name, say)
         )
-        code = await _until_done(
+        code = await _wait_for_job(
             following,
             interruptions,
             lambda: jobs.cancel(client, spec.name, "ctrl-C"),
@@ -214,7 +220,7 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
                 shutil.rmtree(own.state, ignore_errors=True)
 
 
-async def _until_done(
+async def _wait_for_job(
     following: asyncio.Task[int],
     interruptions: asyncio.Queue[None],
     cancel: Callable[[], Coroutine[Any, Any, Any]],
@@ -233,9 +239,9 @@ async def _until_done(
             interrupted.cancel()
             return following.result()
         if cancelling is not None:
-            say(f"leaving; job {name} is being cancelled")
+            say(f"exiting; the cancellation of job {name} continues")
             following.cancel()
             await asyncio.wait([cancelling], timeout=2)  # the request itself must be sent
             return None
-        say(f"cancelling job {name}; ctrl-C again leaves at once")
+        say(f"cancelling job {name}; press ctrl-C again to exit at once")
         cancelling = asyncio.create_task(cancel())

@@ -94,7 +94,8 @@ def prepare_state(state: Path) -> IO[str]:
         lock = (state / "up.lock").open("a+")
     except OSError as error:
         raise ConfigError(
-            f"state folder {state} cannot be written: {error.strerror}; choose another with --state or RELAUNCH_STATE"
+            f"state folder {state} cannot be written: {error.strerror}; choose another with "
+            "--state or RELAUNCH_STATE"
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +159,7 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
     if attended:
-        loop.add_reader(sys.stdin.fileno(), lambda: _on_stdin(stop, drain))
+        loop.add_reader(sys.stdin.fileno(), lambda: _read_stdin(stop, drain))
     environment = {
         **os.environ,
         "TEMPORAL_ADDRESS": service.address,
@@ -186,26 +187,27 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
     stopping = asyncio.create_task(stop.wait())
     keepers = [asyncio.create_task(server.keep())]
     try:
-        ready = asyncio.create_task(_ready(service, server))
+        ready = asyncio.create_task(_wait_for_server(service, server))
         await asyncio.wait({ready, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            await _first(ready, *keepers)
+            await _raise_first_error(ready, *keepers)
             write_up(service.state, service.address, service.ui)
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
             if service.worker:
                 keepers.append(asyncio.create_task(worker.keep()))
                 say(
-                    f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on"
+                    f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops "
+                    "both, ranks keep running"
                 )
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
-                warming.add_done_callback(lambda task: _without(task, say))
+                warming.add_done_callback(lambda task: _report_warm_failure(task, say))
             await asyncio.wait(
                 {stopping, asyncio.create_task(drain.wait()), *keepers},
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if drain.is_set() and not stop.is_set():
-                await _jobs_ended(service, stopping)
+                await _wait_for_jobs(service, stopping)
         for keeper in keepers:
             if keeper.done():
                 keeper.result()
@@ -271,7 +273,8 @@ class Keeper:
             )
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._say(
-                f"the {self._name} ended ({how}: {self.last_words()}); starting it again in {backoff:g} s"
+                f"the {self._name} ended ({how}: {self.last_words()}); restarting it in "
+                f"{backoff:g} s"
             )
             await asyncio.sleep(backoff)
 
@@ -299,24 +302,24 @@ class Keeper:
             await process.wait()
 
 
-def _without(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
+def _report_warm_failure(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
     """Report why the warm process has ended; without it, commands only start more slowly."""
     if not warming.cancelled() and (error := warming.exception()) is not None:
-        say(f"{error}; commands start without it")
+        say(f"{error}; commands still work, but start more slowly")
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def before_exec() -> None:
+    def set_death_signal() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
-    return before_exec
+    return set_death_signal
 
 
-async def _ready(service: Service, server: Keeper) -> None:
+async def _wait_for_server(service: Service, server: Keeper) -> None:
     deadline = time.monotonic() + READY_WITHIN
     while True:
         try:
@@ -326,18 +329,18 @@ async def _ready(service: Service, server: Keeper) -> None:
         except ConfigError:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}"
+                    f"the server did not start within {READY_WITHIN:g} s: {server.last_words()}"
                 ) from None
         await asyncio.sleep(0.05)
 
 
-async def _first(*tasks: asyncio.Task[None]) -> None:
+async def _raise_first_error(*tasks: asyncio.Task[None]) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
 
 
-async def _jobs_ended(service: Service, stopping: asyncio.Task[bool]) -> None:
+async def _wait_for_jobs(service: Service, stopping: asyncio.Task[bool]) -> None:
     client = await connect(service.state, service.address)
     deadline = time.monotonic() + DRAIN_WITHIN
     while not stopping.done() and time.monotonic() < deadline:
@@ -350,7 +353,7 @@ async def _jobs_ended(service: Service, stopping: asyncio.Task[bool]) -> None:
         await asyncio.wait({stopping}, timeout=0.5)
 
 
-def _on_stdin(stop: asyncio.Event, drain: asyncio.Event) -> None:
+def _read_stdin(stop: asyncio.Event, drain: asyncio.Event) -> None:
     data = os.read(sys.stdin.fileno(), 4096)
     if b"drain" in data:
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())

@@ -32,7 +32,8 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
     state = now.state
     if state is None:
         raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can look at ranks: start one"
+            f"job {job}: no worker answers, and only a worker can read stacks: start one "
+            "(`relaunch up` or `relaunch-worker`)"
         )
     if state.generation == 0 or not state.slots:
         raise ConfigError(
@@ -67,7 +68,8 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
         )
     except ActivityFailureError as error:
         raise ConfigError(
-            f"job {job}: no worker answers: {getattr(error.cause, 'message', '') or error.cause or error}"
+            f"job {job}: no worker answers: "
+            f"{getattr(error.cause, 'message', '') or error.cause or error}"
         ) from None
     return answer.stacks
 

@@ -72,7 +72,8 @@ async def submit(
         now = await look(client, spec.name)
         generation = f", generation {now.state.generation}" if now.state else ""
         raise ConfigError(
-            f"job {spec.name} runs already ({now.phase}{generation}): expected another name, or `relaunch cancel {spec.name}` before"
+            f"job {spec.name} is already running ({now.phase}{generation}): choose another name, "
+            f"or cancel it first with `relaunch cancel {spec.name}`"
         ) from None
     except RPCError as error:
         if (
@@ -80,7 +81,8 @@ async def submit(
             and "search attribute" in error.message.lower()
         ):
             raise ConfigError(
-                f"namespace {client.namespace} does not know relaunch's search attributes: start a worker first, it adds them"
+                f"namespace {client.namespace} lacks relaunch's search attributes: start a worker "
+                "first (`relaunch up` or `relaunch-worker`), which adds them"
             ) from None
         raise
 
@@ -110,11 +112,12 @@ async def retry(
                 reason=reason, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets
             ),
         )
-        return f"job {name} runs: it was asked for a new generation"
+        return f"job {name} is running: requested a new generation"
     now = await look(client, name)
     if now.state is None:
         raise ConfigError(
-            f"job {name} ended as {now.status} without a result and no worker answers for it: start one, or submit the job anew"
+            f"job {name} ended as {now.status} without a result and no worker answers for it: "
+            "start one (`relaunch up` or `relaunch-worker`), or submit the job again"
         )
     await submit(
         client,
@@ -126,4 +129,4 @@ async def retry(
         renew_budgets,
         avoid,
     )
-    return f"job {name} had ended ({now.phase}): started again with its history and budgets"
+    return f"job {name} had ended ({now.phase}): restarted with its history and budgets"

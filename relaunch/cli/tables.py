@@ -10,10 +10,10 @@ from relaunch.cli import job_views
 from relaunch.config import ConfigError
 
 if TYPE_CHECKING:
-    from relaunch.cli.jobs import Look, Row
+    from relaunch.cli.jobs import JobSnapshot, JobSummary
 
 
-def row(item: Row) -> dict[str, Any]:
+def row(item: JobSummary) -> dict[str, Any]:
     return {
         "name": item.name,
         "phase": item.phase,
@@ -23,7 +23,7 @@ def row(item: Row) -> dict[str, Any]:
     }
 
 
-def print_jobs(rows: Sequence[Row], now: datetime) -> None:
+def print_jobs(rows: Sequence[JobSummary], now: datetime) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -41,7 +41,7 @@ def print_jobs(rows: Sequence[Row], now: datetime) -> None:
     Console(markup=False, highlight=False).print(table if rows else "no jobs")
 
 
-def show_view(now: Look, at: datetime) -> dict[str, Any]:
+def show_view(now: JobSnapshot, at: datetime) -> dict[str, Any]:
     """Return what `show --json` prints.
 
     If no worker answers, it has the values in the job's memo, and None or nothing for the others.
@@ -50,7 +50,8 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
         return {**job_views.show(now.state, now.watch, at), "source": now.source}
     if "phase" not in now.memo:
         raise ConfigError(
-            f"job {now.name} is {now.status} and left no word, and no worker answers for it: start a worker and try again"
+            f"job {now.name} is {now.status}, has recorded no state, and no worker answers for "
+            "it: start one (`relaunch up` or `relaunch-worker`), then repeat the command"
         )
     nothing = dict.fromkeys(
         (
@@ -80,12 +81,13 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
     }
 
 
-def print_show(view: Mapping[str, Any], now: Look) -> None:
+def print_show(view: Mapping[str, Any], now: JobSnapshot) -> None:
     if now.state is None:
         print(
-            f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext        {view['next']['what']}"
+            f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext     "
+            f"   {view['next']['what']}"
         )
-        print("\nno worker answers: this is what the job itself wrote down last")
+        print("\nno worker answers: this is the last state that the job recorded")
         return
     print("\n".join(job_views.show_lines(view, datetime.now(UTC))))
     if now.source == "result":
@@ -94,6 +96,6 @@ def print_show(view: Mapping[str, Any], now: Look) -> None:
 
 def print_history(job: str, entries: Sequence[Mapping[str, Any]]) -> None:
     if not entries:
-        print(f"job {job} has met no incident")
+        print(f"job {job} has had no incident")
     now = datetime.now(UTC)
     print("\n\n".join("\n".join(job_views.history_lines(entry, now)) for entry in entries))

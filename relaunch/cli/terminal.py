@@ -14,8 +14,8 @@ from relaunch.config import ConfigError, Settings, read_settings
 if TYPE_CHECKING:
     from temporalio.client import Client
 
-Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
-Reason = Annotated[str, typer.Option(help="A clause that says why, for the history.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Reason = Annotated[str, typer.Option(help="The reason, for the history.")]
 
 
 def check_reason(text: str) -> str:
@@ -25,9 +25,7 @@ def check_reason(text: str) -> str:
         ConfigError: It is blank.
     """
     if not text.strip():
-        raise ConfigError(
-            "--reason is empty: expected a clause that says why, for those who read the history"
-        )
+        raise ConfigError("--reason is empty: expected the reason, which the history keeps")
     return text
 
 
@@ -47,9 +45,7 @@ def check_name(kind: str, name: str) -> str:
 
 RequiredReason = Annotated[
     str,
-    typer.Option(
-        "--reason", callback=check_reason, help="A clause that says why, for the history."
-    ),
+    typer.Option("--reason", callback=check_reason, help="The reason, for the history."),
 ]
 Job = Annotated[str, typer.Argument(metavar="JOB")]
 Value = TypeVar("Value")
@@ -59,17 +55,17 @@ def say(text: str) -> None:
     print(f"relaunch: {text}", file=sys.stderr, flush=True)
 
 
-def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
+def run_with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
     """Read the settings, connect, and run `work`; return its result."""
     import asyncio
 
-    async def connected() -> Value:
+    async def run_connected() -> Value:
         from relaunch.temporal import connect
 
         settings = read_settings()
         return await work(await connect(settings.state), settings)
 
-    return asyncio.run(connected())
+    return asyncio.run(run_connected())
 
 
 def print_json(value: Any) -> None:

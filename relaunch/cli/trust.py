@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from relaunch.cli.direct import NoKey, remember
+from relaunch.cli.direct import MissingKey, remember
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def trust(
-    spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Callable[[str], str] | None
+    spec: FleetSpec,
+    keys: Iterable[HostKey | MissingKey],
+    yes: bool,
+    ask: Callable[[str], str] | None,
 ) -> bool:
     """Show the keys, ask about each unknown one, and record those that were vouched for.
 
@@ -34,7 +37,7 @@ def trust(
     """
     known = True
     for key in keys:
-        if isinstance(key, NoKey):
+        if isinstance(key, MissingKey):
             print(f"{key.node}: {key.reason}")
             known = False
         elif key.standing == "known":
@@ -49,20 +52,20 @@ def trust(
 
 def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str] | None) -> bool:
     address = next(node.address for node in spec.nodes if node.name == key.node)
-    print(
-        f"{key.node} ({address}): {key.algorithm} {key.fingerprint}, to be written into {key.file}"
-    )
+    print(f"{key.node} ({address}): {key.algorithm} {key.fingerprint}, not yet in {key.file}")
     if not yes:
         if ask is None:
             raise ConfigError(
-                f"there is no terminal to ask at whether that is {key.node}'s key: compare it with the machine's own, then add --yes"
+                f"no terminal to ask whether this is the key of {key.node}: compare it with the "
+                "key on that machine, then repeat the command with --yes"
             )
         print(
-            f"  on the machine itself: ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub"
+            "  to compare, run on the machine itself: ssh-keygen -lf "
+            f"/etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub"
         )
         answer = ask(f"  is that the key of {key.node}? [y/N] ").strip().lower()
         if answer not in ("y", "yes"):
-            print(f"{key.node}: not trusted, nothing written")
+            print(f"{key.node}: not trusted, nothing was written")
             return False
     remember(key)
     print(f"{key.node}: trusted")
@@ -72,15 +75,18 @@ def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str]
 def _danger(key: HostKey) -> str:
     if key.standing == "revoked":
         return (
-            f"{key.node}: {key.reason}: whoever has that key is not to be trusted. Nothing written"
+            f"{key.node}: {key.reason}: do not trust a machine that presents it. Nothing was "
+            "written"
         )
     name, file = shlex.quote(key.known_as), key.told_by or key.file
     return (
         f"{key.node}: {key.reason}\n"
-        "  Somebody who answers in the node's place would look exactly like this, and would be given your commands and your secrets.\n"
-        "  If the machine was installed anew, and you know it from somewhere else than this connection, forget the old key first:\n"
+        "  An attacker who answers in the node's place looks exactly like this, and would receive "
+        "your commands and your secrets.\n"
+        "  If you know from another source than this connection that the machine was reinstalled, "
+        "remove the old key:\n"
         f"      ssh-keygen -R {name} -f {file if file.startswith('~/') else shlex.quote(file)}\n"
-        "  and run this command again. Nothing written"
+        "  and run this command again. Nothing was written"
     )
 
 

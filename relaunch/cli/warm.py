@@ -67,7 +67,8 @@ def serve(state: Path, main: Callable[[], int]) -> NoReturn:
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
         raise ConfigError(
-            f"{len(threads)} threads run after the imports: expected 1, a fork would have lost the others"
+            f"{len(threads)} threads run after the imports: expected 1, because a fork keeps only "
+            "one"
         )
     listener = _listen(state)
     # Every fork shares the present objects; the collector must not touch them, or it would copy
@@ -133,7 +134,8 @@ def _listen(state: Path) -> socket.socket:
         folder = state.stat()
         if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
             raise ConfigError(
-                f"state folder {state} can be written by others: expected one that is yours alone, for {SOCKET} in it"
+                f"state folder {state} is writable by other users: expected one that only you can "
+                f"write, because it holds {SOCKET}"
             )
         # By its name alone: the path of a socket may have at most 107 bytes.
         os.chdir(state)
@@ -145,7 +147,7 @@ def _listen(state: Path) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"there can be no socket {SOCKET} in state folder {state}: {error.strerror}"
+            f"the socket {SOCKET} cannot be created in state folder {state}: {error.strerror}"
         ) from None
     listener.setblocking(False)
     return listener

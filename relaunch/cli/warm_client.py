@@ -194,6 +194,7 @@ def _wait(connection: socket.socket, pid: int, sent: list[int]) -> None:
         os.kill(os.getpid(), number)
     os.write(
         2,
-        b"relaunch: the process that ran this command is gone; a job that was submitted goes on: see `relaunch jobs`\n",
+        b"relaunch: the process that ran this command has died; a submitted job keeps running: "
+        b"see `relaunch jobs`\n",
     )
     os._exit(1)

@@ -166,8 +166,8 @@ def test_state_that_was_removed_whole_is_restored_by_its_shim(
 
 def test_the_bootstrap_and_the_checks_know_the_same_places() -> None:
     assert bootstrap.candidates() == [str(path) for path in folders.list_candidates(os.geteuid())]
-    assert folders.SHARED_FILE_SYSTEMS == node_check.SHARED
-    assert folders.FORGETFUL_FILE_SYSTEMS == node_check.FORGETFUL
+    assert folders.SHARED_FILE_SYSTEMS == node_check.SHARED_FILE_SYSTEMS
+    assert folders.FORGETFUL_FILE_SYSTEMS == node_check.VOLATILE_FILE_SYSTEMS
 
 
 TAKEN = """

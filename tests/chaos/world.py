@@ -29,7 +29,7 @@ from temporalio.service import RPCError
 
 from relaunch.cli import jobs
 from relaunch.cli.client import GENERATION, PHASE
-from relaunch.cli.jobs import Look
+from relaunch.cli.jobs import JobSnapshot
 from relaunch.cli.service import HOST, SERVER_OPTIONS, choose_port, find_server
 from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
@@ -156,7 +156,7 @@ class Job:
     folder: Path
     run_id: str
 
-    async def look(self) -> Look:
+    async def look(self) -> JobSnapshot:
         return await jobs.look(self.world.client, self.name)
 
     async def state(self) -> JobState:

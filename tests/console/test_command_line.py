@@ -167,7 +167,7 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     first = await place.starter("submit", job)
     assert (first.code, first.out) == (0, "job llama submitted: 2 ranks on 2 nodes\n"), first
     one_sentence(
-        await place.starter("submit", job), "job llama runs already (RUNNING, generation 1)"
+        await place.starter("submit", job), "job llama is already running (RUNNING, generation 1)"
     )
 
     view = json.loads((await place.starter("show", "llama", "--json")).out)
@@ -188,8 +188,8 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     one_sentence(
         alive,
         "node local-2 answered just now",
-        "ranks of job llama live there",
-        "--force declares it dead all the same",
+        "ranks of job llama run there",
+        "to declare it dead anyway, add --force",
     )
     for reason in ("", "  "):
         one_sentence(
@@ -199,7 +199,7 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     told = await place.starter(
         "nodes", "declare-dead", "local-2", "--reason", "unplugged", "--force"
     )
-    assert (told.code, told.out) == (0, "node local-2 is dead: told llama\n"), told
+    assert (told.code, told.out) == (0, "node local-2 declared dead: reported to llama\n"), told
     one_sentence(
         await place.starter("nodes", "declare-dead", "n9", "--reason", "x"), "n9", "no running job"
     )
@@ -216,7 +216,7 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
         followed
     )
     one_sentence(await place.starter("cancel", "llama"), "llama has ended (CANCELLED)")
-    assert "had ended (CANCELLED): started again" in (await place.starter("retry", "llama")).out
+    assert "had ended (CANCELLED): restarted" in (await place.starter("retry", "llama")).out
     await place.client.get_workflow_handle("job/llama").terminate()
 
 
@@ -282,7 +282,7 @@ async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.to_thread(process.communicate, None, DEADLINE)
     assert process.returncode == 143
-    assert "cancelling job long; ctrl-C again leaves at once" in err
+    assert "cancelling job long; press ctrl-C again to exit at once" in err
     assert "job long CANCELLED: cancelled: ctrl-C" in err
 
 
@@ -318,12 +318,12 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
     )
     one_sentence(
         await place.starter("answer", "asks", "maybe", "--reason", "x"),
-        "'maybe' is no answer, expected approve, deny, snooze or take-over",
+        "unknown answer 'maybe': expected approve, deny, snooze or take-over",
     )
     one_sentence(
         await place.starter("answer", "asks", "deny", "--within", "2h", "--reason", "x"),
         "--within 2h",
-        "expected snooze",
+        "use it with snooze",
     )
     one_sentence(
         await place.starter("answer", "asks", "snooze", "--within", "soon", "--reason", "x"),

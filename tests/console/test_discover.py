@@ -13,7 +13,13 @@ import yaml
 
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.cli import app, direct
-from relaunch.cli.discover import Found, _cannot, _flow, names, sort_out
+from relaunch.cli.discover import (
+    ContainerInstance,
+    _dump_inline,
+    _explain_error,
+    names,
+    select_instances,
+)
 from relaunch.cli.files import read_fleet
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
@@ -103,8 +109,8 @@ def test_each_instance_is_a_node_named_by_its_tag_or_a_number(
     assert remarks == [
         "",
         "",
-        "no GPU of it is registered with ECS",
-        "its ECS agent is not connected",
+        "no GPU registered with ECS",
+        "ECS agent not connected",
     ]
     assert f"# left out: {machines[4]} is terminated\n" in out
 
@@ -196,18 +202,20 @@ def test_without_a_region_it_says_how_to_give_one(
         (
             "ThrottlingException",
             Kind.THROTTLED,
-            "ECS ListContainerInstances: ThrottlingException: expected AWS to answer",
+            "ECS ListContainerInstances: ThrottlingException: check the network to AWS, then repeat the command",
         ),
     ],
 )
 def test_a_refusal_of_aws_is_shown_with_its_remedy(code: str, kind: Kind, says: str) -> None:
-    assert says in _cannot(
+    assert says in _explain_error(
         "training", "us-east-1", AwsError(f"ECS ListContainerInstances: {code}", code, kind)
     )
 
 
-def found(ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running") -> Found:
-    return Found(arn, ec2_id, 8, connected, 0.0, "", state)
+def found(
+    ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running"
+) -> ContainerInstance:
+    return ContainerInstance(arn, ec2_id, 8, connected, 0.0, "", state)
 
 
 def test_a_machine_that_registered_twice_is_one_node() -> None:
@@ -215,13 +223,15 @@ def test_a_machine_that_registered_twice_is_one_node() -> None:
         found("i-0123456789abcdef0", "arn:1", connected=False),
         found("i-0123456789abcdef0", "arn:2"),
     )
-    assert sort_out([old, new]) == ([new], []) == sort_out([new, old])
+    assert select_instances([old, new]) == ([new], []) == select_instances([new, old])
 
 
 def test_what_is_no_machine_of_ec2_is_left_out_and_said() -> None:
-    assert sort_out([found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]) == (
+    assert select_instances(
+        [found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]
+    ) == (
         [],
-        ["mi-0123456789abcdef0 is no EC2 instance", "i-0123456789abcdef0 is not known to EC2"],
+        ["mi-0123456789abcdef0 is not an EC2 instance", "i-0123456789abcdef0 is not known to EC2"],
     )
 
 
@@ -231,8 +241,8 @@ def test_numbers_leave_out_what_a_tag_has_taken_already() -> None:
 
 
 def test_a_tag_that_yaml_would_misread_stays_a_name() -> None:
-    assert yaml.safe_load(_flow({"name": "on"})) == {"name": "on"} and yaml.safe_load(
-        _flow({"name": "007"})
+    assert yaml.safe_load(_dump_inline({"name": "on"})) == {"name": "on"} and yaml.safe_load(
+        _dump_inline({"name": "007"})
     ) == {"name": "007"}
 
 
@@ -243,6 +253,6 @@ def test_nodes_check_file_says_who_looks_at_container_instances() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker",
+        match=r"use `relaunch nodes check NODE --fleet lab`, which examines them through a running",
     ):
-        direct.nodes_of(spec, Path("lab.yaml"), ())
+        direct.select_nodes(spec, Path("lab.yaml"), ())

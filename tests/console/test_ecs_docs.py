@@ -21,7 +21,7 @@ from relaunch.backends.ecs.legacy_rows import JobStatus, LegacyStatus, TaskStatu
 from relaunch.backends.ecs.options import TABLES, VARIABLES, options
 from relaunch.backends.ecs.tasks import read_definition, the_container
 from relaunch.cli import app
-from relaunch.cli.discover import Found, _written
+from relaunch.cli.discover import ContainerInstance, _render_file
 from relaunch.cli.files import read_fleet, read_job
 from tests.console import page_commands
 
@@ -79,9 +79,10 @@ def test_its_fleet_file_is_as_discovered_and_a_worker_takes_it(tmp_path: Path) -
     (tmp_path / "fleet.yaml").write_text(FLEET)
     spec = read_fleet(tmp_path / "fleet.yaml")
     found = [
-        Found("arn:1", node.address, node.gpus, True, 0.0, "", "running") for node in spec.nodes
+        ContainerInstance("arn:1", node.address, node.gpus, True, 0.0, "", "running")
+        for node in spec.nodes
     ]
-    assert _written("training", "eu-west-1", "default", "trainer", found, ()) == FLEET
+    assert _render_file("training", "eu-west-1", "default", "trainer", found, ()) == FLEET
     assert EcsBackend(spec, options(spec, {})).fences is False
 
 

@@ -104,7 +104,7 @@ def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None,
 
 def test_a_kill_is_out_of_memory_only_by_the_kernels_word() -> None:
     assert text("exit", "137").endswith(
-        "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead."
+        "If the kernel log says that the process was killed for memory, the cause is OUT_OF_MEMORY."
     )
 
 
@@ -148,9 +148,9 @@ def test_a_file_without_evidence_names_no_cause(tmp_path: Path) -> None:
     assert (made["cause"], made["findings"], made["reason"]) == (
         None,
         [],
-        "nothing in it names a cause",
+        "no finding names a cause",
     )
-    assert text("kernel", write(tmp_path, "")) == "0 lines read\n\nnothing in it names a cause"
+    assert text("kernel", write(tmp_path, "")) == "0 lines read\n\nno finding names a cause"
 
 
 def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
@@ -210,15 +210,15 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "what", "expected"),
     [
-        ("xid", "abc", "explain xid: 'abc' is no number"),
-        ("xid", "²", "is no number"),
-        ("xid", "99999", "Xid 99999 is in no table of ours"),
-        ("exit", "300", "'300' is no exit: expected a code from 0 to 255"),
-        ("exit", "SIGNOTHING", "'SIGNOTHING' is no exit"),
+        ("xid", "abc", "explain xid: 'abc' is not a number"),
+        ("xid", "²", "is not a number"),
+        ("xid", "99999", "Xid 99999 is not in the catalog"),
+        ("exit", "300", "'300' is not an exit: expected a code from 0 to 255"),
+        ("exit", "SIGNOTHING", "'SIGNOTHING' is not an exit"),
         ("log", "no/such.log", "no/such.log cannot be read: No such file or directory"),
         ("kernel", str(ROOT), "cannot be read: Is a directory"),
         ("dcgm", "no/such.json", "no/such.json cannot be read"),
-        ("xids", "79", f"'xids' is no kind of evidence: one of {', '.join(KINDS)}"),
+        ("xids", "79", f"unknown kind of evidence 'xids': expected one of {', '.join(KINDS)}"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_in_one_sentence(
@@ -230,7 +230,7 @@ def test_what_cannot_be_explained_is_refused_in_one_sentence(
 
 
 def test_an_exit_code_of_dcgmi_says_nothing_about_other_evidence() -> None:
-    with pytest.raises(ConfigError, match="--exit-code: 3 is of no use to explain xid"):
+    with pytest.raises(ConfigError, match="--exit-code 3 is the exit code of dcgmi"):
         explain("xid", "79", 3, None)
 
 
@@ -253,4 +253,6 @@ async def test_as_people_type_it(tmp_path: Path) -> None:
         json.loads((await starter(tmp_path, "explain", "exit", "137", "--json")).out)["cause"]
         == "UNKNOWN"
     )
-    one_sentence(await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345 is in no table")
+    one_sentence(
+        await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345 is not in the catalog"
+    )

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from relaunch.cli import direct
-from relaunch.cli.node_check import Found, Row, rows, runs
+from relaunch.cli.node_check import CheckResult, CheckRow, can_run_ranks, rows
 from relaunch.cli.trust import trust
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
@@ -60,9 +60,9 @@ def written(site: Site, spec: FleetSpec) -> Path:
     return path
 
 
-async def checked(site: Site, spec: FleetSpec, *names: str) -> list[dict[str, Row]]:
-    fleet = await direct.look_at(spec, Path("lab.yaml"), names, site.folder / "here")
-    return [{row.check: row for row in rows(fleet, seen)} for seen in fleet.seen]
+async def checked(site: Site, spec: FleetSpec, *names: str) -> list[dict[str, CheckRow]]:
+    fleet = await direct.run_preflight(spec, Path("lab.yaml"), names, site.folder / "here")
+    return [{row.check: row for row in rows(fleet, seen)} for seen in fleet.nodes]
 
 
 def starter(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
@@ -103,12 +103,14 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
     hosts = [site.host(), site.host()]
     spec = fleet_of(site, *hosts)
     first = await checked(site, spec)
-    assert [[row for row in found.values() if row.found is Found.FAIL] for found in first] == [
+    assert [
+        [row for row in found.values() if row.found is CheckResult.FAIL] for found in first
+    ] == [
         [],
         [],
     ]
     assert first[0]["agent"].what.startswith("shipped, ")
-    assert first[0]["logout"].what == "what was started stays"
+    assert first[0]["logout"].what == "processes survive the logout"
     assert (
         "reaches n2 in" in first[0]["training network"].what
         and "reaches n1 in" in first[1]["training network"].what
@@ -119,10 +121,10 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
             lambda host=host: not left_behind(host), "what listened is ended when all is seen"
         )
     again = await checked(site, spec, "n2")
-    assert again[0]["agent"].what.startswith("was there, ")
+    assert again[0]["agent"].what.startswith("already installed, ")
     assert (
         again[0]["training network"].what
-        == f"listens at {hosts[1].address}; nobody to connect to: name two nodes"
+        == f"listens at {hosts[1].address}; no other node to connect to: check two or more nodes"
     )
 
 
@@ -141,10 +143,10 @@ async def test_a_host_that_kills_at_logout_is_detected(site: Site) -> None:
     fine, kills = site.host(), site.host()
     kills.program_named("python3", KILLS.format(python=shlex.quote(sys.executable)))
     first, second = await checked(site, fleet_of(site, fine, kills))
-    assert first["logout"].found is Found.OK
-    assert second["logout"].found is Found.FAIL
+    assert first["logout"].found is CheckResult.OK
+    assert second["logout"].found is CheckResult.FAIL
     assert "ranks would die with every lost connection" in second["logout"].what
-    assert first["training network"].fix == "mend its logout first"
+    assert first["training network"].fix == "fix the logout of that node first"
 
 
 async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
@@ -154,7 +156,7 @@ async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
     down.kill()
     closed.authorized.write_text(make_key(site.folder / "other").with_suffix(".pub").read_text())
     found = await checked(site, fleet_of(site, fine, down, closed))
-    assert [runs(tuple(each.values())) for each in found] == [True, False, False]
+    assert [can_run_ranks(tuple(each.values())) for each in found] == [True, False, False]
     assert (
         found[1]["reached"].what
         == f"{down.address}:{down.port} refused the connection: nothing listens there"
@@ -162,7 +164,7 @@ async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
     assert f"-p {down.port}" in found[1]["reached"].fix
     assert "was refused: offered" in found[2]["reached"].what
     assert "ssh-copy-id" in found[2]["reached"].fix
-    assert found[2]["host key"].found is Found.OK
+    assert found[2]["host key"].found is CheckResult.OK
 
 
 async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> None:
@@ -173,9 +175,9 @@ async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> 
     # As the true one does, it listens before it speaks.
     python_double(host, f"input(); print({line!r}.replace('\\\\n', chr(10)), flush=True)")
     (found,) = await checked(site, fleet_of(site, host))
-    assert found["agent"].found is Found.FAIL
+    assert found["agent"].found is CheckResult.FAIL
     assert "3.6.8" in found["agent"].what
-    assert found["reached"].found is Found.OK
+    assert found["reached"].found is CheckResult.OK
 
 
 async def test_a_wrong_training_network_is_found_on_the_node_itself(site: Site) -> None:
@@ -209,7 +211,7 @@ async def ask_about(
             asked.append(question)
             return given
 
-    return trust(spec, await direct.keys_of(spec, Path("lab.yaml"), ()), yes, ask), asked
+    return trust(spec, await direct.read_host_keys(spec, Path("lab.yaml"), ()), yes, ask), asked
 
 
 async def test_a_key_is_written_down_only_by_a_yes(
@@ -224,12 +226,12 @@ async def test_a_key_is_written_down_only_by_a_yes(
     assert host.logins() == 0, "nothing is sent to a node whose key nobody knows"
     assert (await ask_about(site, spec, "yes"))[0]
     own = own_fingerprint(host.public_keys[0])
-    assert f"ED25519 {own}, to be written into {site.known_hosts}" in capsys.readouterr().out
+    assert f"ED25519 {own}, not yet in {site.known_hosts}" in capsys.readouterr().out
     assert site.known_hosts.stat().st_mode & 0o777 == 0o600
     assert site.known_hosts.read_text() == host.known_hosts
     assert await ask_about(site, spec, "no") == (True, []), "what is known is not asked about"
     (found,) = await checked(site, spec)
-    assert runs(tuple(found.values()))
+    assert can_run_ranks(tuple(found.values()))
 
 
 async def test_a_name_is_hashed_where_the_configuration_says_so(site: Site) -> None:
@@ -285,7 +287,7 @@ async def test_a_jump_host_is_not_stormed_by_many_nodes_behind_it(site: Site) ->
     ssh = {"key": str(site.key), "known_hosts": str(site.known_hosts), "config": str(site.config)}
     ssh["proxy_jump"] = f"{jump.user}@{jump.address}:{jump.port}"
     spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh})
-    found = await direct.keys_of(spec, Path("lab.yaml"), ())
+    found = await direct.read_host_keys(spec, Path("lab.yaml"), ())
     assert {str(getattr(one, "reason", "")).partition(" 127.0.0.99:")[0] for one in found} == {
         "the jump host cannot reach"
     }
@@ -325,7 +327,7 @@ async def test_a_person_at_a_terminal_is_asked(site: Site) -> None:
     for answer in ("\n", "\x04"):  # Enter, and ctrl-D
         code, shown = at_a_terminal(site, answer, "nodes", "trust", "--file", file)
         assert (code, site.known_hosts.read_text()) == (1, ""), shown
-        assert "n1: not trusted, nothing written" in shown
+        assert "n1: not trusted, nothing was written" in shown
     code, shown = at_a_terminal(site, "y\n", "nodes", "trust", "--file", file)
     assert (code, site.known_hosts.read_text()) == (0, host.known_hosts), shown
 

@@ -11,14 +11,14 @@ import pytest
 
 from relaunch.cli.node_pages import (
     changes,
+    describe_quarantine,
+    describe_release,
+    describe_removed_nodes,
     fleet_lines,
     fleet_notes,
     fleet_view,
-    leaving,
     node_lines,
     node_more,
-    quarantined_sentence,
-    released_sentence,
 )
 from relaunch.cli.node_views import STATES, rows, table_row, tenants
 from relaunch.evidence.causes import Cause
@@ -71,7 +71,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             living(1, "orphan"),
             (),
             "busy",
-            "ranks of orphan live there, by no claim that the fleet knows",
+            "ranks of orphan run there without a claim that the fleet knows",
         ),
         (node(1, **SUSPECT), (), "suspect", "Xid 79 (job llama, 60m ago)"),
         (
@@ -84,13 +84,13 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             node(1, repair="repair/default/gpu-01/run"),
             (),
             "repairing",
-            "repair/default/gpu-01 is under way",
+            "repair/default/gpu-01 is running",
         ),
         (
             node(1, repair="repair/default/gpu-01", repair_since=T0),
             (),
             "repairing",
-            "repair/default/gpu-01 is under way (0s ago)",
+            "repair/default/gpu-01 is running (0s ago)",
         ),
         (node(1, **OUT), (), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
         (node(1, **OUT), (Place("gpu-01"),), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
@@ -98,7 +98,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             node(1, **OUT, drain=DRAIN),
             (Place("gpu-01"),),
             "draining",
-            "flaky NVLink (grace@ops, 3h ago); to be left within 12m",
+            "flaky NVLink (grace@ops, 3h ago); jobs must leave within 12m",
         ),
         (node(1, **OUT, drain=DRAIN), (), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
         (silent(1), (), "silent", "connection refused (5m ago)"),
@@ -110,7 +110,7 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago):"
             " connection refused",
         ),
-        (node(1, probe=None, probed_at=None), (), "silent", "nobody has looked at it yet"),
+        (node(1, probe=None, probed_at=None), (), "silent", "not probed yet"),
         (
             node(1, probe=NodeProbe("gpu-01", busy="repair (x) works on it")),
             (),
@@ -294,12 +294,11 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
     )
     assert fleet_notes(state, T0) == [
         "the breaker is open since 2026-03-01T11:00:00Z (60m ago),"
-        " so nothing is granted or repaired:"
-        " 3 of 8 nodes are out, nodes_out allows 2;"
-        " `relaunch nodes resume --fleet default --reason …`",
+        " so no node is given to jobs or repaired: 3 of 8 nodes are out, nodes_out allows 2;"
+        " to close it: `relaunch nodes resume --fleet default --reason …`",
         "repairs are paused by grace@ops: maintenance;"
-        " `relaunch nodes resume --fleet default --reason …`",
-        "the fleet was started anew and asks what they hold: mixtral",
+        " to resume: `relaunch nodes resume --fleet default --reason …`",
+        "the fleet was restarted and waits for the claims of mixtral",
         "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago):"
         " 2 of 4 nodes: gpu-03 is quarantined",
         "repair/default/gpu-01 waits for a permit to reboot gpu-01: Xid 79",
@@ -332,10 +331,10 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
         "node        gpu-01 of fleet default (10.0.0.1, 8 GPUs, spare)",
         "state       draining by grace@ops since 2026-03-01T09:00:00Z (3h ago): flaky NVLink",
         "health      not examined; `relaunch nodes check gpu-01 --fleet default` examines it now",
-        "look        0s ago: it answered, boot id boot 1",
-        "living      job llama, submission 7, generation 2",
+        "probe       0s ago: it answered, boot id boot 1",
+        "running     job llama, submission 7, generation 2",
         "has it      job llama, submission 7: GPU 0, 1",
-        "drain       to be left by 2026-03-01T12:12:00Z, asked by grace@ops: flaky NVLink",
+        "drain       jobs must leave by 2026-03-01T12:12:00Z, requested by grace@ops: flaky NVLink",
         "repair      repair/default/gpu-01: http://127.0.0.1:8233/namespaces/default/workflows/repair%2Fdefault%2Fgpu-01/run-1",
         "fault       2026-03-01T11:00:00Z Xid 79 (GPU_FATAL), job llama generation 3:"
         " GPU 5 fell off the bus"
@@ -345,16 +344,16 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
     ]
     suspect = replace(record, drain=None, repair_drain=DRAIN, asked_jobs=("llama",))
     assert (
-        "shared      llama asked to leave it by 2026-03-01T12:12:00Z, so that it can be examined"
+        "shared      llama must leave by 2026-03-01T12:12:00Z, so that the node can be examined"
         in node_lines(suspect, here, "default", T0, None)
     )
     ordered = node_lines(replace(record, repair="repair/default/gpu-01"), here, "default", T0, None)
-    assert "repair      repair/default/gpu-01, which is ordered and has not begun" in ordered
+    assert "repair      repair/default/gpu-01, ordered but not started" in ordered
     assert "repair      repair/default/gpu-01 in the web UI, run run-1" in node_lines(
         record, here, "default", T0, None
     )
     assert (
-        "look        0s ago: no answer since 2026-03-01T11:55:00Z (5m ago): connection refused"
+        "probe       0s ago: no answer since 2026-03-01T11:55:00Z (5m ago): connection refused"
         in node_lines(silent(2), (), "default", T0, None)
     )
 
@@ -385,28 +384,27 @@ def test_what_a_file_changes_is_named_node_by_node() -> None:
     assert changes(state, replace(same, nodes=(*same.nodes, node(3).spec))) == ["new: gpu-03"], (
         "it came back before everybody had left it"
     )
-    assert leaving(state) == ["gpu-03 stays until it is free: llama is on it"]
+    assert describe_removed_nodes(state) == ["gpu-03 stays until it is free: llama is on it"]
 
 
 def test_what_was_said_is_answered_with_what_is_now() -> None:
     held = (claim("llama", Place("gpu-01")),)
     begin, end = (
         "node gpu-01 is quarantined: flaky NVLink;",
-        "is given it before `relaunch nodes release gpu-01`",
+        "no other job gets it until `relaunch nodes release gpu-01`",
     )
-    nobody = f"{begin} nobody has it, and nobody {end}"
-    stays = f"{begin} llama may go on there, and nobody else {end}"
-    leaves = f"{begin} llama has to leave it by 2026-03-01T12:12:00Z, and nobody else {end}"
-    assert quarantined_sentence(fleet(node(1, **OUT)), "gpu-01") == nobody
-    assert quarantined_sentence(fleet(node(1, **OUT), claims=held), "gpu-01") == stays
-    assert quarantined_sentence(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
+    nobody = f"{begin} no job has it; {end}"
+    stays = f"{begin} llama may keep it; {end}"
+    leaves = f"{begin} llama has to leave it by 2026-03-01T12:12:00Z; {end}"
+    assert describe_quarantine(fleet(node(1, **OUT)), "gpu-01") == nobody
+    assert describe_quarantine(fleet(node(1, **OUT), claims=held), "gpu-01") == stays
+    assert describe_quarantine(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
     assert (
-        released_sentence(fleet(node(1)), "gpu-01")
-        == "node gpu-01 is in service: jobs may be given it"
+        describe_release(fleet(node(1)), "gpu-01") == "node gpu-01 is in service: jobs can get it"
     )
     assert (
-        released_sentence(fleet(silent(1)), "gpu-01")
-        == "node gpu-01 is in service: jobs may be given it, but it does not answer"
+        describe_release(fleet(silent(1)), "gpu-01")
+        == "node gpu-01 is in service: jobs can get it, but it does not answer"
     )
 
 
@@ -438,7 +436,7 @@ def test_nodes_on_offer_are_free_and_say_until_when_reserved() -> None:
         [],
         [{"job": "llama", "until": "2026-03-01T12:02:00Z"}],
     )
-    assert "llama runs on 1 node and takes up to 2, when nobody waits for them" in fleet_notes(
+    assert "llama runs on 1 node and takes up to 2, when no job waits for them" in fleet_notes(
         state, T0
     )
     assert "llama runs on 1 node and takes up to 2 from 2026-03-01T12:00:00Z on" in fleet_notes(
@@ -526,8 +524,7 @@ def test_s2_10_a_node_is_shown_with_gpus_memory_and_their_users() -> None:
         read(Inventory(unreadable="no library"), inventory_at=None), (), "default", T0, None
     )
     assert (
-        "gpus        GPUs unreadable: no library; read before something was done to the node"
-        in unread
+        "gpus        GPUs unreadable: no library; read before the last action on the node" in unread
     )
     assert not [
         line for line in node_lines(node(1), (), "default", T0, None) if line.startswith("gpu")

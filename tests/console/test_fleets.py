@@ -98,7 +98,7 @@ async def test_listing_begins_a_fleet_that_is_new_or_was_terminated(
 
 async def test_quarantine_and_release_each_say_the_new_state(place: Place) -> None:
     answer = said(await place.starter("nodes", "quarantine", "gpu-01", "--reason", "flaky NVLink"))
-    assert answer.startswith("node gpu-01 is quarantined: flaky NVLink; nobody has it")
+    assert answer.startswith("node gpu-01 is quarantined: flaky NVLink; no job has it")
     shown = json.loads(said(await place.starter("nodes", "show", "gpu-01", "--json")))
     assert (shown["state"], shown["reason"], "@" in shown["by"]) == (
         "quarantined",
@@ -131,7 +131,7 @@ async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Pla
     ].endswith("maintenance")
     assert (
         said(await place.starter("nodes", "resume", "--reason", "done"))
-        == "fleet default gives nodes and has them repaired"
+        == "fleet default gives nodes to jobs and repairs them again"
     )
     applied = said(await place.starter("nodes", "apply"))
     assert applied.splitlines() == [
@@ -158,17 +158,17 @@ async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
     )
     one_sentence(
         await place.starter("nodes", "answer", "gpu-01", "maybe", "--reason", "x"),
-        "'maybe' is no answer, expected approve or deny",
+        "unknown answer 'maybe': expected approve or deny",
     )
     assert (
         said(await place.starter("nodes", "answer", "gpu-01", "deny", "--reason", "it is mine"))
-        == "deny: told the repair of gpu-01"
+        == "deny: sent to the repair of gpu-01"
     )
     assert await repair.result() == "deny: it is mine"
     for node in ("gpu-01", "gpu-02"):
         one_sentence(
             await place.starter("nodes", "answer", node, "deny", "--reason", "x"),
-            f"node {node}: there is no repair repair/default/{node}",
+            f"node {node}: no repair repair/default/{node} is running",
         )
 
 
@@ -191,7 +191,7 @@ UNUSABLE = (
     (("apply", "--fleet", "a/b"), "'a/b' is not a name"),
     (
         ("quarantine", "gpu-01", "--reason", "x", "--within", "5m"),
-        "--within 5m is how long a drain may take: expected --drain with it",
+        "--within 5m limits how long a drain takes: use it together with --drain",
     ),
     (
         ("quarantine", "gpu-01", "--reason", "x", "--drain", "--within", "5"),

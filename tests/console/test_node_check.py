@@ -66,5 +66,5 @@ async def test_a_fleet_tells_which_nodes_it_keeps_from_jobs(
 
     monkeypatch.setattr(fleets, "_runs", runs)
     monkeypatch.setattr(fleets, "_query", query)
-    assert await fleets.kept_from_jobs(None, "default") == {"n1": KEPT}  # type: ignore[arg-type]
-    assert await fleets.kept_from_jobs(None, "elsewhere") == {}  # type: ignore[arg-type]
+    assert await fleets.read_withheld_nodes(None, "default") == {"n1": KEPT}  # type: ignore[arg-type]
+    assert await fleets.read_withheld_nodes(None, "elsewhere") == {}  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ def test_a_policy_mistake_is_one_sentence_with_file_and_line(
 async def test_a_policy_that_can_be_used_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text("extends: torchelastic\nmax_restarts: 4\n")
     done = await starter(tmp_path, "policy", "check", "good.yaml")
-    assert (done.code, done.out) == (0, "good.yaml can be used\n")
+    assert (done.code, done.out) == (0, "good.yaml is a valid policy\n")
 
 
 def test_every_ladder_of_every_preset_is_drawn_within_a_terminal() -> None:
@@ -168,7 +168,7 @@ async def test_causes_that_share_a_ladder_are_drawn_once_or_one_alone(
     assert "\nHANG\n  1  RESTART_IN_PLACE  2 tries" in alone and "STORAGE" not in alone
     one_sentence(
         await starter(tmp_path, "policy", "explain", "default", "--cause", "HUNG"),
-        "'HUNG' is no cause",
+        "unknown cause 'HUNG'",
         "HANG",
     )
     with pytest.raises(ConfigError, match=r"'harsh' is neither a preset .* nor a file"):
@@ -197,13 +197,13 @@ def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
 @pytest.mark.parametrize(
     ("source", "words", "expected"),
     [
-        (None, (), "expected a file, or --set KEY=VALUE"),
-        ("torchelastic", ("max_restarts=3",), "and not both"),
+        (None, (), "expected either a file or --set KEY=VALUE"),
+        ("torchelastic", ("max_restarts=3",), "expected either a file or --set"),
         ("none.yaml", (), "'none.yaml' is neither a preset"),
-        (None, ("max_restarts",), "'max_restarts' is no KEY=VALUE"),
+        (None, ("max_restarts",), "'max_restarts' is not KEY=VALUE"),
         (None, ("max_restarts=[1",), "the value is not YAML"),
-        (None, ("causes.HANG.0.tries=3",), "causes.HANG.0.tries is too deep"),
-        (None, ("hang=off", "hang.after=off"), "hang is set as a whole and in part"),
+        (None, ("causes.HANG.0.tries=3",), "causes.HANG.0.tries has too many levels"),
+        (None, ("hang=off", "hang.after=off"), "hang is set both as a whole and in part"),
     ],
 )
 def test_an_empty_change_is_refused_before_any_job_is_asked(
@@ -248,7 +248,7 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
             state.policy_changes[-1].reason == "a long night" and "@" in state.policy_changes[-1].by
         )
         nothing = await change(server, "llama", read_changes(None, ["max_restarts=12"]), "again")
-        assert nothing == ["job llama: nothing to change, its policy says so already"]
+        assert nothing == ["job llama: nothing to change, its policy has these values already"]
         (tmp_path / "short.yaml").write_text("max_restarts: 3\ntimeouts:\n  leese: 1s\n")
         one_sentence(
             await starter(tmp_path, *words, "short.yaml", **address),
@@ -277,7 +277,7 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
 async def test_replay_is_of_a_history_or_of_a_file(tmp_path: Path, words: tuple[str, ...]) -> None:
     one_sentence(
         await starter(tmp_path, "policy", "replay", "default", *words),
-        "expected --history JOB [--run RUN_ID], or --events",
+        "expected either --history JOB [--run RUN_ID] or --events",
     )
 
 
@@ -395,7 +395,7 @@ async def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     ).out.splitlines()
     assert plain[-2:] == [
         "3 decisions",
-        "the job has ended at +12m: 5 events after that change nothing",
+        "the job has ended at +12m: 5 later events change nothing",
     ], plain
 
 
@@ -417,11 +417,11 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
             ('{"at": "5m", "kind": "RankExit"}',),
             ":1: kind: 'RankExit' is unknown, did you mean RankExited?",
         ),
-        (("[1]",), ":1: '[1]' is no JSON object"),
+        (("[1]",), ":1: '[1]' is not a JSON object"),
         (('{"at": 5m}',), ":1: not JSON"),
         (('{"at": 5, "kind": "RanksHung"}',), ":1: at: 5 has no unit"),
         (('{"at": "soon", "kind": "RanksHung"}',), ":1: at: 'soon' is not a duration"),
-        (('{"at": "2026-13-01", "kind": "RanksHung"}',), ":1: at: '2026-13-01' is no time"),
+        (('{"at": "2026-13-01", "kind": "RanksHung"}',), ":1: at: '2026-13-01' is not a time"),
         (
             ("", '{"at": "5m", "kind": "RanksHung"}', '{"at": "3m", "kind": "RanksHung"}'),
             ":3: at: 3m is before 5m",
@@ -432,7 +432,7 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
         ),
         (
             ('{"at": "5m", "kind": "RankExited", "node": "n2", "rank": 1}',),
-            ":1: exit_code: missing, expected it or signal",
+            ":1: exit_code: missing, expected exit_code or signal",
         ),
         (
             ('{"at": "5m", "kind": "RankExited", "rank": 1, "exit_code": 1}',),
@@ -457,13 +457,13 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
         ),
         (
             ('{"at": "5m", "kind": "FaultObserved", "observations": [{"kind": "x"}]}',),
-            ":1: observations: each is an object whose kind",
+            ":1: observations: expected objects whose kind",
         ),
         (('{"at": "5m", "kind": "PolicyChanged"}',), ":1: kind: 'PolicyChanged' is unknown"),
         (('{"job": {"nodes": 0}}',), ":1: job.nodes: 0 is not a number of nodes"),
         (
             ('{"job": {}, "at": "5m"}',),
-            ":1: job: expected an object with keys of a job file, and nothing beside it",
+            ":1: job: expected an object with keys of a job file, and no other key on the line",
         ),
         (
             ('{"at": "5m", "kind": "RanksHung"}', '{"job": {}}'),
@@ -515,6 +515,6 @@ def test_answers_may_be_short_and_nodes_may_have_names(tmp_path: Path) -> None:
     )
     assert "gpu-08 examined: UNHEALTHY" in text and "generation 4 runs on gpu-07, n1" in text, text
     assert (
-        "gpu-07: the ranks are gone and nobody saw how; RESTART_IN_PLACE 1 of 2 for NODE_FAULT"
+        "gpu-07: the ranks are gone; how they ended is unknown; RESTART_IN_PLACE 1 of 2 for NODE_FAULT"
         in text
     )

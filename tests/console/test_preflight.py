@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
-from relaunch.cli.direct import Fleet, Seen, Step
-from relaunch.cli.node_check import Found, Row, command, print_rows, rows, runs, verdict, view
+from relaunch.cli.direct import FleetPreflight, NodePreflight, PreflightStep
+from relaunch.cli.node_check import (
+    CheckResult,
+    CheckRow,
+    can_run_ranks,
+    command,
+    print_rows,
+    rows,
+    verdict,
+    view,
+)
 from relaunch.spec.fleet import FleetSpec
 
 FACTS: dict[str, Any] = {
@@ -81,40 +90,40 @@ def key(**changes: str) -> Any:
     return type("Changed", (Key,), changes)()
 
 
-def look(of: FleetSpec | None = None, **changes: Any) -> tuple[Row, ...]:
+def look(of: FleetSpec | None = None, **changes: Any) -> tuple[CheckRow, ...]:
     """What is said of gpu-01, of which all is fine but what is changed."""
     fleet = of or spec()
     facts, probe = {**FACTS, **changes.pop("facts", {})}, {**PROBE, **changes.pop("probe", {})}
-    again = {"outcome": "done", "lives": True, "met": {"took": 0.0004}}
+    second_login = {"outcome": "done", "lives": True, "met": {"took": 0.0004}}
     given = {
-        "step": Step.DONE,
+        "step": PreflightStep.DONE,
         "key": key(),
         "facts": facts,
         "probe": probe,
-        "again": again,
+        "second_login": second_login,
         "neighbour": "gpu-02",
         **changes,
     }
-    seen = Seen(fleet.nodes[0], connected=0.61, round_trip=0.02, shipped=626688, **given)
-    other = Seen(
+    seen = NodePreflight(fleet.nodes[0], connected=0.61, round_trip=0.02, shipped=626688, **given)
+    other = NodePreflight(
         fleet.nodes[1],
-        step=Step.DONE,
+        step=PreflightStep.DONE,
         key=key(),
         facts=facts,
         probe=probe,
-        again={"lives": changes.get("other_lives", True)},
+        second_login={"lives": changes.get("other_lives", True)},
     )
-    return rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (seen, other)), seen)
+    return rows(FleetPreflight(fleet, Path("lab.yaml"), "3f9a", (seen, other)), seen)
 
 
-def row(found: tuple[Row, ...], check: str) -> Row:
+def row(found: tuple[CheckRow, ...], check: str) -> CheckRow:
     return next(one for one in found if one.check == check)
 
 
 def test_a_node_that_has_all_is_fine_in_every_row() -> None:
     found = look()
-    assert [(one.check, one.found) for one in found if one.found is not Found.OK] == [
-        ("health", Found.WARN)
+    assert [(one.check, one.found) for one in found if one.found is not CheckResult.OK] == [
+        ("health", CheckResult.WARN)
     ], "this GPU told nothing of itself"
     assert [one.check for one in found] == [
         "reached",
@@ -146,28 +155,28 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
     [
         (
             "state folder",
-            Found.FAIL,
+            CheckResult.FAIL,
             {"facts": {"state": {"path": "/var/tmp/x", "type": "nfs4"}}},
-            "several machines see it",
+            "shared by several machines",
             "/var/tmp",
         ),
         (
             "state folder",
-            Found.FAIL,
+            CheckResult.FAIL,
             {"facts": {"state": {"path": "/x", "type": "fuse.sshfs"}}},
-            "several machines see it",
+            "shared by several machines",
             "/var/tmp",
         ),
         (
             "state folder",
-            Found.WARN,
+            CheckResult.WARN,
             {"facts": {"state": {"path": "/x", "type": "tmpfs"}}},
-            "forgets at a reboot",
+            "a reboot deletes logs",
             "mount a disk",
         ),
         (
             "state folder",
-            Found.FAIL,
+            CheckResult.FAIL,
             {
                 "probe": {
                     "disks": [
@@ -182,11 +191,11 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
                 }
             },
             "0 GiB free",
-            "free 1 GiB at least",
+            "free at least 1 GiB",
         ),
         (
             "state folder",
-            Found.FAIL,
+            CheckResult.FAIL,
             {
                 "probe": {
                     "disks": [
@@ -206,57 +215,63 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         ),
         (
             "clock",
-            Found.WARN,
+            CheckResult.WARN,
             {"probe": {"wall": 1009.0, "answered": 1009.0}},
             "+9.00 s (±0.00 s): the logs",
             "timedatectl",
         ),
         (
             "clock",
-            Found.WARN,
+            CheckResult.WARN,
             {"probe": {"wall": 600.0, "answered": 600.0}},
             "-400.00 s (±0.00 s): certificates",
             "timedatectl",
         ),
         (
             "GPUs",
-            Found.FAIL,
+            CheckResult.FAIL,
             {"probe": {"gpus": {"unreadable": "no library"}}},
             "none can be read",
             "install NVIDIA's driver",
         ),
-        ("GPUs", Found.FAIL, {"probe": {"gpus": {"driver": "1", "gpus": []}}}, "0 of 1", "gpus: 0"),
         (
             "GPUs",
-            Found.WARN,
+            CheckResult.FAIL,
+            {"probe": {"gpus": {"driver": "1", "gpus": []}}},
+            "0 of 1",
+            "gpus: 0",
+        ),
+        (
+            "GPUs",
+            CheckResult.WARN,
             {"probe": {"gpus": {"driver": "1", "gpus": [GPU, GPU]}}},
-            "given to nobody",
+            "not given to jobs",
             "gpus: 2",
         ),
         (
             "kernel log",
-            Found.WARN,
+            CheckResult.WARN,
             {"probe": {"kernel": {"unreadable": "permission denied", "lines": []}}},
             "denied",
             "dmesg_restrict=0",
         ),
         (
             "nvidia-smi",
-            Found.WARN,
+            CheckResult.WARN,
             {"facts": {"nvidia_smi": {"missing": "nvidia-smi is not there"}}},
-            "no GPU is reset",
+            "cannot reset GPUs",
             "install",
         ),
         (
             "dcgmi",
-            Found.WARN,
+            CheckResult.WARN,
             {"facts": {"dcgmi": {"path": "/d", "exit_code": 1, "said": "no\nengine"}}},
             "with 1: no engine",
             "nvidia-dcgm",
         ),
         (
             "reboot",
-            Found.WARN,
+            CheckResult.WARN,
             {
                 "facts": {
                     "reboot": {
@@ -271,7 +286,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         ),
         (
             "GPU reset",
-            Found.WARN,
+            CheckResult.WARN,
             {
                 "facts": {
                     "gpu_reset": {
@@ -286,55 +301,55 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         ),
         (
             "reboot",
-            Found.WARN,
+            CheckResult.WARN,
             {"facts": {"reboot": {"command": "systemctl reboot", "sudo": True, "missing": "sudo"}}},
             "sudo is not",
             "root",
         ),
         (
             "logout",
-            Found.FAIL,
-            {"again": {"lives": False, "met": None}},
+            CheckResult.FAIL,
+            {"second_login": {"lives": False, "met": None}},
             "logind, session-12.scope",
             "KillExcludeUsers=root train",
         ),
         (
             "logout",
-            Found.FAIL,
-            {"again": {"lives": False, "met": None}, "facts": {"session": None}},
-            "ends with the login",
+            CheckResult.FAIL,
+            {"second_login": {"lives": False, "met": None}, "facts": {"session": None}},
+            "processes end with the login",
             "PAM",
         ),
         (
             "logout",
-            Found.WARN,
-            {"again": None, "reason": "refused"},
+            CheckResult.WARN,
+            {"second_login": None, "reason": "refused"},
             "no second login: refused",
             "check again",
         ),
         (
             "training network",
-            Found.FAIL,
+            CheckResult.FAIL,
             {"facts": {"left": {"cannot": "no port is free on 192.168.7.11"}}},
             "no port",
-            "an address that the node",
+            "an address of the node",
         ),
         (
             "training network",
-            Found.FAIL,
+            CheckResult.FAIL,
             {
-                "again": {
+                "second_login": {
                     "lives": True,
                     "met": {"cannot": "no answer from 192.168.7.12 port 23133 within 2 s"},
                 }
             },
             "does not reach gpu-02: no answer",
-            "through between the nodes",
+            "between the nodes",
         ),
     ],
 )
 def test_what_is_not_fine_is_said_with_what_to_do(
-    check: str, level: Found, changes: dict[str, Any], what: str, fix: str
+    check: str, level: CheckResult, changes: dict[str, Any], what: str, fix: str
 ) -> None:
     found = row(look(**changes), check)
     assert found.found is level
@@ -350,7 +365,7 @@ def test_a_missing_tool_keeps_no_rank_from_running() -> None:
             "nvidia_smi": {"missing": "nvidia-smi is not there"},
         }
     )
-    assert runs(found)
+    assert can_run_ranks(found)
 
 
 def test_no_sudoers_line_is_wanted_without_sudo_in_the_file() -> None:
@@ -359,7 +374,7 @@ def test_no_sudoers_line_is_wanted_without_sudo_in_the_file() -> None:
         for name in ("reboot", "gpu_reset")
     }
     found = look(spec(sudo=False), facts=facts)
-    assert row(found, "reboot").found is Found.OK
+    assert row(found, "reboot").found is CheckResult.OK
     assert "never rebooted" in row(found, "reboot").what
 
 
@@ -370,7 +385,7 @@ def test_a_node_without_gpus_is_not_asked_for_their_tools() -> None:
         probe={"gpus": {"unreadable": "no library"}},
     )
     assert {"GPUs", "nvidia-smi", "dcgmi", "GPU reset"}.isdisjoint(one.check for one in found)
-    assert runs(found)
+    assert can_run_ranks(found)
 
 
 def test_a_local_node_has_no_rows_that_make_no_sense_there() -> None:
@@ -382,30 +397,36 @@ def test_a_local_node_has_no_rows_that_make_no_sense_there() -> None:
 
 def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
     fleet = spec()
-    first = Seen(fleet.nodes[0], Step.DONE, key=key(), facts=FACTS, probe=PROBE, neighbour="gpu-02")
-    first.again = {"lives": True, "met": {"cannot": "192.168.7.12 port 23133: Connection refused"}}
-    second = Seen(
+    first = NodePreflight(
+        fleet.nodes[0], PreflightStep.DONE, key=key(), facts=FACTS, probe=PROBE, neighbour="gpu-02"
+    )
+    first.second_login = {
+        "lives": True,
+        "met": {"cannot": "192.168.7.12 port 23133: Connection refused"},
+    }
+    second = NodePreflight(
         fleet.nodes[1],
-        Step.DONE,
+        PreflightStep.DONE,
         key=key(),
         facts=FACTS,
         probe=PROBE,
-        again={"lives": False, "met": None},
+        second_login={"lives": False, "met": None},
     )
     found = row(
-        rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (first, second)), first), "training network"
+        rows(FleetPreflight(fleet, Path("lab.yaml"), "3f9a", (first, second)), first),
+        "training network",
     )
-    assert (found.found, found.fix) == (Found.WARN, "mend its logout first")
+    assert (found.found, found.fix) == (CheckResult.WARN, "fix the logout of that node first")
 
 
 def test_an_unreachable_node_has_the_command_that_has_to_work() -> None:
     found = look(
         spec(proxy_jump="me@jump:22", port=2222),
-        step=Step.KEY,
+        step=PreflightStep.KEY,
         key=None,
         reason="nothing listens there",
     )
-    assert [(one.check, one.found) for one in found] == [("reached", Found.FAIL)]
+    assert [(one.check, one.found) for one in found] == [("reached", CheckResult.FAIL)]
     assert (
         found[0].fix
         == "make `ssh -J me@jump:22 -p 2222 -l train 10.0.0.11` work from here, then check again"
@@ -420,25 +441,29 @@ def test_what_a_person_types_is_safe_to_paste() -> None:
 
 
 def test_an_unknown_key_is_compared_and_a_changed_one_a_danger() -> None:
-    unknown = look(step=Step.KEY, key=key(standing="unknown", reason="its host key is not in …"))
+    unknown = look(
+        step=PreflightStep.KEY, key=key(standing="unknown", reason="its host key is not in …")
+    )
     assert [one.check for one in unknown] == ["host key"]
     assert unknown[0].fix.endswith("then `relaunch nodes trust gpu-01 --file lab.yaml`")
-    changed = look(step=Step.KEY, key=key(standing="changed", reason="its host key has CHANGED"))
+    changed = look(
+        step=PreflightStep.KEY, key=key(standing="changed", reason="its host key has CHANGED")
+    )
     assert changed[0].what == "its host key has CHANGED"
 
 
 def test_an_agent_that_cannot_start_says_how_to_name_a_python() -> None:
     found = look(
-        step=Step.AGENT,
+        step=PreflightStep.AGENT,
         reason="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer",
     )
     assert "3.6.8" in row(found, "agent").what
     assert "python: /usr/bin/python3.11" in row(found, "agent").fix
-    assert row(found, "reached").found is Found.OK
-    assert not runs(found)
+    assert row(found, "reached").found is CheckResult.OK
+    assert not can_run_ranks(found)
 
 
-def fleet_of(*fine: bool) -> Fleet:
+def fleet_of(*fine: bool) -> FleetPreflight:
     nodes = [
         {"name": f"gpu-{number:02}", "address": f"10.0.0.{number}"}
         for number in range(1, len(fine) + 1)
@@ -448,25 +473,25 @@ def fleet_of(*fine: bool) -> Fleet:
     for node, good in zip(of.nodes, fine, strict=True):
         facts = {**FACTS, "state": FACTS["state"] if good else {"path": "/x", "type": "nfs"}}
         seen.append(
-            Seen(
+            NodePreflight(
                 node,
-                Step.DONE,
+                PreflightStep.DONE,
                 key=key(),
                 facts=facts,
                 probe=PROBE,
-                again={"lives": True, "met": {"took": 0.0}},
+                second_login={"lives": True, "met": {"took": 0.0}},
                 neighbour="x",
             )
         )
-    return Fleet(of, Path("lab.yaml"), "3f9a", tuple(seen))
+    return FleetPreflight(of, Path("lab.yaml"), "3f9a", tuple(seen))
 
 
 def test_of_many_nodes_those_that_are_fine_take_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_rows(fleet_of(*[True] * 9, False), everything=False)
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("gpu-")]) == 10
-    assert "several machines see it" in out
-    assert "9 of 10 nodes can run ranks, not gpu-10" in out
+    assert "shared by several machines" in out
+    assert "9 of 10 nodes can run ranks; these cannot: gpu-10" in out
     print_rows(fleet_of(*[True] * 9, False), everything=True)
     assert capsys.readouterr().out.count("host key") == 10
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from relaunch.cli.node_check import _rule
+from relaunch.cli.node_check import _write_sudoers_rule
 from relaunch.spec.fleet import FleetSpec, SshOptions
 from relaunch.spec.job import JobSpec
 from tests.console import page_commands
@@ -50,7 +50,10 @@ def test_there_are_commands_to_try() -> None:
 
 def test_its_lines_for_sudoers_are_those_that_a_check_asks_for() -> None:
     reset = "/usr/bin/nvidia-smi --gpu-reset -i 00000000:00:00.0"
-    for rule in (_rule("train", "reboot", "systemctl reboot"), _rule("train", "gpu_reset", reset)):
+    for rule in (
+        _write_sudoers_rule("train", "reboot", "systemctl reboot"),
+        _write_sudoers_rule("train", "gpu_reset", reset),
+    ):
         assert f"\n{rule}\n" in PAGE
 
 

@@ -142,8 +142,8 @@ def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
     assert view["stalled"] == ["n2"]
     (line,) = [line for line in show_lines(view, T0) if line.startswith("stalled")]
     assert (
-        line == "stalled     n2: its disk hangs, or its shim was stopped;"
-        " an exit there may be seen as a hang"
+        line == "stalled     n2: its disk hangs or its shim was stopped;"
+        " an exit there may look like a hang"
     )
 
 

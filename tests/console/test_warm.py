@@ -185,7 +185,7 @@ def test_ctrl_c_cancels_and_a_second_one_leaves_at_once(place: Place) -> None:
         assert line, "it ended before it said so"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WITHIN)
-    assert (process.returncode, "leaving; job" in err) == (130, True), err
+    assert (process.returncode, "exiting; the cancellation of job" in err) == (130, True), err
 
 
 def test_a_command_ends_with_its_client_while_the_job_goes_on(place: Place) -> None:
@@ -209,7 +209,7 @@ def test_a_command_ends_with_its_client_while_the_job_goes_on(place: Place) -> N
     follower.terminate()
     follower.communicate(timeout=WITHIN)
     assert follower.returncode == -signal.SIGTERM
-    assert place.call("cancel", "stays").stdout == "job stays is being cancelled\n"
+    assert place.call("cancel", "stays").stdout == "job stays: cancellation requested\n"
 
 
 def test_a_killed_warm_process_ends_no_command_and_is_restarted(place: Place) -> None:

@@ -85,7 +85,7 @@ async def test_a_job_waits_for_a_quarantined_node_until_its_release(
         world.names
     )
     told = await nodes(world, "quarantine", "n1", "--reason", "flaky NVLink")
-    assert told.startswith("node n1 is quarantined: flaky NVLink; nobody has it")
+    assert told.startswith("node n1 is quarantined: flaky NVLink; no job has it")
     job = await world.submit()
 
     async def waits() -> bool:
@@ -122,7 +122,7 @@ async def test_a_drained_node_is_left_for_a_spare_and_not_granted(world: World) 
     told = await nodes(
         world, "quarantine", "n2", "--reason", "new riser", "--drain", "--within", "2s"
     )
-    assert f"{job.name} has to leave it by " in told or "nobody has it" in told
+    assert f"{job.name} has to leave it by " in told or "no job has it" in told
     await job.until_phase("RUNNING", generation=2)
     assert "n2" not in {slot.node for slot in (await job.state()).slots}
     found = await until(world, n1=("busy", job.name), n2=("quarantined", None))
@@ -216,7 +216,7 @@ async def test_a_pause_is_shown_until_it_ends_and_grants_go_on(
     assert "repairs are paused since " in await nodes(world, "list")
     assert (
         await nodes(world, "resume", "--reason", "done")
-        == "fleet chaos gives nodes and has them repaired\n"
+        == "fleet chaos gives nodes to jobs and repairs them again\n"
     )
     assert "paused" not in await nodes(world, "list")
     await end(world, job)
