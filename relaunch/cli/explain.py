@@ -157,7 +157,8 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
     if finding.code in ("SIGKILL", "exit 137"):
         foot = _entry(
             "",
-            "If the kernel log says that the process was killed for memory, the cause is OUT_OF_MEMORY.",
+            "If the kernel log says that the process was killed for memory, the cause is "
+            "OUT_OF_MEMORY.",
         )
     return Explanation(
         (LocatedFinding(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot)

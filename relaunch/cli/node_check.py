@@ -411,7 +411,8 @@ def _check_powers(spec: FleetSpec, seen: NodePreflight) -> Iterator[CheckRow]:
             yield CheckRow(
                 check,
                 CheckResult.OK,
-                f"not requested: {user} is not root and the fleet file says `sudo: false`, so {never}",
+                f"not requested: {user} is not root and the fleet file says `sudo: false`, so "
+                f"{never}",
             )
         else:
             yield CheckRow(

@@ -255,7 +255,7 @@ async def test_a_changed_key_is_never_replaced_by_any_answer(
     assert await ask_about(site, spec, "yes", yes=True) == (False, [])
     assert site.known_hosts.read_text() == before
     out = capsys.readouterr().out
-    assert "its host key has CHANGED" in out and "Nothing written" in out
+    assert "its host key has CHANGED" in out and "Nothing was written" in out
     (words,) = [
         line.strip() for line in out.splitlines() if line.strip().startswith("ssh-keygen -R")
     ]
@@ -270,7 +270,7 @@ async def test_without_a_terminal_nothing_is_asked_or_written(site: Site) -> Non
     file = written(site, fleet_of(site, host))
     done = starter(site, "nodes", "trust", "--file", str(file))
     assert done.returncode == 2
-    assert "there is no terminal to ask at" in done.stderr
+    assert "no terminal to ask whether" in done.stderr
     assert site.known_hosts.read_text() == ""
     assert starter(site, "nodes", "trust", "n1", "--file", str(file), "--yes").returncode == 0
     assert site.known_hosts.read_text() == host.known_hosts
