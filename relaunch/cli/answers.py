@@ -17,7 +17,7 @@ from temporalio.client import (
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
-from relaunch.cli.jobs import QUERY_WITHIN, handle_of, look
+from relaunch.cli.jobs import QUERY_WITHIN, handle_of, load_job
 from relaunch.cli.repairs import repair_id
 from relaunch.config import ConfigError
 from relaunch.job.state import JobState, Phase
@@ -40,7 +40,7 @@ async def for_job(
         ConfigError: The answer is invalid, or no question is pending.
     """
     message = _message(decision, reason, within, node)
-    state = (await look(client, job)).state
+    state = (await load_job(client, job)).state
     if state is None:
         raise ConfigError(
             f"job {job}: no worker answers: start one (`relaunch up` or `relaunch-worker`), then "

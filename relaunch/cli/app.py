@@ -190,7 +190,7 @@ def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
     from relaunch.cli import jobs, tables
 
-    now = run_with_client(lambda client, _: jobs.look(client, job))
+    now = run_with_client(lambda client, _: jobs.load_job(client, job))
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -201,7 +201,9 @@ def next_(job: Job, as_json: Json = False) -> None:
     from relaunch.cli import job_views, jobs, tables
 
     now = datetime.now(UTC)
-    view = tables.show_view(run_with_client(lambda client, _: jobs.look(client, job)), now)["next"]
+    view = tables.show_view(run_with_client(lambda client, _: jobs.load_job(client, job)), now)[
+        "next"
+    ]
     print_json(view) if as_json else print(
         view["what"] + (f", {job_views.moment_text(view['at'], now)}" if view["at"] else "")
     )
@@ -215,7 +217,7 @@ def history(job: Job, as_json: Json = False) -> None:
         from relaunch.cli import job_views, jobs
 
         incidents, missing = await jobs.incidents(
-            client, settings.task_queue, await jobs.look(client, job)
+            client, settings.task_queue, await jobs.load_job(client, job)
         )
         return [job_views.history_entry(incident) for incident in incidents], missing
 

@@ -28,7 +28,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
 from relaunch.cli.job_views import names
-from relaunch.cli.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, look, signal_open
+from relaunch.cli.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, load_job, signal_open
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
@@ -280,7 +280,7 @@ async def declare_dead(
 
     async def check_concerned(name: str) -> tuple[str, bool | None]:
         async with gate:
-            state = (await look(client, name)).state
+            state = (await load_job(client, name)).state
         if state is None:
             return name, None
         fleets[name] = state.spec.fleet
@@ -351,7 +351,7 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
         probes: tuple[NodeProbe, ...] = await client.execute_activity(
             "probe_nodes",
             {"fleet": fleet, "nodes": [node]},
-            id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
+            id=f"probe_nodes/{fleet}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=tuple[NodeProbe, ...],
             schedule_to_close_timeout=PROBE_TIMEOUT,

@@ -34,7 +34,7 @@ async def watch(client: Client, name: str) -> AsyncIterator[jobs.JobSnapshot]:
     now: jobs.JobSnapshot | None = None
     try:
         while True:
-            newer = await jobs.look(client, name, now)
+            newer = await jobs.load_job(client, name, now)
             if newer != now:
                 yield newer
             now = newer

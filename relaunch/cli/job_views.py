@@ -130,7 +130,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "incident": history_entry(shown) if shown else None,
         "lost": list(state.lost_names),
         "stalled": list(watch.stalled) if watch is not None else [],
-        "leaving": [
+        "drains": [
             {
                 "node": one.node,
                 "by": one.by,

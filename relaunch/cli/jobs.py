@@ -77,7 +77,7 @@ async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
         raise
 
 
-async def look(client: Client, name: str, known: JobSnapshot | None = None) -> JobSnapshot:
+async def load_job(client: Client, name: str, known: JobSnapshot | None = None) -> JobSnapshot:
     """Return the current state of a job.
 
     With `known`, an earlier look, the heartbeats are read again, but the workflow is queried only
@@ -247,7 +247,7 @@ async def signal_open(
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
-        now = await look(client, name)
+        now = await load_job(client, name)
         raise ConfigError(
             f"job {name} has ended ({now.phase}): {signal} needs a running job"
         ) from None

@@ -180,7 +180,7 @@ async def print_job_logs(
     Raises:
         ConfigError: There are no logs to read, or no worker that could read them.
     """
-    now = await jobs.look(client, job)
+    now = await jobs.load_job(client, job)
     state = now.state
     if state is None:
         raise ConfigError(

@@ -124,7 +124,7 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
             for r in state.requests
         ],
         "reboots": [iso(at) for at in state.reboots],
-        "awaited": list(state.awaited_jobs or ()),
+        "awaited_jobs": list(state.awaited_jobs or ()),
         "offers": [
             {"job": one.job, "nodes": [place.node for place in one.places], "until": iso(one.until)}
             for one in state.offers
@@ -154,7 +154,7 @@ def node_lines(
     record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None
 ) -> list[str]:
     """Return the lines of `nodes show NODE`. `web` is the URL of workflows, up to their IDs."""
-    spec, look, drain = record.spec, record.probe, record.drain
+    spec, probe, drain = record.spec, record.probe, record.drain
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
     what = ", ".join(
@@ -169,17 +169,17 @@ def node_lines(
         f"health      {health_text(record, now)}{found}; `relaunch nodes check {record.name} "
         f"--fleet {fleet}` examines it now",
     ]
-    if look is None or record.probed_at is None:
+    if probe is None or record.probed_at is None:
         lines.append("probe       not probed yet")
     else:
-        answer = f"it answered, boot id {look.boot_id}" if look.boot_id else "it answered"
-        if look.silent:
-            answer = f"no answer{format_since(record.silent_since, now)}: {look.silent}"
+        answer = f"it answered, boot id {probe.boot_id}" if probe.boot_id else "it answered"
+        if probe.silent:
+            answer = f"no answer{format_since(record.silent_since, now)}: {probe.silent}"
         lines.append(f"probe       {age(now - record.probed_at)} ago: {answer}")
-        lines += [f"held by     {look.busy}"] if look.busy else []
+        lines += [f"held by     {probe.busy}"] if probe.busy else []
         lines += [
             f"running     job {one.job}, submission {one.submission}, generation {one.generation}"
-            for one in look.generations
+            for one in probe.generations
         ]
     for tenant in here:
         has = "has it " if tenant.offered is None else "offered"
@@ -291,7 +291,7 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "offered": [
             {"job": one.job, "until": iso(one.offered)} for one in here if one.offered is not None
         ],
-        "living": [
+        "generations": [
             {"job": one.job, "submission": one.submission, "generation": one.generation}
             for one in living
         ],

@@ -144,7 +144,7 @@ def find_reason(
     record: NodeRecord, state: str, here: Sequence[Tenant]
 ) -> tuple[str, str | None, datetime | None]:
     """Return why a node is in that state, who put it there, and since when."""
-    look = record.probe
+    probe = record.probe
     if state == "draining" and record.drain is not None:
         return record.drain.reason, record.drain.by, record.since
     if record.status is not NodeStatus.IN_SERVICE:
@@ -152,9 +152,9 @@ def find_reason(
     if state == "repairing":
         return f"{repair_ids(record.repair)[0]} is running", None, record.repair_since
     if state == "silent":
-        return (look.silent if look else "not probed yet"), None, record.silent_since
-    if state == "held" and look is not None:
-        return look.busy, None, None
+        return (probe.silent if probe else "not probed yet"), None, record.silent_since
+    if state == "held" and probe is not None:
+        return probe.busy, None, None
     if unclaimed := [tenant.job for tenant in here if tenant.place is None]:
         return (
             f"ranks of {names(unclaimed)} run there without a claim that the fleet knows",
@@ -184,7 +184,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
     verdict, says = health(record)
-    look, drain = record.probe, record.drain
+    probe, drain = record.probe, record.drain
     jobs = jobs_on(here)
     return {
         "name": record.name,
@@ -205,20 +205,20 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
             for mark in record.marks
             if not mark.retracted
         ],
-        "boot_id": look.boot_id if look else "",
+        "boot_id": probe.boot_id if probe else "",
         "since": iso(since),
         "jobs": jobs,
         "gpus_used": gpus_used(record, here),
         "health_reason": says,
         "examined_at": iso(record.verdict_at),
-        "standing": str(record.status),
+        "status": str(record.status),
         "spare": record.spec.spare,
         "address": record.spec.address,
-        "silent": look.silent or None if look else "not probed yet",
+        "silent": probe.silent or None if probe else "not probed yet",
         "silent_since": iso(record.silent_since),
-        "held": look.busy or None if look else None,
-        "gone": record.is_removed,
-        "looked_at": iso(record.probed_at),
+        "held": probe.busy or None if probe else None,
+        "removed": record.is_removed,
+        "probed_at": iso(record.probed_at),
         "repair": repair_ids(record.repair)[0] if record.repair else None,
         "drain": {"reason": drain.reason, "by": drain.by, "until": iso(drain.until)}
         if drain

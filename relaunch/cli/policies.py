@@ -139,10 +139,10 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
     from temporalio.service import RPCError, RPCStatusCode
 
     from relaunch.cli.client import whoami
-    from relaunch.cli.jobs import handle_of, look
+    from relaunch.cli.jobs import handle_of, load_job
     from relaunch.messages.jobs import PolicyMessage, overlay
 
-    now = await look(client, name)
+    now = await load_job(client, name)
     if not now.open:
         raise ConfigError(f"job {name} has ended ({now.phase}): its policy can no longer change")
     if now.state is None:

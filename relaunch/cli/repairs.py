@@ -94,8 +94,8 @@ def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
         "health": str(health.verdict),
         "reason": health.reason,
         "by": (kept.by or None) if kept is not None else None,
-        "standing": str(NodeStatus.IN_SERVICE if kept is None else kept.status),
-        "standing_reason": kept.reason if kept is not None else "",
+        "status": str(NodeStatus.IN_SERVICE if kept is None else kept.status),
+        "status_reason": kept.reason if kept is not None else "",
         "history": [
             {"at": one.at.isoformat(), "what": "reboot", "reason": one.reason}
             for one in health.reboots
@@ -127,9 +127,7 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
             else ""
         )
         by = f" by {one['by']}" if one["by"] else ""
-        kept = (
-            f"; {one['standing']}{by}: {one['standing_reason']}" if one["standing_reason"] else ""
-        )
+        kept = f"; {one['status']}{by}: {one['status_reason']}" if one["status_reason"] else ""
         table.add_row(
             one["name"],
             one["state"],

@@ -28,7 +28,7 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
     Raises:
         ConfigError: There are no ranks, or no worker answers.
     """
-    now = await jobs.look(client, job)
+    now = await jobs.load_job(client, job)
     state = now.state
     if state is None:
         raise ConfigError(

@@ -67,9 +67,9 @@ async def submit(
             memo={"phase": "QUEUED", "reason": reason or "submitted", "next": "nodes are acquired"},
         )
     except WorkflowAlreadyStartedError:
-        from relaunch.cli.jobs import look
+        from relaunch.cli.jobs import load_job
 
-        now = await look(client, spec.name)
+        now = await load_job(client, spec.name)
         generation = f", generation {now.state.generation}" if now.state else ""
         raise ConfigError(
             f"job {spec.name} is already running ({now.phase}{generation}): choose another name, "
@@ -99,7 +99,7 @@ async def retry(
 
     Return a sentence that says which of the two was done.
     """
-    from relaunch.cli.jobs import describe, look, signal_open
+    from relaunch.cli.jobs import describe, load_job, signal_open
 
     avoid = tuple(check_name("node", node) for node in avoid)
     described = await describe(client, name)
@@ -113,7 +113,7 @@ async def retry(
             ),
         )
         return f"job {name} is running: requested a new generation"
-    now = await look(client, name)
+    now = await load_job(client, name)
     if now.state is None:
         raise ConfigError(
             f"job {name} ended as {now.status} without a result and no worker answers for it: "

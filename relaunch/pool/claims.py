@@ -365,7 +365,7 @@ def _forget_ranks(state: FleetState, fact: ReclaimResult) -> FleetState:
     return replace(state, nodes=nodes)
 
 
-def _forget_ranks_on(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> NodeRecord:
+def _forget_ranks_on(node: NodeRecord, probe: NodeProbe, fact: ReclaimResult) -> NodeRecord:
     def others(living: tuple[LiveGeneration, ...]) -> tuple[LiveGeneration, ...]:
         return tuple(
             one for one in living if one.job != fact.job or one.submission > fact.submission
@@ -373,7 +373,7 @@ def _forget_ranks_on(node: NodeRecord, look: NodeProbe, fact: ReclaimResult) -> 
 
     return replace(
         node,
-        probe=replace(look, generations=others(look.generations)),
+        probe=replace(probe, generations=others(probe.generations)),
         last_generations=others(node.last_generations),
     )
 

@@ -175,29 +175,29 @@ def is_out(record: NodeRecord) -> bool:
 # --- probes
 
 
-def record_probes(state: FleetState, looks: tuple[NodeProbe, ...], now: datetime) -> FleetState:
-    by_name = {look.node: look for look in looks}
+def record_probes(state: FleetState, probes: tuple[NodeProbe, ...], now: datetime) -> FleetState:
+    by_name = {probe.node: probe for probe in probes}
     return replace(
         state, nodes=tuple(_record_probe(node, by_name.get(node.name), now) for node in state.nodes)
     )
 
 
-def _record_probe(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeRecord:
-    if look is None:
+def _record_probe(record: NodeRecord, probe: NodeProbe | None, now: datetime) -> NodeRecord:
+    if probe is None:
         return record
-    if look.inventory is not None:
-        record = replace(record, inventory=look.inventory, inventory_at=now - look.inventory_age)
-    look = replace(look, inventory=None, inventory_age=timedelta(0))
+    if probe.inventory is not None:
+        record = replace(record, inventory=probe.inventory, inventory_at=now - probe.inventory_age)
+    probe = replace(probe, inventory=None, inventory_age=timedelta(0))
     record = replace(
         record,
-        last_generations=_last_generations(record) if look.silent else (),
-        has_answered=record.has_answered or not look.silent,
+        last_generations=_last_generations(record) if probe.silent else (),
+        has_answered=record.has_answered or not probe.silent,
     )
     return replace(
         record,
-        probe=look,
+        probe=probe,
         probed_at=now,
-        silent_since=(record.silent_since or now) if look.silent else None,
+        silent_since=(record.silent_since or now) if probe.silent else None,
     )
 
 
@@ -464,13 +464,13 @@ def can_read_inventory(record: NodeRecord, now: datetime, gap: timedelta) -> boo
 def _lacks_only_inventory(record: NodeRecord, now: datetime) -> bool:
     """Return whether the last probe was not to read the GPUs, so that the next one need not wait
     for anything."""
-    look, at, asked = record.probe, record.probed_at, record.probe_ordered_at
+    probe, at, asked = record.probe, record.probed_at, record.probe_ordered_at
     if (
-        look is None
+        probe is None
         or at is None
-        or look.silent
-        or look.busy
-        or look.inventory_pending
+        or probe.silent
+        or probe.busy
+        or probe.inventory_pending
         or (asked is not None and asked > at)
     ):
         return False

@@ -115,7 +115,7 @@ def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> Sch
     Args:
         state: The state with all events applied.
         now: Time by the workflow's clock.
-        under_way: Keys of the orders under way: `look`, `reclaim/JOB/SUBMISSION`.
+        under_way: Keys of the orders under way: `probe`, `reclaim/JOB/SUBMISSION`.
     """
     orders: list[Order] = []
 
@@ -357,7 +357,7 @@ def _order_probes(
 ) -> tuple[FleetState, list[ProbeOrder]]:
     """Probe the nodes that claims and offers wait for, those of which nothing is known, and once in
     `SWEEP_INTERVAL` all; one order at a time."""
-    if "look" in under_way or not placement.nodes:
+    if "probe" in under_way or not placement.nodes:
         return state, []
     if state.swept_at is None or now - state.swept_at >= SWEEP_INTERVAL:
         uses: Sequence[NodeUse] = placement.nodes

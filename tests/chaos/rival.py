@@ -110,7 +110,7 @@ class Rival:
 
         with contextlib.suppress(AssertionError):
             await eventually(launched, f"the rival's {name} is not launched", patience)
-        state = (await jobs.look(client, name)).state
+        state = (await jobs.load_job(client, name)).state
         return phase if state is None else f"{phase} ({state.reason})"
 
     async def withdraw(self) -> None:

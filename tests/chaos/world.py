@@ -157,7 +157,7 @@ class Job:
     run_id: str
 
     async def look(self) -> JobSnapshot:
-        return await jobs.look(self.world.client, self.name)
+        return await jobs.load_job(self.world.client, self.name)
 
     async def state(self) -> JobState:
         async def asked() -> JobState | None:

@@ -203,7 +203,7 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     one_sentence(
         await place.starter("nodes", "declare-dead", "n9", "--reason", "x"), "n9", "no running job"
     )
-    now = await jobs.look(place.client, "llama")
+    now = await jobs.load_job(place.client, "llama")
     assert now.state is not None
     assert (now.state.generation, now.state.notices) == (
         2,
@@ -290,7 +290,7 @@ async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     place: Place,
 ) -> None:
     await place.starter("submit", place.write_job("done", "exit", "0"), "--follow")
-    now = await jobs.look(place.client, "done")
+    now = await jobs.load_job(place.client, "done")
     assert (now.source, now.open, now.phase) == ("result", False, "SUCCEEDED")
     spec = now.state.spec.model_copy(update={"name": "orphan"}) if now.state else None
     assert spec is not None and now.state is not None
@@ -299,7 +299,7 @@ async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     view = json.loads(shown.out)
     assert (view["phase"], view["reason"], view["source"]) == ("QUEUED", "try", "memo")
     with pytest.raises(ConfigError, match="orphan: no worker answers"):
-        await jobs.incidents(place.client, TASK_QUEUE, await jobs.look(place.client, "orphan"))
+        await jobs.incidents(place.client, TASK_QUEUE, await jobs.load_job(place.client, "orphan"))
 
 
 @pytest.mark.long
@@ -309,7 +309,7 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
         "answer", "asks", "snooze", "--within", "2h", "--reason", "breakfast"
     )
     assert (told.code, told.out) == (0, "job asks: snooze is taken\n"), told
-    now = await jobs.look(place.client, "asks")
+    now = await jobs.load_job(place.client, "asks")
     assert now.state is not None
     assert now.state.notices == ("snooze 2:00:00: breakfast",)
     one_sentence(
@@ -335,7 +335,7 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
         "answer", "asks", "deny", "--node", "n2", "--reason", "evaluation ends at noon"
     )
     assert (told.code, told.out) == (0, "job asks: deny is taken\n"), told
-    now = await jobs.look(place.client, "asks")
+    now = await jobs.load_job(place.client, "asks")
     assert now.state is not None and now.state.notices[-1] == "deny n2: evaluation ends at noon"
     one_sentence(
         await place.starter("answer", "asks", "snooze", "--node", "n2", "--reason", "x"),
@@ -351,7 +351,7 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
 
 async def test_archived_incidents_come_before_those_still_held(place: Place) -> None:
     await place.starter("submit", place.write_job("done", "exit", "1"), "--follow")
-    now = await jobs.look(place.client, "done")
+    now = await jobs.load_job(place.client, "done")
     assert now.state is not None
     held = now.state
     from dataclasses import replace

@@ -31,7 +31,7 @@ def test_a_healthy_but_quarantined_node_is_not_called_free(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept = row(HEALTHY, KEPT)
-    assert (kept["state"], kept["standing"], kept["by"], kept["standing_reason"]) == (
+    assert (kept["state"], kept["status"], kept["by"], kept["status_reason"]) == (
         "quarantined",
         "quarantined",
         "grace",
@@ -45,7 +45,7 @@ def test_a_healthy_but_quarantined_node_is_not_called_free(
 
 def test_a_node_that_jobs_are_given_is_free() -> None:
     free = row(HEALTHY)
-    assert (free["state"], free["standing"], free["by"], free["standing_reason"]) == (
+    assert (free["state"], free["status"], free["by"], free["status_reason"]) == (
         "free",
         "in service",
         None,

@@ -112,7 +112,7 @@ def test_a_checkpoint_is_shown_as_far_as_all_watches_saw_it() -> None:
 def test_a_wanted_node_is_shown_with_the_time_and_the_commands() -> None:
     wanted = NodeDrain("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
     view = json.loads(json.dumps(show(job_state(drains=(wanted,)), None, T0)))
-    assert view["leaving"] == [
+    assert view["drains"] == [
         {
             "node": "local-2",
             "by": "carol",
@@ -132,7 +132,7 @@ def test_a_wanted_node_is_shown_with_the_time_and_the_commands() -> None:
         T0,
     )
     assert (
-        denied["leaving"][0]["denied"] == "alice said no: evaluation ends at noon"
+        denied["drains"][0]["denied"] == "alice said no: evaluation ends at noon"
         and "alice said no" in denied["next"]["what"]
     )
 

@@ -374,7 +374,7 @@ def test_nodes_not_probed_lately_are_probed_before_a_grant() -> None:
     desk.now += timedelta(seconds=20)
     desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0)))
     assert desk.settle() == [look("n1", "n2", "n3", "n4")]
-    desk.busy = {"look"}
+    desk.busy = {"probe"}
     assert desk.settle() == []
     desk.look()
     desk.busy = set()
@@ -387,7 +387,7 @@ def test_a_job_about_to_get_nodes_hears_nothing_for_a_moment() -> None:
     desk.now += timedelta(seconds=20)
     desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0)))
     desk.settle()
-    desk.busy = {"look"}
+    desk.busy = {"probe"}
     assert desk.wakes_in() == 2
     desk.now += timedelta(seconds=2)
     assert desk.settle() == []

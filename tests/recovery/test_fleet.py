@@ -57,7 +57,7 @@ def test_a_new_fleet_reads_asks_and_probes_before_it_grants() -> None:
         == "fleet gpus has just started and checks which jobs run"
     )
     desk.learn(RunningJobs(("a", "c", "b", "a")))
-    desk.busy = {"look"}
+    desk.busy = {"probe"}
     desk.settle()
     assert desk.orders == [ClaimReminder("a"), ClaimReminder("b")]
     desk.now += timedelta(seconds=6)
@@ -150,7 +150,7 @@ def test_all_nodes_are_looked_at_every_minute() -> None:
     desk = Desk()
     assert desk.wakes_in() == 60
     desk.now += timedelta(seconds=60)
-    desk.busy = {"look"}
+    desk.busy = {"probe"}
     assert desk.settle() == []
     assert desk.wakes_in() == 1
     desk.busy = set()

@@ -159,7 +159,7 @@ class World:
         self.state = once
 
     def settle(self) -> None:
-        busy = {"look"} if self.looking else set()
+        busy = {"probe"} if self.looking else set()
         busy |= {f"reclaim/{one.job}/{one.submission}" for one in self.reclaiming}
         before = self.state
         settled = schedule(before, self.now, frozenset(busy))
@@ -172,7 +172,7 @@ class World:
         for order in settled.orders:
             self.check(order, before)
             self.carry_out(order, before)
-        again = schedule(self.state, self.now, frozenset(busy | {"look"}))
+        again = schedule(self.state, self.now, frozenset(busy | {"probe"}))
         news = [
             order
             for order in again.orders

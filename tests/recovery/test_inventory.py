@@ -339,7 +339,7 @@ def test_a_node_not_read_for_ten_seconds_is_read_before_a_grant() -> None:
     desk.now += timedelta(seconds=60)
     assert desk.settle() == [ProbeOrder(("n1",))]
     desk.look(("n1",), ())
-    desk.busy = {"look"}
+    desk.busy = {"probe"}
     desk.now += timedelta(seconds=0.5)
     desk.claim("a", 1)
     assert desk.granted() == {}, "it has answered, and nobody knows who computes there"

@@ -199,7 +199,7 @@ def test_but_not_for_long() -> None:
     desk = Desk()
     desk.now += timedelta(seconds=30)
     desk.look(["n1", "n2"])
-    desk.busy = {"look"}
+    desk.busy = {"probe"}
     desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=T0, most=4)))
     desk.settle()
     assert desk.granted() == {}

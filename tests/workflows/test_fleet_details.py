@@ -129,7 +129,7 @@ def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
             requests=(asked,),
             notices=("old", "new"),
         ),
-        "a look at nodes",
+        "a probe of nodes",
     )
     since = "since 2026-11-21 02:48:00 UTC"
     assert f"- **bert** 4 nodes with 2 GPUs each {since}: 1 of 4 nodes: job llama holds 3" in lines
@@ -139,7 +139,7 @@ def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
         "- **gpt** n3; its workflow has ended, what is left of its ranks is being stopped" in lines
     )
     assert f"- n3: reboot {since} by `repair/lab/n3`: no answer from the driver" in lines
-    assert "**Under way** a look at nodes" in lines
+    assert "**Under way** a probe of nodes" in lines
     assert lines.index("- new") < lines.index("- old")
 
 

@@ -14,7 +14,7 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowUpdateFailedError
 
-from relaunch.cli.jobs import look
+from relaunch.cli.jobs import load_job
 from relaunch.job.state import JobState, Phase
 from relaunch.pool.state import FleetState, NodeStatus
 from tests.fakes.nodes import Exit, Progress, Script, Sick
@@ -69,7 +69,7 @@ async def checkpoint_seen(job: Job, least: int) -> None:
     """Wait until whoever watches the job shows people a checkpoint of at least this step."""
 
     async def seen() -> int:
-        watch = (await look(job.client, job.handle.id.removeprefix("job/"))).watch
+        watch = (await load_job(job.client, job.handle.id.removeprefix("job/"))).watch
         return -1 if watch is None or watch.checkpoint is None else watch.checkpoint
 
     while await seen() < least:

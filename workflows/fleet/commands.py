@@ -104,7 +104,7 @@ async def find_closed_jobs(
     )
 
 
-async def look(fleet: str, order: ProbeOrder) -> tuple[NodeProbe, ...] | None:
+async def probe_nodes(fleet: str, order: ProbeOrder) -> tuple[NodeProbe, ...] | None:
     return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.probe_nodes,
@@ -113,7 +113,7 @@ async def look(fleet: str, order: ProbeOrder) -> tuple[NodeProbe, ...] | None:
             schedule_to_close_timeout=ASK_TIMEOUT,
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
-            summary=f"look at {join_names(order.nodes)}"[:200],
+            summary=f"probe {join_names(order.nodes)}"[:200],
         )
     )
 

@@ -66,7 +66,7 @@ a job has waited longer than `HURRY_FOR`, that happens with every sweep."""
 HURRY_FOR = timedelta(minutes=10)
 SHORTEST_WAIT = timedelta(milliseconds=100)
 """So that a time that has just passed causes no busy loop."""
-LOOK, CHECK, FIND, REMEMBER = "look", "check", "find", "remember"
+PROBE, CHECK, FIND, REMEMBER = "probe", "check", "find", "remember"
 
 
 @workflow.defn
@@ -157,7 +157,7 @@ class Fleet:
         try:
             wait = max(SHORTEST_WAIT, wake - workflow.now())
             await workflow.wait_condition(
-                news, timeout=wait, timeout_summary="until it looks again, if nothing happens"
+                news, timeout=wait, timeout_summary="until it probes again, if nothing happens"
             )
         except TimeoutError:
             return
@@ -172,7 +172,7 @@ class Fleet:
         workflow.logger.info("%s", str(order)[:300])
         match order:
             case ProbeOrder():
-                self._ask(LOOK, lambda: self._look(order))
+                self._ask(PROBE, lambda: self._probe(order))
             case ReclaimOrder():
                 self._ask(f"reclaim/{order.job}/{order.submission}", lambda: self._reclaim(order))
             case GrantMessage():
@@ -226,10 +226,10 @@ class Fleet:
         if claims and (closed := await commands.find_closed_jobs(self._name, claims)):
             self._inbox.append(EndedJobs(closed))
 
-    async def _look(self, order: ProbeOrder) -> None:
-        looks = await commands.look(self._name, order)
-        if looks is not None:
-            self._inbox.append(ProbeResults(looks))
+    async def _probe(self, order: ProbeOrder) -> None:
+        probes = await commands.probe_nodes(self._name, order)
+        if probes is not None:
+            self._inbox.append(ProbeResults(probes))
 
     async def _reclaim(self, order: ReclaimOrder) -> None:
         if clean := await commands.reclaim(self._name, order):
@@ -314,7 +314,7 @@ class Fleet:
 
     def _doing(self) -> list[str]:
         words = {
-            LOOK: "a look at nodes",
+            PROBE: "a probe of nodes",
             CHECK: "a check of the fleet file and of which jobs still run",
             FIND: "a search for jobs",
             REMEMBER: "a query to the previous run",
@@ -414,7 +414,7 @@ class Fleet:
                 " before anything is granted"
             )
         if not state.is_probed:
-            return "every node is looked at once, before anything is granted"
+            return "every node is probed once, before anything is granted"
         waiting = sum(record.is_waiting for record in state.claims)
         if not waiting:
             return "it waits until a job wants nodes"
