@@ -78,9 +78,15 @@ def pages() -> list[str]:
     )
 
 
+def tables() -> list[str]:
+    """Return the catalogs and presets, whose sentences people read."""
+    found = [*(ROOT / "relaunch").rglob("*.json"), *(ROOT / "relaunch").rglob("*.toml")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
 def find_dialect() -> Iterator[Place]:
     """Find the words in code, comments and messages of the product, and in pages for people."""
-    for name in (*modules(), *pages()):
+    for name in (*modules(), *tables(), *pages()):
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             for match in DIALECT.finditer(line):
                 yield Place("dialect", name, number, match[0])
