@@ -1,0 +1,35 @@
+"""Parts of the placement and of the escalation that generated stories reach only by chance."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from relaunch.pool.placement import Placement
+from relaunch.repair.escalation import Escalation, cancel
+
+
+def shape(gpus: int, with_spares: bool = False) -> Any:
+    return SimpleNamespace(gpus=gpus, with_spares=with_spares, __hash__=None)
+
+
+def test_a_job_is_ahead_only_where_a_node_fits_both_shapes() -> None:
+    large, small = "large", "small"
+    shapes = {large: shape(8), small: shape(1)}
+    for in_file, ahead in (([(False, 4)], ""), ([(True, 8)], ""), ([(True, 8), (False, 8)], "a")):
+        reserved = SimpleNamespace(items=lambda: [(shapes[large], "a")])
+        pool: Any = SimpleNamespace(reserved=reserved, _in_file=in_file)
+        assert Placement.find_job_ahead(pool, shapes[small]) == ahead
+
+
+def test_a_node_reserved_for_another_claim_is_in_no_bucket() -> None:
+    buckets: dict[str, list[Any]] = {"key": []}
+    node: Any = SimpleNamespace(bucket=(buckets, "key"))
+    pool: Any = SimpleNamespace()
+    Placement._unlist(pool, node)
+    assert node.bucket is None and buckets == {"key": []}
+
+
+def test_the_first_reason_to_cancel_counts() -> None:
+    once = cancel(Escalation("n1", "Xid 79"), "a person repairs it")
+    assert cancel(once, "the job ended").cancel_reason == "a person repairs it"
