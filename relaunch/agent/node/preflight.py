@@ -23,7 +23,7 @@ from relaunch.agent import processes, tools
 from relaunch.agent.folders import find_mount
 from relaunch.agent.node import repairs
 from relaunch.agent.protocol import Fields, Json, Refused, refuse_field
-from relaunch.agent.ranks.orders import hold_port
+from relaunch.agent.ranks.master_port import hold_port
 from relaunch.agent.ranks.peers import resolve
 from relaunch.agent.state import read_boot_id
 

@@ -6,11 +6,9 @@ Each order is idempotent, and may be killed at any point and repeated.
 from __future__ import annotations
 
 import os
-import random
 import re
 import secrets
 import shutil
-import socket
 import time
 from pathlib import Path
 from typing import Sequence, Union
@@ -31,7 +29,7 @@ from relaunch.agent.protocol import (
     parse_environment,
     refuse_field,
 )
-from relaunch.agent.ranks import peers, retention, shim, spawn
+from relaunch.agent.ranks import master_port, peers, retention, shim, spawn
 from relaunch.agent.ranks.stop import await_records, find_living, stop_all
 from relaunch.agent.state import (
     MAX_GENERATIONS,
@@ -83,27 +81,6 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
 def _make_not_above(token: Token, highest: tuple[int, int], reason: str) -> Refused:
     text = f"generation {token.generation} of submission {token.submission}: {reason}"
     return Refused("not_above", text, highest=list(highest))
-
-
-def hold_port(address: str) -> socket.socket:
-    """Bind a free port for MASTER_PORT, preferably below the kernel's ephemeral port range.
-
-    Raises:
-        Refused: No port is free.
-    """
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        lowest = int(file.read().split()[0])
-    candidates = random.sample(range(20000, lowest), 20) if lowest > 20100 else []
-    for port in [*candidates, 0]:
-        family, target = peers.resolve(address, port)
-        holder = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            holder.bind(target)
-        except OSError:
-            holder.close()
-            continue
-        return holder
-    raise Refused("cannot_start", f"no port is free on {address}")
 
 
 def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
@@ -222,7 +199,7 @@ def _bind_sockets(
         generation.listen("orders"),
         generation.listen("sock"),
         listener,
-        hold_port(fields["address"]),
+        master_port.hold_port(fields["address"]),
     )
     stamp = now()
     answer: Json = {

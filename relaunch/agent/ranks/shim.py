@@ -24,6 +24,7 @@ from relaunch.agent.ranks import cgroup, guard, journal, spawn, supervisor
 from relaunch.agent.ranks.journal import Journal
 from relaunch.agent.ranks.lease import Lease
 from relaunch.agent.ranks.link import ChildLink
+from relaunch.agent.ranks.master_port import release_port
 from relaunch.agent.ranks.upkeep import FolderUpkeep
 from relaunch.agent.state import Generation, read_boot_id, write_json
 
@@ -465,7 +466,7 @@ class Shim:
             self._record_launch(launching)
         except Refused as refused:
             return refused.answer
-        self.sockets.master.close()
+        release_port(self.sockets.master)
         begins = min(spawn.EXEC_TIMEOUT, self.order["fence_after"])
         self.launch_ends = now() + begins + self.order["lease"]
         self._inform_guard()
