@@ -26,6 +26,17 @@ def pytest_runtest_makereport() -> Iterator[Any]:
             gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count no branch that a property test takes.
+
+    Which examples it draws depends on its name and on hypothesis: a branch that only such a test
+    takes may be one that no test takes after a renaming. And counting makes them twice as slow.
+    """
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.no_cover)
+
+
 def pytest_collection_finish() -> None:
     """Look for garbage only in what tests make.
 

@@ -523,6 +523,16 @@ def test_an_error_of_a_switch_is_no_gpus() -> None:
     )
 
 
+def test_groups_of_other_entities_are_no_gpus() -> None:
+    document = json.loads(PASS_4)
+    before = read_diag(json.dumps(document), 0)
+    document["entity_groups"].append(
+        {"entity_group": "CPU", "entity_group_id": 7, "entities": [{"entity_id": 99}]}
+    )
+    after = read_diag(json.dumps(document), 0)
+    assert (after.advice, after.reason) == (before.advice, before.reason)
+
+
 def test_a_cpu_that_failed_is_the_hosts_fault() -> None:
     cpu = {
         "entity_group": "CPU",
@@ -630,6 +640,8 @@ def test_texts_with_half_surrogates_and_any_length_still_travel() -> None:
         '{"iterations":' + "[" * 100_000,
         '{"DCGM Diagnostic": ' + "9" * 5000 + "}",
         '{"DCGM Diagnostic": {"' * 9000,
+        '{"DCGM Diagnostic": 7}',
+        '{"DCGM Diagnostic": {}, "iterations": [7]}',
     ],
 )
 def test_output_made_to_break_parsers_is_only_unreadable(stdout: str) -> None:

@@ -211,6 +211,20 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
             (
                 wrote(BUG),
                 *(
+                    wrote("TypeError: bad batch", rank, "n1", late=AGREE)
+                    for rank in range(10, 10 + RIVALS)
+                ),
+                wrote(OOM, 100, "n1", late=AGREE),
+            ),
+            Cause.UNKNOWN,
+            ("n2", "n1"),
+            (3, 100),
+            id="rivals that say the same are compared once",
+        ),
+        pytest.param(
+            (
+                wrote(BUG),
+                *(
                     wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE)
                     for rank in range(10, 10 + RIVALS)
                 ),
