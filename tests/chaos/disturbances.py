@@ -34,7 +34,10 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from temporalio.client import WorkflowUpdateFailedError
+from temporalio.client import (
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
 from temporalio.service import RPCError
 
 from relaunch.backends.local_power import processes_of, signal_all
@@ -175,9 +178,11 @@ async def _change_policy(round: Round, node: str) -> Undo:
     change = {"policy": {"timeouts": times}, "reason": "chaos", "by": "chaos"}
 
     async def send() -> None:
+        # The job has ended, its server is away, or nothing answered until `wait` gave up: the SDK
+        # has an error of its own for a cancelled call.
         with contextlib.suppress(
-            RPCError, WorkflowUpdateFailedError
-        ):  # the job has ended, or its server is away
+            RPCError, WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+        ):
             await jobs.handle_of(round.world.client, round.job.name).execute_update(
                 "change_policy", change
             )
