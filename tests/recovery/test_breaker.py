@@ -74,7 +74,7 @@ def test_a_closed_breaker_opens_again_only_for_one_more_node() -> None:
     )
     desk.claim("b", 1)
     assert desk.go(RESUME) != []
-    assert desk.of(RepairRequest) == [RepairRequest("n2", "it failed on n2")]
+    assert desk.of(RepairRequest) == [RepairRequest("n2", "failed on n2")]
     assert desk.granted()["b"] == ["n7"]
     fail(desk, "n8", seq=2)
     assert desk.state.breaker.reason.endswith(
@@ -126,7 +126,7 @@ def test_a_pause_stops_repairs_and_permits_and_nothing_else() -> None:
     assert desk.of(RepairRequest) == []
     assert desk.go(permit("n3")) == []
     desk.go(ResumeCommand("", ""))
-    assert desk.of(RepairRequest) == [RepairRequest("n4", "it failed on n4")]
+    assert desk.of(RepairRequest) == [RepairRequest("n4", "failed on n4")]
     assert not desk.state.breaker.paused
     assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == [
         "grace paused repairs: new firmware",
@@ -170,7 +170,7 @@ def test_the_outcome_of_a_repair_to_ask_again_is_reexamined(verdict: Verdict) ->
     asked_while_paused(desk)
     desk.now += timedelta(seconds=1)
     assert desk.go(ended("n4", "refused", verdict=verdict)) == [
-        RepairRequest("n4", "it failed on n4")
+        RepairRequest("n4", "failed on n4")
     ]
     assert (desk.node("n4").status, desk.node("n4").by) == (NodeStatus.REPAIRING, "job a")
 

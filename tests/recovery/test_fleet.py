@@ -133,7 +133,7 @@ def test_nothing_is_repaired_before_it_is_known_who_holds_it() -> None:
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     assert desk.of(RepairRequest) == []
     desk.claim("b", 0)
-    assert desk.of(RepairRequest) == [RepairRequest("n1", "it failed on n1")]
+    assert desk.of(RepairRequest) == [RepairRequest("n1", "failed on n1")]
 
 
 def test_a_look_that_fails_is_ordered_again() -> None:
@@ -450,7 +450,7 @@ def test_a_suspect_with_live_ranks_is_probed_until_they_are_gone() -> None:
     assert desk.of(RepairRequest) == []
     del desk.living["n1"]
     assert desk.wakes_in() == 60
-    assert desk.wait(seconds=2) == [RepairRequest("n1", "it failed on n1")]
+    assert desk.wait(seconds=2) == [RepairRequest("n1", "failed on n1")]
 
 
 def test_evidence_that_becomes_certain_counts_from_then_on() -> None:
@@ -546,11 +546,11 @@ def test_the_oldest_suspects_are_repaired_first_up_to_the_limit() -> None:
     assert desk.node("n3").status is NodeStatus.REPAIRING
     assert desk.of(RepairRequest) == []
     assert desk.go(ended("n3", "refused", reason="it needs a technician")) == [
-        RepairRequest("n4", "it failed on n4")
+        RepairRequest("n4", "failed on n4")
     ]
     assert (desk.node("n3").status, desk.node("n3").by) == (NodeStatus.QUARANTINED, "relaunch")
     assert desk.node("n3").reason == "repair refused: it needs a technician"
-    assert desk.go(ended("n2", job="a")) == [RepairRequest("n2", "it failed on n2")]
+    assert desk.go(ended("n2", job="a")) == [RepairRequest("n2", "failed on n2")]
 
 
 def test_a_jobs_repair_keeps_standing_unless_the_fleet_waited() -> None:
@@ -716,7 +716,7 @@ def test_a_node_that_comes_back_into_the_file_is_what_it_was() -> None:
     assert (desk.node("n1").status, desk.node("n1").is_removed) == (NodeStatus.IN_SERVICE, False)
     assert (desk.node("n2").status, desk.node("n2").reason) == (
         NodeStatus.SUSPECT,
-        "it failed on n2",
+        "failed on n2",
     )
 
 

@@ -90,7 +90,7 @@ def test_nodes_under_repair_are_suspects_again_and_faults_stay() -> None:
         ("n4", NodeStatus.IN_SERVICE, ""),
     ]
     later = anew(known)
-    assert later.of(RepairRequest) == [RepairRequest("n2", "it failed on n2")]
+    assert later.of(RepairRequest) == [RepairRequest("n2", "failed on n2")]
     assert later.node("n2").by == "job a"
     assert (later.node("n4").verdict, later.node("n4").verdict_at) == (Verdict.HEALTHY, T0)
     later.claim("a", 1, submission=2, suspects=(suspect("n3", 2, Cause.HANG),))
