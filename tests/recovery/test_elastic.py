@@ -526,7 +526,7 @@ def test_s3_3_a_generation_stays_between_its_minimum_and_maximum(
     for index, move in enumerate(stream):
         move.do(run)
         offer(run, Choice(numbers[index % len(numbers)] + index))
-        assert run.moves_on, f"{run.job.phase} awaits nothing: {run.turns[-1]}"
+        assert run.moves_on, f"{run.job.phase}: {run.turns[-1]}"
     spec = run.job.spec
     for turn in run.turns:
         if isinstance(turn.event, NodesAcquired):
