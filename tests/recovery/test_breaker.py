@@ -191,7 +191,8 @@ def test_a_permitted_repair_that_asks_again_is_permitted_again(snapshot: Snapsho
     desk = Desk()
     desk.go(began("n2"))
     told = desk.go(permit("n2"))
-    (message,) = told
+    (message,) = desk.of(PermitMessage)
+    assert told == [message]
     assert message == PermitMessage("repair/gpus/n2", Permit("r1", 1, True, message.permit.reason))
     assert message.permit.reason == snapshot
     assert desk.node("n2").repair_acts

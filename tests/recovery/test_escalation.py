@@ -199,7 +199,7 @@ def test_of_a_silent_node_it_is_said_that_it_does_not_answer(snapshot: SnapshotA
 def test_a_node_that_answers_after_all_is_treated_for_its_fault() -> None:
     assert end(then(BEGUN, SILENT, UNREAD, HEALTHY))[0] == "done"
     assert isinstance(then(BEGUN, SILENT, UNREAD, FATAL), StartStrategy)
-    # they are counted anew
+    # the examinations are counted from the start again
     assert then(BEGUN, SILENT, UNREAD, FATAL, SILENT) == then(BEGUN, SILENT)
 
 
@@ -215,7 +215,8 @@ def test_a_node_that_answers_after_all_is_treated_for_its_fault() -> None:
 def test_without_time_nothing_more_is_begun(
     healths: tuple[Health, ...], outcome: str, verdict: Verdict, snapshot: SnapshotAssertion
 ) -> None:
-    assert end(then(BEGUN, *healths, left=NOTHING)) == (outcome, verdict, snapshot)
+    ended = end(then(BEGUN, *healths, left=NOTHING))
+    assert ended[:2] == (outcome, verdict) and ended[2] == snapshot
 
 
 def test_an_examination_without_time_left_is_not_awaited() -> None:
@@ -287,7 +288,7 @@ def test_earlier_kernel_evidence_counts_until_proven_healed() -> None:
     escalation = after(reset())
     assert escalation.kernel_from == at(10)
     assert after(reboot(), "ambiguous", before=escalation, proven=False).kernel_from == at(10)
-    # of a boot that nobody ordered all counts
+    # this repair ordered no boot, so all kernel evidence counts
     assert after(reset(), attempts=0).kernel_from is None
 
 
@@ -348,11 +349,9 @@ def test_a_cancel_ends_what_has_not_begun_and_nothing_follows(snapshot: Snapshot
     )
     assert end(then(cancelled, HEALTHY))[0] == "done"
     for found in (FATAL, SILENT):
-        assert end(then(cancelled, found)) == (
-            "refused",
-            found.verdict,
-            snapshot(name=f"found-{found.verdict}"),
-        )
+        outcome, verdict, reason = end(then(cancelled, found))
+        assert (outcome, verdict) == ("refused", found.verdict)
+        assert reason == snapshot(name=f"found-{found.verdict}")
     for verdict in (Verdict.UNHEALTHY, Verdict.UNKNOWN):
         escalation = after(reset(), verdict=verdict, cancel_reason="enough")
         ended = choose_next(escalation, HOURS)

@@ -258,7 +258,7 @@ def test_a_repair_waiting_for_a_person_shows_on_the_jobs_page() -> None:
     asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
     job, decision = step(repairing(), asks)
     assert isinstance(decision, Ignore) and job.next == Next(asks.question, asks.until)
-    # whoever waits for no repair is asked nothing
+    # a job that waits for no repair is asked nothing
     assert step(running(), asks)[0].next == running().next
 
 

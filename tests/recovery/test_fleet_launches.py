@@ -40,7 +40,7 @@ def test_a_new_submission_hears_old_launches_on_granted_nodes() -> None:
     assert grant.holding == ("n1", "n2")
     assert grant.launched == (replace(PLANNED[0], nodes=("n1", "n2")),)
     desk.claim("a", 1, seq=2, submission=2, avoid=("n4",))
-    # it claimed anew before it had heard of its grant
+    # it claimed again before it had received its grant
     assert desk.grants()["a"].launched == grant.launched
     desk.claim("a", 1, seq=3, submission=2, holds=("n1", "n2", "n3"))
     assert desk.grants()["a"].launched == ()

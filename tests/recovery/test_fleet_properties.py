@@ -189,7 +189,7 @@ class World:
             self.quarantined.clear()
         self.quarantined &= {node.name for node in self.state.nodes}
         out = {node.name for node in self.state.nodes if node.status is NodeStatus.QUARANTINED}
-        # only a person takes back what a person said, whatever began anew since
+        # only a person ends a quarantine by a person, whatever was restarted since
         assert self.quarantined <= out
 
     def check_places(self) -> None:
@@ -213,14 +213,14 @@ class World:
             assert not offer.places or self.now < offer.until, "an offer ends"
             for place in offer.places:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
-                    # nobody else is given what is offered
+                    # what is offered is granted to no other job
                     assert held.get((place.node, gpu), offer.job) == offer.job
 
     def check(self, order: Order, before: FleetState) -> None:
         match order:
             case OfferMessage():
                 record = next(one for one in self.state.claims if one.claim.job == order.job)
-                # whoever waits comes first
+                # a waiting job comes first
                 assert not any(one.is_waiting for one in self.state.claims)
                 assert (
                     not self.state.breaker.is_open
@@ -315,14 +315,14 @@ class World:
             mine = set(place.gpus or range(node.spec.gpus))
             if place.node not in claim.keep and node.spec.gpus:
                 at, used = self.seen[place.node]
-                # nobody is given what a stranger was seen to use
+                # no job is granted what a foreign process was seen to use
                 assert not mine & used
                 # that was seen a moment ago
                 assert self.now - at < timedelta(seconds=10)
-                # nobody is given a node that lacks GPUs
+                # no job is granted a node that lacks GPUs
                 assert not node.missing_gpus
             for (job, _), share in self.ranks[place.node].items():
-                # nobody else lives there, in truth
+                # no other job has ranks on these GPUs
                 assert job == claim.job or not mine & set(share or range(node.spec.gpus))
 
     def was_told(self, before: FleetState, order: PermitMessage) -> bool:
@@ -336,7 +336,7 @@ class World:
     def carry_out(self, order: Order, before: FleetState) -> None:
         match order:
             case ProbeOrder():
-                # whose GPUs are read is looked at
+                # a node whose GPUs are read is probed
                 assert set(order.inventories) <= set(order.nodes)
                 assert not any(
                     node.repair or not node.spec.gpus
@@ -816,7 +816,7 @@ def test_a_shared_node_is_repaired_only_when_the_others_left_it(
         world.move(number, SHARED)
     world.calm_down()
     world.settle()
-    # nobody wants a node that is in service
+    # no job is asked to leave a node that is in service
     assert all(not node.asked_jobs and node.repair_drain is None for node in world.state.nodes)
 
 
@@ -911,7 +911,7 @@ def test_a_waiting_job_is_served_however_many_would_like_to_grow(
     says("late", needs, (), needs)
     waited = T0 - T0
     while "late" not in desk.granted() and waited <= OFFER_TIMEOUT:
-        # nothing is offered while somebody waits
+        # nothing is offered while a job waits
         assert not desk.of(OfferMessage)
         step = timedelta(seconds=desk.wakes_in())
         desk.now, waited = desk.now + step, waited + step

@@ -108,20 +108,21 @@ def test_lost_gpus_and_what_could_not_be_read_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    "answer",
     [
-        (
-            {"unreadable": "libnvidia-ml.so.1 is not on this node"},
-            "libnvidia-ml.so.1 is not on this node",
-        ),
-        (None, "the node's answer lacks it"),
-        ([], "the node's answer makes no sense there"),
-        ({"driver": "1"}, "the node's answer lacks it"),
-        ({"gpus": [{}] * 65}, "the node's answer makes no sense there"),
+        pytest.param({"unreadable": "libnvidia-ml.so.1 is not on this node"}, id="no-library"),
+        pytest.param(None, id="nothing"),
+        pytest.param([], id="a-list"),
+        pytest.param({"driver": "1"}, id="no-gpus"),
+        pytest.param({"gpus": [{}] * 65}, id="too-many-gpus"),
     ],
 )
-def test_what_cannot_be_read_is_a_fact_with_a_reason(answer: Any, why: str) -> None:
-    assert read_inventory(answer) == Inventory(unreadable=why)
+def test_what_cannot_be_read_is_a_fact_with_a_reason(
+    answer: Any, snapshot: SnapshotAssertion
+) -> None:
+    found = read_inventory(answer)
+    assert found == Inventory(unreadable=found.unreadable)
+    assert found.unreadable == snapshot
 
 
 def test_one_user_is_one_stranger_and_only_three_are_named(snapshot: SnapshotAssertion) -> None:
@@ -186,11 +187,11 @@ def test_s2_10_a_whole_node_job_waits_and_names_the_stranger(snapshot: SnapshotA
     assert desk.grants("waiting")["a"].reason == snapshot
     assert desk.wakes_in() == 10
     assert desk.wait(seconds=10) == []
-    # one reading every ten seconds while somebody waits
+    # one reading every ten seconds while a job waits
     assert desk.state.probe_count == 2
     del desk.gpus["n1"]
     desk.wait(seconds=5)
-    # nobody has looked since
+    # the node was not probed since
     assert desk.granted() == {}
     desk.wait(seconds=5)
     assert desk.granted() == {"a": ["n1"]}
@@ -321,7 +322,7 @@ def test_a_sweep_reads_some_of_a_large_fleet_and_wanted_nodes() -> None:
     desk.now += timedelta(seconds=60)
     desk.learn(ClaimEvent(Claim("a", 1, 1, 600, since=desk.now)))
     desk.settle()
-    # as many as are looked at for somebody at a time
+    # as many as are probed for one claim at a time
     assert desk.of(ProbeOrder)[0].inventories == names[:512]
 
 
@@ -333,10 +334,10 @@ def test_a_node_not_read_for_ten_seconds_is_read_before_a_grant() -> None:
     desk.busy = {"probe"}
     desk.now += timedelta(seconds=0.5)
     desk.claim("a", 1)
-    # it has answered, and nobody knows who computes there
+    # it has answered, but what uses its GPUs is unknown
     assert desk.granted() == {}
     desk.busy = set()
-    # at once: the last look did not ask
+    # at once: the last probe did not read it
     assert [one for one in desk.settle() if isinstance(one, ProbeOrder)] == [look("n1")]
     desk.look()
     desk.settle()
@@ -378,7 +379,7 @@ def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
         ProbeResults((NodeProbe("n1", inventory=gpus(), inventory_age=timedelta(seconds=50)),))
     )
     assert desk.node("n1").inventory_at == desk.now - timedelta(seconds=50)
-    # the record keeps it, and the look does not
+    # the record keeps it, and the probe does not
     assert desk.node("n1").probe == NodeProbe("n1")
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n1"]}

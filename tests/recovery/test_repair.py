@@ -122,9 +122,7 @@ def test_a_repair_looks_first(snapshot: SnapshotAssertion) -> None:
 
 
 def test_a_repair_is_only_begun_for_what_repairs() -> None:
-    with pytest.raises(
-        ValueError, match="REPLACE_NODE repairs no node: expected RESET_GPU or REBOOT_NODE"
-    ):
+    with pytest.raises(ValueError, match="REPLACE_NODE repairs no node"):
         repair(Strategy.REPLACE_NODE)
 
 
@@ -166,7 +164,8 @@ def test_a_silent_node_is_looked_at_again_until_the_deadline(snapshot: SnapshotA
     assert decision.reason == snapshot(name="waiting")
     assert isinstance(then(state, WaitEnded()), ProbeNode)
     outcome, verdict, reason = end(decide(state, state.deadline))
-    assert (outcome, verdict, reason) == ("ambiguous", Verdict.UNKNOWN, snapshot(name="silent"))
+    assert (outcome, verdict) == ("ambiguous", Verdict.UNKNOWN)
+    assert reason == snapshot(name="silent")
     assert end(decide(repair(), at(1500)))[2] == snapshot(name="not-probed")
 
 
@@ -442,7 +441,7 @@ def test_a_node_may_refuse(snapshot: SnapshotAssertion) -> None:
 
 def test_whether_a_reset_happened_is_not_known_at_the_deadline(snapshot: SnapshotAssertion) -> None:
     outcome, _, reason = end(decide(after(reset(), SAME, NoAnswer("gone")), at(1500)))
-    assert (outcome, reason) == ("ambiguous", snapshot)
+    assert outcome == "ambiguous" and reason == snapshot
 
 
 # --- a reboot
@@ -590,7 +589,7 @@ def test_a_reboot_whose_end_was_not_seen_is_ambiguous(snapshot: SnapshotAssertio
     outcome, _, reason = end(
         decide(after(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500))
     )
-    assert (outcome, reason) == ("ambiguous", snapshot)
+    assert outcome == "ambiguous" and reason == snapshot
     assert (
         end(then(after(repair(), SAME, REBOOT_OK), TimeExpired(), seconds=1500))[0] == "ambiguous"
     )

@@ -115,7 +115,7 @@ def test_s1_1_every_way_to_end_is_classified(ending: Any, expected: str) -> None
 )
 def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, phase: Phase) -> None:
     after, _ = step(job(), ending(job()))
-    # nobody counts as stopped before it is proven
+    # no node counts as stopped before it is proven
     assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2"))
     partly, decision = step(after, RanksStopped(1, ("n1",), at(1)))
     assert (told(decision), partly.phase, partly.maybe_alive) == ("IGNORE", phase, ("n2",))
@@ -289,7 +289,7 @@ def test_s1_6_nothing_but_proof_ends_a_reboot(event: Any) -> None:
     )
 
 
-GIVING_UP: list[tuple[str, list[Turn], str]] = [
+GIVING_UP: list[tuple[str, list[Turn]]] = [
     ("healthy", [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")]),
     ("no verdict", [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")]),
     ("a check that never ends", [(died(1), "EXAMINE n2"), (this(DeadlinePassed()), "FAILED 1")]),

@@ -85,10 +85,9 @@ def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(ValidationError) as error:
         spec(**written)
-    assert [
-        (str(next(iter(one["loc"]), "")), one["msg"].removeprefix("Value error, "))
-        for one in error.value.errors()
-    ] == [(where, snapshot)]
+    (one,) = error.value.errors()
+    assert one["loc"][0] == where
+    assert one["msg"].removeprefix("Value error, ") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -192,25 +191,21 @@ def test_a_command_that_only_mentions_a_launcher_is_a_rank(command: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("written", "fewest", "most", "size"),
+    ("written", "fewest", "most"),
     [
-        pytest.param(4, 4, 4, "8 ranks on 4 nodes", id="a number"),
-        pytest.param("4", 4, 4, "8 ranks on 4 nodes", id="as a flag has it"),
-        pytest.param({"min": 4, "max": 4}, 4, 4, "8 ranks on 4 nodes", id="a range of one size"),
-        pytest.param({"min": 3, "max": 4}, 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range"),
-        pytest.param("3:4", 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range as a flag has it"),
+        pytest.param(4, 4, 4, id="a number"),
+        pytest.param("4", 4, 4, id="as a flag has it"),
+        pytest.param({"min": 4, "max": 4}, 4, 4, id="a range of one size"),
+        pytest.param({"min": 3, "max": 4}, 3, 4, id="a range"),
+        pytest.param("3:4", 3, 4, id="a range as a flag has it"),
     ],
 )
 def test_s3_3_a_job_says_its_most_and_fewest_nodes(
-    written: Any, fewest: int, most: int, size: str
+    written: Any, fewest: int, most: int, snapshot: SnapshotAssertion
 ) -> None:
     job = spec(nodes=written)
-    assert (job.fewest_nodes, job.node_count, job.is_elastic, job.size) == (
-        fewest,
-        most,
-        fewest < most,
-        size,
-    )
+    assert (job.fewest_nodes, job.node_count, job.is_elastic) == (fewest, most, fewest < most)
+    assert job.size == snapshot
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
@@ -267,7 +262,8 @@ def test_no_two_nodes_of_a_fleet_are_the_same(
 ) -> None:
     with pytest.raises(ValidationError) as error:
         FleetSpec.model_validate({**FLEET, "nodes": nodes})
-    assert refusal(error) == ("nodes", snapshot)
+    where, said = refusal(error)
+    assert where == "nodes" and said == snapshot
 
 
 def test_a_fleet_asks_before_it_repairs_unless_it_says_otherwise() -> None:
@@ -321,7 +317,8 @@ def test_what_is_no_duration_is_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(ValidationError) as error:
         DURATION.validate_python(written)
-    assert refusal(error) == ("", snapshot)
+    where, said = refusal(error)
+    assert where == "" and said == snapshot
 
 
 @pytest.mark.parametrize("written", ["", None, "P1X", [5]])
@@ -360,7 +357,8 @@ def test_what_is_no_limit_is_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(ValidationError) as error:
         FleetLimits.model_validate({"nodes_out": limit})
-    assert refusal(error) == ("nodes_out", snapshot)
+    where, said = refusal(error)
+    assert where == "nodes_out" and said == snapshot
 
 
 # --- ssh ------------------------------------------------------------------------------------------
@@ -440,5 +438,5 @@ def test_nodes_behind_one_address_are_told_apart_by_their_ports() -> None:
 def test_a_reason_that_is_given_says_something() -> None:
     assert parse_reason("burnt") == "burnt"
     for blank in ("", " \n"):
-        with pytest.raises(ValueError, match="it is empty, expected a clause that says why"):
+        with pytest.raises(ValueError, match="it is empty"):
             parse_reason(blank)
