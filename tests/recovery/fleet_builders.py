@@ -60,7 +60,7 @@ def look(*names: str) -> ProbeOrder:
 
 
 def suspect(node: str, generation: int = 1, cause: Cause = Cause.GPU_FATAL, **more: Any) -> Suspect:
-    return Suspect(node, T0, generation, cause, **{"reason": f"it failed on {node}", **more})
+    return Suspect(node, T0, generation, cause, **{"reason": f"failed on {node}", **more})
 
 
 class Desk:

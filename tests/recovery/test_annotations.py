@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from itertools import product
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.causes import Cause
 from relaunch.spec.annotations import (
@@ -55,15 +55,10 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
 
 
 @pytest.mark.parametrize(
-    ("name", "annotations", "expected"),
+    ("name", "annotations"),
     [
         *(
-            pytest.param(
-                "modelarts",
-                {JOB_RETRIES: value},
-                f"{JOB_RETRIES} is {value!r}: a whole number from 1 to 128, in quotes",
-                id=f"retries {value[:9]!r}",
-            )
+            pytest.param("modelarts", {JOB_RETRIES: value}, id=f"retries {value[:9]!r}")
             for value in (
                 "0",
                 "129",
@@ -82,44 +77,26 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         ),
         *(
             pytest.param(
-                "modelarts",
-                {JOB_RETRIES: "3", POD_RETRIES: value},
-                f"{POD_RETRIES} is {value!r}: a whole number from 1 to 128, in quotes",
-                id=f"pod retries {value!r}",
+                "modelarts", {JOB_RETRIES: "3", POD_RETRIES: value}, id=f"pod retries {value!r}"
             )
             for value in ("0", "129", "many")
         ),
         *(
-            pytest.param(
-                "modelarts",
-                {JOB_RETRIES: "3", key: value},
-                f'{key} is {value!r}: "true" or "false"',
-                id=f"{key} {value!r}",
-            )
+            pytest.param("modelarts", {JOB_RETRIES: "3", key: value}, id=f"{key} {value!r}")
             for key in (UNCONDITIONAL, HANG_RETRY)
             for value in ("True", "yes", "1", "")
         ),
         pytest.param(
             "modelarts",
             {JOB_RETRIES: "3", "fault-tolerance/hang-retries": "true"},
-            "fault-tolerance/hang-retries is unknown: one of "
-            "fault-tolerance/job-retry-num, fault-tolerance/job-unconditional-retry, "
-            "fault-tolerance/hang-retry, fault-tolerance/pod-retry-num",
             id="an annotation nobody knows",
         ),
         *(
-            pytest.param(
-                "modelarts", {key: value}, f"{key} needs {JOB_RETRIES} beside it", id=f"{key} alone"
-            )
+            pytest.param("modelarts", {key: value}, id=f"{key} alone")
             for key, value in ((UNCONDITIONAL, "true"), (HANG_RETRY, "true"), (POD_RETRIES, "3"))
         ),
         *(
-            pytest.param(
-                name,
-                {JOB_RETRIES: "3", key: value},
-                f"{key} needs policy: modelarts, and the policy is {name}",
-                id=f"{key} under {name}",
-            )
+            pytest.param(name, {JOB_RETRIES: "3", key: value}, id=f"{key} under {name}")
             for name in preset_names()
             if name != "modelarts"
             for key, value in ((UNCONDITIONAL, "true"), (HANG_RETRY, "true"), (POD_RETRIES, "3"))
@@ -127,10 +104,11 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
     ],
 )
 def test_an_unreadable_or_void_value_is_refused_with_a_sentence(
-    name: str, annotations: dict[str, str], expected: str
+    name: str, annotations: dict[str, str], snapshot: SnapshotAssertion
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'metadata.annotations: {expected}')}$"):
+    with pytest.raises(ValueError, match=r"^metadata\.annotations: ") as refusal:
         apply_annotations(preset(name), annotations)
+    assert str(refusal.value) == snapshot
 
 
 def switched(unconditional: bool | None, hangs: bool | None, pods: int | None) -> Policy:

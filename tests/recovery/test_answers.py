@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.job.decide import check_answer
 from relaunch.job.events import (
@@ -31,13 +32,16 @@ def asking() -> JobState:
     return job
 
 
-def test_approve_launches_a_new_generation_and_names_who_said_so() -> None:
+def test_approve_launches_a_new_generation_and_names_who_said_so(
+    snapshot: SnapshotAssertion,
+) -> None:
     job, decision = step(asking(), Answered("approve", "the batch is fixed", "ada"), at(20))
-    assert decision == Relaunch(2, "ada approved a new launch: the batch is fixed")
+    assert decision == Relaunch(2, decision.reason)
+    assert decision.reason == snapshot
     assert (job.phase, job.generation) == (Phase.LAUNCHING, 2)
 
 
-def test_approve_while_a_node_is_lost_launches_without_it() -> None:
+def test_approve_while_a_node_is_lost_launches_without_it(snapshot: SnapshotAssertion) -> None:
     job = running()
     job, _ = step(
         job, NodeUnreachable(job.generation, "n2", timedelta(seconds=180), "no answer"), at(1)
@@ -45,31 +49,29 @@ def test_approve_while_a_node_is_lost_launches_without_it() -> None:
     job, asked = step(job, DeadlinePassed(), at(4000))
     assert isinstance(asked, Ask)
     _, decision = step(job, Answered("approve", "", ""), at(4001))
-    assert decision == Relaunch(
-        job.generation + 1, "a person approved a new launch", without=("n2",)
-    )
+    assert decision == Relaunch(job.generation + 1, decision.reason, without=("n2",))
+    assert decision.reason == snapshot
 
 
-def test_deny_ends_the_job_with_the_reason_for_which_it_asked() -> None:
+def test_deny_ends_the_job_with_the_reason_for_which_it_asked(snapshot: SnapshotAssertion) -> None:
     before = asking()
     job, decision = step(before, Answered("deny", "it is hopeless", "ada"), at(20))
-    assert decision == Stop(
-        Phase.FAILED, f"ada denied a new launch: it is hopeless; {before.reason}", exit_code=1
-    )
+    assert decision == Stop(Phase.FAILED, decision.reason, exit_code=1)
+    assert decision.reason == snapshot
     assert job.phase is Phase.STOPPING
 
 
-def test_a_snoozed_question_comes_back_and_does_not_end_the_job() -> None:
+def test_a_snoozed_question_comes_back_and_does_not_end_the_job(
+    snapshot: SnapshotAssertion,
+) -> None:
     before = asking()
     job, decision = step(before, Answered("snooze", "after breakfast", "ada", at(3620)), at(20))
-    assert decision == Wait(
-        Phase.WAITING_FOR_PERSON,
-        f"ada snoozed it: after breakfast; {before.reason}",
-        "it is asked again",
-        at(3620),
-    )
+    assert isinstance(decision, Wait)
+    assert (decision.phase, decision.until) == (Phase.WAITING_FOR_PERSON, at(3620))
+    assert decision.reason == snapshot(name="with-reason")
+    assert decision.next == snapshot(name="next")
     again, _ = step(job, Answered("snooze", "", "ada", at(7000)), at(30))
-    assert again.reason == f"ada snoozed it; {before.reason}"  # not longer each time
+    assert again.reason == snapshot(name="without-reason")  # not longer each time
     job, decision = step(again, DeadlinePassed(at(7000)), at(7000))
     assert decision == before.asked
     assert (job.reason, job.next.what) == (before.reason, before.next.what)
@@ -77,11 +79,13 @@ def test_a_snoozed_question_comes_back_and_does_not_end_the_job() -> None:
     assert isinstance(step(job, DeadlinePassed(job.next.at), at(99999))[1], Stop)
 
 
-def test_a_taken_over_job_has_no_deadline_until_a_person_answers() -> None:
+def test_a_taken_over_job_has_no_deadline_until_a_person_answers(
+    snapshot: SnapshotAssertion,
+) -> None:
     before = asking()
     job, decision = step(before, Answered("take-over", "I look at the data", "ada"), at(20))
     assert isinstance(decision, Ask)
-    assert job.reason == f"ada has taken it over: I look at the data; before that: {before.reason}"
+    assert job.reason == snapshot
     assert (job.phase, job.next.at) == (Phase.WAITING_FOR_PERSON, None)
     assert "answer approve" in job.next.what
     assert isinstance(step(job, Answered("approve", "", "ada"), at(30))[1], Relaunch)
@@ -100,13 +104,15 @@ def test_a_snooze_of_a_taken_over_job_ends_with_it_taken_over() -> None:
     "phase",
     [Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES, Phase.QUEUED],
 )
-def test_work_of_relaunch_can_be_taken_over_but_asks_nothing(phase: Phase) -> None:
+def test_work_of_relaunch_can_be_taken_over_but_asks_nothing(
+    phase: Phase, snapshot: SnapshotAssertion
+) -> None:
     job = replace(running(), phase=phase, reason="generation 2 is launched")
     after, decision = step(job, Answered("take-over", "", "ada"), at(20))
     assert isinstance(decision, Ask)
-    assert after.reason == "ada has taken it over; before that: generation 2 is launched"
+    assert after.reason != job.reason and after.reason.endswith(job.reason)
     for answer in ("approve", "deny", "snooze"):
-        assert check_answer(job, answer, at(20)) == f"it is {phase} and asks nothing"
+        assert check_answer(job, answer, at(20)) == snapshot(name="no-question")
 
 
 @pytest.mark.parametrize("decision", ["approve", "deny", "snooze", "take-over"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.catalog import (
     NO_OVERRIDES,
@@ -40,9 +41,8 @@ def test_every_table_says_what_it_is_whence_and_of_when(name: str) -> None:
     assert table["about"] and table["source"] and table["version"]
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", table["date"])
     text = (FOLDER / f"{name}.json").read_text()
-    assert all(text.count(json.dumps(row, ensure_ascii=False)) >= 1 for row in table["rows"]), (
-        "one row is one line"
-    )
+    # one row is one line
+    assert all(text.count(json.dumps(row, ensure_ascii=False)) >= 1 for row in table["rows"])
 
 
 def test_all_172_xids_of_nvidias_catalog_are_there() -> None:
@@ -295,7 +295,9 @@ def test_overridden_tables_are_made_once_and_survive_json() -> None:
     assert catalog().xids[63].cause is None
 
 
-def test_an_xid_override_keeps_nvidias_text_and_names_the_policy() -> None:
+def test_an_xid_override_keeps_nvidias_text_and_names_the_policy(
+    snapshot: SnapshotAssertion,
+) -> None:
     row = catalog(
         overrides(xid={"63": {"cause": "GPU_RESET", "reason": "our fleet resets at once"}})
     ).xids[63]
@@ -305,16 +307,13 @@ def test_an_xid_override_keeps_nvidias_text_and_names_the_policy() -> None:
         "IGNORE",
         True,
     )
-    assert row.meaning.endswith("(your policy: our fleet resets at once)")
+    assert row.meaning == snapshot
 
 
-def test_an_xid_that_the_catalog_does_not_know_can_be_taught() -> None:
+def test_an_xid_that_the_catalog_does_not_know_can_be_taught(snapshot: SnapshotAssertion) -> None:
     row = catalog(overrides(xid={177: {"role": "information"}})).xids[177]
-    assert (row.role, row.cause, row.meaning) == (
-        Role.INFORMATION,
-        None,
-        "a code that our catalog does not know (your policy)",
-    )
+    assert (row.role, row.cause) == (Role.INFORMATION, None)
+    assert row.meaning == snapshot
 
 
 def test_exit_overrides_replace_and_add() -> None:
@@ -358,73 +357,49 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    "values",
     [
-        ({"xid": {0: {"cause": "GPU_RESET"}}}, "0 is no Xid: expected a number from 1 to 999"),
-        (
-            {"xid": {1000: {"cause": "GPU_RESET"}}},
-            "1000 is no Xid: expected a number from 1 to 999",
+        pytest.param({"xid": {0: {"cause": "GPU_RESET"}}}, id="xid-0"),
+        pytest.param({"xid": {1000: {"cause": "GPU_RESET"}}}, id="xid-1000"),
+        pytest.param({"xid": {"gpu": {"cause": "GPU_RESET"}}}, id="xid-word"),
+        pytest.param({"xid": {63: {}}}, id="xid-empty"),
+        pytest.param({"xid": {63: {"reason": "so"}}}, id="xid-reason-only"),
+        pytest.param({"xid": {63: {"role": "root"}}}, id="xid-root-without-cause"),
+        pytest.param({"xid": {63: {"cause": "BROKEN"}}}, id="xid-cause"),
+        pytest.param({"xid": {63: {"cause": "GPU_RESET", "because": "so"}}}, id="xid-unknown-key"),
+        pytest.param(
+            {"xid": {63: {"cause": "GPU_RESET", "reason": "x" * 201}}}, id="xid-reason-too-long"
         ),
-        ({"xid": {"gpu": {"cause": "GPU_RESET"}}}, "valid integer"),
-        ({"xid": {63: {}}}, "an Xid is given a cause, a role, or both: this names neither"),
-        (
-            {"xid": {63: {"reason": "so"}}},
-            "an Xid is given a cause, a role, or both: this names neither",
+        pytest.param({"exit": {"exit 0": {"cause": "PREEMPTED", "meaning": "m"}}}, id="exit-0"),
+        pytest.param({"exit": {"exit 256": {"cause": "PREEMPTED", "meaning": "m"}}}, id="exit-256"),
+        pytest.param({"exit": {"42": {"cause": "PREEMPTED", "meaning": "m"}}}, id="exit-bare-text"),
+        pytest.param({"exit": {42: {"cause": "PREEMPTED", "meaning": "m"}}}, id="exit-bare-number"),
+        pytest.param(
+            {"exit": {"SIGFOO": {"cause": "PREEMPTED", "meaning": "m"}}}, id="exit-unknown-signal"
         ),
-        (
-            {"xid": {63: {"role": "root"}}},
-            "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, "
-            "or another role",
+        pytest.param({"exit": {"exit 42": {"cause": "PREEMPTED"}}}, id="exit-without-meaning"),
+        pytest.param(
+            {"exit": {"exit 42": {"cause": "PREEMPTED", "meaning": ""}}}, id="exit-empty-meaning"
         ),
-        ({"xid": {63: {"cause": "BROKEN"}}}, "GPU_FATAL"),
-        ({"xid": {63: {"cause": "GPU_RESET", "because": "so"}}}, "Extra inputs are not permitted"),
-        ({"xid": {63: {"cause": "GPU_RESET", "reason": "x" * 201}}}, "at most 200 characters"),
-        (
-            {"exit": {"exit 0": {"cause": "PREEMPTED", "meaning": "m"}}},
-            "'exit 0' is success and means nothing else",
-        ),
-        (
-            {"exit": {"exit 256": {"cause": "PREEMPTED", "meaning": "m"}}},
-            "'exit 256' names no exit: expected a code from 1 to 255",
-        ),
-        ({"exit": {"42": {"cause": "PREEMPTED", "meaning": "m"}}}, "'42' names no exit"),
-        ({"exit": {42: {"cause": "PREEMPTED", "meaning": "m"}}}, "42 names no exit"),
-        ({"exit": {"SIGFOO": {"cause": "PREEMPTED", "meaning": "m"}}}, "'SIGFOO' names no exit"),
-        ({"exit": {"exit 42": {"cause": "PREEMPTED"}}}, "Field required"),
-        ({"exit": {"exit 42": {"cause": "PREEMPTED", "meaning": ""}}}, "at least 1 character"),
-        (
-            {"log": [LINE | {"id": "Our Line"}]},
-            "'Our Line' is no id: expected lower-case letters, digits and _",
-        ),
-        (
-            {"log": [LINE | {"pattern": "("}]},
-            "'(' is not a regular expression: missing ), unterminated subpattern",
-        ),
-        (
-            {"log": [LINE | {"pattern": "(?<!no )error"}]},
-            "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; "
-            "it is matched by RE2",
-        ),
-        (
-            {"log": [LINE | {"pattern": "x*"}]},
-            "'x*' matches an empty line, so it would match every line",
-        ),
-        ({"log": [LINE | {"pattern": "x" * 301}]}, "the pattern has 301 characters: at most 300"),
-        ({"log": [LINE | {"role": "root"}]}, "the line ours is a root and names no cause"),
-        ({"log": [LINE, LINE]}, "the line ours is written twice: each id has one row"),
-        ({"dcgm": {80: {"advice": "burn"}}}, "'rma'"),
-        ({"dcgm": {0: {"advice": "rma"}}}, "0 is no DCGM error: expected a number from 1 to 9999"),
-        (
-            {"xid": {code: {"role": "symptom"} for code in range(1, 202)}},
-            "201 overrides: at most 200, because they travel in the job's state",
-        ),
-        ({"xids": {}}, "Extra inputs are not permitted"),
+        pytest.param({"log": [LINE | {"id": "Our Line"}]}, id="log-id"),
+        pytest.param({"log": [LINE | {"pattern": "("}]}, id="log-broken-pattern"),
+        pytest.param({"log": [LINE | {"pattern": "(?<!no )error"}]}, id="log-lookbehind"),
+        pytest.param({"log": [LINE | {"pattern": "x*"}]}, id="log-empty-match"),
+        pytest.param({"log": [LINE | {"pattern": "x" * 301}]}, id="log-pattern-too-long"),
+        pytest.param({"log": [LINE | {"role": "root"}]}, id="log-root-without-cause"),
+        pytest.param({"log": [LINE, LINE]}, id="log-twice"),
+        pytest.param({"dcgm": {80: {"advice": "burn"}}}, id="dcgm-advice"),
+        pytest.param({"dcgm": {0: {"advice": "rma"}}}, id="dcgm-0"),
+        pytest.param({"xid": {code: {"role": "symptom"} for code in range(1, 202)}}, id="too-many"),
+        pytest.param({"xids": {}}, id="unknown-table"),
     ],
 )
-def test_a_bad_override_is_refused_with_a_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_a_bad_override_is_refused_with_a_sentence(
+    values: dict[str, Any], snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ValidationError) as refusal:
         overrides(**values)
-    assert sentence in refusal.value.errors()[0]["msg"]
+    assert refusal.value.errors()[0]["msg"].removeprefix("Value error, ") == snapshot
 
 
 def test_two_hundred_of_the_longest_overrides_fit_a_jobs_state() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from syrupy.assertion import SnapshotAssertion
+
 from relaunch.evidence.causes import Cause
 from relaunch.job.claim import (
     MAX_SUSPECTS,
@@ -222,7 +224,8 @@ def test_a_long_incidents_faults_are_bounded_and_the_first_stay() -> None:
             at(number),
             at(number),
         )
-        assert again == job, "the same fault of one generation is one"
+        # the same fault of one generation is one
+        assert again == job
     assert job.incident is not None
     kept = [one.generation for one in job.incident.faults]
     half = MAX_FAULTS // 2
@@ -248,14 +251,15 @@ def test_a_node_to_examine_is_reported_whatever_faults_follow() -> None:
 # --- nodes that were lost
 
 
-def test_a_node_that_returns_with_nothing_stopped_is_not_charged() -> None:
+def test_a_node_that_returns_with_nothing_stopped_is_not_charged(
+    snapshot: SnapshotAssertion,
+) -> None:
     job = walk(running(), (gone(), "WAIT NODE_LOST"))
-    assert suspects(job) == (), "nothing was stopped for it yet"
+    # nothing was stopped for it yet
+    assert suspects(job) == ()
     job = walk(job, (back(), "WAIT RUNNING"))
     assert suspects(job) == ()
-    assert [one.withdrawn for one in job.incidents[0].faults] == [
-        "n2 answers again, and nothing was stopped"
-    ]
+    assert [one.withdrawn for one in job.incidents[0].faults] == snapshot
 
 
 def test_a_node_that_is_left_behind_is_charged() -> None:
@@ -280,9 +284,8 @@ def test_a_node_returning_while_a_fault_is_open_is_not_charged() -> None:
     )
     assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True)]
     again = walk(job, (gone("n1"), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n1"))
-    assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again), (
-        "what was withdrawn once is told when it is acted on"
-    )
+    # what was withdrawn once is told when it is acted on
+    assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again)
 
 
 # --- leaving
@@ -292,23 +295,26 @@ def asked(job: JobState, node: str = "n2") -> JobState:
     return step(job, DrainRequested(node, "new power supply", "grace", at(60)))[0]
 
 
-def test_a_job_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
+def test_a_job_asked_to_leave_a_node_goes_on_until_it_has_to(snapshot: SnapshotAssertion) -> None:
     job, decision = step(running(), DrainRequested("n2", "new power supply", "grace", at(60)))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert [(one.node, one.by, one.until) for one in job.drains] == [("n2", "grace", at(60))]
-    assert job.notices == ("grace wants n2 by 2026-11-21T03:01+00:00: new power supply",)
+    assert job.notices == snapshot
     again = asked(job)
-    assert again.drains == job.drains, "asked twice it leaves once"
+    # asked twice it leaves once
+    assert again.drains == job.drains
 
 
-def test_leaving_a_node_relaunches_without_it_and_spends_nothing() -> None:
+def test_leaving_a_node_relaunches_without_it_and_spends_nothing(
+    snapshot: SnapshotAssertion,
+) -> None:
     before = asked(running())
     job, decision = step(before, DrainDue("n2"), at(60))
     assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (
         ("n2",),
         True,
     )
-    assert decision.reason == "grace wants n2: new power supply"
+    assert decision.reason == snapshot
     assert (job.generation, job.restarts_spent, job.tries, job.incident) == (
         before.generation + 1,
         0,

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
@@ -67,9 +68,10 @@ def unreachable(job: JobState, node: str = "n2", seconds: float = 0.0) -> NodeUn
     return NodeUnreachable(job.generation, node, timedelta(seconds=seconds), "no answer within 5 s")
 
 
-def test_s5_2_submitting_launches_generation_1() -> None:
+def test_s5_2_submitting_launches_generation_1(snapshot: SnapshotAssertion) -> None:
     job, decision = step(new_job(), Submitted("first try", "ada"))
-    assert Relaunch(1, "submitted by ada: first try", keep_nodes=False) == decision
+    assert decision == Relaunch(1, decision.reason, keep_nodes=False)
+    assert decision.reason == snapshot
     assert (job.generation, job.phase) == (1, Phase.LAUNCHING)
 
 
@@ -116,12 +118,12 @@ def test_s3_2_the_ladder_ends_and_the_job_fails_with_its_code() -> None:
     assert job.phase == Phase.STOPPING
 
 
-def test_max_restarts_is_the_jobs_own_budget_over_all_causes() -> None:
+def test_max_restarts_is_the_jobs_own_budget_over_all_causes(snapshot: SnapshotAssertion) -> None:
     job = running(policy=policy(max_restarts=1))
     job, _ = step(job, fault(job, BUG))
     job, decision = step(relaunched(job), fault(job, KILL))
     assert isinstance(decision, Stop)
-    assert "the only restart is spent" in decision.reason
+    assert decision.reason == snapshot
 
 
 def test_a_fault_that_is_not_the_jobs_own_spends_nothing() -> None:
@@ -182,7 +184,9 @@ def test_windowed_tries_are_not_renewed_by_progress() -> None:
     assert isinstance(decision, Relaunch)
 
 
-def test_no_progress_counts_known_flat_generations_of_own_faults() -> None:
+def test_no_progress_counts_known_flat_generations_of_own_faults(
+    snapshot: SnapshotAssertion,
+) -> None:
     job = running(
         policy=policy(
             no_progress_stop=2, causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
@@ -193,7 +197,7 @@ def test_no_progress_counts_known_flat_generations_of_own_faults() -> None:
         job = relaunched(job)
         job, decision = play(job, ProgressSeen(job.generation, 10, T0), fault(job, BUG))
         assert isinstance(decision, expected), decision
-    assert "without passing step 10" in decision.reason
+    assert decision.reason == snapshot
 
 
 def test_unknown_progress_never_counts_as_flat() -> None:
@@ -216,11 +220,13 @@ def test_s2_7_an_unreachable_node_is_no_failure_and_no_stop() -> None:
     assert (job.phase, job.lost_names, job.maybe_alive) == (Phase.NODE_LOST, ("n2",), ("n1", "n2"))
 
 
-def test_s2_8_a_node_that_comes_back_goes_on_and_spends_nothing() -> None:
+def test_s2_8_a_node_that_comes_back_goes_on_and_spends_nothing(
+    snapshot: SnapshotAssertion,
+) -> None:
     job, decision = play(running(), unreachable(running()), NodeReturned(1, "n2"))
     assert isinstance(decision, Wait)
     assert (job.phase, job.lost, job.restarts_spent, job.generation) == (Phase.RUNNING, (), 0, 1)
-    assert "came back by itself" in (job.incidents[0].outcome or "")
+    assert job.incidents[0].outcome == snapshot
 
 
 def test_with_only_lost_connections_a_silent_node_is_the_suspect() -> None:
@@ -232,9 +238,8 @@ def test_with_only_lost_connections_a_silent_node_is_the_suspect() -> None:
     job, decision = step(job, event, at(100))
     assert isinstance(decision, Relaunch)
     assert (decision.cause, decision.without, decision.spent) == (Cause.NODE_LOST, ("n2",), False)
-    assert [("n2", at(80))] == [(lost.node, lost.last_heard_at) for lost in job.lost], (
-        "it is fenced before anything starts elsewhere"
-    )
+    # it is fenced before anything starts elsewhere
+    assert [("n2", at(80))] == [(lost.node, lost.last_heard_at) for lost in job.lost]
 
 
 def test_a_gang_that_stands_still_waits_for_its_silent_node() -> None:
@@ -274,7 +279,8 @@ def test_with_all_nodes_lost_nothing_is_proven_or_launched() -> None:
     job, decision = step(job, DeadlinePassed(), at(7200))
     assert isinstance(decision, Ask) and job.phase == Phase.WAITING_FOR_PERSON
     job, decision = step(job, NodeReturned(1, "n1"), at(7300))
-    assert isinstance(decision, Relaunch), "with a witness, the other one can be left behind"
+    # with a witness, the other one can be left behind
+    assert isinstance(decision, Relaunch)
     assert decision.without == ("n2",)
 
 
@@ -290,7 +296,8 @@ def test_ranks_that_can_go_on_alone_are_not_launched_elsewhere(shape: dict[str, 
     job, decision = step(job, DeadlinePassed(), at(4000))
     assert isinstance(decision, Ask)
     job, decision = step(job, NodeReturned(1, node), at(4100))
-    assert isinstance(decision, Relaunch), "the fault that had to wait is dealt with now"
+    # the fault that had to wait is dealt with now
+    assert isinstance(decision, Relaunch)
     assert decision.cause == Cause.APPLICATION
 
 
@@ -351,7 +358,7 @@ def test_after_a_reset_tokens_go_on_above_the_highest_one_seen() -> None:
     assert (job.generation, decision.strategy, job.restarts_spent) == (8, None, 1)
 
 
-def test_a_node_claiming_ever_higher_generations_is_left() -> None:
+def test_a_node_claiming_ever_higher_generations_is_left(snapshot: SnapshotAssertion) -> None:
     job, _ = step(running(), fault(running(), KILL))
     for turn in range(3):
         job, decision = step(
@@ -374,7 +381,7 @@ def test_a_node_claiming_ever_higher_generations_is_left() -> None:
         Cause.NODE_LOST,
         ("n1",),
     )
-    assert "n1 refused 4 launches in a row" in decision.reason
+    assert decision.reason == snapshot
     _, decision = step(
         job,
         LaunchRefused(
@@ -460,10 +467,10 @@ def test_while_the_job_ends_nothing_restarts_it() -> None:
         assert after.phase == Phase.STOPPING
 
 
-def test_an_unknown_message_becomes_a_notice() -> None:
+def test_an_unknown_message_becomes_a_notice(snapshot: SnapshotAssertion) -> None:
     job, decision = step(running(), MessageRejected("cancel", "becuase: unknown key"))
     assert isinstance(decision, Ignore)
-    assert job.notices == ("cancel was not understood: becuase: unknown key",)
+    assert job.notices == snapshot
 
 
 def test_a_second_fault_before_recovery_joins_the_same_incident() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.observations import (
@@ -276,27 +277,20 @@ SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
 
 
 @pytest.mark.parametrize(
-    ("observations", "cause", "reason"),
+    ("observations", "cause"),
     [
         pytest.param(
             (exited(3, signal=9, pid=4711, kernel=KERNEL_KILLED_IT),),
             Cause.OUT_OF_MEMORY,
-            "Out of memory",
             id="the kernel killed it",
         ),
         pytest.param(
-            (exited(3, code=5, error_unreadable="it is torn"),),
-            Cause.UNKNOWN,
-            "its error file is unreadable: it is torn",
-            id="a torn file",
+            (exited(3, code=5, error_unreadable="it is torn"),), Cause.UNKNOWN, id="a torn file"
         ),
-        pytest.param(
-            (exited(3, code=5),), Cause.UNKNOWN, "it said nothing", id="a rank that said nothing"
-        ),
+        pytest.param((exited(3, code=5),), Cause.UNKNOWN, id="a rank that said nothing"),
         pytest.param(
             (exited(3, code=1, error=error("")),),
             Cause.APPLICATION,
-            "an error without a message",
             id="an exception without a message",
         ),
         pytest.param(
@@ -305,41 +299,29 @@ SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
                 exited(3, code=1, error=ECHO_BY_ERROR.error, kernel=("[ 9.1] eth0: Lost carrier",)),
             ),
             Cause.NETWORK,
-            "link-down on n2",
             id="among echoes, a node whose link went down",
         ),
-        pytest.param((), Cause.PLATFORM, "nothing was observed", id="nothing was observed"),
-        pytest.param(
-            (SUPERSEDED,),
-            Cause.PLATFORM,
-            "n2: generation 2 runs",
-            id="a node that obeyed a later generation",
-        ),
+        pytest.param((), Cause.PLATFORM, id="nothing was observed"),
+        pytest.param((SUPERSEDED,), Cause.PLATFORM, id="a node that obeyed a later generation"),
         pytest.param(
             (exited(0, signal=15, stopped=True), exited(1, code=3, stopped=True, seconds=1)),
             Cause.PLATFORM,
-            "rank 0 on n2 ended with SIGTERM",
             id="only ranks that we stopped by a signal",
         ),
         pytest.param(
-            (exited(1, code=3, stopped=True),),
-            Cause.PLATFORM,
-            "rank 1 on n2 ended with code 3",
-            id="that we stopped, with a code",
+            (exited(1, code=3, stopped=True),), Cause.PLATFORM, id="that we stopped, with a code"
         ),
         pytest.param(
-            (exited(1, signal=77, stopped=True),),
-            Cause.PLATFORM,
-            "ended with signal 77",
-            id="by a signal without a name",
+            (exited(1, signal=77, stopped=True),), Cause.PLATFORM, id="by a signal without a name"
         ),
     ],
 )
 def test_what_is_said_where_little_is_known(
-    observations: tuple[Observation, ...], cause: Cause, reason: str
+    observations: tuple[Observation, ...], cause: Cause, snapshot: SnapshotAssertion
 ) -> None:
     diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
-    assert (cause, reason in diagnosis.reason) == (diagnosis.cause, True), diagnosis.reason
+    assert diagnosis.cause is cause
+    assert diagnosis.reason == snapshot
 
 
 @pytest.mark.parametrize(
@@ -373,48 +355,41 @@ def test_only_what_may_be_a_cause_is_reported_at_once(observation: Observation, 
 def test_s3_6_the_traceback_of_the_root_travels() -> None:
     diagnosis = diagnose(running(), fault(running(), ECHO_BY_ERROR, RAISED))
     assert "ValueError: bad batch" in diagnosis.traceback
-    assert "rank 2 on n2" in diagnosis.reason
+    assert (diagnosis.ranks, diagnosis.nodes) == ((2,), ("n2",))
 
 
-def test_s1_1_every_exit_is_named_with_its_code_or_signal() -> None:
-    assert "was killed by SIGKILL" in diagnose(running(), fault(running(), KILLED)).reason
-    assert (
-        "exited with code 5"
-        in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))).reason
-    )
-    assert (
-        "out of cheese"
-        in diagnose(
-            running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))
-        ).reason
-    )
+def test_s1_1_every_exit_is_named_with_its_code_or_signal(snapshot: SnapshotAssertion) -> None:
+    assert diagnose(running(), fault(running(), KILLED)).reason == snapshot(name="signal")
+    assert diagnose(
+        running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))
+    ).reason == snapshot(name="code")
+    assert diagnose(
+        running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))
+    ).reason == snapshot(name="last-line")
 
 
 ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due to memory usage"
 
 
 @pytest.mark.parametrize(
-    ("observations", "cause", "ranks", "reason"),
+    ("observations", "cause", "ranks"),
     [
         pytest.param(
             (exited(3, code=137, ecs=EcsStop(ENDED, OOM)),),
             Cause.OUT_OF_MEMORY,
             (3,),
-            "OutOfMemoryError",
             id="137 that ECS explains",
         ),
         pytest.param(
             (exited(3, code=139, ecs=EcsStop(ENDED, "")),),
             Cause.APPLICATION,
             (3,),
-            "SIGSEGV",
             id="139 by itself",
         ),
         pytest.param(
             (exited(3, ecs=EcsStop(ENDED, "")),),
             Cause.UNKNOWN,
             (3,),
-            "without an exit code",
             id="no exit code is no success",
         ),
         pytest.param(
@@ -424,7 +399,6 @@ ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due
             ),
             Cause.PREEMPTED,
             (3,),
-            "SpotInterruption",
             id="a rank that was taken away beats the one that failed by it, and was told of first",
         ),
         pytest.param(
@@ -434,17 +408,19 @@ ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due
             ),
             Cause.UNKNOWN,
             (0,),
-            "exited with code 1",
             id="a stop that nobody knows beats nothing",
         ),
     ],
 )
 def test_s1_1_what_ecs_says_of_a_ranks_end(
-    observations: tuple[Observation, ...], cause: Cause, ranks: tuple[int, ...], reason: str
+    observations: tuple[Observation, ...],
+    cause: Cause,
+    ranks: tuple[int, ...],
+    snapshot: SnapshotAssertion,
 ) -> None:
     diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
     assert (diagnosis.cause, diagnosis.ranks) == (cause, ranks)
-    assert reason in diagnosis.reason
+    assert diagnosis.reason == snapshot
 
 
 def test_a_reboot_beats_what_ranks_say() -> None:
@@ -517,7 +493,7 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("observations", "cause", "reason", "ranks"),
+    ("observations", "cause", "ranks"),
     [
         pytest.param(
             (
@@ -530,14 +506,12 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
                 ),
             ),
             Cause.APPLICATION,
-            "the launcher on n2 exited with code 1: /usr/bin/python: No module named torch",
             (),
             id="it never had ranks",
         ),
         pytest.param(
             (exited(17, "n2", signal=9, launcher=True), exited(3, "n1", signal=15, stopped=True)),
             Cause.UNKNOWN,
-            "the launcher on n2 was killed by SIGKILL",
             (),
             id="it was killed, and its ranks died with it",
         ),
@@ -553,26 +527,28 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
                 ECHO_BY_LOG,
             ),
             Cause.NETWORK,
-            "the launcher on n0 lost a connection and no rank failed by itself",
             (1,),
             id="only cascades",
         ),
     ],
 )
 def test_the_end_of_a_launcher_with_idle_ranks_names_no_rank(
-    observations: tuple[Observation, ...], cause: Cause, reason: str, ranks: tuple[int, ...]
+    observations: tuple[Observation, ...],
+    cause: Cause,
+    ranks: tuple[int, ...],
+    snapshot: SnapshotAssertion,
 ) -> None:
     job = running(launcher="torchrun", nproc_per_node=8)
     found = diagnose(job, FaultObserved(1, observations, 0, T0))
     assert (cause, ranks) == (found.cause, found.ranks)
-    assert reason in found.reason
+    assert found.reason == snapshot
 
 
-def test_no_evidence_at_all_says_which_launcher_ended_first() -> None:
+def test_no_evidence_at_all_says_which_launcher_ended_first(snapshot: SnapshotAssertion) -> None:
     job, _ = step(
         running(launcher="torchrun"),
         NodeUnreachable(1, "n1", timedelta(minutes=3), "no route to host"),
     )
     event = FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0)
     found = blame_lost_nodes(job, event, diagnose(job, event))
-    assert "the launcher on n2 ended with SIGKILL" in found.reason
+    assert found.reason == snapshot

@@ -168,13 +168,13 @@ def _rows(path: Path) -> Iterator[tuple[str, str | None, Decision]]:
         if isinstance(one.decision, Ignore) or not begun:
             continue
         assert evidence or one.event in ("Launched", "DeadlinePassed"), (
-            f"{path.name}: {one.event} at {trial.format_time(one.at)} is told by nobody"
+            f"{path.name}: {one.event} at {trial.format_time(one.at)}: no evidence"
         )
         if one.event == "DeadlinePassed":
             evidence = "nothing more was heard"
         yield trial.format_time(one.at), evidence, one.decision
         evidence = None
-    assert not told, f"{path.name}: the job has ended before {told[0].event.kind}"
+    assert not told, f"{path.name}: not reached: {told[0].event.kind}"
 
 
 def _beyond(before: str, reason: str) -> str:

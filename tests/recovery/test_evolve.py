@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.job.apply import list_changed_keys
 from relaunch.job.decide import check_declaration, is_stale
@@ -124,7 +125,10 @@ def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
     ],
 )
 def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
-    before: dict[str, Any], after: dict[str, Any], keys: tuple[str, ...]
+    before: dict[str, Any],
+    after: dict[str, Any],
+    keys: tuple[str, ...],
+    snapshot: SnapshotAssertion,
 ) -> None:
     assert keys == list_changed_keys(policy(**before), policy(**after))
     job, decision = step(
@@ -135,7 +139,7 @@ def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
         job.policy,
         job.policy_changes[-1].keys,
     )
-    assert (f"ada changed the policy ({', '.join(keys) or 'nothing'}): so",) == job.notices
+    assert job.notices == snapshot
 
 
 RESET_ONCE = rungs({"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REPLACE_NODE"})
@@ -154,55 +158,42 @@ def failing() -> JobState:
 
 
 @pytest.mark.parametrize(
-    ("job", "event", "expected", "reason"),
+    ("job", "event", "expected"),
     [
         pytest.param(
             repairing,
             this(RepairEnded(1, Strategy.REBOOT_NODE, ("n2",), "done", "")),
             "IGNORE",
-            "is no longer asked",
             id="another repair than the one that is waited for",
         ),
         pytest.param(
             running,
             this(RepairEnded(1, Strategy.RESET_GPU, ("n2",), "done", "")),
             "IGNORE",
-            "is no longer asked",
             id="no repair goes on",
         ),
         pytest.param(
             repairing,
             mended("refused"),
             "REPLACE_NODE without n2",
-            "refused",
             id="the repair that goes on, in vain",
         ),
         pytest.param(
             repairing,
             this(DeadlinePassed()),
             "REPLACE_NODE without n2",
-            "did not end within 25m",
             id="a repair that does not end",
         ),
         pytest.param(
-            lambda: losing("n2"),
-            back("n2"),
-            "WAIT NODE_LOST",
-            "n2 answers again, n1 not yet",
-            id="one of two lost nodes answers",
+            lambda: losing("n2"), back("n2"), "WAIT NODE_LOST", id="one of two lost nodes answers"
         ),
         pytest.param(
-            lambda: losing("n2"),
-            this(Launched(1, T0, T0)),
-            "WAIT RUNNING",
-            "generation 1 runs on n1, n2, n3",
-            id="all nodes answered",
+            lambda: losing("n2"), this(Launched(1, T0, T0)), "WAIT RUNNING", id="all nodes answered"
         ),
         pytest.param(
             lambda: losing("n2"),
             this(StepReached(1, 8, T0)),
             "WAIT NODE_LOST",
-            "passed step 7",
             id="the others go on without the lost ones",
         ),
         pytest.param(
@@ -213,52 +204,46 @@ def failing() -> JobState:
             ),
             this(DeadlinePassed()),
             "ASK",
-            "the fleet had not enough nodes for it within 1d",
             id="nodes that never came",
         ),
         pytest.param(
             lambda: walk(new_job(), (this(Submitted("", "ada")), "LAUNCH")),
             this(DeadlinePassed()),
             "IGNORE",
-            "nothing waits in phase LAUNCHING",
             id="a deadline that nobody set",
         ),
         pytest.param(
-            running,
-            this(NodeDeclaredDead("n9", "", "ada")),
-            "IGNORE",
-            "n9 is none of this job's nodes",
-            id="a strange node is dead",
+            running, this(NodeDeclaredDead("n9", "", "ada")), "IGNORE", id="a strange node is dead"
         ),
         pytest.param(
             failing,
             this(CancelRequested("", "")),
             "CANCELLED 130",
-            "cancelled",
             id="a job that fails is cancelled",
         ),
         pytest.param(
             failing,
             this(CancelRequested("enough", "ada")),
             "CANCELLED 130",
-            "cancelled by ada: enough",
             id="by somebody, with a reason",
         ),
-        pytest.param(
-            failing, died(1), "IGNORE", "the job is ending", id="a job that fails fails no further"
-        ),
+        pytest.param(failing, died(1), "IGNORE", id="a job that fails fails no further"),
     ],
 )
 def test_what_follows_in_a_state_of_its_own(
-    job: Callable[[], JobState], event: Callable[[JobState], Event], expected: str, reason: str
+    job: Callable[[], JobState],
+    event: Callable[[JobState], Event],
+    expected: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     before = job()
     after, decision = step(before, event(before))
-    assert (expected, reason in decision.reason) == (told(decision), True), decision.reason
+    assert told(decision) == expected
+    assert decision.reason == snapshot
     assert expected != "IGNORE" or replace(after, notices=()) == before
 
 
-def test_a_node_that_a_person_declares_dead_is_no_longer_alive() -> None:
+def test_a_node_that_a_person_declares_dead_is_no_longer_alive(snapshot: SnapshotAssertion) -> None:
     job, _ = step(running(nodes=3), gone("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
     job, decision = step(job, NodeDeclaredDead("n3", "", ""))
     assert (told(decision), job.lost, job.maybe_alive) == (
@@ -266,19 +251,15 @@ def test_a_node_that_a_person_declares_dead_is_no_longer_alive() -> None:
         (),
         ("n1", "n2"),
     )
-    assert job.notices == ("a person declared n3 dead",)
+    assert job.notices == snapshot
 
 
 def test_a_repair_waiting_for_a_person_shows_on_the_jobs_page() -> None:
     asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
     job, decision = step(repairing(), asks)
-    assert isinstance(decision, Ignore) and (job.next.what, job.next.at) == (
-        "may n2 be treated with RESET_GPU?",
-        at(600),
-    )
-    assert step(running(), asks)[0].next == running().next, (
-        "whoever waits for no repair is asked nothing"
-    )
+    assert isinstance(decision, Ignore) and job.next == Next(asks.question, asks.until)
+    # a job that waits for no repair is asked nothing
+    assert step(running(), asks)[0].next == running().next
 
 
 def test_an_answered_repair_asks_no_more_but_keeps_its_deadline() -> None:
@@ -288,7 +269,8 @@ def test_an_answered_repair_asks_no_more_but_keeps_its_deadline() -> None:
     job, _ = play(before, asks, other)
     assert job.next == Next(other.question, other.until)
     job, _ = step(job, RepairAsks("n1", ""))
-    assert job.next == Next(asks.question, asks.until), "the other one has no answer yet"
+    # the other one has no answer yet
+    assert job.next == Next(asks.question, asks.until)
     assert before.next.at is not None
     assert is_stale(job, DeadlinePassed(at(900))) and not is_stale(
         job, DeadlinePassed(before.next.at)
@@ -297,23 +279,19 @@ def test_an_answered_repair_asks_no_more_but_keeps_its_deadline() -> None:
     assert job.next == before.next
 
 
-def test_a_submission_is_renumbered_only_before_it_has_nodes() -> None:
+def test_a_submission_is_renumbered_only_before_it_has_nodes(snapshot: SnapshotAssertion) -> None:
     job, decision = step(new_job(), SubmissionRaised(5001))
     assert isinstance(decision, Ignore) and job.submission == 5001
-    assert job.notices == (
-        "the server's clock was set back: this submission is numbered after the last one",
-    )
+    assert job.notices == snapshot
     assert step(job, SubmissionRaised(17))[0].submission == 5001
     assert step(running(), SubmissionRaised(5001))[0].submission == running().submission
 
 
-def test_a_node_that_the_watch_hears_is_not_taken_for_dead() -> None:
-    assert (
-        "node n2 answers the job's watch, or has not been silent for 3m yet"
-        in check_declaration(running(), "n2")
-    )
+def test_a_node_that_the_watch_hears_is_not_taken_for_dead(snapshot: SnapshotAssertion) -> None:
+    assert check_declaration(running(), "n2") == snapshot
     lost = walk(running(nodes=3), (gone("n2"), "WAIT NODE_LOST"))
     assert (check_declaration(lost, "n2"), bool(check_declaration(lost, "n3"))) == ("", True)
     assert check_declaration(running(), "n9") == "", "it changes nothing"
     stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))
-    assert check_declaration(stopping, "n2") == "", "nothing watches it any more"
+    # nothing watches it any more
+    assert check_declaration(stopping, "n2") == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.catalog import CatalogOverrides, catalog
 from relaunch.evidence.causes import Cause
@@ -76,20 +77,10 @@ def test_an_exit_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "signal", "stopped", "kernel", "pid", "role", "cause", "words"),
+    ("exit_code", "signal", "stopped", "kernel", "pid", "role", "cause"),
     [
-        pytest.param(None, 9, True, "", 123, Role.CASCADE, None, "we stopped it", id="we did it"),
-        pytest.param(
-            137,
-            None,
-            True,
-            "",
-            123,
-            Role.CASCADE,
-            None,
-            "we stopped it",
-            id="we did it, through a shell",
-        ),
+        pytest.param(None, 9, True, "", 123, Role.CASCADE, None, id="we did it"),
+        pytest.param(137, None, True, "", 123, Role.CASCADE, None, id="we did it, through a shell"),
         pytest.param(
             None,
             9,
@@ -98,7 +89,6 @@ def test_an_exit_by_itself(
             123,
             Role.ROOT,
             Cause.OUT_OF_MEMORY,
-            "for memory",
             id="the kernel names the process",
         ),
         pytest.param(
@@ -109,7 +99,6 @@ def test_an_exit_by_itself(
             None,
             Role.ROOT,
             Cause.OUT_OF_MEMORY,
-            "for memory",
             id="no pid known: the kernel names a rank",
         ),
         pytest.param(
@@ -120,7 +109,6 @@ def test_an_exit_by_itself(
             999,
             Role.SYMPTOM,
             Cause.UNKNOWN,
-            "nothing says",
             id="the kernel names another process",
         ),
         pytest.param(
@@ -131,7 +119,6 @@ def test_an_exit_by_itself(
             None,
             Role.SYMPTOM,
             Cause.UNKNOWN,
-            "nothing says",
             id="no pid known: no rank was named",
         ),
         pytest.param(
@@ -142,7 +129,6 @@ def test_an_exit_by_itself(
             77,
             Role.ROOT,
             Cause.OUT_OF_MEMORY,
-            "for memory",
             id="by its pid a rank may have any name",
         ),
         pytest.param(
@@ -153,7 +139,6 @@ def test_an_exit_by_itself(
             999,
             Role.ROOT,
             Cause.OUT_OF_MEMORY,
-            "for memory",
             id="a shell passes on what killed its child",
         ),
         pytest.param(
@@ -164,7 +149,6 @@ def test_an_exit_by_itself(
             999,
             Role.SYMPTOM,
             Cause.UNKNOWN,
-            "nothing says",
             id="a shell, and no rank was named",
         ),
         pytest.param(
@@ -175,7 +159,6 @@ def test_an_exit_by_itself(
             999,
             Role.ROOT,
             Cause.OUT_OF_MEMORY,
-            "for memory",
             id="a Python launcher passes it on",
         ),
         pytest.param(
@@ -186,20 +169,9 @@ def test_an_exit_by_itself(
             123,
             Role.SYMPTOM,
             Cause.UNKNOWN,
-            "nothing says",
             id="other words of the kernel",
         ),
-        pytest.param(
-            None,
-            9,
-            False,
-            "",
-            123,
-            Role.SYMPTOM,
-            Cause.UNKNOWN,
-            "nothing says by whom",
-            id="nobody says",
-        ),
+        pytest.param(None, 9, False, "", 123, Role.SYMPTOM, Cause.UNKNOWN, id="nobody says"),
         pytest.param(
             None,
             11,
@@ -208,7 +180,6 @@ def test_an_exit_by_itself(
             123,
             Role.ROOT,
             Cause.APPLICATION,
-            "segmentation",
             id="another signal is not memory",
         ),
     ],
@@ -221,17 +192,17 @@ def test_the_meanings_of_137_are_distinguished(
     pid: int | None,
     role: Role,
     cause: Cause | None,
-    words: str,
+    snapshot: SnapshotAssertion,
 ) -> None:
     found = read(exit_code, signal, stopped=stopped, kernel=kernel, pid=pid)
     assert (role, cause) == (found.role, found.cause)
-    assert words in found.reason
+    assert found.reason == snapshot
 
 
-def test_s1_1_a_code_that_stands_for_a_signal_says_so() -> None:
-    assert "exited with code 137, which stands for SIGKILL: " in read(137).reason
-    assert read(3).reason == "exited with code 3"
-    assert read(None, 11).reason == "killed by SIGSEGV: segmentation fault"
+def test_s1_1_a_code_that_stands_for_a_signal_says_so(snapshot: SnapshotAssertion) -> None:
+    assert read(137).reason == snapshot(name="code-of-a-signal")
+    assert read(3).reason == snapshot(name="code")
+    assert read(None, 11).reason == snapshot(name="signal")
 
 
 def test_success_is_success_also_when_we_stopped_it() -> None:
@@ -512,7 +483,7 @@ def test_advice_and_chatter_are_no_evidence(line: str) -> None:
     assert read_log([line], catalog()) == ()
 
 
-def test_the_first_row_reads_a_line_and_lines_keep_their_order() -> None:
+def test_the_first_row_reads_a_line_and_lines_keep_their_order(snapshot: SnapshotAssertion) -> None:
     lines = [
         (
             "[rank1]: RuntimeError: CUDA error: an illegal memory access was "
@@ -531,19 +502,16 @@ def test_the_first_row_reads_a_line_and_lines_keep_their_order() -> None:
         "log nccl_teardown",
         "log signal_exit",
     ]
-    assert (
-        "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory "
-        "access was encountered" in found[0].reason
-    )
+    assert found[0].reason == snapshot
     assert (found[0].role, found[0].cause) == (Role.ROOT, Cause.GPU_USER_INDUCED)
 
 
-def test_an_xid_in_a_log_is_read_by_the_table_of_xids() -> None:
+def test_an_xid_in_a_log_is_read_by_the_table_of_xids(snapshot: SnapshotAssertion) -> None:
     known, unknown = read_log(
         [f"NVRM: Xid (PCI:0000:05:00): {code}, pid=1" for code in (79, 999)], catalog()
     )
     assert (known.role, known.cause) == (Role.ROOT, Cause.GPU_FATAL)
-    assert "Xid 79, the GPU has fallen off the bus" in known.reason
+    assert known.reason == snapshot
     assert (unknown.role, unknown.cause) == (Role.SYMPTOM, None)
 
 
@@ -563,7 +531,8 @@ def test_a_users_line_is_looked_at_first() -> None:
             }
         )
     )
-    assert [found.code for found in read_log(["CUDA out of memory"], ours)] == ["log our_oom"]
+    line = "CUDA out of memory"
+    assert [found.code for found in read_log([line], ours)] == ["log our_oom"]
 
 
 @pytest.mark.parametrize(
@@ -710,4 +679,4 @@ def test_s1_1_every_end_of_an_ecs_task_is_classified(
 ) -> None:
     found = read_ecs_stop(stop_code, reason, exit_code, catalog())
     assert ("ecs", code, role, cause) == (found.source, found.code, found.role, found.cause)
-    assert reason in found.reason and (stop_code or "without a stop code") in found.reason
+    assert reason in found.reason and (stop_code or "stop code") in found.reason

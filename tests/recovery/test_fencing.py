@@ -130,18 +130,16 @@ def test_earlier_stops_are_proof_and_generations_stand_alone() -> None:
     long = 3600.0 + GRACE + FENCE_MARGIN.total_seconds()
     assert safe_launch_at([old], 0.0, {}, {"n2": -1000.0}) == long
     assert safe_launch_at([old, new], 0.0, {"n3": 9.0}, {"n2": -1000.0}) == long
-    assert safe_launch_at([old, new], 0.0, {}, {"n2": -1000.0}) is None, (
-        "of the newer one none is proven stopped"
-    )
+    # of the newer one none is proven stopped
+    assert safe_launch_at([old, new], 0.0, {}, {"n2": -1000.0}) is None
 
 
 def test_an_unfinished_launch_may_start_ranks_while_it_is_valid() -> None:
     half = launched("n1", "n2", complete=False)
     assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
     older = safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0})
-    assert older == VALID + LEASE + WAIT, (
-        "how long it was silent before says nothing of an order that is on its way"
-    )
+    # how long it was silent before says nothing of an order that is on its way
+    assert older == VALID + LEASE + WAIT
     assert (
         safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": VALID + 1.0}) == VALID + 1.0 + LEASE + WAIT
     )
@@ -271,9 +269,8 @@ def test_the_end_of_an_abandoned_launch_says_if_ranks_may_live(
     known = replace(later, maybe_alive=("n1", "n2", "n9"))
     assert record(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
     nothing = replace(later, launched=())
-    assert record(nothing, Launched(2, T0, T0), T0) == nothing, (
-        "nothing was ordered of which it could be the end"
-    )
+    # nothing was ordered of which it could be the end
+    assert record(nothing, Launched(2, T0, T0), T0) == nothing
 
 
 def test_a_node_that_may_yet_take_the_order_has_negative_silence() -> None:
@@ -360,9 +357,8 @@ def test_ranks_of_old_submissions_are_judged_by_their_own_launch() -> None:
     old = launched("n1", "n2", "n3", submission=900)
     job = record(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
     assert job.maybe_alive == ("n1", "n2")
-    assert job.launched == (replace(old, stopped=("n3",)),), (
-        "n3 is held no more: it was proven stopped"
-    )
+    # n3 is held no more: it was proven stopped
+    assert job.launched == (replace(old, stopped=("n3",)),)
     again = record(job, RanksFound(("n1", "n2"), (old,)), T0)
     assert again.launched == job.launched
 
@@ -409,7 +405,8 @@ def test_longer_times_reach_the_fleet_before_they_are_launched(
         **changes,  # type: ignore[arg-type]
     )
     assert is_known_by(told, next_one) is known
-    assert not is_known_by(told[:-1], next_one), "nothing was told of it"
+    # nothing was told of it
+    assert not is_known_by(told[:-1], next_one)
 
 
 def test_a_launch_known_not_to_fence_covers_longer_times() -> None:

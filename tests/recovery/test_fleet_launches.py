@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from syrupy.assertion import SnapshotAssertion
+
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.claim import build_claim
 from relaunch.pool.events import (
@@ -38,9 +40,8 @@ def test_a_new_submission_hears_old_launches_on_granted_nodes() -> None:
     assert grant.holding == ("n1", "n2")
     assert grant.launched == (replace(PLANNED[0], nodes=("n1", "n2")),)
     desk.claim("a", 1, seq=2, submission=2, avoid=("n4",))
-    assert desk.grants()["a"].launched == grant.launched, (
-        "it claimed anew before it had heard of its grant"
-    )
+    # it claimed again before it had received its grant
+    assert desk.grants()["a"].launched == grant.launched
     desk.claim("a", 1, seq=3, submission=2, holds=("n1", "n2", "n3"))
     assert desk.grants()["a"].launched == ()
 
@@ -54,7 +55,8 @@ def test_joint_launches_are_known_when_some_nodes_are_free_again() -> None:
     desk.claim("a", 1, submission=2)
     grant = desk.grants()["a"]
     assert grant.holding == ("n3",)
-    assert gangs(grant.launched)[0] == ("n2", "n3"), "n2 was proven stopped, and is proof for n3"
+    # n2 was proven stopped, and is proof for n3
+    assert gangs(grant.launched)[0] == ("n2", "n3")
 
 
 def test_a_third_submission_hears_of_a_first_the_second_missed() -> None:
@@ -86,9 +88,8 @@ def test_a_new_submission_hears_which_nodes_moved_before_it() -> None:
     grant = desk.grants()["a"]
     assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "n3 was nobody's"
     desk.claim("a", 2, seq=2, submission=2, keep=("n1", "n2"), holds=("n1", "n2"))
-    assert desk.record("a").old_logins == {"n2": desk.specs[1].address}, (
-        "it may be terminated before it has proven anything"
-    )
+    # it may be terminated before it has proven anything
+    assert desk.record("a").old_logins == {"n2": desk.specs[1].address}
     desk.claim("a", 1, seq=3, submission=2, keep=("n1",), holds=("n1",))
     assert desk.record("a").old_logins == {}
 
@@ -102,7 +103,7 @@ def test_a_node_that_moved_and_is_back_where_it_was_proves_again() -> None:
     assert desk.record("a").old_logins == {}
 
 
-def test_a_moved_nodes_answer_frees_it_of_no_ended_job() -> None:
+def test_a_moved_nodes_answer_frees_it_of_no_ended_job(snapshot: SnapshotAssertion) -> None:
     desk = Desk()
     desk.claim("a", 2)
     desk.go(_moved(desk, "n2"))
@@ -116,11 +117,9 @@ def test_a_moved_nodes_answer_frees_it_of_no_ended_job() -> None:
     assert [order for order in desk.wait(minutes=5) if isinstance(order, ReclaimOrder)] == []
     desk.go(DeathDeclaration("n2", "the machine was scrapped", "grace"))
     assert desk.state.claims == ()
-    assert desk.state.notices[-1].endswith(
-        "grace declared that nothing of ended jobs runs on n2: the machine was scrapped"
-    )
+    assert desk.state.notices[-1] == snapshot(name="known")
     desk.go(DeathDeclaration("n9", "", ""))
-    assert desk.state.notices[-1].endswith("a person declared n9 dead, which is not in fleet gpus")
+    assert desk.state.notices[-1] == snapshot(name="unknown")
 
 
 def test_a_person_vouches_for_a_node_an_old_submission_held() -> None:

@@ -178,7 +178,8 @@ class World:
             for order in again.orders
             if not isinstance(order, GrantMessage) or order.grant.kind != "waiting"
         ]
-        assert news == [], "what was ordered is ordered once"
+        # what was ordered is ordered once
+        assert news == []
         assert next_wake(self.state, self.now) > self.now
 
     def check_quarantines(self) -> None:
@@ -188,9 +189,8 @@ class World:
             self.quarantined.clear()
         self.quarantined &= {node.name for node in self.state.nodes}
         out = {node.name for node in self.state.nodes if node.status is NodeStatus.QUARANTINED}
-        assert self.quarantined <= out, (
-            "only a person takes back what a person said, whatever began anew since"
-        )
+        # only a person ends a quarantine by a person, whatever was restarted since
+        assert self.quarantined <= out
 
     def check_places(self) -> None:
         taken: dict[tuple[str, int], str] = {}
@@ -198,9 +198,8 @@ class World:
         for record in self.state.claims:
             for place in record.places:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
-                    assert (
-                        taken.setdefault((place.node, gpu), record.claim.job) == record.claim.job
-                    ), "no GPU has two owners"
+                    # no GPU has two owners
+                    assert taken.setdefault((place.node, gpu), record.claim.job) == record.claim.job
 
     def check_offers(self) -> None:
         gpus = {node.name: node.spec.gpus for node in self.state.nodes}
@@ -214,25 +213,22 @@ class World:
             assert not offer.places or self.now < offer.until, "an offer ends"
             for place in offer.places:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
-                    assert held.get((place.node, gpu), offer.job) == offer.job, (
-                        "nobody else is given what is offered"
-                    )
+                    # what is offered is granted to no other job
+                    assert held.get((place.node, gpu), offer.job) == offer.job
 
     def check(self, order: Order, before: FleetState) -> None:
         match order:
             case OfferMessage():
                 record = next(one for one in self.state.claims if one.claim.job == order.job)
-                assert not any(one.is_waiting for one in self.state.claims), (
-                    "whoever waits comes first"
-                )
+                # a waiting job comes first
+                assert not any(one.is_waiting for one in self.state.claims)
                 assert (
                     not self.state.breaker.is_open
                     and record.claim.more_at is not None
                     and record.claim.more_at <= self.now
                 )
-                assert len(record.claim.keep) + len(order.offer.nodes) <= record.claim.most, (
-                    "never more than it would take"
-                )
+                # never more than it would take
+                assert len(record.claim.keep) + len(order.offer.nodes) <= record.claim.most
                 for name in order.offer.nodes:
                     node = next(node for node in self.state.nodes if node.name == name)
                     assert (
@@ -249,9 +245,8 @@ class World:
             case RepairRequest():
                 node = next(node for node in before.nodes if node.name == order.node)
                 assert (node.status is NodeStatus.SUSPECT or node.missing_gpus) and not node.repair
-                assert order.node not in self.repairs or self.begun_anew, (
-                    "never twice without an end"
-                )
+                # never twice without an end
+                assert order.node not in self.repairs or self.begun_anew
                 assert not self.state.breaker.is_open and not self.state.breaker.paused
                 assert not any(
                     place.node == order.node
@@ -273,7 +268,8 @@ class World:
                         for one in self.state.claims
                         if any(place.node == request.node for place in one.places)
                     }
-                    assert on <= {request.job}, "nothing is done to a node that another job has"
+                    # nothing is done to a node that another job has
+                    assert on <= {request.job}
             case DrainMessage() if not order.request.cancelled:
                 node = next(node for node in self.state.nodes if node.name == order.request.node)
                 assert (
@@ -301,9 +297,8 @@ class World:
         assert (grant.submission, grant.seq) == (claim.submission, claim.seq)
         assert claim.nodes <= len(names) == len(set(names)) <= claim.max_nodes
         assert not set(names) & set(claim.avoid)
-        assert not self.state.breaker.is_open or set(names) <= set(claim.keep), (
-            "who can run with what it has waits for no breaker"
-        )
+        # who can run with what it has waits for no breaker
+        assert not self.state.breaker.is_open or set(names) <= set(claim.keep)
         for place in grant.places:
             node = next(node for node in self.state.nodes if node.name == place.node)
             if (
@@ -320,13 +315,15 @@ class World:
             mine = set(place.gpus or range(node.spec.gpus))
             if place.node not in claim.keep and node.spec.gpus:
                 at, used = self.seen[place.node]
-                assert not mine & used, "nobody is given what a stranger was seen to use"
-                assert self.now - at < timedelta(seconds=10), "that was seen a moment ago"
-                assert not node.missing_gpus, "nobody is given a node that lacks GPUs"
+                # no job is granted what a foreign process was seen to use
+                assert not mine & used
+                # that was seen a moment ago
+                assert self.now - at < timedelta(seconds=10)
+                # no job is granted a node that lacks GPUs
+                assert not node.missing_gpus
             for (job, _), share in self.ranks[place.node].items():
-                assert job == claim.job or not mine & set(share or range(node.spec.gpus)), (
-                    "nobody else lives there, in truth"
-                )
+                # no other job has ranks on these GPUs
+                assert job == claim.job or not mine & set(share or range(node.spec.gpus))
 
     def was_told(self, before: FleetState, order: PermitMessage) -> bool:
         return any(one.permit == order.permit for one in before.permits)
@@ -339,9 +336,8 @@ class World:
     def carry_out(self, order: Order, before: FleetState) -> None:
         match order:
             case ProbeOrder():
-                assert set(order.inventories) <= set(order.nodes), (
-                    "whose GPUs are read is looked at"
-                )
+                # a node whose GPUs are read is probed
+                assert set(order.inventories) <= set(order.nodes)
                 assert not any(
                     node.repair or not node.spec.gpus
                     for node in before.nodes
@@ -513,9 +509,8 @@ class World:
             for place in grant.places:
                 if place.node not in self.silent:
                     self.ranks[place.node][name, job.submission] = place.gpus
-            assert job.wanted <= len(grant.places) <= max(job.wanted, job.most), (
-                "a job of one size keeps it, others their bounds"
-            )
+            # a job of one size keeps it, others their bounds
+            assert job.wanted <= len(grant.places) <= max(job.wanted, job.most)
             if job.most > job.wanted:
                 self.go_on_with_all(job)
 
@@ -792,9 +787,8 @@ def test_no_gpu_has_two_owners_and_every_feasible_job_is_served(numbers: list[in
             world.end(job)
         if not world.state.claims and not any(world.ranks.values()):
             break
-    assert {job.name for job in world.jobs.values() if not job.hopeless} == set(), (
-        "every claim that can be served was"
-    )
+    # every claim that can be served was
+    assert {job.name for job in world.jobs.values() if not job.hopeless} == set()
     assert not any(world.ranks.values())
     assert {record.claim.job for record in world.state.claims} <= {
         job.name for job in world.jobs.values()
@@ -822,9 +816,8 @@ def test_a_shared_node_is_repaired_only_when_the_others_left_it(
         world.move(number, SHARED)
     world.calm_down()
     world.settle()
-    assert all(not node.asked_jobs and node.repair_drain is None for node in world.state.nodes), (
-        "nobody wants a node that is in service"
-    )
+    # no job is asked to leave a node that is in service
+    assert all(not node.asked_jobs and node.repair_drain is None for node in world.state.nodes)
 
 
 @given(
@@ -901,7 +894,8 @@ def test_a_waiting_job_is_served_however_many_would_like_to_grow(
             if takes[tell.job]:
                 says(tell.job, len(places[tell.job]), places[tell.job], most)
                 places[tell.job] = tuple(place.node for place in desk.grants()[tell.job].places)
-                assert len(places[tell.job]) == most, "what was offered is granted"
+                # what was offered is granted
+                assert len(places[tell.job]) == most
 
     for number, (count, _, taking) in enumerate(wanted):
         job = f"j{number}"
@@ -917,7 +911,8 @@ def test_a_waiting_job_is_served_however_many_would_like_to_grow(
     says("late", needs, (), needs)
     waited = T0 - T0
     while "late" not in desk.granted() and waited <= OFFER_TIMEOUT:
-        assert not desk.of(OfferMessage), "nothing is offered while somebody waits"
+        # nothing is offered while a job waits
+        assert not desk.of(OfferMessage)
         step = timedelta(seconds=desk.wakes_in())
         desk.now, waited = desk.now + step, waited + step
         desk.go()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.catalog.dcgm_tables import Advice
@@ -63,12 +64,10 @@ def with_gpu(**changes: Any) -> dict[str, Any]:
     return probe(gpus=nvml(row))
 
 
-def test_a_healthy_node_says_what_was_examined() -> None:
+def test_a_healthy_node_says_what_was_examined(snapshot: SnapshotAssertion) -> None:
     health = read(probe())
-    assert (health.verdict, health.reason) == (
-        Verdict.HEALTHY,
-        "8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found",
-    )
+    assert health.verdict is Verdict.HEALTHY
+    assert health.reason == snapshot
     assert (health.boot_id, health.busy, health.reboots, health.gpus, health.unread) == (
         "boot-1",
         (),
@@ -83,100 +82,72 @@ def test_a_healthy_node_says_what_was_examined() -> None:
     )
 
 
-def test_a_node_without_gpus_is_examined_all_the_same() -> None:
+def test_a_node_without_gpus_is_examined_all_the_same(snapshot: SnapshotAssertion) -> None:
     facts = probe(gpus={"unreadable": "libnvidia-ml.so.1 is not on this node"})
     health = read(facts, None, gpus=0)
-    assert (health.verdict, health.reason) == (
-        Verdict.HEALTHY,
-        "no GPU expected, disk, memory, kernel log: nothing found",
-    )
+    assert health.verdict is Verdict.HEALTHY
+    assert health.reason == snapshot
     assert read(probe(gpus=...), None, gpus=0).verdict is Verdict.HEALTHY
 
 
-def test_gpus_not_in_the_fleet_file_are_judged_but_may_be_unread() -> None:
+def test_gpus_not_in_the_fleet_file_are_judged_but_may_be_unread(
+    snapshot: SnapshotAssertion,
+) -> None:
     broken = probe(gpus=nvml(gpu(0, remapped={"pending": True, "failed": False}), count=1))
     assert read(broken, None, gpus=0).verdict is Verdict.UNHEALTHY
     unread = read(probe(gpus=nvml(gpu(0, ecc="?"), count=1)), None, gpus=0)
-    assert unread.verdict is Verdict.HEALTHY and unread.reason.startswith(
-        "no GPU expected, 1 GPU by NVML, "
-    )
+    assert unread.verdict is Verdict.HEALTHY and unread.reason == snapshot
 
 
 UNHEALTHY = {
     "a GPU is lost": (
         probe(gpus=nvml({"index": 0, "lost": "GPU_IS_LOST", "bus_id": bus(0)})),
-        "GPU 0000:05:00: is lost: GPU_IS_LOST",
         (bus(0),),
     ),
     "a GPU is lost and nobody knows its address": (
         probe(gpus=nvml({"index": 0, "lost": None, "bus_id": None})),
-        "GPU 0: is lost: no reason given",
         (),
     ),
-    "GPUs are missing": (probe(gpus=nvml(count=6)), "only 6 of 8 GPUs are there", ()),
+    "GPUs are missing": (probe(gpus=nvml(count=6)), ()),
     "a row could not be remapped": (
         with_gpu(remapped={"pending": False, "failed": True}),
-        "GPU 0000:05:00: remapping a row of its memory has failed",
         (bus(0),),
     ),
     "a row waits to be remapped": (
         with_gpu(remapped={"pending": True, "failed": False}),
-        "GPU 0000:05:00: a row of its memory waits for a reset to be remapped",
         (bus(0),),
     ),
-    "a page waits to be retired": (
-        with_gpu(remapped=UNSUPPORTED, retired_pending=True),
-        "GPU 0000:05:00: a page of its memory waits for a reset to be retired",
-        (bus(0),),
-    ),
-    "the driver asks for a reboot": (
-        with_gpu(recovery_action=2),
-        "GPU 0000:05:00: the driver asks for a reboot of the node (recovery action 2)",
-        (bus(0),),
-    ),
-    "the kernel log has Xid 79": (
-        probe(kernel={"lines": [XID_79]}),
-        "Xid 79 on GPU 0000:06:00",
-        (bus(1),),
-    ),
+    "a page waits to be retired": (with_gpu(remapped=UNSUPPORTED, retired_pending=True), (bus(0),)),
+    "the driver asks for a reboot": (with_gpu(recovery_action=2), (bus(0),)),
+    "the kernel log has Xid 79": (probe(kernel={"lines": [XID_79]}), (bus(1),)),
     "the kernel log was read in part": (
         probe(kernel={"unreadable": "cut", "lines": [XID_79]}),
-        "Xid 79 on GPU 0000:06:00",
         (bus(1),),
     ),
     "the disk of the agent is read-only": (
         probe(disks=[disk(writable=False, reason="Read-only file system")]),
-        "/var/tmp/relaunch cannot be written to: Read-only file system",
         (),
     ),
-    "the disk of the agent is full": (
-        probe(disks=[disk(free=4096)]),
-        "/var/tmp/relaunch is full: 4096 bytes free",
-        (),
-    ),
-    "the disk of the agent has no inode": (
-        probe(disks=[disk(inodes_free=0)]),
-        "/var/tmp/relaunch is full: no inode is free",
-        (),
-    ),
+    "the disk of the agent is full": (probe(disks=[disk(free=4096)]), ()),
+    "the disk of the agent has no inode": (probe(disks=[disk(inodes_free=0)]), ()),
 }
 
 
 @pytest.mark.parametrize("case", UNHEALTHY)
-def test_a_node_is_unhealthy_when(case: str) -> None:
-    facts, reason, gpus = UNHEALTHY[case]
+def test_a_node_is_unhealthy_when(case: str, snapshot: SnapshotAssertion) -> None:
+    facts, gpus = UNHEALTHY[case]
     health = read(facts)
     assert health.verdict is Verdict.UNHEALTHY
-    assert reason in health.reason
+    assert health.reason == snapshot
     assert health.gpus == gpus
     assert health.findings[0].role is Role.ROOT
 
 
-def test_dcgm_makes_a_node_unhealthy_and_names_its_gpu_by_bus_id() -> None:
+def test_dcgm_makes_a_node_unhealthy_and_names_its_gpu_by_bus_id(
+    snapshot: SnapshotAssertion,
+) -> None:
     health = read(probe(), diag(FAULTY, 205), level=2)
-    assert health.verdict is Verdict.UNHEALTHY and health.reason.startswith(
-        "dcgmi diag -r 2: GPU 6: "
-    )
+    assert health.verdict is Verdict.UNHEALTHY and health.reason == snapshot
     assert health.gpus == (bus(6),)
 
 
@@ -197,47 +168,24 @@ def test_an_override_that_makes_an_error_harmless_is_obeyed() -> None:
 
 
 SYMPTOMS = {
-    "uncorrected ECC errors": (
-        with_gpu(ecc={"volatile_uncorrected": 3, "aggregate_uncorrected": 5}),
-        "3 uncorrected ECC errors since the driver was loaded, 5 in its life",
-    ),
-    "a hot GPU": (
-        with_gpu(throttle=0x48),
-        "its clocks are held down by hardware slowdown and hardware thermal slowdown",
-    ),
-    "inactive NVLinks": (with_gpu(nvlink_inactive=[3, 4]), "2 of its NVLinks are not active"),
-    "little memory": (
-        probe(memory={"total": 1 << 40, "available": 1 << 30}),
-        "1024 of 1048576 MiB of its memory are available",
-    ),
-    "another disk that is full": (
-        probe(disks=[disk(), disk("/", free=0)]),
-        "/ is full: 0 bytes free",
-    ),
-    "a file server that does not answer": (
-        probe(kernel={"lines": [NFS]}),
-        "a file server does not answer",
-    ),
-    "a page fault that a program made": (
-        probe(kernel={"lines": [XID_31]}),
-        "Xid 31 on GPU 0000:06:00",
-    ),
-    "a kernel log that nobody may read": (
-        probe(kernel={"unreadable": "Operation not permitted", "lines": []}),
-        "its kernel log cannot be read: Operation not permitted",
+    "uncorrected ECC errors": with_gpu(ecc={"volatile_uncorrected": 3, "aggregate_uncorrected": 5}),
+    "a hot GPU": with_gpu(throttle=0x48),
+    "inactive NVLinks": with_gpu(nvlink_inactive=[3, 4]),
+    "little memory": probe(memory={"total": 1 << 40, "available": 1 << 30}),
+    "another disk that is full": probe(disks=[disk(), disk("/", free=0)]),
+    "a file server that does not answer": probe(kernel={"lines": [NFS]}),
+    "a page fault that a program made": probe(kernel={"lines": [XID_31]}),
+    "a kernel log that nobody may read": probe(
+        kernel={"unreadable": "Operation not permitted", "lines": []}
     ),
 }
 
 
 @pytest.mark.parametrize("case", SYMPTOMS)
-def test_a_node_is_not_unhealthy_for(case: str) -> None:
-    facts, reason = SYMPTOMS[case]
-    health = read(facts)
-    assert (
-        health.verdict is Verdict.HEALTHY
-        and ": nothing broken; " in health.reason
-        and reason in health.reason
-    )
+def test_a_node_is_not_unhealthy_for(case: str, snapshot: SnapshotAssertion) -> None:
+    health = read(SYMPTOMS[case])
+    assert health.verdict is Verdict.HEALTHY and health.findings
+    assert health.reason == snapshot
     assert health.gpus == ()
 
 
@@ -262,129 +210,69 @@ def test_what_is_only_a_setting_is_only_information(
 
 
 UNKNOWN = {
-    "the probe had no answer": (None, "n2 does not answer"),
-    "the answer to the probe is none": ("no object", "n2 does not answer"),
-    "NVML does not answer": (probe(gpus=NO_NVML), "GPUs by NVML: NVML did not answer within 10 s"),
-    "the GPUs are not told": (probe(gpus=...), "GPUs by NVML: the node's answer lacks it"),
-    "the GPUs are no list": (
-        probe(gpus={"gpus": 8}),
-        "GPUs by NVML: the node's answer makes no sense there",
+    "the probe had no answer": None,
+    "the answer to the probe is none": "no object",
+    "NVML does not answer": probe(gpus=NO_NVML),
+    "the GPUs are not told": probe(gpus=...),
+    "the GPUs are no list": probe(gpus={"gpus": 8}),
+    "more GPUs than any node has": probe(gpus=nvml(count=65)),
+    "a GPU is no object": probe(gpus=nvml("gpu")),
+    "a GPU has no bus id": with_gpu(bus_id="?"),
+    "a GPU's errors are not read": with_gpu(ecc={"unreadable": "UNKNOWN"}),
+    "a GPU's errors are not told": with_gpu(ecc=...),
+    "a GPU's errors are no numbers": with_gpu(
+        ecc={"volatile_uncorrected": True, "aggregate_uncorrected": 0}
     ),
-    "more GPUs than any node has": (
-        probe(gpus=nvml(count=65)),
-        "GPUs by NVML: the node's answer makes no sense there",
+    "half of a GPU's errors are not told": with_gpu(ecc={"volatile_uncorrected": 2}),
+    "a GPU's remapped rows are half told": with_gpu(remapped={"failed": False}),
+    "neither rows nor pages are read": with_gpu(remapped={"unreadable": ""}),
+    "pages are not read where rows are not remapped": with_gpu(
+        remapped=UNSUPPORTED, retired_pending={"unreadable": "TIMEOUT"}
     ),
-    "a GPU is no object": (
-        probe(gpus=nvml("gpu")),
-        "GPU 0: the node's answer makes no sense there",
-    ),
-    "a GPU has no bus id": (
-        with_gpu(bus_id="?"),
-        "GPU 0: bus id: the node's answer makes no sense there",
-    ),
-    "a GPU's errors are not read": (
-        with_gpu(ecc={"unreadable": "UNKNOWN"}),
-        "GPU 0000:05:00: ECC errors: UNKNOWN",
-    ),
-    "a GPU's errors are not told": (
-        with_gpu(ecc=...),
-        "GPU 0000:05:00: ECC errors: the node's answer lacks it",
-    ),
-    "a GPU's errors are no numbers": (
-        with_gpu(ecc={"volatile_uncorrected": True, "aggregate_uncorrected": 0}),
-        "GPU 0000:05:00: ECC errors: the node's answer makes no sense there",
-    ),
-    "half of a GPU's errors are not told": (
-        with_gpu(ecc={"volatile_uncorrected": 2}),
-        "GPU 0000:05:00: ECC errors: the node's answer lacks it",
-    ),
-    "a GPU's remapped rows are half told": (
-        with_gpu(remapped={"failed": False}),
-        "row remap pending: the node's answer lacks it",
-    ),
-    "neither rows nor pages are read": (
-        with_gpu(remapped={"unreadable": ""}),
-        "GPU 0000:05:00: remapped rows: it does not say why",
-    ),
-    "pages are not read where rows are not remapped": (
-        with_gpu(remapped=UNSUPPORTED, retired_pending={"unreadable": "TIMEOUT"}),
-        "GPU 0000:05:00: retired pages: TIMEOUT",
-    ),
-    "the recovery action is not told": (
-        with_gpu(recovery_action=None),
-        "recovery action: the node's answer lacks it",
-    ),
-    "the recovery action is not known": (
-        with_gpu(recovery_action=9),
-        "asks for recovery action 9, which is unknown here",
-    ),
-    "the boot id is not told": (probe(boot_id=...), "boot id: the node's answer lacks it"),
-    "the boot id is no word": (
-        probe(boot_id="a b"),
-        "boot id: the node's answer makes no sense there",
-    ),
-    "the memory is not told": (
-        probe(memory={"total": 0, "available": 0}),
-        "memory: the node's answer makes no sense there",
-    ),
-    "the disks are not told": (probe(disks=...), "disks: the node's answer lacks it"),
-    "no disk is told": (probe(disks=[]), "disks: none is listed"),
-    "a disk is no object": (probe(disks=[7]), "disk disk 0 cannot be read"),
-    "a disk's inodes are no number": (
-        probe(disks=[disk(inodes_free="many")]),
-        "disk /var/tmp/relaunch cannot be read",
-    ),
-    "a disk that may be written to is not told": (
-        probe(disks=[disk(writable=None)]),
-        "disk /var/tmp/relaunch cannot be read",
-    ),
+    "the recovery action is not told": with_gpu(recovery_action=None),
+    "the recovery action is not known": with_gpu(recovery_action=9),
+    "the boot id is not told": probe(boot_id=...),
+    "the boot id is no word": probe(boot_id="a b"),
+    "the memory is not told": probe(memory={"total": 0, "available": 0}),
+    "the disks are not told": probe(disks=...),
+    "no disk is told": probe(disks=[]),
+    "a disk is no object": probe(disks=[7]),
+    "a disk's inodes are no number": probe(disks=[disk(inodes_free="many")]),
+    "a disk that may be written to is not told": probe(disks=[disk(writable=None)]),
 }
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_a_node_is_unknown_when(case: str) -> None:
-    facts, reason = UNKNOWN[case]
-    health = read(facts, unread="n2 does not answer")
-    assert health.verdict is Verdict.UNKNOWN
-    assert reason in health.reason
-    assert any(reason in clause for clause in health.unread)
+def test_a_node_is_unknown_when(case: str, snapshot: SnapshotAssertion) -> None:
+    health = read(UNKNOWN[case], unread="n2 does not answer")
+    assert health.verdict is Verdict.UNKNOWN and health.unread
+    assert health.reason == snapshot
 
 
 NOT_EXAMINED = {
-    "it was not run": (None, "dcgmi diag was not run"),
-    "it was refused": (
-        {"refused": "busy", "reason": "job llama runs here"},
-        "dcgmi diag was refused (busy): job llama runs here",
-    ),
-    "there is no outcome": (diag(outcome=...), "dcgmi diag: the node's answer lacks it"),
-    "there is no dcgmi": (
-        diag(missing="dcgmi is not on this node's PATH"),
-        "dcgmi diag: dcgmi is not on this node's PATH",
-    ),
-    "nobody says what is missing": (diag(missing=3), "dcgmi diag: a tool is missing"),
-    "it ran on another boot": (
-        diag(boot_id="boot-2"),
-        "it is not the same boot that was probed and diagnosed",
-    ),
-    "it was killed": (diag(exit_code=None), "dcgmi diag did not finish"),
-    "its end is not told": (diag(exit_code=...), "how it ended cannot be read"),
-    "its end is no number": (diag(exit_code=True), "how it ended cannot be read"),
-    "its output is none": (diag(stdout=None), "how it ended cannot be read"),
-    "its output was cut": (diag(cut=True), "the output of dcgmi diag is cut short"),
-    "it printed nothing": (diag(stdout=""), "dcgmi diag printed nothing"),
-    "a setting was wrong": (
-        diag(sample("v4_r1_persistence_mode_fail_8gpu.json"), 226),
-        "dcgmi diag -r 1: ",
-    ),
+    "it was not run": None,
+    "it was refused": {"refused": "busy", "reason": "job llama runs here"},
+    "there is no outcome": diag(outcome=...),
+    "there is no dcgmi": diag(missing="dcgmi is not on this node's PATH"),
+    "nobody says what is missing": diag(missing=3),
+    "it ran on another boot": diag(boot_id="boot-2"),
+    "it was killed": diag(exit_code=None),
+    "its end is not told": diag(exit_code=...),
+    "its end is no number": diag(exit_code=True),
+    "its output is none": diag(stdout=None),
+    "its output was cut": diag(cut=True),
+    "it printed nothing": diag(stdout=""),
+    "a setting was wrong": diag(sample("v4_r1_persistence_mode_fail_8gpu.json"), 226),
 }
 
 
 @pytest.mark.parametrize("case", NOT_EXAMINED)
-def test_a_node_is_not_healthy_by_its_diagnosis_when(case: str) -> None:
-    answer, reason = NOT_EXAMINED[case]
-    health = read(probe(), answer)
+def test_a_node_is_not_healthy_by_its_diagnosis_when(
+    case: str, snapshot: SnapshotAssertion
+) -> None:
+    health = read(probe(), NOT_EXAMINED[case])
     assert health.verdict is Verdict.UNKNOWN
-    assert reason in health.reason
+    assert health.reason == snapshot
 
 
 def test_a_diagnosis_that_was_not_asked_for_is_not_missing() -> None:
@@ -417,53 +305,41 @@ def test_what_a_gpu_does_not_have_is_not_missing() -> None:
     )
 
 
-def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
+def test_the_gravest_comes_first_and_the_rest_is_counted(snapshot: SnapshotAssertion) -> None:
     rows = [gpu(index, remapped={"pending": True, "failed": index == 3}) for index in range(5)]
     health = read(probe(gpus=nvml(*rows), disks=[disk(free=0)]))
-    assert health.reason == (
-        "GPU 0000:08:00: remapping a row of its memory has failed; "
-        "GPU 0000:05:00: a row of its memory waits for a reset to be remapped; 5 more"
-    )
+    assert health.reason == snapshot
     assert health.gpus == (bus(3), bus(0), bus(1), bus(2), bus(4))
 
 
-def test_what_is_not_read_is_said_with_the_symptoms() -> None:
+def test_what_is_not_read_is_said_with_the_symptoms(snapshot: SnapshotAssertion) -> None:
     health = read(with_gpu(ecc={"volatile_uncorrected": 2}))
-    assert health.reason.endswith(
-        "; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded"
-    )
+    assert health.reason == snapshot
 
 
 BUSY = {
-    "a job": (
-        probe(jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]),
-        ("job llama generation 3",),
+    "a job": probe(
+        jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]
     ),
-    "a job that nobody can read": (probe(jobs=[7]), ("job without a name",)),
-    "nobody knows": (probe(jobs=...), ("which jobs run on it cannot be read",)),
-    "a diagnosis": (
-        probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
-        ("diagnose of r7 holds it",),
-    ),
-    "a hold without words": (probe(held={}), ("another user of no id holds it",)),
-    "a hold that is not told": (probe(held=...), ("who holds it cannot be read",)),
-    "a process on a GPU": (
-        with_gpu(processes=[{"pid": 4242, "used": 1}, "?"]),
-        ("pid 4242 uses GPU 0000:05:00", "a process uses GPU 0000:05:00"),
-    ),
+    "a job that nobody can read": probe(jobs=[7]),
+    "nobody knows": probe(jobs=...),
+    "a diagnosis": probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
+    "a hold without words": probe(held={}),
+    "a hold that is not told": probe(held=...),
+    "a process on a GPU": with_gpu(processes=[{"pid": 4242, "used": 1}, "?"]),
 }
 
 
 @pytest.mark.parametrize("case", BUSY)
-def test_a_node_is_held_by(case: str) -> None:
-    facts, busy = BUSY[case]
-    health = read(facts)
-    assert health.busy == busy and health.verdict is Verdict.HEALTHY
+def test_a_node_is_held_by(case: str, snapshot: SnapshotAssertion) -> None:
+    health = read(BUSY[case])
+    assert health.verdict is Verdict.HEALTHY
+    assert health.busy == snapshot
 
 
-def test_many_who_hold_a_node_are_counted() -> None:
+def test_many_who_hold_a_node_are_counted(snapshot: SnapshotAssertion) -> None:
     health = read(probe(jobs=[{"job": f"j{number}", "generation": 1} for number in range(10)]))
-    assert health.busy[7:] == ("job j7 generation 1", "2 more")
+    assert health.busy[7:] == snapshot
 
 
 def test_the_holder_of_a_node_is_known_by_id() -> None:
@@ -471,14 +347,10 @@ def test_the_holder_of_a_node_is_known_by_id() -> None:
     assert read(probe(held="?")).held == ""
 
 
-def test_a_node_that_does_not_answer_is_not_free() -> None:
+def test_a_node_that_does_not_answer_is_not_free(snapshot: SnapshotAssertion) -> None:
     health = read(None)
-    assert (
-        health.busy
-        and health.journal_unread
-        and not health.boot_id
-        and health.reason == "it did not answer a probe"
-    )
+    assert health.busy and health.journal_unread and not health.boot_id
+    assert health.reason == snapshot
     assert read({"outcome": "refused", "reason": "protocol 2"}).reason == "protocol 2"
 
 
@@ -506,7 +378,7 @@ def test_reboots_are_told_the_oldest_first() -> None:
 )
 def test_a_journal_that_cannot_be_read_is_not_an_empty_one(reboots: Any) -> None:
     health = read(probe(reboots=reboots))
-    assert health.reboots == () and health.journal_unread.startswith("its journal of reboots: ")
+    assert health.reboots == () and health.journal_unread
 
 
 @pytest.mark.parametrize(
@@ -677,40 +549,49 @@ def test_an_answer_survives_json() -> None:
 # --- its clock
 
 
+def read_with_clock(ahead: float, took: float) -> Health:
+    """A node whose clock is ahead; its answer took so long beside 3 s of work of the node itself,
+    which bound nothing.
+    """
+    sent = WALL + ahead + took / 2
+    exchange = {"sent": WALL, "received": WALL + took + 3.0}
+    return read(probe(wall=sent, answered=sent + 3.0, exchange=exchange))
+
+
 @pytest.mark.parametrize(
-    ("ahead", "took", "said", "named"),
+    ("ahead", "took", "role"),
     [
-        (0.0, 0.2, "", False),
-        (5.0, 0.2, "", False),
-        (5.3, 0.2, "its clock is 5 s ahead (±0.1 s)", False),
-        (5.3, 2.0, "", False),
-        (-7.0, 0.2, "its clock is 7 s behind (±0.1 s)", False),
-        (60.0, 0.2, "its clock is 60 s ahead (±0.1 s)", False),
-        (73.0, 0.4, "its clock is 73 s ahead (±0.2 s)", True),
-        (-3600.0, 40.0, "its clock is 3600 s behind (±20.0 s)", True),
-        (70.0, 40.0, "its clock is 70 s ahead (±20.0 s)", False),
+        (0.0, 0.2, None),
+        (5.0, 0.2, None),
+        (5.3, 0.2, Role.INFORMATION),
+        (5.3, 2.0, None),
+        (-7.0, 0.2, Role.INFORMATION),
+        (60.0, 0.2, Role.INFORMATION),
+        (73.0, 0.4, Role.SYMPTOM),
+        (-3600.0, 40.0, Role.SYMPTOM),
+        (70.0, 40.0, Role.INFORMATION),
     ],
 )
 def test_a_clocks_offset_is_shown_as_far_as_a_round_trip_bounds(
-    ahead: float, took: float, said: str, named: bool
+    ahead: float, took: float, role: Role | None
 ) -> None:
-    """And is no verdict: the node worked for three seconds of the exchange, which bound nothing."""
-    exchange = {"sent": WALL, "received": WALL + took + 3.0}
-    health = read(
-        probe(
-            wall=WALL + ahead + took / 2, answered=WALL + ahead + took / 2 + 3.0, exchange=exchange
-        )
-    )
+    health = read_with_clock(ahead, took)
     assert health.verdict is Verdict.HEALTHY
-    assert [one.reason for one in health.findings] == ([said] if said else [])
-    assert said in health.reason if named else "clock" not in health.reason, health.reason
+    assert [(one.code, one.role) for one in health.findings] == ([("clock", role)] if role else [])
+    assert ("clock" in health.reason) is (role is Role.SYMPTOM), health.reason
 
 
-def test_a_clock_is_known_less_well_without_the_answers_time() -> None:
+def test_a_clocks_offset_in_words(snapshot: SnapshotAssertion) -> None:
+    assert read_with_clock(73.0, 0.4).findings[0].reason == snapshot(name="ahead")
+    assert read_with_clock(-3600.0, 40.0).findings[0].reason == snapshot(name="behind")
+    assert read_with_clock(-3600.0, 40.0).reason == snapshot(name="health")
+
+
+def test_a_clock_is_known_less_well_without_the_answers_time(snapshot: SnapshotAssertion) -> None:
     exchange = {"sent": WALL, "received": WALL + 4.0}
-    assert [one.reason for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == [
-        "its clock is 88 s ahead (±2.0 s)"
-    ]
+    assert [
+        one.reason for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings
+    ] == snapshot
 
 
 @pytest.mark.parametrize(
@@ -760,108 +641,62 @@ def contract(
     return {"outcome": "done", "contract": word, "reason": reason, **more}
 
 
-NOT_PROBED = "nothing reads it from within, and its health check was not run"
 CONTRACTS = {
-    "it is passed": (
-        unprobed(),
-        contract("healthy"),
-        Verdict.HEALTHY,
-        "its health check: nothing found",
-    ),
+    "it is passed": (unprobed(), contract("healthy"), Verdict.HEALTHY),
     "it is passed on the boot that was looked at": (
         unprobed(),
         contract("healthy", boot_id="ec2:i-1:100"),
         Verdict.HEALTHY,
-        "its health check: nothing found",
     ),
     "it is passed on another boot": (
         unprobed(),
         contract("healthy", boot_id="ec2:i-1:200"),
         Verdict.UNKNOWN,
-        "it is not the same boot that was probed and diagnosed",
     ),
-    "it is failed": (
-        unprobed(),
-        contract("faulty"),
-        Verdict.UNHEALTHY,
-        "its health check found a fault: its task ended with exit code 1",
-    ),
-    "it says nothing": (
-        unprobed(),
-        contract("inconclusive", 3),
-        Verdict.UNKNOWN,
-        "its health check says nothing: no reason given",
-    ),
-    "it is of another version": (
-        unprobed(),
-        contract("fine", ""),
-        Verdict.UNKNOWN,
-        "its health check says nothing: no reason given",
-    ),
+    "it is failed": (unprobed(), contract("faulty"), Verdict.UNHEALTHY),
+    "it says nothing": (unprobed(), contract("inconclusive", 3), Verdict.UNKNOWN),
+    "it is of another version": (unprobed(), contract("fine", ""), Verdict.UNKNOWN),
     "it could not be run": (
         unprobed(),
         {"refused": "busy", "reason": "GPUs are taken"},
         Verdict.UNKNOWN,
-        f"{NOT_PROBED}; dcgmi diag was refused (busy): GPUs are taken",
     ),
-    "it was not run": (unprobed(), None, Verdict.UNKNOWN, f"{NOT_PROBED}; dcgmi diag was not run"),
-    "GPUs are missing": (
-        unprobed(ecs_gpus=7),
-        contract("healthy"),
-        Verdict.UNKNOWN,
-        "ECS has registered 7 of 8 GPUs",
-    ),
-    "GPUs are not told": (
-        unprobed(ecs_gpus=...),
-        contract("healthy"),
-        Verdict.UNKNOWN,
-        "ECS has registered 0 of 8 GPUs",
-    ),
-    "its boot is not told": (
-        unprobed(boot_id=...),
-        contract("healthy"),
-        Verdict.UNKNOWN,
-        "boot id: the node's answer lacks it",
-    ),
+    "it was not run": (unprobed(), None, Verdict.UNKNOWN),
+    "GPUs are missing": (unprobed(ecs_gpus=7), contract("healthy"), Verdict.UNKNOWN),
+    "GPUs are not told": (unprobed(ecs_gpus=...), contract("healthy"), Verdict.UNKNOWN),
+    "its boot is not told": (unprobed(boot_id=...), contract("healthy"), Verdict.UNKNOWN),
     "it is impaired by the word of ECS": (
         unprobed(ecs_health="IMPAIRED"),
         contract("healthy"),
         Verdict.HEALTHY,
-        "its health check: nothing broken; ECS calls its container instance IMPAIRED",
     ),
-    "it was probed as well": (
-        probe(),
-        contract("healthy"),
-        Verdict.HEALTHY,
-        "8 GPUs by NVML, disk, memory, its health check: nothing found",
-    ),
+    "it was probed as well": (probe(), contract("healthy"), Verdict.HEALTHY),
     "the probe found what it did not": (
         probe(kernel={"lines": [XID_79]}),
         contract("healthy"),
         Verdict.UNHEALTHY,
-        "Xid 79",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CONTRACTS)
-def test_s1_5_a_health_check_by_exit_code_is_judged_when(case: str) -> None:
-    facts, answer, verdict, reason = CONTRACTS[case]
+def test_s1_5_a_health_check_by_exit_code_is_judged_when(
+    case: str, snapshot: SnapshotAssertion
+) -> None:
+    facts, answer, verdict = CONTRACTS[case]
     health = read(facts, answer)
     assert verdict is health.verdict
-    assert reason in health.reason
+    assert health.reason == snapshot
     assert [finding.cause for finding in health.findings if finding.code == "health check"] in (
         [],
         [Cause.GPU_FATAL],
     )
 
 
-def test_a_node_without_ranks_of_ours_says_its_holder_and_uptime() -> None:
+def test_a_node_without_ranks_of_ours_says_its_holder_and_uptime(
+    snapshot: SnapshotAssertion,
+) -> None:
     job = {"namespace": "default", "job": "llama", "submission": 1, "generation": 3}
     health = read(unprobed(jobs=[job], reboots=journal((WALL, "for r1"))), None)
-    assert (health.busy, health.uptime, health.working, len(health.reboots)) == (
-        ("job llama generation 3",),
-        5.0,
-        8,
-        1,
-    )
+    assert (health.uptime, health.working, len(health.reboots)) == (5.0, 8, 1)
+    assert health.busy == snapshot

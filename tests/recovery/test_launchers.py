@@ -78,11 +78,8 @@ def test_an_address_with_colons_is_put_in_brackets() -> None:
 
 def test_what_a_launcher_would_substitute_is_escaped() -> None:
     given = spec(launcher="torchrun", command=["sh", "-c", "echo $RANK ${local_rank} $$"])
-    assert launcher_command(given, 0, 1, MASTER, "10.0.0.1", "j").rank == (
-        "sh",
-        "-c",
-        "echo $$RANK $${local_rank} $$$$",
-    )
+    escaped = "echo $$RANK $${local_rank} $$$$"
+    assert launcher_command(given, 0, 1, MASTER, "10.0.0.1", "j").rank == ("sh", "-c", escaped)
 
 
 SAMPLES = Path(__file__).parent / "samples" / "launchers"

@@ -31,5 +31,5 @@ def test_a_node_reserved_for_another_claim_is_in_no_bucket() -> None:
 
 
 def test_the_first_reason_to_cancel_counts() -> None:
-    once = cancel(Escalation("n1", "Xid 79"), "a person repairs it")
-    assert cancel(once, "the job ended").cancel_reason == "a person repairs it"
+    once = cancel(Escalation("n1", "Xid 79"), "first")
+    assert cancel(once, "second").cancel_reason == "first"

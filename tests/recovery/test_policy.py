@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.converter import shared_converter
 from relaunch.evidence.causes import Cause
@@ -70,92 +71,41 @@ EXAMPLE = {
 
 
 def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
-    return "\n".join(one["msg"] for one in error.value.errors())
+    return "\n".join(one["msg"].removeprefix("Value error, ") for one in error.value.errors())
 
 
 # --- a rung ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    "written",
     [
-        pytest.param(
-            {"strategy": "GROW"},
-            "GROW is no answer to a fault: grow_after says when a job takes more nodes",
-            id="GROW",
-        ),
-        pytest.param(
-            {"strategy": "SHRINK", "spends": True},
-            "SHRINK never takes one of max_restarts: leave spends out",
-            id="SHRINK that spends",
-        ),
-        pytest.param(
-            {"strategy": "FAIL", "tries": 1},
-            "FAIL ends a ladder: it takes no tries",
-            id="FAIL with tries",
-        ),
-        pytest.param(
-            {"strategy": "ASK", "tries": 2},
-            "ASK ends a ladder: it takes no tries",
-            id="ASK with tries",
-        ),
-        pytest.param(
-            {"strategy": "FAIL", "delay": "5s"},
-            "FAIL launches nothing: it takes no delay",
-            id="FAIL with a delay",
-        ),
-        pytest.param(
-            {"strategy": "ASK", "delay": "5s"},
-            "ASK launches nothing: it takes no delay",
-            id="ASK with a delay",
-        ),
+        pytest.param({"strategy": "GROW"}, id="GROW"),
+        pytest.param({"strategy": "SHRINK", "spends": True}, id="SHRINK that spends"),
+        pytest.param({"strategy": "FAIL", "tries": 1}, id="FAIL with tries"),
+        pytest.param({"strategy": "ASK", "tries": 2}, id="ASK with tries"),
+        pytest.param({"strategy": "FAIL", "delay": "5s"}, id="FAIL with a delay"),
+        pytest.param({"strategy": "ASK", "delay": "5s"}, id="ASK with a delay"),
         *(
-            pytest.param(
-                {"strategy": strategy, "isolate": True},
-                (
-                    f"{strategy} keeps its nodes: isolate is for REPLACE_NODE, "
-                    "RESCHEDULE_JOB and SHRINK"
-                ),
-                id=f"{strategy} that isolates",
-            )
+            pytest.param({"strategy": strategy, "isolate": True}, id=f"{strategy} that isolates")
             for strategy in ("RESTART_IN_PLACE", "RESET_GPU", "REBOOT_NODE", "ASK", "FAIL")
         ),
-        pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "reset_by": "HANG"},
-            "reset_by says what resets the count: it needs consecutive: true",
-            id="reset_by alone",
-        ),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "reset_by": "HANG"}, id="reset_by alone"),
         pytest.param(
             {"strategy": "RESTART_IN_PLACE", "tries": 1, "consecutive": True, "window": "1h"},
-            "consecutive counts tries in a row and window those within a time: choose one",
             id="consecutive within a window",
         ),
-        pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "backoff": 2},
-            "backoff multiplies the delay: it needs one, such as delay: 5s",
-            id="backoff of nothing",
-        ),
-        pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "key": ["job", "node"]},
-            "key ['job', 'node']: job counts all tries, so nothing can stand beside it",
-            id="job and node",
-        ),
-        pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "key": []},
-            (
-                "key is empty: it names what tries have in common, "
-                "such as [cause] or [node, gpu, code]"
-            ),
-            id="no key",
-        ),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "backoff": 2}, id="backoff of nothing"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "key": ["job", "node"]}, id="job and node"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "key": []}, id="no key"),
     ],
 )
 def test_a_rung_that_means_nothing_is_refused_with_a_sentence(
-    written: dict[str, Any], expected: str
+    written: dict[str, Any], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(ValidationError) as error:
         Rung.model_validate(written)
-    assert sentence(error) == f"Value error, {expected}"
+    assert sentence(error) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -252,55 +202,47 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        pytest.param([], ["it has no rungs: at least one, such as {strategy: FAIL}"], id="empty"),
+        pytest.param([], 1, id="empty"),
         pytest.param(
             [RESTART, FAIL],
-            ["rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"],
+            1,
             id="an endless rung",
         ),
         pytest.param(
             [{**RESTART, "tries": 1}, {"strategy": "ASK"}, FAIL],
-            ["rung 2 (ASK) ends the ladder, so rung 3 is never reached"],
+            1,
             id="an early end",
         ),
         pytest.param(
             [FAIL, {**RESTART, "tries": 1}, FAIL],
-            [
-                "rung 1 (FAIL) ends the ladder, so rung 2 is never reached",
-                "rungs 1 and 3 are both FAIL, and would count each other's tries: make them one",
-            ],
+            2,
             id="twice the end",
         ),
         pytest.param(
             [{**RESTART, "tries": 1}, {**RESTART, "tries": 2, "window": "1h"}],
-            [
-                (
-                    "rungs 1 and 2 are both RESTART_IN_PLACE, "
-                    "and would count each other's tries: make them one"
-                )
-            ],
+            1,
             id="twice the same",
         ),
         pytest.param(
             [{**RESTART, "tries": 1}, {**RESTART, "when": "HEALTHY", "tries": 1}, FAIL],
-            [],
+            0,
             id="the same, but when",
         ),
         pytest.param(
             [{**RESTART, "codes": "exit 1"}, {**RESTART, "codes": "exit 2"}, FAIL],
-            [],
+            0,
             id="the same, but for whom",
         ),
         pytest.param(
             [{**FAIL, "when": "HEALTHY"}, {**FAIL, "codes": "exit 2"}, RESTART],
-            [],
+            0,
             id="an end on a condition",
         ),
-        pytest.param([RESTART], [], id="one endless rung"),
+        pytest.param([RESTART], 0, id="one endless rung"),
         *(
             pytest.param(
                 [{"strategy": strategy}, {"strategy": "RESCHEDULE_JOB"}],
-                [],
+                0,
                 id=f"an endless {strategy} is passed by where it cannot be done",
             )
             for strategy in ("REPLACE_NODE", "RESET_GPU", "REBOOT_NODE")
@@ -308,61 +250,54 @@ RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
     ],
 )
 def test_what_in_a_ladder_can_never_happen(
-    written: list[dict[str, Any]], expected: list[str]
+    written: list[dict[str, Any]], expected: int, snapshot: SnapshotAssertion
 ) -> None:
-    assert find_ladder_errors(ladder(*written)) == expected
+    found = find_ladder_errors(ladder(*written))
+    assert len(found) == expected
+    if found:
+        assert found == snapshot
 
 
-def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
+def test_a_policy_names_the_cause_whose_ladder_is_impossible(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(ValidationError) as error:
         resolve({"causes": {"STORAGE": [RESTART, FAIL]}})
-    assert sentence(error) == (
-        "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, "
-        "so rung 2 is never reached"
-    )
+    assert sentence(error) == snapshot
 
 
 @pytest.mark.parametrize(
-    ("cause", "reset_by", "named"),
+    ("cause", "reset_by"),
     [
-        pytest.param("HANG", "HANG", "HANG", id="itself"),
-        pytest.param("HANG", ["PROGRESS", "NETWORK", "HANG"], "HANG", id="itself among others"),
+        pytest.param("HANG", "HANG", id="itself"),
+        pytest.param("HANG", ["PROGRESS", "NETWORK", "HANG"], id="itself among others"),
         pytest.param(
             "UNKNOWN",
             ["GPU_FATAL", "STORAGE"],
-            "STORAGE",
             id="a cause without a ladder of its own, which has that of UNKNOWN",
         ),
     ],
 )
 def test_a_row_that_is_reset_by_the_faults_it_counts_is_refused(
-    cause: str, reset_by: Any, named: str
+    cause: str, reset_by: Any, snapshot: SnapshotAssertion
 ) -> None:
     rung = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
     with pytest.raises(ValidationError) as error:
         Policy.model_validate(
             {"causes": {"UNKNOWN": [FAIL], "GPU_FATAL": [FAIL], cause: [rung, FAIL]}}
         )
-    assert sentence(error) == (
-        f"Value error, causes.{cause}: reset_by names {named}, "
-        "which this ladder serves: the count would never exceed one"
-    )
+    assert sentence(error) == snapshot
 
 
 @pytest.mark.parametrize("written", ["default", None, 3, []])
 def test_what_is_no_mapping_is_no_policy(written: Any) -> None:
     with pytest.raises(ValidationError) as error:
         Policy.model_validate(written)
-    assert sentence(error) == "Input should be a valid dictionary or instance of Policy"
+    assert error.value.errors()[0]["type"] == "model_type"
 
 
-def test_a_policy_without_a_ladder_for_unknown_is_refused() -> None:
+def test_a_policy_without_a_ladder_for_unknown_is_refused(snapshot: SnapshotAssertion) -> None:
     with pytest.raises(ValidationError) as error:
         Policy.model_validate({"causes": {"HANG": [FAIL]}})
-    assert (
-        sentence(error)
-        == "Value error, causes.UNKNOWN is missing: it is the ladder for every cause without one"
-    )
+    assert sentence(error) == snapshot
 
 
 def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
@@ -377,111 +312,76 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
 @pytest.mark.parametrize(
     ("timeouts", "hang", "expected"),
     [
-        pytest.param({}, {}, [], id="as they are by default"),
+        pytest.param({}, {}, 0, id="as they are by default"),
         pytest.param(
             {"heartbeat": "0s"},
             {},
-            ["timeouts.heartbeat is 0s: it must be more"],
+            1,
             id="no heartbeat",
         ),
         pytest.param(
             {"lease": "29s"},
             {},
-            [
-                (
-                    "timeouts.lease is 29s and timeouts.heartbeat 10s: "
-                    "two lost heartbeats would end the lease; set lease to at least 30s"
-                )
-            ],
+            1,
             id="a short lease",
         ),
-        pytest.param({"lease": "30s"}, {}, [], id="the shortest lease"),
+        pytest.param({"lease": "30s"}, {}, 0, id="the shortest lease"),
         pytest.param(
             {"lost_after": "19s"},
             {},
-            [
-                (
-                    "timeouts.lost_after is 19s and timeouts.heartbeat 10s: "
-                    "one late heartbeat would lose a node; set lost_after to at least 20s"
-                )
-            ],
+            1,
             id="lost at once",
         ),
-        pytest.param({"lost_after": "20s"}, {}, [], id="lost as soon as may be"),
+        pytest.param({"lost_after": "20s"}, {}, 0, id="lost as soon as may be"),
         pytest.param(
             {"fence_after": "9s"},
             {},
-            [
-                (
-                    "timeouts.fence_after is 9s and timeouts.heartbeat 10s: "
-                    "a short silence would fence a node; set fence_after to at least 10s"
-                )
-            ],
+            1,
             id="fenced at once",
         ),
-        pytest.param({"fence_after": "10s"}, {}, [], id="fenced as soon as may be"),
+        pytest.param({"fence_after": "10s"}, {}, 0, id="fenced as soon as may be"),
         pytest.param(
             {},
             {"after": "29s"},
-            [
-                "hang.after is 29s and timeouts.heartbeat 10s: "
-                "steps are seen once a heartbeat, so training that advances would "
-                "count as hung; set hang.after to at least 30s"
-            ],
+            1,
             id="hung between two heartbeats",
         ),
-        pytest.param({}, {"after": "30s"}, [], id="the shortest hang"),
+        pytest.param({}, {"after": "30s"}, 0, id="the shortest hang"),
         pytest.param(
             {},
             {"after": "25m"},
-            [
-                "hang.after is 25m and hang.checkpoint 20m: "
-                "the longest phases would be allowed less than a step; "
-                "set hang.checkpoint to at least 25m"
-            ],
+            1,
             id="a checkpoint is allowed less than a step",
         ),
         pytest.param(
             {},
             {"after": "2h"},
-            [
-                f"hang.after is 2h and hang.{phase} {limit}: "
-                "the longest phases would be allowed less than a step; "
-                f"set hang.{phase} to at least 2h"
-                for phase, limit in (
-                    ("first_step", "30m"),
-                    ("checkpoint", "20m"),
-                    ("evaluation", "1h"),
-                )
-            ],
+            3,
             id="every long phase is",
         ),
         pytest.param(
             {"collective": "10m"},
             {"after": "10m"},
-            [
-                "hang.after is 10m and timeouts.collective 10m: "
-                "the ranks would be stopped before their own watchdog could say which "
-                "collective hangs; set hang.after to more than that"
-            ],
+            1,
             id="stopped before the watchdog speaks",
         ),
-        pytest.param({"collective": "10m"}, {"after": "11m"}, [], id="stopped after it"),
-        pytest.param({"collective": "2h"}, {"after": "off"}, [], id="nobody looks for hangs"),
+        pytest.param({"collective": "10m"}, {"after": "11m"}, 0, id="stopped after it"),
+        pytest.param({"collective": "2h"}, {"after": "off"}, 0, id="nobody looks for hangs"),
         pytest.param(
-            {"collective": "2h"}, {"after": "learned"}, [], id="a learned limit cannot be compared"
+            {"collective": "2h"}, {"after": "learned"}, 0, id="a learned limit cannot be compared"
         ),
     ],
 )
 def test_timeouts_that_cannot_hold_together(
-    timeouts: dict[str, str], hang: dict[str, str], expected: list[str]
+    timeouts: dict[str, str], hang: dict[str, str], expected: int, snapshot: SnapshotAssertion
 ) -> None:
     found = find_timeout_errors(Timeouts.model_validate(timeouts), HangLimits.model_validate(hang))
-    assert found == expected
-    if expected:
+    assert len(found) == expected
+    if found:
+        assert found == snapshot
         with pytest.raises(ValidationError) as error:
             resolve({"timeouts": timeouts, "hang": hang})
-        assert sentence(error) == f"Value error, {expected[0]}"
+        assert sentence(error) == found[0]
     else:
         resolve({"timeouts": timeouts, "hang": hang})
 
@@ -526,7 +426,7 @@ def test_other_words_for_it_are_refused(written: dict[str, Any]) -> None:
 def test_extending_what_is_no_preset_is_refused(extends: Any) -> None:
     with pytest.raises(
         ValueError,
-        match="is no preset: one of default, ecs-reboot-once, gputasker, modelarts, torchelastic",
+        match="is no preset: one of",
     ) as error:
         resolve({"extends": extends})
     assert repr(extends) in str(error.value)
@@ -575,11 +475,11 @@ def test_laying_keys_over_a_preset_does_not_change_the_preset() -> None:
     assert preset("default") == before
 
 
-def test_a_linter_reads_the_preset_and_its_overrides_together() -> None:
+def test_a_linter_reads_the_preset_and_its_overrides_together(snapshot: SnapshotAssertion) -> None:
     """The lease suits the default's heartbeat; torchelastic's lost_after does not suit this one."""
     with pytest.raises(ValidationError) as error:
         resolve({"extends": "torchelastic", "timeouts": {"heartbeat": "10s", "lease": "30s"}})
-    assert "timeouts.lost_after is 15s and timeouts.heartbeat 10s" in sentence(error)
+    assert sentence(error) == snapshot
 
 
 def test_the_policy_of_the_documentation_is_one() -> None:

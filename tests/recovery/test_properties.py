@@ -242,7 +242,7 @@ def test_something_always_wakes_a_job_or_it_has_ended(
     run = Run(policy, nodes=nodes, others=others)
     for move in stream:
         move.do(run)
-        assert run.moves_on, f"{run.job.phase} and nothing is left to wait for: {run.turns[-1]}"
+        assert run.moves_on, f"{run.job.phase}: {run.turns[-1]}"
 
 
 @searched(100)
@@ -401,7 +401,8 @@ def test_every_launch_has_its_own_number_and_keeps_avoidances(
             left_out = {*turn.decision.without, *(one.node for one in turn.after.avoided)}
             assert {*turn.decision.avoid} <= left_out
             if turn.decision.strategy is Strategy.REPLACE_NODE and turn.decision.take is not None:
-                assert {*turn.decision.take.nodes} <= left_out, "the suspects are what is replaced"
+                # the suspects are what is replaced
+                assert {*turn.decision.take.nodes} <= left_out
         else:
             assert turn.after.generation == turn.before.generation
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.converter import shared_converter
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
-from relaunch.evidence.nvml import short
 from relaunch.repair.machine import begin, decide, step
 from relaunch.repair.state import (
     AskPerson,
@@ -115,104 +115,96 @@ def refusal(decision: RepairDecision) -> str:
 # --- before the order
 
 
-def test_a_repair_looks_first() -> None:
+def test_a_repair_looks_first(snapshot: SnapshotAssertion) -> None:
     decision = decide(reset(), at(0))
-    assert decision == ProbeNode(
-        timedelta(seconds=20),
-        None,
-        "checking n2 before the order to reset GPU 0000:05:00 on n2: Xid 79 on GPU 0000:05:00",
-    )
+    assert decision == ProbeNode(timedelta(seconds=20), None, decision.reason)
+    assert decision.reason == snapshot
 
 
 def test_a_repair_is_only_begun_for_what_repairs() -> None:
-    with pytest.raises(
-        ValueError, match="REPLACE_NODE repairs no node: expected RESET_GPU or REBOOT_NODE"
-    ):
+    with pytest.raises(ValueError, match="REPLACE_NODE repairs no node"):
         repair(Strategy.REPLACE_NODE)
 
 
-def test_a_free_node_is_rebooted_on_the_boot_that_was_read() -> None:
-    assert then(repair(), SAME) == RebootNode(
-        "boot-1", "Xid 79 on GPU 0000:05:00. Rebooting n2; attempt 1 of 2"
-    )
+def test_a_free_node_is_rebooted_on_the_boot_that_was_read(snapshot: SnapshotAssertion) -> None:
+    decision = then(repair(), SAME)
+    assert decision == RebootNode("boot-1", decision.reason)
+    assert decision.reason == snapshot
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [((), ()), (("0000:05:00",), (bus(0),)), (("7", "00000000:06:00.0"), (bus(7), bus(1)))],
+    [
+        pytest.param((), (), id="all"),
+        pytest.param(("0000:05:00",), (bus(0),), id="one"),
+        pytest.param(("7", "00000000:06:00.0"), (bus(7), bus(1)), id="two"),
+    ],
 )
-def test_gpus_are_reset_by_bus_id(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
+def test_gpus_are_reset_by_bus_id(
+    names: tuple[str, ...], expected: tuple[str, ...], snapshot: SnapshotAssertion
+) -> None:
     decision = then(reset(gpus=names), SAME)
-    named = f"GPU{'s' * (len(expected) > 1)} {', '.join(map(short, expected))}"
-    reason = f"Xid 79 on GPU 0000:05:00. Resetting {named if expected else 'all GPUs'} on n2"
-    assert decision == ResetGpus(
-        "boot-1", expected, timedelta(minutes=2), f"{reason}; attempt 1 of 2"
+    assert isinstance(decision, ResetGpus)
+    assert (decision.boot_id, decision.gpus, decision.timeout) == (
+        "boot-1",
+        expected,
+        timedelta(minutes=2),
     )
+    assert decision.reason == snapshot
 
 
-def test_an_unknown_gpu_is_not_reset() -> None:
-    assert refusal(then(reset(gpus=("12", bus(0))), SAME)) == "n2 has no GPU 12"
+def test_an_unknown_gpu_is_not_reset(snapshot: SnapshotAssertion) -> None:
+    assert refusal(then(reset(gpus=("12", bus(0))), SAME)) == snapshot
 
 
-def test_a_silent_node_is_looked_at_again_until_the_deadline() -> None:
+def test_a_silent_node_is_looked_at_again_until_the_deadline(snapshot: SnapshotAssertion) -> None:
     state = after(repair(), NoAnswer("connection timed out"))
-    assert decide(state, at(0)) == WaitForNode(
-        timedelta(seconds=5), "n2 does not answer: connection timed out"
-    )
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot(name="waiting")
     assert isinstance(then(state, WaitEnded()), ProbeNode)
     outcome, verdict, reason = end(decide(state, state.deadline))
-    assert (outcome, verdict, reason) == (
-        "ambiguous",
-        Verdict.UNKNOWN,
-        "n2 did not answer: connection timed out",
-    )
-    assert end(decide(repair(), at(1500)))[2] == "n2 did not answer: no probe was sent"
+    assert (outcome, verdict) == ("ambiguous", Verdict.UNKNOWN)
+    assert reason == snapshot(name="silent")
+    assert end(decide(repair(), at(1500)))[2] == snapshot(name="not-probed")
 
 
-def test_an_answer_without_a_boot_id_is_none() -> None:
+def test_an_answer_without_a_boot_id_is_none(snapshot: SnapshotAssertion) -> None:
     decision = then(repair(), NodeProbed(probe(boot_id=None)))
-    assert isinstance(decision, WaitForNode) and decision.reason.startswith(
-        "n2 does not answer: its answer cannot be read: boot id"
-    )
+    assert isinstance(decision, WaitForNode) and decision.reason == snapshot
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes",
     [
-        ({"jobs": [{"job": "llama", "generation": 3}]}, "n2 is in use: job llama generation 3"),
-        (
-            {"gpus": nvml(gpu(0, processes=[{"pid": 4242}]))},
-            "n2 is in use: pid 4242 uses GPU 0000:05:00",
-        ),
-        ({"held": {"by": "diagnose", "id": "r7"}}, "n2 is in use: diagnose of r7 holds it"),
-        ({"jobs": None}, "n2 is in use: which jobs run on it cannot be read"),
+        pytest.param({"jobs": [{"job": "llama", "generation": 3}]}, id="job"),
+        pytest.param({"gpus": nvml(gpu(0, processes=[{"pid": 4242}]))}, id="process"),
+        pytest.param({"held": {"by": "diagnose", "id": "r7"}}, id="diagnose"),
+        pytest.param({"jobs": None}, id="unreadable"),
     ],
 )
-@pytest.mark.parametrize("strategy", [Strategy.RESET_GPU, Strategy.REBOOT_NODE])
-def test_a_node_in_use_is_left_alone(
-    strategy: Strategy, changes: dict[str, Any], reason: str
-) -> None:
-    assert refusal(then(repair(strategy), NodeProbed(probe(**changes)))) == reason
+def test_a_node_in_use_is_left_alone(changes: dict[str, Any], snapshot: SnapshotAssertion) -> None:
+    busy = NodeProbed(probe(**changes))
+    reason = refusal(then(repair(Strategy.RESET_GPU), busy))
+    assert reason == snapshot
+    assert refusal(then(repair(Strategy.REBOOT_NODE), busy)) == reason
 
 
 @pytest.mark.parametrize("action", [2, 5, 7])
-def test_a_reset_is_refused_where_the_driver_asks_for_more(action: int) -> None:
+def test_a_reset_is_refused_where_the_driver_asks_for_more(
+    action: int, snapshot: SnapshotAssertion
+) -> None:
     asked = NodeProbed(probe(gpus=nvml(gpu(3, recovery_action=action))))
-    assert refusal(then(reset(), asked)).startswith(
-        "a GPU reset cannot fix n2: GPU 0000:08:00: the driver asks for "
-    )
+    assert refusal(then(reset(), asked)) == snapshot
     assert isinstance(then(repair(), asked), RebootNode)
     assert isinstance(
         then(reset(), NodeProbed(probe(gpus=nvml(gpu(0, recovery_action=1))))), ResetGpus
     )
 
 
-def test_a_node_is_rebooted_only_so_often() -> None:
+def test_a_node_is_rebooted_only_so_often(snapshot: SnapshotAssertion) -> None:
     often = NodeProbed(probe(reboots=journal((3600, "r1"), (7200, "r2"), (4 * 86400, "r0"))))
-    assert (
-        refusal(then(repair(), often))
-        == "n2 was already rebooted 2 times within 3d; inspect its hardware"
-    )
+    assert refusal(then(repair(), often)) == snapshot
     assert isinstance(then(repair(max_reboots=3), often), RebootNode)
     assert isinstance(then(reset(), often), ResetGpus)
     assert isinstance(
@@ -221,12 +213,8 @@ def test_a_node_is_rebooted_only_so_often() -> None:
     )
 
 
-def test_a_journal_that_cannot_be_read_is_no_leave_to_reboot() -> None:
-    reason = (
-        "the number of recent reboots of n2 is unknown: its journal of reboots: "
-        "the node's answer makes no sense there"
-    )
-    assert refusal(then(repair(), NodeProbed(probe(reboots=[{"at": "?"}])))) == reason
+def test_a_journal_that_cannot_be_read_is_no_leave_to_reboot(snapshot: SnapshotAssertion) -> None:
+    assert refusal(then(repair(), NodeProbed(probe(reboots=[{"at": "?"}])))) == snapshot
 
 
 @pytest.mark.parametrize("wall", [0.0, 4e9, "?"])
@@ -237,36 +225,35 @@ def test_a_clock_that_is_wrong_forgets_no_reboot(wall: Any) -> None:
     )
 
 
-def test_an_observer_learns_what_would_have_been_done() -> None:
-    expected = "repairs: observe; otherwise relaunch would reboot n2: Xid 79 on GPU 0000:05:00"
-    assert refusal(then(repair(mode="observe", approved_by="ada"), SAME)) == expected
+def test_an_observer_learns_what_would_have_been_done(snapshot: SnapshotAssertion) -> None:
+    assert refusal(then(repair(mode="observe", approved_by="ada"), SAME)) == snapshot
 
 
-def test_what_the_fleet_does_not_permit_is_refused_in_its_words() -> None:
-    reason = "fleet gpus did not permit the order to reboot n2: the breaker of fleet gpus is open"
-    assert (
-        refusal(then(repair(), SAME, PermitAnswered(False, "the breaker of fleet gpus is open")))
-        == reason
-    )
-    assert (
-        refusal(then(reset(), SAME, PermitAnswered(False, "")))
-        == "fleet gpus did not permit the order to reset GPU 0000:05:00 on n2: no reason given"
+def test_what_the_fleet_does_not_permit_is_refused_in_its_words(
+    snapshot: SnapshotAssertion,
+) -> None:
+    assert refusal(
+        then(repair(), SAME, PermitAnswered(False, "the breaker of fleet gpus is open"))
+    ) == snapshot(name="reboot")
+    assert refusal(then(reset(), SAME, PermitAnswered(False, ""))) == snapshot(
+        name="reset-without-reason"
     )
 
 
-def test_a_node_is_looked_at_again_where_the_fleet_took_its_time() -> None:
+def test_a_node_is_looked_at_again_where_the_fleet_took_its_time(
+    snapshot: SnapshotAssertion,
+) -> None:
     state = after(
         repair(mode="ask", approved_by="ada"), SAME, PermitAnswered(True, "1 of 2 repairs")
     )
-    assert (
-        isinstance(decide(state, at(0)), ProbeNode)
-        and state.log[-1].reason == "fleet gpus permitted the order to reboot n2: 1 of 2 repairs"
-    )
+    assert isinstance(decide(state, at(0)), ProbeNode)
+    assert state.log[-1].reason == snapshot(name="log")
     assert isinstance(then(state, SAME), RebootNode)
-    assert "in use: job llama" in refusal(
+    assert refusal(
         then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 2}])))
-    )
-    assert isinstance(then(state, BOOTED), RunDiag), "it has rebooted meanwhile"
+    ) == snapshot(name="in-use")
+    # it has rebooted meanwhile
+    assert isinstance(then(state, BOOTED), RunDiag)
 
 
 def test_before_a_late_second_order_the_first_is_asked_about() -> None:
@@ -292,71 +279,57 @@ def test_a_reboot_of_an_earlier_attempt_is_not_ordered_again() -> None:
     assert isinstance(then(reset(), mine), ResetGpus)
 
 
-def test_what_this_repair_ordered_earlier_is_waited_for() -> None:
+def test_what_this_repair_ordered_earlier_is_waited_for(snapshot: SnapshotAssertion) -> None:
     held = NodeProbed(probe(held={"by": "reset-gpus", "id": "repair/gpus/n2/1"}))
     state = after(reset(), held)
-    assert decide(state, at(0)) == WaitForNode(
-        timedelta(seconds=5), "an earlier order of this repair is still running on n2"
-    )
-    assert (
-        refusal(decide(state, state.deadline))
-        == "the deadline passed before the order to reset GPU 0000:05:00 on n2"
-    )
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot(name="waiting")
+    assert refusal(decide(state, state.deadline)) == snapshot(name="deadline")
 
 
 # --- people
 
 
-def test_a_person_is_asked_with_details_then_the_node_is_read() -> None:
+def test_a_person_is_asked_with_details_then_the_node_is_read(snapshot: SnapshotAssertion) -> None:
     state = after(repair(mode="ask"), NodeProbed(probe(reboots=journal((600, "r1")))))
-    question = (
-        "Reboot n2 (1 reboot in its journal)? Requested by job llama: Xid 79 on GPU 0000:05:00"
-    )
-    assert decide(state, at(0)) == AskPerson(question, at(600), "repairs: ask")
-    assert decide(state, at(30)) == AskPerson(question, at(600), "repairs: ask")
+    asked = decide(state, at(0))
+    assert isinstance(asked, AskPerson) and asked.until == at(600)
+    assert asked.question == snapshot(name="question")
+    assert decide(state, at(30)) == asked
     state = after(state, PersonAnswered(True, "ada", "go on"), WaitEnded(), seconds=60)
     assert isinstance(decide(state, at(60)), ProbeNode)
-    assert then(state, SAME, seconds=60) == RebootNode(
-        "boot-1", "Xid 79 on GPU 0000:05:00. Rebooting n2; attempt 1 of 2 (approved by ada)"
-    )
-    assert "job llama generation 1" in refusal(
+    decision = then(state, SAME, seconds=60)
+    assert decision == RebootNode("boot-1", decision.reason)
+    assert decision.reason == snapshot(name="order")
+    assert refusal(
         then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 1}])), seconds=60)
-    )
+    ) == snapshot(name="in-use")
 
 
-def test_many_gpus_are_counted_in_a_question() -> None:
+def test_many_gpus_are_counted_in_a_question(snapshot: SnapshotAssertion) -> None:
     decision = then(reset(mode="ask", gpus=tuple(map(bus, range(10)))), SAME)
-    assert (
-        isinstance(decision, AskPerson)
-        and "Reset GPUs 0000:05:00, " in decision.question
-        and "0000:0c:00 and 2 more on n2?" in decision.question
-    )
+    assert isinstance(decision, AskPerson) and decision.question == snapshot(name="10-gpus")
     everything = then(reset(mode="ask", gpus=()), SAME)
-    assert isinstance(everything, AskPerson) and everything.question.startswith(
-        "Reset all GPUs on n2?"
-    )
+    assert isinstance(everything, AskPerson) and everything.question == snapshot(name="all-gpus")
 
 
 def test_a_person_who_has_approved_already_is_not_asked() -> None:
     assert isinstance(then(repair(mode="ask", approved_by="ada"), SAME), RebootNode)
 
 
-def test_a_person_may_say_no() -> None:
+def test_a_person_may_say_no(snapshot: SnapshotAssertion) -> None:
     asked = after(repair(mode="ask"), SAME)
-    assert (
-        refusal(then(asked, PersonAnswered(False, "ada", "the owner is at it")))
-        == "ada denied the request to reboot n2: the owner is at it"
+    assert refusal(then(asked, PersonAnswered(False, "ada", "the owner is at it"))) == snapshot(
+        name="no"
     )
-    assert (
-        refusal(then(asked, PersonAnswered(False, "", "")))
-        == "a person denied the request to reboot n2"
-    )
+    assert refusal(then(asked, PersonAnswered(False, "", ""))) == snapshot(name="no-without-reason")
 
 
-def test_a_request_that_is_not_answered_in_time_is_refused() -> None:
+def test_a_request_that_is_not_answered_in_time_is_refused(snapshot: SnapshotAssertion) -> None:
     asked = after(repair(mode="ask"), SAME)
-    reason = "the request to reboot n2 was not answered by 03:10 UTC"
-    assert refusal(decide(asked, at(600))) == reason
+    reason = refusal(decide(asked, at(600)))
+    assert reason == snapshot
     assert refusal(then(asked, TimeExpired(), seconds=600)) == reason
     assert refusal(then(asked, PersonAnswered(True, "ada", ""), seconds=601)) == reason
 
@@ -366,12 +339,12 @@ def test_a_person_has_no_longer_than_the_repair() -> None:
     assert isinstance(decision, AskPerson) and decision.until == at(25 * 60)
 
 
-def test_a_node_that_rebooted_while_a_person_thought_is_examined() -> None:
+def test_a_node_that_rebooted_while_a_person_thought_is_examined(
+    snapshot: SnapshotAssertion,
+) -> None:
     state = after(repair(mode="ask"), SAME, PersonAnswered(True, "ada", ""), BOOTED, seconds=60)
     assert isinstance(decide(state, at(60)), RunDiag)
-    assert end(then(state, PASSED_AFTER_BOOT, seconds=60))[2].startswith(
-        "n2 was rebooted, but not by this repair, and is healthy: 8 GPUs"
-    )
+    assert end(then(state, PASSED_AFTER_BOOT, seconds=60))[2] == snapshot
 
 
 def test_an_answer_without_a_question_changes_nothing() -> None:
@@ -391,7 +364,9 @@ def test_an_answer_without_a_question_changes_nothing() -> None:
 # --- a reset
 
 
-def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
+def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it(
+    snapshot: SnapshotAssertion,
+) -> None:
     state = after(reset(), SAME, RESET_OK, seconds=10)
     probe_step = decide(state, at(40))
     assert isinstance(probe_step, ProbeNode) and probe_step.kernel_since == timedelta(seconds=30)
@@ -403,45 +378,33 @@ def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
     )
     outcome, verdict, reason = end(then(state, PASSED, seconds=50))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
-    assert reason == (
-        "n2 had GPU 0000:05:00 reset and is healthy: 8 GPUs by NVML, "
-        "disk, memory, dcgmi diag -r 1: nothing found"
-    )
+    assert reason == snapshot
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    "answer",
     [
-        (
-            {"outcome": "done", "missing": "nvidia-smi is not on its PATH"},
-            "n2 cannot reset GPUs: nvidia-smi is not on its PATH",
-        ),
-        ({"outcome": "done", "missing": 1}, "n2 cannot reset GPUs: a tool is missing"),
-        (
-            {"outcome": "done", "exit_code": 3, "output": "one\nGPU is in use\n\n"},
-            "nvidia-smi --gpu-reset on n2 failed with exit code 3: GPU is in use",
-        ),
-        (
-            {"outcome": "done", "exit_code": None},
-            "nvidia-smi --gpu-reset on n2 did not finish: no output",
-        ),
-        (
-            {"outcome": "done", "exit_code": False},
-            "nvidia-smi --gpu-reset on n2 did not finish: no output",
-        ),
+        pytest.param({"missing": "nvidia-smi is not on its PATH"}, id="missing"),
+        pytest.param({"missing": 1}, id="missing-unreadable"),
+        pytest.param({"exit_code": 3, "output": "one\nGPU is in use\n\n"}, id="failed"),
+        pytest.param({"exit_code": None}, id="unfinished"),
+        pytest.param({"exit_code": False}, id="exit-code-unreadable"),
     ],
 )
 def test_a_reset_that_failed_is_refused_in_the_words_of_its_tool(
-    answer: dict[str, Any], reason: str
+    answer: dict[str, Any], snapshot: SnapshotAssertion
 ) -> None:
-    assert refusal(then(reset(), SAME, OrderDone(answer))) == reason
+    assert refusal(then(reset(), SAME, OrderDone({"outcome": "done", **answer}))) == snapshot
 
 
 @pytest.mark.parametrize(
     "lost",
     [NoAnswer("the worker died"), OrderDone({"outcome": "?"}), OrderRefused("boot_changed", "")],
+    ids=["no-answer", "unreadable", "boot-changed"],
 )
-def test_a_reset_without_an_answer_is_checked_and_ordered_again(lost: RepairEvent) -> None:
+def test_a_reset_without_an_answer_is_checked_and_ordered_again(
+    lost: RepairEvent, snapshot: SnapshotAssertion
+) -> None:
     state = after(reset(), SAME, lost, WaitEnded())
     assert isinstance(decide(state, at(0)), ProbeNode)
     state = after(state, SAME)
@@ -449,56 +412,48 @@ def test_a_reset_without_an_answer_is_checked_and_ordered_again(lost: RepairEven
     assert isinstance(then(state, RESET_OK), ProbeNode)
     outcome, _, reason = end(then(state, lost, WaitEnded(), SAME))
     assert outcome == "ambiguous"
-    assert reason == (
-        "2 orders to reset GPU 0000:05:00 on n2 got no answer; "
-        "whether the GPUs were reset is unknown"
-    )
+    assert reason == snapshot
 
 
-def test_a_reset_is_not_repeated_while_the_node_is_held() -> None:
+def test_a_reset_is_not_repeated_while_the_node_is_held(snapshot: SnapshotAssertion) -> None:
     state = after(reset(), SAME, NoAnswer("x"), WaitEnded())
     assert isinstance(
         then(state, NodeProbed(probe(held={"by": "reset-gpus", "id": state.id}))), WaitForNode
     )
-    assert (
-        refusal(then(state, NodeProbed(probe(held={"by": "diagnose", "id": "r7"}))))
-        == "n2 is in use: diagnose of r7 holds it"
-    )
+    assert refusal(then(state, NodeProbed(probe(held={"by": "diagnose", "id": "r7"})))) == snapshot
 
 
-def test_a_node_that_rebooted_instead_of_the_reset_is_examined() -> None:
+def test_a_node_that_rebooted_instead_of_the_reset_is_examined(snapshot: SnapshotAssertion) -> None:
     state = after(reset(), SAME, OrderRefused("boot_changed", "", "boot-2"))
     assert isinstance(decide(state, at(0)), ProbeNode)
     state = after(state, BOOTED)
     assert isinstance(decide(state, at(0)), RunDiag)
-    assert end(then(state, PASSED_AFTER_BOOT))[2].startswith(
-        "n2 was rebooted, but not by this repair, and is healthy: "
+    assert end(then(state, PASSED_AFTER_BOOT))[2] == snapshot
+
+
+def test_a_node_may_refuse(snapshot: SnapshotAssertion) -> None:
+    refused = OrderRefused("busy", "job llama runs here")
+    assert refusal(then(reset(), SAME, refused)) == snapshot(name="reset")
+    assert refusal(then(repair(), SAME, OrderRefused("cannot_reboot", ""))) == snapshot(
+        name="reboot"
     )
 
 
-def test_a_node_may_refuse() -> None:
-    reason = "n2 refused the order to reset GPU 0000:05:00 on n2 (busy): job llama runs here"
-    assert refusal(then(reset(), SAME, OrderRefused("busy", "job llama runs here"))) == reason
-    assert (
-        refusal(then(repair(), SAME, OrderRefused("cannot_reboot", "")))
-        == "n2 refused the order to reboot n2 (cannot_reboot): no reason given"
-    )
-
-
-def test_whether_a_reset_happened_is_not_known_at_the_deadline() -> None:
+def test_whether_a_reset_happened_is_not_known_at_the_deadline(snapshot: SnapshotAssertion) -> None:
     outcome, _, reason = end(decide(after(reset(), SAME, NoAnswer("gone")), at(1500)))
-    assert (outcome, reason) == (
-        "ambiguous",
-        "whether the order to reset GPU 0000:05:00 on n2 was carried out is unknown: gone",
-    )
+    assert outcome == "ambiguous" and reason == snapshot
 
 
 # --- a reboot
 
 
-def test_a_reboot_is_done_with_a_new_boot_id_and_a_healthy_node() -> None:
+def test_a_reboot_is_done_with_a_new_boot_id_and_a_healthy_node(
+    snapshot: SnapshotAssertion,
+) -> None:
     state = after(repair(), SAME, REBOOT_OK)
-    assert decide(state, at(0)) == WaitForNode(timedelta(seconds=5), "waiting for n2 to reboot")
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot(name="waiting")
     state = after(
         state,
         WaitEnded(),
@@ -513,18 +468,17 @@ def test_a_reboot_is_done_with_a_new_boot_id_and_a_healthy_node() -> None:
     state = after(state, BOOTED, seconds=300)
     assert isinstance(decide(state, at(300)), RunDiag)
     outcome, verdict, reason = end(then(state, PASSED_AFTER_BOOT, seconds=320))
-    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith(
-        "n2 was rebooted and is healthy: "
-    )
+    assert (outcome, verdict) == ("done", Verdict.HEALTHY)
+    assert reason == snapshot(name="done")
 
 
-def test_a_reboot_that_changed_nothing_is_refused_with_findings() -> None:
+def test_a_reboot_that_changed_nothing_is_refused_with_findings(
+    snapshot: SnapshotAssertion,
+) -> None:
     broken = NodeProbed(probe(boot_id="boot-2", disks=[disk(writable=False, reason="read-only")]))
     outcome, verdict, reason = end(then(repair(), SAME, REBOOT_OK, broken))
     assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
-    assert reason == (
-        "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
-    )
+    assert reason == snapshot(name="unwritable")
     outcome, verdict, reason = end(
         then(
             repair(level=2),
@@ -537,23 +491,22 @@ def test_a_reboot_that_changed_nothing_is_refused_with_findings() -> None:
     assert (outcome, verdict) == (
         "refused",
         Verdict.UNHEALTHY,
-    ) and "dcgmi diag -r 2: GPU 6: " in reason
+    ) and reason == snapshot(name="dcgm")
 
 
-def test_a_node_whose_examination_says_nothing_is_not_given_back() -> None:
+def test_a_node_whose_examination_says_nothing_is_not_given_back(
+    snapshot: SnapshotAssertion,
+) -> None:
     state = after(repair(), SAME, REBOOT_OK, BOOTED)
     for fact in (
         NodeDiagnosed({"refused": "busy", "reason": "pid 7 uses it"}),
         OrderRefused("busy", "pid 7 uses it"),
     ):
         reason = refusal(then(state, fact, seconds=200))
-        assert reason == (
-            "n2 was rebooted but its health is unknown: "
-            "dcgmi diag was refused (busy): pid 7 uses it"
-        )
+        assert reason == snapshot(name="no-verdict")
 
 
-def test_a_node_too_young_to_be_examined_is_asked_again() -> None:
+def test_a_node_too_young_to_be_examined_is_asked_again(snapshot: SnapshotAssertion) -> None:
     state = after(
         repair(), SAME, REBOOT_OK, BOOTED, NodeDiagnosed(diag("", 3, boot_id="boot-2")), seconds=60
     )
@@ -561,7 +514,7 @@ def test_a_node_too_young_to_be_examined_is_asked_again() -> None:
     assert (
         isinstance(decision, WaitForNode)
         and decision.delay == timedelta(seconds=10)
-        and decision.reason.startswith("n2 has just booted: dcgmi")
+        and decision.reason == snapshot
     )
     assert end(then(state, WaitEnded(), BOOTED, PASSED_AFTER_BOOT, seconds=70))[0] == "done"
 
@@ -577,41 +530,36 @@ def test_a_node_without_gpus_is_not_asked_for_a_diagnosis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "shown"),
-    [
-        (NO_NVML, "no GPU answers yet"),
-        (nvml(count=5), "5 of 8 GPUs answer"),
-        (nvml(count=0), "no GPU answers yet"),
-    ],
-    ids=["hangs", "some", "none"],
+    "gpus", [NO_NVML, nvml(count=5), nvml(count=0)], ids=["hangs", "some", "none"]
 )
-def test_a_driver_has_three_minutes_after_a_boot(gpus: Any, shown: str) -> None:
+def test_a_driver_has_three_minutes_after_a_boot(gpus: Any, snapshot: SnapshotAssertion) -> None:
     early = NodeProbed(probe(boot_id="boot-2", gpus=gpus))
     state = after(repair(), SAME, REBOOT_OK, early)
-    assert decide(state, at(0)) == WaitForNode(
-        timedelta(seconds=10), f"n2 has just booted: {shown}"
-    )
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=10), decision.reason)
+    assert decision.reason == snapshot
     assert isinstance(then(state, WaitEnded(), BOOTED, seconds=20), RunDiag)
     late = then(state, WaitEnded(), early, seconds=180)
     assert isinstance(late, RunDiag) if gpus is NO_NVML else end(late)[1] is Verdict.UNHEALTHY
 
 
-def test_an_order_that_never_arrived_is_repeated_after_a_minute() -> None:
+def test_an_order_that_never_arrived_is_repeated_after_a_minute(
+    snapshot: SnapshotAssertion,
+) -> None:
     state = after(repair(), SAME, NoAnswer("the worker died"), WaitEnded(), SAME)
-    assert decide(state, at(0)) == WaitForNode(timedelta(seconds=5), "n2 still runs boot id boot-1")
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot(name="waiting")
     state = after(state, WaitEnded(), SAME, seconds=60)
-    assert decide(state, at(60)) == RebootNode(
-        "boot-1", "Xid 79 on GPU 0000:05:00. Rebooting n2; attempt 2 of 2"
-    )
+    decision = decide(state, at(60))
+    assert decision == RebootNode("boot-1", decision.reason)
+    assert decision.reason == snapshot(name="second-order")
     state = after(state, NoAnswer("again"), WaitEnded(), SAME, WaitEnded(), seconds=120)
     state = after(state, SAME, seconds=240)
-    assert decide(state, at(240)) == WaitForNode(
-        timedelta(seconds=5), "2 orders to reboot n2 have not arrived"
-    )
-    assert (
-        refusal(decide(state, state.deadline))
-        == "2 orders to reboot n2 had no effect: it still runs boot id boot-1"
-    )
+    decision = decide(state, at(240))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot(name="not-arrived")
+    assert refusal(decide(state, state.deadline)) == snapshot(name="deadline")
 
 
 @pytest.mark.parametrize("reboots", [journal((1, "repair/gpus/n2/1"), boot_id="boot-1"), None])
@@ -621,10 +569,13 @@ def test_an_order_that_arrived_or_may_have_is_not_given_again(reboots: Any) -> N
     assert isinstance(then(state, there, seconds=600), WaitForNode)
 
 
-def test_an_order_is_not_given_again_to_a_node_in_use() -> None:
+def test_an_order_is_not_given_again_to_a_node_in_use(snapshot: SnapshotAssertion) -> None:
     state = after(repair(), SAME, NoAnswer("the worker died"), WaitEnded())
-    assert "in use: job llama" in refusal(
-        then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=90)
+    assert (
+        refusal(
+            then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=90)
+        )
+        == snapshot
     )
 
 
@@ -634,20 +585,17 @@ def test_a_refusal_that_claims_a_reboot_is_no_proof() -> None:
     assert isinstance(then(state, BOOTED), RunDiag)
 
 
-def test_a_reboot_whose_end_was_not_seen_is_ambiguous() -> None:
+def test_a_reboot_whose_end_was_not_seen_is_ambiguous(snapshot: SnapshotAssertion) -> None:
     outcome, _, reason = end(
         decide(after(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500))
     )
-    assert (outcome, reason) == (
-        "ambiguous",
-        "whether the order to reboot n2 was carried out is unknown: no route",
-    )
+    assert outcome == "ambiguous" and reason == snapshot
     assert (
         end(then(after(repair(), SAME, REBOOT_OK), TimeExpired(), seconds=1500))[0] == "ambiguous"
     )
 
 
-def test_a_node_that_repeats_an_ended_boot_has_proven_nothing() -> None:
+def test_a_node_that_repeats_an_ended_boot_has_proven_nothing(snapshot: SnapshotAssertion) -> None:
     state = after(
         repair(),
         SAME,
@@ -657,52 +605,46 @@ def test_a_node_that_repeats_an_ended_boot_has_proven_nothing() -> None:
         SAME,
     )
     assert state.stage is Stage.PROVING
-    assert decide(state, at(0)) == WaitForNode(
-        timedelta(seconds=5), "n2 reports the ended boot id boot-1 again"
-    )
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot
 
 
-def test_a_node_that_reboots_while_examined_is_not_given_back() -> None:
+def test_a_node_that_reboots_while_examined_is_not_given_back(snapshot: SnapshotAssertion) -> None:
     state = after(
         repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("connection reset"), WaitEnded(), seconds=300
     )
     reason = refusal(then(state, NodeProbed(probe(boot_id="boot-3")), seconds=400))
-    assert reason == "n2 was rebooted but its health is unknown: it rebooted during its examination"
+    assert reason == snapshot
 
 
-def test_a_diagnosis_without_an_answer_is_tried_twice() -> None:
+def test_a_diagnosis_without_an_answer_is_tried_twice(snapshot: SnapshotAssertion) -> None:
     state = after(repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("gone"))
-    assert decide(state, at(0)) == WaitForNode(
-        timedelta(seconds=5), "dcgmi diag on n2 returned no result: gone"
-    )
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=5), decision.reason)
+    assert decision.reason == snapshot(name="first")
     assert isinstance(then(state, WaitEnded()), ProbeNode)
     state = after(state, WaitEnded(), BOOTED)
     assert isinstance(decide(state, at(0)), RunDiag)
     reason = refusal(then(state, NoAnswer("gone")))
-    assert (
-        reason
-        == "n2 was rebooted but its health is unknown: dcgmi diag on n2 returned no result: gone"
-    )
+    assert reason == snapshot(name="second")
 
 
-def test_an_examination_that_is_not_over_at_the_deadline() -> None:
+def test_an_examination_that_is_not_over_at_the_deadline(snapshot: SnapshotAssertion) -> None:
     state = after(repair(), SAME, REBOOT_OK, BOOTED)
-    assert refusal(decide(state, at(1500))).endswith(
-        "did not end in time: waiting for n2 to reboot"
-    )
+    assert refusal(decide(state, at(1500))) == snapshot(name="waiting")
     state = after(state, NoAnswer("gone"))
-    assert (
-        refusal(decide(state, at(1500)))
-        == "n2 was rebooted but its examination did not end in time: gone"
-    )
-    assert refusal(decide(replace(state, missing_answer="", wait_reason=""), at(1500))).endswith(
-        "in time: it was not examined"
+    assert refusal(decide(state, at(1500))) == snapshot(name="no-answer")
+    assert refusal(decide(replace(state, missing_answer="", wait_reason=""), at(1500))) == snapshot(
+        name="not-examined"
     )
 
 
-def test_nothing_lasts_longer_than_what_is_left() -> None:
+def test_nothing_lasts_longer_than_what_is_left(snapshot: SnapshotAssertion) -> None:
     late = after(repair(), SAME, REBOOT_OK, seconds=1498)
-    assert decide(late, at(1498)) == WaitForNode(timedelta(seconds=2), "waiting for n2 to reboot")
+    decision = decide(late, at(1498))
+    assert decision == WaitForNode(timedelta(seconds=2), decision.reason)
+    assert decision.reason == snapshot
     decision = then(late, WaitEnded(), BOOTED, seconds=1499)
     assert isinstance(decision, RunDiag) and decision.timeout == timedelta(seconds=1)
 
@@ -710,18 +652,17 @@ def test_nothing_lasts_longer_than_what_is_left() -> None:
 # --- cancelling
 
 
-def test_a_cancel_before_the_order_ends_the_repair() -> None:
+def test_a_cancel_before_the_order_ends_the_repair(snapshot: SnapshotAssertion) -> None:
     for state in (
         repair(),
         after(repair(), SAME),
         after(repair(mode="ask"), SAME),
         after(repair(), NoAnswer("x")),
     ):
-        assert (
-            refusal(then(state, RepairCancelRequested("job llama was cancelled")))
-            == "cancelled: job llama was cancelled"
+        assert refusal(then(state, RepairCancelRequested("job llama was cancelled"))) == snapshot(
+            name="before"
         )
-    assert refusal(then(repair(), RepairCancelRequested(""))) == "cancelled: no reason given"
+    assert refusal(then(repair(), RepairCancelRequested(""))) == snapshot(name="no-reason")
 
 
 def test_a_cancel_while_the_order_is_under_way_awaits_the_proof() -> None:
@@ -730,20 +671,15 @@ def test_a_cancel_while_the_order_is_under_way_awaits_the_proof() -> None:
     assert end(then(state, BOOTED, PASSED_AFTER_BOOT))[:2] == ("done", Verdict.HEALTHY)
 
 
-def test_after_a_cancel_nothing_is_ordered_again() -> None:
+def test_after_a_cancel_nothing_is_ordered_again(snapshot: SnapshotAssertion) -> None:
     state = after(repair(), SAME, NoAnswer("x"), RepairCancelRequested("enough"), WaitEnded())
-    assert (
-        refusal(then(state, SAME, seconds=60))
-        == "cancelled: enough; the order to reboot n2 never arrived"
-    )
+    assert refusal(then(state, SAME, seconds=60)) == snapshot(name="reboot")
     outcome, _, reason = end(
         then(
             after(reset(), SAME, NoAnswer("x"), RepairCancelRequested("enough"), WaitEnded()), SAME
         )
     )
-    assert outcome == "ambiguous" and reason.startswith(
-        "cancelled: enough; 1 order to reset GPU 0000:05:00 on n2 got no answer"
-    )
+    assert outcome == "ambiguous" and reason == snapshot(name="reset")
 
 
 def test_a_cancel_stops_a_second_order_that_was_not_given_yet() -> None:
@@ -766,15 +702,12 @@ def test_an_ended_repair_learns_nothing_more() -> None:
     )
 
 
-def test_a_long_repair_keeps_its_first_and_its_newest_records() -> None:
+def test_a_long_repair_keeps_its_first_and_its_newest_records(snapshot: SnapshotAssertion) -> None:
     state = after(repair(), NoAnswer("first"))
     for number in range(200):
         state = after(state, NoAnswer(f"number {number}"), seconds=number)
     assert len(state.log) == 60
-    assert (state.log[0].reason, state.log[-1].reason) == (
-        "n2 does not answer: first",
-        "n2 does not answer: number 199",
-    )
+    assert [state.log[0].reason, state.log[-1].reason] == snapshot
 
 
 def test_an_unchanged_answer_for_an_hour_is_written_down_once() -> None:

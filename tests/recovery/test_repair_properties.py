@@ -173,7 +173,8 @@ class Story:
     def told(self) -> FinishRepair:
         while True:
             self.moves += 1
-            assert self.moves < 2000, "it does not end"
+            # it does not end
+            assert self.moves < 2000
             step = decide(self.state, self.now)
             if isinstance(step, FinishRepair):
                 return step

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.findings import Verdict
 from relaunch.job.events import (
@@ -90,7 +91,7 @@ def test_a_policy_replayed_over_its_own_record_differs_nowhere() -> None:
     assert [one.decision for one in replayed] == [one.decided for one in replayed]
 
 
-def test_where_strategies_differ_the_tried_policy_counts_tries() -> None:
+def test_where_strategies_differ_the_tried_policy_counts_tries(snapshot: SnapshotAssertion) -> None:
     always = application(RESTART)
     job = new_job(policy=always)
     tried = application({**RESTART, "tries": 1}, {"strategy": "RESCHEDULE_JOB", "tries": 1}, FAIL)
@@ -104,13 +105,10 @@ def test_where_strategies_differ_the_tried_policy_counts_tries() -> None:
         for one in replayed
         if isinstance(one.decision, Relaunch) and one.decision.take
     ]
-    assert restarts == [
-        "0 RESTART_IN_PLACE for APPLICATION, 7 of 8 restarts",
-        "0 RESCHEDULE_JOB for APPLICATION, 6 of 8 restarts",
-    ]
+    assert restarts == snapshot
 
 
-def test_after_another_decision_the_replay_follows_the_record() -> None:
+def test_after_another_decision_the_replay_follows_the_record(snapshot: SnapshotAssertion) -> None:
     always = application(RESTART)
     job = new_job(policy=always)
     replayed = replay(application(FAIL), job, record(job, *three_faults()))
@@ -120,9 +118,8 @@ def test_after_another_decision_the_replay_follows_the_record() -> None:
         for one in replayed
         if isinstance(one.decision, Wait) and one.event == "Launched"
     ]
-    assert running == [f"generation {g} runs on n1, n2" for g in (1, 2, 3, 4)], (
-        "generations stay those of the record"
-    )
+    # generations stay those of the record
+    assert running == snapshot
 
 
 def test_a_recorded_policy_does_not_replace_the_tried_one() -> None:
@@ -139,26 +136,26 @@ def test_a_recorded_policy_does_not_replace_the_tried_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "differs"),
+    ("then", "now"),
     [
-        (RESTART, {**RESTART, "delay": "5s"}, "then after 0s"),
-        (RESTART, {**RESTART, "spends": False}, "then spending one of max_restarts"),
-        (
+        pytest.param(RESTART, {**RESTART, "delay": "5s"}, id="delay"),
+        pytest.param(RESTART, {**RESTART, "spends": False}, id="spends"),
+        pytest.param(
             {"strategy": "REPLACE_NODE", "isolate": True},
             {"strategy": "REPLACE_NODE"},
-            "then isolating n2",
+            id="isolate",
         ),
-        ({"strategy": "REPLACE_NODE"}, RESTART, "then Relaunch REPLACE_NODE"),
-        ({**RESTART, "tries": 3}, {**RESTART, "tries": 2}, ""),
-        ({**RESTART, "when": "UNKNOWN"}, RESTART, "then Examine"),
+        pytest.param({"strategy": "REPLACE_NODE"}, RESTART, id="strategy"),
+        pytest.param({**RESTART, "tries": 3}, {**RESTART, "tries": 2}, id="tries"),
+        pytest.param({**RESTART, "when": "UNKNOWN"}, RESTART, id="examination"),
     ],
 )
 def test_what_differs_is_said_in_a_clause(
-    then: dict[str, Any], now: dict[str, Any], differs: str
+    then: dict[str, Any], now: dict[str, Any], snapshot: SnapshotAssertion
 ) -> None:
     job = new_job(policy=application(then))
     replayed = replay(application(now), job, record(job, *three_faults()[:4]))
-    assert replayed[-1].differs == differs
+    assert replayed[-1].differs == snapshot
 
 
 FAULT = suspected()
@@ -180,87 +177,44 @@ def examine(*nodes: str) -> Examine:
 
 
 @pytest.mark.parametrize(
-    ("now", "then", "differs"),
+    ("now", "then"),
     [
-        pytest.param(examine("n1"), examine("n1"), "", id="the same nodes are examined"),
-        pytest.param(examine("n1"), examine("n2", "n3"), "then of n2, n3", id="others are"),
+        pytest.param(examine("n1"), examine("n1"), id="the same nodes are examined"),
+        pytest.param(examine("n1"), examine("n2", "n3"), id="others are"),
         pytest.param(
-            examine("n9"),
-            examine("n1", "n2", "n3", "n4", "n5", "n6"),
-            "then of n1, n2, n3, n4 and 2 more",
-            id="many others are",
+            examine("n9"), examine("n1", "n2", "n3", "n4", "n5", "n6"), id="many others are"
         ),
-        pytest.param(repair("n1"), repair("n1"), "", id="the same node is repaired"),
-        pytest.param(repair("n1"), repair("n2"), "then of n2", id="another is"),
+        pytest.param(repair("n1"), repair("n1"), id="the same node is repaired"),
+        pytest.param(repair("n1"), repair("n2"), id="another is"),
         pytest.param(
-            repair("n1", gpus=("05",)),
-            repair("n1"),
-            "then of gpu none",
-            id="one of its GPUs, not all of them",
+            repair("n1", gpus=("05",)), repair("n1"), id="one of its GPUs, not all of them"
         ),
+        pytest.param(repair("n1", spent=False), repair("n2", gpus=("05", "06")), id="all of that"),
         pytest.param(
-            repair("n1", spent=False),
-            repair("n2", gpus=("05", "06")),
-            "then of n2, of gpu 05, 06, spending one of max_restarts",
-            id="all of that",
+            launch(without=("n1",)), launch(without=("n2",)), id="another node is left out"
         ),
+        pytest.param(launch(without=("n1",)), launch(), id="no node was left out"),
+        pytest.param(launch(keep_nodes=False), launch(), id="places were kept"),
+        pytest.param(launch(), launch(keep_nodes=False), id="places were given anew"),
+        pytest.param(launch(delay=timedelta(seconds=5)), launch(), id="it was not waited"),
+        pytest.param(launch(take=repair().take), launch(), id="nothing was spent"),
         pytest.param(
-            launch(without=("n1",)),
-            launch(without=("n2",)),
-            "then without n2",
-            id="another node is left out",
+            Stop(Phase.FAILED, "", 1), Stop(Phase.FAILED, "others", 1), id="only the reason differs"
         ),
         pytest.param(
-            launch(without=("n1",)), launch(), "then without none", id="no node was left out"
+            Stop(Phase.FAILED, "", 1), Stop(Phase.FAILED, "", 137), id="another exit code"
         ),
+        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.CANCELLED, "", 1), id="another end"),
         pytest.param(
-            launch(keep_nodes=False), launch(), "then on the same nodes", id="places were kept"
+            Wait(Phase.RUNNING, "", ""), Wait(Phase.RUNNING, "", "", T0), id="a wait is a wait"
         ),
-        pytest.param(
-            launch(),
-            launch(keep_nodes=False),
-            "then with all places assigned again",
-            id="places were given anew",
-        ),
-        pytest.param(
-            launch(delay=timedelta(seconds=5)), launch(), "then after 0s", id="it was not waited"
-        ),
-        pytest.param(
-            launch(take=repair().take),
-            launch(),
-            "then spending nothing of max_restarts",
-            id="nothing was spent",
-        ),
-        pytest.param(
-            Stop(Phase.FAILED, "", 1),
-            Stop(Phase.FAILED, "others", 1),
-            "",
-            id="only the reason differs",
-        ),
-        pytest.param(
-            Stop(Phase.FAILED, "", 1),
-            Stop(Phase.FAILED, "", 137),
-            "then with exit code 137",
-            id="another exit code",
-        ),
-        pytest.param(
-            Stop(Phase.FAILED, "", 1),
-            Stop(Phase.CANCELLED, "", 1),
-            "then Stop CANCELLED",
-            id="another end",
-        ),
-        pytest.param(
-            Wait(Phase.RUNNING, "", ""), Wait(Phase.RUNNING, "", "", T0), "", id="a wait is a wait"
-        ),
-        pytest.param(
-            Ignore(""), Wait(Phase.RUNNING, "", ""), "then Wait RUNNING", id="another kind"
-        ),
+        pytest.param(Ignore(""), Wait(Phase.RUNNING, "", ""), id="another kind"),
     ],
 )
 def test_each_thing_that_two_decisions_do_otherwise_is_named(
-    now: Decision, then: Decision, differs: str
+    now: Decision, then: Decision, snapshot: SnapshotAssertion
 ) -> None:
-    assert differs == difference(now, then)
+    assert difference(now, then) == snapshot
 
 
 def test_a_different_repair_is_followed_and_an_equal_one_counted() -> None:
@@ -271,9 +225,10 @@ def test_a_different_repair_is_followed_and_an_equal_one_counted() -> None:
     steps = record(new_job(policy=reset), *three_faults()[:4], (160.0, ended))
     assert marked(replay(reset, new_job(), steps)) == []
     reboot = application({"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
+    # the end of the other repair, which was not asked for, does not count as a difference
     assert marked(replay(reboot, new_job(), steps)) == [
         ("Repair REBOOT_NODE", "then Repair RESET_GPU")
-    ], "not an answer nobody asked for"
+    ]
 
 
 # --- written events -------------------------------------------------------------------------------
@@ -304,7 +259,9 @@ def test_an_unmentioned_launch_succeeds_unless_a_line_denies_it() -> None:
     ]
 
 
-def test_a_written_submission_is_the_first_event_and_not_made_up() -> None:
+def test_a_written_submission_is_the_first_event_and_not_made_up(
+    snapshot: SnapshotAssertion,
+) -> None:
     found = simulate(
         application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))]
     )
@@ -313,10 +270,10 @@ def test_a_written_submission_is_the_first_event_and_not_made_up() -> None:
         (at(7), "NodesAcquired"),
         (at(7), "Launched"),
     ]
-    assert found[0].decision.reason == "submitted by grace: night run"
+    assert found[0].decision.reason == snapshot
 
 
-def test_an_unanswered_examination_is_unknown_an_answer_counts() -> None:
+def test_an_unanswered_examination_is_unknown_an_answer_counts(snapshot: SnapshotAssertion) -> None:
     rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}, FAIL)
     assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == [
         (60, "FaultObserved", "Examine"),
@@ -331,9 +288,8 @@ def test_an_unanswered_examination_is_unknown_an_answer_counts() -> None:
         "Ignore",
         "Wait RUNNING",
     ]
-    assert found[-1].decision.reason == "generation 2 runs on n1, n3", (
-        "an isolated node does not come back"
-    )
+    # an isolated node does not come back
+    assert found[-1].decision.reason == snapshot
 
 
 def test_a_person_who_does_not_answer_in_time_finds_a_failed_job() -> None:

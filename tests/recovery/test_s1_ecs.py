@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.observations import RanksVanished
 from relaunch.job.apply import finish, resubmit
@@ -114,9 +115,8 @@ def test_s1_1_every_way_to_end_is_classified(ending: Any, expected: str) -> None
 )
 def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, phase: Phase) -> None:
     after, _ = step(job(), ending(job()))
-    assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2")), (
-        "nobody counts as stopped before it is proven"
-    )
+    # no node counts as stopped before it is proven
+    assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2"))
     partly, decision = step(after, RanksStopped(1, ("n1",), at(1)))
     assert (told(decision), partly.phase, partly.maybe_alive) == ("IGNORE", phase, ("n2",))
     assert step(partly, RanksStopped(1, ("n2",), at(2)))[0].maybe_alive == ()
@@ -163,17 +163,18 @@ def test_s1_3_suspects_are_examined_once_their_ranks_stopped(
     observed: list[Any], expected: str
 ) -> None:
     after = walk(job(nodes=3), (lambda j: fault(j, *observed), expected))
-    assert after.maybe_alive == ("n1", "n2", "n3"), (
-        "they may hold the GPUs that the examination needs"
-    )
+    # they may hold the GPUs that the examination needs
+    assert after.maybe_alive == ("n1", "n2", "n3")
 
 
-def test_s1_4_an_examination_has_a_phase_deadline_and_next_step() -> None:
+def test_s1_4_an_examination_has_a_phase_deadline_and_next_step(
+    snapshot: SnapshotAssertion,
+) -> None:
     after = walk(job(), (died(1), "EXAMINE n2"))
     assert (after.phase, after.next.at) == (Phase.EXAMINING, at(1800))
-    assert after.next.what == "n2 examined; without a verdict after 30m it counts as UNKNOWN"
+    assert after.next.what == snapshot(name="next")
     after = walk(after, (this(DeadlinePassed()), "FAILED 1"), now=at(1800))
-    assert "no answer within 30m" in after.reason
+    assert after.reason == snapshot(name="reason")
 
 
 @pytest.mark.parametrize(
@@ -251,15 +252,14 @@ def test_s1_5_the_verdict_and_the_retry_count_decide(turns: list[Turn]) -> None:
     walk(job(), *turns)
 
 
-def test_s1_6_a_proven_reboot_launches_again_as_one_retry() -> None:
+def test_s1_6_a_proven_reboot_launches_again_as_one_retry(snapshot: SnapshotAssertion) -> None:
     after = walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"))
-    assert (after.phase, after.generation, after.restarts_spent) == (Phase.REPAIRING, 1, 1), (
-        "the retry is spent before the order"
-    )
+    # the retry is spent before the order
+    assert (after.phase, after.generation, after.restarts_spent) == (Phase.REPAIRING, 1, 1)
     after, decision = step(after, mended("done", "boot id b1 is b2")(after))
     assert isinstance(decision, Relaunch)
     assert (decision.generation, decision.keep_nodes, decision.without) == (2, True, ())
-    assert "boot id b1 is b2" in decision.reason
+    assert decision.reason == snapshot
     assert (relaunched(after).phase, after.restarts_spent) == (Phase.RUNNING, 1)
 
 
@@ -289,22 +289,10 @@ def test_s1_6_nothing_but_proof_ends_a_reboot(event: Any) -> None:
     )
 
 
-GIVING_UP: list[tuple[str, list[Turn], str]] = [
-    (
-        "healthy",
-        [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")],
-        "n2 examined: HEALTHY",
-    ),
-    (
-        "no verdict",
-        [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")],
-        "n2 examined: UNKNOWN",
-    ),
-    (
-        "a check that never ends",
-        [(died(1), "EXAMINE n2"), (this(DeadlinePassed()), "FAILED 1")],
-        "no answer within 30m",
-    ),
+GIVING_UP: list[tuple[str, list[Turn]]] = [
+    ("healthy", [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")]),
+    ("no verdict", [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")]),
+    ("a check that never ends", [(died(1), "EXAMINE n2"), (this(DeadlinePassed()), "FAILED 1")]),
     (
         "a reboot that is refused",
         [
@@ -312,7 +300,6 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
             (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (mended("refused", "not allowed"), "FAILED 1"),
         ],
-        "REBOOT_NODE refused: not allowed",
     ),
     (
         "a reboot that nobody can prove",
@@ -321,7 +308,6 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
             (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (mended("ambiguous", "same boot id"), "FAILED 1"),
         ],
-        "REBOOT_NODE ambiguous: same boot id",
     ),
     (
         "a node that does not come back",
@@ -330,7 +316,6 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
             (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (this(DeadlinePassed()), "FAILED 1"),
         ],
-        "the repair did not end within 25m",
     ),
     (
         "a second failure",
@@ -340,24 +325,24 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
             (mended(), "LAUNCH"),
             (died(1), "FAILED 1"),
         ],
-        "nothing left but to stop",
     ),
-    ("another exit code", [(died(2), "FAILED 2")], "exited with code 2"),
-    ("a lost node", [(gone(), "WAIT NODE_LOST"), (hung(), "FAILED 1")], "n2: no answer"),
+    ("another exit code", [(died(2), "FAILED 2")]),
+    ("a lost node", [(gone(), "WAIT NODE_LOST"), (hung(), "FAILED 1")]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("turns", "words"), [pytest.param(turns, words, id=name) for name, turns, words in GIVING_UP]
-)
-def test_s1_7_every_decision_to_give_up_says_why(turns: list[Turn], words: str) -> None:
+@pytest.mark.parametrize("turns", [pytest.param(turns, id=name) for name, turns in GIVING_UP])
+def test_s1_7_every_decision_to_give_up_says_why(
+    turns: list[Turn], snapshot: SnapshotAssertion
+) -> None:
     """A notice is sent for each decision to stop, in its words, so each path has to end in one."""
     after = walk(job(), *turns)
-    assert words in after.reason
+    assert after.reason == snapshot
     assert after.incident is not None and after.incident.decisions[-1].decision == "Stop"
     assert after.incident.decisions[-1].reason == after.reason
     ended = finish(after, at(9))
-    assert (ended.phase, ended.incidents[-1].outcome) == (Phase.FAILED, "the job ended: FAILED")
+    assert ended.phase is Phase.FAILED
+    assert "FAILED" in (ended.incidents[-1].outcome or "")
 
 
 def test_s1_11_only_a_person_gives_back_the_retry_count() -> None:

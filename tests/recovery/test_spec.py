@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.fields import Duration, duration, parse_reason
 from relaunch.spec.fleet import FleetLimits, FleetSpec, parse_jumps
@@ -18,12 +19,6 @@ FLEET: dict[str, Any] = {
     "backend": "ssh",
     "nodes": [{"name": "n1", "address": "10.0.0.1"}],
 }
-NO_NAME = (
-    "is not a name: 1 to 63 letters, digits, '.', '_' or '-', "
-    "starting and ending with a letter or digit"
-)
-NO_VARIABLE = "cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_"
-ONE_SOURCE = "a secret has exactly one source: file: PATH or env: NAME"
 
 
 def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
@@ -35,47 +30,21 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("written", "where", "expected"),
+    ("written", "where"),
     [
         *(
-            pytest.param({"name": name}, "name", f"{name!r} {NO_NAME}", id=f"the name {name[:8]!r}")
+            pytest.param({"name": name}, "name", id=f"the name {name[:8]!r}")
             for name in ("", "-llama", "llama.", "my job", "llama/7b", "l" * 64, "llama\n")
         ),
-        pytest.param({"fleet": "a b"}, "fleet", f"'a b' {NO_NAME}", id="a fleet's name"),
+        pytest.param({"fleet": "a b"}, "fleet", id="a fleet's name"),
+        pytest.param({"command": "python train.py"}, "command", id="a command in one string"),
+        pytest.param({"nodes": 0}, "nodes", id="no nodes"),
+        pytest.param({"nodes": {"min": 3, "max": 2}}, "nodes", id="an empty range"),
         pytest.param(
-            {"command": "python train.py"},
-            "command",
-            (
-                "'python train.py' is one string: write a list, "
-                "one item per argument, such as [python, train.py]"
-            ),
-            id="a command in one string",
-        ),
-        pytest.param(
-            {"nodes": 0}, "nodes", "0 is not a number of nodes: at least 1", id="no nodes"
-        ),
-        pytest.param(
-            {"nodes": {"min": 3, "max": 2}},
-            "nodes",
-            "min is 3 and max is 2: min must not exceed max",
-            id="an empty range",
-        ),
-        pytest.param(
-            {"nodes": {"min": 0, "max": 2}},
-            "nodes",
-            "min is 0: at least 1",
-            id="a range that begins with nothing",
+            {"nodes": {"min": 0, "max": 2}}, "nodes", id="a range that begins with nothing"
         ),
         *(
-            pytest.param(
-                {"nodes": written},
-                "nodes",
-                (
-                    f"{written!r} is not a number of nodes: write it like 4, "
-                    f"or {{min: 3, max: 4}} (as a flag 3:4)"
-                ),
-                id=f"nodes {written}",
-            )
+            pytest.param({"nodes": written}, "nodes", id=f"nodes {written}")
             for written in (
                 {"min": 3},
                 {"min": 1, "max": 2, "step": 1},
@@ -88,67 +57,37 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
                 None,
             )
         ),
+        pytest.param({"progress": {"log_pattern": "step ("}}, "progress", id="no pattern"),
         pytest.param(
-            {"progress": {"log_pattern": "step ("}},
-            "progress",
-            (
-                "'step (' is not a regular expression: missing ), "
-                "unterminated subpattern at position 5"
-            ),
-            id="no pattern",
-        ),
-        pytest.param(
-            {"progress": {"log_pattern": "step .*"}},
-            "progress",
-            r"'step .*' has no group named step: write it like 'step (?P<step>\d+)'",
-            id="a pattern that finds no step",
+            {"progress": {"log_pattern": "step .*"}}, "progress", id="a pattern that finds no step"
         ),
         pytest.param(
             {"progress": {"log_pattern": r"step (?P<step>\d+)(?= of)"}},
             "progress",
-            r"'step (?P<step>\\d+)(?= of)' cannot be used as a pattern: "
-            r"invalid perl operator: (?=; it is matched by RE2, which has no "
-            "look-ahead, look-behind or back references",
             id="a pattern that may take for ever",
         ),
-        pytest.param(
-            {"secrets": {"HF_TOKEN": {}}}, "secrets", ONE_SOURCE, id="a secret from nowhere"
-        ),
+        pytest.param({"secrets": {"HF_TOKEN": {}}}, "secrets", id="a secret from nowhere"),
         pytest.param(
             {"secrets": {"HF_TOKEN": {"file": "/etc/hf", "env": "HF"}}},
             "secrets",
-            ONE_SOURCE,
             id="a secret from two places",
         ),
         *(
-            pytest.param(
-                {key: {name: value}},
-                key,
-                f"{name!r} {NO_VARIABLE}",
-                id=f"the variable {name!r} in {key}",
-            )
+            pytest.param({key: {name: value}}, key, id=f"the variable {name!r} in {key}")
             for key, value in (("env", "1"), ("secrets", {"env": "X"}))
             for name in ("RELAUNCH_JOB", "TORCHELASTIC_RUN_ID", "1ST", "A B", "")
         ),
-        pytest.param(
-            {"workdir": "train"},
-            "workdir",
-            "'train' is a relative path: a folder's absolute path on the nodes",
-            id="a workdir",
-        ),
+        pytest.param({"workdir": "train"}, "workdir", id="a workdir"),
     ],
 )
 def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
-    written: dict[str, Any], where: str, expected: str
+    written: dict[str, Any], where: str, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(ValidationError) as error:
         spec(**written)
-    # Where a value may be of two kinds, pydantic says what is wrong with it as either.
-    told = [
-        (str(next(iter(one["loc"]), "")), one["msg"].removeprefix("Value error, "))
-        for one in error.value.errors()
-    ]
-    assert (where, expected) in told
+    (one,) = error.value.errors()
+    assert one["loc"][0] == where
+    assert one["msg"].removeprefix("Value error, ") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -216,29 +155,25 @@ def test_how_many_processes_relaunch_starts_on_a_node(launcher: str, processes: 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ft_launcher"])
 @pytest.mark.parametrize(
-    ("command", "found"),
+    "command",
     [
-        (["torchrun", "--nproc-per-node=8", "train.py"], "torchrun"),
-        (["/opt/conda/bin/torchrun", "train.py"], "torchrun"),
-        (["ft_launcher", "train.py"], "ft_launcher"),
-        (["accelerate", "launch", "train.py"], "accelerate"),
-        (["python", "-m", "torch.distributed.run", "train.py"], "-m torch.distributed.run"),
-        (
+        pytest.param(["torchrun", "--nproc-per-node=8", "train.py"], id="torchrun"),
+        pytest.param(["/opt/conda/bin/torchrun", "train.py"], id="torchrun-by-path"),
+        pytest.param(["ft_launcher", "train.py"], id="ft_launcher"),
+        pytest.param(["accelerate", "launch", "train.py"], id="accelerate"),
+        pytest.param(["python", "-m", "torch.distributed.run", "train.py"], id="torch-run"),
+        pytest.param(
             ["/usr/bin/python3.11", "-u", "-m", "torch.distributed.launch", "train.py"],
-            "-m torch.distributed.launch",
+            id="torch-launch",
         ),
     ],
 )
 def test_two_launchers_one_within_the_other_are_refused(
-    launcher: str, command: list[str], found: str
+    launcher: str, command: list[str], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(ValidationError) as error:
         spec(command=command, launcher=launcher)
-    told = f"launcher: {launcher} puts {launcher} before it"
-    assert (
-        refusal(error)[1]
-        == f"command: {found} starts ranks itself: give the command of one rank; {told}"
-    )
+    assert refusal(error)[1] == snapshot
     assert spec(command=command).launcher == "none"
 
 
@@ -256,25 +191,21 @@ def test_a_command_that_only_mentions_a_launcher_is_a_rank(command: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("written", "fewest", "most", "size"),
+    ("written", "fewest", "most"),
     [
-        pytest.param(4, 4, 4, "8 ranks on 4 nodes", id="a number"),
-        pytest.param("4", 4, 4, "8 ranks on 4 nodes", id="as a flag has it"),
-        pytest.param({"min": 4, "max": 4}, 4, 4, "8 ranks on 4 nodes", id="a range of one size"),
-        pytest.param({"min": 3, "max": 4}, 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range"),
-        pytest.param("3:4", 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range as a flag has it"),
+        pytest.param(4, 4, 4, id="a number"),
+        pytest.param("4", 4, 4, id="as a flag has it"),
+        pytest.param({"min": 4, "max": 4}, 4, 4, id="a range of one size"),
+        pytest.param({"min": 3, "max": 4}, 3, 4, id="a range"),
+        pytest.param("3:4", 3, 4, id="a range as a flag has it"),
     ],
 )
 def test_s3_3_a_job_says_its_most_and_fewest_nodes(
-    written: Any, fewest: int, most: int, size: str
+    written: Any, fewest: int, most: int, snapshot: SnapshotAssertion
 ) -> None:
     job = spec(nodes=written)
-    assert (job.fewest_nodes, job.node_count, job.is_elastic, job.size) == (
-        fewest,
-        most,
-        fewest < most,
-        size,
-    )
+    assert (job.fewest_nodes, job.node_count, job.is_elastic) == (fewest, most, fewest < most)
+    assert job.size == snapshot
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
@@ -311,11 +242,10 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "expected"),
+    "nodes",
     [
         pytest.param(
             [{"name": "n1", "address": "10.0.0.1"}, {"name": "n1", "address": "10.0.0.2"}],
-            "nodes n1 and n1 have the same name 'n1': expected a different name for each node",
             id="one name twice",
         ),
         pytest.param(
@@ -323,18 +253,17 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
                 {"name": "n1", "address": "10.0.0.1"},
                 {"name": "n2", "address": "10.0.0.1", "spare": True},
             ],
-            (
-                "nodes n1 and n2 have the same address '10.0.0.1': "
-                "expected a different address for each node"
-            ),
             id="one machine twice",
         ),
     ],
 )
-def test_no_two_nodes_of_a_fleet_are_the_same(nodes: list[dict[str, Any]], expected: str) -> None:
+def test_no_two_nodes_of_a_fleet_are_the_same(
+    nodes: list[dict[str, Any]], snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ValidationError) as error:
         FleetSpec.model_validate({**FLEET, "nodes": nodes})
-    assert ("nodes", expected) == refusal(error)
+    where, said = refusal(error)
+    assert where == "nodes" and said == snapshot
 
 
 def test_a_fleet_asks_before_it_repairs_unless_it_says_otherwise() -> None:
@@ -370,27 +299,26 @@ def test_a_duration_is_read_and_written_as_people_write_it(
 ) -> None:
     read = DURATION.validate_python(written)
     assert (timedelta(seconds=seconds), told) == (read, duration(read))
-    assert read == DURATION.validate_python(duration(read)), "and what is written can be read"
+    # and what is written can be read
+    assert read == DURATION.validate_python(duration(read))
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    "written",
     [
-        *(
-            (number, f"{number!r} has no unit: write a duration such as 30s, 5m or 1h30m")
-            for number in (30, 1.5, 0, True)
-        ),
-        *(
-            (text, f"{text!r} is not a duration: write it like 30s, 5m or 1h30m")
-            for text in ("soon", "30", "5m1h", "-5s", "5 m", "s")
-        ),
-        (timedelta(seconds=-1), "-1 day, 23:59:59 is negative: a duration is 0s or more"),
+        *(30, 1.5, 0, True),
+        *("soon", "30", "5m1h", "-5s", "5 m", "s"),
+        timedelta(seconds=-1),
     ],
+    ids=repr,
 )
-def test_what_is_no_duration_is_refused_with_a_sentence(written: Any, expected: str) -> None:
+def test_what_is_no_duration_is_refused_with_a_sentence(
+    written: Any, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ValidationError) as error:
         DURATION.validate_python(written)
-    assert ("", expected) == refusal(error)
+    where, said = refusal(error)
+    assert where == "" and said == snapshot
 
 
 @pytest.mark.parametrize("written", ["", None, "P1X", [5]])
@@ -416,18 +344,21 @@ def test_a_limit_is_a_number_or_share_of_nodes_and_at_least_one(
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
+    "limit",
     [
-        (0, "0 is not a limit: 1 or more nodes, or a share of them such as 25%"),
-        (-1, "-1 is not a limit: 1 or more nodes, or a share of them such as 25%"),
-        ("half", "'half' is not a share: write it like 25%"),
-        ("110%", "'110%' is not a share: write it like 25%"),
+        0,
+        -1,
+        "half",
+        "110%",
     ],
 )
-def test_what_is_no_limit_is_refused_with_a_sentence(limit: int | str, expected: str) -> None:
+def test_what_is_no_limit_is_refused_with_a_sentence(
+    limit: int | str, snapshot: SnapshotAssertion
+) -> None:
     with pytest.raises(ValidationError) as error:
         FleetLimits.model_validate({"nodes_out": limit})
-    assert ("nodes_out", expected) == refusal(error)
+    where, said = refusal(error)
+    assert where == "nodes_out" and said == snapshot
 
 
 # --- ssh ------------------------------------------------------------------------------------------
@@ -443,40 +374,29 @@ def ssh_fleet(
 
 
 @pytest.mark.parametrize(
-    ("node", "ssh", "said"),
+    ("node", "ssh"),
     [
-        (
-            {"address": "me@10.0.0.11"},
-            {},
-            "'me@10.0.0.11' is not an address: a host's name or IP address alone",
-        ),
-        ({"address": "-oProxyCommand=x"}, {}, "'-oProxyCommand=x' is not an address"),
-        ({"network": "10.0.0.1/24"}, {}, "'10.0.0.1/24' is not an address"),
-        ({"user": "-l root"}, {}, "'-l root' is not a user: a login name of the nodes"),
-        ({"port": 0}, {}, "greater than or equal to 1"),
-        ({}, {"port": 65536}, "less than or equal to 65535"),
-        ({}, {"python": "python3; reboot"}, "'python3; reboot' is not a Python of the nodes"),
-        ({}, {"python": "bin/python3"}, "'bin/python3' is not a Python of the nodes"),
-        ({}, {"python": "-c"}, "'-c' is not a Python of the nodes"),
-        (
-            {},
-            {"proxy_jump": "jump:99999"},
-            (
-                "'jump:99999' is not a list of jump hosts: "
-                "hosts such as me@jump:22, separated by commas, or none"
-            ),
-        ),
-        ({}, {"proxy_jump": "a,,b"}, "'a,,b' is not a list of jump hosts"),
-        ({}, {"sudo": "perhaps"}, "valid boolean"),
-        ({}, {"password": "secret"}, "Extra inputs are not permitted"),
+        pytest.param({"address": "me@10.0.0.11"}, {}, id="user-in-address"),
+        pytest.param({"address": "-oProxyCommand=x"}, {}, id="option-as-address"),
+        pytest.param({"network": "10.0.0.1/24"}, {}, id="network"),
+        pytest.param({"user": "-l root"}, {}, id="node-user"),
+        pytest.param({"port": 0}, {}, id="node-port"),
+        pytest.param({}, {"port": 65536}, id="port"),
+        pytest.param({}, {"python": "python3; reboot"}, id="python-command"),
+        pytest.param({}, {"python": "bin/python3"}, id="python-relative"),
+        pytest.param({}, {"python": "-c"}, id="python-option"),
+        pytest.param({}, {"proxy_jump": "jump:99999"}, id="jump-port"),
+        pytest.param({}, {"proxy_jump": "a,,b"}, id="jump-empty"),
+        pytest.param({}, {"sudo": "perhaps"}, id="sudo"),
+        pytest.param({}, {"password": "secret"}, id="unknown-key"),
     ],
 )
 def test_an_impossible_ssh_fleet_is_refused_with_a_sentence(
-    node: dict[str, object], ssh: dict[str, object], said: str
+    node: dict[str, object], ssh: dict[str, object], snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(ValidationError) as error:
         ssh_fleet(node, ssh)
-    assert said in str(error.value)
+    assert error.value.errors()[0]["msg"].removeprefix("Value error, ") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -518,5 +438,5 @@ def test_nodes_behind_one_address_are_told_apart_by_their_ports() -> None:
 def test_a_reason_that_is_given_says_something() -> None:
     assert parse_reason("burnt") == "burnt"
     for blank in ("", " \n"):
-        with pytest.raises(ValueError, match="it is empty, expected a clause that says why"):
+        with pytest.raises(ValueError, match="it is empty"):
             parse_reason(blank)

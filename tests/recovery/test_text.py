@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.text import count_noun, join_clauses, join_names
 
@@ -22,8 +23,8 @@ def test_names_are_joined_up_to_a_limit(count: int, expected: str) -> None:
     assert join_names([f"n{number}" for number in range(1, count + 1)]) == expected
 
 
-def test_a_limit_and_things_that_are_not_text_are_accepted() -> None:
-    assert join_names((number for number in range(5)), most=1) == "0 and 4 more"
+def test_a_limit_and_things_that_are_not_text_are_accepted(snapshot: SnapshotAssertion) -> None:
+    assert join_names((number for number in range(5)), most=1) == snapshot
 
 
 @pytest.mark.parametrize(
