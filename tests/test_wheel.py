@@ -111,6 +111,11 @@ def test_it_is_what_an_environment_of_its_own_imports(bin_folder: Path, tmp_path
     assert done.stdout.startswith(str(bin_folder.parent)), done
 
 
+def test_it_says_which_version_it_is(wheel: Path, bin_folder: Path, tmp_path: Path) -> None:
+    done = run(bin_folder, tmp_path, "relaunch", "--version")
+    assert done.stdout.startswith(f"relaunch {wheel.name.split('-')[1]}, Python "), done
+
+
 def test_a_job_runs_to_its_end_with_nothing_else(bin_folder: Path, tmp_path: Path) -> None:
     done = run(
         bin_folder,

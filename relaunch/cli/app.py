@@ -46,6 +46,27 @@ State = Annotated[
 BAD_INPUT = 2
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import platform
+        from importlib.metadata import version
+
+        print(f"relaunch {version('relaunch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _take_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def up(
     state: State = None,

@@ -101,6 +101,12 @@ def make_rig(server: Client, tmp_path: Path) -> MakeRig:
 
 
 @pytest.fixture
+def make_uncached_rig(server: Client, tmp_path: Path) -> MakeRig:
+    """A rig whose workflows are never kept: each task replays all that came before it."""
+    return partial(rig, server, tmp_path, cached=0)
+
+
+@pytest.fixture
 def make_short_rig(short_server: Client, tmp_path: Path) -> MakeRig:
     return partial(rig, short_server, tmp_path)
 

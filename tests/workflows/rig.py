@@ -50,6 +50,9 @@ from tests.test_layering import CORE
 PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
 QUERY_TIMEOUT = timedelta(seconds=20)
+MAX_CACHED = 100
+"""Workflows that a worker keeps. With 0, each task replays its workflow from the beginning, which is
+what a worker that was killed does: slower, and what `make_uncached_rig` is for."""
 QUICK = {
     "heartbeat": "200ms",
     "lease": "20s",
@@ -140,6 +143,17 @@ class Job:
                 elif error.status not in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
                     raise
         return await self.handle.query(TrainingJob.state)
+
+    async def until_idle(self) -> None:
+        """Wait until no activity but the watch of its ranks runs, and no workflow task."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE
+        while True:
+            described = (await self.handle.describe()).raw_description
+            kinds = {one.activity_type.name for one in described.pending_activities}
+            if not kinds - {"watch_ranks"} and not described.HasField("pending_workflow_task"):
+                return
+            assert asyncio.get_running_loop().time() < deadline, kinds
+            await asyncio.sleep(0.05)
 
     async def failed_tasks(self) -> list[str]:
         """Return why workflow tasks of this run failed; those that timed out did not."""
@@ -337,7 +351,7 @@ def activities(
 
 
 def worker(
-    client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = 0
+    client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = MAX_CACHED
 ) -> Worker:
     return Worker(
         client,
@@ -346,7 +360,6 @@ def worker(
         activities=activities(fleets, client, archive, queue),
         # As the real worker does; each history is replayed in the sandbox at the end.
         workflow_runner=UnsandboxedWorkflowRunner(),
-        # Nothing is cached, so each task replays the job from its beginning.
         max_cached_workflows=cached,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
@@ -363,7 +376,7 @@ async def rig(
     spares: int = 0,
     clock: ManualClock | None = None,
     all_ended: bool = True,
-    cached: int = 0,
+    cached: int = MAX_CACHED,
     two_controllers: bool = False,
     gpus: int = 0,
     repairs: str = "act",

@@ -69,6 +69,7 @@ with workflow.unsafe.imports_passed_through():
         escalation_details,
         repair_details,
     )
+    from relaunch.workflows.updates import await_next_task, reject
 
 STRATEGY_TIMEOUT = timedelta(minutes=45)
 """For a strategy that an examination calls for, with the examination that proves it: a reboot takes
@@ -350,6 +351,7 @@ class NodeRepair:
     )
     async def answer(self, message: Any = None, *_more: Any) -> str:
         answer = AnswerMessage.model_validate(message)
+        await await_next_task()
         approved = answer.decision == "approve"
         self._inbox.append(PersonAnswered(approved, answer.by, answer.reason))
         return "approved" if approved else "denied"
@@ -359,11 +361,11 @@ class NodeRepair:
         try:
             answer = AnswerMessage.model_validate({} if message in (None, "") else message)
         except ValidationError as error:
-            raise _reject(explain(error)) from None
+            raise reject(explain(error)) from None
         if answer.decision not in ("approve", "deny"):
-            raise _reject(f"decision: {answer.decision or 'missing'}, expected approve or deny")
+            raise reject(f"decision: {answer.decision or 'missing'}, expected approve or deny")
         if not isinstance(self._decision, AskPerson):
-            raise _reject(f"this repair asks nothing now: {self._describe_next()}")
+            raise reject(f"this repair asks nothing now: {self._describe_next()}")
 
     @workflow.signal(description="The fleet's answer to a request for a permit.")
     def permitted(self, message: Any = None, *_more: Any) -> None:
@@ -387,7 +389,3 @@ class NodeRepair:
         if self._decision is None:
             return "the repair begins"
         return f"{self._decision.kind}: {self._permits.waiting_for or self._decision.reason}"
-
-
-def _reject(reason: str) -> ApplicationError:
-    return ApplicationError(reason, type="BadInput", non_retryable=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
@@ -34,9 +33,11 @@ with workflow.unsafe.imports_passed_through():
         report_event,
         retry_event,
     )
+    from relaunch.spec.policy import Policy
     from relaunch.workflows.training_job.claims import Claims
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
+    from relaunch.workflows.updates import await_next_task, reject
 
 
 class MessageHandlers:
@@ -126,28 +127,37 @@ class MessageHandlers:
         description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, '
         '"reason": "…", "by": "…"}.'
     )
-    def change_policy(self, message: Any = None, *_more: Any) -> str:
+    async def change_policy(self, message: Any = None, *_more: Any) -> str:
         changed = PolicyMessage.model_validate(message or {})
-        self._session.post(
-            PolicyChanged(
-                overlay(self._session.job.policy, changed.policy), changed.reason, changed.by
-            )
-        )
+        await await_next_task()
+        # It was consistent with the policy at that time; another change may have come since.
+        policy = self._overlay(changed)
+        self._session.post(PolicyChanged(policy, changed.reason, changed.by))
         return "the policy is in force from the next decision on"
+
+    def _overlay(self, changed: PolicyMessage) -> Policy:
+        """Lay keys over the newest policy, which may still be in the inbox.
+
+        Raises:
+            ApplicationError: The resulting policy is inconsistent.
+        """
+        waiting = [one.policy for one in self._session.inbox if isinstance(one, PolicyChanged)]
+        try:
+            return overlay(waiting[-1] if waiting else self._session.job.policy, changed.policy)
+        except ValidationError as error:
+            raise reject(explain(error)) from None
+        except ValueError as error:
+            raise reject(str(error)) from None
 
     @change_policy.validator
     def _check_policy(self, message: Any = None, *_more: Any) -> None:
         try:
             changed = PolicyMessage.model_validate(message or {})
-            overlay(self._session.job.policy, changed.policy)
         except ValidationError as error:
-            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
-        except ValueError as error:
-            raise ApplicationError(str(error), type="BadInput", non_retryable=True) from None
+            raise reject(explain(error)) from None
+        self._overlay(changed)
         if not changed.policy:
-            raise ApplicationError(
-                "policy: missing, expected the keys to change", type="BadInput", non_retryable=True
-            )
+            raise reject("policy: missing, expected the keys to change")
 
     @workflow.update(
         description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "reason": '
@@ -155,8 +165,9 @@ class MessageHandlers:
         ' With {"decision": "approve|deny", "node": "n2"}: whether it leaves a node that is '
         "wanted, at once or not before it has to."
     )
-    def answer(self, message: Any = None, *_more: Any) -> str:
+    async def answer(self, message: Any = None, *_more: Any) -> str:
         answered = AnswerMessage.model_validate(message)
+        await await_next_task()
         self._session.post(answer_event(answered, workflow.now()))
         if answered.node:
             return self._confirm_drain_answer(answered.node, answered.decision == "approve")
@@ -180,20 +191,14 @@ class MessageHandlers:
         try:
             answered = AnswerMessage.model_validate({} if message in (None, "") else message)
         except ValidationError as error:
-            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
+            raise reject(explain(error)) from None
         if not answered.decision:
-            raise ApplicationError(
-                "decision: missing, expected approve, deny, snooze or take-over",
-                type="BadInput",
-                non_retryable=True,
-            )
+            raise reject("decision: missing, expected approve, deny, snooze or take-over")
         if refusal := check_answer(
             self._session.job, answered.decision, workflow.now(), answered.node
         ):
-            raise ApplicationError(
-                f"job {self._session.job.name} cannot be told {answered.decision}: {refusal}",
-                type="BadInput",
-                non_retryable=True,
+            raise reject(
+                f"job {self._session.job.name} cannot be told {answered.decision}: {refusal}"
             )
 
     @workflow.query(description="Everything the job knows about itself.")
