@@ -202,7 +202,8 @@ def test_without_a_region_it_says_how_to_give_one(
         (
             "ThrottlingException",
             Kind.THROTTLED,
-            "ECS ListContainerInstances: ThrottlingException: check the network to AWS, then repeat the command",
+            "ECS ListContainerInstances: ThrottlingException: "
+            "check the network to AWS, then repeat the command",
         ),
     ],
 )

@@ -515,6 +515,6 @@ def test_answers_may_be_short_and_nodes_may_have_names(tmp_path: Path) -> None:
     )
     assert "gpu-08 examined: UNHEALTHY" in text and "generation 4 runs on gpu-07, n1" in text, text
     assert (
-        "gpu-07: the ranks are gone; how they ended is unknown; RESTART_IN_PLACE 1 of 2 for NODE_FAULT"
-        in text
+        "gpu-07: the ranks are gone; how they ended is unknown; "
+        "RESTART_IN_PLACE 1 of 2 for NODE_FAULT" in text
     )
