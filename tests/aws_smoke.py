@@ -7,7 +7,7 @@ Never part of `make test`.
 
 It runs tasks named after a job `smoke-...` on that instance, stops them, and takes its attribute
 away again; with REBOOT=1 it also reboots the instance, on which nothing else of relaunch may run.
-Whoever runs it needs credentials and a region as boto3 finds them, with the policy that
+The caller needs credentials and a region as boto3 finds them, with the policy that
 deploy/ecs/relaunch.yaml makes (for the reboot with AllowRepairs, and the tag `relaunch` on the
 instance). TASK_DEFINITION is any with one essential container, `sh` in its image, no entry point,
 and network mode host or bridge; NODE_TASK is that template's. INSTANCE is a container instance of
@@ -69,7 +69,7 @@ NEEDED = {
     "INSTANCE": "EC2 id of a container instance of the cluster",
 }
 POLL = timedelta(seconds=2)
-"""Between two looks at a task: it is one worker's, and somebody waits for the table."""
+"""Between two looks at a task: one worker polls, and a person waits for the table."""
 NODE = "n1"
 ENDS_WITHIN = 120.0
 """Seconds for a task to be placed, pulled, run and reported: the first pull of an image is the

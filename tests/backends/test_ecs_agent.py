@@ -96,7 +96,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
 
 
 class Site:
-    """One instance, a task definition with the agent in it on a port of its own, and a job."""
+    """One instance, a task definition with the agent in it on a separate port, and a job."""
 
     def __init__(self, aws: AwsDouble, key: str = KEY) -> None:
         self.aws, number = aws, next(NUMBERS)
@@ -218,7 +218,7 @@ def python(text: str) -> list[str]:
     return [sys.executable, "-S", "-c", f"import json, os, time\nrank = os.environ['RANK']\n{text}"]
 
 
-# --- what is told
+# --- what the agent reports
 
 
 async def test_progress_and_error_file_of_two_ranks_in_a_task_arrive(
@@ -282,7 +282,7 @@ async def test_the_end_is_reported_once_by_the_first_to_see_it(make: Callable[..
     lines = await site.watch()
     assert {one["rank"]: one["exit_code"] for one in seen(lines)} == {0: 0, 1: 0}
     assert [one["seq"] for one in seen(lines)] == [1, 2]
-    # Whoever comes when the container has gone hears it of ECS, unless that was heard, too.
+    # After the end of the container ECS reports the exits that were not reported before.
     await _stopped(site)
     assert [(one["seq"], one["rank"]) for one in seen(await site.watch(after_seq=1))] == [
         (ECS_SEQ, 0),
@@ -435,7 +435,7 @@ async def test_a_rank_that_is_heard_lives_whatever_aws_does(
         if steps(line) and not reached:
             site.aws.faults.add("DescribeTasks", SERVER_ERROR, times=1000)
         reached.extend(steps(line).values())
-        # A step a second is told: by the third, a watch without an agent has counted as broken.
+        # One step a second arrives: by the third, a watch without an agent has counted as broken.
         return len(set(reached)) >= 3
 
     assert not any("end" in line for line in await site.watch(enough))

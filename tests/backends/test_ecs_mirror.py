@@ -179,7 +179,7 @@ def test_every_phase_has_a_status_and_terminated_means_by_a_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last_status", "exit_code", "by_somebody", "expected"),
+    ("last_status", "exit_code", "by_request", "expected"),
     [
         ("RUNNING", None, False, "IN_PROGRESS"),
         ("DEPROVISIONING", 1, False, "IN_PROGRESS"),
@@ -192,9 +192,9 @@ def test_every_phase_has_a_status_and_terminated_means_by_a_user() -> None:
     ],
 )
 def test_a_task_without_an_exit_code_is_no_success(
-    last_status: str, exit_code: int | None, by_somebody: bool, expected: str
+    last_status: str, exit_code: int | None, by_request: bool, expected: str
 ) -> None:
-    assert task_status(last_status, exit_code, by_somebody) == expected
+    assert task_status(last_status, exit_code, by_request) == expected
 
 
 @pytest.mark.parametrize(
@@ -637,5 +637,5 @@ def test_a_subject_is_made_to_fit(text: str, expected: str) -> None:
 
 async def test_a_topic_that_is_not_there_is_an_error(account: Account) -> None:
     with pytest.raises(AwsError) as caught:
-        await Topic(account.aws, "arn:aws:sns:us-east-1:123456789012:nobody").tell("a", "b")
+        await Topic(account.aws, "arn:aws:sns:us-east-1:123456789012:missing").tell("a", "b")
     assert caught.value.kind is Kind.REFUSED

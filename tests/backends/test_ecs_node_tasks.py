@@ -41,7 +41,7 @@ async def test_a_task_on_the_node_tells_how_it_is(make: Make) -> None:
     site.double.script("train", after=None)
     await site.run(build_started_by(job))
     await site.run("ecs-svc/123", "train")
-    await site.run("somebody", "train")
+    await site.run("airflow", "train")
     facts = await site.probe()
     assert facts["boot_id"].endswith(f"+{site.instance.boot_id}")
     assert facts["jobs"][0] == {
@@ -50,7 +50,7 @@ async def test_a_task_on_the_node_tells_how_it_is(make: Make) -> None:
         "submission": 17,
         "generation": 3,
     }
-    assert len(facts["jobs"]) == 2 and facts["jobs"][1]["job"].endswith(" of somebody"), (
+    assert len(facts["jobs"]) == 2 and facts["jobs"][1]["job"].endswith(" of airflow"), (
         "services come and go with the machine"
     )
     assert (facts["held"], facts["reboots"], facts["ecs_gpus"], facts["ecs_health"]) == (
@@ -185,7 +185,7 @@ async def test_s1_3_only_the_node_that_is_asked_about_is_examined(make: Make) ->
     assert [len(site.examinations()) for site in (first, failing)] == [1, 1]
     override = failing.examinations()[0]["overrides"]["containerOverrides"][0]
     assert override["resourceRequirements"] == [{"type": "GPU", "value": "8"}], (
-        "nobody else computes meanwhile"
+        "no other task computes meanwhile"
     )
 
 
@@ -208,7 +208,7 @@ async def test_s1_3_an_examination_waits_for_gpus_of_stopping_ranks(
 async def test_s1_3_gpus_that_are_never_free_are_called_busy_in_time(make: Make) -> None:
     site = make(CHECKED)
     site.double.script("train", after=None)
-    await site.run("somebody", gpus=1)
+    await site.run("airflow", gpus=1)
     answer = await site.diagnose(within=0.5)
     assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
 

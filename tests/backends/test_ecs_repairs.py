@@ -118,9 +118,9 @@ async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
     with pytest.raises(Unreachable, match=r"has not gone down|has not come back"):
         await beside(site).settled(0.0)
     await _booted(site)
-    placed = await site.run("somebody")
+    placed = await site.run("airflow")
     assert not placed.startswith("arn:") and site.status == "DRAINING", (
-        "its agent is back, and nobody has looked at the node yet"
+        "its agent is back, and the node was not examined yet"
     )
     after = await beside(site).probe()
     assert after["boot_id"] != before["boot_id"] and site.status == "ACTIVE"
@@ -136,7 +136,7 @@ async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
 
 
 async def _booted(site: Site) -> None:
-    """It has, and somebody has seen that its agent was away."""
+    """Wait until it has rebooted and a probe has seen that its agent was away."""
     await eventually(lambda: site.instance.boots == 2)
     with pytest.raises(Unreachable, match="has not come back"):
         await beside(site).settled(0.0)
@@ -308,7 +308,7 @@ async def test_s1_6_without_node_task_a_launch_time_proves_the_restart(
     site = make(CHECKED)
     before = await site.probe()
     launched = float(before["boot_id"].rpartition(":")[2])
-    await eventually(lambda: time.time() - launched > 1.05)  # launch times are told in seconds
+    await eventually(lambda: time.time() - launched > 1.05)  # launch times are whole seconds
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
     assert (answer["program"], answer["exit_code"]) == ("EC2 stop and start", 0)
     after = await site.probe()
@@ -375,7 +375,7 @@ async def _carry_out(site: Site, decision: Any) -> RepairEvent:
                 launched = float((await site.probe())["boot_id"].rpartition(":")[2])
                 await eventually(
                     lambda: time.time() - launched > 1.05
-                )  # launch times are told in seconds
+                )  # launch times are whole seconds
                 return OrderDone(
                     dict(await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))
                 )
@@ -427,7 +427,7 @@ async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
 
 
 class Group(Calls):
-    """An Auto Scaling group that has the instance, and takes a look to do what it is told."""
+    """An Auto Scaling group that has the instance, and takes one look to apply a change."""
 
     def __init__(self, real: Aws) -> None:
         super().__init__(real)
@@ -509,7 +509,7 @@ async def test_a_quarantined_instance_says_so_once_its_job_has_left(
     await site.cluster.put_attributes(instance.arn, {"relaunch.quarantine": "ada"})
     marks._written.clear()
     assert await marked(NodeStatus.IN_SERVICE) == "ada", (
-        "what somebody else has written is somebody else's"
+        "what another writer has written is not overwritten"
     )
     writes = site.double.calls["PutAttributes"]
     assert await marked(NodeStatus.QUARANTINED) == "ada"

@@ -85,7 +85,7 @@ async def boot_id(backend: Backend) -> str:
 
 async def eventually(look: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while not await look():  # noqa: ASYNC110  (a node tells nobody)
+        while not await look():  # noqa: ASYNC110  (a node sends no event)
             await asyncio.sleep(0.02)
 
 

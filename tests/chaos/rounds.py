@@ -95,8 +95,8 @@ POINTS = tuple(
 on a node; or generation 1 stopped."""
 
 PATIENT = {"lease": "15s"}
-"""For controllers that die while they launch: their successor comes after 6 s, and ranks that
-nobody has watched by one lease stop."""
+"""For controllers that die while they launch: their successor comes after 6 s, and ranks that are
+not watched within one lease stop."""
 
 
 @dataclass
@@ -405,7 +405,7 @@ class Round:
             await self.job.until_phase("RUNNING", generation=2)
             allowed = {"rank": KILLED, "cut both": LOST}.get(self.victim, FAULTY)
             if self.victim == "reboot" and self.world.backend == "ssh":
-                # It may be away for longer than `lost_after`: until sshd is up again, and somebody
+                # It may be away for longer than `lost_after`: until sshd is up again, and a worker
                 # has logged in to it.
                 return await self._ended_with(FAULTY, LOST)
         elif self.victim in CUTS:
@@ -533,7 +533,7 @@ class Round:
             os.kill(pid, signal.SIGKILL)
             self.note(f"killed rank {pid}")
             await self.job.until_phase("RUNNING", generation=2)
-            # What its shim had not written down, nobody knows.
+            # What its shim had not written down is unknown.
             allowed = (
                 (FAULTY,)
                 if name == "shim.reaped"
@@ -588,4 +588,4 @@ class Round:
 
     def _must_be_spent(self, file: os.PathLike[str]) -> None:
         if os.path.exists(file):
-            raise Unmet(f"nobody passed the failpoint {self.victim}")
+            raise Unmet(f"no agent passed the failpoint {self.victim}")

@@ -232,7 +232,7 @@ async def test_where_no_worker_answers_that_is_said_in_one_sentence(
     one_sentence(
         await bare.starter("nodes", "list"), "no worker answers for fleet default: start one"
     )
-    assert not await begun(bare, "default"), "nobody could say whether there is such a fleet"
+    assert not await begun(bare, "default"), "no worker could say whether there is such a fleet"
     async with Worker(
         bare.client, task_queue=TASK_QUEUE, workflows=[FakeFleet], activities=[read_fleet]
     ):

@@ -225,7 +225,7 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
 
     words = ("policy", "change", "llama", "--reason", "a long night")
     address = {"TEMPORAL_ADDRESS": server.service_client.config.target_host}
-    assert "no job 'nobody'" in await refused("nobody", "max_restarts=9")
+    assert "no job 'missing'" in await refused("missing", "max_restarts=9")
     async with rig(server, tmp_path, Script((Progress(hangs=True),))) as one:
         job = await one.submit(name="llama")
         await job.until_phase(Phase.RUNNING, 1)

@@ -29,7 +29,7 @@ LOGS = {
 def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
     delays = Delays(
         stop_timeout=0.3, reboot=0.1, boot=5.0
-    )  # boot: whoever looks every two seconds has to find it away
+    )  # boot: a look every two seconds has to find it away
     with (
         AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double,
         pytest.MonkeyPatch.context() as patch,

@@ -135,7 +135,7 @@ def test_a_container_does_not_start_without_its_log_group(
             "image": "any",
             "memory": 64,
             "command": ["true"],
-            "logConfiguration": logs_in("nobody-made-it"),
+            "logConfiguration": logs_in("missing"),
         }
     ]
     caller.ecs.register_task_definition(family=family, containerDefinitions=rows)
@@ -157,7 +157,7 @@ def test_a_reboot_ends_what_runs_and_gives_a_new_boot_id(
     caller.ec2.reboot_instances(InstanceIds=[node])
     assert caller.node(instance.arn)["agentConnected"], "it is only queued"
     until(lambda: not caller.node(instance.arn)["agentConnected"])
-    assert caller.task(arn)["lastStatus"] == "RUNNING", "nobody is there to tell of its end"
+    assert caller.task(arn)["lastStatus"] == "RUNNING", "no agent is there to report its end"
     assert not lives(aws, arn)
     ended = caller.until(arn, "STOPPED")
     assert (ended["containers"][0]["exitCode"], caller.node(instance.arn)["agentConnected"]) == (

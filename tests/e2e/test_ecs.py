@@ -164,7 +164,7 @@ async def test_s1_5_s1_7_a_fault_on_healthy_nodes_fails_and_notifies(
     async def told() -> bool:
         return any(job.name in notice["Subject"] for notice in aws.notices())
 
-    await eventually(told, "nobody is told", 20)
+    await eventually(told, "no message is sent", 20)
     await world.tidy(job)
     await vouch(world)
 

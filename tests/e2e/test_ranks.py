@@ -106,7 +106,7 @@ async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
     await finish(job)
 
 
-async def test_s3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: World) -> None:
+async def test_s3_10_each_rank_of_each_generation_has_its_own_log(world: World) -> None:
     job = await world.submit()
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGKILL)

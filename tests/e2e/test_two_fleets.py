@@ -96,7 +96,7 @@ async def test_ranks_of_another_fleet_are_in_the_way_and_run_on(
         }
 
     await eventually(said, "the other fleet does not say who is in its way")
-    # While somebody waits, the fleet looks every two seconds, and orders what it wants stopped.
+    # While a job waits, the fleet looks every two seconds, and orders what it wants stopped.
     state = await fleets.read(world.client, QUEUE, OTHER)
     until = time.monotonic() + 60
 
@@ -130,7 +130,7 @@ async def test_orphaned_ranks_are_stopped_by_their_own_fleet_only(
     await fleets.read(world.client, QUEUE, OTHER)  # it is there, and looks
     chaos = world.client.get_workflow_handle(f"fleet/{FLEET}")
     await chaos.terminate("its nodes have no fleet for a moment")
-    await world.client.get_workflow_handle(f"job/{job.name}").terminate("nobody stops its ranks")
+    await world.client.get_workflow_handle(f"job/{job.name}").terminate("its ranks live on")
     # What the other fleet would do, were it ever to take them for its own.
     clean = await ActivityEnvironment().run(
         does(world, here).reclaim, ReclaimInput(OTHER, job.name, submission, ("n1", "n2"))

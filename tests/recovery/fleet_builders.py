@@ -1,4 +1,4 @@
-"""A fleet in a table: what is told to it, what it orders, and a clock that only the test moves."""
+"""A fleet in a table: its events, what it orders, and a clock that only the test moves."""
 
 from __future__ import annotations
 

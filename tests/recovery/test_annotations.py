@@ -105,7 +105,7 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
             "fault-tolerance/hang-retries is unknown: one of "
             "fault-tolerance/job-retry-num, fault-tolerance/job-unconditional-retry, "
             "fault-tolerance/hang-retry, fault-tolerance/pod-retry-num",
-            id="an annotation nobody knows",
+            id="an unknown annotation",
         ),
         *(
             pytest.param(

@@ -281,7 +281,7 @@ def test_a_node_returning_while_a_fault_is_open_is_not_charged() -> None:
     assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True)]
     again = walk(job, (gone("n1"), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n1"))
     assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again), (
-        "what was withdrawn once is told when it is acted on"
+        "what was withdrawn once is reported when it is acted on"
     )
 
 

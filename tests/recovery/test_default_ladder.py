@@ -172,7 +172,7 @@ ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
         "stays",
         [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), look("n4"), FAILED],
     ),
-    # Nobody is suspected of a hang, so everybody is looked at.
+    # A hang has no suspect, so every node is examined.
     (Cause.HANG, NOT_UNHEALTHY, "stays", [R, R, look("n1", "n2"), FAILED]),
     (
         Cause.HANG,
@@ -198,7 +198,7 @@ ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
     (Cause.PLATFORM, ANY, "stays", [R] * 5 + [ASK]),
     (Cause.NODE_LOST, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 8)), ASK]),
     (Cause.PREEMPTED, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 22)), ASK]),
-    # A node's own fault: nobody is asked, the kernel has spoken.
+    # A node's own fault: it is not examined, the kernel has spoken.
     (Cause.GPU_FATAL, ANY, "stays", [*(bad(f"n{n}") for n in range(2, 8)), ASK]),
     (
         Cause.GPU_TRANSIENT,

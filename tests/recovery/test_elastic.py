@@ -221,7 +221,7 @@ def test_s3_3_a_smaller_job_says_so_and_when_a_restart_pays_off() -> None:
                 now=at(100),
             ),
             at(1900),
-            id="anew",
+            id="again",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_s3_3_only_a_grant_not_an_offer_restarts_the_ranks() -> None:
         ),
         pytest.param(walk(elastic(3), (gone("n2"), "WAIT NODE_LOST")), LATER, id="a node is lost"),
         pytest.param(
-            walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched anew"
+            walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched again"
         ),
         pytest.param(
             relaunched(walk(elastic(3), (died(), "RESTART_IN_PLACE"))),

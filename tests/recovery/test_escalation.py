@@ -196,7 +196,7 @@ def test_a_node_that_answers_after_all_is_treated_for_its_fault() -> None:
     assert end(then(BEGUN, SILENT, UNREAD, HEALTHY))[0] == "done"
     assert isinstance(then(BEGUN, SILENT, UNREAD, FATAL), StartStrategy)
     assert then(BEGUN, SILENT, UNREAD, FATAL, SILENT) == then(BEGUN, SILENT), (
-        "they are counted anew"
+        "they are counted from zero"
     )
 
 
@@ -304,9 +304,7 @@ def test_earlier_kernel_evidence_counts_until_proven_healed() -> None:
     escalation = after(reset())
     assert escalation.kernel_from == at(10)
     assert after(reboot(), "ambiguous", before=escalation, proven=False).kernel_from == at(10)
-    assert after(reset(), attempts=0).kernel_from is None, (
-        "of a boot that nobody ordered all counts"
-    )
+    assert after(reset(), attempts=0).kernel_from is None, "of a boot without an order all counts"
 
 
 # --- a node that is silent after a reboot

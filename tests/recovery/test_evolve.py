@@ -175,7 +175,7 @@ def failing() -> JobState:
             mended("refused"),
             "REPLACE_NODE without n2",
             "refused",
-            id="the repair that goes on, in vain",
+            id="the repair that goes on, without effect",
         ),
         pytest.param(
             repairing,
@@ -221,7 +221,7 @@ def failing() -> JobState:
             this(DeadlinePassed()),
             "IGNORE",
             "nothing waits in phase LAUNCHING",
-            id="a deadline that nobody set",
+            id="a deadline that was not set",
         ),
         pytest.param(
             running,
@@ -242,14 +242,14 @@ def failing() -> JobState:
             this(CancelRequested("enough", "ada")),
             "CANCELLED 130",
             "cancelled by ada: enough",
-            id="by somebody, with a reason",
+            id="by a person, with a reason",
         ),
         pytest.param(
             failing, died(1), "IGNORE", "the job is ending", id="a job that fails fails no further"
         ),
     ],
 )
-def test_what_follows_in_a_state_of_its_own(
+def test_what_follows_in_one_state_only(
     job: Callable[[], JobState], event: Callable[[JobState], Event], expected: str, reason: str
 ) -> None:
     before = job()
@@ -277,7 +277,7 @@ def test_a_repair_waiting_for_a_person_shows_on_the_jobs_page() -> None:
         at(600),
     )
     assert step(running(), asks)[0].next == running().next, (
-        "whoever waits for no repair is asked nothing"
+        "a job that waits for no repair is asked nothing"
     )
 
 

@@ -198,7 +198,7 @@ def test_an_exit_by_itself(
             Role.SYMPTOM,
             Cause.UNKNOWN,
             "nothing says by whom",
-            id="nobody says",
+            id="not said by whom",
         ),
         pytest.param(
             None,

@@ -409,7 +409,7 @@ def test_longer_times_reach_the_fleet_before_they_are_launched(
         **changes,  # type: ignore[arg-type]
     )
     assert is_known_by(told, next_one) is known
-    assert not is_known_by(told[:-1], next_one), "nothing was told of it"
+    assert not is_known_by(told[:-1], next_one), "nothing was reported of it"
 
 
 def test_a_launch_known_not_to_fence_covers_longer_times() -> None:

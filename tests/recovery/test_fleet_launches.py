@@ -39,7 +39,7 @@ def test_a_new_submission_hears_old_launches_on_granted_nodes() -> None:
     assert grant.launched == (replace(PLANNED[0], nodes=("n1", "n2")),)
     desk.claim("a", 1, seq=2, submission=2, avoid=("n4",))
     assert desk.grants()["a"].launched == grant.launched, (
-        "it claimed anew before it had heard of its grant"
+        "it claimed again before it had heard of its grant"
     )
     desk.claim("a", 1, seq=3, submission=2, holds=("n1", "n2", "n3"))
     assert desk.grants()["a"].launched == ()
@@ -67,7 +67,7 @@ def test_a_third_submission_hears_of_a_first_the_second_missed() -> None:
     assert desk.grants()["a"].launched[0] == replace(PLANNED[0], nodes=("n1", "n2"))
 
 
-# --- nodes that move while somebody may live there
+# --- nodes that move while ranks may live there
 
 
 def _moved(desk: Desk, *names: str, to: str = "10.9.9.9") -> FleetFileContent:
@@ -84,7 +84,7 @@ def test_a_new_submission_hears_which_nodes_moved_before_it() -> None:
     desk.go(_moved(desk, "n2", "n3"))
     desk.claim("a", 2, submission=2)
     grant = desk.grants()["a"]
-    assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "n3 was nobody's"
+    assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "no job had n3"
     desk.claim("a", 2, seq=2, submission=2, keep=("n1", "n2"), holds=("n1", "n2"))
     assert desk.record("a").old_logins == {"n2": desk.specs[1].address}, (
         "it may be terminated before it has proven anything"

@@ -259,7 +259,7 @@ def test_a_drain_takes_the_place_of_what_the_fleet_asked() -> None:
     assert (desk.node("n2").repair_drain, desk.node("n2").drain) == (None, PSU)
 
 
-# --- a fleet that begins anew
+# --- a fleet that restarts
 
 
 def test_a_restarted_fleet_repeats_a_request_once_it_remembers() -> None:
@@ -331,7 +331,7 @@ def test_a_refused_repair_of_a_shared_node_asks_others_to_leave() -> None:
     ]
     wish = replace(XID, reason="Xid 119 on n2")
     assert desk.of(DrainMessage) == [DrainMessage("b", wish)], (
-        "not the one that was told so by the refusal"
+        "not the job that knows it by the refusal"
     )
     node = desk.node("n2")
     assert (node.status, node.by, node.reason, node.repair_acts) == (

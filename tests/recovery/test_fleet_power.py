@@ -54,7 +54,7 @@ def test_a_job_keeps_the_power_of_its_node_unless_it_ordered_it(silent: str) -> 
     assert desk.node("n2").power_cycles == () and desk.state.reboots == ()
     assert asked(desk, job="other", seq=2) == [(False, reason)]
     assert asked(desk, job="llama", seq=3)[-1][0]
-    assert asked(desk, "n3")[-1][0], "nobody has that one"
+    assert asked(desk, "n3")[-1][0], "no job has that one"
 
 
 def test_ranks_that_live_there_are_in_its_way_too() -> None:
@@ -144,9 +144,9 @@ def test_power_cycles_are_remembered_by_a_restarted_fleet() -> None:
     desk = Desk()
     asked(desk)
     known = export_state(desk.state)
-    anew = Desk(begun=False)
-    anew.learn(
+    restarted = Desk(begun=False)
+    restarted.learn(
         FleetFileContent("act", nodes("n1", "n2", "n3", "n4"), desk.limits), RunningJobs(()), known
     )
-    assert anew.node("n2").power_cycles == (desk.now,)
+    assert restarted.node("n2").power_cycles == (desk.now,)
     assert isinstance(known, PreviousRun)

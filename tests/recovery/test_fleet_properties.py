@@ -79,7 +79,7 @@ CAUSES = (Cause.GPU_FATAL, Cause.UNKNOWN, Cause.HANG, Cause.NODE_FAULT)
 
 @dataclass
 class Job:
-    """A submission: it does what it is told, and says what it does, in order."""
+    """A submission: it obeys the fleet, and reports what it does, in order."""
 
     name: str
     submission: int
@@ -119,7 +119,7 @@ class World:
         """By node: whose ranks live there, with which GPUs."""
         self.silent: set[str] = set()
         self.foreign_processes: dict[str, set[int]] = {node.name: set() for node in FILE}
-        """By node: GPUs on which somebody else computes."""
+        """By node: GPUs on which another user computes."""
         self.seen: dict[str, tuple[datetime, set[int]]] = {}
         """By node: when the fleet learned last who computes there, and where that is."""
         self.lost: set[str] = set()
@@ -135,7 +135,7 @@ class World:
         self.says_no = False
         """The next job that is asked to leave a node stays until it has to."""
         self.runs = 0
-        self.begun_anew = False
+        self.restarted = False
         self.begin()
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class World:
         self.state = settled.state
         self.check_quarantines()
         # else a job may say that it holds what was given away, because no rank of it lived there
-        if not self.begun_anew:
+        if not self.restarted:
             self.check_places()
             self.check_offers()
         for order in settled.orders:
@@ -189,7 +189,7 @@ class World:
         self.quarantined &= {node.name for node in self.state.nodes}
         out = {node.name for node in self.state.nodes if node.status is NodeStatus.QUARANTINED}
         assert self.quarantined <= out, (
-            "only a person takes back what a person said, whatever began anew since"
+            "only a person takes back what a person said, also after a restart"
         )
 
     def check_places(self) -> None:
@@ -215,7 +215,7 @@ class World:
             for place in offer.places:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
                     assert held.get((place.node, gpu), offer.job) == offer.job, (
-                        "nobody else is given what is offered"
+                        "no other job is given what is offered"
                     )
 
     def check(self, order: Order, before: FleetState) -> None:
@@ -223,7 +223,7 @@ class World:
             case OfferMessage():
                 record = next(one for one in self.state.claims if one.claim.job == order.job)
                 assert not any(one.is_waiting for one in self.state.claims), (
-                    "whoever waits comes first"
+                    "jobs that wait come first"
                 )
                 assert (
                     not self.state.breaker.is_open
@@ -249,7 +249,7 @@ class World:
             case RepairRequest():
                 node = next(node for node in before.nodes if node.name == order.node)
                 assert (node.status is NodeStatus.SUSPECT or node.missing_gpus) and not node.repair
-                assert order.node not in self.repairs or self.begun_anew, (
+                assert order.node not in self.repairs or self.restarted, (
                     "never twice without an end"
                 )
                 assert not self.state.breaker.is_open and not self.state.breaker.paused
@@ -261,8 +261,8 @@ class World:
                 assert not self.ranks[order.node] or order.node in self.silent
                 assert sum(node.status is NodeStatus.REPAIRING for node in self.state.nodes) <= 2
             case PermitMessage() if order.permit.allowed:
-                assert not self.state.breaker.is_open or self.was_told(before, order)
-                if not self.begun_anew and not self.was_told(before, order):
+                assert not self.state.breaker.is_open or self.had_permit(before, order)
+                if not self.restarted and not self.had_permit(before, order):
                     request = next(
                         one
                         for one in before.requests
@@ -320,15 +320,15 @@ class World:
             mine = set(place.gpus or range(node.spec.gpus))
             if place.node not in claim.keep and node.spec.gpus:
                 at, used = self.seen[place.node]
-                assert not mine & used, "nobody is given what a stranger was seen to use"
+                assert not mine & used, "no job is given what a stranger was seen to use"
                 assert self.now - at < timedelta(seconds=10), "that was seen a moment ago"
-                assert not node.missing_gpus, "nobody is given a node that lacks GPUs"
+                assert not node.missing_gpus, "no job is given a node that lacks GPUs"
             for (job, _), share in self.ranks[place.node].items():
                 assert job == claim.job or not mine & set(share or range(node.spec.gpus)), (
-                    "nobody else lives there, in truth"
+                    "no other job lives there, in truth"
                 )
 
-    def was_told(self, before: FleetState, order: PermitMessage) -> bool:
+    def had_permit(self, before: FleetState, order: PermitMessage) -> bool:
         return any(one.permit == order.permit for one in before.permits)
 
     def said_it_ended(self) -> list[str]:
@@ -431,7 +431,7 @@ class World:
         self.to_fleet.append(ClaimEvent(claim))
 
     def go_on_with_all(self, job: Job) -> None:
-        """It may be launched anew for more in a minute, where it would take more."""
+        """Go on; a minute later it may be launched again on more nodes, if it would take more."""
         job.had = len(job.places)
         at = self.now + timedelta(minutes=1) if job.had < job.most else None
         self.claim(
@@ -682,8 +682,8 @@ class World:
                 self.release(node)
             case "pause":
                 self.learn(PauseCommand("", "grace"))
-            case "anew":
-                self.begun_anew = True
+            case "restart":
+                self.restarted = True
                 self.begin()
             case "resume":
                 self.learn(ResumeCommand("", "grace"))
@@ -697,7 +697,7 @@ class World:
         self.settle()
 
     def calm_down(self) -> None:
-        """Everything answers, nobody fails, all that is under way ends well."""
+        """Let everything answer, nothing fail, and all that is under way end well."""
         self.silent.clear()
         self.lost.clear()
         for used in self.foreign_processes.values():
@@ -751,7 +751,7 @@ MOVES = (
         "pause",
         "resume",
         "file",
-        "anew",
+        "restart",
     ),
 )
 SHARED = (
@@ -823,7 +823,7 @@ def test_a_shared_node_is_repaired_only_when_the_others_left_it(
     world.calm_down()
     world.settle()
     assert all(not node.asked_jobs and node.repair_drain is None for node in world.state.nodes), (
-        "nobody wants a node that is in service"
+        "no drain is left of a node that is in service"
     )
 
 
@@ -917,7 +917,7 @@ def test_a_waiting_job_is_served_however_many_would_like_to_grow(
     says("late", needs, (), needs)
     waited = T0 - T0
     while "late" not in desk.granted() and waited <= OFFER_TIMEOUT:
-        assert not desk.of(OfferMessage), "nothing is offered while somebody waits"
+        assert not desk.of(OfferMessage), "nothing is offered while a job waits"
         step = timedelta(seconds=desk.wakes_in())
         desk.now, waited = desk.now + step, waited + step
         desk.go()

@@ -108,7 +108,7 @@ UNHEALTHY = {
         "GPU 0000:05:00: is lost: GPU_IS_LOST",
         (bus(0),),
     ),
-    "a GPU is lost and nobody knows its address": (
+    "a GPU is lost and its address is unknown": (
         probe(gpus=nvml({"index": 0, "lost": None, "bus_id": None})),
         "GPU 0: is lost: no reason given",
         (),
@@ -222,7 +222,7 @@ SYMPTOMS = {
         probe(kernel={"lines": [XID_31]}),
         "Xid 31 on GPU 0000:06:00",
     ),
-    "a kernel log that nobody may read": (
+    "a kernel log that may not be read": (
         probe(kernel={"unreadable": "Operation not permitted", "lines": []}),
         "its kernel log cannot be read: Operation not permitted",
     ),
@@ -327,8 +327,8 @@ UNKNOWN = {
         probe(memory={"total": 0, "available": 0}),
         "memory: the node's answer makes no sense there",
     ),
-    "the disks are not told": (probe(disks=...), "disks: the node's answer lacks it"),
-    "no disk is told": (probe(disks=[]), "disks: none is listed"),
+    "the disks are missing": (probe(disks=...), "disks: the node's answer lacks it"),
+    "the list of disks is empty": (probe(disks=[]), "disks: none is listed"),
     "a disk is no object": (probe(disks=[7]), "disk disk 0 cannot be read"),
     "a disk's inodes are no number": (
         probe(disks=[disk(inodes_free="many")]),
@@ -361,7 +361,7 @@ NOT_EXAMINED = {
         diag(missing="dcgmi is not on this node's PATH"),
         "dcgmi diag: dcgmi is not on this node's PATH",
     ),
-    "nobody says what is missing": (diag(missing=3), "dcgmi diag: a tool is missing"),
+    "what is missing is not said": (diag(missing=3), "dcgmi diag: a tool is missing"),
     "it ran on another boot": (
         diag(boot_id="boot-2"),
         "it is not the same boot that was probed and diagnosed",
@@ -439,8 +439,8 @@ BUSY = {
         probe(jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]),
         ("job llama generation 3",),
     ),
-    "a job that nobody can read": (probe(jobs=[7]), ("job without a name",)),
-    "nobody knows": (probe(jobs=...), ("which jobs run on it cannot be read",)),
+    "a job that cannot be read": (probe(jobs=[7]), ("job without a name",)),
+    "it is unknown": (probe(jobs=...), ("which jobs run on it cannot be read",)),
     "a diagnosis": (
         probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
         ("diagnose of r7 holds it",),
@@ -482,7 +482,7 @@ def test_a_node_that_does_not_answer_is_not_free() -> None:
     assert read({"outcome": "refused", "reason": "protocol 2"}).reason == "protocol 2"
 
 
-def test_reboots_are_told_the_oldest_first() -> None:
+def test_reboots_are_listed_oldest_first() -> None:
     health = read(probe(reboots=journal((60, "r2"), (7200, "r1"))))
     assert [(one.id, one.boot_id, one.reason) for one in health.reboots] == [
         ("r1", "boot-0", "Xid 79"),

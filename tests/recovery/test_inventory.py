@@ -87,7 +87,7 @@ def test_a_process_that_is_not_called_a_stranger_is_none(processes: Any) -> None
     assert read_inventory(nvml(gpu(0, processes=processes))).used == ()
 
 
-def test_lost_gpus_and_what_could_not_be_read_are_told_apart() -> None:
+def test_lost_gpus_are_not_gpus_that_could_not_be_read() -> None:
     found = read_inventory(
         nvml(
             {"index": 0, "lost": "GPU_IS_LOST", "bus_id": "00000000:5E:00.0"},
@@ -193,10 +193,10 @@ def test_s2_10_a_whole_node_job_waits_and_names_the_stranger() -> None:
     assert desk.grants("waiting")["a"].reason == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
     assert desk.wakes_in() == 10
     assert desk.wait(seconds=10) == []
-    assert desk.state.probe_count == 2, "one reading every ten seconds while somebody waits"
+    assert desk.state.probe_count == 2, "one reading every ten seconds while a job waits"
     del desk.gpus["n1"]
     desk.wait(seconds=5)
-    assert desk.granted() == {}, "nobody has looked since"
+    assert desk.granted() == {}, "there was no look since"
     desk.wait(seconds=5)
     assert desk.granted() == {"a": ["n1"]}
 
@@ -330,7 +330,7 @@ def test_a_sweep_reads_some_of_a_large_fleet_and_wanted_nodes() -> None:
     desk.learn(ClaimEvent(Claim("a", 1, 1, 600, since=desk.now)))
     desk.settle()
     assert desk.of(ProbeOrder)[0].inventories == names[:512], (
-        "as many as are looked at for somebody at a time"
+        "as many as are looked at for a job at a time"
     )
 
 
@@ -342,7 +342,7 @@ def test_a_node_not_read_for_ten_seconds_is_read_before_a_grant() -> None:
     desk.busy = {"probe"}
     desk.now += timedelta(seconds=0.5)
     desk.claim("a", 1)
-    assert desk.granted() == {}, "it has answered, and nobody knows who computes there"
+    assert desk.granted() == {}, "it has answered, and who computes there is unknown"
     desk.busy = set()
     assert [one for one in desk.settle() if isinstance(one, ProbeOrder)] == [look("n1")], (
         "at once: the last look did not ask"
@@ -380,7 +380,7 @@ def test_a_slow_reading_is_asked_for_again_and_then_when_due() -> None:
     assert desk.wakes_in() == 58
 
 
-def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
+def test_a_reading_that_arrives_late_keeps_its_age() -> None:
     desk = Desk(*nodes("n1"))
     desk.now += timedelta(minutes=6)
     desk.learn(

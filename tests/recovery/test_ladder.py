@@ -129,10 +129,7 @@ def on(
                 (on(), 1, "FAILED 1"),
                 (on("n1"), 2, "RESTART_IN_PLACE"),
             ],
-            id=(
-                "key node: faults whose node nobody knows count "
-                "together and not with those of a node"
-            ),
+            id=("key node: faults of unknown nodes count together and not with those of a node"),
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
@@ -249,12 +246,12 @@ R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
     ("reset_by", "met", "expected"),
     [
         pytest.param([], [F, F], "FAILED 1", id="two in a row"),
-        pytest.param([], [F, E, F], "RESTART_IN_PLACE", id="any other cause begins the row anew"),
+        pytest.param([], [F, E, F], "RESTART_IN_PLACE", id="any other cause begins the row again"),
         pytest.param([], [F, F, E, F], "RESTART_IN_PLACE", id="and the one after it is the second"),
-        pytest.param([], [F, "step", F], "RESTART_IN_PLACE", id="progress begins the row anew"),
-        pytest.param([], [F, "step", F, F], "FAILED 1", id="progress begins it anew only once"),
+        pytest.param([], [F, "step", F], "RESTART_IN_PLACE", id="progress begins the row again"),
+        pytest.param([], [F, "step", F, F], "FAILED 1", id="progress begins it again only once"),
         pytest.param(
-            ["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it anew"
+            ["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it again"
         ),
         pytest.param(["GPU_RESET"], [F, E, F], "FAILED 1", id="a cause that is not named does not"),
         pytest.param(
@@ -312,29 +309,29 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
         pytest.param(
             [REPLACE, FAIL], ("n2",), ("n1",), "REPLACE_NODE without n1 n2", id="beside who is lost"
         ),
-        pytest.param([REPLACE, FAIL], (), (), "FAILED 1", id="nobody suspected: nobody to replace"),
-        pytest.param([RESET, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reset"),
-        pytest.param([REBOOT, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reboot"),
+        pytest.param([REPLACE, FAIL], (), (), "FAILED 1", id="no suspect: nothing to replace"),
+        pytest.param([RESET, FAIL], (), (), "FAILED 1", id="no suspect: nothing to reset"),
+        pytest.param([REBOOT, FAIL], (), (), "FAILED 1", id="no suspect: nothing to reboot"),
         pytest.param(
             [REPLACE, FAIL],
             (),
             ("n1",),
             "REPLACE_NODE without n1",
-            id="a lost node is replaced, whoever is suspected",
+            id="a lost node is replaced, any suspect or none",
         ),
         pytest.param(
             [REBOOT, FAIL],
             (),
             ("n1",),
             "FAILED 1",
-            id="a lost node that nobody suspects is not rebooted",
+            id="a lost node that is no suspect is not rebooted",
         ),
         pytest.param(
             [RESET, FAIL],
             (),
             ("n1",),
             "FAILED 1",
-            id="a lost node that nobody suspects is not reset",
+            id="a lost node that is no suspect is not reset",
         ),
         pytest.param(
             [RESTART, FAIL], ("n2",), (), "RESTART_IN_PLACE", id="in place means with the suspect"
@@ -351,7 +348,7 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
             ("n2",),
             (),
             "RESCHEDULE_JOB",
-            id="all places anew, nobody is left out",
+            id="all places again, no node is left out",
         ),
         pytest.param([RESCHEDULE, FAIL], (), (), "RESCHEDULE_JOB", id="needs no suspect"),
         pytest.param(
@@ -369,7 +366,7 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
             id="the lost one is not isolated",
         ),
         pytest.param(
-            [{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="nobody to isolate"
+            [{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="no node to isolate"
         ),
         pytest.param(
             [RESET],

@@ -80,7 +80,7 @@ BY_VERDICT = [SICK, {**RESTART, "when": "HEALTHY"}, {**RESCHEDULE, "when": "UNKN
             "RESCHEDULE_JOB",
             id="one unknown among healthy ones",
         ),
-        pytest.param({}, "RESCHEDULE_JOB", id="an answer about nobody is no answer"),
+        pytest.param({}, "RESCHEDULE_JOB", id="an answer about no node is no answer"),
     ],
 )
 def test_a_verdict_chooses_the_rung(verdicts: dict[str, str], expected: str) -> None:

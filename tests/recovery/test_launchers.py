@@ -1,4 +1,4 @@
-"""What a launcher is told, and what its log tells of the ranks that failed."""
+"""The options of a launcher, and what its log says of the ranks that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that somebody wants a node of: when it leaves it, and what people may say to that."""
+"""A job with a node to drain: when it leaves the node, and what people may say to that."""
 
 from __future__ import annotations
 

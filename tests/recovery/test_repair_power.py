@@ -111,7 +111,7 @@ def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
         "n2 refused the order to reboot n2 (cannot_reboot): sudo: "
         "a password is required; power-cycling n2 instead"
     )
-    assert isinstance(decide(state, at(1)), ProbeNode), "it is looked at anew"
+    assert isinstance(decide(state, at(1)), ProbeNode), "it is probed again"
     assert then(state, SAME, seconds=2) == replace(
         ORDER, reason="Xid 79. Power-cycling n2 (approved by bo)"
     )

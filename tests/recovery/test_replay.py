@@ -220,7 +220,7 @@ def examine(*nodes: str) -> Examine:
             launch(),
             launch(keep_nodes=False),
             "then with all places assigned again",
-            id="places were given anew",
+            id="places were given again",
         ),
         pytest.param(
             launch(delay=timedelta(seconds=5)), launch(), "then after 0s", id="it was not waited"
@@ -273,7 +273,7 @@ def test_a_different_repair_is_followed_and_an_equal_one_counted() -> None:
     reboot = application({"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
     assert marked(replay(reboot, new_job(), steps)) == [
         ("Repair REBOOT_NODE", "then Repair RESET_GPU")
-    ], "not an answer nobody asked for"
+    ], "not an answer without a question"
 
 
 # --- written events -------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_s1_1_every_way_to_end_is_classified(ending: Any, expected: str) -> None
 def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, phase: Phase) -> None:
     after, _ = step(job(), ending(job()))
     assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2")), (
-        "nobody counts as stopped before it is proven"
+        "no rank counts as stopped before it is proven"
     )
     partly, decision = step(after, RanksStopped(1, ("n1",), at(1)))
     assert (told(decision), partly.phase, partly.maybe_alive) == ("IGNORE", phase, ("n2",))
@@ -315,7 +315,7 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
         "REBOOT_NODE refused: not allowed",
     ),
     (
-        "a reboot that nobody can prove",
+        "a reboot that cannot be proven",
         [
             (died(1), "EXAMINE n2"),
             (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),

@@ -219,7 +219,7 @@ def test_s3_6_the_earliest_error_is_the_cause_with_its_traceback() -> None:
             ),
             "FAILED 127",
             0,
-            id="input that was wrong before any worker was started is nobody's to retry",
+            id="input that was wrong before any worker was started is not retried",
         ),
     ],
 )

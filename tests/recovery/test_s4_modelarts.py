@@ -139,7 +139,7 @@ def test_s4_2_a_failed_reset_isolates_the_node_and_reschedules(failure: Any, lin
         pytest.param(
             [(0, USERS), (1, USERS), (2, USERS)],
             "RESCHEDULE_JOB",
-            id="the user's doing: scheduled anew and not isolated",
+            id="the user's doing: scheduled again and not isolated",
         ),
         pytest.param(
             [(0, USERS), (1, HEALS), (2, USERS)], RESET, id="the user's doing counts by itself"
@@ -193,7 +193,7 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
         ),
         pytest.param(
             [R, R, R, (sick(HEALS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")],
-            id="a fault of a chip in between begins anew",
+            id="a fault of a chip in between begins again",
         ),
         pytest.param(
             [R, R, (sick(FATAL), POD), R, R, R, (died(1), "FAILED 1")], id="a fatal one as well"

@@ -289,7 +289,7 @@ class Machine:
 
 
 ENDS_WITH_US = ("setpriv", "--pdeathsig", "TERM")
-"""Before a command: when the test run is killed, nobody else would ever stop a machine."""
+"""Before a command: when the test run is killed, nothing else would ever stop a machine."""
 NVIDIA_SMI = b"""#!/bin/sh
 # A double of nvidia-smi: it notes who calls it, and is content.
 echo "$(id -u) $*" >> /var/tmp/nvidia-smi.calls

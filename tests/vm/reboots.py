@@ -164,7 +164,7 @@ def test_s1_6_a_frozen_machine_is_power_cycled_by_the_command(
     assert machine.boots() == [*known, machine.boot_id()], (
         "exactly one boot more, by the machine's own count"
     )
-    assert reboots(machine) == journal, "nobody could order anything of it"
+    assert reboots(machine) == journal, "no worker could order anything of it"
     cycled, back = float(machine.cycled.read_text()), sight.back(frozen)
     moments = (
         ("its power is cycled", cycled),

@@ -58,7 +58,7 @@ def nodes(state: JobState) -> list[str]:
 
 
 def worlds(rig: Rig) -> dict[int, set[tuple[str, str]]]:
-    """WORLD_SIZE and GROUP_WORLD_SIZE that ranks of each generation were told."""
+    """Return WORLD_SIZE and GROUP_WORLD_SIZE of the ranks of each generation."""
     found: dict[int, set[tuple[str, str]]] = {}
     for call in rig.backend.calls:
         if call.command == "start":
@@ -192,7 +192,7 @@ async def test_s3_3_a_job_begins_small_and_leaves_nodes_others_want(
         await until_fleet(
             rig,
             lambda fleet: any(record.is_waiting for record in fleet.claims),
-            "that somebody waits",
+            "that a job waits",
         )
         await ended(other)
         assert nodes(await third.until_phase(Phase.RUNNING)) == ["n1"]
@@ -304,7 +304,7 @@ async def test_s3_3_an_offer_gone_or_to_an_older_claim_does_nothing(
 async def test_s3_3_an_offer_goes_back_when_a_fault_comes_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its claim for more is under way when a person wants it launched anew: that one counts."""
+    """Its claim for more is under way when a person wants it launched again: that one counts."""
     reached = stall_growth(monkeypatch)
     async with make(make_rig) as rig:
         await quarantine(rig, "n3")

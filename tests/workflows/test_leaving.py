@@ -66,7 +66,7 @@ async def ended(*jobs: Job) -> None:
 
 
 async def checkpoint_seen(job: Job, least: int) -> None:
-    """Wait until whoever watches the job shows people a checkpoint of at least this step."""
+    """Wait until the watch of the job shows people a checkpoint of at least this step."""
 
     async def seen() -> int:
         watch = (await load_job(job.client, job.handle.id.removeprefix("job/"))).watch
@@ -204,7 +204,7 @@ async def test_jobs_leave_a_shared_suspect_before_its_examination(
         ]
         left = max(life.number for life in rig.backend.lives if life.node == "n1")
         assert began and all(upkeep.number > left for upkeep in began), (
-            "nothing was done to it while somebody lived there"
+            "nothing was done to it while ranks lived there"
         )
         await ended(one, other)
 

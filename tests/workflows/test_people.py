@@ -1,4 +1,4 @@
-"""What people are told without being asked, and hints that a job's watch is to look again."""
+"""The messages that people get without asking, and hints to a job's watch to look again."""
 
 from __future__ import annotations
 

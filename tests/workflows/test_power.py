@@ -347,7 +347,7 @@ async def test_a_power_command_that_hangs_is_ended_and_not_repeated(
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, world.cycles) == ("done", 1)
         assert ended.reason.startswith("n1 was rebooted and is healthy"), (
-            "by its power or not, nobody knows"
+            "by its power or not, that is unknown"
         )
 
 

@@ -174,7 +174,7 @@ class AwsDouble:
         return self._front.log
 
     def environment(self) -> dict[str, str]:
-        """For whoever shall have this instead of AWS."""
+        """Return the variables of a process that uses this instead of AWS."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "double",
@@ -266,8 +266,8 @@ class AwsDouble:
 
         `exit_code` None: the container has none. `after` None: it runs until it is stopped.
         `stubborn`: SIGTERM does nothing to it; `stuck`: SIGKILL neither.
-        `stop_code="TaskFailedToStart"`: it never ran. `times`: for so many tasks; what was told
-        first counts first.
+        `stop_code="TaskFailedToStart"`: it never ran. `times`: for so many tasks; the script
+        that was set first counts first.
         """
         script = Script(
             wanted,

@@ -67,7 +67,7 @@ class Ecs(ContainerInstances):
             )
         with self.lock:
             answer: dict[str, Any] = handler(request)
-            # What is told is of this moment: it is written out before the lock is let go.
+            # The answer is of this moment: it is written out before the lock is released.
             copy: dict[str, Any] = json.loads(json.dumps(answer))
             return copy
 

@@ -203,7 +203,7 @@ class Machine:
                 )
 
     def end(self, task: Task, stop_code: str, why: str) -> None:
-        """Nobody has to have it run any more; it may run on for a while."""
+        """Set its desired status to STOPPED; it may run on for a while."""
         if task.desired_status == "STOPPED":
             return
         task.desired_status, task.stop_code, task.stopped_reason = "STOPPED", stop_code, why

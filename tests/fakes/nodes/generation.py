@@ -135,7 +135,7 @@ class Generation:
         return [one.rank for one in self.ranks.values() if one.ended is None]
 
     def peer_view(self, now: float) -> tuple[bool, bool]:
-        """Return what a peer is told: alive, and leased."""
+        """Return what a peer gets as answer: alive, and leased."""
         alive = self.state == "running" and (not self._fences or now < self._alive_until)
         return alive, alive and self._renewed and now < self._leased_until
 
@@ -211,13 +211,13 @@ class Generation:
         self._notify()
 
     def vanish(self, reason: str) -> None:
-        """The node reboots: everything is gone and nobody saw how."""
+        """End all ranks as a reboot does: no process sees how they end."""
         for rank in self.alive():
             self._end(self.ranks[rank], reason)
         self.leave()
 
     def tell_of_the_end(self) -> None:
-        """Say once that ranks are gone whose exits nobody saw."""
+        """Report once that ranks are gone whose exits were not seen."""
         if self.state != "gone" or not self.ranks:
             return
         seen = {told["rank"] for told in self.journal if told["kind"] == "RankExited"}

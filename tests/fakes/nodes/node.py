@@ -196,7 +196,7 @@ class Node:
         self._notify()
 
     def power_off(self) -> None:
-        """Go down and stay so, until somebody reboots it."""
+        """Go down and stay so, until it is rebooted."""
         self.down = True
         for job in self.jobs.values():
             for generation in job.generations.values():
@@ -417,7 +417,7 @@ class Node:
             return None
         hosts = [other.jobs, *other._elsewhere.values()]
         jobs = [found for host in hosts if (found := host.get((token.namespace, token.job)))]
-        # Peers were told addresses of machines, not names.
+        # Peers know addresses of machines, not names.
         job = next((one for one in jobs if token in one.generations), None)
         generation = None if job is None else job.generations[token]
         # Who answers is the supervisor of this very generation, and it goes when its ranks have
@@ -427,7 +427,7 @@ class Node:
         if generation.start_order is None or generation.start_order.secret != secret:
             return None
         if job.stopped is not None and job.stopped >= token:
-            return f"was told to stop {job.stopped}", False, False
+            return f"was ordered to stop {job.stopped}", False, False
         if job.prepared is not None and job.prepared > token:
             return f"knows {job.prepared}", False, False
         return None, *generation.peer_view(self.clock.time())

@@ -1,6 +1,6 @@
 """One watch of a simulated generation: `base.WatchStream`.
 
-Has no task of its own; an idle one is an event and a timer.
+It has no separate task; an idle one is an event and a timer.
 """
 
 from __future__ import annotations
