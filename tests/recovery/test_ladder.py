@@ -129,7 +129,7 @@ def on(
                 (on(), 1, "FAILED 1"),
                 (on("n1"), 2, "RESTART_IN_PLACE"),
             ],
-            id=("key node: faults of unknown nodes count together and not with those of a node"),
+            id="key node: faults of unknown nodes count together and not with those of a node",
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
