@@ -234,7 +234,7 @@ async def names(smoke: Smoke) -> None:
 
     async def again() -> tuple[object, bool]:
         known, repeated = await smoke.task(3), await smoke.run_again(3)
-        return told(repeated), isinstance(repeated, Task) and repeated.arn == known.arn
+        return describe(repeated), isinstance(repeated, Task) and repeated.arn == known.arn
 
     async def other_words() -> tuple[object, bool]:
         try:
@@ -244,7 +244,7 @@ async def names(smoke: Smoke) -> None:
             return f"{error.reason}; resourceIds {named}", error.code == "ConflictException" and (
                 await smoke.task(3)
             ).arn in named
-        return told(placed), False
+        return describe(placed), False
 
     async def another_worker() -> tuple[object, bool]:
         other = EcsBackend(spec_of(smoke.ec2_id), smoke.backend.options, SETTLES)
@@ -284,7 +284,7 @@ async def stopped(smoke: Smoke) -> None:
         answer = await smoke.run_again(3, clientToken=uuid.uuid4().hex)
         if isinstance(answer, Task):
             await smoke.backend.cluster.stop(answer.arn, reason)
-        return told(answer), isinstance(answer, RunTaskFailure) and answer.reason.startswith(
+        return describe(answer), isinstance(answer, RunTaskFailure) and answer.reason.startswith(
             "MemberOf"
         )
 
@@ -318,7 +318,7 @@ async def attribute_is_seen(smoke: Smoke) -> None:
                 placementConstraints=[{"type": "memberOf", "expression": constraint}],
             )
             if isinstance(answer, RunTaskFailure) and not answer.reason.startswith("MemberOf"):
-                raise Differs(f"it cannot be measured: {told(answer)}")
+                raise Differs(f"it cannot be measured: {describe(answer)}")
             if isinstance(answer, Task) is placed:
                 # When it was asked: that much later it is known to count.
                 delays[placed].append(asked - begun)
@@ -389,7 +389,7 @@ async def rebooted(smoke: Smoke, before: str) -> None:
 # --- all of it
 
 
-def told(answer: Task | RunTaskFailure) -> str:
+def describe(answer: Task | RunTaskFailure) -> str:
     return (
         f"placed {answer.arn}"
         if isinstance(answer, Task)

@@ -203,7 +203,7 @@ async def make(aws: AwsDouble) -> AsyncIterator[Callable[..., Site]]:
         await site.close()
 
 
-def seen(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def observations(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [dict(line["observation"]) for line in lines if "observation" in line]
 
 
@@ -247,7 +247,7 @@ os._exit(3)
     assert [line["hello"]["ranks"] for line in lines if "hello" in line] == [
         [0, 1]
     ] and "hello" in lines[0]
-    first, second = seen(lines)
+    first, second = observations(lines)
     assert (first["seq"], first["rank"], first["exit_code"], first["stopped"], first["error"]) == (
         1,
         1,
@@ -280,15 +280,15 @@ async def test_the_end_is_reported_once_by_the_first_to_see_it(make: Callable[..
     site = make()
     await site.launch(("sh", "-c", "sleep 0.5; exit 0"), ranks=2)
     lines = await site.watch()
-    assert {one["rank"]: one["exit_code"] for one in seen(lines)} == {0: 0, 1: 0}
-    assert [one["seq"] for one in seen(lines)] == [1, 2]
+    assert {one["rank"]: one["exit_code"] for one in observations(lines)} == {0: 0, 1: 0}
+    assert [one["seq"] for one in observations(lines)] == [1, 2]
     # After the end of the container ECS reports the exits that were not reported before.
     await _stopped(site)
-    assert [(one["seq"], one["rank"]) for one in seen(await site.watch(after_seq=1))] == [
+    assert [(one["seq"], one["rank"]) for one in observations(await site.watch(after_seq=1))] == [
         (ECS_SEQ, 0),
         (ECS_SEQ + 1, 1),
     ]
-    assert seen(await site.watch(after_seq=ECS_SEQ + 1)) == []
+    assert observations(await site.watch(after_seq=ECS_SEQ + 1)) == []
 
 
 async def _stopped(site: Site) -> None:
@@ -379,7 +379,7 @@ async def test_of_a_port_that_is_not_there_ecs_tells_the_end(
     site = make(key="")
     await site.launch(("sh", "-c", f"exit {code}"), ranks=2)
     lines = await site.watch()
-    assert [(one["rank"], one["exit_code"], one["seq"]) for one in seen(lines)] == [
+    assert [(one["rank"], one["exit_code"], one["seq"]) for one in observations(lines)] == [
         (rank, code, ECS_SEQ + number) for number, rank in enumerate(ranks)
     ]
 
@@ -400,7 +400,7 @@ async def test_the_user_who_stops_a_task_is_reported_from_ecs(make: Callable[...
             orders.append(asyncio.create_task(by_a_person()))
         return False
 
-    (end,) = seen(await site.watch(enough))
+    (end,) = observations(await site.watch(enough))
     assert (end["kind"], end["seq"]) == ("StoppedByUser", ECS_SEQ) and "enough" in end["reason"]
     await orders[0]
 
@@ -418,7 +418,9 @@ async def test_ranks_that_relaunch_stops_are_reported_as_stopped(make: Callable[
     async with asyncio.timeout(PATIENCE):
         await ready.wait()
     assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), Gone)
-    assert [(one["kind"], one["stopped"]) for one in seen(await watching)] == [("RankExited", True)]
+    assert [(one["kind"], one["stopped"]) for one in observations(await watching)] == [
+        ("RankExited", True)
+    ]
 
 
 async def test_a_rank_that_is_heard_lives_whatever_aws_does(

@@ -574,7 +574,7 @@ async def test_tasks_and_container_instances_are_found_in_the_cluster(
 # --- people
 
 
-async def heard(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> dict[str, Any]:
+async def receive(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> dict[str, Any]:
     """What a subscriber of a new topic gets."""
     name = f"people-{next(NUMBERS)}"
     topic = (await account.aws.call("sns", "CreateTopic", Name=name))["TopicArn"]
@@ -597,7 +597,7 @@ async def heard(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> d
 
 
 async def test_s1_7_people_are_notified_by_sns(account: Account) -> None:
-    said = await heard(
+    said = await receive(
         account,
         lambda topic: topic.tell(
             "llama → FAILED", "Xid 79 on n2\nnext: nothing", {"job": "llama", "cause": ""}
@@ -610,7 +610,7 @@ async def test_s1_7_people_are_notified_by_sns(account: Account) -> None:
 
 
 async def test_a_message_that_is_too_long_is_cut_and_says_so(account: Account) -> None:
-    said = await heard(
+    said = await receive(
         account, lambda topic: topic.tell("long", "ä" * LONGEST_MESSAGE, {"job": "llama"})
     )
     length = len(said["Message"].encode())

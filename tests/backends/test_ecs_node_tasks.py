@@ -20,8 +20,8 @@ from tests.backends.ecs_site import (
     REPAIR,
     Make,
     Site,
+    add_worker,
     aws,
-    beside,
     eventually,
     make,
     nothing_told,
@@ -149,7 +149,7 @@ async def test_a_repeated_call_waits_for_the_task_that_pulls_its_image(
     with pytest.raises(Unreachable, match="has not ended in time"):
         await site.tasks.probe(site.ec2_id, "n1", 0.2, None)
     monkeypatch.setattr(node_tasks_module, "PLACED_WITHIN", 20.0)
-    assert (await beside(site).probe())["boot_id"] == "b1"
+    assert (await add_worker(site).probe())["boot_id"] == "b1"
     assert (
         sum(one["containerInstanceArn"] == site.instance.arn for one in site.double.tasks("node"))
         == 1
@@ -202,7 +202,7 @@ async def test_s1_3_an_examination_waits_for_gpus_of_stopping_ranks(
     )
     await site.cluster.stop(rank, "relaunch: default/j/1/1")
     assert (await site.diagnose())["contract"] == "healthy"
-    assert site.asked("StopTask") == 0 and len(site.examinations()) == 1
+    assert site.count_requests("StopTask") == 0 and len(site.examinations()) == 1
 
 
 async def test_s1_3_gpus_that_are_never_free_are_called_busy_in_time(make: Make) -> None:
@@ -222,13 +222,13 @@ async def test_s1_6_an_examination_of_a_dead_worker_is_found_untagged(
     """
     site = make(CHECKED)
     site.double.script("check", after=0.7, exit_code=1)
-    dead = beside(site)
+    dead = add_worker(site)
     dead.cluster.stop = _nothing  # type: ignore[assignment]
     working = asyncio.create_task(dead.diagnose())
     await eventually(site.examinations)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
-    other = beside(site)
+    other = add_worker(site)
     same, another, facts = await asyncio.gather(
         other.diagnose(), other.diagnose(id="repair/other"), other.probe()
     )

@@ -363,7 +363,7 @@ class Round:
             case "reboot":
                 allowed = (NOTHING, FAULTY, LATE)
             case "cut both":
-                await self._left(node)
+                await self._wait_without(node)
                 self._heal(node)
                 allowed = (NOTHING, LOST)
             case "sshd":
@@ -383,7 +383,7 @@ class Round:
         await self._end()
         return Expected(allowed)
 
-    async def _left(self, node: str) -> None:
+    async def _wait_without(self, node: str) -> None:
         """Wait until the job trains without a node.
 
         Where the cut came before nodes were chosen, it was never used, or is waited for: the spares
@@ -423,10 +423,10 @@ class Round:
         return Expected(allowed)
 
     async def _heard_again(self) -> None:
-        async def heard() -> bool:
+        async def is_heard() -> bool:
             return not (await self.job.state()).lost
 
-        await eventually(heard, f"a healed node of {self.job.name} is not heard again")
+        await eventually(is_heard, f"a healed node of {self.job.name} is not heard again")
 
     async def _finish_node_lost(self) -> Expected:
         allowed: Tries = LOST

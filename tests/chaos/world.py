@@ -160,10 +160,10 @@ class Job:
         return await jobs.load_job(self.world.client, self.name)
 
     async def state(self) -> JobState:
-        async def asked() -> JobState | None:
+        async def read_state() -> JobState | None:
             return (await self.look()).state
 
-        return await eventually(asked, f"the state of {self.name} cannot be read")
+        return await eventually(read_state, f"the state of {self.name} cannot be read")
 
     async def phase(self) -> tuple[str, int]:
         """Phase and generation as everybody can see them, with no worker alive."""

@@ -73,7 +73,7 @@ def test_the_double_is_as_expected_of_aws_in_every_row(
     assert "another boot id" in printed and aws.instance(ec2_id).boots == before + 1
     left = [
         one["name"]
-        for one in aws.instance(ec2_id).machine.registered.told()["attributes"]
+        for one in aws.instance(ec2_id).machine.registered.describe()["attributes"]
         if one["name"].startswith("relaunch.")
     ]
     assert left == [] and not aws.tasks(status="RUNNING"), "it leaves something behind"

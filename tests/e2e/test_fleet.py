@@ -49,7 +49,7 @@ async def until(
 ) -> dict[str, dict[str, Any]]:
     """Wait until nodes are in these states, with these jobs."""
 
-    async def seen() -> dict[str, dict[str, Any]] | None:
+    async def find_rows() -> dict[str, dict[str, Any]] | None:
         found = await rows(world)
         return (
             found
@@ -60,7 +60,7 @@ async def until(
             else None
         )
 
-    return await eventually(seen, f"the nodes are not {expected}", patience, pause=0.5)
+    return await eventually(find_rows, f"the nodes are not {expected}", patience, pause=0.5)
 
 
 async def end(world: World, job: Job) -> None:

@@ -178,8 +178,8 @@ async def test_s3_5_a_rank_that_stalls_past_the_exit_barrier_is_hung(
     assert str(incident.cause) == "HANG"
     assert "a rank finished 2 s ago" in incident.reason
 
-    async def gone() -> bool:
+    async def has_no_ranks() -> bool:
         return not job.rank_pids()
 
-    await eventually(gone, "the rank that hung is left")
+    await eventually(has_no_ranks, "the rank that hung is left")
     await world.tidy(job)

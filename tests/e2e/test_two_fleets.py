@@ -89,13 +89,13 @@ async def test_ranks_of_another_fleet_are_in_the_way_and_run_on(
     waits = await world.submit(fleet=OTHER)
     await waits.until_phase("QUEUED", "WAITING_FOR_NODES")
 
-    async def said() -> bool:
+    async def is_reported() -> bool:
         found = await rows(world, OTHER)
         return {(one["state"], one["reason"]) for one in found.values()} == {
             ("held", lives_on(job, FLEET))
         }
 
-    await eventually(said, "the other fleet does not say who is in its way")
+    await eventually(is_reported, "the other fleet does not say who is in its way")
     # While a job waits, the fleet looks every two seconds, and orders what it wants stopped.
     state = await fleets.read(world.client, QUEUE, OTHER)
     until = time.monotonic() + 60

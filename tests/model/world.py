@@ -438,7 +438,7 @@ class World:
         watcher.current = False
         self._report_returned(watcher)
         for n in silent:
-            self.controller.lost(n, self._unheard(watcher, n), self.now)
+            self.controller.lose_node(n, self._unheard(watcher, n), self.now)
         self._watch(watcher.generation)
 
     # Time.

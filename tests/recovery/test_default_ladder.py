@@ -17,7 +17,16 @@ from relaunch.evidence.findings import Verdict
 from relaunch.job.events import NodesAcquired, StepReached
 from relaunch.job.state import Diagnosis, Examine, Incident, JobState, Phase, Relaunch, Repair, Slot
 from relaunch.spec.policy import Strategy
-from tests.recovery.builders import at, climbed, found, mended, relaunched, running, step, told
+from tests.recovery.builders import (
+    at,
+    climbed,
+    describe,
+    examine,
+    mended,
+    relaunched,
+    running,
+    step,
+)
 
 Where = Literal["stays", "wanders"]
 """Where the fault is.
@@ -72,9 +81,9 @@ def walked(
             at(fault),
         )
         while True:
-            said.append(told(decision))
+            said.append(describe(decision))
             if isinstance(decision, Examine):
-                answer = found(
+                answer = examine(
                     **{one: verdict if one == node else "HEALTHY" for one in decision.nodes}
                 )
                 job, decision = step(job, answer(job), at(fault))
@@ -409,4 +418,4 @@ def test_a_fault_that_roams_the_gpus_of_a_large_job_ends_as_well() -> None:
             "and without a step forward"
         )
         job = relaunched(job, at(fault))
-    assert told(decision) in (FAILED, ASK)
+    assert describe(decision) in (FAILED, ASK)

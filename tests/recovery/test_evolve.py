@@ -39,8 +39,9 @@ from tests.recovery.builders import (
     T0,
     at,
     back,
+    describe,
     died,
-    gone,
+    lose,
     mended,
     new_job,
     play,
@@ -51,7 +52,6 @@ from tests.recovery.builders import (
     running,
     step,
     this,
-    told,
     walk,
 )
 
@@ -87,7 +87,7 @@ def test_archived_incidents_leave_the_state_and_still_count() -> None:
         job, _ = play(relaunched(job), StepReached(generation + 1, 0, T0))
     kept = job.incidents[2:]
     job, decision = step(job, IncidentsArchived(2))
-    assert ("IGNORE", kept, 2) == (told(decision), job.incidents, job.incidents_archived)
+    assert ("IGNORE", kept, 2) == (describe(decision), job.incidents, job.incidents_archived)
 
 
 def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
@@ -131,7 +131,7 @@ def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
         running(policy=policy(**before)), PolicyChanged(policy(**after), "so", "ada")
     )
     assert ("IGNORE", policy(**after), keys) == (
-        told(decision),
+        describe(decision),
         job.policy,
         job.policy_changes[-1].keys,
     )
@@ -146,7 +146,7 @@ def repairing() -> JobState:
 
 
 def losing(node: str) -> JobState:
-    return walk(running(nodes=3), (gone("n1"), "WAIT NODE_LOST"), (gone(node), "WAIT NODE_LOST"))
+    return walk(running(nodes=3), (lose("n1"), "WAIT NODE_LOST"), (lose(node), "WAIT NODE_LOST"))
 
 
 def failing() -> JobState:
@@ -254,14 +254,14 @@ def test_what_follows_in_one_state_only(
 ) -> None:
     before = job()
     after, decision = step(before, event(before))
-    assert (expected, reason in decision.reason) == (told(decision), True), decision.reason
+    assert (expected, reason in decision.reason) == (describe(decision), True), decision.reason
     assert expected != "IGNORE" or replace(after, notices=()) == before
 
 
 def test_a_node_that_a_person_declares_dead_is_no_longer_alive() -> None:
-    job, _ = step(running(nodes=3), gone("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
+    job, _ = step(running(nodes=3), lose("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
     job, decision = step(job, NodeDeclaredDead("n3", "", ""))
-    assert (told(decision), job.lost, job.maybe_alive) == (
+    assert (describe(decision), job.lost, job.maybe_alive) == (
         "REPLACE_NODE without n3",
         (),
         ("n1", "n2"),
@@ -312,7 +312,7 @@ def test_a_node_that_the_watch_hears_is_not_taken_for_dead() -> None:
         "node n2 answers the job's watch, or has not been silent for 3m yet"
         in check_declaration(running(), "n2")
     )
-    lost = walk(running(nodes=3), (gone("n2"), "WAIT NODE_LOST"))
+    lost = walk(running(nodes=3), (lose("n2"), "WAIT NODE_LOST"))
     assert (check_declaration(lost, "n2"), bool(check_declaration(lost, "n3"))) == ("", True)
     assert check_declaration(running(), "n9") == "", "it changes nothing"
     stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))

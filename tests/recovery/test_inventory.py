@@ -481,7 +481,7 @@ def test_the_job_on_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
         case "quarantined":
             desk.learn(QuarantineCommand("n1", "dust", "grace"))
     seen = replace(SHORT, used=(GpuUse((0,), ALICE),)) if how == "a stranger" else SHORT
-    desk.learn(ProbeResults((replace(desk.seen("n1", read=False), inventory=seen),)))
+    desk.learn(ProbeResults((replace(desk.probe_node("n1", read=False), inventory=seen),)))
     before = desk.node("n1").status
     assert [order for order in desk.settle() if isinstance(order, RepairRequest)] == []
     assert desk.node("n1").status is before

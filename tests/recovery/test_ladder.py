@@ -30,6 +30,7 @@ from tests.recovery.builders import (
     T0,
     at,
     climbed,
+    describe,
     policy,
     raised,
     relaunched,
@@ -38,7 +39,6 @@ from tests.recovery.builders import (
     step,
     suspected,
     this,
-    told,
     walk,
 )
 
@@ -213,7 +213,7 @@ def test_what_tries_count(ladder: list[dict[str, Any]], faults: Faults) -> None:
     job = running(policy=rungs(*ladder))
     for number, (fault, seconds, expected) in enumerate(faults):
         job, decision = climbed(job, fault, at(seconds))
-        assert told(decision) == expected, f"fault {number}: {decision}"
+        assert describe(decision) == expected, f"fault {number}: {decision}"
 
 
 def test_key_job_counts_the_tries_of_every_cause() -> None:
@@ -236,7 +236,7 @@ def test_key_job_counts_the_tries_of_every_cause() -> None:
         (Cause.HANG, "FAILED 1"),
         (Cause.NUMERICS, "RESTART_IN_PLACE"),
     ):
-        assert told(climbed(job, suspected(cause, "n1"))[1]) == expected, cause
+        assert describe(climbed(job, suspected(cause, "n1"))[1]) == expected, cause
 
 
 R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
@@ -287,7 +287,7 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
             job, incident=job.incident or walk(running(), (raised(), "RESTART_IN_PLACE")).incident
         )
         assert isinstance(decision, Relaunch)
-    assert told(climbed(job, on("n1"), at(60))[1]) == expected
+    assert describe(climbed(job, on("n1"), at(60))[1]) == expected
 
 
 # --- who is suspected -----------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_who_is_meant(
     _, decision = climbed(
         running(policy=rungs(*ladder)), on(*nodes, gpus=("0000:05:00",)), without=without
     )
-    assert told(decision) == expected, decision
+    assert describe(decision) == expected, decision
     if isinstance(decision, Relaunch):
         assert decision.keep_nodes is (decision.strategy is not Strategy.RESCHEDULE_JOB)
 
@@ -403,7 +403,7 @@ def test_a_try_remembers_at_most_four_suspects() -> None:
     names = tuple(f"n{i}" for i in range(9))
     job, _ = climbed(running(policy=rungs(REPLACE)), on(*names, gpus=names))
     assert (job.tries[0].nodes, job.tries[0].gpus) == (names[:SUSPECTS_KEPT], names[:SUSPECTS_KEPT])
-    assert told(climbed(job, on(*names))[1]).split()[2:] == list(names), (
+    assert describe(climbed(job, on(*names))[1]).split()[2:] == list(names), (
         "all of them are left out nevertheless"
     )
 
@@ -456,8 +456,8 @@ def test_a_cause_without_a_ladder_uses_unknowns_and_counts_alone() -> None:
     job = running(policy=policy(**source))
     for cause in (Cause.STORAGE, Cause.NETWORK):
         job, decision = climbed(job, suspected(cause, "n1"))
-        assert told(decision) == "RESTART_IN_PLACE"
-        assert told(climbed(job, suspected(cause, "n1"))[1]) == "FAILED 1"
+        assert describe(decision) == "RESTART_IN_PLACE"
+        assert describe(climbed(job, suspected(cause, "n1"))[1]) == "FAILED 1"
 
 
 # --- words ----------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def saved(job: JobState, number: int = 120) -> CheckpointSaved:
     return CheckpointSaved(job.generation, number, at(60))
 
 
-def asked(job: JobState | None = None) -> JobState:
+def request_drain(job: JobState | None = None) -> JobState:
     return step(job or running(), PSU)[0]
 
 
@@ -67,7 +67,7 @@ def asked(job: JobState | None = None) -> JobState:
 
 
 def test_it_leaves_after_its_next_checkpoint_and_spends_nothing() -> None:
-    before = asked()
+    before = request_drain()
     job, decision = step(before, saved(before), at(60))
     assert decision == Relaunch(
         2, "carol wants n2: swap its PSU; checkpoint of step 120 is saved", without=("n2",)
@@ -101,13 +101,17 @@ def test_one_checkpoint_leaves_all_wanted_nodes_but_those_denied() -> None:
 
 
 def test_a_checkpoint_that_no_drain_waits_for_changes_nothing() -> None:
-    for job in (running(), step(asked(), NO)[0], replace(asked(), phase=Phase.NODE_LOST)):
+    for job in (
+        running(),
+        step(request_drain(), NO)[0],
+        replace(request_drain(), phase=Phase.NODE_LOST),
+    ):
         after, decision = step(job, saved(job), at(60))
         assert isinstance(decision, Ignore) and after == job
 
 
 def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
-    job = asked()
+    job = request_drain()
     assert isinstance(step(job, replace(saved(job), generation=0), at(60))[1], Ignore)
     assert isinstance(step(replace(job, phase=Phase.LAUNCHING), saved(job), at(60))[1], Ignore)
 
@@ -116,7 +120,7 @@ def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
 
 
 def test_a_no_keeps_it_there_past_checkpoints_until_it_has_to() -> None:
-    job, decision = step(asked(), NO, at(10))
+    job, decision = step(request_drain(), NO, at(10))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert job.drains == (
         NodeDrain(
@@ -132,7 +136,7 @@ def test_a_no_keeps_it_there_past_checkpoints_until_it_has_to() -> None:
 
 
 def test_a_no_holds_over_relaunches_until_the_time_is_over() -> None:
-    job, _ = step(asked(), NO, at(10))
+    job, _ = step(request_drain(), NO, at(10))
     job = walk(job, (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert (nodes_to_drain(job, at(7199)), nodes_to_drain(job, at(7200))) == ((), ("n2",))
     assert [slot.node for slot in remaining_slots(job, ())] == ["n1", "n2"]
@@ -147,27 +151,29 @@ def test_a_no_holds_over_relaunches_until_the_time_is_over() -> None:
 
 
 def test_a_job_that_may_go_leaves_the_node_with_any_relaunch() -> None:
-    job = walk(asked(), (raised(), "RESTART_IN_PLACE"), now=at(20))
+    job = walk(request_drain(), (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert nodes_to_drain(job, at(20)) == ("n2",)
     assert build_claim(job, 3, keep=("n1",)).stays == ()
-    assert build_current_claim(asked(), 3, ("n1", "n2")).stays == ("n2",), "until then it is there"
+    assert build_current_claim(request_drain(), 3, ("n1", "n2")).stays == ("n2",), (
+        "until then it is there"
+    )
 
 
 def test_an_approval_has_it_leave_at_once() -> None:
-    job, decision = step(asked(), NOW, at(10))
+    job, decision = step(request_drain(), NOW, at(10))
     assert decision == Relaunch(
         2, "carol wants n2: swap its PSU; bob said: now (go ahead)", without=("n2",)
     )
     assert job.notices[0] == "carol wants n2 by 2026-11-21T05:00+00:00: swap its PSU"
     assert "bob said that n2 is left now: go ahead" in job.notices
-    _, decision = step(asked(), Answered("approve", "", "", node="n2"), at(10))
+    _, decision = step(request_drain(), Answered("approve", "", "", node="n2"), at(10))
     assert decision == Relaunch(
         2, "carol wants n2: swap its PSU; a person said: now", without=("n2",)
     )
 
 
 def test_an_approval_takes_a_no_back_at_any_time() -> None:
-    job, _ = step(asked(), NO, at(10))
+    job, _ = step(request_drain(), NO, at(10))
     job, decision = step(replace(job, phase=Phase.LAUNCHING), NOW, at(20))
     assert isinstance(decision, Ignore) and job.phase is Phase.LAUNCHING
     assert job.drains == (NodeDrain("n2", "swap its PSU", "carol", at(20)),), (
@@ -179,7 +185,7 @@ def test_an_approval_takes_a_no_back_at_any_time() -> None:
 
 @pytest.mark.parametrize("decision", ["snooze", "take-over"])
 def test_a_node_is_left_or_not_and_nothing_else(decision: str) -> None:
-    before = asked()
+    before = request_drain()
     said = (
         f"{decision} says nothing about n2: "
         f"expected approve (it is left at once) or deny (not before {UNTIL})"
@@ -190,7 +196,7 @@ def test_a_node_is_left_or_not_and_nothing_else(decision: str) -> None:
 
 
 def test_a_node_that_no_drain_wants_cannot_be_answered_for() -> None:
-    job = asked()
+    job = request_drain()
     assert check_answer(job, "approve", at(1), "n5") == "there is no request to drain n5 of llama"
     assert step(job, replace(NO, node="n5"))[0] == job
     ending, _ = step(job, CancelRequested("", ""))
@@ -199,7 +205,7 @@ def test_a_node_that_no_drain_wants_cannot_be_answered_for() -> None:
 
 
 def test_an_answer_for_a_node_is_no_answer_to_the_jobs_question() -> None:
-    job = replace(asked(), phase=Phase.WAITING_FOR_PERSON)
+    job = replace(request_drain(), phase=Phase.WAITING_FOR_PERSON)
     after, decision = step(job, NO, at(10))
     assert (
         isinstance(decision, Ignore)
@@ -212,7 +218,7 @@ def test_an_answer_for_a_node_is_no_answer_to_the_jobs_question() -> None:
 
 
 def test_asking_again_for_the_same_reason_asks_nothing_new() -> None:
-    job, _ = step(asked(), NO, at(10))
+    job, _ = step(request_drain(), NO, at(10))
     assert step(job, PSU)[0] == job
     later, _ = step(job, replace(PSU, until=at(9000)))
     assert later.drains == (replace(job.drains[0], until=at(9000)),), "the no stands, until then"
@@ -221,7 +227,7 @@ def test_asking_again_for_the_same_reason_asks_nothing_new() -> None:
 
 
 def test_a_node_that_is_no_longer_wanted_is_kept() -> None:
-    before = asked()
+    before = request_drain()
     job, decision = step(before, DrainCancelled("n2", "it is in service again"))
     assert isinstance(decision, Ignore) and job.drains == ()
     assert job.notices[-1] == "n2 is no longer wanted: it is in service again"
@@ -235,7 +241,7 @@ def test_a_node_that_is_no_longer_wanted_is_kept() -> None:
 
 
 def test_what_comes_next_says_who_wants_what_and_the_answers() -> None:
-    job = asked()
+    job = request_drain()
     wants = f"carol wants n2 by {UNTIL}: swap its PSU"
     at_once = "`answer llama approve --node n2`: at once"
     assert describe_drains(job) == (
@@ -264,13 +270,13 @@ def test_when_a_rack_is_drained_what_comes_next_stays_one_line() -> None:
 
 
 def test_a_job_that_has_ended_leaves_nothing() -> None:
-    assert describe_drains(replace(asked(), phase=Phase.SUCCEEDED)) == ()
+    assert describe_drains(replace(request_drain(), phase=Phase.SUCCEEDED)) == ()
     queued, _ = play(new_job(), Submitted("", ""), PSU)
     assert queued.drains == ()
 
 
 def test_a_fault_meanwhile_is_decided_as_ever_and_leaves_it_too() -> None:
-    job = asked()
+    job = request_drain()
     job, decision = step(job, fault(job, exited(1, "n1", code=1, error=error())), at(30))
     assert isinstance(decision, Relaunch) and job.incident is not None
     assert nodes_to_drain(job, at(30)) == ("n2",)

@@ -31,11 +31,12 @@ from tests.recovery.builders import (
     Turn,
     at,
     climbed,
+    describe,
     died,
     exited,
     fault,
-    gone,
     hung,
+    lose,
     mended,
     new_job,
     raised,
@@ -45,7 +46,6 @@ from tests.recovery.builders import (
     step,
     suspected,
     this,
-    told,
     walk,
     xid,
 )
@@ -207,7 +207,7 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
             id="a fault of a node as well",
         ),
         pytest.param(
-            [R, R, (gone(), "WAIT NODE_LOST"), (hung(), POD), R, R, R, (died(1), "FAILED 1")],
+            [R, R, (lose(), "WAIT NODE_LOST"), (hung(), POD), R, R, R, (died(1), "FAILED 1")],
             id="a lost node as well",
         ),
         pytest.param(
@@ -251,7 +251,7 @@ def test_s4_5_the_faulty_node_is_isolated_before_the_reschedule(event: Any) -> N
 
 
 def test_s4_5_a_lost_node_is_isolated_and_the_job_rescheduled() -> None:
-    walk(job(without_pods()), (gone(), "WAIT NODE_LOST"), (hung(), JOB_ISOLATED))
+    walk(job(without_pods()), (lose(), "WAIT NODE_LOST"), (hung(), JOB_ISOLATED))
 
 
 def test_s4_5_it_ends_with_the_restarts() -> None:
@@ -276,7 +276,7 @@ def test_s4_6_only_the_faulty_pod_moves_and_its_node_is_isolated(
     event: Any,
 ) -> None:
     after, decision = step(job(), event(job()))
-    assert isinstance(decision, Relaunch) and told(decision) == POD
+    assert isinstance(decision, Relaunch) and describe(decision) == POD
     assert decision.keep_nodes, "the other pods keep their containers"
     assert ([one.node for one in after.avoided], after.restarts_spent) == (["n2"], 0), (
         "pods have retries of their own"
@@ -298,12 +298,12 @@ def test_s4_6_after_the_pods_retries_the_job_is_rescheduled() -> None:
 def test_s4_6_a_pod_that_fits_nowhere_ends_in_a_job_reschedule() -> None:
     after = walk(job(), (sick(FATAL), POD))
     failures = 0
-    while "RESCHEDULE_JOB" not in told(
+    while "RESCHEDULE_JOB" not in describe(
         decision := climbed(after, suspected(Cause.NODE_LOST, "n3"))[1]
     ):
         event = LaunchFailed(after.generation, ("n3",), False, timedelta(0), "no answer")
         after, decision = step(after, event)
-        assert told(decision).startswith("REPLACE_NODE")
+        assert describe(decision).startswith("REPLACE_NODE")
         failures += 1
         assert failures < 3
     assert not isinstance(decision, Relaunch) or not decision.keep_nodes

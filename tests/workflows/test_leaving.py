@@ -68,11 +68,11 @@ async def ended(*jobs: Job) -> None:
 async def checkpoint_seen(job: Job, least: int) -> None:
     """Wait until the watch of the job shows people a checkpoint of at least this step."""
 
-    async def seen() -> int:
+    async def read_checkpoint() -> int:
         watch = (await load_job(job.client, job.handle.id.removeprefix("job/"))).watch
         return -1 if watch is None or watch.checkpoint is None else watch.checkpoint
 
-    while await seen() < least:
+    while await read_checkpoint() < least:
         assert (await job.state()).phase is Phase.RUNNING
 
 

@@ -317,7 +317,7 @@ class AwsDouble:
                 task for cluster in self.ecs.clusters.values() for task in cluster.tasks.values()
             ]
             return tuple(
-                task.told(tags=True)
+                task.describe(tags=True)
                 for task in tasks
                 if (family is None or task.definition.family == family)
                 and (status is None or task.last_status == status)
@@ -376,7 +376,7 @@ class AwsDouble:
                 "The specified log group does not exist."
             ) from None
 
-        def said(lines: list[str]) -> None:
+        def log_lines(lines: list[str]) -> None:
             delay = self.log_delay
             if delay is None:
                 return
@@ -387,4 +387,4 @@ class AwsDouble:
                     delay, lambda: self._moto.put_lines(group, stream, lines, self._clockwork.now())
                 )
 
-        return said
+        return log_lines

@@ -295,9 +295,9 @@ class Machine:
         self.power = "terminated"
         self.lose_power()
         if known:
-            self._after(self.node.delays.terminated, self._gone)
+            self._after(self.node.delays.terminated, self._deregister)
 
-    def _gone(self) -> None:
+    def _deregister(self) -> None:
         for task in self.registered.tasks():
             self.end(task, "TerminationNotice", f"Host EC2 (instance {self.ec2_id}) terminated.")
             self._over(task)

@@ -63,7 +63,7 @@ class Held:
     since: float
     """CLOCK_BOOTTIME."""
 
-    def told(self) -> dict[str, Any]:
+    def serialize(self) -> dict[str, Any]:
         return {"by": self.by, "id": self.id, "since": self.since}
 
 
@@ -230,7 +230,7 @@ class Machine:
             "gpus": health.gpus(node.name, self._gpus, self.sick, self._processes()),
             "kernel": {"lines": lines[-KERNEL_LINES:]},
             "jobs": [asdict(token) for token in node.living()],
-            "held": None if self.held is None else self.held.told(),
+            "held": None if self.held is None else self.held.serialize(),
             "reboots": self._reboots[-REBOOTS:],
         }
 

@@ -312,7 +312,9 @@ class Node:
                     for rank in one.ranks.values()
                 ]
                 whose = {"fleet": one.order.fleet} if one.order.fleet else {}
-                generations.append({**_named(token), "state": one.state, "ranks": ranks, **whose})
+                generations.append(
+                    {**_serialize_token(token), "state": one.state, "ranks": ranks, **whose}
+                )
             prepared, stopped = _order(job.prepared), _order(job.stopped)
             told = {
                 "prepared": prepared and list(prepared),
@@ -320,7 +322,7 @@ class Node:
                 "generations": generations,
             }
             jobs.append({"namespace": namespace, "job": name, **told})
-        held = None if self.machine.held is None else self.machine.held.told()
+        held = None if self.machine.held is None else self.machine.held.serialize()
         return {
             "outcome": "done",
             "boot_id": self.boot_id,
@@ -458,7 +460,7 @@ class Node:
         return self._refuse("not_above", f"{highest} has been seen here", highest)
 
 
-def _named(token: Token) -> dict[str, int]:
+def _serialize_token(token: Token) -> dict[str, int]:
     return {"submission": token.submission, "generation": token.generation}
 
 
