@@ -177,7 +177,7 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
     )
     socket_path = site.folder / "a.sock"
     words = ["ssh-agent", "-D", "-a", str(socket_path)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220  (it returns at once)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - returns at once
     try:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket_path))
         ask = site.host(start=False).program_named("ask", "#!/bin/sh\necho open sesame\n")

@@ -93,7 +93,7 @@ async def test_s2_4_a_killed_sshd_ends_no_rank_and_the_watch_resumes(
     said = await watched(backend, host, host.kill)
     assert said == "the connection was lost: the node closed it (during watch)"
     async with asyncio.timeout(PATIENCE):
-        while "refused the connection" not in await reason(backend):  # noqa: ASYNC110  (a node sends no event)
+        while "refused the connection" not in await reason(backend):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.05)
     assert lives(pid)
     flag.touch()  # what happens meanwhile is reported afterwards

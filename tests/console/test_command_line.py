@@ -266,7 +266,7 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> 
 
 
 async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None:
-    process = subprocess.Popen(  # noqa: ASYNC220  (signals and lines are easier with it, and reads go to a thread)
+    process = subprocess.Popen(  # noqa: ASYNC220 - simple signals; reads are in a thread
         [sys.executable, STARTER, "run", "--name", "long", "--", "sleep", "1000"],
         cwd=place.folder,
         env=bare_environment({"TEMPORAL_ADDRESS": place.address}),

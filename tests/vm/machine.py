@@ -134,7 +134,8 @@ class Machine:
         ]
         words += [
             "-netdev",
-            f"socket,id=training,mcast=230.0.77.1:{_training_port(self.folder)},localaddr=127.0.0.1",
+            f"socket,id=training,mcast=230.0.77.1:{_training_port(self.folder)},"
+            "localaddr=127.0.0.1",
         ]
         for name in ("control", "training"):
             words += [

@@ -313,7 +313,7 @@ async def test_a_job_that_meets_a_busy_node_takes_another_or_waits(
         Script((examined,), then="run"), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}", nodes=2 + others
     ) as rig:
         checking = asyncio.create_task(rig.backend.diagnose("n2", "a person", 2, 600.0))
-        while not did(rig, "began"):  # noqa: ASYNC110  (the record of a simulated node sends no event)
+        while not did(rig, "began"):  # noqa: ASYNC110  (a simulated node sends no event)
             await asyncio.sleep(0.01)
         job = await rig.submit(policy())
         if others:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from tests.doubles.aws.values import ContainerInstance, invalid
 
 _WORD = re.compile(
-    r"""\s*(\(|\)|\[|\]|,|&&|\|\||==|!=|=~|!~|>=|<=|>|<|!(?=[\s(a-z])|"[^"]*"|'[^']*'|[^\s()\[\],=!<>&|]+)"""
+    r"""\s*(\(|\)|\[|\]|,|&&|\|\||==|!=|=~|!~|>=|<=|>|<|!(?=[\s(a-z])"""
+    r"""|"[^"]*"|'[^']*'|[^\s()\[\],=!<>&|]+)"""
 )
 Test = Callable[[ContainerInstance], bool]
 
