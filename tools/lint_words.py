@@ -23,6 +23,7 @@ PRODUCT = ("relaunch/", "workflows/", "activities/")
 REST = ("tests/", "benchmarks/", "examples/", "tools/", "deploy/")
 SCRIPTS = (".sh", ".c", ".yaml", ".yml")
 """Other files of `REST` whose comments count. Texts and JSON there are recorded, or of others."""
+BUILD_FILES = ("Dockerfile", "Dockerfile.node", "Makefile", "docker-compose.yml", "pyproject.toml")
 AGENT = "relaunch/agent/"
 MAX_COLUMNS = 100
 DIALECT = re.compile(
@@ -115,7 +116,8 @@ def read(name: str) -> str:
 
 def find_dialect() -> Iterator[Place]:
     """Find the words in code and its names, comments and messages, and in pages for people."""
-    for name in (*code(), *find_files(REST, SCRIPTS), *tables(), *pages(), *records()):
+    scripts = (*find_files(REST, SCRIPTS), *BUILD_FILES)
+    for name in (*code(), *scripts, *tables(), *pages(), *records()):
         text = read(name)
         if name == OWN_FILE:
             text = EXPRESSION.sub("", text)
