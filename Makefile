@@ -67,6 +67,6 @@ vm-test: setup
 aws-smoke: setup
 	@$(PY) -m tests.aws_smoke $(if $(REBOOT),--reboot)
 
-# Only for whoever changes a dependency; needs uv.
+# Only after a change of a dependency; needs uv.
 lock:
 	uv pip compile --quiet --universal --python-version 3.11 --group dev pyproject.toml -o requirements.lock

@@ -1,6 +1,7 @@
-"""What a contender is, and how its recovery is measured: from the SIGKILL of one rank to the last of four new ones.
+"""What a contender is, and how its recovery is measured.
 
-It refuses to believe the contender: the only evidence is the line that each rank itself writes as its first act,
+A recovery lasts from the SIGKILL of one rank to the start of the last of four new ones. The
+contender is not asked: the only evidence is the line that each rank writes as its first act,
 stamped with CLOCK_MONOTONIC, which all processes of one machine share.
 """
 
@@ -23,7 +24,7 @@ WORLD_SIZE = 4
 DEADLINE = 120.0
 """Seconds; above torchrun's own 30 s for workers that do not stop."""
 SETTLE = (0.5, 1.0)
-"""Seconds between recovery and next kill, drawn anew each round: a contender that polls must be hit at any phase."""
+"""Seconds between recovery and next kill, drawn each round: any phase of a poll may be hit."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,7 +34,7 @@ class Start:
     """CLOCK_MONOTONIC, nanoseconds."""
     rank: int
     generation: int
-    """As the contender counts; two torchrun agents count differently, so nothing is concluded from it."""
+    """As the contender counts. No result depends on it: two torchrun agents count differently."""
     pid: int
 
 
@@ -48,7 +49,10 @@ def free_port() -> int:
 
 
 class Contender(abc.ABC):
-    """A launcher of four ranks on this machine. A subclass says how it is started; `stop` may be extended."""
+    """A launcher of four ranks on this machine.
+
+    A subclass defines how it is started, and may extend `stop`.
+    """
 
     name: str
 
@@ -58,7 +62,10 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, folder: Path) -> None:
-        """Start four ranks of `rank_command()`, with BENCH_STARTS in their environment, and return without waiting."""
+        """Start four ranks of `rank_command()`, and return without waiting.
+
+        Their environment has BENCH_STARTS.
+        """
 
     @property
     def starts_file(self) -> Path:
@@ -85,7 +92,7 @@ class Contender(abc.ABC):
         return [Start(*(int(field) for field in line.split())) for line in lines]
 
     def kill_a_rank(self, rank: int = 0) -> int:
-        """SIGKILL the newest process of a rank; return the CLOCK_MONOTONIC nanoseconds just before."""
+        """SIGKILL the newest process of a rank; return CLOCK_MONOTONIC just before, nanoseconds."""
         newest = max(
             (start for start in self.starts() if start.rank == rank), key=lambda start: start.at
         )
@@ -115,7 +122,7 @@ class Contender(abc.ABC):
 
 
 def alive(pid: int) -> bool:
-    """Whether this is still one of our ranks: a pid alone may have been given to somebody else."""
+    """Whether this is still one of our ranks: the kernel may have reused the pid."""
     try:
         return str(ROOT / "benchmarks" / "rank.py").encode() in Path(
             f"/proc/{pid}/cmdline"
@@ -125,7 +132,10 @@ def alive(pid: int) -> bool:
 
 
 def gang_since(starts: Sequence[Start], since: int) -> int | None:
-    """When the last rank of a complete and living gang wrote its line after `since`; None while there is none."""
+    """Return when the last rank of a gang wrote its line after `since`.
+
+    None while the gang is not complete and alive.
+    """
     newest = {start.rank: start for start in starts if start.at > since}
     if len(newest) < WORLD_SIZE or not all(alive(start.pid) for start in newest.values()):
         return None
@@ -137,21 +147,23 @@ def _await_gang(contender: Contender, since: int) -> int:
     while (at := gang_since(contender.starts(), since)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{contender.name}: no {WORLD_SIZE} ranks within {DEADLINE:.0f} s")
-        time.sleep(
-            0.02
-        )  # coarse on purpose: the stamps are the ranks', and looking costs the contender its CPU
+        # Coarse: the stamps are the ranks', and each check takes CPU time from the contender.
+        time.sleep(0.02)
     return at
 
 
 def measure_start(contender: Contender, folder: Path) -> float:
-    """Start it, and return the seconds from the command to the fourth rank's line. It is left running."""
+    """Start it and leave it running; return the seconds from the command to the fourth line."""
     began = time.monotonic_ns()
     contender.start(folder)
     return (_await_gang(contender, began) - began) / 1e9
 
 
 def measure_recovery(contender: Contender, rounds: int, seed: int = 1) -> list[float]:
-    """Kill one rank after the other of a running contender; return the milliseconds from each SIGKILL to four ranks."""
+    """Kill one rank after the other of a running contender.
+
+    Return the milliseconds from each SIGKILL to four ranks.
+    """
     moment = random.Random(seed)
     times = []
     for number in range(rounds):
@@ -175,7 +187,7 @@ class Measured:
 
 
 def measure(contender: Contender, rounds: int) -> Measured:
-    """Start a contender in a folder of its own, let it recover `rounds` times, and stop it."""
+    """Start a contender in a new folder, let it recover `rounds` times, and stop it."""
     with tempfile.TemporaryDirectory(prefix="relaunch-bench-") as folder:
         try:
             started = measure_start(contender, Path(folder))

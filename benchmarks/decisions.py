@@ -1,9 +1,10 @@
-"""One decision for the largest gang: every rank of 2,048 nodes fails at once, and somebody has to say why and what next.
+"""One decision for the largest gang: every rank of 2,048 nodes fails at once.
 
     python -m benchmarks.decisions [--nodes 2048]
 
-The watch leaves most of these out before they reach a decision (it sends the few that may be the root and counts the rest); here none
-is left out. Processor time of one core, the best of five; memory is what `diagnose` holds at its peak beside its argument.
+In production the watch sends only the few failures that may be the root, and counts the rest; here
+the decision gets all of them. Times are processor time of one core, the best of five; memory is
+the peak of what `diagnose` allocates.
 """
 
 from __future__ import annotations
@@ -26,16 +27,25 @@ from relaunch.spec.policy import preset
 
 RANKS_PER_NODE = 8
 AT = datetime(2026, 11, 21, 3, tzinfo=UTC)
-BOOM = "RuntimeError: boom in the forward pass of layer 17, shape mismatch [8, 4096, 128] vs [8, 4096, 64]"
+BOOM = (
+    "RuntimeError: boom in the forward pass of layer 17, "
+    "shape mismatch [8, 4096, 128] vs [8, 4096, 64]"
+)
 ECHO = (
-    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, "
-    "NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, "
+    "remote process exited or there was a network error, NCCL version 2.27.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error "
+    "or a remote process exiting prematurely."
 )
 CHATTER = tuple(
-    f"2026-11-21 03:00:00,{n:03d} INFO trainer.py:512 step {n} loss 2.3451 lr 3.0e-04 tokens/s 41234"
+    f"2026-11-21 03:00:00,{n:03d} INFO trainer.py:512 "
+    f"step {n} loss 2.3451 lr 3.0e-04 tokens/s 41234"
     for n in range(17)
 )
-XID = "[  {0}.000000] NVRM: Xid (PCI:0000:05:00): 94, pid=4711, name=python, Contained: SM (0x1). Physical address 0x{0:x}"
+XID = (
+    "[  {0}.000000] NVRM: Xid (PCI:0000:05:00): 94, pid=4711, name=python, "
+    "Contained: SM (0x1). Physical address 0x{0:x}"
+)
 KINDS = ("exceptions", "echoes of one", "with 20 Xids each")
 
 

@@ -1,11 +1,13 @@
-"""Jobs on Amazon ECS: how many calls to AWS they cost, and what share of an account's budget that is.
+"""Jobs on Amazon ECS: how many calls to AWS they cost, as a share of an account's budget.
 
-    python -m benchmarks.ecs [--jobs 100] [--nodes 8] [--minutes 2] [--recoveries 20] [--output FILE]
+    python -m benchmarks.ecs [--jobs 100] [--nodes 8] [--minutes 2] [--recoveries 20]
+                             [--output FILE]
 
-The worker is worker.py and the server the real one, with its database in memory. AWS is tests/doubles/aws in a process of its own, whose
-tasks run nothing and for ever, and no node is examined. Counted is what arrives there: for the launch of all jobs, a minute in which
-nothing happens, the recovery from a rank that ended with exit code 1, and a worker that takes over; with a queue of events and without. It
-says nothing of AWS's own speed.
+The worker is worker.py and the server the real one, with its database in memory. AWS is
+tests/doubles/aws in a separate process, whose tasks run nothing and for ever; no node is examined.
+The benchmark counts the calls that arrive there: for the launch of all jobs, a minute in which
+nothing happens, the recovery from a rank that ended with exit code 1, and a worker that takes
+over; with a queue of events and without. It does not measure the speed of AWS.
 """
 
 from __future__ import annotations
@@ -44,22 +46,22 @@ from relaunch.workflows.search_attributes import GENERATION, PHASE
 from relaunch.workflows.training_job.workflow import TrainingJob
 
 BUDGETS = {"reads": (20.0, 100), "modifies": (40.0, 100)}
-"""Calls a second, and in a burst, that ECS gives an account in a region for its cluster resources (Amazon ECS API Reference, request
-throttling)."""
+"""Calls a second, and in a burst, that ECS allows an account in a region for its cluster resources
+(Amazon ECS API Reference, request throttling)."""
 FLEET = "training"
 QUIET = 15.0
-"""Seconds without a launch after which what the launch has caused is over: a poll and its answers."""
+"""Seconds after a launch until the poll that follows it, and its answers, are over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was asked of AWS for a while."""
+    """The calls to AWS during some time."""
 
     seconds: float
     calls: tuple[tuple[float, str], ...]
 
-    def told(self, per: float = 1.0, unit: str = "") -> dict[str, object]:
-        """Counts, each divided by `per`, and how far the account's budgets were used."""
+    def summarize(self, per: float = 1.0, unit: str = "") -> dict[str, object]:
+        """Return counts, each divided by `per`, and how far the account's budgets were used."""
         by_operation = Counter(operation for _, operation in self.calls)
         counts = {
             kind: sum(by_operation[one] for one in operations) for kind, operations in KINDS.items()
@@ -157,8 +159,8 @@ class Bench:
         return windows
 
 
-class Told(dict[str, Any]):
-    """What was measured; the last line of a run that is broken off is not lost."""
+class Results(dict[str, Any]):
+    """What was measured. Each value is also printed at once, so that an aborted run has output."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         print(f"{name}: {json.dumps(value)}", file=sys.stderr, flush=True)
@@ -173,11 +175,11 @@ async def drive(
     nodes: int,
     minutes: float,
     recoveries: int,
-) -> Told:
+) -> Results:
     client = await connect(state, address)
     bench = Bench(account, client, jobs, nodes)
     recoveries = min(recoveries, jobs // 2)
-    told = Told(
+    results = Results(
         jobs=jobs,
         nodes_of_a_job=nodes,
         poll_s=EcsOptions().poll.total_seconds(),
@@ -194,27 +196,28 @@ async def drive(
                 strict=True,
             )
         )
-        told["launch_of_all"] = launched.told() | cores
-        told["launch_of_one"] = launched.told(jobs, "_of_a_job")
+        results["launch_of_all"] = launched.summarize() | cores
+        results["launch_of_one"] = launched.summarize(jobs, "_of_a_job")
         account.drain()
         await asyncio.sleep(QUIET)
-        told["generations_after_launch"] = {
+        results["generations_after_launch"] = {
             str(key): count for key, count in (await bench.generations()).items()
         }
-        told["a_minute_with_queue"] = (
+        results["a_minute_with_queue"] = (
             steady := await bench.measured(asyncio.sleep(60 * minutes))
-        ).told(minutes, "_a_minute")
-        told["recovery_with_queue"] = recovery(await bench.recover(range(recoveries)), steady)
+        ).summarize(minutes, "_a_minute")
+        results["recovery_with_queue"] = recovery(await bench.recover(range(recoveries)), steady)
     with worker(address, state, account, queue=False):
-        # Watches are taken over when the server misses their heartbeats, and all are when nothing but the poll is asked.
-        told["another_worker_takes_over"] = (await bench.measured(asyncio.sleep(60))).told()
-        told["a_minute_without_queue"] = (
+        # This worker takes over each watch when the server misses its heartbeats; it has taken over
+        # all of them when the only call left is the poll.
+        results["another_worker_takes_over"] = (await bench.measured(asyncio.sleep(60))).summarize()
+        results["a_minute_without_queue"] = (
             steady := await bench.measured(asyncio.sleep(60 * minutes))
-        ).told(minutes, "_a_minute")
-        told["recovery_without_queue"] = recovery(
+        ).summarize(minutes, "_a_minute")
+        results["recovery_without_queue"] = recovery(
             await bench.recover(range(recoveries, 2 * recoveries)), steady
         )
-    return told
+    return results
 
 
 def recovery(windows: Sequence[Window], steady: Window) -> dict[str, object]:
@@ -272,7 +275,7 @@ def worker(
         process.wait()
 
 
-def measure(jobs: int, nodes: int, minutes: float, recoveries: int) -> Told:
+def measure(jobs: int, nodes: int, minutes: float, recoveries: int) -> Results:
     with tempfile.TemporaryDirectory(prefix="relaunch-ecs-") as folder:
         state = Path(folder)
         with Account(jobs * nodes, state) as account, server_for(state) as server:
@@ -289,9 +292,10 @@ def _rounded(number: float) -> float:
     return round(number, 1) if number < 100 else round(number)
 
 
-def table(told: dict[str, Any]) -> Table:
+def table(results: dict[str, Any]) -> Table:
     shown = Table(
-        title=f"{told['jobs']} jobs of {told['nodes_of_a_job']} nodes on Amazon ECS, as calls to its double"
+        title=f"{results['jobs']} jobs of {results['nodes_of_a_job']} nodes on Amazon ECS, "
+        "as calls to its double"
     )
     for column in (
         "",
@@ -303,7 +307,7 @@ def table(told: dict[str, Any]) -> Table:
         "least left of 100",
     ):
         shown.add_column(column, justify="left" if not column else "right")
-    for name, row in told.items():
+    for name, row in results.items():
         if not isinstance(row, dict) or not any(key.startswith("reads") for key in row):
             continue
         reads, modifies = (
@@ -337,9 +341,9 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "ecs.json")
     arguments = parser.parse_args()
-    told = measure(arguments.jobs, arguments.nodes, arguments.minutes, arguments.recoveries)
-    arguments.output.write_text(json.dumps(told, indent=1) + "\n")
-    Console(width=150).print(table(told))
+    results = measure(arguments.jobs, arguments.nodes, arguments.minutes, arguments.recoveries)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+    Console(width=150).print(table(results))
     return 0
 
 

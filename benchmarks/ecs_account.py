@@ -1,4 +1,7 @@
-"""The account that benchmarks/ecs.py counts calls to: the double of AWS in a process of its own, which is told what to do line by line."""
+"""The account that benchmarks/ecs.py counts calls to: the double of AWS in a separate process.
+
+The process reads its orders line by line.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ class Account:
         self._calls: list[tuple[float, str]] = []
 
     def __enter__(self) -> Self:
-        told = self._answer()
-        self.ids: list[str] = told["ids"]
-        self.queue: str = told["queue"]
-        self.cluster: str = told["cluster"]
-        self.environment: dict[str, str] = told["environment"]
+        ready = self._answer()
+        self.ids: list[str] = ready["ids"]
+        self.queue: str = ready["queue"]
+        self.cluster: str = ready["cluster"]
+        self.environment: dict[str, str] = ready["environment"]
         return self
 
     def __exit__(
@@ -65,7 +68,7 @@ class Account:
         self._ask({"end": job})
 
     def drain(self) -> None:
-        """Forget the events that nobody has read yet: moto's queue takes seconds to answer when thousands wait in it, SQS does not."""
+        """Discard unread events: moto's queue, unlike SQS, is slow when it holds thousands."""
         self._ask({"drain": self.queue})
 
     def cpu_seconds(self) -> float:
@@ -85,7 +88,7 @@ def end(aws: AwsDouble, job: str) -> str:
     """End the rank of a job that was placed first."""
     found = next(one for one in aws.tasks(FAMILY, "RUNNING") if f"/{job}/" in one["startedBy"])
     with aws.lock:
-        # No script is told while a task runs when it has to end.
+        # A script cannot set the end of a task that already runs.
         aws._task(found["taskArn"]).containers[0].process._end(1)
     return str(found["taskArn"])
 

@@ -1,4 +1,7 @@
-"""How many history events one recovery costs, for any number of simulated nodes: from the fault to the closed incident."""
+"""How many history events one recovery costs, from the fault to the closed incident.
+
+The nodes are simulated; there may be any number of them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Recovery:
 
 
 async def measure_events(nodes: int, recoveries: int = 5) -> Recovery:
-    """Let a job on `nodes` simulated nodes recover a few times; return what one recovery adds to its history."""
+    """Return what one recovery of a job on `nodes` simulated nodes adds to its history."""
     async with await WorkflowEnvironment.start_local(
         dev_server_existing_path=str(ROOT / ".venv/bin/temporal"),
         data_converter=data_converter(),

@@ -1,10 +1,11 @@
-"""Many jobs of one fleet while nodes fail: how soon the fleet gives another node, and what it has to do for it.
+"""Many jobs of one fleet while nodes fail: how soon the fleet grants another node, at what cost.
 
     python -m benchmarks.fleet [--jobs 50] [--nodes 200] [--seconds 60] [--output FILE]
 
-Every second a node that a job uses loses its power for a moment. The policy replaces it, the fleet examines and gives it back. Nodes are
-simulated, the server is the real one with its database in memory. What is told: the time from asking the fleet to its grant, how many
-signals the fleet took, failed workflow tasks, and whether two jobs ever had ranks on one node (the answer must be no).
+Every second a node that a job uses loses its power for a moment. The policy replaces it; the fleet
+examines it and returns it to service. Nodes are simulated, the server is the real one with its
+database in memory. The result has the time from a claim to its grant, the number of signals to the
+fleet, failed workflow tasks, and how often two jobs had ranks on one node (which must be never).
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ async def submit(client: Client, number: int) -> WorkflowHandle[TrainingJob, Job
 
 async def running(job: WorkflowHandle[TrainingJob, JobResult]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while (await job.describe()).typed_search_attributes.get(PHASE) != "RUNNING":  # noqa: ASYNC110 -- the server tells nobody
+        while (  # noqa: ASYNC110 -- search attributes can only be polled
+            await job.describe()
+        ).typed_search_attributes.get(PHASE) != "RUNNING":
             await asyncio.sleep(0.5)
 
 
@@ -121,7 +124,7 @@ async def histories(client: Client, job: str) -> list[Any]:
 
 
 def waits(events: list[Any]) -> list[float]:
-    """Milliseconds from each time a job asked for nodes until it was told that it has them."""
+    """Milliseconds from each time a job asked for nodes until it got the grant."""
     found, asked = [], {}
     for event in events:
         activity, signal = (

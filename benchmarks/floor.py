@@ -1,7 +1,7 @@
-"""The floor: how fast anything written in Python can put four ranks back, with no state, no node and no opinion.
+"""The floor: how fast a Python program without state or policy can restart four ranks.
 
-A bare asyncio loop: spawn all, and when one fails SIGKILL the others, reap them and spawn all again. It refuses nothing
-and remembers nothing, so a supervisor that does more can only be slower; the difference is what its guarantees cost.
+A bare asyncio loop: spawn all, and when one fails SIGKILL the others, reap them and spawn all
+again. A supervisor that does more can only be slower; the difference is what its guarantees cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a launcher costs while its ranks run undisturbed: processor time and memory of every process that is no rank."""
+"""What a launcher costs while its ranks run undisturbed.
+
+Counted are processor time and memory of all its processes but the ranks.
+"""
 
 from __future__ import annotations
 

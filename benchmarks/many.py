@@ -1,11 +1,12 @@
-"""Many jobs at once on one worker: all run, all are hit by the same fault in the same moment, all must recover.
+"""Many jobs at once on one worker: the same fault hits all in the same moment, all must recover.
 
     python -m benchmarks.many [--jobs 200] [--on-disk] [--output FILE]
 
-The server is the real one, with its database in memory: the worker is measured, not how often a disk can be synced. With `--on-disk`
-it writes as under `up`. Nodes are simulated and of one fleet, two for each job; one of each job reboots when the worker process gets
-SIGUSR1. What is told: how long everybody needs, failed workflow tasks (there should be none), and the most memory that worker and
-server ever held.
+The server is the real one, with its database in memory: the worker is measured, not how often a
+disk can be synced. With `--on-disk` it writes as under `up`. Nodes are simulated and of one fleet,
+two for each job; one of each job reboots when the worker process gets SIGUSR1. The result has the
+time until all jobs run and until all have recovered, failed workflow tasks (there should be none),
+and the peak memory of worker and server.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Progress, Script, SimulatedBackend
 
 AT_ONCE = 50
-"""Calls of this program in flight, and jobs on their way from submitted to running: it shares the two cores with what it measures.
+"""Calls of this program in flight, and jobs on their way from submitted to running.
 
-All thousand submitted in one second is another question, and its answer is no: the last of them waited for more than a lease between
-their launch and their watch, were fenced, and started again.
+It is limited because this program shares the two cores with what it measures. A thousand jobs
+submitted in one second do not work: the last of them waited for more than a lease between their
+launch and their watch, were fenced, and started again.
 """
 PATIENCE = 1200.0
 
@@ -111,7 +113,9 @@ async def each(jobs: int, act: Callable[[int], Awaitable[None]]) -> None:
 
 async def running(job: WorkflowHandle[TrainingJob, JobResult]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while (await job.describe()).typed_search_attributes.get(PHASE) != "RUNNING":  # noqa: ASYNC110 -- the server tells nobody
+        while (  # noqa: ASYNC110 -- search attributes can only be polled
+            await job.describe()
+        ).typed_search_attributes.get(PHASE) != "RUNNING":
             await asyncio.sleep(1)
 
 
@@ -126,7 +130,7 @@ def peak_mib(pid: int) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used of the cores; unlike the wall clock, little else on the machine moves it."""
+    """Return the processor time of a process; other load affects it less than wall time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -204,7 +208,7 @@ async def drive(
 
 @contextmanager
 def server_for(state: Path, database: Path | None = None) -> Iterator[Server]:
-    """A server of its own, with its database in memory or in a file that is synced as under `up`."""
+    """Run a separate server, its database in memory or in a file that is synced as under `up`."""
     port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
     options = [
         word
@@ -266,8 +270,11 @@ async def _up(address: str, state: Path) -> None:
             try:
                 client = await connect(state, address)
                 await ensure_namespace(client)
-                await client.count_workflows()  # a server that has just begun says of its namespace for a moment that there is none
-            except Exception as error:  # whatever a server that is not up yet says; the timeout tells when that is no excuse
+                # A server that has just started does not find its namespace for a moment.
+                await client.count_workflows()
+            except (
+                Exception
+            ) as error:  # any error of a server that is not up yet, until the timeout
                 print(f"waiting for the server: {str(error)[:80]}", file=sys.stderr)
                 await asyncio.sleep(0.5)
             else:

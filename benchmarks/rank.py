@@ -1,6 +1,6 @@
-"""The rank that all contenders of the benchmark run: it says when it started, then counts steps for ever.
+"""The rank of all contenders of the benchmark: it reports when it started, then counts steps.
 
-It refuses to import more than it needs, so that what is measured is the launcher and not the rank.
+It imports no more than it needs, so that the launcher is measured and not the rank.
 """
 
 import os
@@ -11,7 +11,7 @@ STARTED = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 def report_start() -> None:
-    """Append `<CLOCK_MONOTONIC ns> <rank> <generation> <pid>`; one short O_APPEND write is never torn."""
+    """Append `<CLOCK_MONOTONIC ns> <rank> <generation> <pid>`, in one O_APPEND write: not torn."""
     path = os.environ.get("BENCH_STARTS") or (sys.argv[1] if len(sys.argv) > 1 else "")
     if not path:
         sys.exit(

@@ -1,4 +1,4 @@
-"""relaunch as a contender: `relaunch run` against a running `up`, two local nodes with two ranks each."""
+"""relaunch as a contender: `relaunch run` with a running `up`, two local nodes of two ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Relaunch(Contender):
         self._up: subprocess.Popen[bytes] | None = None
 
     def bring_up(self) -> None:
-        """Start the service; it is there before anybody types a command, as an operating system is."""
+        """Start the service, unmeasured: users have it running before they type commands."""
         self._environment = {**os.environ, "RELAUNCH_STATE": str(self._state)}
         self._state.mkdir(parents=True, exist_ok=True)
         self._policy.write_text(POLICY)

@@ -1,8 +1,10 @@
-"""`make bench`: relaunch beside torchrun and a bare respawn loop, in one run on one machine. Results to JSON and a table.
+"""`make bench`: compare relaunch with torchrun and a bare respawn loop, in one run on one machine.
 
-    python -m benchmarks.run [--rounds 20] [--starts 5] [--jobs 200] [--torch PYTHON] [--output FILE]
+    python -m benchmarks.run [--rounds 20] [--starts 5] [--jobs 200] [--torch PYTHON]
+                             [--output FILE]
 
-torchrun takes part where PYTHON (default: this one) can import torch. Run it on an idle machine.
+It writes results to JSON and prints a table. torchrun takes part where PYTHON (default: this one)
+can import torch. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ IDLE_FOR = 30.0
 
 
 def measure(contender: Contender, rounds: int, starts: int) -> dict[str, Any]:
-    """Start it several times, let the last one recover `rounds` times, then leave it alone and look what it costs."""
+    """Start it several times; measure `rounds` recoveries and the idle cost of the last one."""
     started, recovered = [], []
     for number in range(starts):
         with tempfile.TemporaryDirectory(prefix="relaunch-bench-") as folder:
@@ -60,8 +62,10 @@ def measure(contender: Contender, rounds: int, starts: int) -> dict[str, Any]:
 def row(result: dict[str, Any]) -> str:
     recovery, start, idle = sorted(result["recovery_ms"]), sorted(result["start_s"]), result["idle"]
     return (
-        f"| {result['name']} | {statistics.median(recovery):.0f} ({recovery[0]:.0f}–{recovery[-1]:.0f}) | {statistics.median(start):.2f} "
-        f"| {idle['cpu_percent']:.1f} % | {idle['memory_mib']:.0f} MiB in {idle['processes']} processes |"
+        f"| {result['name']} "
+        f"| {statistics.median(recovery):.0f} ({recovery[0]:.0f}–{recovery[-1]:.0f}) "
+        f"| {statistics.median(start):.2f} | {idle['cpu_percent']:.1f} % "
+        f"| {idle['memory_mib']:.0f} MiB in {idle['processes']} processes |"
     )
 
 
@@ -114,7 +118,8 @@ def main() -> int:
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print(
-        "| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms | command → all 4 run, s | idle CPU | idle memory |"
+        "| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms "
+        "| command → all 4 run, s | idle CPU | idle memory |"
     )
     print("|---|---|---|---|---|")
     for result in results:
@@ -122,22 +127,28 @@ def main() -> int:
     print()
     for recovery in events:
         print(
-            f"{recovery['events']} history events ({recovery['bytes']} bytes) a recovery with {recovery['nodes']} simulated nodes"
+            f"{recovery['events']} history events ({recovery['bytes']} bytes) a recovery "
+            f"with {recovery['nodes']} simulated nodes"
         )
     for one in decisions:
         took = f"diagnose {one['diagnose_ms']} ms, step {one['step_ms']} ms"
         print(f"{one['ranks']} ranks of {one['nodes']} nodes fail at once ({one['kind']}): {took}")
     if many:
-        tasks = f"{many['workflow_tasks_failed']} failed and {many['workflow_tasks_timed_out']} timed-out workflow tasks"
         print(
-            f"{many['jobs']} jobs, a fault each, all recovered after {many['all_recovered_after_s']} s: {tasks}"
+            f"{many['jobs']} jobs, a fault each, "
+            f"all recovered after {many['all_recovered_after_s']} s: "
+            f"{many['workflow_tasks_failed']} failed and "
+            f"{many['workflow_tasks_timed_out']} timed-out workflow tasks"
         )
         print(
-            f"the worker held {many['worker_peak_mib']} MiB, the server {many['server_peak_mib']} MiB"
+            f"the worker held {many['worker_peak_mib']} MiB, "
+            f"the server {many['server_peak_mib']} MiB"
         )
     print(
-        f"{fleet['jobs']} jobs on {fleet['nodes']} nodes, a fault a second for {fleet['faults']} s: a replacement granted after "
-        f"{fleet['replacement_ms_median']} ms (worst {fleet['replacement_ms_worst']}), {fleet['fleet_signals']} signals to the fleet, "
+        f"{fleet['jobs']} jobs on {fleet['nodes']} nodes, a fault a second "
+        f"for {fleet['faults']} s: a replacement granted after "
+        f"{fleet['replacement_ms_median']} ms (worst {fleet['replacement_ms_worst']}), "
+        f"{fleet['fleet_signals']} signals to the fleet, "
         f"{fleet['two_jobs_on_one_node']} times two jobs on one node"
     )
     return 0

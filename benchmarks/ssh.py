@@ -1,11 +1,12 @@
-"""Many nodes by SSH in one worker: what their connections cost, and how soon a rank that dies is noticed, beside nodes of this machine.
+"""Many nodes by SSH in one worker: what connections cost, and how soon a dead rank is noticed.
 
     python -m benchmarks.ssh [--nodes 64] [--kills 64] [--idle 30] [--round-trip 0] [--output FILE]
 
-Each node is an OpenSSH server with one rank, on loopback. The network costs nothing; with --round-trip it costs so many milliseconds, by a
-relay before each sshd (nothing else of a network: no loss, no limit of what fits in).
-Each backend is in a process of its own, which does what a worker does of it and nothing of Temporal's. Counted apart: sshd, and what runs
-on the nodes (agents, their shims and supervisors).
+Nodes of this machine are measured the same way, for comparison. Each node is an OpenSSH server with
+one rank, on loopback. The network costs nothing; with --round-trip it costs so many milliseconds,
+by a relay before each sshd (without loss and without a limit of bandwidth). Each backend is in a
+separate process, which does what a worker does, without Temporal. sshd is counted separately, and
+so is what runs on the nodes (agents, their shims and supervisors).
 """
 
 from __future__ import annotations
@@ -314,7 +315,10 @@ def ssh(folder: Path, agent: Path, count: int, idle: float, kills: int, delay: f
 
 
 def end_all(folder: Path) -> None:
-    """Kill everything that runs on any node in `folder`. One by one, as a test ends its nodes, 64 of them take minutes."""
+    """Kill everything that runs on any node in `folder`, all at once.
+
+    Ending 64 nodes one by one, as tests do, would take minutes.
+    """
     under = tuple(f"RELAUNCH_{whose}_STATE={folder}/".encode() for whose in ("NODE", "AGENT"))
     while True:
         found = [
@@ -328,17 +332,20 @@ def end_all(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def told(kind: str, one: Measured) -> str:
+def describe(kind: str, one: Measured) -> str:
     noticed = sorted(one.noticed)
     each = (one.memory_watching - one.memory) / one.nodes
     lines = (
         f"{kind}, {one.nodes} nodes",
-        f"all connected: {one.first_connect:.1f} s the first time, {one.connect:.1f} s when the agent is there",
+        f"all connected: {one.first_connect:.1f} s the first time, "
+        f"{one.connect:.1f} s when the agent is there",
         f"processor for that: {one.connect_cpu:.1f} s",
-        f"idle, watches open: {one.idle_cpu:.1f} % of a core; sshd {one.sshd_cpu:.1f} %, on the nodes {one.nodes_cpu:.1f} %",
+        f"idle, watches open: {one.idle_cpu:.1f} % of a core; sshd {one.sshd_cpu:.1f} %, "
+        f"on the nodes {one.nodes_cpu:.1f} %",
         f"memory: {one.memory_watching:.0f} MiB, before {one.memory:.0f} ({each:.2f} a node)",
         f"memory of sshd {one.sshd_memory:.0f} MiB, on the nodes {one.nodes_memory:.0f} MiB",
-        f"rank killed until noticed, {len(noticed)} times: median {statistics.median(noticed):.1f} ms, {noticed[0]:.1f}–{noticed[-1]:.1f}",
+        f"rank killed until noticed, {len(noticed)} times: "
+        f"median {statistics.median(noticed):.1f} ms, {noticed[0]:.1f}–{noticed[-1]:.1f}",
     )
     return "\n  ".join(lines) + "\n"
 
@@ -372,7 +379,7 @@ def main() -> None:
             folder = Path(temporary) / kind
             folder.mkdir()
             found[kind] = of(folder, agent, arguments.nodes, arguments.idle, arguments.kills)
-            sys.stdout.write(told(kind, found[kind]))
+            sys.stdout.write(describe(kind, found[kind]))
             sys.stdout.flush()
     if arguments.output:
         arguments.output.write_text(

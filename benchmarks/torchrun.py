@@ -1,6 +1,6 @@
-"""torchrun as a contender: one agent with four ranks, or two agents with two ranks each, on this machine.
+"""torchrun as a contender on this machine: one agent with four ranks, or two with two ranks each.
 
-It refuses to tune torchrun in silence: `monitor_interval` stays at torchrun's default unless the name says otherwise.
+torchrun is not tuned: `monitor_interval` is its default unless the contender's name has another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Torchrun(Contender):
                 command += ["--standalone"]
             if self._interval is not None:
                 command += ["--monitor-interval", str(self._interval)]
-            # --no-python: the ranks run under our interpreter, the same that the other contenders use.
+            # --no-python: the ranks run under our interpreter, as those of the other contenders do.
             self.spawn([*command, "--no-python", *rank_command()], folder / f"torchrun-{node}.log")
 
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Show in a minute what relaunch does: kill a rank, kill the worker, cut a node off, and end with the bits of a calm run.
+"""Show in a minute what relaunch does: kill a rank, kill the worker, cut a node off.
 
-All of it is real: Temporal's server, a worker, agents, two training jobs of 2 nodes x 2 ranks. Only the nodes are folders on this
-machine, and timeouts are seconds instead of minutes. Read `demonstrate` to learn the API. Nothing is left behind.
+The disturbed job ends with the same bits as an undisturbed one. All of it is real: Temporal's
+server, a worker, agents, two training jobs of 2 nodes x 2 ranks. Only the nodes are folders on
+this machine, and timeouts are seconds instead of minutes. Read `demonstrate` to learn the API. At
+the end the demo removes all that it made.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ TIMEOUTS = {
     "fence_after": "2s",
     "stop_grace": "1s",
 }
-"""Seconds, because somebody watches; a cluster has minutes. A lost node is noticed (3 s) before it must have stopped its ranks (7 s)."""
+"""Seconds, for people who watch; a cluster has minutes. The worker notices a lost node (3 s) before
+that node must have stopped its ranks (7 s)."""
 ANSWER_WITHIN = timedelta(seconds=2)
-"""Of a node; a worker that stops one asks twice before it goes on without an answer."""
+"""How long a node may take to answer; a worker that stops ranks asks each node twice."""
 FLEETS = {"cluster": ("node-1", "node-2", "node-3"), "elsewhere": ("calm-1", "calm-2")}
 PATIENCE = 180.0
 """Seconds for any one thing to happen: ten times what the slowest takes on an idle laptop."""
@@ -111,8 +114,11 @@ class Screen:
     def next(self, job: JobState) -> str:
         what, at = job.next.what, job.next.at
         if job.lost and job.phase is Phase.LAUNCHING and job.incident:
-            # The wait of this demo: until silence is proof that the ranks of the lost node have stopped themselves.
-            what = f"once {job_views.names(list(job.lost_names))} must have stopped its ranks by itself, {what} without it"
+            # The wait of this demo: by then the lost node must have stopped its own ranks.
+            what = (
+                f"once {job_views.names(list(job.lost_names))} must have stopped its ranks "
+                f"by itself, {what} without it"
+            )
             at = safe_after(job, (job.incident.decided or job.incident.opened) + 2 * ANSWER_WITHIN)
         return what + (
             f" (in {max(0.0, (at - datetime.now(UTC)).total_seconds()):.0f} s)" if at else ""
@@ -128,11 +134,8 @@ class Screen:
                 f"{'━' * (30 * step // STEPS):<31}",
                 f"step {step:>3} of {STEPS} {'' if loss is None else f' loss {loss:.4f}':<14}",
             )
-            where = (
-                f" generation {job.generation} on {job_views.names([slot.node for slot in job.slots]) or 'no nodes yet'}"
-                if job
-                else ""
-            )
+            nodes = job_views.names([slot.node for slot in job.slots]) if job else ""
+            where = f" generation {job.generation} on {nodes or 'no nodes yet'}" if job else ""
             lines.append(
                 Text.assemble(
                     (f"{name:<9} ", "bold"),
@@ -150,13 +153,14 @@ class Screen:
         return Group(*lines, Text.assemble(("web   ", "bold"), self.ui))
 
 
-# --- the demo itself: jobs by the API, faults by hand -------------------------------------------------------------------
+# --- the demo itself: jobs by the API, faults by hand -----------------------------------------
 
 
 async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
     """Run two equal jobs, and disturb one of them."""
     screen.say(
-        "two equal jobs: troubled will be disturbed, calm will not; timeouts are seconds here, minutes on a cluster",
+        "two equal jobs: troubled will be disturbed, calm will not; "
+        "timeouts are seconds here, minutes on a cluster",
         "bold",
     )
     following = []
@@ -211,7 +215,8 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
         (worker,) = workers = processes(state, str(ROOT / "relaunch" / "__main__.py"), "worker")
         before, begin = screen.job(), screen.step()
         screen.say(
-            f"2. SIGKILL to the worker (process {worker}), at step {begin}: whoever decides is gone",
+            f"2. SIGKILL to the worker (process {worker}), at step {begin}: "
+            "the process that decides is gone",
             "bold red",
         )
         os.kill(worker, signal.SIGKILL)
@@ -231,14 +236,16 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
         ):
             raise Trouble("the ranks did not simply go on while the worker was away")
         screen.say(
-            f"a new worker watches the same ranks, which trained on to step {screen.step()} without one: no incident",
+            "a new worker watches the same ranks, "
+            f"which trained on to step {screen.step()} without one: no incident",
             "green",
         )
 
         begin = screen.step()
         await until("more steps", lambda: screen.step() >= begin + 10)
         screen.say(
-            "3. node-2 is cut off from everybody, its sockets stay open and silent: is it dead, or does it train on?",
+            "3. node-2 is cut off from everybody, its sockets stay open and silent: "
+            "is it dead, or does it train on?",
             "bold red",
         )
         cut(state / "nodes" / "node-2", freeze_ranks=True)
@@ -252,7 +259,7 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
 
 
 def conclude(state: Path, screen: Screen) -> bool:
-    """Print the incidents, compare the two results bit for bit, and return whether all is as it should be."""
+    """Print the incidents, compare the two results bit for bit, and return whether all is well."""
     table = Table(
         "CAUSE",
         "NODE",
@@ -297,12 +304,12 @@ def conclude(state: Path, screen: Screen) -> bool:
     )
 
 
-# --- server and worker, and leaving nothing behind ----------------------------------------------------------------------
+# --- server and worker, and leaving nothing behind --------------------------------------------
 
 
 @contextlib.contextmanager
 def service() -> Iterator[Path]:
-    """Run `relaunch up` on a temporary folder; at the end, whatever the end, its processes and files are gone."""
+    """Run `relaunch up` on a temporary folder; in any case remove its processes and files."""
     state = Path(tempfile.mkdtemp(prefix="relaunch-demo-"))
     command = [
         sys.executable,
@@ -332,9 +339,8 @@ def service() -> Iterator[Path]:
         if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
     }
     environment["RELAUNCH_ANSWER_WITHIN"] = f"{ANSWER_WITHIN.total_seconds():g}"
-    with (state / "up.log").open(
-        "wb"
-    ) as log:  # attended: it ends with its stdin, so with us, however we end
+    with (state / "up.log").open("wb") as log:
+        # --attended: `up` ends when its stdin closes, so when we end, for any reason.
         up = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -363,10 +369,10 @@ def service() -> Iterator[Path]:
 
 
 def processes(state: Path, *words: str) -> list[int]:
-    """Return living processes that belong to this demo and have these words in their command line or environment."""
+    """Return processes of this demo that have these words in command line or environment."""
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 has = (
                     ((entry / "cmdline").read_bytes() + (entry / "environ").read_bytes())

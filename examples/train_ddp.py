@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """A DistributedDataParallel training that survives being started again: gloo on CPUs, NCCL on GPUs.
 
-    relaunch run --nodes 2 --nproc 2 --policy torchelastic -- python examples/train_ddp.py --checkpoint /tmp/ddp.pt
+    relaunch run --nodes 2 --nproc 2 --policy torchelastic -- \\
+        python examples/train_ddp.py --checkpoint /tmp/ddp.pt
 
-What makes it recoverable is marked (1) to (4); the rest is a small regression, so that it runs anywhere torch does.
-Needs torch 2.x and nothing of relaunch: it reads torchrun's environment variables, and runs under torchrun as well.
+What makes it recoverable is marked (1) to (4); the rest is a small regression, so that it runs
+anywhere torch does. It needs torch 2.x and nothing of relaunch: it reads torchrun's environment
+variables, and runs under torchrun as well.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ def load(
 
 
 def report(step: int, loss: float) -> None:
-    """(3) Progress, for whoever watches: without it a hang looks like a long step."""
+    """(3) Report progress: without it a hang looks like a long step."""
     if path := os.environ.get("RELAUNCH_PROGRESS_FILE"):
         Path(path).write_text(f'{{"step": {step}, "loss": {loss:.6f}}}')
 
 
-@record  # (4) an exception is written to TORCHELASTIC_ERROR_FILE, and `history` shows the traceback of the first
+# (4) An exception is written to TORCHELASTIC_ERROR_FILE; `history` shows the first traceback.
+@record
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
@@ -78,7 +81,8 @@ def main() -> None:
     model = DistributedDataParallel(inner, device_ids=[local_rank] if cuda else None)
     if rank == 0:
         print(
-            f"training from step {step} on {torch.distributed.get_world_size()} ranks, {device.type}",
+            f"training from step {step} on {torch.distributed.get_world_size()} ranks, "
+            f"{device.type}",
             flush=True,
         )
 

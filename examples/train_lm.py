@@ -1,9 +1,11 @@
-"""Train a small character-level transformer, data-parallel, in numpy: a job to run, to kill and to compare bit for bit.
+"""Train a small character-level transformer, data-parallel, in numpy.
 
-Ranks exchange gradients in a star around rank 0 (MASTER_ADDR, MASTER_PORT). Sums are taken in rank order and batches
-follow from seed and step, so a run that was killed and resumed (on the same kind of CPU) ends with the bits of one that
-was not. It refuses to go on without a peer. One file, to be copied to a node alone. text.txt is Lewis Carroll, Alice's
-Adventures in Wonderland I-IV, public domain. Under torchrun TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 frees the port for it.
+It is a job to run, to kill and to compare bit for bit. Ranks exchange gradients in a star around
+rank 0 (MASTER_ADDR, MASTER_PORT). Sums are taken in rank order and batches follow from seed and
+step, so a run that was killed and resumed (on the same kind of CPU) ends with the bits of one that
+was not. A rank that loses a peer fails. The program is one file, to be copied to a node alone.
+text.txt is Lewis Carroll, Alice's Adventures in Wonderland I-IV, public domain. Under torchrun
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 frees the port for it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# More than one BLAS thread changes the order of additions, and with it the last bits. BLAS reads these once, on import.
+# More than one BLAS thread changes the order of additions, and with it the last bits. BLAS reads
+# these once, on import.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
@@ -34,9 +37,9 @@ Floats = npt.NDArray[np.floating[Any]]
 Tokens = npt.NDArray[np.intp]
 
 CONNECT_DEADLINE = 30.0
-"""Seconds: as long as ranks of one launch may lie apart, and the master port may still be held by its last owner."""
+"""Seconds that ranks of one launch may start apart, and the old launch may hold the master port."""
 KEPT_CHECKPOINTS = 3
-"""One may be torn by the crash that we resume from, and one more by a bad disk."""
+"""The crash that we resume from may have torn one, and a bad disk one more."""
 POLLRDHUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -71,7 +74,7 @@ class Shape:
         return sum(math.prod(shape) for _, shape in self.layout())
 
     def views(self, flat: Floats) -> dict[str, Floats]:
-        """Name the parts of one flat vector: a single array is what is reduced, stored and hashed."""
+        """Name the parts of one flat vector, which is reduced, stored and hashed as one array."""
         views, at = {}, 0
         for name, shape in self.layout():
             views[name] = flat[at : at + math.prod(shape)].reshape(shape)
@@ -107,7 +110,10 @@ def _outer(x: Floats, dy: Floats) -> Floats:
 def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, are read side by side
     shape: Shape, flat: Floats, sequences: Tokens, tokens: int
 ) -> tuple[float, Floats]:
-    """Sum the cross-entropy of these sequences, over the `tokens` of all ranks, so that the ranks' results add up."""
+    """Sum the cross-entropy of these sequences, divided by the `tokens` of all ranks.
+
+    The sum of the ranks' results is that of the whole batch.
+    """
     p, gradient = shape.views(flat), np.zeros_like(flat)
     if not len(sequences):
         return 0.0, gradient
@@ -175,10 +181,9 @@ def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, ar
 
 
 def adam(flat: Floats, mean: Floats, square: Floats, gradient: Floats, step: int) -> None:
-    """Update in place. Element by element and correctly rounded, so every rank arrives at the same bits by itself."""
-    rate = np.float32(
-        3e-3 * min(1.0, step / 20)
-    )  # a warm-up: Adam's first estimates are of one batch
+    """Update in place. Element by element and correctly rounded: every rank gets the same bits."""
+    # A warm-up: Adam's first estimates are of one batch.
+    rate = np.float32(3e-3 * min(1.0, step / 20))
     mean += np.float32(0.1) * (gradient - mean)
     square += np.float32(0.01) * (gradient * gradient - square)
     unbiased = square / np.float32(1 - 0.99**step)
@@ -186,7 +191,7 @@ def adam(flat: Floats, mean: Floats, square: Floats, gradient: Floats, step: int
 
 
 def sequences_of(text: Tokens, seed: int, step: int, batch: int, context: int) -> Tokens:
-    """The whole batch of a step, of all ranks; it depends on nothing else, so nothing else has to be remembered."""
+    """Return the whole batch of a step, of all ranks. It depends on the arguments alone."""
     random = np.random.Generator(np.random.PCG64([seed, 1, step]))
     starts = random.integers(0, len(text) - context, size=batch)
     sequences: Tokens = text[starts[:, None] + np.arange(context + 1)]
@@ -197,7 +202,10 @@ def sequences_of(text: Tokens, seed: int, step: int, batch: int, context: int) -
 
 
 class Star:
-    """The ranks of one generation. Any lost connection raises ConnectionError at once, also during `pause`."""
+    """The ranks of one generation.
+
+    Any lost connection raises ConnectionError at once, also during `pause`.
+    """
 
     _hello = struct.Struct("!8sIII")
 
@@ -220,7 +228,8 @@ class Star:
                 if time.monotonic() >= deadline:
                     absent = ", ".join(str(r) for r in range(1, self.world) if r not in self._peers)
                     raise TimeoutError(
-                        f"rank 0 waited {CONNECT_DEADLINE:.0f} s at {address}:{port} for ranks {absent}"
+                        f"rank 0 waited {CONNECT_DEADLINE:.0f} s at {address}:{port} "
+                        f"for ranks {absent}"
                     )
                 try:
                     peer, _ = listener.accept()
@@ -234,7 +243,7 @@ class Star:
         self._peers = dict(sorted(self._peers.items()))
 
     def _greet(self, peer: socket.socket, greeting: tuple[bytes, int, int]) -> int | None:
-        """Say which rank this is; None for one of another generation or job, and for what is no rank at all."""
+        """Return which rank this is; None unless it is a rank of this generation and job."""
         try:
             peer.settimeout(1.0)  # a rank speaks at once, and others wait behind it
             *said, rank = self._hello.unpack(_receive(peer, self._hello.size))
@@ -250,8 +259,9 @@ class Star:
     @staticmethod
     def _listen(address: str, port: int, deadline: float) -> socket.socket:
         while True:
-            try:  # create_server sets SO_REUSEADDR: connections of the last generation may linger in TIME_WAIT
+            try:
                 family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+                # SO_REUSEADDR is set: connections of the last generation may be in TIME_WAIT.
                 listener = socket.create_server((address, port), family=family)
                 listener.setblocking(False)
                 return listener
@@ -269,9 +279,10 @@ class Star:
             try:
                 peer = socket.create_connection((address, port), timeout=5.0)
                 try:
-                    # A connection to a free port of one's own machine can meet itself, and rank 0 could not listen.
+                    # A connection to a free port of the same machine can connect to itself, and
+                    # then rank 0 could not listen there.
                     if peer.getsockname() == peer.getpeername():
-                        raise ConnectionRefusedError("nobody listens yet")
+                        raise ConnectionRefusedError("rank 0 does not listen yet")
                     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     peer.settimeout(max(1.0, deadline - time.monotonic()))
                     peer.sendall(greeting)
@@ -299,9 +310,9 @@ class Star:
         for descriptor, _ in poll.poll(math.ceil(seconds * 1000)):
             for rank, peer in self._peers.items():
                 if peer.fileno() == descriptor:
-                    raise self._lost(rank, "gone while we waited")
+                    raise self._connection_error(rank, "gone while we waited")
 
-    def _lost(self, rank: int, how: object) -> ConnectionError:
+    def _connection_error(self, rank: int, how: object) -> ConnectionError:
         return ConnectionError(f"rank {self.rank}: Connection closed by peer: rank {rank} ({how})")
 
     def pause(self, until: float) -> None:
@@ -335,10 +346,10 @@ class Star:
         try:
             self._peers[rank].sendall(data)
         except OSError as error:
-            raise self._lost(rank, error) from error
+            raise self._connection_error(rank, error) from error
 
     def _receive_all(self, size: int) -> dict[int, bytearray]:
-        """One message of every peer, read side by side: a dead peer must not wait behind a slow one."""
+        """Read one message of every peer, in parallel: a slow peer must not hide a dead one."""
         buffers = {rank: bytearray(size) for rank in self._peers}
         filled = dict.fromkeys(self._peers, 0)
         ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
@@ -352,10 +363,10 @@ class Star:
                     rest = memoryview(buffers[rank])[filled[rank] :]
                     count = self._peers[rank].recv_into(rest) if rest else 0
                 except OSError as error:
-                    raise self._lost(rank, error) from error
+                    raise self._connection_error(rank, error) from error
                 filled[rank] += count
                 if count == 0:
-                    raise self._lost(rank, "end of stream")
+                    raise self._connection_error(rank, "end of stream")
                 if filled[rank] == size:
                     poll.modify(descriptor, POLLRDHUP)
         return buffers
@@ -385,7 +396,7 @@ class State:
     square: Floats
 
     def pack(self, run: dict[str, Any]) -> bytes:
-        """One line of JSON (with a digest, so that a torn file is known for one), then the raw arrays."""
+        """Return a line of JSON, with a digest that reveals a torn file, then the raw arrays."""
         body = b"".join(
             part.astype("<f4").tobytes() for part in (self.parameters, self.mean, self.square)
         )
@@ -418,7 +429,7 @@ class State:
 
 
 class WrongRun(Exception):
-    """A sound checkpoint of other flags or text: to go on from it would be wrong, to start anew would lose it."""
+    """A valid checkpoint of other flags or text: it can be neither resumed nor overwritten."""
 
 
 def write_atomically(path: Path, data: bytes, durable: bool) -> None:
@@ -467,7 +478,8 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
     shape = Shape(vocabulary=len(characters))
     if len(text) <= shape.context:
         raise ValueError(
-            f"--text {options.text}: {len(text)} characters; expected more than {shape.context}, one sequence"
+            f"--text {options.text}: {len(text)} characters; "
+            f"expected more than {shape.context}, one sequence"
         )
     tokens = np.searchsorted(np.array(characters), np.array(list(text)))
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -487,9 +499,8 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
         os.environ.get("MASTER_ADDR", "127.0.0.1"),
         _number("MASTER_PORT", 0),
     )
-    if (
-        rank == 0
-    ):  # only here is the folder read: nodes may share no disk, and ranks must not see different files
+    # Only rank 0 reads the folder: nodes may share no disk, and ranks must not see different files.
+    if rank == 0:
         state = newest(options.checkpoint, run) if options.checkpoint else None
         if state is None:
             flat = shape.initial(options.seed)
@@ -525,9 +536,8 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
             and (step % options.checkpoint_every == 0 or step == options.steps)
         ):
             save(options.checkpoint, state, run)
-            saved = {
-                "checkpoint": step
-            }  # after it is written: whoever wants this node waits for that
+            # Reported once it is written: relaunch drains a node after its next checkpoint.
+            saved = {"checkpoint": step}
         if progress:
             write_atomically(
                 Path(progress),
@@ -553,7 +563,8 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
             write_atomically(
                 options.checkpoint / "final.json", json.dumps(final).encode() + b"\n", durable=True
             )
-    star.from_rank_0(b"done" if rank == 0 else None)  # nobody exits 0 before the result is on disk
+    # No rank exits with 0 before the result is on disk.
+    star.from_rank_0(b"done" if rank == 0 else None)
 
 
 def record_error(error: BaseException) -> None:

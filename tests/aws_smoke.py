@@ -7,7 +7,7 @@ Never part of `make test`.
 
 It runs tasks named after a job `smoke-...` on that instance, stops them, and takes its attribute
 away again; with REBOOT=1 it also reboots the instance, on which nothing else of relaunch may run.
-Whoever runs it needs credentials and a region as boto3 finds them, with the policy that
+The caller needs credentials and a region as boto3 finds them, with the policy that
 deploy/ecs/relaunch.yaml makes (for the reboot with AllowRepairs, and the tag `relaunch` on the
 instance). TASK_DEFINITION is any with one essential container, `sh` in its image, no entry point,
 and network mode host or bridge; NODE_TASK is that template's. INSTANCE is a container instance of
@@ -69,7 +69,7 @@ NEEDED = {
     "INSTANCE": "EC2 id of a container instance of the cluster",
 }
 POLL = timedelta(seconds=2)
-"""Between two looks at a task: it is one worker's, and somebody waits for the table."""
+"""Between two looks at a task: one worker polls, and a person waits for the table."""
 NODE = "n1"
 ENDS_WITHIN = 120.0
 """Seconds for a task to be placed, pulled, run and reported: the first pull of an image is the
@@ -234,7 +234,7 @@ async def names(smoke: Smoke) -> None:
 
     async def again() -> tuple[object, bool]:
         known, repeated = await smoke.task(3), await smoke.run_again(3)
-        return told(repeated), isinstance(repeated, Task) and repeated.arn == known.arn
+        return describe(repeated), isinstance(repeated, Task) and repeated.arn == known.arn
 
     async def other_words() -> tuple[object, bool]:
         try:
@@ -244,7 +244,7 @@ async def names(smoke: Smoke) -> None:
             return f"{error.reason}; resourceIds {named}", error.code == "ConflictException" and (
                 await smoke.task(3)
             ).arn in named
-        return told(placed), False
+        return describe(placed), False
 
     async def another_worker() -> tuple[object, bool]:
         other = EcsBackend(spec_of(smoke.ec2_id), smoke.backend.options, SETTLES)
@@ -284,7 +284,7 @@ async def stopped(smoke: Smoke) -> None:
         answer = await smoke.run_again(3, clientToken=uuid.uuid4().hex)
         if isinstance(answer, Task):
             await smoke.backend.cluster.stop(answer.arn, reason)
-        return told(answer), isinstance(answer, RunTaskFailure) and answer.reason.startswith(
+        return describe(answer), isinstance(answer, RunTaskFailure) and answer.reason.startswith(
             "MemberOf"
         )
 
@@ -318,7 +318,7 @@ async def attribute_is_seen(smoke: Smoke) -> None:
                 placementConstraints=[{"type": "memberOf", "expression": constraint}],
             )
             if isinstance(answer, RunTaskFailure) and not answer.reason.startswith("MemberOf"):
-                raise Differs(f"it cannot be measured: {told(answer)}")
+                raise Differs(f"it cannot be measured: {describe(answer)}")
             if isinstance(answer, Task) is placed:
                 # When it was asked: that much later it is known to count.
                 delays[placed].append(asked - begun)
@@ -389,7 +389,7 @@ async def rebooted(smoke: Smoke, before: str) -> None:
 # --- all of it
 
 
-def told(answer: Task | RunTaskFailure) -> str:
+def describe(answer: Task | RunTaskFailure) -> str:
     return (
         f"placed {answer.arn}"
         if isinstance(answer, Task)

@@ -116,7 +116,7 @@ def started_before_all_prepared(orders: Iterable[Obeyed], lives: Iterable[Life])
 
 
 def started_after_stop(orders: Iterable[Obeyed], lives: Iterable[Life]) -> tuple[str, ...]:
-    """What a node was told to stop never starts there again, nor anything below it."""
+    """What a node was ordered to stop never starts there again, nor anything below it."""
     found: list[str] = []
     stopped: dict[tuple[Job, str], Token] = {}
     entries: list[Obeyed | Life] = sorted([*orders, *lives], key=lambda entry: entry.number)

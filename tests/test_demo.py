@@ -47,8 +47,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             "COLUMNS": "140",
             "LINES": "40",
         }
-        # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not
-        # see a Ctrl-C.
+        # A shell starts background jobs with SIGINT ignored, and a process that inherits that would
+        # not see a Ctrl-C.
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             started.append(
@@ -110,7 +110,7 @@ def test_ctrl_c_on_a_terminal_ends_everything(
     while True:
         try:
             out += os.read(ours, 65536)
-        except OSError:  # Linux says EIO once nobody has the terminal open any more
+        except OSError:  # Linux says EIO once no process has the terminal open
             break
     os.close(ours)
     assert demo.wait() == 130, out.decode()

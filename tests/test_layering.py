@@ -1,4 +1,4 @@
-"""Who may import whom: each module in a process of its own, against what was loaded with it."""
+"""Who may import whom: each module in a new process, against what was loaded with it."""
 
 from __future__ import annotations
 

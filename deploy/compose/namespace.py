@@ -1,6 +1,6 @@
-"""Makes the server's namespace ready for jobs: registers it, with our retention, and our search attributes. Repeating it changes nothing.
+"""Register the server's namespace with our retention, and our search attributes in it.
 
-It starts no worker, and changes nothing in a namespace but these.
+Repeating it changes nothing. It starts no worker and changes nothing else in a namespace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def prepare(client: Client, known_within: float = KNOWN_WITHIN) -> str:
     """Return, in words, whether the client's namespace was there.
 
     Raises:
-        Mistake: it has a search attribute of another type, or the server does not know it in time.
+        ConfigError: it has a search attribute of another type, or the server learns of it too late.
         RPCError: the server refuses.
     """
     request = RegisterNamespaceRequest(namespace=client.namespace, description="relaunch")
@@ -48,8 +48,10 @@ async def prepare(client: Client, known_within: float = KNOWN_WITHIN) -> str:
             if error.status != RPCStatusCode.NOT_FOUND:
                 raise
             if time.monotonic() > deadline:
-                late = f"namespace {client.namespace} is registered, but the server did not know it within {known_within:g} s"
-                raise ConfigError(late) from None
+                raise ConfigError(
+                    f"namespace {client.namespace} is registered, "
+                    f"but the server did not know it within {known_within:g} s"
+                ) from None
         await asyncio.sleep(AGAIN_AFTER)
 
 

@@ -1,6 +1,6 @@
-"""Whether a worker on this host polls the task queue, as the server sees it: exit code 0 if so. The health check of a worker's container.
+"""The health check of a worker's container: exit code 0 if the server sees this host's worker poll.
 
-It refuses to judge what the worker makes of its tasks, and other hosts' workers.
+It does not check how the worker's tasks end, nor workers of other hosts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from relaunch.interpreter import leave
 from relaunch.temporal import connect
 
 FRESH = timedelta(seconds=90)
-"""A poll that finds nothing is renewed after a minute; the server remembers pollers for five, also dead ones."""
+"""A worker renews an empty poll after a minute; the server lists a poller for five minutes."""
 UNHEALTHY = 1
 
 
 async def last_poll(client: Client, task_queue: str, host: str) -> datetime | None:
-    """Return when a worker on `host` last polled for workflow tasks; None: not within what the server remembers.
+    """Return when a worker on `host` last polled for workflow tasks; None if the server lists none.
 
-    For activities a worker whose slots are all taken does not poll, and it is not ill.
+    Polls for activities do not count: a healthy worker whose slots are all taken makes none.
     """
     request = DescribeTaskQueueRequest(
         namespace=client.namespace,
@@ -36,7 +36,7 @@ async def last_poll(client: Client, task_queue: str, host: str) -> datetime | No
         task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW,
     )
     described = await client.workflow_service.describe_task_queue(request)
-    # An identity is <process>@<host> where nobody has chosen another.
+    # An identity is <process>@<host> unless it is configured.
     return max(
         (
             one.last_access_time.ToDatetime(UTC)
@@ -53,7 +53,10 @@ def judge(last: datetime | None, now: datetime) -> str | None:
         return "no worker of this host polls for workflow tasks"
     ago = now - last
     if ago > FRESH:
-        return f"the worker of this host last polled for workflow tasks {ago.total_seconds():.0f} s ago, expected {FRESH.seconds} or less"
+        return (
+            f"the worker of this host last polled for workflow tasks "
+            f"{ago.total_seconds():.0f} s ago, expected {FRESH.seconds} or less"
+        )
     return None
 
 

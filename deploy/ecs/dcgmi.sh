@@ -1,6 +1,6 @@
 #!/bin/sh
 # dcgmi of the node image. It needs a host engine, and the node may have none, or one of another version: so the container has its own,
-# on a socket that nobody else uses. It ends with the container.
+# on a socket that no other process uses. It ends with the container.
 set -eu
 
 socket=${RELAUNCH_DCGM_SOCKET:-/run/relaunch-dcgm.sock}

@@ -506,7 +506,7 @@ async def test_a_terminated_jobs_ranks_are_stopped_and_its_nodes_freed() -> None
     assert (await look(fleet, "n1", "n2"))["n1"].generations == ()
     again = await fleet.launch(token=Token("default", "llama", 1000, 2))
     assert again.refusals and again.refusals[0].why == "stopped", (
-        "nobody who was frozen meanwhile starts it again"
+        "a worker that was frozen meanwhile does not start it again"
     )
 
 

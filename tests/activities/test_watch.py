@@ -195,7 +195,7 @@ async def test_a_lost_node_returning_with_the_last_exits_ends_the_job() -> None:
         gang.add_observation(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
     report = await gang.report()
     assert report.events == (NodeReturned(1, "n2"),)
-    assert report.all_succeeded, "no watch follows this one, and nobody would say so later"
+    assert report.all_succeeded, "no watch follows this one, so nothing would say so later"
 
 
 async def test_a_node_back_during_a_fault_is_named_but_not_renewed(
@@ -247,7 +247,7 @@ async def test_leases_are_renewed_only_after_an_acknowledged_heartbeat() -> None
     running = environment()
     watching = asyncio.create_task(fleet.watch(running))
     await eventually(lambda: any(c.command == "watch" for c in fleet.backend.calls), "watched")
-    await eventually(lambda: fleet.server.refused >= 2, "two heartbeats that nobody acknowledged")
+    await eventually(lambda: fleet.server.refused >= 2, "two heartbeats without an acknowledgement")
     assert fleet.renewals() == 0
     fleet.server.fails = None
     await eventually(lambda: fleet.renewals() > 0, "renewed")
@@ -296,7 +296,7 @@ async def test_what_was_learned_is_taken_over_from_the_attempt_before(plain: boo
     assert report.all_succeeded
     assert beats[0].pace.step is None, "where training stands now, no node has said yet"
     assert all(beat.pace.intervals == (1.0, 2.0) for beat in beats), (
-        "the time in which nobody watched is no interval"
+        "the time without a watch is no interval"
     )
     assert beats[-1].pace.step == 7
     assert isinstance(report.events[0], ProgressSeen)

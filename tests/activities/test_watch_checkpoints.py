@@ -173,7 +173,7 @@ def test_an_unasked_watch_shows_checkpoints_and_reports_none() -> None:
             WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True),
             80,
             80,
-            id="nobody had told of one",
+            id="no watch had reported one",
         ),
         pytest.param(
             WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), PACE, based=True, baseline=60),
@@ -221,7 +221,7 @@ def test_a_late_watch_calls_nothing_hung_before_steps_were_heard() -> None:
     gang.process_line("n2", {"heartbeat": {"stamp": 1.0, "progress": {}}})
     assert gang._find_hang() is None
     gang.note_disconnection("n1", "no route to host")
-    assert gang._find_hang() is not None, "there is nobody to wait for"
+    assert gang._find_hang() is not None, "there is no node to wait for"
     nodes.beat("n1", r0=80)
     assert gang._find_hang() is None
 

@@ -378,7 +378,7 @@ class Node:
                 cgroup.remove(folder)
 
     def kill_everything(self) -> None:
-        """As a power cut would: nobody is left to write down how the others ended."""
+        """Kill all, as a power cut would: no process is left to record how the others ended."""
 
         def all_get(number: signal.Signals) -> None:
             for pid in self.list_processes():

@@ -220,7 +220,7 @@ class ShiftedNode(Node):
         return self.state.parent / f"{self.state.name}.clock"
 
     def shift_clock(self, seconds: float) -> None:
-        """Tear nothing: whoever has the old file mapped sees the new number in it."""
+        """Write in place: a process that has the file mapped sees the new number in it."""
         with self.clock.open("r+b") as file:
             file.write(struct.pack("q", round(seconds * 1e9)))
 
@@ -297,7 +297,7 @@ def test_an_unwatched_node_without_its_gang_fences_while_leased(
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
     second.kill_everything()
     goes_on(watches[0], 2.5)
-    assert not find_fence(first), "whoever watches decides"
+    assert not find_fence(first), "the controller decides while it watches"
     watches[0].close()
     wait_for(lambda: find_fence(first).get("why") == "isolated")
     assert "n2" in find_fence(first)["reason"]

@@ -185,7 +185,7 @@ def test_it_ends_as_its_rank_ended(make: Make, ends: str, code: int) -> None:
 
 
 def test_the_first_failed_rank_gives_the_code_and_lines_name_it(make: Make, tmp_path: Path) -> None:
-    # The second catches what the failure of the first brings it, and ends with a code of its own.
+    # The second catches what the failure of the first causes, and ends with another code.
     script = (
         'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on '
         '$RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
@@ -276,7 +276,7 @@ def test_what_cannot_be_started_says_why(make: Make) -> None:
     reason="a PID namespace needs root and unshare",
 )
 def test_as_first_process_it_reaps_orphans_and_forwards_sigterm(make: Make) -> None:
-    # Its grandchild outlives the rank, and would be a zombie or a survivor where nobody reaps.
+    # Its grandchild outlives the rank, and would be a zombie or a survivor if it were not reaped.
     orphan = "(setsid sh -c 'trap \"\" TERM; sleep 0.1' &) ; echo $$; exit 5"
     before = ["unshare", "-pf", "--mount-proc", "--kill-child"]
     container = make(in_shell(orphan), before=before, port=None)

@@ -138,7 +138,7 @@ def test_a_rank_that_overwrote_its_environment_has_its_session(
 def test_what_a_dead_generation_left_behind_is_a_stranger(
     look: Look, uses: Callable[..., None], node: Node
 ) -> None:
-    """Nobody keeps it any more, so that it is in the way of whoever comes next."""
+    """No supervisor keeps it any more, so that it is in the way of the next job."""
     environment = {
         **os.environ,
         "RELAUNCH_TOKEN": "default/llama/4/9",
@@ -277,7 +277,7 @@ def test_bindings_that_others_can_write_are_never_imported(
     if what == "place":
         assert again["by"].parent == agent, "who owns the place above it could exchange it"
     else:
-        assert again["by"] == first["by"], "unpacked anew"
+        assert again["by"] == first["by"], "unpacked again"
         assert not folder.stat().st_mode & 0o022
 
 

@@ -68,7 +68,7 @@ def test_ranks_of_a_stopped_shim_die_at_their_fence(node: Node) -> None:
     ends = [
         (seen["signal"], seen["stopped"]) for seen in node.journal() if seen["kind"] == "RankExited"
     ]
-    assert ends == [(9, True), (9, True)], "whoever carried it out, the fence ended them"
+    assert ends == [(9, True), (9, True)], "the fence ended them, by shim or guard"
 
 
 @pytest.mark.parametrize("helper", ["supervisor", "guard"])
@@ -190,7 +190,7 @@ def disk_node(disk: Path, agent: Path) -> Iterator[Node]:
 
 
 def fence(node: Node, pids: dict[str, int]) -> None:
-    """Nothing: nobody renews."""
+    """Do nothing: no renewal is sent."""
 
 
 def fail(node: Node, pids: dict[str, int]) -> None:

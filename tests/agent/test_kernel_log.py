@@ -40,7 +40,7 @@ FAILS_ON_CUE = [
     "-c",
     'if [ "$CUE" ]; then until [ -e "$CUE" ]; do sleep 0.01; done; exit 7; fi; exec sleep 1000',
 ]
-NOBODY = 65534
+UNPRIVILEGED = 65534
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def exits(node: Node) -> dict[int, Json]:
 
 @contextmanager
 def powerless() -> Iterator[None]:
-    """Be somebody without rights, where the tests run as root."""
+    """Drop root's rights, where the tests run as root."""
     before = os.geteuid()
     if before == 0:
-        os.seteuid(NOBODY)
+        os.seteuid(UNPRIVILEGED)
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def test_it_is_read_at_an_unwatched_failure_and_repeated_alike(
     assert exits(node)[0]["kernel"] == [XID]
     node.stop()
     wait_for(lambda: not node.list_leftovers())
-    assert exits(node)[0]["kernel"] == [XID]  # from the disk: nobody of the generation is left
+    assert exits(node)[0]["kernel"] == [XID]  # from the disk: no process of the generation is left
 
 
 def test_a_log_that_cannot_be_read_is_said_to_be_unreadable(
@@ -338,7 +338,7 @@ def test_a_kernel_that_keeps_its_log_to_itself_is_named(monkeypatch: pytest.Monk
         or not device.stat().st_mode & stat.S_IROTH
         or restricted.read_text().strip() != "1"
     ):
-        pytest.skip("this kernel shows its log to everybody, or to nobody")
+        pytest.skip("this kernel shows its log to all users, or to none")
     monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
     with powerless():
         told = read(record_position())

@@ -105,7 +105,7 @@ def test_stop_forbids_for_ever_and_everything_below(node: Node) -> None:
 def test_a_generation_is_launched_once(node: Node) -> None:
     pids = node.run(1, ["true"], lease=0.3)
     shim = node.pid("shim")
-    wait_for(lambda: not is_alive(shim), "a shim that nobody wants any more stays")
+    wait_for(lambda: not is_alive(shim), "a shim that is no longer wanted stays")
     assert why(node.prepare(1)) == "refused not_above"
     started = node.start(1)
     assert started == {"outcome": "done", "pids": pids, "already": True}
@@ -309,7 +309,7 @@ def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:
     )
     wait_for(lambda: "SigIgn" in node.log())
     masks = dict(re.findall(r"(Sig\w+):\s*([0-9a-f]{16})\n", node.log()))
-    # 32 and 33 are libc's own, and nobody can change them; make (by posix_spawn) hands them on as
+    # 32 and 33 are libc's own, and no program can change them; make (by posix_spawn) passes them as
     # ignored.
     assert {name: int(mask, 16) & 0x7FFFFFFF for name, mask in masks.items()} == {
         "SigBlk": 0,

@@ -64,7 +64,7 @@ def test_what_it_leaves_outlives_the_connection_and_is_found(
     assert answer["lives"] is True
     assert answer["met"]["took"] < 2
     assert meet(node, identity(left), end=True)["lives"] is True
-    wait_for(lambda: not is_alive(left["pid"]), "it was told to end")
+    wait_for(lambda: not is_alive(left["pid"]), "it got the order to end")
     assert meet(node, identity(left))["lives"] is False
 
 
@@ -83,7 +83,7 @@ def test_what_it_leaves_behind_ends_by_itself(node: Node) -> None:
 
 
 def test_an_address_that_is_not_the_nodes_own_is_said(node: Node) -> None:
-    # TEST-NET-1 of RFC 5737 is nobody's.
+    # TEST-NET-1 of RFC 5737 is assigned to no host.
     assert ask(node, listen="192.0.2.1")["left"] == {"cannot": "no port is free on 192.0.2.1"}
 
 

@@ -260,7 +260,7 @@ def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
     before = read_boot_id(node.state)
     began = time.monotonic()
     expect_done(node.order("reboot", **node.make_reboot_order()))
-    assert time.monotonic() - began < 10, "whoever orders it waits ten seconds"
+    assert time.monotonic() - began < 10, "the order waits for up to ten seconds"
     wait_for(lambda: read_boot_id(node.state) != before)
 
 
@@ -383,7 +383,7 @@ def test_sudo_is_used_only_where_the_fleet_file_allows_it(
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_program_of_root_that_cannot_be_killed_is_no_error() -> None:
     program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 

@@ -50,7 +50,7 @@ def run(node: Node, kind: str, order: Any) -> tuple[int, str]:
 
 
 def answer(said: str) -> dict[str, Any]:
-    """As whoever reads the log puts it together."""
+    """Put the answer together, as a reader of the log does."""
     parts = [line.partition(": ")[2] for line in said.splitlines()]
     return dict(json.loads("".join(parts)))
 

@@ -1,4 +1,4 @@
-"""Watching: what is told, when, to how many at once, and where it goes on after a break."""
+"""Watches: what a node reports, when, to how many at once, and where it resumes after a break."""
 
 from __future__ import annotations
 

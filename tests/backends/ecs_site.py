@@ -161,7 +161,7 @@ class Site:
             diag = {"refused": diag.why, "reason": diag.reason}
         return read_health(facts, diag, expected_gpus=gpus, level=2, catalog=catalog())
 
-    def asked(self, operation: str) -> int:
+    def count_requests(self, operation: str) -> int:
         """How often this was asked of the instance."""
         return sum(
             one.operation == operation and self.ec2_id in one.request.values()
@@ -231,7 +231,7 @@ async def make(aws: AwsDouble, real: Aws, tmp_path: Path) -> AsyncIterator[Make]
         await site.cluster.close()
 
 
-def beside(site: Site, aws: Any = None, options: EcsOptions | None = None) -> Site:
+def add_worker(site: Site, aws: Any = None, options: EcsOptions | None = None) -> Site:
     """Another worker, at the same time of day."""
     other = Site(site.double, aws or Calls(site.aws.real), site.ec2_id, options or site.options)
     other.clock = other.repairs._now = other.repairs._power._now = site.clock  # type: ignore[assignment]

@@ -339,7 +339,7 @@ class SshFleet(RealRanks):
             }
             for name, host in self.hosts.items()
         ]
-        # Not whatever keys and configuration whoever runs the tests has.
+        # Not the keys and configuration of the user who runs the tests.
         config = folder / "ssh_config"
         config.touch()
         ssh = {"key": str(key), "known_hosts": str(known), "config": str(config)}

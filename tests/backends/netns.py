@@ -25,7 +25,7 @@ import pytest
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
 COUNTED = itertools.count()
-"""Each network of a process has names of its own."""
+"""Each network of a process has unique names."""
 CONTROL, TRAINING = "10.99.0", "10.98.0"
 
 
@@ -163,7 +163,7 @@ class Network:
         ip("-n", self.switch, "link", "set", f"c{number}", "up")
 
     def unplug_controller(self, number: int = 1) -> None:
-        """Its machine is gone: nobody is told, and no connection of it ends."""
+        """Take its machine away without notice: no connection of it ends."""
         ip("-n", self.switch, "link", "set", f"d{number}", "down")
 
     def plug_controller(self, number: int = 1) -> None:
@@ -174,7 +174,7 @@ class Network:
         return self._there(lambda: asyncio.run(work()))
 
     def listener(self, port: int, controller: int = 1) -> socket.socket:
-        """A socket on loopback where a controller is. It stays there, whoever accepts from it."""
+        """A socket on loopback where a controller is. Any process may accept."""
         return self._there(lambda: socket.create_server(("127.0.0.1", port)), controller)
 
     def _there(self, call: Callable[[], T], controller: int = 1) -> T:

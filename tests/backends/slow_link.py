@@ -18,7 +18,7 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """From whoever connects to `near` on to `far`: addresses with ports."""
+    """A relay of connections to `near` on to `far`: addresses with ports."""
 
     near: tuple[str, int]
     far: tuple[str, int]

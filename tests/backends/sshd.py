@@ -95,7 +95,7 @@ def children_of(pids: Iterable[int]) -> dict[int, list[int]]:
 
 
 class Sshd:
-    """One server. What it lets in is `key`; what it lets them be is whoever runs the test."""
+    """One server. It accepts `key`, for the user who runs the test."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Sshd:
             "RELAUNCH_KERNEL_LOG": str(folder / "kernel.log"),
             "PATH": f"{self.bin}:{sys.base_prefix}/bin:{SYSTEM_PATH}",
             "LD_LIBRARY_PATH": str(folder / "lib"),
-            # Not that of whoever runs the tests, whose shell may change PATH.
+            # Not that of the user who runs the tests, whose shell may change PATH.
             "HOME": str(folder / "home"),
             # Whatever is on PATH, and whatever a test orders: the machine that it runs on is never
             # rebooted.
@@ -243,7 +243,7 @@ class Sshd:
         self.process = None
 
     def program_named(self, name: str, text: str) -> Path:
-        """Put a program before all others on the path of whoever logs in."""
+        """Put a program before all others on the path of each login."""
         path = self.bin / name
         path.write_text(text)
         path.chmod(0o755)

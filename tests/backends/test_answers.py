@@ -153,7 +153,7 @@ def test_a_line_that_does_not_fit_is_the_fault_of_its_node(line: object, named: 
                 "seq": 1,
                 "kind": "Fenced",
                 "why": "isolated",
-                "reason": "nobody answers",
+                "reason": "no peer answers",
             }
         },
         {"observation": {**EXITED, "exit_code": None, "signal": 9}},

@@ -895,7 +895,7 @@ async def test_s1_9_a_task_that_is_hinted_at_is_looked_at_at_once(
     backend = site.again(poll=60.0)
     await launch(site, backend=backend)
     arn = site.tasks()[0]["taskArn"]
-    assert not backend.cluster.hint(arn)  # nobody watches it
+    assert not backend.cluster.hint(arn)  # no watch is open
     async with asyncio.timeout(60), backend.watch("n1", site.token(), 0, 60.0) as stream:
         lines = stream.lines()
         assert "hello" in await anext(lines) and "heartbeat" in await anext(lines)
@@ -907,7 +907,7 @@ async def test_s1_9_a_task_that_is_hinted_at_is_looked_at_at_once(
 
 async def aws_stops(site: Site, arn: str) -> None:
     await site.backend.aws.call(
-        "ecs", "StopTask", cluster=site.aws.cluster, task=arn, reason="somebody"
+        "ecs", "StopTask", cluster=site.aws.cluster, task=arn, reason="a person"
     )
     await until(
         lambda: any(
@@ -973,7 +973,7 @@ async def test_s1_6_an_agent_away_briefly_is_no_news_but_then_silence(
 
 
 async def _greeted(site: Site) -> list[Mapping[str, Any]]:
-    """As whoever follows a node does: connect again until it answers."""
+    """Connect again until it answers, as a worker does that follows a node."""
     try:
         return await read(site.backend, site.token(), lambda lines: "heartbeat" in lines[-1])
     except Unreachable:

@@ -96,7 +96,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
 
 
 class Site:
-    """One instance, a task definition with the agent in it on a port of its own, and a job."""
+    """One instance, a task definition with the agent in it on a separate port, and a job."""
 
     def __init__(self, aws: AwsDouble, key: str = KEY) -> None:
         self.aws, number = aws, next(NUMBERS)
@@ -203,7 +203,7 @@ async def make(aws: AwsDouble) -> AsyncIterator[Callable[..., Site]]:
         await site.close()
 
 
-def seen(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def observations(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [dict(line["observation"]) for line in lines if "observation" in line]
 
 
@@ -218,7 +218,7 @@ def python(text: str) -> list[str]:
     return [sys.executable, "-S", "-c", f"import json, os, time\nrank = os.environ['RANK']\n{text}"]
 
 
-# --- what is told
+# --- what the agent reports
 
 
 async def test_progress_and_error_file_of_two_ranks_in_a_task_arrive(
@@ -247,7 +247,7 @@ os._exit(3)
     assert [line["hello"]["ranks"] for line in lines if "hello" in line] == [
         [0, 1]
     ] and "hello" in lines[0]
-    first, second = seen(lines)
+    first, second = observations(lines)
     assert (first["seq"], first["rank"], first["exit_code"], first["stopped"], first["error"]) == (
         1,
         1,
@@ -280,15 +280,15 @@ async def test_the_end_is_reported_once_by_the_first_to_see_it(make: Callable[..
     site = make()
     await site.launch(("sh", "-c", "sleep 0.5; exit 0"), ranks=2)
     lines = await site.watch()
-    assert {one["rank"]: one["exit_code"] for one in seen(lines)} == {0: 0, 1: 0}
-    assert [one["seq"] for one in seen(lines)] == [1, 2]
-    # Whoever comes when the container has gone hears it of ECS, unless that was heard, too.
+    assert {one["rank"]: one["exit_code"] for one in observations(lines)} == {0: 0, 1: 0}
+    assert [one["seq"] for one in observations(lines)] == [1, 2]
+    # After the end of the container ECS reports the exits that were not reported before.
     await _stopped(site)
-    assert [(one["seq"], one["rank"]) for one in seen(await site.watch(after_seq=1))] == [
+    assert [(one["seq"], one["rank"]) for one in observations(await site.watch(after_seq=1))] == [
         (ECS_SEQ, 0),
         (ECS_SEQ + 1, 1),
     ]
-    assert seen(await site.watch(after_seq=ECS_SEQ + 1)) == []
+    assert observations(await site.watch(after_seq=ECS_SEQ + 1)) == []
 
 
 async def _stopped(site: Site) -> None:
@@ -379,7 +379,7 @@ async def test_of_a_port_that_is_not_there_ecs_tells_the_end(
     site = make(key="")
     await site.launch(("sh", "-c", f"exit {code}"), ranks=2)
     lines = await site.watch()
-    assert [(one["rank"], one["exit_code"], one["seq"]) for one in seen(lines)] == [
+    assert [(one["rank"], one["exit_code"], one["seq"]) for one in observations(lines)] == [
         (rank, code, ECS_SEQ + number) for number, rank in enumerate(ranks)
     ]
 
@@ -400,7 +400,7 @@ async def test_the_user_who_stops_a_task_is_reported_from_ecs(make: Callable[...
             orders.append(asyncio.create_task(by_a_person()))
         return False
 
-    (end,) = seen(await site.watch(enough))
+    (end,) = observations(await site.watch(enough))
     assert (end["kind"], end["seq"]) == ("StoppedByUser", ECS_SEQ) and "enough" in end["reason"]
     await orders[0]
 
@@ -418,7 +418,9 @@ async def test_ranks_that_relaunch_stops_are_reported_as_stopped(make: Callable[
     async with asyncio.timeout(PATIENCE):
         await ready.wait()
     assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), Gone)
-    assert [(one["kind"], one["stopped"]) for one in seen(await watching)] == [("RankExited", True)]
+    assert [(one["kind"], one["stopped"]) for one in observations(await watching)] == [
+        ("RankExited", True)
+    ]
 
 
 async def test_a_rank_that_is_heard_lives_whatever_aws_does(
@@ -435,7 +437,7 @@ async def test_a_rank_that_is_heard_lives_whatever_aws_does(
         if steps(line) and not reached:
             site.aws.faults.add("DescribeTasks", SERVER_ERROR, times=1000)
         reached.extend(steps(line).values())
-        # A step a second is told: by the third, a watch without an agent has counted as broken.
+        # One step a second arrives: by the third, a watch without an agent has counted as broken.
         return len(set(reached)) >= 3
 
     assert not any("end" in line for line in await site.watch(enough))

@@ -69,7 +69,7 @@ class Table:
                 }
             case "DescribeTasks":
                 return {"tasks": [_task(number_of(one)) for one in request["tasks"]]}
-        raise AssertionError(f"nobody has to ask for {operation} to watch ranks that run")
+        raise AssertionError(f"{operation} is not needed to watch ranks that run")
 
     def _instance(self, number: int) -> dict[str, Any]:
         return {

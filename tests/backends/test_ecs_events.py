@@ -57,7 +57,7 @@ def body(kind: str = "ECS Task State Change", source: str = "aws.ecs", **detail:
             id="it has not stopped",
         ),
         pytest.param(
-            body(startedBy="ecs-svc/1"), TaskEvent(ARN, 4, None, ended=True), id="somebody else's"
+            body(startedBy="ecs-svc/1"), TaskEvent(ARN, 4, None, ended=True), id="not relaunch's"
         ),
         pytest.param(body("ECS Container Instance State Change"), None, id="of an instance"),
         pytest.param(body(source="aws.ec2"), None, id="of another service"),

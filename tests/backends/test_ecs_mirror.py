@@ -179,7 +179,7 @@ def test_every_phase_has_a_status_and_terminated_means_by_a_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last_status", "exit_code", "by_somebody", "expected"),
+    ("last_status", "exit_code", "by_request", "expected"),
     [
         ("RUNNING", None, False, "IN_PROGRESS"),
         ("DEPROVISIONING", 1, False, "IN_PROGRESS"),
@@ -192,9 +192,9 @@ def test_every_phase_has_a_status_and_terminated_means_by_a_user() -> None:
     ],
 )
 def test_a_task_without_an_exit_code_is_no_success(
-    last_status: str, exit_code: int | None, by_somebody: bool, expected: str
+    last_status: str, exit_code: int | None, by_request: bool, expected: str
 ) -> None:
-    assert task_status(last_status, exit_code, by_somebody) == expected
+    assert task_status(last_status, exit_code, by_request) == expected
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ async def test_tasks_and_container_instances_are_found_in_the_cluster(
 # --- people
 
 
-async def heard(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> dict[str, Any]:
+async def receive(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> dict[str, Any]:
     """What a subscriber of a new topic gets."""
     name = f"people-{next(NUMBERS)}"
     topic = (await account.aws.call("sns", "CreateTopic", Name=name))["TopicArn"]
@@ -597,7 +597,7 @@ async def heard(account: Account, tell: Callable[[Topic], Awaitable[None]]) -> d
 
 
 async def test_s1_7_people_are_notified_by_sns(account: Account) -> None:
-    said = await heard(
+    said = await receive(
         account,
         lambda topic: topic.tell(
             "llama → FAILED", "Xid 79 on n2\nnext: nothing", {"job": "llama", "cause": ""}
@@ -610,7 +610,7 @@ async def test_s1_7_people_are_notified_by_sns(account: Account) -> None:
 
 
 async def test_a_message_that_is_too_long_is_cut_and_says_so(account: Account) -> None:
-    said = await heard(
+    said = await receive(
         account, lambda topic: topic.tell("long", "ä" * LONGEST_MESSAGE, {"job": "llama"})
     )
     length = len(said["Message"].encode())
@@ -637,5 +637,5 @@ def test_a_subject_is_made_to_fit(text: str, expected: str) -> None:
 
 async def test_a_topic_that_is_not_there_is_an_error(account: Account) -> None:
     with pytest.raises(AwsError) as caught:
-        await Topic(account.aws, "arn:aws:sns:us-east-1:123456789012:nobody").tell("a", "b")
+        await Topic(account.aws, "arn:aws:sns:us-east-1:123456789012:missing").tell("a", "b")
     assert caught.value.kind is Kind.REFUSED

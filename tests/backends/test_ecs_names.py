@@ -238,7 +238,7 @@ def raw(**changes: Any) -> dict[str, Any]:
             None,
             "Spot",
         ),
-        # A trainer that ends well when it is told to end has not finished.
+        # A trainer that ends well on SIGTERM has not finished.
         (
             {"stopCode": "SpotInterruption", "stoppedReason": "Your Spot Task was interrupted."},
             None,

@@ -20,8 +20,8 @@ from tests.backends.ecs_site import (
     REPAIR,
     Make,
     Site,
+    add_worker,
     aws,
-    beside,
     eventually,
     make,
     nothing_told,
@@ -41,7 +41,7 @@ async def test_a_task_on_the_node_tells_how_it_is(make: Make) -> None:
     site.double.script("train", after=None)
     await site.run(build_started_by(job))
     await site.run("ecs-svc/123", "train")
-    await site.run("somebody", "train")
+    await site.run("airflow", "train")
     facts = await site.probe()
     assert facts["boot_id"].endswith(f"+{site.instance.boot_id}")
     assert facts["jobs"][0] == {
@@ -50,7 +50,7 @@ async def test_a_task_on_the_node_tells_how_it_is(make: Make) -> None:
         "submission": 17,
         "generation": 3,
     }
-    assert len(facts["jobs"]) == 2 and facts["jobs"][1]["job"].endswith(" of somebody"), (
+    assert len(facts["jobs"]) == 2 and facts["jobs"][1]["job"].endswith(" of airflow"), (
         "services come and go with the machine"
     )
     assert (facts["held"], facts["reboots"], facts["ecs_gpus"], facts["ecs_health"]) == (
@@ -149,7 +149,7 @@ async def test_a_repeated_call_waits_for_the_task_that_pulls_its_image(
     with pytest.raises(Unreachable, match="has not ended in time"):
         await site.tasks.probe(site.ec2_id, "n1", 0.2, None)
     monkeypatch.setattr(node_tasks_module, "PLACED_WITHIN", 20.0)
-    assert (await beside(site).probe())["boot_id"] == "b1"
+    assert (await add_worker(site).probe())["boot_id"] == "b1"
     assert (
         sum(one["containerInstanceArn"] == site.instance.arn for one in site.double.tasks("node"))
         == 1
@@ -185,7 +185,7 @@ async def test_s1_3_only_the_node_that_is_asked_about_is_examined(make: Make) ->
     assert [len(site.examinations()) for site in (first, failing)] == [1, 1]
     override = failing.examinations()[0]["overrides"]["containerOverrides"][0]
     assert override["resourceRequirements"] == [{"type": "GPU", "value": "8"}], (
-        "nobody else computes meanwhile"
+        "no other task computes meanwhile"
     )
 
 
@@ -202,13 +202,13 @@ async def test_s1_3_an_examination_waits_for_gpus_of_stopping_ranks(
     )
     await site.cluster.stop(rank, "relaunch: default/j/1/1")
     assert (await site.diagnose())["contract"] == "healthy"
-    assert site.asked("StopTask") == 0 and len(site.examinations()) == 1
+    assert site.count_requests("StopTask") == 0 and len(site.examinations()) == 1
 
 
 async def test_s1_3_gpus_that_are_never_free_are_called_busy_in_time(make: Make) -> None:
     site = make(CHECKED)
     site.double.script("train", after=None)
-    await site.run("somebody", gpus=1)
+    await site.run("airflow", gpus=1)
     answer = await site.diagnose(within=0.5)
     assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
 
@@ -222,13 +222,13 @@ async def test_s1_6_an_examination_of_a_dead_worker_is_found_untagged(
     """
     site = make(CHECKED)
     site.double.script("check", after=0.7, exit_code=1)
-    dead = beside(site)
+    dead = add_worker(site)
     dead.cluster.stop = _nothing  # type: ignore[assignment]
     working = asyncio.create_task(dead.diagnose())
     await eventually(site.examinations)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
-    other = beside(site)
+    other = add_worker(site)
     same, another, facts = await asyncio.gather(
         other.diagnose(), other.diagnose(id="repair/other"), other.probe()
     )

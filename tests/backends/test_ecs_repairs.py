@@ -52,8 +52,8 @@ from tests.backends.ecs_site import (
     Calls,
     Make,
     Site,
+    add_worker,
     aws,
-    beside,
     eventually,
     make,
     nothing_told,
@@ -116,13 +116,13 @@ async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
     )
     assert answer == {"outcome": "done", "boot_id": before["boot_id"]}
     with pytest.raises(Unreachable, match=r"has not gone down|has not come back"):
-        await beside(site).settled(0.0)
+        await add_worker(site).settled(0.0)
     await _booted(site)
-    placed = await site.run("somebody")
+    placed = await site.run("airflow")
     assert not placed.startswith("arn:") and site.status == "DRAINING", (
-        "its agent is back, and nobody has looked at the node yet"
+        "its agent is back, and the node was not examined yet"
     )
-    after = await beside(site).probe()
+    after = await add_worker(site).probe()
     assert after["boot_id"] != before["boot_id"] and site.status == "ACTIVE"
     [entry] = after["reboots"]
     assert (entry["id"], entry["boot_id"]) == (REPAIR, before["boot_id"])
@@ -132,14 +132,14 @@ async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
         "boot_changed",
         site.instance.boot_id,
     )
-    assert site.asked("RebootInstances") == 1
+    assert site.count_requests("RebootInstances") == 1
 
 
 async def _booted(site: Site) -> None:
-    """It has, and somebody has seen that its agent was away."""
+    """Wait until it has rebooted and a probe has seen that its agent was away."""
     await eventually(lambda: site.instance.boots == 2)
     with pytest.raises(Unreachable, match="has not come back"):
-        await beside(site).settled(0.0)
+        await add_worker(site).settled(0.0)
     site.instance.connect()
 
 
@@ -148,13 +148,17 @@ async def test_the_same_order_twice_is_one_reboot(make: Make) -> None:
     site.instance.machine.connects = False
     boot = site.instance.boot_id
     assert await site.reboot() == {"outcome": "done", "boot_id": boot}
-    assert await beside(site).reboot(boot) == {"outcome": "done", "boot_id": boot, "already": True}
+    assert await add_worker(site).reboot(boot) == {
+        "outcome": "done",
+        "boot_id": boot,
+        "already": True,
+    }
     other = await site.reboot(boot, id="repair/other")
     assert isinstance(other, Refused) and other.why == "held"
     await _booted(site)
     await site.settled()
     assert (await site.reboot(boot))["already"] is True  # type: ignore[index]
-    assert (site.asked("RebootInstances"), site.instance.boots) == (1, 2)
+    assert (site.count_requests("RebootInstances"), site.instance.boots) == (1, 2)
 
 
 async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
@@ -163,7 +167,7 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
 
     async def facts(**more: Any) -> Any:
         return await site.repairs.reboot(
-            "n1", site.ec2_id, REPAIR, "b", "Xid", lambda: _told({"boot_id": "b", **more})
+            "n1", site.ec2_id, REPAIR, "b", "Xid", lambda: _answer_probe({"boot_id": "b", **more})
         )
 
     for refused in (
@@ -176,11 +180,11 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
     await site.run(build_started_by(Token("default", "j", 1, 2)))
     late = await facts()  # it was placed after the probe
     assert isinstance(late, Refused) and late.reason == "job j generation 2 runs on this node"
-    assert (site.status, site.asked("RebootInstances")) == ("ACTIVE", 0)
+    assert (site.status, site.count_requests("RebootInstances")) == ("ACTIVE", 0)
     assert (await Journal.read(site.aws, site.ec2_id)).entries == ()
 
 
-async def _told(facts: dict[str, Any]) -> Mapping[str, Any]:
+async def _answer_probe(facts: dict[str, Any]) -> Mapping[str, Any]:
     return {"outcome": "done", **facts}
 
 
@@ -193,7 +197,7 @@ async def test_an_instance_that_ec2_gives_up_is_not_rebooted_but_moved(make: Mak
         assert isinstance(refused, Refused) and refused.why == "cannot_reboot", (
             "recovery cycles its power then"
         )
-        assert site.asked("RebootInstances") == 0
+        assert site.count_requests("RebootInstances") == 0
 
 
 async def test_a_refused_order_is_withdrawn_and_an_unanswered_one_not(make: Make) -> None:
@@ -222,7 +226,7 @@ async def test_a_refused_order_is_withdrawn_and_an_unanswered_one_not(make: Make
     lost.clock.ahead = 400
     journal = await lost.settled()
     assert [one["boot_id"] for one in journal.list_reboots(lost.instance.boot_id, None)] == [before]
-    assert (lost.asked("RebootInstances"), lost.status) == (1, "ACTIVE")
+    assert (lost.count_requests("RebootInstances"), lost.status) == (1, "ACTIVE")
 
 
 async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
@@ -240,7 +244,7 @@ async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
     site.instance.never_returns(True)
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
     assert (answer["exit_code"], "instance store" in answer["output"]) == (0, True)
-    journal = await beside(site).settled()
+    journal = await add_worker(site).settled()
     assert {entry.way for entry in journal.entries if entry.over} == {Way.REBOOT, Way.POWER}
     assert (site.status, site.instance.machine.power) == ("ACTIVE", "running")
 
@@ -252,7 +256,7 @@ async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, o
     Or nothing of it is left and it is ordered again.
     """
     whole = make()
-    alive = beside(whole, Dying(whole.aws.real))
+    alive = add_worker(whole, Dying(whole.aws.real))
     await _ordered(alive, of)
     assert alive.aws.acted == {"reboot": 4, "power": 5}[of]
 
@@ -260,12 +264,12 @@ async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, o
         site = make()
         before = site.instance.boot_id
         with pytest.raises(Killed):
-            await _ordered(beside(site, Dying(site.aws.real, acts)), of)
-        await _recovered(beside(site), before, of)
+            await _ordered(add_worker(site, Dying(site.aws.real, acts)), of)
+        await _recovered(add_worker(site), before, of)
         assert (site.instance.boots, site.status) == (2, "ACTIVE"), (
             f"killed after {acts} of {alive.aws.acted}"
         )
-        assert site.asked("RebootInstances") == (1 if of == "reboot" else 0)
+        assert site.count_requests("RebootInstances") == (1 if of == "reboot" else 0)
 
     await asyncio.gather(*(killed_after(acts) for acts in range(alive.aws.acted)))
 
@@ -308,14 +312,14 @@ async def test_s1_6_without_node_task_a_launch_time_proves_the_restart(
     site = make(CHECKED)
     before = await site.probe()
     launched = float(before["boot_id"].rpartition(":")[2])
-    await eventually(lambda: time.time() - launched > 1.05)  # launch times are told in seconds
+    await eventually(lambda: time.time() - launched > 1.05)  # launch times are whole seconds
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
     assert (answer["program"], answer["exit_code"]) == ("EC2 stop and start", 0)
     after = await site.probe()
     assert after["boot_id"] != before["boot_id"] and after["stamp"] < before["stamp"] + 60
     assert [one["id"] for one in after["reboots"]] == [REPAIR]
     assert (await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))["exit_code"] == 0
-    assert (site.asked("StopInstances"), site.asked("StartInstances")) == (1, 1)
+    assert (site.count_requests("StopInstances"), site.count_requests("StartInstances")) == (1, 1)
 
 
 @pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -344,7 +348,11 @@ async def test_s1_5_with_only_a_health_check_the_node_restarts_once(make: Make, 
         ("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)
     ), decision.reason
     assert "power-cycled" in decision.reason
-    assert (site.asked("StopInstances"), site.asked("RebootInstances"), site.instance.boots) == (
+    assert (
+        site.count_requests("StopInstances"),
+        site.count_requests("RebootInstances"),
+        site.instance.boots,
+    ) == (
         1,
         0,
         2,
@@ -375,7 +383,7 @@ async def _carry_out(site: Site, decision: Any) -> RepairEvent:
                 launched = float((await site.probe())["boot_id"].rpartition(":")[2])
                 await eventually(
                     lambda: time.time() - launched > 1.05
-                )  # launch times are told in seconds
+                )  # launch times are whole seconds
                 return OrderDone(
                     dict(await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))
                 )
@@ -395,9 +403,9 @@ async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) 
         "it is stopped, and EC2 cannot start it: "
     )
     with pytest.raises(Unreachable, match="InsufficientInstanceCapacity"):
-        await beside(site).settled(0.1)
+        await add_worker(site).settled(0.1)
     site.double.faults.remove(fault)
-    await beside(site).settled()
+    await add_worker(site).settled()
     assert (site.instance.machine.power, site.instance.boots) == ("running", 2)
 
 
@@ -407,8 +415,8 @@ async def test_a_repair_longer_than_its_order_goes_on_at_the_next_look(
     site = make()
     with pytest.raises(Unreachable, match="its power is being cycled"):
         await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.0)
-    assert (await beside(site).settled()).entries[0].over
-    assert site.asked("StopInstances") == 1
+    assert (await add_worker(site).settled()).entries[0].over
+    assert site.count_requests("StopInstances") == 1
 
 
 async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
@@ -427,7 +435,7 @@ async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
 
 
 class Group(Calls):
-    """An Auto Scaling group that has the instance, and takes a look to do what it is told."""
+    """An Auto Scaling group that has the instance, and takes one look to apply a change."""
 
     def __init__(self, real: Aws) -> None:
         super().__init__(real)
@@ -451,7 +459,7 @@ class Group(Calls):
 async def test_an_auto_scaling_group_must_leave_it_alone_during_that(make: Make) -> None:
     site = make()
     aws = Group(site.aws.real)
-    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))[
+    assert (await add_worker(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))[
         "exit_code"
     ] == 0
     assert aws.orders == [
@@ -460,7 +468,7 @@ async def test_an_auto_scaling_group_must_leave_it_alone_during_that(make: Make)
         ("ExitStandby", "Standby"),
     ]
     aws.state, aws.orders = "Standby", []  # a person put it there, and it stays
-    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))[
+    assert (await add_worker(site, aws).repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))[
         "exit_code"
     ] == 0
     assert aws.orders == [("StopInstances", "Standby")]
@@ -509,7 +517,7 @@ async def test_a_quarantined_instance_says_so_once_its_job_has_left(
     await site.cluster.put_attributes(instance.arn, {"relaunch.quarantine": "ada"})
     marks._written.clear()
     assert await marked(NodeStatus.IN_SERVICE) == "ada", (
-        "what somebody else has written is somebody else's"
+        "what another writer has written is not overwritten"
     )
     writes = site.double.calls["PutAttributes"]
     assert await marked(NodeStatus.QUARANTINED) == "ada"

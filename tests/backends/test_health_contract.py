@@ -85,11 +85,11 @@ async def boot_id(backend: Backend) -> str:
 
 async def eventually(look: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while not await look():  # noqa: ASYNC110  (a node tells nobody)
+        while not await look():  # noqa: ASYNC110  (a node sends no event)
             await asyncio.sleep(0.02)
 
 
-async def held(backend: Backend) -> Any:
+async def read_holder(backend: Backend) -> Any:
     return (await backend.list("n1"))["held"]
 
 
@@ -155,7 +155,7 @@ async def test_a_look_reads_no_gpus_of_a_node_that_is_examined(make: Make) -> No
 
 
 async def is_held(backend: Backend) -> bool:
-    return await held(backend) is not None
+    return await read_holder(backend) is not None
 
 
 async def test_a_probe_names_the_generations_that_live_on_the_node(make: Make) -> None:
@@ -190,7 +190,7 @@ async def test_a_diagnosis_brings_what_dcgm_printed_and_how_it_ended(make: Make)
     assert answer["boot_id"] == await boot_id(fleet.backend)
     assert (answer["exit_code"], answer["stderr"]) == (0, "") and answer["took"] >= 0
     assert read_diag(answer["stdout"], answer["exit_code"], level=1).verdict is Verdict.HEALTHY
-    assert await held(fleet.backend) is None
+    assert await read_holder(fleet.backend) is None
 
 
 async def test_a_node_without_dcgm_or_nvidia_smi_says_so(make: Make) -> None:
@@ -215,7 +215,7 @@ async def test_a_diagnosis_that_hangs_is_killed_and_blocks_launches(
 
     async def is_named() -> bool:
         """Who holds it is written a moment after it is held."""
-        holder = await held(fleet.backend)
+        holder = await read_holder(fleet.backend)
         return holder is not None and (holder["by"], holder["id"]) == ("diagnose", "r1")
 
     await eventually(is_named)
@@ -238,7 +238,7 @@ async def test_a_diagnosis_without_a_caller_ends_and_frees_the_node(
     diagnosing = asyncio.create_task(fleet.backend.diagnose("n1", "r1", 2, 600.0))
 
     async def is_held() -> bool:
-        return await held(fleet.backend) is not None
+        return await read_holder(fleet.backend) is not None
 
     async def is_free() -> bool:
         return not await is_held()

@@ -91,7 +91,7 @@ def test_an_expected_host_key_is_of_the_same_kind_if_any(
 def test_a_line_that_is_added_is_found_by_openssh(tmp_path: Path, port: int, hashed: bool) -> None:
     file = tmp_path / "folder" / "known_hosts"
     append(str(file), line("other"))
-    file.write_text(file.read_text().rstrip("\n"))  # whoever wrote it last did not end the line
+    file.write_text(file.read_text().rstrip("\n"))  # the last writer did not end the line
     append(str(file), line_for("gpu-01", port, "ssh-ed25519", ONE, hashed))
     assert file.read_text().count("\n") == 2
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)

@@ -36,7 +36,7 @@ for line in sys.stdin:
 if answer == "echo" else answer}), flush=True)
         print(json.dumps({"id": order["id"], "ended": True}), flush=True)
 """
-"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes
+"""A double of the agent: sends the answers that it was given, is silent on other orders, and exits
 where the answer would be `die`."""
 
 Open = Callable[..., AgentSession]

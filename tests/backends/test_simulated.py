@@ -409,7 +409,7 @@ async def test_a_watch_that_breaks_resumes_where_it_was() -> None:
     await launch(backend, 1, ("n1",))
     seen: list[Line] = []
     async with backend.watch("n1", token(1), 0, 10.0) as stream:
-        with pytest.raises(Unreachable):  # noqa: PT012 - the lines before the break are looked at, too
+        with pytest.raises(Unreachable):  # noqa: PT012 - checks the lines before the break, too
             async for line in stream.lines():
                 seen.append(line)
     seen += await read(backend, "n1", 1, is_heartbeat, after=1)

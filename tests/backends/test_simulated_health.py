@@ -496,7 +496,7 @@ async def test_the_invariants_see_two_holders_and_reboots_of_one_boot() -> None:
     assert upkeep_violations(two, ()) == ("reboot r2 began on n1 during diagnose r1",)
     told = (moment(1, "ended", "reboot", "r1", "done"), moment(9, "ended", "reboot", "r2", "done"))
     assert upkeep_violations(told, ()) == (
-        "n1-boot-1 was told to end for r1, and 8 s later for r2",
+        "n1-boot-1 was ordered to end for r1, and 8 s later for r2",
     )
     again = moment(100, "ended", "reboot", "r1", "done")
     assert upkeep_violations((told[0], again), ()) == ()

@@ -177,13 +177,13 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
     )
     socket_path = site.folder / "a.sock"
     words = ["ssh-agent", "-D", "-a", str(socket_path)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220  (it returns at once)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - returns at once
     try:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket_path))
         ask = site.host(start=False).program_named("ask", "#!/bin/sh\necho open sesame\n")
         unlocking = {**os.environ, "SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force"}
         async with asyncio.timeout(60):
-            while not socket_path.exists():  # noqa: ASYNC110  (it tells nobody)
+            while not socket_path.exists():  # noqa: ASYNC110  (it sends no event)
                 await asyncio.sleep(0.01)
         run("ssh-add", "-q", str(locked), env=unlocking)
         assert (await site.backend(host, {"key": str(locked)}).list("n1"))["outcome"] == "done"
@@ -206,7 +206,7 @@ async def test_an_unknown_host_key_is_refused_first_and_can_be_trusted(
         f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the "
         "machine's own, then `relaunch nodes trust n1`"
     )
-    assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
+    assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "no login has begun"
     spec = site.spec(host)
     key = await host_key(spec, spec.nodes[0])
     assert (key.algorithm, key.fingerprint, key.standing, key.reason) == (
@@ -273,7 +273,7 @@ async def test_a_refused_login_names_the_user_and_what_was_offered(site: Site) -
     offered = f"{other} (ED25519 {own_fingerprint(other.with_suffix('.pub').read_text())})"
     assert said == f"the login of {host.user} was refused: offered {offered}"
     with pytest.raises(NeedsPerson):
-        await site.backend(host, user="nobody-here").list("n1")
+        await site.backend(host, user="no-such-user").list("n1")
 
 
 async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
@@ -329,7 +329,7 @@ async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         callers = []
-        for _ in range(4):  # until its backlog is full, and it answers to nobody
+        for _ in range(4):  # until its backlog is full, and it answers no more
             callers.append(socket.socket())
             callers[-1].setblocking(False)
             callers[-1].connect_ex(full.getsockname())

@@ -100,7 +100,7 @@ async def while_others_go_on(asking: SshBackend) -> str:
         pytest.param(
             HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\ntime.sleep(600)\n',
             "the agent answered order '77', which was not sent",
-            id="an answer that nobody asked for",
+            id="an answer to no order",
         ),
         pytest.param(
             HELLO + 'sys.stdin.readline()\nsay(b\'{"id": 1, "li\')\n',

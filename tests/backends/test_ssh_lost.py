@@ -93,10 +93,10 @@ async def test_s2_4_a_killed_sshd_ends_no_rank_and_the_watch_resumes(
     said = await watched(backend, host, host.kill)
     assert said == "the connection was lost: the node closed it (during watch)"
     async with asyncio.timeout(PATIENCE):
-        while "refused the connection" not in await reason(backend):  # noqa: ASYNC110  (a node tells nobody)
+        while "refused the connection" not in await reason(backend):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.05)
     assert lives(pid)
-    flag.touch()  # what happens meanwhile is told afterwards
+    flag.touch()  # what happens meanwhile is reported afterwards
     host.start()
     lines = await reached(lambda: read(backend, token(1), lambda lines: len(observed(lines)) == 1))
     assert [(one["seq"], one["kind"], one["exit_code"]) for one in observed(lines)] == [
@@ -180,12 +180,12 @@ async def test_a_killed_agent_is_started_again_by_the_next_call(site: Site) -> N
 
 
 async def test_nothing_that_lives_on_keeps_the_connection_open(site: Site) -> None:
-    """The node's sshd waits until nobody holds the channel's pipes any more: a shim must not."""
+    """The node's sshd waits until no process holds the channel's pipes: a shim must not."""
     host = site.host()
     backend = site.backend(host)
     await train(backend, host.address)
     assert len(host.servers()) > 1
     await backend.close()
     async with asyncio.timeout(PATIENCE):
-        while len(host.servers()) > 1:  # noqa: ASYNC110  (a server tells nobody)
+        while len(host.servers()) > 1:  # noqa: ASYNC110  (a server sends no event)
             await asyncio.sleep(0.02)

@@ -80,7 +80,7 @@ def held_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
 
 
 def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
-    """One boot is told once to end; again only by who sees, long after, that it has not."""
+    """One boot gets the order to end once; again only long after, if it has not ended."""
     found: list[str] = []
     told: dict[tuple[str, str], Upkeep] = {}
     for entry in upkeep:
@@ -89,8 +89,8 @@ def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
         before = told.get((entry.node, entry.boot_id))
         if before is not None and entry.at - before.at < ORDERED_LATELY:
             found.append(
-                f"{entry.boot_id} was told to end for {before.id}, and {entry.at - before.at:g} s "
-                f"later for {entry.id}"
+                f"{entry.boot_id} was ordered to end for {before.id}, "
+                f"and {entry.at - before.at:g} s later for {entry.id}"
             )
         told[entry.node, entry.boot_id] = entry
     return tuple(found)

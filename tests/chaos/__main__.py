@@ -1,6 +1,6 @@
 """`python -m tests.chaos`: kill and cut everything in every phase.
 
-Nothing may be lost, doubled or spent in vain.
+Nothing may be lost, doubled or spent without need.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.chaos.world import Job, Unmet, eventually
 async def violations(job: Job, expected: Expected) -> list[str]:
     now = await job.look()
     if now.state is None:
-        return [f"nobody can tell the state of {job.name}"]
+        return [f"the state of {job.name} cannot be read"]
     state, found = now.state, []
     if (now.phase, state.exit_code) != (expected.phase, expected.exit_code):
         ended = f"it ended as {now.phase} with exit code {state.exit_code}: {state.reason}"

@@ -101,11 +101,11 @@ async def disturb(round: Round, node: str) -> Undo:
 async def _stop(round: Round, node: str) -> Undo:
     kind = round.victim.removeprefix("stop ")
 
-    async def found() -> list[int]:
+    async def find() -> list[int]:
         return _find(round, kind, node)
 
     with contextlib.suppress(AssertionError):  # it may have ended already, or not have begun
-        await eventually(found, f"no {kind} lives on {node}", 3.0, 0.005)
+        await eventually(find, f"no {kind} lives on {node}", 3.0, 0.005)
     stopped: set[int] = set()
     while new := set(_find(round, kind, node)) - stopped:
         signal_all(new, signal.SIGSTOP)
@@ -179,7 +179,7 @@ async def _change_policy(round: Round, node: str) -> Undo:
 
     async def send() -> None:
         # The job has ended, its server is away, or nothing answered until `wait` gave up: the SDK
-        # has an error of its own for a cancelled call.
+        # raises a separate error for a cancelled call.
         with contextlib.suppress(
             RPCError, WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
         ):

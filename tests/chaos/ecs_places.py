@@ -102,7 +102,7 @@ class EcsPlaces:
         return f"arn:aws:sqs:{REGION}:123456789012:{queue.rpartition('/')[2]}"
 
     def notices(self) -> list[dict[str, str]]:
-        """What people were told, in the order of its arrival."""
+        """Return the messages to people, in the order of their arrival."""
         while messages := self._calls.sqs.receive_message(
             QueueUrl=self._inbox, MaxNumberOfMessages=10
         ).get("Messages"):

@@ -47,7 +47,7 @@ class Places(Protocol):
         ...
 
     async def serve(self, port: int) -> None:
-        """Have the worker find the server at `port` of its own loopback."""
+        """Have the worker find the server at `port` of the worker's loopback."""
         ...
 
     def sessions(self, name: str, worker: int) -> list[int]: ...
@@ -121,7 +121,7 @@ class LocalPlaces:
 
 
 class SshPlaces:
-    """Hosts on loopback addresses, or each in a network of its own.
+    """Hosts on loopback addresses, or each in a separate network.
 
     Where they share a network, a cut from the controller is an sshd that is stopped (SIGSTOP): it
     answers nothing, in either direction.
@@ -174,7 +174,7 @@ class SshPlaces:
                 for host in self.hosts.values()
             )
         )
-        self.config.touch()  # not whatever configuration whoever runs this has
+        self.config.touch()  # not the configuration of the user who runs this
 
     def _make_network(self, folder: Path, addresses: dict[str, str]) -> Network:
         return Network(len(addresses), controllers=2)

@@ -44,7 +44,7 @@ CONNECT_ATTEMPT = 5.0
 
 
 def note(path: Path, **values: object) -> None:
-    """Append one line. Appending is atomic for lines this short, whoever else does."""
+    """Append one line. Appending is atomic for lines this short, with any number of writers."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(handle, json.dumps(values).encode() + b"\n")
@@ -112,7 +112,7 @@ def refuse_second_generation(folder: Path) -> int:
 
 
 class Gang:
-    """All ranks, one number each, every step: nobody advances without the others."""
+    """All ranks, one number each, every step: no rank advances without the others."""
 
     def __init__(self, stand_still: bool = False) -> None:
         """`stand_still`: wait without end for a peer that is gone, as a collective does."""

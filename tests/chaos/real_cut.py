@@ -73,7 +73,7 @@ async def main() -> int:
     found = [*await asyncio.gather(away, dead)]
     print(
         "\n".join(line for lines in found for line in lines)
-        or "nothing was lost, doubled or spent in vain"
+        or "nothing was lost, doubled or spent without need"
     )
     return 1 if any(found) else 0
 

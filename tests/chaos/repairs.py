@@ -92,7 +92,7 @@ def _kill(found: list[int]) -> None:
 async def play(world: World, victim: str, dice: random.Random) -> str:
     """Return how the job went on.
 
-    Whoever killed dcgmi or the power may have made an examination or a repair come to nothing.
+    The kill of dcgmi or the power cut may have made an examination or a repair fail.
     """
     node = "n2"
     (world.node(node) / "reboots.jsonl").unlink(missing_ok=True)

@@ -95,8 +95,8 @@ POINTS = tuple(
 on a node; or generation 1 stopped."""
 
 PATIENT = {"lease": "15s"}
-"""For controllers that die while they launch: their successor comes after 6 s, and ranks that
-nobody has watched by one lease stop."""
+"""For controllers that die while they launch: their successor comes after 6 s, and ranks that are
+not watched within one lease stop."""
 
 
 @dataclass
@@ -363,7 +363,7 @@ class Round:
             case "reboot":
                 allowed = (NOTHING, FAULTY, LATE)
             case "cut both":
-                await self._left(node)
+                await self._wait_without(node)
                 self._heal(node)
                 allowed = (NOTHING, LOST)
             case "sshd":
@@ -383,7 +383,7 @@ class Round:
         await self._end()
         return Expected(allowed)
 
-    async def _left(self, node: str) -> None:
+    async def _wait_without(self, node: str) -> None:
         """Wait until the job trains without a node.
 
         Where the cut came before nodes were chosen, it was never used, or is waited for: the spares
@@ -405,7 +405,7 @@ class Round:
             await self.job.until_phase("RUNNING", generation=2)
             allowed = {"rank": KILLED, "cut both": LOST}.get(self.victim, FAULTY)
             if self.victim == "reboot" and self.world.backend == "ssh":
-                # It may be away for longer than `lost_after`: until sshd is up again, and somebody
+                # It may be away for longer than `lost_after`: until sshd is up again, and a worker
                 # has logged in to it.
                 return await self._ended_with(FAULTY, LOST)
         elif self.victim in CUTS:
@@ -423,10 +423,10 @@ class Round:
         return Expected(allowed)
 
     async def _heard_again(self) -> None:
-        async def heard() -> bool:
+        async def is_heard() -> bool:
             return not (await self.job.state()).lost
 
-        await eventually(heard, f"a healed node of {self.job.name} is not heard again")
+        await eventually(is_heard, f"a healed node of {self.job.name} is not heard again")
 
     async def _finish_node_lost(self) -> Expected:
         allowed: Tries = LOST
@@ -533,7 +533,7 @@ class Round:
             os.kill(pid, signal.SIGKILL)
             self.note(f"killed rank {pid}")
             await self.job.until_phase("RUNNING", generation=2)
-            # What its shim had not written down, nobody knows.
+            # What its shim had not written down is unknown.
             allowed = (
                 (FAULTY,)
                 if name == "shim.reaped"
@@ -588,4 +588,4 @@ class Round:
 
     def _must_be_spent(self, file: os.PathLike[str]) -> None:
         if os.path.exists(file):
-            raise Unmet(f"nobody passed the failpoint {self.victim}")
+            raise Unmet(f"no agent passed the failpoint {self.victim}")

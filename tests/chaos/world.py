@@ -160,10 +160,10 @@ class Job:
         return await jobs.load_job(self.world.client, self.name)
 
     async def state(self) -> JobState:
-        async def asked() -> JobState | None:
+        async def read_state() -> JobState | None:
             return (await self.look()).state
 
-        return await eventually(asked, f"nobody tells the state of {self.name}")
+        return await eventually(read_state, f"the state of {self.name} cannot be read")
 
     async def phase(self) -> tuple[str, int]:
         """Phase and generation as everybody can see them, with no worker alive."""
@@ -203,7 +203,7 @@ class Job:
             return (
                 f"{now.phase} because {now.state.reason if now.state else now.memo.get('reason')!r}"
             )
-        return "nobody can be asked"
+        return "its state cannot be read"
 
     async def until_steps(self, more: int = 3, patience: float = PATIENCE) -> None:
         """Wait until training has advanced by so many steps from now."""
@@ -229,7 +229,7 @@ class Job:
             # first has arrived.
             return len(seen) >= 3
 
-        await self.until(renewed, f"nobody watches {self.name}")
+        await self.until(renewed, f"no watch of {self.name}")
 
     def step(self) -> int | None:
         try:

@@ -221,10 +221,10 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
 
 
 async def test_names_of_nothing_and_odd_names_are_one_sentence(place: Place) -> None:
-    one_sentence(await place.starter("show", "nobody"), "no job 'nobody' in namespace default")
+    one_sentence(await place.starter("show", "missing"), "no job 'missing' in namespace default")
     one_sentence(await place.starter("cancel", "../x y"), "'../x y' is not a name")
     one_sentence(
-        await place.starter("retry", "nobody", "--avoid", "a b"), "node 'a b' is not a name"
+        await place.starter("retry", "missing", "--avoid", "a b"), "node 'a b' is not a name"
     )
 
 
@@ -266,7 +266,7 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> 
 
 
 async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None:
-    process = subprocess.Popen(  # noqa: ASYNC220  (signals and lines are easier with it, and reads go to a thread)
+    process = subprocess.Popen(  # noqa: ASYNC220 - simple signals; reads are in a thread
         [sys.executable, STARTER, "run", "--name", "long", "--", "sleep", "1000"],
         cwd=place.folder,
         env=bare_environment({"TEMPORAL_ADDRESS": place.address}),
@@ -294,7 +294,7 @@ async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     assert (now.source, now.open, now.phase) == ("result", False, "SUCCEEDED")
     spec = now.state.spec.model_copy(update={"name": "orphan"}) if now.state else None
     assert spec is not None and now.state is not None
-    await submit(place.client, "nobody-polls", spec, now.state.policy, reason="try")
+    await submit(place.client, "without-worker", spec, now.state.policy, reason="try")
     shown = await place.starter("show", "orphan", "--json")
     view = json.loads(shown.out)
     assert (view["phase"], view["reason"], view["source"]) == ("QUEUED", "try", "memo")
@@ -330,7 +330,7 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
         "within",
         "'soon'",
     )
-    one_sentence(await place.starter("answer", "nobody", "deny", "--reason", "x"), "nobody")
+    one_sentence(await place.starter("answer", "missing", "deny", "--reason", "x"), "missing")
     told = await place.starter(
         "answer", "asks", "deny", "--node", "n2", "--reason", "evaluation ends at noon"
     )

@@ -202,7 +202,8 @@ def test_without_a_region_it_says_how_to_give_one(
         (
             "ThrottlingException",
             Kind.THROTTLED,
-            "ECS ListContainerInstances: ThrottlingException: check the network to AWS, then repeat the command",
+            "ECS ListContainerInstances: ThrottlingException: "
+            "check the network to AWS, then repeat the command",
         ),
     ],
 )
@@ -212,7 +213,7 @@ def test_a_refusal_of_aws_is_shown_with_its_remedy(code: str, kind: Kind, says: 
     )
 
 
-def found(
+def make_instance(
     ec2_id: str, arn: str = "arn:1", connected: bool = True, state: str = "running"
 ) -> ContainerInstance:
     return ContainerInstance(arn, ec2_id, 8, connected, 0.0, "", state)
@@ -220,15 +221,15 @@ def found(
 
 def test_a_machine_that_registered_twice_is_one_node() -> None:
     old, new = (
-        found("i-0123456789abcdef0", "arn:1", connected=False),
-        found("i-0123456789abcdef0", "arn:2"),
+        make_instance("i-0123456789abcdef0", "arn:1", connected=False),
+        make_instance("i-0123456789abcdef0", "arn:2"),
     )
     assert select_instances([old, new]) == ([new], []) == select_instances([new, old])
 
 
 def test_what_is_no_machine_of_ec2_is_left_out_and_said() -> None:
     assert select_instances(
-        [found("mi-0123456789abcdef0"), found("i-0123456789abcdef0", state="")]
+        [make_instance("mi-0123456789abcdef0"), make_instance("i-0123456789abcdef0", state="")]
     ) == (
         [],
         ["mi-0123456789abcdef0 is not an EC2 instance", "i-0123456789abcdef0 is not known to EC2"],

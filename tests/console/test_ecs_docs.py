@@ -143,7 +143,7 @@ def test_its_task_definition_is_one_and_ranks_can_be_run_as_it() -> None:
 def test_its_aws_commands_have_operations_and_options_that_exist(words: list[str]) -> None:
     """`aws SERVICE some-operation --some-option`: both are of the API's model.
 
-    Three options are excepted, which the AWS command line has of its own.
+    Three options are excepted, which only the AWS command line has.
     """
     name, command = words[1:3]
     given = {word for word in words[3:] if word.startswith("--")}

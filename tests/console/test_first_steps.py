@@ -223,7 +223,7 @@ async def test_a_key_is_written_down_only_by_a_yes(
     for answer in ("", "n", "what?"):
         assert await ask_about(site, spec, answer) == (False, ["  is that the key of n1? [y/N] "])
     assert not site.known_hosts.exists()
-    assert host.logins() == 0, "nothing is sent to a node whose key nobody knows"
+    assert host.logins() == 0, "nothing is sent to a node whose key is unknown"
     assert (await ask_about(site, spec, "yes"))[0]
     own = own_fingerprint(host.public_keys[0])
     assert f"ED25519 {own}, not yet in {site.known_hosts}" in capsys.readouterr().out
@@ -314,7 +314,7 @@ def at_a_terminal(site: Site, answer: str, *words: str) -> tuple[int, str]:
                 shown += data
                 if shown.endswith(b"[y/N] "):
                     os.write(ours, answer.encode())
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the other end is closed
             pass
         finally:
             os.close(ours)

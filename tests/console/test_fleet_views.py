@@ -393,10 +393,10 @@ def test_what_was_said_is_answered_with_what_is_now() -> None:
         "node gpu-01 is quarantined: flaky NVLink;",
         "no other job gets it until `relaunch nodes release gpu-01`",
     )
-    nobody = f"{begin} no job has it; {end}"
+    unclaimed = f"{begin} no job has it; {end}"
     stays = f"{begin} llama may keep it; {end}"
     leaves = f"{begin} llama has to leave it by 2026-03-01T12:12:00Z; {end}"
-    assert describe_quarantine(fleet(node(1, **OUT)), "gpu-01") == nobody
+    assert describe_quarantine(fleet(node(1, **OUT)), "gpu-01") == unclaimed
     assert describe_quarantine(fleet(node(1, **OUT), claims=held), "gpu-01") == stays
     assert describe_quarantine(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
     assert (

@@ -54,7 +54,7 @@ async def place(bare: Place) -> AsyncIterator[Place]:
         yield bare
 
 
-def said(done: Done) -> str:
+def read_output(done: Done) -> str:
     assert (done.code, done.err) == (0, ""), done
     return done.out.strip()
 
@@ -77,14 +77,14 @@ async def begun(place: Place, fleet: str) -> bool:
 async def test_listing_begins_a_fleet_that_is_new_or_was_terminated(
     place: Place,
 ) -> None:
-    listed = json.loads(said(await place.starter("nodes", "list", "--json")))
+    listed = json.loads(read_output(await place.starter("nodes", "list", "--json")))
     assert [(one["name"], one["state"], one["job"]) for one in listed] == [
         ("gpu-01", "free", None),
         ("gpu-02", "busy", "llama"),
         ("gpu-03", "free", None),
     ]
     assert [
-        line.split()[:2] for line in said(await place.starter("nodes", "list")).splitlines()
+        line.split()[:2] for line in read_output(await place.starter("nodes", "list")).splitlines()
     ] == [
         ["NODE", "STATE"],
         ["gpu-01", "free"],
@@ -97,50 +97,56 @@ async def test_listing_begins_a_fleet_that_is_new_or_was_terminated(
 
 
 async def test_quarantine_and_release_each_say_the_new_state(place: Place) -> None:
-    answer = said(await place.starter("nodes", "quarantine", "gpu-01", "--reason", "flaky NVLink"))
+    answer = read_output(
+        await place.starter("nodes", "quarantine", "gpu-01", "--reason", "flaky NVLink")
+    )
     assert answer.startswith("node gpu-01 is quarantined: flaky NVLink; no job has it")
-    shown = json.loads(said(await place.starter("nodes", "show", "gpu-01", "--json")))
+    shown = json.loads(read_output(await place.starter("nodes", "show", "gpu-01", "--json")))
     assert (shown["state"], shown["reason"], "@" in shown["by"]) == (
         "quarantined",
         "flaky NVLink",
         True,
     )
-    drained = said(
+    drained = read_output(
         await place.starter(
             "nodes", "quarantine", "gpu-02", "--reason", "new riser", "--drain", "--within", "30m"
         )
     )
     assert "llama has to leave it by" in drained
     assert "('within', '30m')" in (await notices(place))[-1]
-    assert said(await place.starter("nodes", "list")).splitlines()[2].split()[1] == "draining"
-    assert "gpu-01 is in service" in said(
+    assert (
+        read_output(await place.starter("nodes", "list")).splitlines()[2].split()[1] == "draining"
+    )
+    assert "gpu-01 is in service" in read_output(
         await place.starter("nodes", "release", "gpu-01", "--reason", "reseated")
     )
-    assert "state       draining by " in said(await place.starter("nodes", "show", "gpu-02"))
+    assert "state       draining by " in read_output(await place.starter("nodes", "show", "gpu-02"))
 
 
 @pytest.mark.long
 async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Place) -> None:
-    paused = said(await place.starter("nodes", "pause", "--reason", "maintenance"))
+    paused = read_output(await place.starter("nodes", "pause", "--reason", "maintenance"))
     assert paused.startswith("repairs of fleet default are paused by ") and paused.endswith(
         ": maintenance"
     )
-    assert "note        repairs are paused since " in said(await place.starter("nodes", "show"))
-    assert json.loads(said(await place.starter("nodes", "show", "--json")))["breaker"][
+    assert "note        repairs are paused since " in read_output(
+        await place.starter("nodes", "show")
+    )
+    assert json.loads(read_output(await place.starter("nodes", "show", "--json")))["breaker"][
         "paused"
     ].endswith("maintenance")
     assert (
-        said(await place.starter("nodes", "resume", "--reason", "done"))
+        read_output(await place.starter("nodes", "resume", "--reason", "done"))
         == "fleet default gives nodes to jobs and repairs them again"
     )
-    applied = said(await place.starter("nodes", "apply"))
+    applied = read_output(await place.starter("nodes", "apply"))
     assert applied.splitlines() == [
         "new: gpu-04",
         "gone: gpu-03",
         "changed: limits: repairs_at_once 2, now 3",
     ]
     assert (
-        said(await place.starter("nodes", "apply"))
+        read_output(await place.starter("nodes", "apply"))
         == "fleet default has the 3 nodes of its file already"
     )
 
@@ -161,7 +167,9 @@ async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
         "unknown answer 'maybe': expected approve or deny",
     )
     assert (
-        said(await place.starter("nodes", "answer", "gpu-01", "deny", "--reason", "it is mine"))
+        read_output(
+            await place.starter("nodes", "answer", "gpu-01", "deny", "--reason", "it is mine")
+        )
         == "deny: sent to the repair of gpu-01"
     )
     assert await repair.result() == "deny: it is mine"
@@ -232,7 +240,7 @@ async def test_where_no_worker_answers_that_is_said_in_one_sentence(
     one_sentence(
         await bare.starter("nodes", "list"), "no worker answers for fleet default: start one"
     )
-    assert not await begun(bare, "default"), "nobody could say whether there is such a fleet"
+    assert not await begun(bare, "default"), "no worker could say whether there is such a fleet"
     async with Worker(
         bare.client, task_queue=TASK_QUEUE, workflows=[FakeFleet], activities=[read_fleet]
     ):

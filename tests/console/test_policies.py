@@ -225,7 +225,7 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
 
     words = ("policy", "change", "llama", "--reason", "a long night")
     address = {"TEMPORAL_ADDRESS": server.service_client.config.target_host}
-    assert "no job 'nobody'" in await refused("nobody", "max_restarts=9")
+    assert "no job 'missing'" in await refused("missing", "max_restarts=9")
     async with rig(server, tmp_path, Script((Progress(hangs=True),))) as one:
         job = await one.submit(name="llama")
         await job.until_phase(Phase.RUNNING, 1)
@@ -515,6 +515,6 @@ def test_answers_may_be_short_and_nodes_may_have_names(tmp_path: Path) -> None:
     )
     assert "gpu-08 examined: UNHEALTHY" in text and "generation 4 runs on gpu-07, n1" in text, text
     assert (
-        "gpu-07: the ranks are gone; how they ended is unknown; RESTART_IN_PLACE 1 of 2 for NODE_FAULT"
-        in text
+        "gpu-07: the ranks are gone; how they ended is unknown; "
+        "RESTART_IN_PLACE 1 of 2 for NODE_FAULT" in text
     )

@@ -59,4 +59,4 @@ async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(place: Place
         await place.starter("stacks", "llama", "--rank", "2"),
         "job llama has no rank 2: expected 0 to 1",
     )
-    one_sentence(await place.starter("stacks", "nobody"), "nobody")
+    one_sentence(await place.starter("stacks", "missing"), "missing")

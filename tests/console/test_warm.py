@@ -51,7 +51,7 @@ def warm_of(up: int) -> int | None:
 @dataclass(frozen=True)
 class Place:
     root: Path
-    """A checkout of its own, so that its files can be touched."""
+    """A separate checkout, so that its files can be touched."""
     folder: Path
     up: int
 
@@ -132,7 +132,7 @@ def children_of(pid: int) -> list[int]:
     ("words", "code"),
     [
         (("jobs", "--json"), 0),
-        (("show", "nobody"), 2),
+        (("show", "missing"), 2),
         (("run", "--nodes", "0", "--", "true"), 2),
         (("run", "--nodes", "x", "--", "true"), 2),
         (("run", "--", "no-such-program"), 2),
@@ -160,7 +160,7 @@ def test_run_exits_as_its_job_with_the_callers_environment(
     warm = warm_of(place.up)
     assert warm is not None
     deadline = time.monotonic() + WITHIN
-    while children_of(warm):  # whoever carried it out has told its exit code, and goes
+    while children_of(warm):  # the fork has sent its exit code, and ends
         assert time.monotonic() < deadline, children_of(warm)
         time.sleep(0.02)
 
@@ -198,7 +198,7 @@ def test_a_command_ends_with_its_client_while_the_job_goes_on(place: Place) -> N
     process.communicate(timeout=WITHIN)
     deadline = time.monotonic() + WITHIN
     while read_start_time(child) is not None:
-        assert time.monotonic() < deadline, "it outlived whoever typed it"
+        assert time.monotonic() < deadline, "it outlived the client that typed it"
         time.sleep(0.02)
 
     follower = place.start("follow", "stays")
@@ -218,7 +218,7 @@ def test_a_killed_warm_process_ends_no_command_and_is_restarted(place: Place) ->
     warm = warm_of(place.up)
     assert warm is not None
     os.kill(warm, signal.SIGKILL)
-    # Nobody listens on the socket that is still there.
+    # No process listens on the socket that is still there.
     assert "goes-on" in place.call("jobs").stdout
     place.wait_until_warm()
     assert warm_of(place.up) not in (warm, None)

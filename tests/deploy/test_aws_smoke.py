@@ -29,7 +29,7 @@ LOGS = {
 def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
     delays = Delays(
         stop_timeout=0.3, reboot=0.1, boot=5.0
-    )  # boot: whoever looks every two seconds has to find it away
+    )  # boot: a look every two seconds has to find it away
     with (
         AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double,
         pytest.MonkeyPatch.context() as patch,
@@ -73,7 +73,7 @@ def test_the_double_is_as_expected_of_aws_in_every_row(
     assert "another boot id" in printed and aws.instance(ec2_id).boots == before + 1
     left = [
         one["name"]
-        for one in aws.instance(ec2_id).machine.registered.told()["attributes"]
+        for one in aws.instance(ec2_id).machine.registered.describe()["attributes"]
         if one["name"].startswith("relaunch.")
     ]
     assert left == [] and not aws.tasks(status="RUNNING"), "it leaves something behind"

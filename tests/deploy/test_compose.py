@@ -230,7 +230,7 @@ def test_settings_are_on_the_page_and_not_read_by_the_commands() -> None:
     for variable in asked:
         assert f"`{variable}" in PAGE
         assert not variable.startswith((PREFIX, "TEMPORAL_")), (
-            "whoever exports it for relaunch would change the containers"
+            "a user who exports it for relaunch would change the containers"
         )
 
 

@@ -27,7 +27,7 @@ SERVICES = ("ecs", "ec2", "logs", "sqs", "sns", "dynamodb", "autoscaling")
 ACTION_OF = {"sqs:DeleteMessageBatch": "sqs:DeleteMessage"}
 """Operations whose permission has another name (Service Authorization Reference, Amazon SQS)."""
 CALLED_BY_NO_NAME = {"iam:PassRole"}
-"""What AWS asks of whoever calls something else: RunTask with a definition that has roles."""
+"""What AWS asks for calls of another name: RunTask with a definition that has roles."""
 UNSCOPED = {
     "autoscaling:DescribeAutoScalingInstances",
     "ec2:DescribeInstances",

@@ -1,4 +1,4 @@
-"""How tests of the double call it: by boto3, as production has it, with no retries of its own."""
+"""How tests of the double call it: by boto3, as production has it, without boto3's retries."""
 
 from __future__ import annotations
 

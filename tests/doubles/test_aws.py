@@ -26,7 +26,7 @@ def test_a_client_token_starts_one_task_however_often_it_is_sent(
     ]
 
     with pytest.raises(ClientError) as error:
-        caller.run(node, clientToken="once", startedBy="somebody-else")
+        caller.run(node, clientToken="once", startedBy="another")
     assert refused(error) == "ConflictException"
     assert error.value.response["resourceIds"] == [first[0]["taskArn"]]
 
@@ -129,8 +129,8 @@ def test_limits_are_those_of_the_documents(aws: AwsDouble, caller: Caller, node:
             "put_attributes",
             {"attributes": [{"name": "eleventh", "value": "v", "targetId": arn}]},
         ),
-        ("ClientException", "run_task", {"taskDefinition": "nobody"}),
-        ("ClusterNotFoundException", "list_tasks", {"cluster": "nobody"}),
+        ("ClientException", "run_task", {"taskDefinition": "missing"}),
+        ("ClusterNotFoundException", "list_tasks", {"cluster": "missing"}),
     ]
     for code, operation, request in cases:
         with pytest.raises(ClientError) as error:

@@ -92,10 +92,10 @@ def test_nothing_of_a_container_outlives_it(aws: AwsDouble, caller: Caller, node
     arn = caller.run(node, family)["tasks"][0]["taskArn"]
     caller.until(arn, "STOPPED")
     child = int(aws.output(arn, "trainer"))
-    until(lambda: _gone(child))
+    until(lambda: _is_gone(child))
 
 
-def _gone(pid: int) -> bool:
+def _is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -135,7 +135,7 @@ def test_a_container_does_not_start_without_its_log_group(
             "image": "any",
             "memory": 64,
             "command": ["true"],
-            "logConfiguration": logs_in("nobody-made-it"),
+            "logConfiguration": logs_in("missing"),
         }
     ]
     caller.ecs.register_task_definition(family=family, containerDefinitions=rows)
@@ -157,7 +157,7 @@ def test_a_reboot_ends_what_runs_and_gives_a_new_boot_id(
     caller.ec2.reboot_instances(InstanceIds=[node])
     assert caller.node(instance.arn)["agentConnected"], "it is only queued"
     until(lambda: not caller.node(instance.arn)["agentConnected"])
-    assert caller.task(arn)["lastStatus"] == "RUNNING", "nobody is there to tell of its end"
+    assert caller.task(arn)["lastStatus"] == "RUNNING", "no agent is there to report its end"
     assert not lives(aws, arn)
     ended = caller.until(arn, "STOPPED")
     assert (ended["containers"][0]["exitCode"], caller.node(instance.arn)["agentConnected"]) == (
@@ -205,22 +205,22 @@ def test_a_node_without_power_or_network_runs_its_tasks_for_ecs(
 def test_a_stop_and_start_takes_its_time_and_is_a_new_boot(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
-    def seen() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         return dict(
             caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0]
         )
 
-    launched = seen()["LaunchTime"]
+    launched = describe()["LaunchTime"]
     caller.ec2.stop_instances(InstanceIds=[node])
-    assert seen()["State"]["Name"] == "stopping"
+    assert describe()["State"]["Name"] == "stopping"
     with pytest.raises(ClientError) as error:
         caller.ec2.start_instances(InstanceIds=[node])
     assert refused(error) == "IncorrectInstanceState"
-    until(lambda: seen()["State"]["Name"] == "stopped")
+    until(lambda: describe()["State"]["Name"] == "stopped")
     caller.ec2.start_instances(InstanceIds=[node])
-    until(lambda: seen()["State"]["Name"] == "running")
+    until(lambda: describe()["State"]["Name"] == "running")
     until(lambda: caller.node(aws.instance(node).arn)["agentConnected"])
-    assert (seen()["LaunchTime"] > launched, aws.instance(node).boots) == (True, 2)
+    assert (describe()["LaunchTime"] > launched, aws.instance(node).boots) == (True, 2)
 
 
 def test_a_terminated_instance_stops_its_tasks_for_good(
@@ -270,7 +270,7 @@ def test_nothing_runs_on_when_it_ends(tmp_path: Path) -> None:
         pid = own.pids(arn)["trainer"]
         task = arn.rsplit("/", 1)[-1]
         until(lambda: len(_of(task)) == 3)
-    assert _of(task) == [] and _gone(pid)
+    assert _of(task) == [] and _is_gone(pid)
 
 
 def _of(task: str) -> list[int]:

@@ -3,8 +3,8 @@
 The flags, the environment of ranks, the error files and the last words.
 
 Standard library only, so that a launcher can be killed in tests where there is no torch. It
-restarts nothing, as it is told. With DOUBLE_LINGERS in its environment it waits so many seconds
-before it tells of a failure, as ft_launcher does for other nodes. Sources:
+restarts nothing, as its options say. With DOUBLE_LINGERS in its environment it waits so many
+seconds before it reports a failure, as ft_launcher does for other nodes. Sources:
 torch/distributed/run.py; torch/distributed/elastic/multiprocessing/api.py, subprocess_handler.py
 and errors/__init__.py.
 """
@@ -48,7 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def meet(given: argparse.Namespace) -> tuple[str, str, list[socket.socket]]:
-    """Group rank 0 serves the store; the others wait for it. Nobody goes on alone."""
+    """Group rank 0 serves the store; the others wait for it. No group rank goes on alone."""
     host, _, port = given.rdzv_endpoint.rpartition(":")
     if given.node_rank == 0:
         listener = socket.create_server((host, int(port)))

@@ -161,10 +161,10 @@ async def test_s1_5_s1_7_a_fault_on_healthy_nodes_fails_and_notifies(
     (job.folder / "fail.1").write_text("KeyError: 'lr'")
     await ended(job, "FAILED")
 
-    async def told() -> bool:
+    async def is_notified() -> bool:
         return any(job.name in notice["Subject"] for notice in aws.notices())
 
-    await eventually(told, "nobody is told", 20)
+    await eventually(is_notified, "no message is sent", 20)
     await world.tidy(job)
     await vouch(world)
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    # With a GPU, because nodes without are shared by whoever comes.
+    # With a GPU, because all jobs share nodes without one.
     async with World(tmp_path_factory.mktemp("e2e") / "world", 118, gpus=1) as made:
         yield made
 
@@ -49,7 +49,7 @@ async def until(
 ) -> dict[str, dict[str, Any]]:
     """Wait until nodes are in these states, with these jobs."""
 
-    async def seen() -> dict[str, dict[str, Any]] | None:
+    async def find_rows() -> dict[str, dict[str, Any]] | None:
         found = await rows(world)
         return (
             found
@@ -60,7 +60,7 @@ async def until(
             else None
         )
 
-    return await eventually(seen, f"the nodes are not {expected}", patience, pause=0.5)
+    return await eventually(find_rows, f"the nodes are not {expected}", patience, pause=0.5)
 
 
 async def end(world: World, job: Job) -> None:
@@ -79,7 +79,7 @@ async def test_a_job_waits_for_a_quarantined_node_until_its_release(
         return (await starter(world, "nodes", "list", "--fleet", FLEET))[0] == 0
 
     await eventually(
-        begun, "whoever lists a fleet first does not begin it, or its worker does not start"
+        begun, "the first list of a fleet does not begin it, or its worker does not start"
     )
     assert {one["name"] for one in json.loads(await nodes(world, "list", "--json"))} == set(
         world.names
@@ -147,7 +147,7 @@ async def test_a_job_moves_after_a_checkpoint_and_resumes_from_it(
         watch = (await job.look()).watch
         return watch is not None and watch.checkpoint is not None
 
-    await eventually(saves, "nobody tells people of a checkpoint")
+    await eventually(saves, "no watch shows people a checkpoint")
     assert ", checkpoint " in (await starter(world, "show", job.name))[1]
     told = await nodes(
         world, "quarantine", "n2", "--reason", "swap its PSU", "--drain", "--within", "2h"

@@ -82,8 +82,8 @@ async def test_after_a_reset_a_job_goes_on_above_its_nodes_tokens(
     job.let_end()
     await job.until_phase("SUCCEEDED")
 
-    async def gone() -> bool:
+    async def has_no_ranks() -> bool:
         return not job.rank_pids()
 
-    await eventually(gone, "ranks are left")
+    await eventually(has_no_ranks, "ranks are left")
     await world.tidy(job)

@@ -34,7 +34,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 
 async def forget(world: World, node: str) -> None:
-    """Delete a node's state, as somebody does who tidies up, and the session that knows of it."""
+    """Delete a node's state, as a person does who tidies up, and the session that knows of it."""
     shutil.rmtree(world.node(node))
     for pid in world.sessions(node):
         os.kill(pid, signal.SIGKILL)
@@ -87,11 +87,11 @@ async def test_lone_ranks_keep_their_node_until_a_person_decides(world: World) -
     left = job.rank_pids(node)
     await forget(world, node)
 
-    async def asked() -> JobState | None:
+    async def find_question() -> JobState | None:
         state = await job.state()
         return state if state.phase == "WAITING_FOR_PERSON" and SAID in state.reason else None
 
-    state = await eventually(asked, "nobody is asked, or not why")
+    state = await eventually(find_question, "no person is asked, or not why")
     assert state.reason.startswith(f"{node} answers, but {SAID}")
     assert "declare-dead" in state.next.what
     await job.signal("force_retry", {"reason": "go on"})

@@ -142,7 +142,7 @@ async def test_default_goes_on_without_the_node_that_lost_a_gpu(
     log = world.node("n2") / KERNEL_LOG
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()
-    # Nodes are told of their log when the worker first connects.
+    # Nodes learn of their log when the worker first connects.
     await world.worker.end()
     await world.worker.start()
     job = await world.submit()

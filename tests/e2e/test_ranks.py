@@ -106,7 +106,7 @@ async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
     await finish(job)
 
 
-async def test_s3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: World) -> None:
+async def test_s3_10_each_rank_of_each_generation_has_its_own_log(world: World) -> None:
     job = await world.submit()
     await trained(job, 1)
     os.kill(job.rank_pids()[0], signal.SIGKILL)
@@ -178,8 +178,8 @@ async def test_s3_5_a_rank_that_stalls_past_the_exit_barrier_is_hung(
     assert str(incident.cause) == "HANG"
     assert "a rank finished 2 s ago" in incident.reason
 
-    async def gone() -> bool:
+    async def has_no_ranks() -> bool:
         return not job.rank_pids()
 
-    await eventually(gone, "the rank that hung is left")
+    await eventually(has_no_ranks, "the rank that hung is left")
     await world.tidy(job)

@@ -175,7 +175,7 @@ async def test_s2_4_a_killed_worker_leaves_the_ranks_to_the_next(
         lambda: advanced(job, step + 20), "ranks do not outlive the worker that launched them"
     )
     await world.worker.start()
-    await eventually(lambda: connected(world, "n1", "n2"), "nobody logs in again")
+    await eventually(lambda: connected(world, "n1", "n2"), "the worker does not log in again")
     assert (await job.phase(), sorted(job.rank_pids())) == (("RUNNING", 1), ranks)
     await finish(job)
     assert logins(world) == [one + 1 for one in before]
@@ -283,7 +283,7 @@ async def test_s2_7_s2_8_a_node_only_the_controller_lost_trains_on(
     await job.until_phase("NODE_LOST")
     step = job.step() or 0
     await eventually(lambda: advanced(job, step + 40), "a node that was lost trains no more")
-    assert time.monotonic() - began > LEASE_AND_FENCE, "until then nobody had to vouch for n2"
+    assert time.monotonic() - began > LEASE_AND_FENCE, "until then no peer had to vouch for n2"
     assert await job.phase() == ("NODE_LOST", 1)
     lab.places.heal("n2")
     await job.until_phase("RUNNING")

@@ -89,14 +89,14 @@ async def test_ranks_of_another_fleet_are_in_the_way_and_run_on(
     waits = await world.submit(fleet=OTHER)
     await waits.until_phase("QUEUED", "WAITING_FOR_NODES")
 
-    async def said() -> bool:
+    async def is_reported() -> bool:
         found = await rows(world, OTHER)
         return {(one["state"], one["reason"]) for one in found.values()} == {
             ("held", lives_on(job, FLEET))
         }
 
-    await eventually(said, "the other fleet does not say who is in its way")
-    # While somebody waits, the fleet looks every two seconds, and orders what it wants stopped.
+    await eventually(is_reported, "the other fleet does not say who is in its way")
+    # While a job waits, the fleet looks every two seconds, and orders what it wants stopped.
     state = await fleets.read(world.client, QUEUE, OTHER)
     until = time.monotonic() + 60
 
@@ -130,7 +130,7 @@ async def test_orphaned_ranks_are_stopped_by_their_own_fleet_only(
     await fleets.read(world.client, QUEUE, OTHER)  # it is there, and looks
     chaos = world.client.get_workflow_handle(f"fleet/{FLEET}")
     await chaos.terminate("its nodes have no fleet for a moment")
-    await world.client.get_workflow_handle(f"job/{job.name}").terminate("nobody stops its ranks")
+    await world.client.get_workflow_handle(f"job/{job.name}").terminate("its ranks live on")
     # What the other fleet would do, were it ever to take them for its own.
     clean = await ActivityEnvironment().run(
         does(world, here).reclaim, ReclaimInput(OTHER, job.name, submission, ("n1", "n2"))

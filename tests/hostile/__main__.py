@@ -16,7 +16,9 @@ from tests.workflows.conftest import dev_server
 
 async def main() -> None:
     options = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
-    options.add_argument("--messages", type=int, default=10_000, help="how many lies are told")
+    options.add_argument(
+        "--messages", type=int, default=10_000, help="how many false messages to send"
+    )
     options.add_argument(
         "--seed", type=int, default=random.randrange(10**6), help="draws the same lies again"
     )

@@ -215,7 +215,8 @@ class Grammar:
             return self.random.randbytes(200).replace(b"\n", b"") + b"\n"
         elif draw < 0.98:
             exits = (
-                f'{{"id":{message["id"]},"line":{{"observation":{{"seq":{n},"kind":"Fenced","why":"x"}}}}}}'
+                f'{{"id":{message["id"]},"line":'
+                f'{{"observation":{{"seq":{n},"kind":"Fenced","why":"x"}}}}}}'
                 for n in range(1, FLOOD)
             )
             return "\n".join(exits).encode() + b"\n"

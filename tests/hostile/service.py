@@ -83,7 +83,7 @@ class HostileBackend(LocalBackend):
     def be_honest(self, node: str) -> None:
         (self.liar(node) / "lying").unlink(missing_ok=True)
 
-    def told(self, node: str) -> int:
+    def count_lies(self, node: str) -> int:
         """How many lies it has told."""
         try:
             return (self.liar(node) / "told").stat().st_size
@@ -251,10 +251,10 @@ async def attack(
             ended = await service.cancel(beside)
             took = time.monotonic() - asked
             say(
-                f"round {rounds}: {backend.told(liar)} lies; it was {was} and {ended} "
+                f"round {rounds}: {backend.count_lies(liar)} lies; it was {was} and {ended} "
                 f"{took:.1f} s after the cancel"
             )
-            if backend.told(liar) >= messages:
+            if backend.count_lies(liar) >= messages:
                 break
             if is_given := order.random() < 0.6:
                 backend.be_honest(liar)
@@ -263,7 +263,7 @@ async def attack(
                 await service.until_given(beside, liar)
         assert not asking.done(), asking.exception()
         asking.cancel()
-        told = backend.told(liar)
+        told = backend.count_lies(liar)
         await service.read_pages()
         backend.be_honest(liar)
         now = await service.until(honest, Phase.RUNNING)

@@ -195,7 +195,7 @@ class Controller:
             started = StartedPlaces(self.job.submission, self.job.generation, by_node)
             self.places = record_places(older, started, self.job.maybe_alive)
 
-    def lost(self, n: int, unheard: float, now: float) -> None:
+    def lose_node(self, n: int, unheard: float, now: float) -> None:
         self.heard_at[str(n)] = now + self.wall - unheard
         self._take(
             NodeUnreachable(self.job.generation, str(n), duration(unheard), "no answer"), now

@@ -300,7 +300,7 @@ def the_vouching_node_is_silent_itself(world: World) -> None:
     recover(world, 0, 3)
 
 
-def a_lost_node_is_back_and_renewed_before_anyone_is_told(world: World) -> None:
+def a_lost_node_is_renewed_before_its_loss_is_reported(world: World) -> None:
     begin(world, 0, 1)
     cut(world, 1)
     run(world, 10)
@@ -524,7 +524,7 @@ STORIES: dict[Broken, Story] = {
     Broken.PREPARED_TWICE: a_started_generation_is_launched_again,
     Broken.FIRST_STOP: the_last_witness_vouches_until_its_own_stop,
     Broken.OWN_LEASE_ONLY: the_vouching_node_is_silent_itself,
-    Broken.RENEWS_LOST: a_lost_node_is_back_and_renewed_before_anyone_is_told,
+    Broken.RENEWS_LOST: a_lost_node_is_renewed_before_its_loss_is_reported,
     Broken.POLICY_OF_NOW: the_policy_is_shortened,
     Broken.FENCES_OF_NOW: the_policy_says_now_that_ranks_fence,
     Broken.TIMES_OF_OTHERS: a_job_is_submitted_again_with_shorter_times,

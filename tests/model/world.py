@@ -106,7 +106,7 @@ class Launch:
     times: Times
     members: tuple[int, ...]
     stamps: dict[int, float] = field(default_factory=dict)
-    """Of the preparation whose ranks may have been started: the server was told before."""
+    """Of the preparation whose ranks may have been started: the server learned of it before."""
     places: dict[int, AgentPlace] = field(default_factory=dict)
     """Where that was prepared."""
     declared_dead: bool = False
@@ -438,7 +438,7 @@ class World:
         watcher.current = False
         self._report_returned(watcher)
         for n in silent:
-            self.controller.lost(n, self._unheard(watcher, n), self.now)
+            self.controller.lose_node(n, self._unheard(watcher, n), self.now)
         self._watch(watcher.generation)
 
     # Time.

@@ -132,10 +132,10 @@ def fault(job: JobState, *observations: RankExited, seconds: float = 0.0) -> Fau
 # --- walks: many turns, each with what was decided as one line ----------------------------------
 
 Turn = tuple[Callable[[JobState], Event], str]
-"""An event made for the job as it is by then, and what must be decided, as `told` writes it."""
+"""An event made for the job as it is by then, and what must be decided, as `describe` writes it."""
 
 
-def told(decision: Decision) -> str:
+def describe(decision: Decision) -> str:
     """A decision as one line of a table: the act, its nodes, who is left out, who is avoided."""
     match decision:
         case Relaunch():
@@ -168,7 +168,7 @@ def walk(job: JobState, *turns: Turn, now: datetime = T0) -> JobState:
         ):
             job = relaunched(job, now)
         job, decision = step(job, event, now)
-        assert told(decision) == expected, f"turn {number}: {decision}"
+        assert describe(decision) == expected, f"turn {number}: {decision}"
     return job
 
 
@@ -203,7 +203,7 @@ def hung(*ranks: int) -> Callable[[JobState], Event]:
     )
 
 
-def gone(node: str = "n2", seconds: float = 0.0) -> Callable[[JobState], Event]:
+def lose(node: str = "n2", seconds: float = 0.0) -> Callable[[JobState], Event]:
     return lambda job: NodeUnreachable(
         job.generation, node, timedelta(seconds=seconds), "no answer within 5 s"
     )
@@ -213,8 +213,8 @@ def back(node: str = "n2") -> Callable[[JobState], Event]:
     return lambda job: NodeReturned(job.generation, node)
 
 
-def found(**verdicts: str) -> Callable[[JobState], Event]:
-    """`found(n1="HEALTHY", n2="UNHEALTHY")`: the answer to an examination."""
+def examine(**verdicts: str) -> Callable[[JobState], Event]:
+    """`examine(n1="HEALTHY", n2="UNHEALTHY")`: the answer to an examination."""
     nodes = tuple(
         ExaminedNode(node, Verdict(verdict), f"dcgmi said so of {node}")
         for node, verdict in verdicts.items()

@@ -1,4 +1,4 @@
-"""A fleet in a table: what is told to it, what it orders, and a clock that only the test moves."""
+"""A fleet in a table: its events, what it orders, and a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class Desk:
         """The nodes answer, all with what their GPUs are unless `read` names some."""
         asked = [node.name for node in self.state.nodes] if names is None else list(names)
         to_read = set(asked if read is None else read)
-        self.learn(ProbeResults(tuple(self.seen(name, name in to_read) for name in asked)))
+        self.learn(ProbeResults(tuple(self.probe_node(name, name in to_read) for name in asked)))
 
-    def seen(self, name: str, read: bool) -> NodeProbe:
+    def probe_node(self, name: str, read: bool) -> NodeProbe:
         look = NodeProbe(
             name,
             self.silent.get(name, ""),

@@ -36,7 +36,7 @@ def searched(examples: int) -> settings:
 
 
 def written(number: int) -> Policy:
-    """A policy that somebody may have written: one number, one policy."""
+    """Return a policy that a person may have written: one number, one policy."""
     choice = Choice(number)
     rows: tuple[dict[str, Any], ...] = (
         {},
@@ -45,7 +45,7 @@ def written(number: int) -> Policy:
         {"consecutive": True},
     )
     # A row that is restarted by the very faults it counts never ends:
-    # NODE_LOST has a ladder of its own.
+    # NODE_LOST has another ladder.
     ladders = {
         Cause.UNKNOWN: _ladder(
             choice, (*rows, {"consecutive": True, "reset_by": ["NODE_LOST", "PROGRESS"]})
@@ -104,4 +104,4 @@ def moves(*kinds: Any, pauses: tuple[timedelta, ...] = PAUSES) -> st.SearchStrat
 likely = moves(*OFTEN, *OFTEN, "people", "again")
 """What a cluster and people do."""
 anything = moves(*OFTEN, "people", "again", "late", "wild")
-"""And what nobody should ever see."""
+"""And what should never happen."""

@@ -481,7 +481,7 @@ OUTCOMES: tuple[Literal["done", "refused", "ambiguous"], ...] = (
     "ambiguous",
 )
 
-# --- what a rank may end with, a row for each cause that has evidence of its own
+# --- what a rank may end with, a row for each cause that has its own evidence
 
 
 def echo(node: str, rank: int, at: datetime) -> RankExited:
@@ -497,7 +497,7 @@ def echo(node: str, rank: int, at: datetime) -> RankExited:
 
 
 def fenced(node: str, rank: int, at: datetime) -> RanksFenced:
-    return RanksFenced(node, at, "isolated", "nobody answered for 60 s")
+    return RanksFenced(node, at, "isolated", "no peer answered for 60 s")
 
 
 def vanished(node: str, rank: int, at: datetime) -> RanksVanished:

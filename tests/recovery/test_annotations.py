@@ -17,7 +17,7 @@ from relaunch.spec.annotations import (
     apply_annotations,
 )
 from relaunch.spec.policy import Policy, find_ladder_errors, preset, preset_names, resolve
-from tests.recovery.builders import Turn, died, gone, hung, mended, running, sick, walk, xid
+from tests.recovery.builders import Turn, died, hung, lose, mended, running, sick, walk, xid
 
 MODELARTS = preset("modelarts")
 RESET = "RESET_GPU n2 0000:05:00"
@@ -89,7 +89,7 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
         pytest.param(
             "modelarts",
             {JOB_RETRIES: "3", "fault-tolerance/hang-retries": "true"},
-            id="an annotation nobody knows",
+            id="an unknown annotation",
         ),
         *(
             pytest.param("modelarts", {key: value}, id=f"{key} alone")
@@ -151,7 +151,7 @@ def test_s4_8_what_every_combination_decides(
         (mended(), "LAUNCH"),
         (sick(USERS), WHOLE),
     )
-    walk(job, (gone(), "WAIT NODE_LOST"), (hung(), POD if pods else WHOLE_ISOLATED))
+    walk(job, (lose(), "WAIT NODE_LOST"), (hung(), POD if pods else WHOLE_ISOLATED))
 
 
 @pytest.mark.parametrize(("unconditional", "hangs", "pods"), COMBINATIONS)
@@ -176,7 +176,7 @@ def test_s4_8_pod_retry_num_counts_moved_pods_for_all_causes(pods: int, turns: l
     assert after.restarts_spent == 0
     walk(after, (sick(FATAL), WHOLE_ISOLATED))
     walk(after, (sick(HEALS), RESET), (mended("refused"), WHOLE_ISOLATED))
-    walk(after, (gone(), "WAIT NODE_LOST"), (hung(), WHOLE_ISOLATED))
+    walk(after, (lose(), "WAIT NODE_LOST"), (hung(), WHOLE_ISOLATED))
 
 
 def test_s4_8_what_is_said_to_be_off_is_as_what_is_not_said() -> None:

@@ -45,11 +45,11 @@ from tests.recovery.builders import (
     at,
     back,
     died,
+    examine,
     exited,
     fault,
-    found,
-    gone,
     hung,
+    lose,
     new_job,
     play,
     policy,
@@ -189,15 +189,18 @@ def test_a_node_that_only_an_examination_finds_is_reported() -> None:
     job = walk(
         running(nodes=3, policy=policy(causes=ladder)),
         (died(), "EXAMINE n2"),
-        (found(n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"),
+        (examine(n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"),
         (died(node="n1", rank=0), "EXAMINE n1"),
-        (found(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
+        (examine(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
     )
     assert told_of(job) == [("n2", 1, Cause.UNKNOWN, True), ("n1", 2, Cause.UNKNOWN, True)]
     job = walk(
         running(nodes=3, policy=policy(causes={"HANG": ladder["UNKNOWN"]})),
         (hung(), "EXAMINE n1 n2 n3"),
-        (found(n1="HEALTHY", n2="HEALTHY", n3="UNHEALTHY"), "REPLACE_NODE without n3 avoiding n3"),
+        (
+            examine(n1="HEALTHY", n2="HEALTHY", n3="UNHEALTHY"),
+            "REPLACE_NODE without n3 avoiding n3",
+        ),
     )
     assert [one for one in told_of(job) if one[3]] == [("n3", 1, Cause.HANG, True)]
     assert job.incident is not None and "n3 examined: UNHEALTHY" in job.incident.faults[-1].reason
@@ -254,7 +257,7 @@ def test_a_node_to_examine_is_reported_whatever_faults_follow() -> None:
 def test_a_node_that_returns_with_nothing_stopped_is_not_charged(
     snapshot: SnapshotAssertion,
 ) -> None:
-    job = walk(running(), (gone(), "WAIT NODE_LOST"))
+    job = walk(running(), (lose(), "WAIT NODE_LOST"))
     # nothing was stopped for it yet
     assert suspects(job) == ()
     job = walk(job, (back(), "WAIT RUNNING"))
@@ -263,12 +266,12 @@ def test_a_node_that_returns_with_nothing_stopped_is_not_charged(
 
 
 def test_a_node_that_is_left_behind_is_charged() -> None:
-    job = walk(running(), (gone(), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n2"))
+    job = walk(running(), (lose(), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n2"))
     assert [(node, cause) for node, _, cause, _ in told_of(job)] == [("n2", Cause.NODE_LOST)] * 1
 
 
 def test_a_loss_charges_the_node_if_the_job_fails_not_on_cancel() -> None:
-    lost = walk(running(), (gone(), "WAIT NODE_LOST"))
+    lost = walk(running(), (lose(), "WAIT NODE_LOST"))
     cancelled = walk(lost, (this(CancelRequested("", "ada")), "CANCELLED 130"))
     assert suspects(cancelled) == ()
     failed = replace(lost, ending=Stop(Phase.FAILED, "denied", 1))
@@ -279,19 +282,19 @@ def test_a_node_returning_while_a_fault_is_open_is_not_charged() -> None:
     job = walk(
         running(nodes=3),
         (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
-        (gone("n1"), "WAIT NODE_LOST"),
+        (lose("n1"), "WAIT NODE_LOST"),
         (back("n1"), "WAIT RUNNING"),
     )
     assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True)]
-    again = walk(job, (gone("n1"), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n1"))
-    # what was withdrawn once is told when it is acted on
+    again = walk(job, (lose("n1"), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n1"))
+    # what was withdrawn once is reported when it is acted on
     assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again)
 
 
 # --- leaving
 
 
-def asked(job: JobState, node: str = "n2") -> JobState:
+def request_drain(job: JobState, node: str = "n2") -> JobState:
     return step(job, DrainRequested(node, "new power supply", "grace", at(60)))[0]
 
 
@@ -300,7 +303,7 @@ def test_a_job_asked_to_leave_a_node_goes_on_until_it_has_to(snapshot: SnapshotA
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert [(one.node, one.by, one.until) for one in job.drains] == [("n2", "grace", at(60))]
     assert job.notices == snapshot
-    again = asked(job)
+    again = request_drain(job)
     # asked twice it leaves once
     assert again.drains == job.drains
 
@@ -308,7 +311,7 @@ def test_a_job_asked_to_leave_a_node_goes_on_until_it_has_to(snapshot: SnapshotA
 def test_leaving_a_node_relaunches_without_it_and_spends_nothing(
     snapshot: SnapshotAssertion,
 ) -> None:
-    before = asked(running())
+    before = request_drain(running())
     job, decision = step(before, DrainDue("n2"), at(60))
     assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (
         ("n2",),
@@ -326,7 +329,7 @@ def test_leaving_a_node_relaunches_without_it_and_spends_nothing(
 
 
 def test_a_node_that_is_not_its_own_is_not_left() -> None:
-    job = asked(running(), "n7")
+    job = request_drain(running(), "n7")
     assert (job.drains, job.notices) == ((), ())
     assert isinstance(step(job, DrainDue("n7"))[1], Ignore)
 

@@ -242,12 +242,12 @@ BROKEN = document_4(result_4(0), name="memory, {all of it TEXT").replace("TEXT",
         pytest.param("", 198, Advice.INCONCLUSIVE, id="no such test"),
         pytest.param("", 143, Advice.INCONCLUSIVE, id="128 + 15"),
         pytest.param("", -9, Advice.INCONCLUSIVE, id="minus 9, as Python says it"),
-        pytest.param("", 99, Advice.INCONCLUSIVE, id="an exit code of nobody's"),
+        pytest.param("", 99, Advice.INCONCLUSIVE, id="an undefined exit code"),
         pytest.param(
             sample("v3_runtime_error.json"),
             238,
             Advice.ISOLATE,
-            id="a runtime error is told by the exit code",
+            id="the exit code says runtime error",
         ),
         pytest.param(
             sample("v3_runtime_error.json"), 226, Advice.INCONCLUSIVE, id="a runtime error with 226"
@@ -262,7 +262,7 @@ BROKEN = document_4(result_4(0), name="memory, {all of it TEXT").replace("TEXT",
             BROKEN,
             0,
             Advice.INCONCLUSIVE,
-            id="a text that breaks off behind a comma and a brace of its own",
+            id="a text that breaks off behind a comma and another brace",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_one_place_that_cannot_be_read_is_in_the_way_of_health(
         pytest.param(
             failing("4-odd", 2), 226, Advice.ISOLATE, id="the shape of version 4 says enough"
         ),
-        pytest.param(failing("4.7.0", 99), 226, Advice.INCONCLUSIVE, id="a severity of nobody's"),
+        pytest.param(failing("4.7.0", 99), 226, Advice.INCONCLUSIVE, id="an undefined severity"),
         pytest.param(
             failing("4.7.0", 1, 52),
             226,

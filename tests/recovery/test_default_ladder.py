@@ -17,7 +17,16 @@ from relaunch.evidence.findings import Verdict
 from relaunch.job.events import NodesAcquired, StepReached
 from relaunch.job.state import Diagnosis, Examine, Incident, JobState, Phase, Relaunch, Repair, Slot
 from relaunch.spec.policy import Strategy
-from tests.recovery.builders import at, climbed, found, mended, relaunched, running, step, told
+from tests.recovery.builders import (
+    at,
+    climbed,
+    describe,
+    examine,
+    mended,
+    relaunched,
+    running,
+    step,
+)
 
 Where = Literal["stays", "wanders"]
 """Where the fault is.
@@ -72,9 +81,9 @@ def walked(
             at(fault),
         )
         while True:
-            said.append(told(decision))
+            said.append(describe(decision))
             if isinstance(decision, Examine):
-                answer = found(
+                answer = examine(
                     **{one: verdict if one == node else "HEALTHY" for one in decision.nodes}
                 )
                 job, decision = step(job, answer(job), at(fault))
@@ -172,7 +181,7 @@ ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
         "stays",
         [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), look("n4"), FAILED],
     ),
-    # Nobody is suspected of a hang, so everybody is looked at.
+    # A hang has no suspect, so every node is examined.
     (Cause.HANG, NOT_UNHEALTHY, "stays", [R, R, look("n1", "n2"), FAILED]),
     (
         Cause.HANG,
@@ -198,7 +207,7 @@ ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
     (Cause.PLATFORM, ANY, "stays", [R] * 5 + [ASK]),
     (Cause.NODE_LOST, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 8)), ASK]),
     (Cause.PREEMPTED, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 22)), ASK]),
-    # A node's own fault: nobody is asked, the kernel has spoken.
+    # A node's own fault: it is not examined, the kernel has spoken.
     (Cause.GPU_FATAL, ANY, "stays", [*(bad(f"n{n}") for n in range(2, 8)), ASK]),
     (
         Cause.GPU_TRANSIENT,
@@ -408,4 +417,4 @@ def test_a_fault_that_roams_the_gpus_of_a_large_job_ends_as_well() -> None:
         # step forward
         assert fault < 400
         job = relaunched(job, at(fault))
-    assert told(decision) in (FAILED, ASK)
+    assert describe(decision) in (FAILED, ASK)

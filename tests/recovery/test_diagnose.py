@@ -174,14 +174,14 @@ AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
             id="both mean the same",
         ),
         pytest.param(
-            (wrote(BUG), wrote("nobody knows", 0, "n1", late=AGREE, signal=9)),
+            (wrote(BUG), wrote("cause unknown", 0, "n1", late=AGREE, signal=9)),
             Cause.APPLICATION,
             ("n2",),
             (3,),
             id="the other means nothing",
         ),
         pytest.param(
-            (wrote("nobody knows", signal=9), wrote(OOM, 0, "n1", late=AGREE)),
+            (wrote("cause unknown", signal=9), wrote(OOM, 0, "n1", late=AGREE)),
             Cause.UNKNOWN,
             ("n2",),
             (3,),
@@ -327,7 +327,7 @@ def test_what_is_said_where_little_is_known(
 @pytest.mark.parametrize(
     ("observation", "root"),
     [
-        pytest.param(RAISED, True, id="an exception of its own"),
+        pytest.param(RAISED, True, id="an exception of the rank itself"),
         pytest.param(KILLED, True, id="a rank that was killed"),
         pytest.param(ECHO_BY_ERROR, False, id="an echo"),
         pytest.param(
@@ -338,7 +338,9 @@ def test_what_is_said_where_little_is_known(
         pytest.param(exited(1, code=0), False, id="a rank that ended well"),
         pytest.param(exited(1, signal=15, stopped=True), False, id="a rank that we stopped"),
         pytest.param(
-            RanksFenced("n2", T0, "isolated", "nobody answered"), True, id="a node that was cut off"
+            RanksFenced("n2", T0, "isolated", "no peer answered"),
+            True,
+            id="a node that was cut off",
         ),
         pytest.param(SUPERSEDED, False, id="a node that obeyed a later generation"),
         pytest.param(
@@ -399,7 +401,7 @@ ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due
             ),
             Cause.PREEMPTED,
             (3,),
-            id="a rank that was taken away beats the one that failed by it, and was told of first",
+            id="a rank that was taken away beats the one that failed by it, reported first",
         ),
         pytest.param(
             (
@@ -408,7 +410,7 @@ ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due
             ),
             Cause.UNKNOWN,
             (0,),
-            id="a stop that nobody knows beats nothing",
+            id="an unknown stop beats nothing",
         ),
     ],
 )

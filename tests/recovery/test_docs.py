@@ -1,6 +1,6 @@
 """docs/recovery.md: generated parts follow the code, its examples load, its commands work.
 
-After a change that is meant, write the generated parts anew: `python -m tests.recovery.test_docs`.
+After an intended change, write the generated parts again: `python -m tests.recovery.test_docs`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BLOCK = re.compile(
     r"(<!-- generated: (?P<name>[\w ]+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL
 )
 LONGEST = 450
-"""Lines: more nobody reads in ten minutes."""
+"""Lines: as many as a person reads in ten minutes."""
 SHORT = 80
 """Characters of evidence that stand on one line with what was decided about it."""
 
@@ -168,7 +168,7 @@ def _rows(path: Path) -> Iterator[tuple[str, str | None, Decision]]:
         if isinstance(one.decision, Ignore) or not begun:
             continue
         assert evidence or one.event in ("Launched", "DeadlinePassed"), (
-            f"{path.name}: {one.event} at {trial.format_time(one.at)}: no evidence"
+            f"{path.name}: {one.event} at {trial.format_time(one.at)} has no evidence"
         )
         if one.event == "DeadlinePassed":
             evidence = "nothing more was heard"
@@ -317,7 +317,7 @@ def shown(snippet: str) -> FaultObserved | LaunchRefused:
 
 
 def _shows(snippet: str) -> RankExited:
-    """A rank that ended with this: an Xid, exit, signal, a kernel's line, or one of its own."""
+    """Return a rank that ended with this: an Xid, exit, signal, a line of the kernel or its own."""
     if found := re.fullmatch(r"Xid (\d+)", snippet):
         return exited(
             code=1, kernel=(f"NVRM: Xid (PCI:0000:05:00): {found[1]}, pid=7, name=python3, Ch 8",)

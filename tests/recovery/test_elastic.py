@@ -38,13 +38,14 @@ from tests.recovery.builders import (
     at,
     back,
     climbed,
+    describe,
     died,
     error,
+    examine,
     exited,
     fault,
-    found,
-    gone,
     hung,
+    lose,
     new_job,
     play,
     raised,
@@ -53,7 +54,6 @@ from tests.recovery.builders import (
     running,
     step,
     suspected,
-    told,
     walk,
     xid,
 )
@@ -104,11 +104,11 @@ def test_s3_3_a_job_with_enough_nodes_left_shrinks_for_free(snapshot: SnapshotAs
 def test_s3_3_a_job_at_its_minimum_is_left_to_the_next_rung() -> None:
     policy = rungs(SHRINK, {"strategy": "REPLACE_NODE"}, {"strategy": "FAIL"})
     assert (
-        told(climbed(elastic(2, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
+        describe(climbed(elastic(2, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
         == "REPLACE_NODE without n2"
     )
     assert (
-        told(climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
+        describe(climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2"))[1])
         == "SHRINK without n2"
     )
     decision = climbed(elastic(3, policy=policy), suspected(Cause.APPLICATION, "n2", "n3"))[1]
@@ -125,20 +125,22 @@ def test_s3_3_a_job_of_one_size_never_shrinks_nor_is_examined(
     policy = rungs(rung, {"strategy": "RESTART_IN_PLACE"})
     for size in (4, {"min": 4, "max": 4}):
         assert (
-            told(climbed(running(policy=policy, nodes=size), suspected(Cause.APPLICATION, "n2"))[1])
+            describe(
+                climbed(running(policy=policy, nodes=size), suspected(Cause.APPLICATION, "n2"))[1]
+            )
             == "RESTART_IN_PLACE"
         )
 
 
 def test_without_suspects_no_node_is_left_behind() -> None:
     policy = rungs(SHRINK, {"strategy": "RESTART_IN_PLACE"})
-    assert told(climbed(elastic(policy=policy), suspected())[1]) == "RESTART_IN_PLACE"
+    assert describe(climbed(elastic(policy=policy), suspected())[1]) == "RESTART_IN_PLACE"
     assert (
-        told(climbed(elastic(policy=policy), suspected(Cause.APPLICATION, "n7"))[1])
+        describe(climbed(elastic(policy=policy), suspected(Cause.APPLICATION, "n7"))[1])
         == "RESTART_IN_PLACE"
     )
     assert (
-        told(climbed(elastic(policy=policy), suspected(), without=("n3",))[1])
+        describe(climbed(elastic(policy=policy), suspected(), without=("n3",))[1])
         == "SHRINK without n3"
     )
 
@@ -147,12 +149,12 @@ def test_its_tries_are_counted_and_a_suspect_can_be_isolated() -> None:
     job = elastic(policy=rungs({**SHRINK, "tries": 1, "isolate": True}, {"strategy": "FAIL"}))
     job, decision = climbed(job, suspected(Cause.APPLICATION, "n2"))
     assert isinstance(decision, Relaunch) and decision.avoid == ("n2",)
-    assert told(climbed(job, suspected(Cause.APPLICATION, "n3"))[1]) == "FAILED 1"
+    assert describe(climbed(job, suspected(Cause.APPLICATION, "n3"))[1]) == "FAILED 1"
 
 
 def test_whom_an_examination_finds_is_left_out() -> None:
     job = elastic(policy=rungs({**SHRINK, "when": "UNHEALTHY"}, {"strategy": "FAIL"}))
-    walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "SHRINK without n2"))
+    walk(job, (raised(), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "SHRINK without n2"))
 
 
 def test_nodes_to_leave_or_avoid_do_not_count_as_left(snapshot: SnapshotAssertion) -> None:
@@ -162,13 +164,13 @@ def test_nodes_to_leave_or_avoid_do_not_count_as_left(snapshot: SnapshotAssertio
     assert explain_shrink(job, remaining_slots(leaving, ("n2",))) == snapshot
     avoiding = replace(leaving, avoided=(Avoided("n3", "so", T0),))
     # only n1 would be left
-    assert told(climbed(avoiding, suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE"
+    assert describe(climbed(avoiding, suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE"
 
 
 def test_s3_3_a_lost_node_may_be_left_behind_without_another_one() -> None:
     policy = resolve({"causes": {"NODE_LOST": [SHRINK, {"strategy": "ASK"}]}})
     job = walk(
-        elastic(policy=policy), (gone("n2"), "WAIT NODE_LOST"), (hung(), "SHRINK without n2")
+        elastic(policy=policy), (lose("n2"), "WAIT NODE_LOST"), (hung(), "SHRINK without n2")
     )
     assert (job.restarts_spent, job.generation) == (0, 2)
 
@@ -209,12 +211,12 @@ def test_s3_3_a_smaller_job_says_so_and_when_a_restart_pays_off(
         pytest.param(
             walk(
                 elastic(3),
-                (gone("n2"), "WAIT NODE_LOST"),
+                (lose("n2"), "WAIT NODE_LOST"),
                 (back("n2"), "WAIT RUNNING"),
                 now=at(100),
             ),
             at(1900),
-            id="anew",
+            id="again",
         ),
     ],
 )
@@ -278,9 +280,9 @@ def test_s3_3_only_a_grant_not_an_offer_restarts_the_ranks(snapshot: SnapshotAss
             LATER,
             id="it has to leave a node",
         ),
-        pytest.param(walk(elastic(3), (gone("n2"), "WAIT NODE_LOST")), LATER, id="a node is lost"),
+        pytest.param(walk(elastic(3), (lose("n2"), "WAIT NODE_LOST")), LATER, id="a node is lost"),
         pytest.param(
-            walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched anew"
+            walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched again"
         ),
         pytest.param(
             relaunched(walk(elastic(3), (died(), "RESTART_IN_PLACE"))),
@@ -312,7 +314,7 @@ def test_a_grant_amid_another_trouble_restarts_nothing(snapshot: SnapshotAsserti
     more = NodesGranted(1, ("n1", "n2", "n3", "n7"))
     leaving, decision = play(job, DrainRequested("n2", "", "", at(60)), more, now=LATER)
     assert isinstance(decision, Wait) and leaving.reason == snapshot
-    lost = walk(job, (gone("n2"), "WAIT NODE_LOST"))
+    lost = walk(job, (lose("n2"), "WAIT NODE_LOST"))
     assert isinstance(step(lost, more, LATER)[1], Ignore)
     broken = walk(job, (died(), "RESTART_IN_PLACE"))
     # of an earlier generation
@@ -483,13 +485,13 @@ def test_no_preset_decides_otherwise_for_a_job_that_may_shrink(name: str) -> Non
     """Its fleet gives it fewer; the ladders stay as they are."""
     for event in (died(), lambda job: fault(job, exited(kernel=(xid(79),), signal=6)), hung()):
         fixed, free = running(policy=preset(name), nodes=4), elastic(policy=preset(name))
-        assert told(step(fixed, event(fixed))[1]) == told(step(free, event(free))[1])
+        assert describe(step(fixed, event(fixed))[1]) == describe(step(free, event(free))[1])
 
 
 def test_a_shrunk_job_reads_its_faults_like_any_other() -> None:
     job = elastic(3)
     assert (
-        told(step(job, FaultObserved(1, (exited(5, "n3", code=1),), 0, T0))[1])
+        describe(step(job, FaultObserved(1, (exited(5, "n3", code=1),), 0, T0))[1])
         == "RESTART_IN_PLACE"
     )
 

@@ -29,7 +29,7 @@ SECOND = timedelta(seconds=1)
 def test_the_order_of_echoes_does_not_change_the_cause(
     root: Root, echoing: list[int], arrival: list[int], listed: list[int], apart: float
 ) -> None:
-    def told(order: list[int], listing: list[int]) -> FaultObserved:
+    def observe(order: list[int], listing: list[int]) -> FaultObserved:
         whole: list[Observation] = [root("n2", 0, T0 + order[6] * apart * SECOND)]
         whole += [
             echo(f"n{node}", index + 1, T0 + order[index] * apart * SECOND)
@@ -41,8 +41,8 @@ def test_the_order_of_echoes_does_not_change_the_cause(
 
     job = running()
     plain, other = (
-        diagnose(job, told(list(range(7)), list(range(7)))),
-        diagnose(job, told(arrival, listed)),
+        diagnose(job, observe(list(range(7)), list(range(7)))),
+        diagnose(job, observe(arrival, listed)),
     )
     assert (plain.cause, set(plain.nodes), plain.code, plain.ranks) == (
         other.cause,
@@ -85,7 +85,7 @@ MESSAGES = (
 def test_s3_6_dated_errors_name_the_same_cause_in_any_order(
     errors: list[tuple[int, str, float]], order: list[int]
 ) -> None:
-    def told(arrival: list[int]) -> FaultObserved:
+    def observe(arrival: list[int]) -> FaultObserved:
         now = T0.timestamp() - 10
         return FaultObserved(
             1,
@@ -103,7 +103,7 @@ def test_s3_6_dated_errors_name_the_same_cause_in_any_order(
             T0,
         )
 
-    plain, other = diagnose(running(), told(list(range(5)))), diagnose(running(), told(order))
+    plain, other = diagnose(running(), observe(list(range(5)))), diagnose(running(), observe(order))
     assert (plain.cause, set(plain.nodes), plain.code) == (
         other.cause,
         set(other.nodes),

@@ -40,8 +40,9 @@ from tests.recovery.builders import (
     T0,
     at,
     back,
+    describe,
     died,
-    gone,
+    lose,
     mended,
     new_job,
     play,
@@ -52,7 +53,6 @@ from tests.recovery.builders import (
     running,
     step,
     this,
-    told,
     walk,
 )
 
@@ -88,7 +88,7 @@ def test_archived_incidents_leave_the_state_and_still_count() -> None:
         job, _ = play(relaunched(job), StepReached(generation + 1, 0, T0))
     kept = job.incidents[2:]
     job, decision = step(job, IncidentsArchived(2))
-    assert ("IGNORE", kept, 2) == (told(decision), job.incidents, job.incidents_archived)
+    assert ("IGNORE", kept, 2) == (describe(decision), job.incidents, job.incidents_archived)
 
 
 def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
@@ -135,7 +135,7 @@ def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
         running(policy=policy(**before)), PolicyChanged(policy(**after), "so", "ada")
     )
     assert ("IGNORE", policy(**after), keys) == (
-        told(decision),
+        describe(decision),
         job.policy,
         job.policy_changes[-1].keys,
     )
@@ -150,7 +150,7 @@ def repairing() -> JobState:
 
 
 def losing(node: str) -> JobState:
-    return walk(running(nodes=3), (gone("n1"), "WAIT NODE_LOST"), (gone(node), "WAIT NODE_LOST"))
+    return walk(running(nodes=3), (lose("n1"), "WAIT NODE_LOST"), (lose(node), "WAIT NODE_LOST"))
 
 
 def failing() -> JobState:
@@ -176,7 +176,7 @@ def failing() -> JobState:
             repairing,
             mended("refused"),
             "REPLACE_NODE without n2",
-            id="the repair that goes on, in vain",
+            id="the repair that goes on, without effect",
         ),
         pytest.param(
             repairing,
@@ -210,7 +210,7 @@ def failing() -> JobState:
             lambda: walk(new_job(), (this(Submitted("", "ada")), "LAUNCH")),
             this(DeadlinePassed()),
             "IGNORE",
-            id="a deadline that nobody set",
+            id="a deadline that was not set",
         ),
         pytest.param(
             running, this(NodeDeclaredDead("n9", "", "ada")), "IGNORE", id="a strange node is dead"
@@ -225,12 +225,12 @@ def failing() -> JobState:
             failing,
             this(CancelRequested("enough", "ada")),
             "CANCELLED 130",
-            id="by somebody, with a reason",
+            id="by a person, with a reason",
         ),
         pytest.param(failing, died(1), "IGNORE", id="a job that fails fails no further"),
     ],
 )
-def test_what_follows_in_a_state_of_its_own(
+def test_what_follows_in_one_state_only(
     job: Callable[[], JobState],
     event: Callable[[JobState], Event],
     expected: str,
@@ -238,15 +238,15 @@ def test_what_follows_in_a_state_of_its_own(
 ) -> None:
     before = job()
     after, decision = step(before, event(before))
-    assert told(decision) == expected
+    assert describe(decision) == expected
     assert decision.reason == snapshot
     assert expected != "IGNORE" or replace(after, notices=()) == before
 
 
 def test_a_node_that_a_person_declares_dead_is_no_longer_alive(snapshot: SnapshotAssertion) -> None:
-    job, _ = step(running(nodes=3), gone("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
+    job, _ = step(running(nodes=3), lose("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
     job, decision = step(job, NodeDeclaredDead("n3", "", ""))
-    assert (told(decision), job.lost, job.maybe_alive) == (
+    assert (describe(decision), job.lost, job.maybe_alive) == (
         "REPLACE_NODE without n3",
         (),
         ("n1", "n2"),
@@ -289,7 +289,7 @@ def test_a_submission_is_renumbered_only_before_it_has_nodes(snapshot: SnapshotA
 
 def test_a_node_that_the_watch_hears_is_not_taken_for_dead(snapshot: SnapshotAssertion) -> None:
     assert check_declaration(running(), "n2") == snapshot
-    lost = walk(running(nodes=3), (gone("n2"), "WAIT NODE_LOST"))
+    lost = walk(running(nodes=3), (lose("n2"), "WAIT NODE_LOST"))
     assert (check_declaration(lost, "n2"), bool(check_declaration(lost, "n3"))) == ("", True)
     assert check_declaration(running(), "n9") == "", "it changes nothing"
     stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))

@@ -171,7 +171,7 @@ def test_an_exit_by_itself(
             Cause.UNKNOWN,
             id="other words of the kernel",
         ),
-        pytest.param(None, 9, False, "", 123, Role.SYMPTOM, Cause.UNKNOWN, id="nobody says"),
+        pytest.param(None, 9, False, "", 123, Role.SYMPTOM, Cause.UNKNOWN, id="not said by whom"),
         pytest.param(
             None,
             11,

@@ -405,7 +405,7 @@ def test_longer_times_reach_the_fleet_before_they_are_launched(
         **changes,  # type: ignore[arg-type]
     )
     assert is_known_by(told, next_one) is known
-    # nothing was told of it
+    # nothing was reported of it
     assert not is_known_by(told[:-1], next_one)
 
 

@@ -39,7 +39,7 @@ from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, s
 DRAIN = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
 
-# --- a fleet that was started anew
+# --- a fleet that was restarted
 
 
 def test_a_new_fleet_reads_asks_and_probes_before_it_grants(snapshot: SnapshotAssertion) -> None:
@@ -268,7 +268,7 @@ def test_a_job_claiming_before_it_sees_its_grant_stopped_nothing() -> None:
 
 
 def test_the_fleet_stops_old_ranks_if_a_new_submission_waits() -> None:
-    """Whoever comes first may wait for just these nodes: each would wait for the other."""
+    """The first job in the queue may wait for just these nodes: each would wait for the other."""
     desk = Desk()
     desk.claim("b", 2)
     desk.claim("first", 4)
@@ -309,7 +309,7 @@ def test_ranks_of_a_submission_newer_than_its_claim_are_spared() -> None:
     assert desk.orders == [ReclaimOrder("a", 1, ("n1",))]
 
 
-# --- jobs that closed, and ranks that nobody answers for
+# --- jobs that closed, and ranks that no job answers for
 
 
 def test_a_closed_jobs_nodes_are_free_when_its_ranks_are_stopped() -> None:
@@ -729,7 +729,7 @@ def test_a_node_that_moves_while_a_job_has_it_is_reported(
     (notice,) = desk.state.notices[before:]
     assert notice == snapshot
     desk.go(FleetFileContent("act", moved, desk.limits))
-    # and it is told once
+    # and it is reported once
     assert len(desk.state.notices) == before + 1
 
 
@@ -858,7 +858,7 @@ def test_a_submission_numbered_too_low_hears_so_and_goes_higher() -> None:
     desk.claim("a", 1, submission=4000)
     [behind] = desk.grants("behind").values()
     assert (behind.submission, behind.seq, behind.above) == (4000, 1, 5000)
-    # it is told once for each claim
+    # it is sent once for each claim
     assert desk.state.claims == () and desk.wait(seconds=1) == []
     desk.claim("a", 1, seq=2, submission=5001)
     assert desk.granted() == {"a": ["n1"]}

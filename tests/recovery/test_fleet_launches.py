@@ -69,7 +69,7 @@ def test_a_third_submission_hears_of_a_first_the_second_missed() -> None:
     assert desk.grants()["a"].launched[0] == replace(PLANNED[0], nodes=("n1", "n2"))
 
 
-# --- nodes that move while somebody may live there
+# --- nodes that move while ranks may live there
 
 
 def _moved(desk: Desk, *names: str, to: str = "10.9.9.9") -> FleetFileContent:
@@ -86,7 +86,7 @@ def test_a_new_submission_hears_which_nodes_moved_before_it() -> None:
     desk.go(_moved(desk, "n2", "n3"))
     desk.claim("a", 2, submission=2)
     grant = desk.grants()["a"]
-    assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "n3 was nobody's"
+    assert (grant.holding, grant.moved) == (("n1", "n2"), ("n2",)), "no job had n3"
     desk.claim("a", 2, seq=2, submission=2, keep=("n1", "n2"), holds=("n1", "n2"))
     # it may be terminated before it has proven anything
     assert desk.record("a").old_logins == {"n2": desk.specs[1].address}

@@ -266,7 +266,7 @@ def test_a_drain_takes_the_place_of_what_the_fleet_asked() -> None:
     assert (desk.node("n2").repair_drain, desk.node("n2").drain) == (None, PSU)
 
 
-# --- a fleet that begins anew
+# --- a fleet that restarts
 
 
 def test_a_restarted_fleet_repeats_a_request_once_it_remembers() -> None:
@@ -339,7 +339,7 @@ def test_a_refused_repair_of_a_shared_node_asks_others_to_leave(
     ((allowed, reason),) = asks(desk)
     assert not allowed and reason == snapshot
     wish = replace(XID, reason=XID_119)
-    # not the one that was told so by the refusal
+    # not the job that knows it by the refusal
     assert desk.of(DrainMessage) == [DrainMessage("b", wish)]
     node = desk.node("n2")
     assert (node.status, node.by, node.reason, node.repair_acts) == (

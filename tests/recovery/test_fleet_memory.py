@@ -37,8 +37,8 @@ from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit,
 GRACE = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
 
-def anew(*facts: FleetEvent, **limits: Any) -> Desk:
-    """A fleet that was restarted, looked at its nodes and heard these facts, 10 minutes later."""
+def restart(*facts: FleetEvent, **limits: Any) -> Desk:
+    """Return a restarted fleet that has looked at its nodes and got these events, 10 min later."""
     desk = Desk(begun=False, **limits)
     desk.now += timedelta(minutes=10)
     desk.go(FleetFileContent("act", desk.specs, desk.limits), RunningJobs(()), *facts)
@@ -63,7 +63,7 @@ def standings(desk: Desk) -> dict[str, NodeStatus]:
 def test_nodes_stay_out_with_reasons_and_drains_are_asked_again(
     snapshot: SnapshotAssertion,
 ) -> None:
-    desk = anew(before(GRACE))
+    desk = restart(before(GRACE))
     node = desk.node("n1")
     assert (node.status, node.reason, node.by, node.since) == (
         NodeStatus.QUARANTINED,
@@ -90,7 +90,7 @@ def test_nodes_under_repair_are_suspects_again_and_faults_stay() -> None:
         ("n3", NodeStatus.IN_SERVICE, ""),
         ("n4", NodeStatus.IN_SERVICE, ""),
     ]
-    later = anew(known)
+    later = restart(known)
     assert later.of(RepairRequest) == [RepairRequest("n2", "failed on n2")]
     assert later.node("n2").by == "job a"
     assert (later.node("n4").verdict, later.node("n4").verdict_at) == (Verdict.HEALTHY, T0)
@@ -107,7 +107,7 @@ def test_looks_and_nodes_as_in_the_file_are_not_remembered() -> None:
     desk.claim("a", 2)
     known = export_state(desk.state)
     assert (known.nodes, known.breaker, known.lost) == ((), Breaker(), "")
-    assert anew(known).state.notices == ()
+    assert restart(known).state.notices == ()
 
 
 def test_having_left_the_file_is_not_remembered_of_a_node() -> None:
@@ -115,8 +115,8 @@ def test_having_left_the_file_is_not_remembered_of_a_node() -> None:
     desk.claim("a", 4)
     desk.go(FleetFileContent("act", nodes("n2"), desk.limits))
     assert desk.node("n1").status is NodeStatus.QUARANTINED
-    assert standings(anew(export_state(desk.state))) == {}
-    assert standings(anew(before(QuarantineCommand("n9", "a fan", "grace")))) == {}
+    assert standings(restart(export_state(desk.state))) == {}
+    assert standings(restart(before(QuarantineCommand("n9", "a fan", "grace")))) == {}
 
 
 def test_no_grant_repair_or_permit_before_the_memory_is_restored(
@@ -184,12 +184,12 @@ def test_it_is_not_asked_for_before_the_fleet_has_nodes() -> None:
 def test_what_a_person_has_said_of_a_node_since_counts(
     since: FleetEvent, standing: NodeStatus, by: str
 ) -> None:
-    desk = anew(since, before(GRACE))
+    desk = restart(since, before(GRACE))
     assert (desk.node("n1").status, desk.node("n1").by) == (standing, by)
 
 
 def test_a_later_suspicion_does_not_lift_an_earlier_quarantine() -> None:
-    desk = anew()
+    desk = restart()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     assert desk.node("n1").status is NodeStatus.SUSPECT
     desk.go(before(GRACE))
@@ -201,7 +201,7 @@ def test_a_later_suspicion_does_not_lift_an_earlier_quarantine() -> None:
 
 def test_what_an_examination_has_found_since_counts() -> None:
     bad = ended("n1", "refused", "r0", job="a", verdict=Verdict.UNHEALTHY)
-    desk = anew(began("n1"), ended("n1", job="a"), before(began("n1", "r0"), bad))
+    desk = restart(began("n1"), ended("n1", job="a"), before(began("n1", "r0"), bad))
     assert desk.node("n1").verdict is Verdict.HEALTHY
 
 
@@ -210,13 +210,13 @@ def test_a_pause_and_an_open_breaker_are_remembered(snapshot: SnapshotAssertion)
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True), suspect("n2", isolate=True)))
     desk.go(PauseCommand("new firmware", "grace"))
     known = export_state(desk.state)
-    later = anew(known, nodes_out=1)
+    later = restart(known, nodes_out=1)
     assert later.state.breaker == desk.state.breaker
     assert later.state.notices == snapshot(name="notices")
-    again = anew(PauseCommand("", "ada"), known, nodes_out=1)
+    again = restart(PauseCommand("", "ada"), known, nodes_out=1)
     assert again.state.breaker.is_open
     assert again.state.breaker.paused == snapshot(name="paused")
-    mine = anew(known, nodes_out=1).state.breaker
+    mine = restart(known, nodes_out=1).state.breaker
     opened = Desk(nodes_out=1, begun=False)
     opened.state = replace(opened.state, breaker=Breaker("too many", T0))
     opened.learn(FleetFileContent("act", opened.specs, opened.limits), known)
@@ -226,7 +226,7 @@ def test_a_pause_and_an_open_breaker_are_remembered(snapshot: SnapshotAssertion)
 def test_a_person_who_has_resumed_repairs_since_is_not_overruled(
     snapshot: SnapshotAssertion,
 ) -> None:
-    desk = anew(ResumeCommand("", "grace"), before(PauseCommand("", "ada"), GRACE))
+    desk = restart(ResumeCommand("", "grace"), before(PauseCommand("", "ada"), GRACE))
     assert not desk.state.breaker.paused
     assert desk.state.notices[-1] == snapshot
 
@@ -235,7 +235,7 @@ def test_nodes_out_while_the_breaker_was_closed_do_not_open_it() -> None:
     desk = Desk(nodes_out=1)
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True), suspect("n2", isolate=True)))
     desk.go(ResumeCommand("it is the cooling", "grace"))
-    later = anew(export_state(desk.state), nodes_out=1)
+    later = restart(export_state(desk.state), nodes_out=1)
     assert not later.state.breaker.is_open
     later.claim("b", 0, suspects=(suspect("n3", isolate=True),))
     assert later.state.breaker.is_open
@@ -248,7 +248,7 @@ def test_a_run_that_never_restored_hides_nothing_from_the_next() -> None:
     short.go(
         FleetFileContent("act", short.specs, short.limits), QuarantineCommand("n2", "loud", "ada")
     )
-    desk = anew(export_state(short.state, Desk(begun=False).state, first.state))
+    desk = restart(export_state(short.state, Desk(begun=False).state, first.state))
     assert {node.name: node.by for node in desk.state.nodes if node.by} == {
         "n1": "grace",
         "n2": "ada",
@@ -259,7 +259,7 @@ def test_a_run_that_never_restored_hides_nothing_from_the_next() -> None:
 
 
 def test_the_memory_counts_once() -> None:
-    desk = anew(before(GRACE))
+    desk = restart(before(GRACE))
     once = desk.state
     assert apply_event(once, before(QuarantineCommand("n2", "a fan", "grace")), desk.now) == once
     assert export_state(once).nodes[0] == NodeRecord(
@@ -268,7 +268,7 @@ def test_the_memory_counts_once() -> None:
 
 
 def test_what_is_lost_of_the_run_before_is_said_to_people(snapshot: SnapshotAssertion) -> None:
-    state = anew(PreviousRun(lost="its workers are gone")).state
+    state = restart(PreviousRun(lost="its workers are gone")).state
     assert state.is_restored and len(state.notices) == 1
     assert state.notices[0] == snapshot
 

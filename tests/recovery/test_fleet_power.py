@@ -23,7 +23,7 @@ from relaunch.pool.state import LiveGeneration
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 
 
-def asked(
+def request_permit(
     desk: Desk, node: str = "n2", seq: int = 1, run: str = "run", **more: Any
 ) -> list[tuple[bool, str]]:
     """What the fleet answers a repair that wants to cycle the power of a node."""
@@ -37,7 +37,7 @@ def asked(
 
 def test_the_power_of_a_node_that_no_job_has_may_be_cycled(snapshot: SnapshotAssertion) -> None:
     desk = Desk()
-    ((allowed, reason),) = asked(desk)
+    ((allowed, reason),) = request_permit(desk)
     assert allowed and reason == snapshot
     assert desk.state.reboots == (desk.now,) and desk.node("n2").power_cycles == (desk.now,)
 
@@ -50,25 +50,25 @@ def test_a_job_keeps_the_power_of_its_node_unless_it_ordered_it(
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
     desk.silent["n2"] = silent
     desk.look()
-    ((allowed, reason),) = asked(desk)
+    ((allowed, reason),) = request_permit(desk)
     assert not allowed and reason == snapshot
     assert desk.node("n2").power_cycles == () and desk.state.reboots == ()
-    assert asked(desk, job="other", seq=2) == [(False, reason)]
-    assert asked(desk, job="llama", seq=3)[-1][0]
+    assert request_permit(desk, job="other", seq=2) == [(False, reason)]
+    assert request_permit(desk, job="llama", seq=3)[-1][0]
     # no job has that one
-    assert asked(desk, "n3")[-1][0]
+    assert request_permit(desk, "n3")[-1][0]
 
 
 def test_ranks_that_live_there_are_in_its_way_too() -> None:
     desk = Desk()
     desk.living["n2"] = (LiveGeneration("llama", 1, 2),)
     desk.look()
-    assert not asked(desk)[0][0]
+    assert not request_permit(desk)[0][0]
 
 
 def test_a_restarted_fleet_waits_for_jobs_to_say_what_they_have() -> None:
     desk = Desk(jobs=("llama",))
-    assert asked(desk) == []
+    assert request_permit(desk) == []
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
     assert [tell.permit.allowed for tell in desk.of(PermitMessage)] == [False]
 
@@ -76,18 +76,18 @@ def test_a_restarted_fleet_waits_for_jobs_to_say_what_they_have() -> None:
 def test_a_node_is_rebooted_by_any_means_twice_in_three_days(snapshot: SnapshotAssertion) -> None:
     desk = Desk()
     # what its journal tells the repair judges itself
-    assert asked(desk, restarts=1, run="a")[-1][0]
+    assert request_permit(desk, restarts=1, run="a")[-1][0]
     desk.now += timedelta(hours=2)
-    answer = asked(desk, restarts=1, run="b")
+    answer = request_permit(desk, restarts=1, run="b")
     ((allowed, reason),) = answer
     assert not allowed and reason == snapshot
     # an ordinary reboot is a reboot as well
-    assert asked(desk, restarts=1, power=False, run="c") == answer
-    assert asked(desk, restarts=0, power=False, run="d")[-1][0]
-    assert asked(desk, restarts=0, run="e")[-1][0]
-    assert not asked(desk, restarts=0, run="f")[-1][0]
+    assert request_permit(desk, restarts=1, power=False, run="c") == answer
+    assert request_permit(desk, restarts=0, power=False, run="d")[-1][0]
+    assert request_permit(desk, restarts=0, run="e")[-1][0]
+    assert not request_permit(desk, restarts=0, run="f")[-1][0]
     desk.now += timedelta(days=3)
-    assert asked(desk, restarts=1, run="g")[-1][0]
+    assert request_permit(desk, restarts=1, run="g")[-1][0]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_repair_learns_that_a_node_went_silent_as_it_rebooted(
 ) -> None:
     desk = Desk()
     desk.claim("llama", 1, holds=("n2",), keep=("n2",), suspects=(suspect("n2", isolate=True),))
-    assert asked(desk, power=power, job="llama")[0][0]
+    assert request_permit(desk, power=power, job="llama")[0][0]
     desk.now += timedelta(minutes=minutes)
     desk.silent["n2"] = silent
     desk.look()
@@ -135,11 +135,11 @@ def test_a_reset_counts_for_nothing() -> None:
 
 def test_power_cycles_are_remembered_by_a_restarted_fleet() -> None:
     desk = Desk()
-    asked(desk)
+    request_permit(desk)
     known = export_state(desk.state)
-    anew = Desk(begun=False)
-    anew.learn(
+    restarted = Desk(begun=False)
+    restarted.learn(
         FleetFileContent("act", nodes("n1", "n2", "n3", "n4"), desk.limits), RunningJobs(()), known
     )
-    assert anew.node("n2").power_cycles == (desk.now,)
+    assert restarted.node("n2").power_cycles == (desk.now,)
     assert isinstance(known, PreviousRun)

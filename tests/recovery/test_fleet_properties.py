@@ -79,7 +79,7 @@ CAUSES = (Cause.GPU_FATAL, Cause.UNKNOWN, Cause.HANG, Cause.NODE_FAULT)
 
 @dataclass
 class Job:
-    """A submission: it does what it is told, and says what it does, in order."""
+    """A submission: it obeys the fleet, and reports what it does, in order."""
 
     name: str
     submission: int
@@ -119,7 +119,7 @@ class World:
         """By node: whose ranks live there, with which GPUs."""
         self.silent: set[str] = set()
         self.foreign_processes: dict[str, set[int]] = {node.name: set() for node in FILE}
-        """By node: GPUs on which somebody else computes."""
+        """By node: GPUs on which another user computes."""
         self.seen: dict[str, tuple[datetime, set[int]]] = {}
         """By node: when the fleet learned last who computes there, and where that is."""
         self.lost: set[str] = set()
@@ -135,7 +135,7 @@ class World:
         self.says_no = False
         """The next job that is asked to leave a node stays until it has to."""
         self.runs = 0
-        self.begun_anew = False
+        self.restarted = False
         self.begin()
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class World:
         self.state = settled.state
         self.check_quarantines()
         # else a job may say that it holds what was given away, because no rank of it lived there
-        if not self.begun_anew:
+        if not self.restarted:
             self.check_places()
             self.check_offers()
         for order in settled.orders:
@@ -246,7 +246,7 @@ class World:
                 node = next(node for node in before.nodes if node.name == order.node)
                 assert (node.status is NodeStatus.SUSPECT or node.missing_gpus) and not node.repair
                 # never twice without an end
-                assert order.node not in self.repairs or self.begun_anew
+                assert order.node not in self.repairs or self.restarted
                 assert not self.state.breaker.is_open and not self.state.breaker.paused
                 assert not any(
                     place.node == order.node
@@ -256,8 +256,8 @@ class World:
                 assert not self.ranks[order.node] or order.node in self.silent
                 assert sum(node.status is NodeStatus.REPAIRING for node in self.state.nodes) <= 2
             case PermitMessage() if order.permit.allowed:
-                assert not self.state.breaker.is_open or self.was_told(before, order)
-                if not self.begun_anew and not self.was_told(before, order):
+                assert not self.state.breaker.is_open or self.had_permit(before, order)
+                if not self.restarted and not self.had_permit(before, order):
                     request = next(
                         one
                         for one in before.requests
@@ -325,7 +325,7 @@ class World:
                 # no other job has ranks on these GPUs
                 assert job == claim.job or not mine & set(share or range(node.spec.gpus))
 
-    def was_told(self, before: FleetState, order: PermitMessage) -> bool:
+    def had_permit(self, before: FleetState, order: PermitMessage) -> bool:
         return any(one.permit == order.permit for one in before.permits)
 
     def said_it_ended(self) -> list[str]:
@@ -427,7 +427,7 @@ class World:
         self.to_fleet.append(ClaimEvent(claim))
 
     def go_on_with_all(self, job: Job) -> None:
-        """It may be launched anew for more in a minute, where it would take more."""
+        """Go on; a minute later it may be launched again on more nodes, if it would take more."""
         job.had = len(job.places)
         at = self.now + timedelta(minutes=1) if job.had < job.most else None
         self.claim(
@@ -677,8 +677,8 @@ class World:
                 self.release(node)
             case "pause":
                 self.learn(PauseCommand("", "grace"))
-            case "anew":
-                self.begun_anew = True
+            case "restart":
+                self.restarted = True
                 self.begin()
             case "resume":
                 self.learn(ResumeCommand("", "grace"))
@@ -692,7 +692,7 @@ class World:
         self.settle()
 
     def calm_down(self) -> None:
-        """Everything answers, nobody fails, all that is under way ends well."""
+        """Let everything answer, nothing fail, and all that is under way end well."""
         self.silent.clear()
         self.lost.clear()
         for used in self.foreign_processes.values():
@@ -746,7 +746,7 @@ MOVES = (
         "pause",
         "resume",
         "file",
-        "anew",
+        "restart",
     ),
 )
 SHARED = (

@@ -104,7 +104,7 @@ UNHEALTHY = {
         probe(gpus=nvml({"index": 0, "lost": "GPU_IS_LOST", "bus_id": bus(0)})),
         (bus(0),),
     ),
-    "a GPU is lost and nobody knows its address": (
+    "a GPU is lost and its address is unknown": (
         probe(gpus=nvml({"index": 0, "lost": None, "bus_id": None})),
         (),
     ),
@@ -175,7 +175,7 @@ SYMPTOMS = {
     "another disk that is full": probe(disks=[disk(), disk("/", free=0)]),
     "a file server that does not answer": probe(kernel={"lines": [NFS]}),
     "a page fault that a program made": probe(kernel={"lines": [XID_31]}),
-    "a kernel log that nobody may read": probe(
+    "a kernel log that may not be read": probe(
         kernel={"unreadable": "Operation not permitted", "lines": []}
     ),
 }
@@ -234,8 +234,8 @@ UNKNOWN = {
     "the boot id is not told": probe(boot_id=...),
     "the boot id is no word": probe(boot_id="a b"),
     "the memory is not told": probe(memory={"total": 0, "available": 0}),
-    "the disks are not told": probe(disks=...),
-    "no disk is told": probe(disks=[]),
+    "the disks are missing": probe(disks=...),
+    "the list of disks is empty": probe(disks=[]),
     "a disk is no object": probe(disks=[7]),
     "a disk's inodes are no number": probe(disks=[disk(inodes_free="many")]),
     "a disk that may be written to is not told": probe(disks=[disk(writable=None)]),
@@ -254,7 +254,7 @@ NOT_EXAMINED = {
     "it was refused": {"refused": "busy", "reason": "job llama runs here"},
     "there is no outcome": diag(outcome=...),
     "there is no dcgmi": diag(missing="dcgmi is not on this node's PATH"),
-    "nobody says what is missing": diag(missing=3),
+    "what is missing is not said": diag(missing=3),
     "it ran on another boot": diag(boot_id="boot-2"),
     "it was killed": diag(exit_code=None),
     "its end is not told": diag(exit_code=...),
@@ -321,8 +321,8 @@ BUSY = {
     "a job": probe(
         jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]
     ),
-    "a job that nobody can read": probe(jobs=[7]),
-    "nobody knows": probe(jobs=...),
+    "a job that cannot be read": probe(jobs=[7]),
+    "it is unknown": probe(jobs=...),
     "a diagnosis": probe(held={"by": "diagnose", "id": "r7", "since": 3.0}),
     "a hold without words": probe(held={}),
     "a hold that is not told": probe(held=...),
@@ -354,7 +354,7 @@ def test_a_node_that_does_not_answer_is_not_free(snapshot: SnapshotAssertion) ->
     assert read({"outcome": "refused", "reason": "protocol 2"}).reason == "protocol 2"
 
 
-def test_reboots_are_told_the_oldest_first() -> None:
+def test_reboots_are_listed_oldest_first() -> None:
     health = read(probe(reboots=journal((60, "r2"), (7200, "r1"))))
     assert [(one.id, one.boot_id, one.reason) for one in health.reboots] == [
         ("r1", "boot-0", "Xid 79"),

@@ -87,7 +87,7 @@ def test_a_process_that_is_not_called_a_stranger_is_none(processes: Any) -> None
     assert read_inventory(nvml(gpu(0, processes=processes))).used == ()
 
 
-def test_lost_gpus_and_what_could_not_be_read_are_told_apart() -> None:
+def test_lost_gpus_are_not_gpus_that_could_not_be_read() -> None:
     found = read_inventory(
         nvml(
             {"index": 0, "lost": "GPU_IS_LOST", "bus_id": "00000000:5E:00.0"},
@@ -372,7 +372,7 @@ def test_a_slow_reading_is_asked_for_again_and_then_when_due() -> None:
     assert desk.wakes_in() == 58
 
 
-def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
+def test_a_reading_that_arrives_late_keeps_its_age() -> None:
     desk = Desk(*nodes("n1"))
     desk.now += timedelta(minutes=6)
     desk.learn(
@@ -475,7 +475,7 @@ def test_the_job_on_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
         case "quarantined":
             desk.learn(QuarantineCommand("n1", "dust", "grace"))
     seen = replace(SHORT, used=(GpuUse((0,), ALICE),)) if how == "a stranger" else SHORT
-    desk.learn(ProbeResults((replace(desk.seen("n1", read=False), inventory=seen),)))
+    desk.learn(ProbeResults((replace(desk.probe_node("n1", read=False), inventory=seen),)))
     before = desk.node("n1").status
     assert [order for order in desk.settle() if isinstance(order, RepairRequest)] == []
     assert desk.node("n1").status is before

@@ -31,6 +31,7 @@ from tests.recovery.builders import (
     T0,
     at,
     climbed,
+    describe,
     policy,
     raised,
     relaunched,
@@ -39,7 +40,6 @@ from tests.recovery.builders import (
     step,
     suspected,
     this,
-    told,
     walk,
 )
 
@@ -130,10 +130,7 @@ def on(
                 (on(), 1, "FAILED 1"),
                 (on("n1"), 2, "RESTART_IN_PLACE"),
             ],
-            id=(
-                "key node: faults whose node nobody knows count "
-                "together and not with those of a node"
-            ),
+            id="key node: faults of unknown nodes count together and not with those of a node",
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
@@ -217,7 +214,7 @@ def test_what_tries_count(ladder: list[dict[str, Any]], faults: Faults) -> None:
     job = running(policy=rungs(*ladder))
     for number, (fault, seconds, expected) in enumerate(faults):
         job, decision = climbed(job, fault, at(seconds))
-        assert told(decision) == expected, f"fault {number}: {decision}"
+        assert describe(decision) == expected, f"fault {number}: {decision}"
 
 
 def test_key_job_counts_the_tries_of_every_cause() -> None:
@@ -240,7 +237,7 @@ def test_key_job_counts_the_tries_of_every_cause() -> None:
         (Cause.HANG, "FAILED 1"),
         (Cause.NUMERICS, "RESTART_IN_PLACE"),
     ):
-        assert told(climbed(job, suspected(cause, "n1"))[1]) == expected, cause
+        assert describe(climbed(job, suspected(cause, "n1"))[1]) == expected, cause
 
 
 R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
@@ -250,12 +247,12 @@ R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
     ("reset_by", "met", "expected"),
     [
         pytest.param([], [F, F], "FAILED 1", id="two in a row"),
-        pytest.param([], [F, E, F], "RESTART_IN_PLACE", id="any other cause begins the row anew"),
+        pytest.param([], [F, E, F], "RESTART_IN_PLACE", id="any other cause begins the row again"),
         pytest.param([], [F, F, E, F], "RESTART_IN_PLACE", id="and the one after it is the second"),
-        pytest.param([], [F, "step", F], "RESTART_IN_PLACE", id="progress begins the row anew"),
-        pytest.param([], [F, "step", F, F], "FAILED 1", id="progress begins it anew only once"),
+        pytest.param([], [F, "step", F], "RESTART_IN_PLACE", id="progress begins the row again"),
+        pytest.param([], [F, "step", F, F], "FAILED 1", id="progress begins it again only once"),
         pytest.param(
-            ["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it anew"
+            ["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it again"
         ),
         pytest.param(["GPU_RESET"], [F, E, F], "FAILED 1", id="a cause that is not named does not"),
         pytest.param(
@@ -291,7 +288,7 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
             job, incident=job.incident or walk(running(), (raised(), "RESTART_IN_PLACE")).incident
         )
         assert isinstance(decision, Relaunch)
-    assert told(climbed(job, on("n1"), at(60))[1]) == expected
+    assert describe(climbed(job, on("n1"), at(60))[1]) == expected
 
 
 # --- who is suspected -----------------------------------------------------------------------------
@@ -313,29 +310,29 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
         pytest.param(
             [REPLACE, FAIL], ("n2",), ("n1",), "REPLACE_NODE without n1 n2", id="beside who is lost"
         ),
-        pytest.param([REPLACE, FAIL], (), (), "FAILED 1", id="nobody suspected: nobody to replace"),
-        pytest.param([RESET, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reset"),
-        pytest.param([REBOOT, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reboot"),
+        pytest.param([REPLACE, FAIL], (), (), "FAILED 1", id="no suspect: nothing to replace"),
+        pytest.param([RESET, FAIL], (), (), "FAILED 1", id="no suspect: nothing to reset"),
+        pytest.param([REBOOT, FAIL], (), (), "FAILED 1", id="no suspect: nothing to reboot"),
         pytest.param(
             [REPLACE, FAIL],
             (),
             ("n1",),
             "REPLACE_NODE without n1",
-            id="a lost node is replaced, whoever is suspected",
+            id="a lost node is replaced, any suspect or none",
         ),
         pytest.param(
             [REBOOT, FAIL],
             (),
             ("n1",),
             "FAILED 1",
-            id="a lost node that nobody suspects is not rebooted",
+            id="a lost node that is no suspect is not rebooted",
         ),
         pytest.param(
             [RESET, FAIL],
             (),
             ("n1",),
             "FAILED 1",
-            id="a lost node that nobody suspects is not reset",
+            id="a lost node that is no suspect is not reset",
         ),
         pytest.param(
             [RESTART, FAIL], ("n2",), (), "RESTART_IN_PLACE", id="in place means with the suspect"
@@ -352,7 +349,7 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
             ("n2",),
             (),
             "RESCHEDULE_JOB",
-            id="all places anew, nobody is left out",
+            id="all places again, no node is left out",
         ),
         pytest.param([RESCHEDULE, FAIL], (), (), "RESCHEDULE_JOB", id="needs no suspect"),
         pytest.param(
@@ -370,7 +367,7 @@ def test_consecutive_counts_the_tries_since_the_row_began_again(
             id="the lost one is not isolated",
         ),
         pytest.param(
-            [{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="nobody to isolate"
+            [{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="no node to isolate"
         ),
         pytest.param(
             [RESET],
@@ -391,7 +388,7 @@ def test_who_is_meant(
     _, decision = climbed(
         running(policy=rungs(*ladder)), on(*nodes, gpus=("0000:05:00",)), without=without
     )
-    assert told(decision) == expected, decision
+    assert describe(decision) == expected, decision
     if isinstance(decision, Relaunch):
         assert decision.keep_nodes is (decision.strategy is not Strategy.RESCHEDULE_JOB)
 
@@ -408,7 +405,7 @@ def test_a_try_remembers_at_most_four_suspects() -> None:
     job, _ = climbed(running(policy=rungs(REPLACE)), on(*names, gpus=names))
     assert (job.tries[0].nodes, job.tries[0].gpus) == (names[:SUSPECTS_KEPT], names[:SUSPECTS_KEPT])
     # all of them are left out nevertheless
-    assert told(climbed(job, on(*names))[1]).split()[2:] == list(names)
+    assert describe(climbed(job, on(*names))[1]).split()[2:] == list(names)
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -451,8 +448,8 @@ def test_a_cause_without_a_ladder_uses_unknowns_and_counts_alone() -> None:
     job = running(policy=policy(**source))
     for cause in (Cause.STORAGE, Cause.NETWORK):
         job, decision = climbed(job, suspected(cause, "n1"))
-        assert told(decision) == "RESTART_IN_PLACE"
-        assert told(climbed(job, suspected(cause, "n1"))[1]) == "FAILED 1"
+        assert describe(decision) == "RESTART_IN_PLACE"
+        assert describe(climbed(job, suspected(cause, "n1"))[1]) == "FAILED 1"
 
 
 # --- words ----------------------------------------------------------------------------------------

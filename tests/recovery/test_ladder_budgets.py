@@ -17,7 +17,8 @@ from tests.recovery.builders import (
     T0,
     at,
     climbed,
-    found,
+    describe,
+    examine,
     policy,
     raised,
     relaunched,
@@ -25,7 +26,6 @@ from tests.recovery.builders import (
     running,
     step,
     suspected,
-    told,
     walk,
 )
 
@@ -55,7 +55,7 @@ def test_spends_says_whether_a_try_is_one_of_the_jobs_own(rung: dict[str, Any]) 
         assert isinstance(decision, Relaunch | Repair)
         assert (decision.spent, job.restarts_spent, len(job.tries)) == (spends, spent, 1)
         _, again = climbed(job, on("n1"))
-        assert told(again) == ("FAILED 1" if spends else told(decision))
+        assert describe(again) == ("FAILED 1" if spends else describe(decision))
 
 
 def test_a_rung_that_spends_fails_a_spent_job_despite_free_rungs(
@@ -66,14 +66,16 @@ def test_a_rung_that_spends_fails_a_spent_job_despite_free_rungs(
     )
     for expected in ("RESTART_IN_PLACE", "RESTART_IN_PLACE", "FAILED 1"):
         job, decision = climbed(job, on("n1"))
-        assert told(decision) == expected
+        assert describe(decision) == expected
     assert decision.reason == snapshot
 
 
 def test_a_job_without_restarts_fails_unless_the_rung_is_free() -> None:
-    assert told(climbed(running(policy=rungs(RESTART, max_restarts=0)), on("n1"))[1]) == "FAILED 1"
     assert (
-        told(
+        describe(climbed(running(policy=rungs(RESTART, max_restarts=0)), on("n1"))[1]) == "FAILED 1"
+    )
+    assert (
+        describe(
             climbed(running(policy=rungs({**RESTART, "spends": False}, max_restarts=0)), on("n1"))[
                 1
             ]
@@ -121,7 +123,7 @@ def stagnant(cause: Cause) -> JobState:
 @pytest.mark.parametrize("cause", list(Cause))
 def test_no_progress_stop_is_for_faults_that_may_be_the_jobs_own(cause: Cause) -> None:
     _, decision = climbed(stagnant(cause), suspected(cause, "n1"))
-    assert told(decision) == ("FAILED 1" if cause in OWN_CAUSES else "RESTART_IN_PLACE")
+    assert describe(decision) == ("FAILED 1" if cause in OWN_CAUSES else "RESTART_IN_PLACE")
 
 
 def test_a_no_progress_stop_names_the_step(snapshot: SnapshotAssertion) -> None:
@@ -134,7 +136,7 @@ def test_a_no_progress_stop_names_the_step(snapshot: SnapshotAssertion) -> None:
 )
 def test_no_progress_stop_counts_to_its_number(flat: int, limit: int | str, expected: str) -> None:
     job = replace(running(policy=rungs(RESTART, no_progress_stop=limit)), flat_generations=flat)
-    assert told(climbed(job, on("n1"))[1]) == expected
+    assert describe(climbed(job, on("n1"))[1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -205,9 +207,9 @@ def test_used_budgets_are_those_of_which_something_is_used(snapshot: SnapshotAss
         job,
         (raised(), "RESTART_IN_PLACE"),
         (raised(), "EXAMINE n2"),
-        (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
+        (examine(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
     )
-    job = walk(job, (raised(), "EXAMINE n2"), (found(n2="HEALTHY"), "RESCHEDULE_JOB"), now=at(1))
+    job = walk(job, (raised(), "EXAMINE n2"), (examine(n2="HEALTHY"), "RESCHEDULE_JOB"), now=at(1))
     assert used(job, 3601) == [
         ("APPLICATION", "REPLACE_NODE when UNHEALTHY", 1, ""),
         ("APPLICATION", "RESCHEDULE_JOB", 1, "n2"),

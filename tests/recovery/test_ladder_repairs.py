@@ -19,9 +19,9 @@ from tests.recovery.builders import (
     at,
     back,
     climbed,
-    found,
-    gone,
+    examine,
     hung,
+    lose,
     mended,
     raised,
     rungs,
@@ -81,7 +81,7 @@ BY_VERDICT = [SICK, {**RESTART, "when": "HEALTHY"}, {**RESCHEDULE, "when": "UNKN
             "RESCHEDULE_JOB",
             id="one unknown among healthy ones",
         ),
-        pytest.param({}, "RESCHEDULE_JOB", id="an answer about nobody is no answer"),
+        pytest.param({}, "RESCHEDULE_JOB", id="an answer about no node is no answer"),
     ],
 )
 def test_a_verdict_chooses_the_rung(verdicts: dict[str, str], expected: str) -> None:
@@ -89,7 +89,7 @@ def test_a_verdict_chooses_the_rung(verdicts: dict[str, str], expected: str) -> 
     job, decision = climbed(job, on("n2", *(["n3"] if "n3" in verdicts else [])))
     assert isinstance(decision, Examine)
     assert (job.phase, job.next.at, job.restarts_spent) == (Phase.EXAMINING, at(1800), 0)
-    walk(job, (found(**verdicts), expected))
+    walk(job, (examine(**verdicts), expected))
 
 
 def test_no_node_is_examined_before_a_rung_asks_for_it() -> None:
@@ -98,7 +98,7 @@ def test_no_node_is_examined_before_a_rung_asks_for_it() -> None:
         job,
         (raised(), "RESTART_IN_PLACE"),
         (raised(), "EXAMINE n2"),
-        (found(n2="HEALTHY"), "FAILED 1"),
+        (examine(n2="HEALTHY"), "FAILED 1"),
     )
 
 
@@ -110,8 +110,8 @@ def test_one_fault_is_examined_once_however_many_rungs_ask() -> None:
         FAIL,
     )
     job = running(policy=rungs(*ladder))
-    job = walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"))
-    job = walk(job, (raised(), "EXAMINE n2"), (found(n2="UNHEALTHY"), "RESET_GPU n2"))
+    job = walk(job, (raised(), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "REPLACE_NODE without n2"))
+    job = walk(job, (raised(), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "RESET_GPU n2"))
     walk(
         job,
         (mended("refused", "no such GPU"), "REBOOT_NODE n2"),
@@ -126,7 +126,7 @@ def test_a_used_rung_or_another_code_asks_for_no_examination() -> None:
     walk(
         job,
         (raised(), "EXAMINE n2"),
-        (found(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
+        (examine(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
         (raised(), "FAILED 1"),
     )
 
@@ -136,17 +136,20 @@ def test_without_suspects_all_nodes_are_examined() -> None:
     walk(
         job,
         (hung(), "EXAMINE n1 n2 n3"),
-        (found(n1="HEALTHY", n2="UNHEALTHY", n3="HEALTHY"), "REPLACE_NODE without n2 avoiding n2"),
+        (
+            examine(n1="HEALTHY", n2="UNHEALTHY", n3="HEALTHY"),
+            "REPLACE_NODE without n2 avoiding n2",
+        ),
     )
     walk(
         job,
         (hung(), "EXAMINE n1 n2 n3"),
-        (found(n1="HEALTHY", n2="HEALTHY", n3="HEALTHY"), "FAILED 1"),
+        (examine(n1="HEALTHY", n2="HEALTHY", n3="HEALTHY"), "FAILED 1"),
     )
     walk(
         job,
         (hung(), "EXAMINE n1 n2 n3"),
-        (found(n1="HEALTHY", n2="UNKNOWN", n3="HEALTHY"), "FAILED 1"),
+        (examine(n1="HEALTHY", n2="UNKNOWN", n3="HEALTHY"), "FAILED 1"),
     )
 
 
@@ -162,7 +165,7 @@ def test_a_rung_on_nodes_is_passed_by_if_no_node_is_found_sick(
             cause="HANG",
         )
     )
-    well = found(n1="HEALTHY", n2="HEALTHY")
+    well = examine(n1="HEALTHY", n2="HEALTHY")
     walk(
         job,
         (hung(), "EXAMINE n1 n2"),
@@ -186,7 +189,7 @@ def test_an_examination_never_sends_the_ladder_back_down() -> None:
         )
     )
     job = walk(job, (hung(), "RESTART_IN_PLACE"), (hung(), "EXAMINE n1 n2"))
-    walk(job, (found(n1="HEALTHY", n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"))
+    walk(job, (examine(n1="HEALTHY", n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"))
 
 
 def test_an_examination_that_does_not_end_counts_as_unknown(snapshot: SnapshotAssertion) -> None:
@@ -205,19 +208,19 @@ def test_the_gpus_of_the_kernel_are_not_those_of_another_node() -> None:
         ({"n1": "UNHEALTHY", "n2": "UNHEALTHY"}, "RESET_GPU n1 n2 0000:05:00"),
     ):
         job, _ = climbed(running(policy=ladder), on("n1", "n2", gpus=("0000:05:00",)))
-        walk(job, (found(**verdicts), expected))
+        walk(job, (examine(**verdicts), expected))
 
 
 def test_a_late_verdict_is_ignored() -> None:
     job = running(policy=rungs({**RESTART, "when": "UNKNOWN"}, FAIL))
     job = walk(job, (raised(), "EXAMINE n2"), (this(DeadlinePassed()), "RESTART_IN_PLACE"))
-    walk(job, (found(n2="UNHEALTHY"), "IGNORE"))
+    walk(job, (examine(n2="UNHEALTHY"), "IGNORE"))
     asked = walk(
         running(policy=rungs({**REBOOT, "when": "UNKNOWN"}, FAIL)),
         (raised(), "EXAMINE n2"),
         (this(DeadlinePassed()), "REBOOT_NODE n2"),
     )
-    after = walk(asked, (found(n2="HEALTHY"), "IGNORE"))
+    after = walk(asked, (examine(n2="HEALTHY"), "IGNORE"))
     assert after == asked
 
 
@@ -329,7 +332,7 @@ def test_the_late_end_of_one_repair_is_not_that_of_the_next(outcome: Any) -> Non
     [
         pytest.param(raised(node="n1"), id="another fault of the same generation"),
         pytest.param(hung(), id="a hang"),
-        pytest.param(gone("n1"), id="a node out of reach"),
+        pytest.param(lose("n1"), id="a node out of reach"),
         pytest.param(back("n2"), id="a node that answers again"),
         pytest.param(
             lambda job: StepReached(job.generation, 9, T0), id="a step reached before the fault"
@@ -345,6 +348,6 @@ def test_late_reports_of_the_broken_generation_change_nothing(
     """
     after, _ = step(job, echo(job), at(1))
     assert (after.phase, after.recovering, after.tries) == (doing, job.recovering, job.tries)
-    answer = found(n2="UNHEALTHY") if doing == "EXAMINING" else mended()
+    answer = examine(n2="UNHEALTHY") if doing == "EXAMINING" else mended()
     after, decision = step(after, answer(after), at(2))
     assert isinstance(decision, Relaunch), decision

@@ -1,4 +1,4 @@
-"""What a launcher is told, and what its log tells of the ranks that failed."""
+"""The options of a launcher, and what its log says of the ranks that failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ TORCHRUN = (
 )
 
 
-def told(group_rank: int = 1, master: tuple[str, int] = MASTER, **written: Any) -> tuple[str, ...]:
+def build_command(
+    group_rank: int = 1, master: tuple[str, int] = MASTER, **written: Any
+) -> tuple[str, ...]:
     given = spec(
         **{
             "nproc_per_node": 8,
@@ -37,24 +39,28 @@ def told(group_rank: int = 1, master: tuple[str, int] = MASTER, **written: Any) 
 
 
 def test_torchrun_knows_each_node_and_restarts_nothing() -> None:
-    assert told() == ("python", "-m", "torch.distributed.run", *TORCHRUN)
+    assert build_command() == ("python", "-m", "torch.distributed.run", *TORCHRUN)
 
 
 @pytest.mark.parametrize(
     "command", ["python", "python3", "python3.11", "/opt/conda/bin/python", "./env/bin/python3"]
 )
 def test_the_python_of_the_ranks_runs_the_launcher(command: str) -> None:
-    assert told(command=[command, "train.py"])[:3] == (command, "-m", "torch.distributed.run")
+    assert build_command(command=[command, "train.py"])[:3] == (
+        command,
+        "-m",
+        "torch.distributed.run",
+    )
 
 
 @pytest.mark.parametrize("command", ["./train", "pythonic", "python3.11-dbg", "bash"])
 def test_another_program_is_below_the_launcher_on_the_path(command: str) -> None:
-    assert told(command=[command, "x"])[:2] == ("torchrun", "--nnodes=2")
+    assert build_command(command=[command, "x"])[:2] == ("torchrun", "--nnodes=2")
 
 
 @pytest.mark.parametrize(("group_rank", "is_host"), [(0, "true"), (1, "false")])
 def test_ft_launcher_knows_who_serves_the_rendezvous(group_rank: int, is_host: str) -> None:
-    assert told(group_rank, launcher="ft_launcher") == (
+    assert build_command(group_rank, launcher="ft_launcher") == (
         "python",
         "-m",
         "nvidia_resiliency_ext.fault_tolerance.launcher",
@@ -73,7 +79,7 @@ def test_ft_launcher_knows_who_serves_the_rendezvous(group_rank: int, is_host: s
 
 
 def test_an_address_with_colons_is_put_in_brackets() -> None:
-    assert "--rdzv-endpoint=[fd00::1]:29500" in told(master=("fd00::1", 29500))
+    assert "--rdzv-endpoint=[fd00::1]:29500" in build_command(master=("fd00::1", 29500))
 
 
 def test_what_a_launcher_would_substitute_is_escaped() -> None:

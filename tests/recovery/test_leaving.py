@@ -1,4 +1,4 @@
-"""A job that somebody wants a node of: when it leaves it, and what people may say to that."""
+"""A job with a node to drain: when it leaves the node, and what people may say to that."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def saved(job: JobState, number: int = 120) -> CheckpointSaved:
     return CheckpointSaved(job.generation, number, at(60))
 
 
-def asked(job: JobState | None = None) -> JobState:
+def request_drain(job: JobState | None = None) -> JobState:
     return step(job or running(), PSU)[0]
 
 
@@ -69,7 +69,7 @@ def asked(job: JobState | None = None) -> JobState:
 def test_it_leaves_after_its_next_checkpoint_and_spends_nothing(
     snapshot: SnapshotAssertion,
 ) -> None:
-    before = asked()
+    before = request_drain()
     job, decision = step(before, saved(before), at(60))
     assert decision == Relaunch(2, decision.reason, without=("n2",))
     assert decision.reason == snapshot
@@ -101,13 +101,17 @@ def test_one_checkpoint_leaves_all_wanted_nodes_but_those_denied(
 
 
 def test_a_checkpoint_that_no_drain_waits_for_changes_nothing() -> None:
-    for job in (running(), step(asked(), NO)[0], replace(asked(), phase=Phase.NODE_LOST)):
+    for job in (
+        running(),
+        step(request_drain(), NO)[0],
+        replace(request_drain(), phase=Phase.NODE_LOST),
+    ):
         after, decision = step(job, saved(job), at(60))
         assert isinstance(decision, Ignore) and after == job
 
 
 def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
-    job = asked()
+    job = request_drain()
     assert isinstance(step(job, replace(saved(job), generation=0), at(60))[1], Ignore)
     assert isinstance(step(replace(job, phase=Phase.LAUNCHING), saved(job), at(60))[1], Ignore)
 
@@ -116,7 +120,7 @@ def test_a_checkpoint_of_an_earlier_generation_is_not_one() -> None:
 
 
 def test_a_no_keeps_it_there_past_checkpoints_until_it_has_to(snapshot: SnapshotAssertion) -> None:
-    job, decision = step(asked(), NO, at(10))
+    job, decision = step(request_drain(), NO, at(10))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert [(one.node, one.reason, one.by, one.until) for one in job.drains] == [
         ("n2", "swap its PSU", "carol", at(7200))
@@ -130,7 +134,7 @@ def test_a_no_keeps_it_there_past_checkpoints_until_it_has_to(snapshot: Snapshot
 
 
 def test_a_no_holds_over_relaunches_until_the_time_is_over() -> None:
-    job, _ = step(asked(), NO, at(10))
+    job, _ = step(request_drain(), NO, at(10))
     job = walk(job, (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert (nodes_to_drain(job, at(7199)), nodes_to_drain(job, at(7200))) == ((), ("n2",))
     assert [slot.node for slot in remaining_slots(job, ())] == ["n1", "n2"]
@@ -146,26 +150,26 @@ def test_a_no_holds_over_relaunches_until_the_time_is_over() -> None:
 
 
 def test_a_job_that_may_go_leaves_the_node_with_any_relaunch() -> None:
-    job = walk(asked(), (raised(), "RESTART_IN_PLACE"), now=at(20))
+    job = walk(request_drain(), (raised(), "RESTART_IN_PLACE"), now=at(20))
     assert nodes_to_drain(job, at(20)) == ("n2",)
     assert build_claim(job, 3, keep=("n1",)).stays == ()
     # until then it is there
-    assert build_current_claim(asked(), 3, ("n1", "n2")).stays == ("n2",)
+    assert build_current_claim(request_drain(), 3, ("n1", "n2")).stays == ("n2",)
 
 
 def test_an_approval_has_it_leave_at_once(snapshot: SnapshotAssertion) -> None:
-    job, decision = step(asked(), NOW, at(10))
+    job, decision = step(request_drain(), NOW, at(10))
     assert decision == Relaunch(2, decision.reason, without=("n2",))
     assert decision.reason == snapshot(name="with-reason")
     assert job.notices[0] == snapshot(name="notice")
     assert job.notices[1] == snapshot(name="answer")
-    _, decision = step(asked(), Answered("approve", "", "", node="n2"), at(10))
+    _, decision = step(request_drain(), Answered("approve", "", "", node="n2"), at(10))
     assert decision == Relaunch(2, decision.reason, without=("n2",))
     assert decision.reason == snapshot(name="without-reason")
 
 
 def test_an_approval_takes_a_no_back_at_any_time(snapshot: SnapshotAssertion) -> None:
-    job, _ = step(asked(), NO, at(10))
+    job, _ = step(request_drain(), NO, at(10))
     job, decision = step(replace(job, phase=Phase.LAUNCHING), NOW, at(20))
     assert isinstance(decision, Ignore) and job.phase is Phase.LAUNCHING
     # its time is over, and a timer says so as soon as it runs
@@ -176,7 +180,7 @@ def test_an_approval_takes_a_no_back_at_any_time(snapshot: SnapshotAssertion) ->
 
 @pytest.mark.parametrize("decision", ["snooze", "take-over"])
 def test_a_node_is_left_or_not_and_nothing_else(decision: str, snapshot: SnapshotAssertion) -> None:
-    before = asked()
+    before = request_drain()
     said = check_answer(before, decision, at(1), "n2")
     assert said == snapshot
     job, decided = step(before, Answered(decision, "", "ada", node="n2"), at(1))  # type: ignore[arg-type]
@@ -184,7 +188,7 @@ def test_a_node_is_left_or_not_and_nothing_else(decision: str, snapshot: Snapsho
 
 
 def test_a_node_that_no_drain_wants_cannot_be_answered_for(snapshot: SnapshotAssertion) -> None:
-    job = asked()
+    job = request_drain()
     assert check_answer(job, "approve", at(1), "n5") == snapshot(name="other-node")
     assert step(job, replace(NO, node="n5"))[0] == job
     ending, _ = step(job, CancelRequested("", ""))
@@ -193,7 +197,7 @@ def test_a_node_that_no_drain_wants_cannot_be_answered_for(snapshot: SnapshotAss
 
 
 def test_an_answer_for_a_node_is_no_answer_to_the_jobs_question() -> None:
-    job = replace(asked(), phase=Phase.WAITING_FOR_PERSON)
+    job = replace(request_drain(), phase=Phase.WAITING_FOR_PERSON)
     after, decision = step(job, NO, at(10))
     assert (
         isinstance(decision, Ignore)
@@ -206,7 +210,7 @@ def test_an_answer_for_a_node_is_no_answer_to_the_jobs_question() -> None:
 
 
 def test_asking_again_for_the_same_reason_asks_nothing_new() -> None:
-    job, _ = step(asked(), NO, at(10))
+    job, _ = step(request_drain(), NO, at(10))
     assert step(job, PSU)[0] == job
     later, _ = step(job, replace(PSU, until=at(9000)))
     # the no stands, until then
@@ -216,7 +220,7 @@ def test_asking_again_for_the_same_reason_asks_nothing_new() -> None:
 
 
 def test_a_node_that_is_no_longer_wanted_is_kept(snapshot: SnapshotAssertion) -> None:
-    before = asked()
+    before = request_drain()
     job, decision = step(before, DrainCancelled("n2", "back in service"))
     assert isinstance(decision, Ignore) and job.drains == ()
     assert job.notices[-1] == snapshot(name="cancelled")
@@ -230,7 +234,7 @@ def test_a_node_that_is_no_longer_wanted_is_kept(snapshot: SnapshotAssertion) ->
 
 
 def test_what_comes_next_says_who_wants_what_and_the_answers(snapshot: SnapshotAssertion) -> None:
-    job = asked()
+    job = request_drain()
     assert describe_drains(job) == snapshot(name="asked")
     assert describe_next(job) == f"{job.next.what}; {describe_drains(job)[0]}"
     denied, _ = step(job, NO, at(10))
@@ -249,13 +253,13 @@ def test_when_a_rack_is_drained_what_comes_next_stays_one_line(snapshot: Snapsho
 
 
 def test_a_job_that_has_ended_leaves_nothing() -> None:
-    assert describe_drains(replace(asked(), phase=Phase.SUCCEEDED)) == ()
+    assert describe_drains(replace(request_drain(), phase=Phase.SUCCEEDED)) == ()
     queued, _ = play(new_job(), Submitted("", ""), PSU)
     assert queued.drains == ()
 
 
 def test_a_fault_meanwhile_is_decided_as_ever_and_leaves_it_too() -> None:
-    job = asked()
+    job = request_drain()
     job, decision = step(job, fault(job, exited(1, "n1", code=1, error=error())), at(30))
     assert isinstance(decision, Relaunch) and job.incident is not None
     assert nodes_to_drain(job, at(30)) == ("n2",)

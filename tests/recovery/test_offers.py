@@ -166,7 +166,7 @@ def test_a_job_alone_gets_what_is_free_at_its_next_launch() -> None:
     assert desk.granted() == {"a": ["n1", "n3", "n4"]}
 
 
-@pytest.mark.parametrize("why", ["the breaker", "a fleet begun anew"])
+@pytest.mark.parametrize("why", ["the breaker", "a restarted fleet"])
 def test_s3_3_a_job_that_can_run_waits_for_no_breaker_or_restore(
     why: str,
     snapshot: SnapshotAssertion,
@@ -314,7 +314,7 @@ def test_s3_3_a_node_that_is_back_is_offered(snapshot: SnapshotAssertion) -> Non
     assert offers(desk) == {"a": ["n3"]}
 
 
-def test_ranks_of_its_own_that_are_left_are_no_hindrance() -> None:
+def test_leftover_ranks_of_the_same_job_are_no_hindrance() -> None:
     desk = short(*nodes("n1", "n2", "n3"))
     desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.wait(seconds=61)
@@ -419,9 +419,10 @@ def test_a_node_that_leaves_the_file_is_offered_no_more() -> None:
 def test_a_restarted_fleet_has_offered_nothing() -> None:
     desk = short()
     desk.wait(seconds=61)
-    anew = Desk(*FOUR)
-    goes_on(anew, "a", ("n1", "n2"), 3, after=0)
-    assert offers(anew) == {"a": ["n3", "n4"]} and anew.of(OfferMessage)[0].offer.seq == 3
+    restarted = Desk(*FOUR)
+    goes_on(restarted, "a", ("n1", "n2"), 3, after=0)
+    assert offers(restarted) == {"a": ["n3", "n4"]}
+    assert restarted.of(OfferMessage)[0].offer.seq == 3
 
 
 def test_equal_states_make_equal_offers() -> None:

@@ -193,7 +193,7 @@ def test_a_launch_that_completes_replaces_all_places_before_it() -> None:
         started(4, n1=ELSEWHERE),
     )
     stale = record(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
-    # what is told of a generation that was given up adds to what is known
+    # what is reported of a generation that was given up adds to what is known
     assert stale.places == job.places
 
 
@@ -247,7 +247,7 @@ def test_a_node_that_answers_from_elsewhere_is_lost_and_says_why(
     assert decision.reason == snapshot(name="no-answer")
 
 
-def test_many_lost_nodes_are_told_apart_in_few_words(snapshot: SnapshotAssertion) -> None:
+def test_many_lost_nodes_are_named_in_few_words(snapshot: SnapshotAssertion) -> None:
     job = running(6)
     for number in range(1, 7):
         event = NodeUnreachable(

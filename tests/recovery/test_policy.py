@@ -111,7 +111,7 @@ def test_a_rung_that_means_nothing_is_refused_with_a_sentence(
 @pytest.mark.parametrize(
     ("written", "where"),
     [
-        pytest.param({"strategy": "WAIT"}, "strategy", id="a strategy nobody knows"),
+        pytest.param({"strategy": "WAIT"}, "strategy", id="an unknown strategy"),
         pytest.param({}, "strategy", id="no strategy"),
         pytest.param({"strategy": "RESTART_IN_PLACE", "tries": 0}, "tries", id="no tries at all"),
         pytest.param(
@@ -125,19 +125,17 @@ def test_a_rung_that_means_nothing_is_refused_with_a_sentence(
             "backoff",
             id="a delay that shrinks",
         ),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "key": "rack"}, "key", id="an unknown key"),
         pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "key": "rack"}, "key", id="a key nobody knows"
-        ),
-        pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "when": "SICK"}, "when", id="a verdict nobody knows"
+            {"strategy": "RESTART_IN_PLACE", "when": "SICK"}, "when", id="an unknown verdict"
         ),
         pytest.param(
             {"strategy": "RESTART_IN_PLACE", "consecutive": True, "reset_by": "LUCK"},
             "reset_by",
-            id="a cause nobody knows",
+            id="an unknown cause",
         ),
         pytest.param(
-            {"strategy": "RESTART_IN_PLACE", "retries": 3}, "retries", id="a word nobody knows"
+            {"strategy": "RESTART_IN_PLACE", "retries": 3}, "retries", id="an unknown word"
         ),
     ],
 )
@@ -272,7 +270,7 @@ def test_a_policy_names_the_cause_whose_ladder_is_impossible(snapshot: SnapshotA
         pytest.param(
             "UNKNOWN",
             ["GPU_FATAL", "STORAGE"],
-            id="a cause without a ladder of its own, which has that of UNKNOWN",
+            id="a cause without its own ladder, which has that of UNKNOWN",
         ),
     ],
 )
@@ -300,7 +298,7 @@ def test_a_policy_without_a_ladder_for_unknown_is_refused(snapshot: SnapshotAsse
     assert sentence(error) == snapshot
 
 
-def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
+def test_a_cause_without_its_own_ladder_has_that_of_unknown() -> None:
     gputasker = preset("gputasker")
     assert gputasker.ladder(Cause.STORAGE) is gputasker.causes[Cause.UNKNOWN]
     assert gputasker.ladder(Cause.NODE_LOST) is gputasker.causes[Cause.NODE_LOST]
@@ -366,7 +364,7 @@ def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
             id="stopped before the watchdog speaks",
         ),
         pytest.param({"collective": "10m"}, {"after": "11m"}, 0, id="stopped after it"),
-        pytest.param({"collective": "2h"}, {"after": "off"}, 0, id="nobody looks for hangs"),
+        pytest.param({"collective": "2h"}, {"after": "off"}, 0, id="hangs are not looked for"),
         pytest.param(
             {"collective": "2h"}, {"after": "learned"}, 0, id="a learned limit cannot be compared"
         ),

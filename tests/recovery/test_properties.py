@@ -342,7 +342,7 @@ def repeat(run: Run, fault: Callable[[Run], Event]) -> set[Cause]:
         if run.job.phase is Phase.RUNNING:
             run.wait(timedelta(seconds=10))
             run.take(fault(run))
-        elif run.job.phase is Phase.NODE_LOST:  # the others wait for it in vain
+        elif run.job.phase is Phase.NODE_LOST:  # the others wait for it without end
             run.take(RanksHung(run.job.generation, (0,), "no step", run.now))
         else:
             run.pass_deadline()

@@ -52,7 +52,7 @@ def test_ranks_are_counted_node_by_node(
         ),
     ],
 )
-def test_what_relaunch_starts_itself_has_a_number_of_its_own(
+def test_what_relaunch_starts_itself_has_its_own_number(
     written: dict[str, Any], numbers: list[tuple[int, ...]]
 ) -> None:
     assert numbers == [processes_of(group_rank, spec(**written)) for group_rank in (0, 1)]

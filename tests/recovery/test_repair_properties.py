@@ -170,7 +170,7 @@ class Story:
         ):
             self.state = replace(self.state, power=True)
 
-    def told(self) -> FinishRepair:
+    def play(self) -> FinishRepair:
         while True:
             self.moves += 1
             # it does not end
@@ -320,7 +320,7 @@ class Story:
 @given(st.integers(0, 2**64))
 def test_no_repair_does_what_it_must_not(number: int) -> None:
     story = Story(number)
-    end = story.told()
+    end = story.play()
     state = story.state
     assert state.deadline <= T0 + timedelta(minutes=90) and (
         state.rules.has_power_command or state.deadline == T0 + timedelta(minutes=25)
@@ -342,7 +342,7 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
 
 def test_the_stories_reach_every_end() -> None:
     stories = [Story(number) for number in range(900)]
-    ends = {(story.told().outcome, story.state.strategy, len(story.orders)) for story in stories}
+    ends = {(story.play().outcome, story.state.strategy, len(story.orders)) for story in stories}
     powered = [
         story
         for story in stories

@@ -195,7 +195,7 @@ def examine(*nodes: str) -> Examine:
         ),
         pytest.param(launch(without=("n1",)), launch(), id="no node was left out"),
         pytest.param(launch(keep_nodes=False), launch(), id="places were kept"),
-        pytest.param(launch(), launch(keep_nodes=False), id="places were given anew"),
+        pytest.param(launch(), launch(keep_nodes=False), id="places were given again"),
         pytest.param(launch(delay=timedelta(seconds=5)), launch(), id="it was not waited"),
         pytest.param(launch(take=repair().take), launch(), id="nothing was spent"),
         pytest.param(

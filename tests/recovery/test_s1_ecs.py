@@ -32,12 +32,13 @@ from tests.recovery.builders import (
     Turn,
     at,
     back,
+    describe,
     died,
+    examine,
     exited,
     fault,
-    found,
-    gone,
     hung,
+    lose,
     mended,
     raised,
     relaunched,
@@ -45,7 +46,6 @@ from tests.recovery.builders import (
     sick,
     step,
     this,
-    told,
     walk,
     xid,
 )
@@ -118,7 +118,7 @@ def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, ph
     # no node counts as stopped before it is proven
     assert (after.phase, after.maybe_alive) == (phase, ("n1", "n2"))
     partly, decision = step(after, RanksStopped(1, ("n1",), at(1)))
-    assert (told(decision), partly.phase, partly.maybe_alive) == ("IGNORE", phase, ("n2",))
+    assert (describe(decision), partly.phase, partly.maybe_alive) == ("IGNORE", phase, ("n2",))
     assert step(partly, RanksStopped(1, ("n2",), at(2)))[0].maybe_alive == ()
 
 
@@ -182,16 +182,16 @@ def test_s1_4_an_examination_has_a_phase_deadline_and_next_step(
     [
         pytest.param([(died(1), "EXAMINE n2")], id="examining"),
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2")], id="rebooting"
+            [(died(1), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "REBOOT_NODE n2")], id="rebooting"
         ),
-        pytest.param([(gone(), "WAIT NODE_LOST")], id="a node that does not answer"),
+        pytest.param([(lose(), "WAIT NODE_LOST")], id="a node that does not answer"),
         pytest.param(
             [(this(NodesMissing("1 of 2 answer")), "WAIT WAITING_FOR_NODES")], id="too few nodes"
         ),
         pytest.param(
             [
                 (died(1), "EXAMINE n2"),
-                (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+                (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
                 (mended(), "LAUNCH"),
                 (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES"),
             ],
@@ -208,21 +208,21 @@ def test_s1_4_every_wait_has_a_deadline_and_a_next_step(turns: list[Turn]) -> No
     "turns",
     [
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")],
+            [(died(1), "EXAMINE n2"), (examine(n2="HEALTHY"), "FAILED 1")],
             id="healthy: a fault of the software",
         ),
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")],
+            [(died(1), "EXAMINE n2"), (examine(n2="UNKNOWN"), "FAILED 1")],
             id="an exit of the check that is neither 0 nor 1 is neither",
         ),
         pytest.param(
-            [(died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2")],
+            [(died(1), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "REBOOT_NODE n2")],
             id="unhealthy the first time: reboot",
         ),
         pytest.param(
             [
                 (died(1), "EXAMINE n2"),
-                (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+                (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
                 (mended(), "LAUNCH"),
                 (died(1), "FAILED 1"),
             ],
@@ -231,7 +231,7 @@ def test_s1_4_every_wait_has_a_deadline_and_a_next_step(turns: list[Turn]) -> No
         pytest.param(
             [
                 (died(1), "EXAMINE n2"),
-                (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+                (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
                 (mended(), "LAUNCH"),
                 (died(1, "n1", 0), "FAILED 1"),
             ],
@@ -240,7 +240,7 @@ def test_s1_4_every_wait_has_a_deadline_and_a_next_step(turns: list[Turn]) -> No
         pytest.param(
             [
                 (died(1), "EXAMINE n2"),
-                (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+                (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
                 (mended(), "LAUNCH"),
                 (this(RanksSucceeded(2)), "SUCCEEDED 0"),
             ],
@@ -253,7 +253,7 @@ def test_s1_5_the_verdict_and_the_retry_count_decide(turns: list[Turn]) -> None:
 
 
 def test_s1_6_a_proven_reboot_launches_again_as_one_retry(snapshot: SnapshotAssertion) -> None:
-    after = walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"))
+    after = walk(job(), (died(1), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"))
     # the retry is spent before the order
     assert (after.phase, after.generation, after.restarts_spent) == (Phase.REPAIRING, 1, 1)
     after, decision = step(after, mended("done", "boot id b1 is b2")(after))
@@ -275,12 +275,12 @@ def test_s1_6_a_proven_reboot_launches_again_as_one_retry(snapshot: SnapshotAsse
             lambda j: RepairEnded(j.generation, Strategy.REBOOT_NODE, ("n1",), "done", "boot id"),
             id="another node has rebooted",
         ),
-        pytest.param(found(n2="HEALTHY"), id="it is found healthy"),
+        pytest.param(examine(n2="HEALTHY"), id="it is found healthy"),
     ],
 )
 def test_s1_6_nothing_but_proof_ends_a_reboot(event: Any) -> None:
     """The original launched 0.6 s after the order, and the reboot then ended the new rank."""
-    rebooting = walk(job(), (died(1), "EXAMINE n2"), (found(n2="UNHEALTHY"), "REBOOT_NODE n2"))
+    rebooting = walk(job(), (died(1), "EXAMINE n2"), (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"))
     after, _ = step(rebooting, event(rebooting))
     assert (after.phase, after.generation, after.recovering) == (
         Phase.REPAIRING,
@@ -290,22 +290,22 @@ def test_s1_6_nothing_but_proof_ends_a_reboot(event: Any) -> None:
 
 
 GIVING_UP: list[tuple[str, list[Turn]]] = [
-    ("healthy", [(died(1), "EXAMINE n2"), (found(n2="HEALTHY"), "FAILED 1")]),
-    ("no verdict", [(died(1), "EXAMINE n2"), (found(n2="UNKNOWN"), "FAILED 1")]),
+    ("healthy", [(died(1), "EXAMINE n2"), (examine(n2="HEALTHY"), "FAILED 1")]),
+    ("no verdict", [(died(1), "EXAMINE n2"), (examine(n2="UNKNOWN"), "FAILED 1")]),
     ("a check that never ends", [(died(1), "EXAMINE n2"), (this(DeadlinePassed()), "FAILED 1")]),
     (
         "a reboot that is refused",
         [
             (died(1), "EXAMINE n2"),
-            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (mended("refused", "not allowed"), "FAILED 1"),
         ],
     ),
     (
-        "a reboot that nobody can prove",
+        "a reboot that cannot be proven",
         [
             (died(1), "EXAMINE n2"),
-            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (mended("ambiguous", "same boot id"), "FAILED 1"),
         ],
     ),
@@ -313,7 +313,7 @@ GIVING_UP: list[tuple[str, list[Turn]]] = [
         "a node that does not come back",
         [
             (died(1), "EXAMINE n2"),
-            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (this(DeadlinePassed()), "FAILED 1"),
         ],
     ),
@@ -321,13 +321,13 @@ GIVING_UP: list[tuple[str, list[Turn]]] = [
         "a second failure",
         [
             (died(1), "EXAMINE n2"),
-            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (mended(), "LAUNCH"),
             (died(1), "FAILED 1"),
         ],
     ),
     ("another exit code", [(died(2), "FAILED 2")]),
-    ("a lost node", [(gone(), "WAIT NODE_LOST"), (hung(), "FAILED 1")]),
+    ("a lost node", [(lose(), "WAIT NODE_LOST"), (hung(), "FAILED 1")]),
 ]
 
 
@@ -350,7 +350,7 @@ def test_s1_11_only_a_person_gives_back_the_retry_count() -> None:
         walk(
             job(),
             (died(1), "EXAMINE n2"),
-            (found(n2="UNHEALTHY"), "REBOOT_NODE n2"),
+            (examine(n2="UNHEALTHY"), "REBOOT_NODE n2"),
             (mended(), "LAUNCH"),
         )
     )

@@ -32,11 +32,12 @@ from tests.recovery.builders import (
     Turn,
     at,
     back,
+    describe,
     died,
     exited,
     fault,
-    gone,
     hung,
+    lose,
     new_job,
     play,
     raised,
@@ -44,7 +45,6 @@ from tests.recovery.builders import (
     sick,
     step,
     this,
-    told,
     walk,
     xid,
 )
@@ -58,13 +58,13 @@ def job(**spec: Any) -> JobState:
 
 def test_s2_2_a_start_is_numbered_before_its_only_order() -> None:
     waiting, decision = step(new_job(policy=preset("gputasker")), Submitted("", "ada"))
-    assert (told(decision), waiting.generation, waiting.phase) == ("LAUNCH", 1, Phase.LAUNCHING)
+    assert (describe(decision), waiting.generation, waiting.phase) == ("LAUNCH", 1, Phase.LAUNCHING)
     slots = (Slot("n1", "10.0.0.1"), Slot("n2", "10.0.0.2"))
     placed, decision = step(waiting, NodesAcquired(slots))
     # the launch that was decided upon goes on, and no other is
-    assert told(decision) == "IGNORE"
+    assert describe(decision) == "IGNORE"
     started, decision = step(placed, Launched(1, T0, T0))
-    assert (told(decision), started.generation) == ("WAIT RUNNING", 1)
+    assert (describe(decision), started.generation) == ("WAIT RUNNING", 1)
     for again in (Launched(1, T0, T0), NodesAcquired(slots)):
         after, decision = step(started, again)
         assert (after.generation, after.maybe_alive) == (1, ("n1", "n2"))
@@ -101,7 +101,7 @@ def test_s2_3_0_is_done_and_anything_else_has_failed(ending: Any, expected: str)
 
 @pytest.mark.parametrize("spec", [ONE, TWO])
 def test_s2_7_a_lost_node_is_no_failure_and_nothing_is_stopped(spec: dict[str, Any]) -> None:
-    lost = walk(job(**spec), (gone("n1", 180), "WAIT NODE_LOST"), now=at(200))
+    lost = walk(job(**spec), (lose("n1", 180), "WAIT NODE_LOST"), now=at(200))
     assert (lost.phase, lost.ending, lost.generation) == (Phase.NODE_LOST, None, 1)
     assert "n1" in lost.maybe_alive
     # since its last word
@@ -116,18 +116,18 @@ def test_s2_7_a_node_is_lost_after_180_seconds() -> None:
     ("spec", "turns"),
     [
         pytest.param(
-            ONE, [(gone("n1"), "WAIT NODE_LOST"), (back("n1"), "WAIT RUNNING")], id="it comes back"
+            ONE, [(lose("n1"), "WAIT NODE_LOST"), (back("n1"), "WAIT RUNNING")], id="it comes back"
         ),
         pytest.param(
             TWO,
-            [(gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")],
+            [(lose("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")],
             id="one of two comes back",
         ),
         pytest.param(
             TWO,
             [
-                (gone("n2"), "WAIT NODE_LOST"),
-                (gone("n1"), "WAIT NODE_LOST"),
+                (lose("n2"), "WAIT NODE_LOST"),
+                (lose("n1"), "WAIT NODE_LOST"),
                 (back("n2"), "WAIT NODE_LOST"),
                 (back("n1"), "WAIT RUNNING"),
             ],
@@ -136,7 +136,7 @@ def test_s2_7_a_node_is_lost_after_180_seconds() -> None:
         pytest.param(
             ONE,
             [
-                (gone("n1"), "WAIT NODE_LOST"),
+                (lose("n1"), "WAIT NODE_LOST"),
                 (this(DeadlinePassed()), "ASK"),
                 (this(DeadlinePassed()), "ASK"),
                 (back("n1"), "WAIT RUNNING"),
@@ -145,7 +145,7 @@ def test_s2_7_a_node_is_lost_after_180_seconds() -> None:
         ),
         pytest.param(
             TWO,
-            [(gone("n2"), "WAIT NODE_LOST"), (hung(), "ASK"), (back("n2"), "WAIT RUNNING")],
+            [(lose("n2"), "WAIT NODE_LOST"), (hung(), "ASK"), (back("n2"), "WAIT RUNNING")],
             id="after the others had stood still and waited for it",
         ),
     ],
@@ -165,7 +165,7 @@ def test_s2_8_a_node_that_comes_back_goes_on_and_costs_nothing(
 
 
 def test_s2_8_a_lost_nodes_gpus_are_kept_until_its_ranks_end() -> None:
-    asked = walk(job(), (gone("n2"), "WAIT NODE_LOST"), (hung(), "ASK"))
+    asked = walk(job(), (lose("n2"), "WAIT NODE_LOST"), (hung(), "ASK"))
     assert set(asked.maybe_alive) == {"n1", "n2"}
     retried, decision = step(asked, RetryRequested("go on without it", "ada"), at(10))
     assert isinstance(decision, Relaunch) and decision.without == ("n2",)
@@ -175,14 +175,14 @@ def test_s2_8_a_lost_nodes_gpus_are_kept_until_its_ranks_end() -> None:
 
 
 def test_s2_8_a_rank_that_failed_on_a_lost_node_counts_on_return() -> None:
-    asked = walk(job(), (gone("n2"), "WAIT NODE_LOST"), (raised(node="n1"), "ASK"))
+    asked = walk(job(), (lose("n2"), "WAIT NODE_LOST"), (raised(node="n1"), "ASK"))
     walk(asked, (back("n2"), "FAILED 1"))
 
 
 def test_s2_8_a_fault_that_awaited_a_lost_node_is_one_incident() -> None:
     waiting = walk(
         job(gang="independent"),
-        (gone("n2"), "WAIT NODE_LOST"),
+        (lose("n2"), "WAIT NODE_LOST"),
         (raised(node="n1"), "WAIT NODE_LOST"),
     )
     after = walk(waiting, (back("n2"), "FAILED 1"))
@@ -194,7 +194,7 @@ def test_s2_8_a_fault_that_awaited_a_lost_node_is_one_incident() -> None:
 @pytest.mark.parametrize("spec", [ONE, TWO])
 def test_s2_7_a_lost_node_is_not_waited_for_without_a_deadline(spec: dict[str, Any]) -> None:
     """No watch looks for hangs here, so nothing else would end this wait or notify a person."""
-    lost = walk(job(**spec), (gone("n1"), "WAIT NODE_LOST"))
+    lost = walk(job(**spec), (lose("n1"), "WAIT NODE_LOST"))
     assert lost.next.at == at(3600)
     walk(lost, (this(DeadlinePassed()), "ASK"), now=at(3600))
 
@@ -204,7 +204,7 @@ def test_s2_8_a_late_heartbeat_revives_nothing_that_has_ended(end: Any) -> None:
     ending, _ = play(job(), end)
     for ended in (ending, finish(ending, at(5))):
         after, decision = step(ended, back("n2")(ended), at(9))
-        assert (told(decision), after) == ("IGNORE", ended)
+        assert (describe(decision), after) == ("IGNORE", ended)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +243,14 @@ def test_s2_8_a_late_heartbeat_revives_nothing_that_has_ended(end: Any) -> None:
 def test_s2_9_what_an_operator_may_do_about_a_lost_node(
     event: Any, expected: str, phase: Phase, generation: int
 ) -> None:
-    after = walk(job(nodes=1), (gone("n1"), "WAIT NODE_LOST"), (this(event), expected))
+    after = walk(job(nodes=1), (lose("n1"), "WAIT NODE_LOST"), (this(event), expected))
     assert (after.phase, after.generation, after.restarts_spent) == (phase, generation, 0)
 
 
 def test_s2_9_a_dead_node_holds_no_ranks_and_a_retry_may_follow() -> None:
     dead = walk(
         job(nodes=1),
-        (gone("n1"), "WAIT NODE_LOST"),
+        (lose("n1"), "WAIT NODE_LOST"),
         (this(NodeDeclaredDead("n1", "burnt", "ada")), "ASK"),
     )
     assert (dead.maybe_alive, dead.lost) == ((), ())
@@ -258,7 +258,7 @@ def test_s2_9_a_dead_node_holds_no_ranks_and_a_retry_may_follow() -> None:
 
 
 def test_s2_9_only_a_person_ends_a_lost_job() -> None:
-    lost = walk(job(nodes=1), (gone("n1"), "WAIT NODE_LOST"))
+    lost = walk(job(nodes=1), (lose("n1"), "WAIT NODE_LOST"))
     for day in range(1, 30):
         lost = walk(lost, (this(DeadlinePassed()), "ASK"), now=at(86_400 * day))
     assert (lost.phase, lost.ending) == (Phase.WAITING_FOR_PERSON, None)

@@ -26,12 +26,13 @@ from tests.recovery.builders import (
     at,
     back,
     climbed,
+    describe,
     died,
     error,
     exited,
     fault,
-    gone,
     hung,
+    lose,
     raised,
     relaunched,
     running,
@@ -39,7 +40,6 @@ from tests.recovery.builders import (
     step,
     suspected,
     this,
-    told,
     walk,
     xid,
 )
@@ -73,7 +73,7 @@ def job(policy: Policy | None = None, **spec: Any) -> JobState:
 
 def lost_and_missed(node: str = "n2") -> tuple[Turn, Turn]:
     """A node is gone and the others stand still: only then is it left behind."""
-    return (gone(node), "WAIT NODE_LOST"), (hung(), f"REPLACE_NODE without {node}")
+    return (lose(node), "WAIT NODE_LOST"), (hung(), f"REPLACE_NODE without {node}")
 
 
 @pytest.mark.parametrize("failure", WORKER_FAILURES)
@@ -86,7 +86,7 @@ def test_s3_2_all_ranks_restart_until_max_restarts_then_it_fails(
         after = walk(after, (failure, "RESTART_IN_PLACE"))
         assert (after.generation, after.restarts_spent, after.avoided) == (spent + 1, spent, ())
     after, decision = step(relaunched(after), failure(after))
-    assert told(decision).startswith("FAILED"), decision
+    assert describe(decision).startswith("FAILED"), decision
     assert decision.reason == snapshot
 
 
@@ -128,13 +128,13 @@ def test_s3_3_and_it_may_happen_when_nothing_is_left(cause: Cause) -> None:
     after = walk(job(), *[(died(1), "RESTART_IN_PLACE")] * 3)
     for _ in range(20):
         after, decision = climbed(after, suspected(cause, "n2"))
-        assert told(decision) == "REPLACE_NODE without n2"
+        assert describe(decision) == "REPLACE_NODE without n2"
     # it may come back and join again
     assert (after.restarts_spent, after.avoided) == (3, ())
 
 
 def test_s3_3_a_node_back_before_it_is_missed_restarts_nothing() -> None:
-    assert walk(job(), (gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")).generation == 1
+    assert walk(job(), (lose("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING")).generation == 1
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_s3_6_the_earliest_error_is_the_cause_with_its_traceback(
             ),
             "FAILED 127",
             0,
-            id="input that was wrong before any worker was started is nobody's to retry",
+            id="input that was wrong before any worker was started is not retried",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_s3_7_platform_faults_fail_the_job_but_spend_no_restart() -> None:
         after, decision = climbed(after, suspected(Cause.PLATFORM))
         count += 1
         assert count < 9
-    assert (count, after.restarts_spent, told(decision)) == (6, 0, "FAILED 1")
+    assert (count, after.restarts_spent, describe(decision)) == (6, 0, "FAILED 1")
     assert walk(job(), (refused, "RESTART_IN_PLACE")).tries[0].cause is Cause.PLATFORM
 
 
@@ -262,4 +262,4 @@ def test_s3_9_policy_replaces_a_lost_node_or_fails_the_gang(
     ladder: list[dict[str, Any]], expected: str
 ) -> None:
     policy = resolve({"extends": "torchelastic", "causes": {"NODE_LOST": ladder}})
-    walk(job(policy), (gone("n2"), "WAIT NODE_LOST"), (hung(), expected))
+    walk(job(policy), (lose("n2"), "WAIT NODE_LOST"), (hung(), expected))

@@ -32,11 +32,12 @@ from tests.recovery.builders import (
     Turn,
     at,
     climbed,
+    describe,
     died,
     exited,
     fault,
-    gone,
     hung,
+    lose,
     mended,
     new_job,
     raised,
@@ -46,7 +47,6 @@ from tests.recovery.builders import (
     step,
     suspected,
     this,
-    told,
     walk,
     xid,
 )
@@ -139,7 +139,7 @@ def test_s4_2_a_failed_reset_isolates_the_node_and_reschedules(failure: Any, lin
         pytest.param(
             [(0, USERS), (1, USERS), (2, USERS)],
             "RESCHEDULE_JOB",
-            id="the user's doing: scheduled anew and not isolated",
+            id="the user's doing: scheduled again and not isolated",
         ),
         pytest.param(
             [(0, USERS), (1, HEALS), (2, USERS)], RESET, id="the user's doing counts by itself"
@@ -193,7 +193,7 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
         ),
         pytest.param(
             [R, R, R, (sick(HEALS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")],
-            id="a fault of a chip in between begins anew",
+            id="a fault of a chip in between begins again",
         ),
         pytest.param(
             [R, R, (sick(FATAL), POD), R, R, R, (died(1), "FAILED 1")], id="a fatal one as well"
@@ -207,7 +207,7 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
             id="a fault of a node as well",
         ),
         pytest.param(
-            [R, R, (gone(), "WAIT NODE_LOST"), (hung(), POD), R, R, R, (died(1), "FAILED 1")],
+            [R, R, (lose(), "WAIT NODE_LOST"), (hung(), POD), R, R, R, (died(1), "FAILED 1")],
             id="a lost node as well",
         ),
         pytest.param(
@@ -250,7 +250,7 @@ def test_s4_5_the_faulty_node_is_isolated_before_the_reschedule(event: Any) -> N
 
 
 def test_s4_5_a_lost_node_is_isolated_and_the_job_rescheduled() -> None:
-    walk(job(without_pods()), (gone(), "WAIT NODE_LOST"), (hung(), JOB_ISOLATED))
+    walk(job(without_pods()), (lose(), "WAIT NODE_LOST"), (hung(), JOB_ISOLATED))
 
 
 def test_s4_5_it_ends_with_the_restarts(snapshot: SnapshotAssertion) -> None:
@@ -275,10 +275,10 @@ def test_s4_6_only_the_faulty_pod_moves_and_its_node_is_isolated(
     event: Any,
 ) -> None:
     after, decision = step(job(), event(job()))
-    assert isinstance(decision, Relaunch) and told(decision) == POD
+    assert isinstance(decision, Relaunch) and describe(decision) == POD
     # the other pods keep their containers
     assert decision.keep_nodes
-    # pods have retries of their own
+    # pods have their own retries
     assert ([one.node for one in after.avoided], after.restarts_spent) == (["n2"], 0)
 
 
@@ -297,12 +297,12 @@ def test_s4_6_after_the_pods_retries_the_job_is_rescheduled() -> None:
 def test_s4_6_a_pod_that_fits_nowhere_ends_in_a_job_reschedule() -> None:
     after = walk(job(), (sick(FATAL), POD))
     failures = 0
-    while "RESCHEDULE_JOB" not in told(
+    while "RESCHEDULE_JOB" not in describe(
         decision := climbed(after, suspected(Cause.NODE_LOST, "n3"))[1]
     ):
         event = LaunchFailed(after.generation, ("n3",), False, timedelta(0), "no answer")
         after, decision = step(after, event)
-        assert told(decision).startswith("REPLACE_NODE")
+        assert describe(decision).startswith("REPLACE_NODE")
         failures += 1
         assert failures < 3
     assert not isinstance(decision, Relaunch) or not decision.keep_nodes

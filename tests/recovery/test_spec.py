@@ -93,14 +93,14 @@ def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
 @pytest.mark.parametrize(
     ("written", "where"),
     [
-        pytest.param({"nods": 2}, "nods", id="a key that nobody knows"),
+        pytest.param({"nods": 2}, "nods", id="an unknown key"),
         pytest.param({"command": []}, "command", id="nothing to run"),
         pytest.param({"nproc_per_node": 0}, "nproc_per_node", id="no process"),
         pytest.param({"env": "DEBUG=1"}, "env", id="an environment that is no mapping"),
         pytest.param(
             {"env": {"DEBUG": True}}, "env.DEBUG", id="a yes that may mean 1, true or yes"
         ),
-        pytest.param({"gang": "loose"}, "gang", id="a gang that nobody knows"),
+        pytest.param({"gang": "loose"}, "gang", id="an unknown gang"),
     ],
 )
 def test_a_job_file_of_another_shape_is_refused_where_it_stands(
@@ -131,7 +131,7 @@ def test_a_job_file_of_another_shape_is_refused_where_it_stands(
             4,
             8,
             32,
-            id="whoever starts them",
+            id="with any launcher",
         ),
     ],
 )
@@ -424,7 +424,7 @@ def test_the_hosts_of_a_proxy_jump_are_read_in_order() -> None:
     assert parse_jumps("none") == ()
 
 
-def test_nodes_behind_one_address_are_told_apart_by_their_ports() -> None:
+def test_nodes_behind_one_address_differ_by_their_ports() -> None:
     nodes = [{"name": f"gpu-{port}", "address": "10.0.0.11", "port": port} for port in (2201, 2202)]
     FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
     with pytest.raises(

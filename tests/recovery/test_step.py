@@ -25,7 +25,7 @@ BOOM = exited(3, code=1, error=error())
 LOSS = NodeUnreachable(1, "n2", timedelta(0), "no answer within 5 s")
 
 
-def lost() -> JobState:
+def lose_node() -> JobState:
     job, _ = step(running(nodes=3), LOSS)
     assert job.phase is Phase.NODE_LOST
     return job
@@ -49,8 +49,8 @@ def launching() -> JobState:
     [
         (running(), fault(running(), BOOM)),
         (running(), RanksHung(1, (0,), "step 7 has not changed", running().submitted_at)),
-        (lost(), fault(lost(), BOOM)),
-        (lost(), RanksHung(1, (0,), "step 7 has not changed", running().submitted_at)),
+        (lose_node(), fault(lose_node(), BOOM)),
+        (lose_node(), RanksHung(1, (0,), "step 7 has not changed", running().submitted_at)),
         (alone(), fault(alone(), BOOM)),
         (launching(), LaunchFailed(2, ("n2",), False, timedelta(0), "no answer")),
         (launching(), LaunchFailed(2, ("n2",), True, timedelta(0), "no answer")),

@@ -69,7 +69,7 @@ def image() -> Image:
         with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as name:
             _build(Path(name))
             made = Path(name) / "made"
-            if not finished.is_dir():  # somebody else may have been faster
+            if not finished.is_dir():  # another process may have been faster
                 made.rename(finished)
     return Image(finished / "disk.ext4", finished / "vmlinuz", finished / "initrd")
 

@@ -188,7 +188,7 @@ class Lab:
         )
         return ran.returncode, ran.stdout if ran.returncode == 0 else ran.stdout + ran.stderr
 
-    def told(self, *words: str) -> Any:
+    def run_json(self, *words: str) -> Any:
         """What a command answers as JSON."""
         status, text = self.starter(*words, "--json")
         assert status == 0, text
@@ -214,7 +214,7 @@ class Lab:
         known: list[int] = []
 
         def advanced() -> dict[str, Any] | None:
-            now = self.told("show", job)
+            now = self.run_json("show", job)
             assert now["phase"] not in ("FAILED", "WAITING_FOR_PERSON"), now
             if (
                 now["phase"] != "RUNNING"
@@ -227,12 +227,12 @@ class Lab:
 
         return eventually(
             advanced,
-            f"{job} does not train in generation {generation}: {self.told('show', job)}",
+            f"{job} does not train in generation {generation}: {self.run_json('show', job)}",
             within,
         )
 
     def machine_of(self, job: str, rank: int) -> Machine:
-        name = self.told("show", job)["nodes"][rank]
+        name = self.run_json("show", job)["nodes"][rank]
         return next(machine for machine in self.machines if machine.name == name)
 
 
@@ -258,8 +258,8 @@ class Sight:
             at = time.time()
             self.seen.append((self.machine.greets(), at))
 
-    def gone(self, since: float) -> float:
+    def find_loss(self, since: float) -> float:
         return next(at for there, at in self.seen if not there and at >= since)
 
     def back(self, since: float) -> float:
-        return next(at for there, at in self.seen if there and at >= self.gone(since))
+        return next(at for there, at in self.seen if there and at >= self.find_loss(since))

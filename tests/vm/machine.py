@@ -134,7 +134,8 @@ class Machine:
         ]
         words += [
             "-netdev",
-            f"socket,id=training,mcast=230.0.77.1:{_training_port(self.folder)},localaddr=127.0.0.1",
+            f"socket,id=training,mcast=230.0.77.1:{_training_port(self.folder)},"
+            "localaddr=127.0.0.1",
         ]
         for name in ("control", "training"):
             words += [
@@ -289,7 +290,7 @@ class Machine:
 
 
 ENDS_WITH_US = ("setpriv", "--pdeathsig", "TERM")
-"""Before a command: when the test run is killed, nobody else would ever stop a machine."""
+"""Before a command: when the test run is killed, nothing else would ever stop a machine."""
 NVIDIA_SMI = b"""#!/bin/sh
 # A double of nvidia-smi: it notes who calls it, and is content.
 echo "$(id -u) $*" >> /var/tmp/nvidia-smi.calls

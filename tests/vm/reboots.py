@@ -68,7 +68,7 @@ def fail(machine: Machine) -> None:
 def end_well(lab: Lab, job: str, master: Machine) -> None:
     master.ssh("touch run/stop")
     ended = eventually(
-        lambda: (now := lab.told("show", job))["ended"] and now, f"{job} does not end", 180
+        lambda: (now := lab.run_json("show", job))["ended"] and now, f"{job} does not end", 180
     )
     assert (ended["phase"], ended["exit_code"]) == ("SUCCEEDED", 0)
 
@@ -86,7 +86,7 @@ def note_times(
             seconds(incident["decisions"][1]["at"]),
         ),
         ("node ordered to reboot (its own journal)", ordered),
-        ("sshd gone", sight.gone(ordered)),
+        ("sshd gone", sight.find_loss(ordered)),
         ("sshd back", sight.back(ordered)),
         ("dcgmi diag after the reboot", calls(machine)[-1]["at"]),
         ("rebooted and HEALTHY, relaunch decided", seconds(incident["decisions"][2]["at"])),
@@ -118,7 +118,7 @@ def test_s1_3_s1_6_a_sick_machine_of_a_gang_is_rebooted_once(
         (False, False, 1000),
     ]
     (incident,) = eventually(
-        lambda: [one for one in lab.told("history", "reboots") if one["closed"]],
+        lambda: [one for one in lab.run_json("history", "reboots") if one["closed"]],
         "the incident stays open",
         120,
     )
@@ -164,7 +164,7 @@ def test_s1_6_a_frozen_machine_is_power_cycled_by_the_command(
     assert machine.boots() == [*known, machine.boot_id()], (
         "exactly one boot more, by the machine's own count"
     )
-    assert reboots(machine) == journal, "nobody could order anything of it"
+    assert reboots(machine) == journal, "no worker could order anything of it"
     cycled, back = float(machine.cycled.read_text()), sight.back(frozen)
     moments = (
         ("its power is cycled", cycled),
@@ -178,6 +178,8 @@ def test_s1_6_a_frozen_machine_is_power_cycled_by_the_command(
         )
     )
     (node,) = [
-        one for one in lab.told("nodes", "list", "--fleet", FLEET) if one["name"] == machine.name
+        one
+        for one in lab.run_json("nodes", "list", "--fleet", FLEET)
+        if one["name"] == machine.name
     ]
     assert (node["state"], node["health"]) == ("free", "HEALTHY")

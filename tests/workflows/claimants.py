@@ -31,7 +31,7 @@ GRANT: TypeAdapter[Grant] = TypeAdapter(Grant)
 @workflow.defn(name="TrainingJob", sandboxed=False)
 class StandIn:
     def __init__(self) -> None:
-        self._told: list[tuple[str, Any]] = []
+        self._messages: list[tuple[str, Any]] = []
         self._ended = False
 
     @workflow.run
@@ -40,27 +40,27 @@ class StandIn:
 
     @workflow.signal
     def granted(self, message: Any) -> None:
-        self._told.append(("granted", message))
+        self._messages.append(("granted", message))
 
     @workflow.signal
     def nodes_offered(self, message: Any) -> None:
-        self._told.append(("nodes_offered", message))
+        self._messages.append(("nodes_offered", message))
 
     @workflow.signal
     def leave_node(self, message: Any) -> None:
-        self._told.append(("leave_node", message))
+        self._messages.append(("leave_node", message))
 
     @workflow.signal
     def claim_again(self, message: Any) -> None:
-        self._told.append(("claim_again", message))
+        self._messages.append(("claim_again", message))
 
     @workflow.signal
     def end(self) -> None:
         self._ended = True
 
     @workflow.query
-    def told(self) -> list[tuple[str, Any]]:
-        return self._told
+    def messages(self) -> list[tuple[str, Any]]:
+        return self._messages
 
 
 @dataclass
@@ -82,14 +82,14 @@ class Claimant:
     async def give_back(self) -> None:
         await self.claim(0, keep=(), holds=())
 
-    async def told(self) -> list[tuple[str, Any]]:
-        return [(name, message) for name, message in await self.handle.query(StandIn.told)]
+    async def messages(self) -> list[tuple[str, Any]]:
+        return [(name, message) for name, message in await self.handle.query(StandIn.messages)]
 
     async def grants(self) -> list[Grant]:
         """Answers to what was claimed last, without the news while it waits."""
         grants = [
             GRANT.validate_python(message)
-            for name, message in await self.told()
+            for name, message in await self.messages()
             if name == "granted"
         ]
         return [
@@ -109,11 +109,11 @@ class Claimant:
         return [place.node for place in grant.places]
 
     async def until_told(self, name: str) -> Any:
-        async def found() -> list[Any]:
-            return [message for told, message in await self.told() if told == name]
+        async def find() -> list[Any]:
+            return [message for sent, message in await self.messages() if sent == name]
 
-        await eventually(found, f"{name} told to job {self.name}", self.rig)
-        return (await found())[-1]
+        await eventually(find, f"{name} sent to job {self.name}", self.rig)
+        return (await find())[-1]
 
     async def launch(self, places: tuple[Place, ...]) -> None:
         """Have ranks of generation 1 live on them."""
@@ -171,10 +171,10 @@ async def fleet_state(rig: Rig) -> FleetState:
 
 
 async def until_fleet(rig: Rig, holds: Callable[[FleetState], bool], what: str) -> FleetState:
-    async def held() -> bool:
+    async def is_reached() -> bool:
         return holds(await fleet_state(rig))
 
-    await eventually(held, what, rig)
+    await eventually(is_reached, what, rig)
     return await fleet_state(rig)
 
 

@@ -319,7 +319,7 @@ async def test_malformed_signals_are_shown_and_change_nothing(
         await is_cancelled(rig, job)
 
 
-@pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"reason": "b"}, {"by": "somebody"}]])
+@pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"reason": "b"}, {"by": "ada"}]])
 async def test_an_empty_signal_means_defaults_and_one_payload_counts(
     make_rig: MakeRig, sent: list[Any]
 ) -> None:

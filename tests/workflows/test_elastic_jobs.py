@@ -58,7 +58,7 @@ def nodes(state: JobState) -> list[str]:
 
 
 def worlds(rig: Rig) -> dict[int, set[tuple[str, str]]]:
-    """WORLD_SIZE and GROUP_WORLD_SIZE that ranks of each generation were told."""
+    """Return WORLD_SIZE and GROUP_WORLD_SIZE of the ranks of each generation."""
     found: dict[int, set[tuple[str, str]]] = {}
     for call in rig.backend.calls:
         if call.command == "start":
@@ -69,7 +69,7 @@ def worlds(rig: Rig) -> dict[int, set[tuple[str, str]]]:
     return found
 
 
-def held(state: FleetState) -> set[str]:
+def held_nodes(state: FleetState) -> set[str]:
     return {place.node for record in state.claims for place in record.places}
 
 
@@ -118,7 +118,7 @@ async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
             ["REPLACE_NODE"],
         )
         assert state.fewer.startswith("2 of 3 nodes: ")
-        await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n2"}, "n3 given back")
+        await until_fleet(rig, lambda fleet: held_nodes(fleet) == {"n1", "n2"}, "n3 given back")
         rig.backend.heal("n3")
         # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before
         # they are three.
@@ -162,7 +162,7 @@ async def test_s3_3_a_job_shrinks_on_a_drain_and_grows_on_the_release(
             "it takes more nodes when the fleet has them, by a restart of all ranks"
             in state.next.what
         )
-        await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n3"}, "n2 left")
+        await until_fleet(rig, lambda fleet: held_nodes(fleet) == {"n1", "n3"}, "n2 left")
         await release(rig, "n2")
         state = await job.until_phase(Phase.RUNNING, 3)
         assert (nodes(state), state.restarts_spent, state.incident, state.incidents) == (
@@ -192,7 +192,7 @@ async def test_s3_3_a_job_begins_small_and_leaves_nodes_others_want(
         await until_fleet(
             rig,
             lambda fleet: any(record.is_waiting for record in fleet.claims),
-            "that somebody waits",
+            "that a job waits",
         )
         await ended(other)
         assert nodes(await third.until_phase(Phase.RUNNING)) == ["n1"]
@@ -214,7 +214,7 @@ async def test_s3_3_the_rung_shrink_drops_the_suspect_and_adds_no_node(
         assert (nodes(state), state.restarts_spent) == (["n1", "n3"], 0)
         assert state.fewer == "2 of 3 nodes: SHRINK left n2"
         assert [one.strategy for one in state.tries] == ["SHRINK"]
-        await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n3"}, "n2 given back")
+        await until_fleet(rig, lambda fleet: held_nodes(fleet) == {"n1", "n3"}, "n2 given back")
         assert rig.orders("stop")[:3] == [("n1", 1), ("n2", 1), ("n3", 1)], (
             "nothing is left on what is given back"
         )
@@ -304,7 +304,7 @@ async def test_s3_3_an_offer_gone_or_to_an_older_claim_does_nothing(
 async def test_s3_3_an_offer_goes_back_when_a_fault_comes_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its claim for more is under way when a person wants it launched anew: that one counts."""
+    """Its claim for more is under way when a person wants it launched again: that one counts."""
     reached = stall_growth(monkeypatch)
     async with make(make_rig) as rig:
         await quarantine(rig, "n3")
@@ -318,7 +318,7 @@ async def test_s3_3_an_offer_goes_back_when_a_fault_comes_first(
         await until_fleet(
             rig,
             lambda fleet: (
-                [one.places for one in fleet.offers] == [()] and held(fleet) == {"n1", "n2"}
+                [one.places for one in fleet.offers] == [()] and held_nodes(fleet) == {"n1", "n2"}
             ),
             "n3 free",
         )

@@ -147,7 +147,7 @@ class World:
             if self.told.messages
             else ("repair_ended", {**asdict(result), "job": ""})
         )
-        assert signal == "repair_ended", "whatever the end, the fleet is told"
+        assert signal == "repair_ended", "whatever the end, the fleet gets a message"
         assert (message["node"], message["outcome"], message["verdict"]) == (
             result.node,
             result.outcome,

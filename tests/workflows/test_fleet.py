@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 def make(
     make_rig: MakeRig, script: Script | None = None, **options: Any
 ) -> AbstractAsyncContextManager[Rig]:
-    """A rig whose fleet has a name of its own: the server outlives the test."""
+    """Return a rig whose fleet has a unique name: the server outlives the test."""
     return make_rig(script or Script(then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **options)
 
 
@@ -97,11 +97,11 @@ async def test_nodes_of_a_terminated_job_are_cleaned_for_the_next_job(
         grant = await first.until_answered()
         await first.launch(grant.places)
         await first.claim(2, holds=grant.places, keep=("n1", "n2"), running=True)
-        await first.handle.terminate("somebody pressed the wrong button")
+        await first.handle.terminate("a person pressed the wrong button")
         await second.claim(2)
         await rig.tell_fleet(
             "apply"
-        )  # checks who still runs, which is done every ten seconds while somebody waits
+        )  # checks who still runs, which is done every ten seconds while a job waits
         assert await second.nodes() == ["n1", "n2"]
         stopped = {call.node for call in rig.backend.calls if call.command == "stop"}
         assert stopped == {"n1", "n2"}
@@ -239,7 +239,7 @@ async def test_a_job_that_ends_while_it_is_asked_is_not_awaited(
         await until_fleet(
             rig,
             lambda state: job.name not in (state.awaited_jobs or ()),
-            "that nobody waits for it",
+            "that the fleet does not wait for it",
         )
 
 

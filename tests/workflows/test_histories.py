@@ -84,7 +84,7 @@ SCENARIOS: dict[str, tuple[Script, Policy]] = {
     ),
 }
 REPAIR = "repair_of_n2"
-"""The repair within `examined_and_rebooted`, a workflow of its own."""
+"""The repair within `examined_and_rebooted`, a separate workflow."""
 
 
 @pytest.mark.parametrize("path", sorted(HISTORIES.glob("*.json")), ids=lambda path: path.stem)
@@ -107,7 +107,7 @@ def test_each_scenario_has_its_history() -> None:
 
 
 def _write(name: str, history: WorkflowHistory) -> None:
-    # Stack traces name the folder of whoever captured it.
+    # Stack traces name the folder of the person who captured it.
     text = json.dumps(json.loads(history.to_json()), indent=1).replace(
         f"{HISTORIES.parent.parent}/", ""
     )

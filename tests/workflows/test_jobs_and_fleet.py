@@ -59,7 +59,7 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         third = await rig.submit(nodes=1, gpus_per_node=1)
         waiting = await third.until_phase(Phase.QUEUED, 1)
         assert any(job.handle.id.removeprefix("job/") in waiting.reason for job in jobs), (
-            "it is told who has them"
+            "it learns which jobs have them"
         )
         await ended(jobs[0])
         await third.until_phase(Phase.RUNNING)

@@ -66,13 +66,13 @@ async def ended(*jobs: Job) -> None:
 
 
 async def checkpoint_seen(job: Job, least: int) -> None:
-    """Wait until whoever watches the job shows people a checkpoint of at least this step."""
+    """Wait until the watch of the job shows people a checkpoint of at least this step."""
 
-    async def seen() -> int:
+    async def read_checkpoint() -> int:
         watch = (await load_job(job.client, job.handle.id.removeprefix("job/"))).watch
         return -1 if watch is None or watch.checkpoint is None else watch.checkpoint
 
-    while await seen() < least:
+    while await read_checkpoint() < least:
         assert (await job.state()).phase is Phase.RUNNING
 
 
@@ -204,7 +204,7 @@ async def test_jobs_leave_a_shared_suspect_before_its_examination(
         ]
         left = max(life.number for life in rig.backend.lives if life.node == "n1")
         assert began and all(upkeep.number > left for upkeep in began), (
-            "nothing was done to it while somebody lived there"
+            "nothing was done to it while ranks lived there"
         )
         await ended(one, other)
 

@@ -1,4 +1,4 @@
-"""What people are told without being asked, and hints that a job's watch is to look again."""
+"""The messages that people get without asking, and hints to a job's watch to look again."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ async def test_s1_9_a_hint_has_ranks_looked_at_once_for_each_version(
 
 
 async def _until_told(backend: SimulatedBackend, count: int) -> None:
-    async def told() -> int:
+    async def count_messages() -> int:
         return len(backend.told)
 
-    await _until(told, count)
+    await _until(count_messages, count)
 
 
 async def _until(count: Callable[[], Awaitable[int]], wanted: int) -> None:

@@ -79,7 +79,7 @@ class World:
         return len(ran.read_text().splitlines()) if ran.exists() else 0
 
     @property
-    def asked(self) -> list[tuple[str, bool]]:
+    def permit_requests(self) -> list[tuple[str, bool]]:
         """What the fleet was asked for: its step, and whether it is by power."""
         return [
             (message["step"], message["power"])
@@ -215,7 +215,7 @@ async def test_a_persons_power_cycle_is_proven_and_the_node_examined(
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
         assert ended.reason.startswith("n1 was power-cycled and is healthy")
         assert await world.boot() != before
-        assert (world.cycles, world.asked) == (1, [("reboot", True)])
+        assert (world.cycles, world.permit_requests) == (1, [("reboot", True)])
         history = str((await world.repairs[0].fetch_history()).to_json())
         assert "hunter2" not in history, "what the command is given may be a password"
 
@@ -226,7 +226,7 @@ async def test_a_node_that_cannot_reboot_has_its_power_cycled(
     async with made(server, tmp_path, agent, reboots=["false"]) as world:
         ended = await world.ended()
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
-        assert world.asked == [("reboot", False), ("reboot", True)]
+        assert world.permit_requests == [("reboot", False), ("reboot", True)]
 
 
 @pytest.mark.long
@@ -273,7 +273,7 @@ async def test_a_reboot_that_fails_is_followed_by_a_power_cycle(
     async with made(server, tmp_path, agent, reboots=["true"]) as world:
         ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=12))
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
-        assert world.asked == [("reboot", False), ("reboot", True)]
+        assert world.permit_requests == [("reboot", False), ("reboot", True)]
         assert [
             message["restarts"]
             for signal, message in world.told.messages
@@ -347,7 +347,7 @@ async def test_a_power_command_that_hangs_is_ended_and_not_repeated(
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, world.cycles) == ("done", 1)
         assert ended.reason.startswith("n1 was rebooted and is healthy"), (
-            "by its power or not, nobody knows"
+            "by its power or not, that is unknown"
         )
 
 

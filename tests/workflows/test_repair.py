@@ -58,7 +58,7 @@ def reboot_once(**changes: Any) -> Policy:
 def make(
     make_rig: MakeRig, *happenings: Any, faults: tuple[Fault, ...] = (), **options: Any
 ) -> AbstractAsyncContextManager[Rig]:
-    """A rig whose fleet has a name of its own.
+    """Return a rig whose fleet has a unique name.
 
     Repairs are named after fleet and node, and the server outlives the test.
     """
@@ -238,7 +238,7 @@ async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
             await repair.execute_update("answer", {"decision": "perhaps"})
         assert "decision" in str(refused.value.cause)
         await repair.execute_update(
-            "answer", {"decision": "approve", "by": "grace", "reason": "nobody else is on it"}
+            "answer", {"decision": "approve", "by": "grace", "reason": "no other job is on it"}
         )
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
@@ -313,7 +313,7 @@ async def test_a_job_that_meets_a_busy_node_takes_another_or_waits(
         Script((examined,), then="run"), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}", nodes=2 + others
     ) as rig:
         checking = asyncio.create_task(rig.backend.diagnose("n2", "a person", 2, 600.0))
-        while not did(rig, "began"):  # noqa: ASYNC110  (the record of a simulated node tells nobody)
+        while not did(rig, "began"):  # noqa: ASYNC110  (a simulated node sends no event)
             await asyncio.sleep(0.01)
         job = await rig.submit(policy())
         if others:

@@ -125,20 +125,20 @@ def job_status(job: JobState, terminated: bool = False) -> JobStatus:
     return _OF_PHASE[job.phase]
 
 
-def task_status(last_status: str, exit_code: int | None, stopped_by_somebody: bool) -> TaskStatus:
+def task_status(last_status: str, exit_code: int | None, was_stopped: bool) -> TaskStatus:
     """Return the status of a task in the terms of the tables.
 
     Args:
         last_status: `lastStatus` of ECS.
         exit_code: Exit code of the training container; None if unknown, which does not count as
             success.
-        stopped_by_somebody: Whether the task was stopped rather than ended by itself.
+        was_stopped: Whether the task was stopped rather than ended by itself.
     """
     if last_status != "STOPPED":
         return TaskStatus.IN_PROGRESS
     if exit_code == 0:
         return TaskStatus.COMPLETE
-    return TaskStatus.TERMINATED if stopped_by_somebody else TaskStatus.FAILED
+    return TaskStatus.TERMINATED if was_stopped else TaskStatus.FAILED
 
 
 def node_status(node: NodeRecord, in_use: bool) -> LegacyStatus:

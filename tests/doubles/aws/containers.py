@@ -28,7 +28,7 @@ class CannotStart(Exception):
 
 
 class Process(Protocol):
-    """What runs in a container, or is told to."""
+    """What runs in a container, really or by a script."""
 
     ended: bool
     exit_code: int | None

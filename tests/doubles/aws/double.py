@@ -174,7 +174,7 @@ class AwsDouble:
         return self._front.log
 
     def environment(self) -> dict[str, str]:
-        """For whoever shall have this instead of AWS."""
+        """Return the variables of a process that uses this instead of AWS."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "double",
@@ -266,8 +266,8 @@ class AwsDouble:
 
         `exit_code` None: the container has none. `after` None: it runs until it is stopped.
         `stubborn`: SIGTERM does nothing to it; `stuck`: SIGKILL neither.
-        `stop_code="TaskFailedToStart"`: it never ran. `times`: for so many tasks; what was told
-        first counts first.
+        `stop_code="TaskFailedToStart"`: it never ran. `times`: for so many tasks; the script
+        that was set first counts first.
         """
         script = Script(
             wanted,
@@ -317,7 +317,7 @@ class AwsDouble:
                 task for cluster in self.ecs.clusters.values() for task in cluster.tasks.values()
             ]
             return tuple(
-                task.told(tags=True)
+                task.describe(tags=True)
                 for task in tasks
                 if (family is None or task.definition.family == family)
                 and (status is None or task.last_status == status)
@@ -376,7 +376,7 @@ class AwsDouble:
                 "The specified log group does not exist."
             ) from None
 
-        def said(lines: list[str]) -> None:
+        def log_lines(lines: list[str]) -> None:
             delay = self.log_delay
             if delay is None:
                 return
@@ -387,4 +387,4 @@ class AwsDouble:
                     delay, lambda: self._moto.put_lines(group, stream, lines, self._clockwork.now())
                 )
 
-        return said
+        return log_lines

@@ -67,7 +67,7 @@ class Ecs(ContainerInstances):
             )
         with self.lock:
             answer: dict[str, Any] = handler(request)
-            # What is told is of this moment: it is written out before the lock is let go.
+            # The answer is of this moment: it is written out before the lock is released.
             copy: dict[str, Any] = json.loads(json.dumps(answer))
             return copy
 
@@ -80,13 +80,13 @@ class Ecs(ContainerInstances):
         revisions = self.definitions.setdefault(family, [])
         definition = Definition(family, len(revisions) + 1, dict(request))
         revisions.append(definition)
-        return {"taskDefinition": definition.told()}
+        return {"taskDefinition": definition.describe()}
 
     def describe_task_definition(self, request: Request) -> dict[str, Any]:
         return {
             "taskDefinition": self._definition(
                 request["taskDefinition"], "Unable to describe task definition."
-            ).told(),
+            ).describe(),
             "tags": [],
         }
 
@@ -135,7 +135,7 @@ class Ecs(ContainerInstances):
             placed += [task] if task else []
         if token is not None and placed:
             self.tokens[cluster.name, token] = Token(asked, placed, self.clockwork.now())
-        return {"tasks": [task.told(tags=True) for task in placed], "failures": failures}
+        return {"tasks": [task.describe(tags=True) for task in placed], "failures": failures}
 
     @staticmethod
     def _again(known: Token, asked: Request) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Ecs(ContainerInstances):
             )
         short = ("taskArn", "lastStatus", "desiredStatus")
         told = [
-            {key: task.told()[key] for key in short} if task.over else task.told(tags=True)
+            {key: task.describe()[key] for key in short} if task.over else task.describe(tags=True)
             for task in known.tasks
         ]
         return {"tasks": told, "failures": []}
@@ -244,7 +244,7 @@ class Ecs(ContainerInstances):
         for container in containers:
             wanted = container.wants("GPU")
             container.gpu_ids, free = tuple(free[:wanted]), free[wanted:]
-        task.script = self.scripts.take(definition.family, task.told(tags=True))
+        task.script = self.scripts.take(definition.family, task.describe(tags=True))
         cluster.tasks[task.id] = task
         instance.version += 1
         self.changed(task)
@@ -254,7 +254,7 @@ class Ecs(ContainerInstances):
 
     def stop_task(self, request: Request) -> dict[str, Any]:
         cluster = self.cluster_of(request)
-        task = self._known(cluster, request["task"])
+        task = self._find_task(cluster, request["task"])
         if task is None:
             raise invalid("The referenced task was not found.")
         if not task.over:
@@ -263,9 +263,9 @@ class Ecs(ContainerInstances):
             self.clockwork.later(0.0, lambda: machine.advance(task))
         # Documented; when exactly is not said.
         task.tags.clear()
-        return {"task": task.told(tags=True)}
+        return {"task": task.describe(tags=True)}
 
-    def _known(self, cluster: Cluster, name: str) -> Task | None:
+    def _find_task(self, cluster: Cluster, name: str) -> Task | None:
         """A stopped task is known for at least an hour; here for exactly one."""
         task = cluster.tasks.get(str(name).rsplit("/", 1)[-1])
         now = self.clockwork.now()
@@ -285,13 +285,16 @@ class Ecs(ContainerInstances):
         if len(names) > 100:
             raise invalid("Tasks cannot have more than 100 elements.")
         tags = "TAGS" in request.get("include", [])
-        found = {name: self._known(cluster, name) for name in names}
+        found = {name: self._find_task(cluster, name) for name in names}
         missing = [
             {"arn": _task_arn(cluster, name), "reason": "MISSING"}
             for name, task in found.items()
             if task is None
         ]
-        return {"tasks": [task.told(tags) for task in found.values() if task], "failures": missing}
+        return {
+            "tasks": [task.describe(tags) for task in found.values() if task],
+            "failures": missing,
+        }
 
     def list_tasks(self, request: Request) -> dict[str, Any]:
         cluster = self.cluster_of(request)
@@ -309,7 +312,7 @@ class Ecs(ContainerInstances):
         tasks = [
             task
             for task in cluster.tasks.values()
-            if self._known(cluster, task.id) and task.desired_status == desired
+            if self._find_task(cluster, task.id) and task.desired_status == desired
         ]
         if "containerInstance" in request:
             instance = self.instance_of(cluster, request["containerInstance"])

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from tests.doubles.aws.values import ContainerInstance, invalid
 
 _WORD = re.compile(
-    r"""\s*(\(|\)|\[|\]|,|&&|\|\||==|!=|=~|!~|>=|<=|>|<|!(?=[\s(a-z])|"[^"]*"|'[^']*'|[^\s()\[\],=!<>&|]+)"""
+    r"""\s*(\(|\)|\[|\]|,|&&|\|\||==|!=|=~|!~|>=|<=|>|<|!(?=[\s(a-z])"""
+    r"""|"[^"]*"|'[^']*'|[^\s()\[\],=!<>&|]+)"""
 )
 Test = Callable[[ContainerInstance], bool]
 
@@ -134,7 +135,7 @@ def _subject(
     instance: ContainerInstance, subject: str, unreadable: Callable[[], Exception]
 ) -> str | None:
     if subject.startswith("attribute:"):
-        told = {one["name"]: one.get("value", "") for one in instance.told()["attributes"]}
+        told = {one["name"]: one.get("value", "") for one in instance.describe()["attributes"]}
         return told.get(subject.removeprefix("attribute:"))
     match subject:
         case "ec2InstanceId":
@@ -142,5 +143,5 @@ def _subject(
         case "agentConnected":
             return str(instance.agent_connected).lower()
         case "runningTasksCount":
-            return str(instance.told()["runningTasksCount"])
+            return str(instance.describe()["runningTasksCount"])
     raise unreadable()

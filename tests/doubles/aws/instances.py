@@ -74,7 +74,7 @@ class ContainerInstances:
         if len(names) > 100:
             raise invalid("Container instances cannot have more than 100 elements.")
         health = "CONTAINER_INSTANCE_HEALTH" in request.get("include", [])
-        return self._of_instances(request, names, lambda one: one.told(health))
+        return self._of_instances(request, names, lambda one: one.describe(health))
 
     def update_container_instances_state(self, request: Request) -> dict[str, Any]:
         names = request["containerInstances"]
@@ -90,7 +90,7 @@ class ContainerInstances:
                 instance.status = request["status"]
                 instance.version += 1
                 self.changed(instance)
-            return instance.told()
+            return instance.describe()
 
         return self._of_instances(request, names, update)
 

@@ -203,7 +203,7 @@ class Machine:
                 )
 
     def end(self, task: Task, stop_code: str, why: str) -> None:
-        """Nobody has to have it run any more; it may run on for a while."""
+        """Set its desired status to STOPPED; it may run on for a while."""
         if task.desired_status == "STOPPED":
             return
         task.desired_status, task.stop_code, task.stopped_reason = "STOPPED", stop_code, why
@@ -295,9 +295,9 @@ class Machine:
         self.power = "terminated"
         self.lose_power()
         if known:
-            self._after(self.node.delays.terminated, self._gone)
+            self._after(self.node.delays.terminated, self._deregister)
 
-    def _gone(self) -> None:
+    def _deregister(self) -> None:
         for task in self.registered.tasks():
             self.end(task, "TerminationNotice", f"Host EC2 (instance {self.ec2_id}) terminated.")
             self._over(task)

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from tests.doubles.aws.values import ACCOUNT, REGION
 
-# Read when moto is imported: its list of machine images costs a second, and nobody here asks for
+# Read when moto is imported: its list of machine images costs a second, and no test here asks for
 # one.
 os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
 _CODES = {"pending": 0, "running": 16, "stopping": 64, "stopped": 80}

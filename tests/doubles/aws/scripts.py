@@ -1,4 +1,4 @@
-"""Tasks that are told how they go, instead of running anything."""
+"""Tasks that follow a script, instead of running anything."""
 
 from __future__ import annotations
 

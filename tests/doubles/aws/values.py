@@ -75,7 +75,7 @@ class Definition:
     def containers(self) -> list[dict[str, Any]]:
         return list(self.registered["containerDefinitions"])
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return (
             {"networkMode": "bridge"}
             | self.registered
@@ -151,7 +151,7 @@ class Task:
     def wants(self, kind: str) -> int:
         return sum(container.wants(kind) for container in self.containers)
 
-    def told(self, tags: bool = False) -> dict[str, Any]:
+    def describe(self, tags: bool = False) -> dict[str, Any]:
         return without_nothing(
             {
                 "taskArn": self.arn,
@@ -201,7 +201,7 @@ class Task:
 
     def event(self, now: float) -> dict[str, Any]:
         """Events carry no tags and no environment."""
-        detail = in_words_of_events(self.told())
+        detail = in_words_of_events(self.describe())
         del detail["tags"]
         names = [{"name": one["name"]} for one in detail["overrides"]["containerOverrides"]]
         detail["overrides"] = {"containerOverrides": names}
@@ -246,7 +246,7 @@ class ContainerInstance:
             return len(self.free_gpus())
         return int(self.machine.capacity[kind]) - sum(task.wants(kind) for task in self.tasks())
 
-    def told(self, health: bool = False) -> dict[str, Any]:
+    def describe(self, health: bool = False) -> dict[str, Any]:
         tasks = self.tasks()
         built_in: dict[str, str | None] = {
             "ecs.availability-zone": f"{REGION}a",
@@ -296,7 +296,7 @@ class ContainerInstance:
         return [*given, {"name": "GPU", "type": "STRINGSET", "stringSetValue": gpus}]
 
     def event(self) -> dict[str, Any]:
-        detail = in_words_of_events(self.told())
+        detail = in_words_of_events(self.describe())
         del detail["tags"]
         return detail | {"clusterArn": self.cluster.arn}
 

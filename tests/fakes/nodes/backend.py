@@ -2,8 +2,8 @@
 
 It loses, delays and doubles messages.
 
-A message that is lost is known to be lost at once: nobody waits for an answer that the script has
-thrown away.
+A message that is lost is known to be lost at once: no caller waits for an answer that the script
+has thrown away.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SimulatedBackend:
         self._streams: set[Stream] = set()
         self._closed = False
         self.told: list[tuple[str, str]] = []
-        """Subject and text of what people were told."""
+        """Subject and text of the messages to people."""
 
     @property
     def calls(self) -> list[Call]:
@@ -97,7 +97,7 @@ class SimulatedBackend:
         self._node(node).heal()
 
     def lose_power(self, node: str, down_for: float = 0.0) -> None:
-        """Let a node reboot that nobody ordered to."""
+        """Reboot a node without an order."""
         self._node(node).reboot(down_for)
 
     def move(self, node: str, host: int) -> None:
@@ -127,7 +127,7 @@ class SimulatedBackend:
 
     async def tell_people(self, subject: str, text: str) -> str:
         self.told.append((subject, text))
-        return "they were told"
+        return "sent"
 
     # --- base.Backend ---
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 SETTLE = 10
-"""Turns of the loop that the longest chain from a timer to whoever awaits its effect needs,
+"""Turns of the loop that the longest chain from a timer to the task that awaits its effect needs,
 doubled."""
 
 

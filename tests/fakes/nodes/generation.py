@@ -135,7 +135,7 @@ class Generation:
         return [one.rank for one in self.ranks.values() if one.ended is None]
 
     def peer_view(self, now: float) -> tuple[bool, bool]:
-        """Return what a peer is told: alive, and leased."""
+        """Return what a peer gets as answer: alive, and leased."""
         alive = self.state == "running" and (not self._fences or now < self._alive_until)
         return alive, alive and self._renewed and now < self._leased_until
 
@@ -169,7 +169,7 @@ class Generation:
         now = self.node.clock.time()
         return min((one.next_news(now) for one in self.ranks.values()), default=math.inf)
 
-    def told(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+    def serialize(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the observation as it is sent, with what the rank left behind."""
         if observation["kind"] != "RankExited":
             return dict(observation)
@@ -191,7 +191,7 @@ class Generation:
         left = (
             {"log_tail": tail[-40:]}
             if below is None
-            else launcher.told(below, int(observation["pid"]), evidence, tail[-40:])
+            else launcher.report_failure(below, int(observation["pid"]), evidence, tail[-40:])
         )
         return {
             **observation,
@@ -211,13 +211,13 @@ class Generation:
         self._notify()
 
     def vanish(self, reason: str) -> None:
-        """The node reboots: everything is gone and nobody saw how."""
+        """End all ranks as a reboot does: no process sees how they end."""
         for rank in self.alive():
             self._end(self.ranks[rank], reason)
         self.leave()
 
     def tell_of_the_end(self) -> None:
-        """Say once that ranks are gone whose exits nobody saw."""
+        """Report once that ranks are gone whose exits were not seen."""
         if self.state != "gone" or not self.ranks:
             return
         seen = {told["rank"] for told in self.journal if told["kind"] == "RankExited"}
@@ -231,24 +231,24 @@ class Generation:
             "RanksVanished", reason=reason, rebooted=rebooted, kernel=[], kernel_unreadable=None
         )
 
-    def wanted(self) -> None:
+    def note_watchers(self) -> None:
         self._wanted_at = self.node.clock.time()
         self._arm()
 
     def _follow_script(self) -> None:
         script, generation, name = self.node.script, self.token.generation, self.node.name
         for progress in script.of(Progress, generation, name):
-            for one in self._meant(progress.rank):
+            for one in self._select_ranks(progress.rank):
                 one.progress = one.progress or progress
         for printed in script.of(Prints, generation, name):
-            for one in self._meant(printed.rank):
+            for one in self._select_ranks(printed.rank):
                 one.prints = (*one.prints, printed)
         for lingering in script.of(Lingers, generation, name):
-            for one in self._meant(lingering.rank):
+            for one in self._select_ranks(lingering.rank):
                 one.lingers = one.lingers or lingering.seconds
         exits: dict[float, list[tuple[Rank, Exit]]] = {}
         for exit in script.of(Exit, generation, name):
-            for one in self._meant(exit.rank):
+            for one in self._select_ranks(exit.rank):
                 exits.setdefault(exit.after, []).append((one, exit))
         if script.succeeds(generation):
             for one in self.ranks.values():
@@ -259,7 +259,7 @@ class Generation:
         for death in script.of(ShimDies, generation, name):
             self._later(death.after, lambda death=death: self._shim_dies(death))
 
-    def _meant(self, rank: int | None) -> list[Rank]:
+    def _select_ranks(self, rank: int | None) -> list[Rank]:
         if rank is None or (self._launched is not None and rank in self._launched.ranks):
             return list(self.ranks.values())
         return [self.ranks[rank]] if rank in self.ranks else []

@@ -16,7 +16,7 @@ def first_failed(launched: BelowLauncher, exit: Exit) -> int:
     return launched.ranks[0] if exit.rank is None else exit.rank
 
 
-def told(
+def report_failure(
     launched: BelowLauncher, launcher_pid: int, exit: Exit | None, printed: list[str]
 ) -> dict[str, Any]:
     """What the launcher logs of the failed rank, and what each rank left.

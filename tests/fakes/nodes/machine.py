@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.fakes.nodes.node import Node
 
 HOLD_WAIT = 2.0
-"""Seconds for whoever has the node to let it go, before its next holder is refused."""
+"""Seconds for the holder of the node to release it, before its next holder is refused."""
 ORDERED_LATELY = 60.0
 """Seconds after a reboot was ordered in which the same boot is not ordered to end again."""
 GOES_DOWN_AFTER = 0.2
@@ -53,7 +53,7 @@ F = TypeVar("F", bound=Fails)
 
 
 class NoAnswer(Exception):
-    """Whoever was carrying out the order is gone."""
+    """The process that was carrying out the order is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Held:
     since: float
     """CLOCK_BOOTTIME."""
 
-    def told(self) -> dict[str, Any]:
+    def serialize(self) -> dict[str, Any]:
         return {"by": self.by, "id": self.id, "since": self.since}
 
 
@@ -79,7 +79,7 @@ class Machine:
         self._strangers: tuple[Stranger, ...] = ()
         self._waiting: set[asyncio.Event] = set()
         self._left: str | None = None
-        """The examination that nobody waits for any more."""
+        """The examination that no caller waits for any more."""
         self._kernel: list[tuple[float, str]] = []
         self._reboots: list[dict[str, Any]] = []
         """The node's own journal; it outlives every boot."""
@@ -230,7 +230,7 @@ class Machine:
             "gpus": health.gpus(node.name, self._gpus, self.sick, self._processes()),
             "kernel": {"lines": lines[-KERNEL_LINES:]},
             "jobs": [asdict(token) for token in node.living()],
-            "held": None if self.held is None else self.held.told(),
+            "held": None if self.held is None else self.held.serialize(),
             "reboots": self._reboots[-REBOOTS:],
         }
 
@@ -401,7 +401,7 @@ class Machine:
             raise NoAnswer
 
     async def _comes_true(self, condition: Callable[[], bool]) -> bool:
-        """Wait for it, for as long as whoever wants the node waits."""
+        """Wait for it, for as long as the next holder of the node waits."""
         node, boot = self._node, self._node.boot
         changed = asyncio.Event()
         end = node.clock.time() + HOLD_WAIT

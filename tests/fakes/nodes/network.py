@@ -77,7 +77,7 @@ class Simulation:
     def later(self, seconds: float, deliver: Callable[[], Awaitable[object]]) -> None:
         async def run() -> None:
             await sleep(self.clock, seconds)
-            with contextlib.suppress(NoAnswer):  # nobody waits for it
+            with contextlib.suppress(NoAnswer):  # no caller waits for it
                 await deliver()
 
         self.spawn(run())

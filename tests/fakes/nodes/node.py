@@ -196,7 +196,7 @@ class Node:
         self._notify()
 
     def power_off(self) -> None:
-        """Go down and stay so, until somebody reboots it."""
+        """Go down and stay so, until it is rebooted."""
         self.down = True
         for job in self.jobs.values():
             for generation in job.generations.values():
@@ -312,7 +312,9 @@ class Node:
                     for rank in one.ranks.values()
                 ]
                 whose = {"fleet": one.order.fleet} if one.order.fleet else {}
-                generations.append({**_named(token), "state": one.state, "ranks": ranks, **whose})
+                generations.append(
+                    {**_serialize_token(token), "state": one.state, "ranks": ranks, **whose}
+                )
             prepared, stopped = _order(job.prepared), _order(job.stopped)
             told = {
                 "prepared": prepared and list(prepared),
@@ -320,7 +322,7 @@ class Node:
                 "generations": generations,
             }
             jobs.append({"namespace": namespace, "job": name, **told})
-        held = None if self.machine.held is None else self.machine.held.told()
+        held = None if self.machine.held is None else self.machine.held.serialize()
         return {
             "outcome": "done",
             "boot_id": self.boot_id,
@@ -417,7 +419,7 @@ class Node:
             return None
         hosts = [other.jobs, *other._elsewhere.values()]
         jobs = [found for host in hosts if (found := host.get((token.namespace, token.job)))]
-        # Peers were told addresses of machines, not names.
+        # Peers know addresses of machines, not names.
         job = next((one for one in jobs if token in one.generations), None)
         generation = None if job is None else job.generations[token]
         # Who answers is the supervisor of this very generation, and it goes when its ranks have
@@ -427,7 +429,7 @@ class Node:
         if generation.start_order is None or generation.start_order.secret != secret:
             return None
         if job.stopped is not None and job.stopped >= token:
-            return f"was told to stop {job.stopped}", False, False
+            return f"was ordered to stop {job.stopped}", False, False
         if job.prepared is not None and job.prepared > token:
             return f"knows {job.prepared}", False, False
         return None, *generation.peer_view(self.clock.time())
@@ -458,7 +460,7 @@ class Node:
         return self._refuse("not_above", f"{highest} has been seen here", highest)
 
 
-def _named(token: Token) -> dict[str, int]:
+def _serialize_token(token: Token) -> dict[str, int]:
     return {"submission": token.submission, "generation": token.generation}
 
 

@@ -67,13 +67,13 @@ class Upkeep:
     node: str
     command: RepairCommand
     id: str
-    """Of the repair; empty for a reboot that nobody ordered."""
+    """Of the repair; empty for a reboot without an order."""
     boot_id: str
     """The one that the node has at this moment; for `rebooted` the new one."""
     reason: str = ""
-    """Why it was refused, in the agent's word; how it ended: done, already (this boot was told to
-    end a moment ago, and is not told again), refused:<why>, or lost where the node went down under
-    it."""
+    """Why it was refused, in the agent's word; how it ended: done, already (this boot was ordered
+    to end a moment ago, and is not ordered again), refused:<why>, or lost where the node went down
+    under it."""
 
 
 class Record:

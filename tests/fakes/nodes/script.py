@@ -59,8 +59,8 @@ class Exit(_MatchesRank):
     """Where nothing is given or printed, a rank that exits with a code has said that the script
     says so."""
     kernel: tuple[str, ...] = ()
-    """What the node's kernel had said by then. Told only where the rank failed and nobody had begun
-    to stop it."""
+    """What the node's kernel had logged by then. Reported only where the rank failed and its stop
+    had not begun."""
     kernel_unreadable: str | None = None
     after: float = 0.0
 
@@ -288,8 +288,8 @@ class Script:
     (after their last listed step). In a generation for which an exit, a cut, a reboot, a hang or
     the death of a shim is scripted they run until stopped."""
     timeout: float = 30.0
-    """A delay beyond this is a missing answer, and the order arrives nevertheless. Nobody waits for
-    a message that is lost."""
+    """A delay beyond this is a missing answer, and the order arrives nevertheless. No caller waits
+    for a message that is lost."""
 
     @cached_property
     def _index(self) -> dict[tuple[type, int | None, str | None], list[Happening]]:

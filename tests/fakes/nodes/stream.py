@@ -1,6 +1,6 @@
 """One watch of a simulated generation: `base.WatchStream`.
 
-Has no task of its own; an idle one is an event and a timer.
+It has no separate task; an idle one is an event and a timer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stream:
             self._generation.tell_of_the_end()
             self._generation.listeners.add(self._woken)
             self._generation.watchers += 1
-            self._generation.wanted()
+            self._generation.note_watchers()
 
     def drop(self, reason: str) -> None:
         if self._broken is None:
@@ -54,7 +54,7 @@ class Stream:
             if self._generation is not None:
                 self._generation.listeners.discard(self._woken)
                 self._generation.watchers -= 1
-                self._generation.wanted()
+                self._generation.note_watchers()
 
     async def lines(self) -> AsyncIterator[Mapping[str, Any]]:
         generation, clock = self._generation, self._world.clock
@@ -75,7 +75,7 @@ class Stream:
         while True:
             self._woken.clear()
             while self._sent < len(generation.journal):
-                observation = generation.told(generation.journal[self._sent])
+                observation = generation.serialize(generation.journal[self._sent])
                 self._sent += 1
                 yield self._line({"observation": observation})
             self._line({}, count=False)
