@@ -51,8 +51,8 @@ PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
 QUERY_TIMEOUT = timedelta(seconds=20)
 MAX_CACHED = 100
-"""Workflows that a worker keeps. With 0, each task replays its workflow from the beginning, which is
-what a worker that was killed does: slower, and what `make_uncached_rig` is for."""
+"""Workflows that a worker keeps. With 0 (`make_uncached_rig`) it replays the workflow from the
+beginning for each task, as a worker that was restarted does for the first one."""
 QUICK = {
     "heartbeat": "200ms",
     "lease": "20s",
