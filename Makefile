@@ -39,6 +39,7 @@ test: lint types
 
 long: setup
 	$(PY) -m pytest -n $(WORKERS) -m long --timeout 600
+	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n $(WORKERS) -m "not long" --timeout 600 tests/workflows
 
 lint: setup
 	.venv/bin/ruff check .

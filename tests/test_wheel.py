@@ -53,12 +53,12 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = (
         [uv, "venv", "--quiet", "--python", sys.executable, str(folder)]
         if uv
-        else [sys.executable, "-m", "venv", str(folder)]
+        else [sys.executable, "-m", "venv", "--without-pip", str(folder)]
     )
     pip = (
         [uv, "pip", "install", "--python", python]
         if uv
-        else [python, "-m", "pip", "install", "--disable-pip-version-check"]
+        else [sys.executable, "-m", "pip", "--python", python, "install"]
     )
     for words in (make, [*pip, "--quiet", "--no-deps", "--no-index", str(wheel)]):
         done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN)

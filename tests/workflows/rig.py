@@ -6,6 +6,7 @@ Leaving it replays each history and checks the records.
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -50,9 +51,9 @@ from tests.test_layering import CORE
 PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
 QUERY_TIMEOUT = timedelta(seconds=20)
-MAX_CACHED = 100
-"""Workflows that a worker keeps. With 0 (`make_uncached_rig`) it replays the workflow from the
-beginning for each task, as a worker that was restarted does for the first one."""
+MAX_CACHED = int(os.environ.get("RELAUNCH_TEST_CACHED", "100"))
+"""Workflows that a worker keeps. With 0 (`make long`, and always `make_uncached_rig`) it replays the
+workflow from the beginning for each task, as a restarted worker does for the first one."""
 QUICK = {
     "heartbeat": "200ms",
     "lease": "20s",
