@@ -52,8 +52,8 @@ PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
 QUERY_TIMEOUT = timedelta(seconds=20)
 MAX_CACHED = int(os.environ.get("RELAUNCH_TEST_CACHED", "100"))
-"""Workflows that a worker keeps. With 0 (`make long`, and always `make_uncached_rig`) it replays the
-workflow from the beginning for each task, as a restarted worker does for the first one."""
+"""Workflows that a worker keeps. With 0 (`make long`, and always `make_uncached_rig`) it replays
+the workflow from the beginning for each task, as a restarted worker does for the first one."""
 QUICK = {
     "heartbeat": "200ms",
     "lease": "20s",
