@@ -28,5 +28,6 @@ def sections(parts: Mapping[str, str | Iterable[str]]) -> str:
     found = []
     for title, text in parts.items():
         lines = text.splitlines() if isinstance(text, str) else list(text)
-        found.append("\n".join([f"--- {title}", *lines]))
+        titles = title.strip("\n").splitlines() or [""]
+        found.append("\n".join([*(f"--- {line}".rstrip() for line in titles), *lines]))
     return "\n\n".join(found)
