@@ -14,13 +14,13 @@ from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 
 class PageExtension(SingleFileSnapshotExtension):
-    """A page is a text file that ends with a newline."""
+    """A page is a text file that ends with a newline, and no line of it with a space."""
 
     _write_mode = WriteMode.TEXT
     file_extension = "txt"
 
     def serialize(self, data: Any, **_: Any) -> str:
-        return f"{data}".rstrip("\n") + "\n"
+        return "\n".join(map(str.rstrip, f"{data}".rstrip("\n").split("\n"))) + "\n"
 
 
 def sections(parts: Mapping[str, str | Iterable[str]]) -> str:

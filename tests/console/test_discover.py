@@ -132,7 +132,7 @@ def test_an_arn_says_its_region_and_what_is_missing_is_a_comment(
         "region": "us-east-1",
         "node_task": "relaunch-node-training",
     }
-    assert "\n  # task_definition: FAMILY" in out
+    assert "# task_definition: FAMILY" in out
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_without_credentials_it_says_where_they_are_looked_for(
         monkeypatch.delenv(name)
     code, out, err = discover(monkeypatch, capsys, "training")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "Unable to locate credentials: " in err and "boto3" in err
+    assert "credentials" in err and "boto3" in err
 
 
 def test_without_a_region_it_says_how_to_give_one(

@@ -209,8 +209,9 @@ def test_nodes_list_counts_the_faults_that_still_count(
 
 
 def test_list_has_the_promised_keys_and_is_json() -> None:
+    fault = mark(HOUR, gpus=("0000:3b:00.0",))
     state = fleet(
-        node(1, **SUSPECT, marks=(mark(HOUR, gpus=("0000:3b:00.0",)),)),
+        node(1, **SUSPECT, marks=(fault,)),
         node(2),
         claims=(claim("llama", Place("gpu-02")),),
     )
@@ -228,7 +229,7 @@ def test_list_has_the_promised_keys_and_is_json() -> None:
         >= {
             "at": "2026-03-01T11:00:00Z",
             "what": "fault",
-            "reason": "GPU 5 fell off the bus",
+            "reason": fault.reason,
         }.items()
     )
     assert one["findings"] == [
@@ -236,7 +237,7 @@ def test_list_has_the_promised_keys_and_is_json() -> None:
             "code": "Xid 79",
             "role": "root",
             "gpu": "0000:3b:00.0",
-            "reason": "GPU 5 fell off the bus",
+            "reason": fault.reason,
         }
     ]
     assert (two["state"], two["job"], two["jobs"], two["gpus_used"], two["by"]) == (
@@ -312,7 +313,7 @@ def test_the_page_of_a_node_has_all_that_is_known_of_it(page: SnapshotAssertion)
     assert sections(pages) == page
 
 
-def test_what_a_file_changes_is_named_node_by_node() -> None:
+def test_what_a_file_changes_is_named_node_by_node(page: SnapshotAssertion) -> None:
     leaving_node = node(
         3,
         status=NodeStatus.QUARANTINED,
@@ -328,13 +329,7 @@ def test_what_a_file_changes_is_named_node_by_node() -> None:
         (node(1, spec={"gpus": 4}).spec, node(4).spec),
         FleetLimits(nodes_out=3, replacement_wait=timedelta(minutes=5)),
     )
-    assert changes(state, other) == [
-        "new: gpu-04",
-        "gone: gpu-02",
-        "changed: gpu-01: gpus 8, now 4",
-        "changed: repairs: ask, now act",
-        "changed: limits: nodes_out 25%, now 3, replacement_wait 10m, now 5m",
-    ]
+    assert "\n".join(changes(state, other)) == page
     assert changes(state, replace(same, nodes=(*same.nodes, node(3).spec))) == ["new: gpu-03"], (
         "it came back before everybody had left it"
     )
@@ -412,7 +407,7 @@ def read(inventory: Inventory, **changes: Any) -> NodeRecord:
 
 def test_s2_10_nodes_list_shows_gpus_as_read_and_their_strangers() -> None:
     row = cells(fleet(read(READ), claims=(claim("llama", Place("gpu-01", gpus=(0, 1))),)))
-    assert row[3] == "2/8 x H100 80GB HBM3"
+    assert row[3].split() == ["2/8", "x", "H100", "80GB", "HBM3"]
     assert all(word in row[6] for word in ("GPU 2, 3", "alice", "4242"))
 
 
@@ -462,13 +457,13 @@ def test_the_inventory_is_json_and_null_before_the_first_reading() -> None:
     )
     assert one["inventory"] is None
     assert two["inventory"] == {
-        "model": "NVIDIA H100 80GB HBM3",
+        "model": READ.model,
         "answering": 8,
         "memory": 85520809984,
         "memory_used": [3 << 20, None],
         "driver": "570.148.08",
         "nvml": "13.570",
-        "used": [{"gpus": [2, 3], "who": "alice (python, pid 4242)"}],
+        "used": [{"gpus": [2, 3], "who": READ.used[0].who}],
         "lost": ["a"],
         "unreadable": None,
         "read_at": "2026-03-01T11:59:48Z",
