@@ -418,6 +418,8 @@ def test_of_many_nodes_those_that_are_fine_take_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, page: SnapshotAssertion
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # rich would take the file for a terminal
+        monkeypatch.delenv(name, raising=False)
     print_rows(fleet_of(*[True] * 9, False), everything=False)
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("gpu-")]) == 10
