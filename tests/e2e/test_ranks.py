@@ -144,7 +144,7 @@ async def test_s3_6_the_failed_ranks_traceback_reaches_the_incident(
     (incident,) = await job.incidents()
     assert str(incident.cause) == "APPLICATION"
     assert (incident.nodes, incident.ranks) == (("n2",), (3,))
-    assert incident.reason.endswith("RuntimeError: the loss is not a number")
+    assert "RuntimeError: the loss" in incident.reason
     assert "RuntimeError: the loss is not a number" in incident.traceback
     assert "Traceback (most recent call last)" in incident.traceback
     assert str(incident.certainty) == "certain"
