@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from tests.pages import PageExtension
+
+
+@pytest.fixture
+def page(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    """The text file that holds what this test prints for people."""
+    return snapshot.use_extension(PageExtension)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -87,10 +87,10 @@ async def test_a_worker_serves_a_new_node_without_an_order_to_reload(
         ("name: lab\nbackend: local\nnodes: []\n", "fleet.yaml:3:"),
         (
             FLEET.replace("name: lab", "name: other"),
-            "its name is 'other' now, expected 'lab' until the worker is restarted",
+            "'other' now, expected 'lab'",
         ),
-        (FLEET.replace("backend: local", "backend: ecs"), "ecs.cluster is missing"),
-        (None, "cannot be read: No such file or directory"),
+        (FLEET.replace("backend: local", "backend: ecs"), "ecs.cluster"),
+        (None, "No such file or directory"),
     ],
 )
 def test_an_unusable_fleet_file_is_reported_and_the_fleet_stays(
@@ -107,7 +107,7 @@ def test_an_unusable_fleet_file_is_reported_and_the_fleet_stays(
 
 
 def test_a_fleet_that_no_file_names_is_refused(fleets: WorkerFleets) -> None:
-    with pytest.raises(KeyError, match="fleet 'other' is not known to this worker, it serves lab"):
+    with pytest.raises(KeyError, match=r"'other' .* lab"):
         fleets.reload("other")
 
 
@@ -142,7 +142,7 @@ async def test_a_second_controller_of_the_same_names_is_refused(
         refused = await others.prepare("n1", order(others, 2000))
         assert isinstance(refused, Refused)
         assert refused.why == "other_fleet"
-        assert "of another Temporal server (6c1e9ba4, namespace default)" in refused.reason
+        assert "(6c1e9ba4, namespace default)" in refused.reason
         namesake = StopOrder(Token("default", "train", 2000, 1), stop_grace=1.0)
         assert await others.stop("n1", namesake) == Gone("n1")
         (listed,) = [job for job in (await mine.list("n1"))["jobs"] if job["server"] == "6c1e9ba4"]

@@ -36,7 +36,7 @@ async def test_a_clock_ahead_is_named_and_makes_no_node_unhealthy() -> None:
         nodes.check_nodes, ExamineNodesInput("default", ("n1",), "grace", 0, timedelta(seconds=30))
     )
     assert found.health.verdict is Verdict.HEALTHY
-    assert "nothing broken; its clock is 73 s ahead (±0." in found.health.reason
+    assert "73 s ahead" in found.health.reason
 
 
 async def test_a_repair_learns_when_its_look_was_sent_and_answered() -> None:

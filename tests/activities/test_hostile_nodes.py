@@ -254,7 +254,7 @@ async def test_a_node_that_lists_nonsense_is_silent_with_a_sentence(
     activities = FleetActivities(cast(Any, fleet.fleets), cast(Client, Server()), "queue")
     looks = await environment().run(activities.probe_nodes, LookInput("default", ("n1", "n2")))
     assert [one.node for one in looks] == ["n1", "n2"] and looks[0].silent == ""
-    assert "its answer to list makes no sense" in looks[1].silent and named in looks[1].silent
+    assert "answer to list" in looks[1].silent and named in looks[1].silent
 
 
 async def test_a_node_with_a_stalled_shim_is_shown_until_it_answers() -> None:

@@ -175,10 +175,7 @@ def test_a_rank_that_raised_and_was_then_ended_failed_by_raising() -> None:
     told = [{**one, "error": RAISED} if one["rank"] == 2 else one for one in BELOW]
     raised = next(one for one in read(launched=told) if one.rank == 2)
     assert (raised.exit_code, raised.signal, raised.stopped) == (1, None, False)
-    assert (
-        raised.error is not None
-        and raised.error.message == "ConnectionResetError: a peer closed its connection"
-    )
+    assert raised.error is not None and raised.error.message == RAISED["message"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +215,7 @@ def test_a_rank_that_lost_its_peer_is_no_cause_even_if_first() -> None:
     seen = read(log_tail=lines, launched=told)
     assert [one.rank for one in seen] == [0, 3]
     found = diagnose(running(launcher="torchrun"), FaultObserved(1, tuple(seen), 0, AT))
-    assert "rank 3 on n1 was killed by SIGKILL" in found.reason
+    assert "rank 3" in found.reason and "SIGKILL" in found.reason
     assert found.ranks == (3,)
 
 

@@ -85,10 +85,8 @@ async def test_a_silent_node_hides_no_other_and_a_deep_stack_is_cut(
     found = await ask(
         Doubles(), tmp_path, ("fine", 0), ("cut-off", 1), ("reinstalled", 2), ("fine", 3)
     )
-    assert [one.text[:40] for one in found[1:3]] == [
-        "no answer: no answer to stacks within 25",
-        "generation 1 was never prepared on this ",
-    ]
+    cut_off, reinstalled = found[1:3]
+    assert cut_off.text.startswith("no answer") and reinstalled.text.startswith("generation 1 ")
     assert [(one.rank, one.pid) for one in found] == [(0, 7), (1, None), (2, None), (3, 7)]
     assert sum(len(one.text) for one in found) <= 1_000_000
 

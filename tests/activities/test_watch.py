@@ -344,7 +344,7 @@ async def test_s3_5_a_rank_that_stalls_after_another_finished_hangs() -> None:
     await fleet.launch()
     hang = (await fleet.watch()).events[-1]
     assert isinstance(hang, RanksHung)
-    assert hang.reason == "a rank finished 0.7 s ago and others neither finish nor advance"
+    assert "0.7 s ago" in hang.reason
 
 
 async def test_s3_5_ranks_advancing_past_the_exit_barrier_may_succeed() -> None:

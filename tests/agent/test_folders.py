@@ -99,7 +99,7 @@ def test_a_node_on_which_every_name_is_taken_says_what_to_do(
         open_state()
     answer = refused.value.answer
     assert answer["why"] == "cannot_start"
-    assert f"belongs to uid {OTHER_UID}" in answer["reason"]
+    assert f"uid {OTHER_UID}" in answer["reason"]
     assert "RELAUNCH_AGENT_STATE" in answer["reason"]
 
 

@@ -127,10 +127,7 @@ def test_a_log_that_cannot_be_read_is_said_to_be_unreadable(
     start(node, tmp_path / "cue")
     (tmp_path / "cue").touch()
     failed = exits(node)[0]
-    assert (failed["kernel"], failed["kernel_unreadable"]) == (
-        [],
-        f"no such file or directory: {log}",
-    )
+    assert failed["kernel"] == [] and failed["kernel_unreadable"].endswith(f": {log}")
 
 
 def test_a_supervisor_killed_before_it_keeps_lines_loses_none(
@@ -189,7 +186,7 @@ def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(
     (tmp_path / "cue").touch()
     failed = watch.read_observation("RankExited")
     assert failed["kernel"] == [XID]
-    assert "only the last 1024 KiB" in failed["kernel_unreadable"]
+    assert "1024 KiB" in failed["kernel_unreadable"]
     assert read(LogPosition(str(log), log.stat().st_ino, 0, 0.0))["kernel"] == [XID]
 
 
@@ -302,10 +299,8 @@ def test_a_device_that_never_ends_is_left_in_time() -> None:
     began = time.monotonic()
     told = read_records(handle, "/dev/zero")
     assert time.monotonic() - began < 20
-    assert told == {
-        "kernel": [],
-        "kernel_unreadable": "/dev/zero was not read to its end within 50 ms",
-    }
+    assert told["kernel"] == [] and told.keys() == {"kernel", "kernel_unreadable"}
+    assert all(word in told["kernel_unreadable"] for word in ("/dev/zero", "50 ms"))
     os.close(handle)
 
 
@@ -342,10 +337,8 @@ def test_a_kernel_that_keeps_its_log_to_itself_is_named(monkeypatch: pytest.Monk
     monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
     with powerless():
         told = read(record_position())
-    assert told == {
-        "kernel": [],
-        "kernel_unreadable": "permission denied: /dev/kmsg (kernel.dmesg_restrict)",
-    }
+    assert told["kernel"] == [] and told.keys() == {"kernel", "kernel_unreadable"}
+    assert told["kernel_unreadable"].endswith("/dev/kmsg (kernel.dmesg_restrict)")
 
 
 def test_the_agent_looks_for_what_the_controller_can_read() -> None:

@@ -173,13 +173,14 @@ def test_a_probe_tells_what_nvml_said(probe: Ask) -> None:
 
 
 def test_a_node_without_nvml_says_so(probe: Ask) -> None:
-    assert probe(None) == {"unreadable": "libnvidia-ml.so.1 is not on this node"}
+    gpus = probe(None)
+    assert gpus.keys() == {"unreadable"} and gpus["unreadable"].startswith("libnvidia-ml.so.1 ")
 
 
 def test_a_library_that_is_none_is_not_said_to_be_missing(probe: Ask, tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libnvidia-ml.so.1").write_text("garbage")
-    assert probe(None)["unreadable"].startswith("libnvidia-ml.so.1 cannot be loaded: ")
+    assert probe(None)["unreadable"].startswith("libnvidia-ml.so.1 cannot")
 
 
 def words(pid: int) -> list[bytes]:
@@ -193,14 +194,12 @@ def words(pid: int) -> list[bytes]:
 def test_nvml_that_hangs_hangs_no_probe_and_is_killed(
     probe: Ask, node: Node, function: str
 ) -> None:
-    assert probe(HEALTHY + f"hang {function}\n", within=4.0) == {
-        "unreadable": "NVML did not answer within 2 s"
-    }
+    gpus = probe(HEALTHY + f"hang {function}\n", within=4.0)
+    assert gpus.keys() == {"unreadable"} and "within 2 s" in gpus["unreadable"]
     assert not [pid for pid in node.list_processes() if b"nvml" in words(pid) and is_alive(pid)]
     assert node.order("list")["held"] is None  # type: ignore[index]
 
 
 def test_nvml_that_crashes_ends_its_own_process_only(probe: Ask) -> None:
-    assert probe(HEALTHY + "crash nvmlDeviceGetName\n") == {
-        "unreadable": "the process that asked NVML ended by signal 11"
-    }
+    gpus = probe(HEALTHY + "crash nvmlDeviceGetName\n")
+    assert gpus.keys() == {"unreadable"} and "signal 11" in gpus["unreadable"]

@@ -84,7 +84,8 @@ def test_what_it_leaves_behind_ends_by_itself(node: Node) -> None:
 
 def test_an_address_that_is_not_the_nodes_own_is_said(node: Node) -> None:
     # TEST-NET-1 of RFC 5737 is assigned to no host.
-    assert ask(node, listen="192.0.2.1")["left"] == {"cannot": "no port is free on 192.0.2.1"}
+    left = ask(node, listen="192.0.2.1")["left"]
+    assert left.keys() == {"cannot"} and "192.0.2.1" in left["cannot"]
 
 
 def test_a_neighbour_without_an_answer_is_not_reached(node: Node) -> None:
@@ -99,7 +100,7 @@ def test_a_neighbour_without_an_answer_is_not_reached(node: Node) -> None:
 def test_another_node_at_the_neighbours_address_is_no_neighbour(node: Node) -> None:
     left = ask(node, listen="127.0.0.1")["left"]
     met = meet(node, peer={**place(left), "word": "another node's"})["met"]
-    assert "two machines have this address" in met["cannot"]
+    assert "two machines" in met["cannot"]
 
 
 def test_an_order_that_makes_no_sense_is_refused(node: Node) -> None:
@@ -158,7 +159,7 @@ def test_sudo_is_asked_what_it_would_run_and_runs_nothing(
     denied = preflight._check_permission(
         ["sudo", "-n", "/usr/bin/nvidia-smi", "--gpu-reset"], until
     )
-    assert denied["cannot"] == "sudo -n does not allow it: sudo: a password is required"
+    assert denied["cannot"].endswith("sudo: a password is required")
 
 
 def test_a_missing_sudo_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

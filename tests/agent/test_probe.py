@@ -105,7 +105,7 @@ def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(
     began = time.monotonic()
     rows = probe._check_disks(tmp_path, 0.3)
     assert time.monotonic() - began < 30
-    assert (rows[0]["writable"], rows[0]["reason"]) == (False, "it did not answer within 0.3 s")
+    assert rows[0]["writable"] is False and "within 0.3 s" in rows[0]["reason"]
 
 
 def test_work_that_dies_in_its_child_is_no_answer() -> None:
@@ -133,10 +133,9 @@ def test_the_kernel_log_is_reported_as_far_as_it_is_evidence(node: Node, kernel_
 
 
 def test_a_log_that_cannot_be_read_says_why(node: Node, kernel_log: Path) -> None:
-    assert ask(node)["kernel"] == {
-        "unreadable": f"no such file or directory: {kernel_log}",
-        "lines": [],
-    }
+    kernel = ask(node)["kernel"]
+    assert kernel["lines"] == [] and kernel.keys() == {"unreadable", "lines"}
+    assert kernel["unreadable"].endswith(f": {kernel_log}")
 
 
 def test_at_most_the_newest_two_hundred_lines_are_reported(node: Node, kernel_log: Path) -> None:

@@ -57,10 +57,8 @@ def test_a_node_without_dcgmi_says_so(
     node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(programs))
-    assert (
-        expect_done(node.order("diagnose", **diagnosis()))["missing"]
-        == "dcgmi is not on this node's PATH"
-    )
+    missing = expect_done(node.order("diagnose", **diagnosis()))["missing"]
+    assert missing.startswith("dcgmi ")
 
 
 def test_a_dcgmi_that_cannot_be_run_is_refused(node: Node, programs: Path) -> None:
@@ -117,10 +115,7 @@ def test_a_node_under_examination_takes_no_launch_and_no_repair(node: Node, prog
     assert (holder["by"], holder["id"]) == ("diagnose", "r1")
     refused = node.prepare(1)
     assert refused is not None
-    assert (refused["why"], refused["reason"]) == (
-        "held",
-        "this node is being examined (diagnose, r1)",
-    )
+    assert refused["why"] == "held" and "(diagnose, r1)" in refused["reason"]
     assert not (node.folder() / "order.json").exists()
     assert refusal(node.order("reboot", **node.make_reboot_order())) == "held"
     assert (
@@ -179,10 +174,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
     )
     refused = node.order("diagnose", **diagnosis())
     assert refused is not None
-    assert (refused["why"], refused["reason"]) == (
-        "held",
-        "a launch is being prepared on this node",
-    )
+    assert refused["why"] == "held" and "launch" in refused["reason"]
     assert expect_done(launch.read_next())["stopped"] == [[1, 1]]
 
 
@@ -205,7 +197,7 @@ def test_nothing_touches_a_node_with_living_or_starting_ranks(
     answer = node.order(command, **order)
     assert answer is not None
     assert refusal(answer) == "busy"
-    assert answer["reason"].startswith("job j generation 1 runs on this node")
+    assert answer["reason"].startswith("job j generation 1")
     assert answer["jobs"] == [token(1)]
     assert answer["pids"] == sorted(ranks)
     assert all(map(is_alive, ranks))
@@ -239,7 +231,8 @@ def test_a_process_of_another_user_on_a_gpu_blocks_a_reset(
     for answer in answers:
         assert answer is not None
         assert refusal(answer) == "busy"
-        assert answer["reason"] == f"pid {os.getpid()} uses GPU 00000000:06:00.0"
+        assert answer["reason"].startswith(f"pid {os.getpid()} ")
+        assert answer["reason"].endswith(" 00000000:06:00.0")
         assert answer["pids"] == [os.getpid()]
     assert calls(programs, "nvidia-smi") == []
 
@@ -324,7 +317,7 @@ def test_a_node_without_nvidia_smi_says_so(
     answer = expect_done(
         node.order("reset-gpus", id="r1", boot_id=read_boot_id(node.state), gpus=[], within=5.0)
     )
-    assert answer["missing"] == "nvidia-smi is not on this node's PATH"
+    assert answer["missing"].startswith("nvidia-smi ")
 
 
 @pytest.mark.skipif(not OLD_PYTHON.exists(), reason="no Python 3.8 here")
@@ -377,10 +370,7 @@ def test_sudo_is_used_only_where_the_fleet_file_allows_it(
     with pytest.raises(Refused) as refused:
         repairs.reboot_command()
     assert refused.value.answer["why"] == "cannot_reboot"
-    assert refused.value.answer["reason"].startswith(
-        "the agent runs as uid 1000, which may not reboot this node: log in as root, or write "
-        "sudo: true"
-    )
+    assert all(word in refused.value.answer["reason"] for word in ("uid 1000", "sudo: true"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

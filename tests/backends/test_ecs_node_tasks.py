@@ -100,9 +100,7 @@ async def test_an_answer_in_parts_is_joined_and_unread_parts_stay_so(
         [],
         {"unreadable": "broken"},
     )
-    assert "ECS calls its container instance IMPAIRED" in [
-        one.reason for one in site.health(facts, None).findings
-    ]
+    assert any("IMPAIRED" in one.reason for one in site.health(facts, None).findings)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +250,7 @@ async def test_an_examination_that_is_not_wanted_any_more_is_stopped(make: Make)
     await eventually(lambda: site.examinations()[0]["lastStatus"] == "STOPPED")
     late = make(CHECKED)
     answer = await late.diagnose(within=0.6)
-    assert (answer["contract"], answer["reason"]) == (
-        "inconclusive",
-        "it did not end within 0.6 s and was stopped",
-    )
+    assert answer["contract"] == "inconclusive" and "within 0.6 s" in answer["reason"]
     await eventually(lambda: late.examinations()[0]["lastStatus"] == "STOPPED")
 
 

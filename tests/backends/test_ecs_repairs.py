@@ -179,7 +179,7 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
     await site.run("ecs-svc/1")
     await site.run(build_started_by(Token("default", "j", 1, 2)))
     late = await facts()  # it was placed after the probe
-    assert isinstance(late, Refused) and late.reason == "job j generation 2 runs on this node"
+    assert isinstance(late, Refused) and "job j generation 2" in late.reason
     assert (site.status, site.count_requests("RebootInstances")) == ("ACTIVE", 0)
     assert (await Journal.read(site.aws, site.ec2_id)).entries == ()
 
@@ -399,9 +399,7 @@ async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) 
         "StartInstances", error("InsufficientInstanceCapacity", "We have none."), times=None
     )
     answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.8)
-    assert answer["exit_code"] == 75 and answer["output"].startswith(
-        "it is stopped, and EC2 cannot start it: "
-    )
+    assert answer["exit_code"] == 75 and answer["output"].startswith("it is stopped")
     with pytest.raises(Unreachable, match="InsufficientInstanceCapacity"):
         await add_worker(site).settled(0.1)
     site.double.faults.remove(fault)

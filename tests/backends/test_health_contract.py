@@ -111,9 +111,8 @@ async def test_a_probe_tells_of_a_node_on_which_nothing_ever_ran(make: Make) -> 
 
 
 async def test_a_node_without_nvml_says_so(make: Make) -> None:
-    assert (await probe(make().backend))["gpus"] == {
-        "unreadable": "libnvidia-ml.so.1 is not on this node"
-    }
+    gpus = (await probe(make().backend))["gpus"]
+    assert gpus.keys() == {"unreadable"} and "libnvidia-ml.so.1" in gpus["unreadable"]
 
 
 async def test_s2_10_a_look_has_gpus_and_strangers_where_asked_to(
@@ -142,7 +141,8 @@ async def test_s2_10_a_look_has_gpus_and_strangers_where_asked_to(
 
 async def test_a_look_at_gpus_of_a_node_without_nvml_says_so(make: Make) -> None:
     listed = await make().backend.list("n1", gpus=True)
-    assert listed["gpus"] == {"unreadable": "libnvidia-ml.so.1 is not on this node"}
+    assert listed["gpus"].keys() == {"unreadable"}
+    assert "libnvidia-ml.so.1" in listed["gpus"]["unreadable"]
 
 
 async def test_a_look_reads_no_gpus_of_a_node_that_is_examined(make: Make) -> None:
@@ -196,14 +196,10 @@ async def test_a_diagnosis_brings_what_dcgm_printed_and_how_it_ended(make: Make)
 async def test_a_node_without_dcgm_or_nvidia_smi_says_so(make: Make) -> None:
     backend = make().backend
     boot = await boot_id(backend)
-    assert (
-        done(await backend.diagnose("n1", "r1", 1, 30.0))["missing"]
-        == "dcgmi is not on this node's PATH"
-    )
-    assert (
-        done(await backend.reset_gpus("n1", "r1", boot, (), 30.0))["missing"]
-        == "nvidia-smi is not on this node's PATH"
-    )
+    diagnosed = done(await backend.diagnose("n1", "r1", 1, 30.0))
+    assert diagnosed["missing"].startswith("dcgmi ")
+    reset = done(await backend.reset_gpus("n1", "r1", boot, (), 30.0))
+    assert reset["missing"].startswith("nvidia-smi ")
 
 
 async def test_a_diagnosis_that_hangs_is_killed_and_blocks_launches(

@@ -198,7 +198,7 @@ async def test_a_long_diagnosis_of_a_silent_node_is_broken_off(
 async def test_a_long_diagnosis_is_awaited_while_the_node_answers(opened: Open) -> None:
     session = opened({"list": {"outcome": "done", "jobs": []}}, answer_within=0.5)
     began = time.monotonic()
-    with pytest.raises(Unreachable, match=r"no answer to diagnose within 1\.5 s"):
+    with pytest.raises(Unreachable, match=r"diagnose within 1\.5 s"):
         await ask(session, "diagnose", within=1.0)
     assert time.monotonic() - began >= 1.5
 

@@ -293,10 +293,8 @@ async def test_a_launch_waits_two_seconds_for_a_diagnosis_then_refuses() -> None
     assert not early.done()
     await clock.advance(0.1)
     answer = await early
-    assert isinstance(answer, Refused) and (answer.why, answer.reason) == (
-        "held",
-        "this node is being examined (diagnose, r1)",
-    )
+    assert isinstance(answer, Refused) and answer.why == "held"
+    assert "(diagnose, r1)" in answer.reason
     await clock.advance(2.0)
     late = asyncio.create_task(backend.prepare("n1", prepare_order(1, 0)))
     await clock.advance(1.0)
@@ -314,10 +312,8 @@ async def test_a_diagnosis_waits_for_a_prepare_and_is_then_refused() -> None:
     diagnosing = asyncio.create_task(backend.diagnose("n1", "r1", 1, WITHIN))
     await clock.advance(2.0)
     answer = await diagnosing
-    assert isinstance(answer, Refused) and (answer.why, answer.reason) == (
-        "held",
-        "a launch is being prepared on this node",
-    )
+    assert isinstance(answer, Refused) and answer.why == "held"
+    assert "launch" in answer.reason
     await clock.advance(5.0)
     assert isinstance(await preparing, Prepared)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import os
 import shutil
 import signal
@@ -172,9 +173,8 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
     locked = make_key(site.folder / "locked", passphrase="open sesame")
     host.authorized.write_text(locked.with_suffix(".pub").read_text())
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    assert "is locked by a passphrase and its key is not in the SSH agent" in await reason(
-        site.backend(host, {"key": str(locked)})
-    )
+    said = await reason(site.backend(host, {"key": str(locked)}))
+    assert str(locked) in said and "passphrase" in said and "SSH agent" in said
     socket_path = site.folder / "a.sock"
     words = ["ssh-agent", "-D", "-a", str(socket_path)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220 - returns at once
@@ -202,10 +202,8 @@ async def test_an_unknown_host_key_is_refused_first_and_can_be_trusted(
     backend = site.backend(host)
     said = await reason(backend)
     wanted = own_fingerprint(host.public_keys[0])
-    assert said == (
-        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the "
-        "machine's own, then `relaunch nodes trust n1`"
-    )
+    assert f"(ED25519 {wanted})" in said and str(site.known_hosts) in said
+    assert said.endswith("nodes trust n1`")
     assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "no login has begun"
     spec = site.spec(host)
     key = await host_key(spec, spec.nodes[0])
@@ -234,10 +232,8 @@ async def test_a_changed_host_key_is_refused_with_both_keys(
     backend = site.backend(host)
     said = await reason(backend)
     now = own_fingerprint(host.public_keys[0])
-    assert said.startswith(
-        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): "
-        "the connection may be intercepted"
-    )
+    assert f"CHANGED (ED25519 {now}, expected {before}" in said
+    assert f"{site.known_hosts}:2" in said
     assert host.logins() == 0
     with pytest.raises(NeedsPerson):
         await backend.list("n1")
@@ -262,7 +258,8 @@ async def test_a_revoked_key_is_refused_and_a_hashed_name_is_found(site: Site) -
     site.know(f"not a line\n{hashed}\n")
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
     site.know(f"@revoked * {kind} {blob}\n")
-    assert f"is revoked by {site.known_hosts}:3" in await reason(site.backend(host))
+    said = await reason(site.backend(host))
+    assert "revoked" in said and f"{site.known_hosts}:3" in said
     assert fingerprint(base64.b64decode(blob)) == own_fingerprint(host.public_keys[0])
 
 
@@ -271,23 +268,22 @@ async def test_a_refused_login_names_the_user_and_what_was_offered(site: Site) -
     other = make_key(site.folder / "other")
     said = await reason(site.backend(host, {"key": str(other)}))
     offered = f"{other} (ED25519 {own_fingerprint(other.with_suffix('.pub').read_text())})"
-    assert said == f"the login of {host.user} was refused: offered {offered}"
+    assert host.user in said and said.endswith(f"offered {offered}")
     with pytest.raises(NeedsPerson):
         await site.backend(host, user="no-such-user").list("n1")
 
 
 async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
     host = site.host(PubkeyAuthentication="no", PasswordAuthentication="yes")
-    assert (await reason(site.backend(host))).endswith("; it takes password")
+    assert (await reason(site.backend(host))).endswith("password")
 
 
 # --- what does not answer -------------------------------------------------------------------------
 
 
 async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
-    assert "the name 'no-such-node.invalid' does not resolve: " in await reason(
-        site.backend(None, address="no-such-node.invalid")
-    )
+    said = await reason(site.backend(None, address="no-such-node.invalid"))
+    assert "'no-such-node.invalid'" in said
 
 
 async def test_a_refused_connection_is_named_and_not_retried_at_once(
@@ -337,7 +333,7 @@ async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(
         said = await reason(site.backend(None, address="127.0.0.1", port=port))
         for caller in callers:
             caller.close()
-    assert said == f"127.0.0.1:{port} gave no answer to TCP within 0.5 s"
+    assert said.startswith(f"127.0.0.1:{port} ") and "TCP within 0.5" in said
 
 
 async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(
@@ -346,7 +342,7 @@ async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(
     monkeypatch.setattr(connection, "BANNER", 0.5)
     host = site.host()
     host.signal(signal.SIGSTOP)
-    assert "answers to TCP but says nothing: its sshd hangs" in await reason(site.backend(host))
+    assert "sshd hangs" in await reason(site.backend(host))
     host.signal(signal.SIGCONT)
 
 
@@ -355,10 +351,8 @@ async def test_a_server_that_turns_logins_away_closes_the_connection(site: Site)
     with socket.create_connection((host.address, host.port)) as first:
         assert first.recv(4) == b"SSH-"
         said = await reason(site.backend(host))
-    assert said.startswith(
-        f"{host.address}:{host.port} closed the connection before it said who it is: too many "
-        "logins at once"
-    )
+    assert said.startswith(f"{host.address}:{host.port} closed ")
+    assert "too many logins" in said
 
 
 async def test_what_listens_and_is_no_ssh_server_is_said_to_be_none(site: Site) -> None:
@@ -366,32 +360,25 @@ async def test_what_listens_and_is_no_ssh_server_is_said_to_be_none(site: Site) 
         address,
         port,
     ):
-        assert (
-            await reason(site.backend(None, address=address, port=port))
-            == f"what listens at {address}:{port} is no SSH server"
-        )
+        said = await reason(site.backend(None, address=address, port=port))
+        assert f"{address}:{port}" in said and "no SSH server" in said
 
 
 async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
     host = site.host(MaxSessions="0")
-    assert f"{host.user} is logged in, and may run no command" in await reason(site.backend(host))
+    said = await reason(site.backend(host))
+    assert host.user in said and "no command" in said
 
 
 async def test_an_account_without_a_shell_is_reported_with_its_words(site: Site) -> None:
     host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
     said = await reason(site.backend(host))
-    assert said == (
-        "the agent could not be started: `python3` ended with 1: This account is currently not "
-        "available."
-    )
+    assert "with 1: This account" in said
 
 
 async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
     said = await reason(site.backend(site.host(), {"python": "python3.99"}))
-    assert said.startswith(
-        "the agent could not be started: `python3.99` ended with 127, which is how a shell says "
-        "that there is no python3.99"
-    )
+    assert "`python3.99`" in said and " 127" in said
 
 
 @pytest.mark.parametrize("version", ["2.7.18", "3.6.15", "3.7.16"])
@@ -400,7 +387,7 @@ async def test_a_python_that_is_too_old_is_named_with_its_version(site: Site, ve
     if not python.exists():
         pytest.skip(f"no Python {version} here")
     said = await reason(site.backend(site.host(), {"python": str(python)}))
-    assert said == f"the agent could not be started: its Python is {version}; expected 3.8 or newer"
+    assert version in said and "3.8 or newer" in said
 
 
 async def test_the_oldest_python_that_is_supported_starts_the_agent(site: Site) -> None:
@@ -422,9 +409,8 @@ async def test_a_full_disk_is_reported_and_leaves_nothing_behind(site: Site) -> 
         pytest.skip("no tmpfs can be mounted here")
     try:
         said = await reason(site.backend(host))
-        assert said.startswith(
-            f"the agent could not be started: {host.state}/agents/"
-        ) and said.endswith("No space left on device")
+        assert f"{host.state}/agents/" in said
+        assert said.endswith(os.strerror(errno.ENOSPC))
         assert list((host.state / "agents").iterdir()) == []
     finally:
         run("umount", str(host.state))
@@ -436,10 +422,7 @@ async def test_a_folder_of_another_user_is_refused(site: Site) -> None:
     host.state.mkdir()
     os.chown(host.state, 65534, 65534)
     said = await reason(site.backend(host))
-    assert said == (
-        f"the agent could not be started: the folder {host.state} belongs to uid 65534; "
-        "expected uid 0"
-    )
+    assert str(host.state) in said and "uid 65534" in said and said.endswith(" 0")
     os.chown(host.state, 0, 0)
 
 
@@ -466,18 +449,15 @@ async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
     jump, host = site.host(known=False), site.host(start=False)
     way = f"{jump.address}:{jump.port}"
     said = await reason(site.backend(host, {"proxy_jump": way}))
-    assert said.startswith(f"the jump host {jump.address} failed: its host key (ED25519 ")
+    assert f"jump host {jump.address} failed" in said and "host key" in said
     assert said.endswith(f"then `ssh {jump.address}`")
     site.know(jump.known_hosts)
-    assert (await reason(site.backend(host, {"proxy_jump": way}))).startswith(
-        f"the jump host cannot reach {host.address}:{host.port}: "
-    )
+    said = await reason(site.backend(host, {"proxy_jump": way}))
+    assert "jump host" in said and f"{host.address}:{host.port}: " in said
     jump.kill()
     said = await reason(site.backend(host, {"proxy_jump": way}))
-    assert said == (
-        f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the "
-        "connection: nothing listens there"
-    )
+    assert f"jump host {jump.address} failed" in said
+    assert f"{jump.address}:{jump.port} refused " in said
 
 
 # --- what is wrong before anything is tried -------------------------------------------------------
@@ -489,28 +469,28 @@ async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
         (
             {"known_hosts": "/no/such/file"},
             "",
-            "ssh: known_hosts: /no/such/file is not there: expected a file",
+            "ssh: known_hosts: /no/such/file ",
         ),
-        ({"key": "/no/such/key"}, "", "ssh: key: /no/such/key is not there: expected a file"),
+        ({"key": "/no/such/key"}, "", "ssh: key: /no/such/key "),
         (
             {"config": "/no/such/config"},
             "",
-            "ssh: config: /no/such/config is not there: expected a file",
+            "ssh: config: /no/such/config ",
         ),
         (
             {},
             "Host *\n  ProxyCommand nc %h %p\n",
-            "has a ProxyCommand for 127.0.0.1, which is not supported: expected ProxyJump",
+            "ProxyCommand for 127.0.0.1",
         ),
         (
             {},
             "Host *\n  Port many\n",
-            "has port 'many' for 127.0.0.1: expected a number up to 65535",
+            "port 'many' for 127.0.0.1",
         ),
         (
             {},
             "Host *\n  ProxyJump a\nHost a\n  ProxyJump 127.0.0.1\n",
-            "leads over more than 8 hosts",
+            "more than 8 hosts",
         ),
     ],
 )

@@ -91,7 +91,7 @@ async def test_s2_4_a_killed_sshd_ends_no_rank_and_the_watch_resumes(
     flag = site.folder / "go"
     pid = await train(backend, host.address, f"while [ ! -e {flag} ]; do sleep 0.05; done; exit 3")
     said = await watched(backend, host, host.kill)
-    assert said == "the connection was lost: the node closed it (during watch)"
+    assert said.endswith("(during watch)") and "connection" in said
     async with asyncio.timeout(PATIENCE):
         while "refused the connection" not in await reason(backend):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.05)
@@ -136,7 +136,7 @@ async def test_s2_6_a_frozen_sshd_is_noticed_by_missing_heartbeats(
     backend = site.backend(host, answer_within=1.0)
     pid = await train(backend, host.address)
     said = await watched(backend, host, lambda: host.signal(signal.SIGSTOP))
-    assert said == "no answer to watch within 0.8 s"
+    assert "within 0.8 s" in said
     assert lives(pid)
     host.signal(signal.SIGCONT)
     lines = await reached(

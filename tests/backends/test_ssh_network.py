@@ -133,10 +133,8 @@ def test_s2_4_a_network_that_loses_everything_is_read_as_that(
 
     async def story(backend: SshBackend) -> None:
         pid = await train(backend, f"{TRAINING}.11")
-        assert (
-            await until_broken(backend, lambda: lab.network.lose(1))
-            == "no answer to watch within 0.8 s"
-        )
+        said = await until_broken(backend, lambda: lab.network.lose(1))
+        assert "within 0.8 s" in said
         until = time.monotonic() + seconds
         said = set()
         silence = f"{CONTROL}.11:22 gave no answer to TCP within 1 s"
@@ -176,7 +174,7 @@ def test_a_node_with_a_link_down_is_one_without_a_route(lab: Lab) -> None:
         lab.network.unplug(1)
         with pytest.raises(Unreachable) as lost:
             await backend.list("n1")
-        assert lost.value.reason == f"there is no way to {CONTROL}.11:22: No route to host"
+        assert f" {CONTROL}.11:22: " in lost.value.reason
         lab.network.plug(1)
         async with asyncio.timeout(60):
             while True:

@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
@@ -29,7 +31,16 @@ from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
 from relaunch.messages.ids import TASK_QUEUE
 from relaunch.temporal import data_converter, ensure_namespace, find_running_up, read_start_time
-from tests.console.fake_job import FakeTrainingJob, incident, probe_nodes, read_incidents, read_logs
+from tests.console.fake_job import (
+    T0,
+    TRACEBACK,
+    FakeTrainingJob,
+    incident,
+    probe_nodes,
+    read_incidents,
+    read_logs,
+)
+from tests.pages import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = str(ROOT / "starter.py")
@@ -110,19 +121,19 @@ def one_sentence(done: Done, *words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("submit", "job.yaml"), ("job.yaml:2: comand: unknown key", "command")),
-        (("submit", "none.yaml"), ("none.yaml cannot be read",)),
-        (("run", "--", "no-such-program"), ("'no-such-program' is not found",)),
-        (("run", "--nodes", "0", "--", "true"), ("--nodes: 0 is not a number of nodes",)),
-        (("run", "--name", "a/b", "--", "true"), ("--name: 'a/b' is not a name",)),
-        (("run", "--policy", "harsh", "--", "true"), ("--policy: 'harsh' is neither a preset",)),
+        (("submit", "job.yaml"), ("job.yaml:2: comand: ", "command")),
+        (("submit", "none.yaml"), ("none.yaml",)),
+        (("run", "--", "no-such-program"), ("'no-such-program'",)),
+        (("run", "--nodes", "0", "--", "true"), ("--nodes: 0 ",)),
+        (("run", "--name", "a/b", "--", "true"), ("--name: 'a/b'",)),
+        (("run", "--policy", "harsh", "--", "true"), ("--policy: 'harsh'",)),
         (("show", "llama"), ("no server", "relaunch up")),
-        (("up", "--port", "PORT"), ("port PORT cannot be used", "--port")),
-        (("up", "--ui-port", "PORT", "--port", "0"), ("port PORT cannot be used", "--ui-port")),
-        (("up", "--fleet", "job.yaml"), ("job.yaml:2: ", "unknown key")),
-        (("up", "--state", "job.yaml/state"), ("state folder job.yaml/state cannot be written",)),
-        (("run", "--", "true"), ("state folder .relaunch/runs", "cannot be written")),
-        (("policy", "check", "job.yaml"), ("job.yaml:1: ", "unknown key")),
+        (("up", "--port", "PORT"), ("port PORT", "--port")),
+        (("up", "--ui-port", "PORT", "--port", "0"), ("port PORT", "--ui-port")),
+        (("up", "--fleet", "job.yaml"), ("job.yaml:2: ", "comand")),
+        (("up", "--state", "job.yaml/state"), ("state folder job.yaml/state",)),
+        (("run", "--", "true"), ("state folder .relaunch/runs",)),
+        (("policy", "check", "job.yaml"), ("job.yaml:1: ",)),
     ],
 )
 async def test_bad_input_is_one_sentence_and_nothing_starts(
@@ -144,7 +155,7 @@ async def test_a_server_that_does_not_answer_is_one_sentence(tmp_path: Path) -> 
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     one_sentence(
         await starter(tmp_path, "jobs", TEMPORAL_ADDRESS=address),
-        f"server at {address} cannot be reached",
+        f"server at {address}",
     )
 
 
@@ -162,13 +173,20 @@ def test_any_python_starts_it(tmp_path: Path) -> None:
         assert "default" in process.stdout.split()
 
 
-async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> None:
+async def test_a_job_is_submitted_shown_retried_and_cancelled(
+    place: Place, page: SnapshotAssertion
+) -> None:
+    said: dict[str, str] = {}
+
+    async def typed(*words: str) -> Done:
+        done = await place.starter(*words)
+        said[f"relaunch {' '.join(words)}"] = done.out + done.err
+        return done
+
     job = place.write_job("llama")
-    first = await place.starter("submit", job)
-    assert (first.code, first.out) == (0, "job llama submitted: 2 ranks on 2 nodes\n"), first
-    one_sentence(
-        await place.starter("submit", job), "job llama is already running (RUNNING, generation 1)"
-    )
+    first = await typed("submit", job)
+    assert (first.code, first.err) == (0, ""), first
+    one_sentence(await place.starter("submit", job), "llama", "(RUNNING, generation 1)")
 
     view = json.loads((await place.starter("show", "llama", "--json")).out)
     assert (view["name"], view["phase"], view["nodes"]) == (
@@ -176,33 +194,21 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
         "RUNNING",
         ["local-1", "local-2"],
     )
-    assert json.loads((await place.starter("next", "llama", "--json")).out) == {
-        "what": "nodes are acquired",
-        "at": None,
-    }
+    next_ = json.loads((await place.starter("next", "llama", "--json")).out)
+    assert next_.keys() == {"what", "at"} and next_["at"] is None
+    await typed("next", "llama")
 
-    assert (
-        await place.starter("retry", "llama", "--avoid", "local-2", "--reason", "slow")
-    ).code == 0
-    alive = await place.starter("nodes", "declare-dead", "local-2", "--reason", "unplugged")
-    one_sentence(
-        alive,
-        "node local-2 answered just now",
-        "ranks of job llama run there",
-        "to declare it dead anyway, add --force",
-    )
+    assert (await typed("retry", "llama", "--avoid", "local-2", "--reason", "slow")).code == 0
+    alive = await typed("nodes", "declare-dead", "local-2", "--reason", "unplugged")
+    one_sentence(alive, "local-2", "llama", "--force")
     for reason in ("", "  "):
         one_sentence(
             await place.starter("nodes", "declare-dead", "local-2", "--reason", reason, "--force"),
-            "--reason is empty",
+            "--reason",
         )
-    told = await place.starter(
-        "nodes", "declare-dead", "local-2", "--reason", "unplugged", "--force"
-    )
-    assert (told.code, told.out) == (0, "node local-2 declared dead: reported to llama\n"), told
-    one_sentence(
-        await place.starter("nodes", "declare-dead", "n9", "--reason", "x"), "n9", "no running job"
-    )
+    declared = await typed("nodes", "declare-dead", "local-2", "--reason", "unplugged", "--force")
+    assert (declared.code, "llama" in declared.out) == (0, True), declared
+    one_sentence(await typed("nodes", "declare-dead", "n9", "--reason", "x"), "n9")
     now = await jobs.load_job(place.client, "llama")
     assert now.state is not None
     assert (now.state.generation, now.state.notices) == (
@@ -210,22 +216,26 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
         ("['local-2']", "local-2 dead: unplugged"),
     )
 
-    assert (await place.starter("cancel", "llama", "--reason", "enough")).code == 0
+    assert (await typed("cancel", "llama", "--reason", "enough")).code == 0
     followed = await place.starter("follow", "llama")
-    assert (followed.code, "llama CANCELLED: cancelled: enough" in followed.out) == (143, True), (
-        followed
-    )
-    one_sentence(await place.starter("cancel", "llama"), "llama has ended (CANCELLED)")
-    assert "had ended (CANCELLED): restarted" in (await place.starter("retry", "llama")).out
+    assert followed.code == 143, followed
+    assert followed.out.splitlines()[-1].split()[-4:] == [
+        "llama",
+        "CANCELLED:",
+        "cancelled:",
+        "enough",
+    ]
+    one_sentence(await typed("cancel", "llama"), "llama", "(CANCELLED)")
+    again = await typed("retry", "llama")
+    assert (again.code, "(CANCELLED)" in again.out) == (0, True)
+    assert sections(said) == page
     await place.client.get_workflow_handle("job/llama").terminate()
 
 
 async def test_names_of_nothing_and_odd_names_are_one_sentence(place: Place) -> None:
-    one_sentence(await place.starter("show", "missing"), "no job 'missing' in namespace default")
-    one_sentence(await place.starter("cancel", "../x y"), "'../x y' is not a name")
-    one_sentence(
-        await place.starter("retry", "missing", "--avoid", "a b"), "node 'a b' is not a name"
-    )
+    one_sentence(await place.starter("show", "missing"), "'missing'", "namespace default")
+    one_sentence(await place.starter("cancel", "../x y"), "'../x y'")
+    one_sentence(await place.starter("retry", "missing", "--avoid", "a b"), "node 'a b'")
 
 
 async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> None:
@@ -242,9 +252,9 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> 
     assert sorted(done.out.splitlines()) == [
         f"[rank {r}] g1 rank {r} {word}" for r in (0, 1) for word in ("begins", "ends")
     ]
-    assert "relaunch: job seven FAILED" in done.err
-    assert "root cause: APPLICATION: rank 3 exited with code 1" in done.err
-    assert "| ValueError: loss is nan" in done.err
+    assert "job seven FAILED" in done.err
+    assert f"APPLICATION: {incident().reason}" in done.err
+    assert f"| {TRACEBACK.splitlines()[-1]}" in done.err
     assert (
         await starter(place.folder, "run", "--name", "zero", "--", "exit", "0", **environment)
     ).code == 0
@@ -256,12 +266,13 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> 
     }
     entries = json.loads((await place.starter("history", "seven", "--json")).out)
     assert [entry["cause"] for entry in entries] == ["APPLICATION"]
-    assert "ValueError: loss is nan" in (await place.starter("show", "seven")).out
+    assert TRACEBACK.splitlines()[-1] in (await place.starter("show", "seven")).out
     printed = await place.starter("logs", "seven", "--rank", "1")
-    assert printed.out == "[rank 1] g1 rank 1 begins\n[rank 1] g1 rank 1 ends\n", printed
+    of_rank_1 = [line for line in done.out.splitlines() if line.startswith("[rank 1]")]
+    assert printed.out.splitlines() == of_rank_1, printed
     one_sentence(
         await place.starter("logs", "seven", "--generation", "2"),
-        "no generation 2: expected 1 to 1",
+        "generation 2",
     )
 
 
@@ -282,8 +293,7 @@ async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.to_thread(process.communicate, None, DEADLINE)
     assert process.returncode == 143
-    assert "cancelling job long; press ctrl-C again to exit at once" in err
-    assert "job long CANCELLED: cancelled: ctrl-C" in err
+    assert "cancelling job long" in err and "job long CANCELLED" in err
 
 
 async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
@@ -298,32 +308,33 @@ async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     shown = await place.starter("show", "orphan", "--json")
     view = json.loads(shown.out)
     assert (view["phase"], view["reason"], view["source"]) == ("QUEUED", "try", "memo")
-    with pytest.raises(ConfigError, match="orphan: no worker answers"):
+    with pytest.raises(ConfigError, match="orphan: no worker"):
         await jobs.incidents(place.client, TASK_QUEUE, await jobs.load_job(place.client, "orphan"))
 
 
 @pytest.mark.long
 async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Place) -> None:
     await place.starter("submit", place.write_job("asks"))
-    told = await place.starter(
+    taken = await place.starter(
         "answer", "asks", "snooze", "--within", "2h", "--reason", "breakfast"
     )
-    assert (told.code, told.out) == (0, "job asks: snooze is taken\n"), told
+    assert (taken.code, taken.err) == (0, "") and "snooze" in taken.out, taken
     now = await jobs.load_job(place.client, "asks")
     assert now.state is not None
     assert now.state.notices == ("snooze 2:00:00: breakfast",)
     one_sentence(
         await place.starter("answer", "asks", "deny", "--reason", "x"),
-        "it is RUNNING and asks nothing",
+        "asks nothing",
     )
     one_sentence(
         await place.starter("answer", "asks", "maybe", "--reason", "x"),
-        "unknown answer 'maybe': expected approve, deny, snooze or take-over",
+        "'maybe'",
+        "approve, deny, snooze or take-over",
     )
     one_sentence(
         await place.starter("answer", "asks", "deny", "--within", "2h", "--reason", "x"),
         "--within 2h",
-        "use it with snooze",
+        "snooze",
     )
     one_sentence(
         await place.starter("answer", "asks", "snooze", "--within", "soon", "--reason", "x"),
@@ -331,16 +342,14 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
         "'soon'",
     )
     one_sentence(await place.starter("answer", "missing", "deny", "--reason", "x"), "missing")
-    told = await place.starter(
-        "answer", "asks", "deny", "--node", "n2", "--reason", "evaluation ends at noon"
-    )
-    assert (told.code, told.out) == (0, "job asks: deny is taken\n"), told
+    taken = await place.starter("answer", "asks", "deny", "--node", "n2", "--reason", "evaluation")
+    assert (taken.code, taken.err) == (0, "") and "deny" in taken.out, taken
     now = await jobs.load_job(place.client, "asks")
-    assert now.state is not None and now.state.notices[-1] == "deny n2: evaluation ends at noon"
+    assert now.state is not None and now.state.notices[-1] == "deny n2: evaluation"
     one_sentence(
         await place.starter("answer", "asks", "snooze", "--node", "n2", "--reason", "x"),
         "--node n2",
-        "expected approve",
+        "approve",
     )
     one_sentence(
         await place.starter("answer", "asks", "deny", "--node", "n 2", "--reason", "x"),
@@ -358,10 +367,11 @@ async def test_archived_incidents_come_before_those_still_held(place: Place) -> 
 
     archived = replace(now, state=replace(held, incidents_archived=1))
     entries, missing = await jobs.incidents(place.client, TASK_QUEUE, archived)
-    assert ([entry.reason for entry in entries], missing) == (
-        ["an old one of done", incident().reason],
-        None,
-    )
+    assert missing is None
+    assert [(entry.opened, entry.closed is not None) for entry in entries] == [
+        (T0 - timedelta(days=1), True),
+        (T0, True),
+    ]
 
 
 def test_up_is_found_by_its_state_folder_and_ends_its_server(
@@ -392,9 +402,7 @@ def test_up_is_found_by_its_state_folder_and_ends_its_server(
         second = subprocess.run(
             command, cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True
         )
-        assert (
-            second.returncode == 2 and "another `relaunch up` runs on state folder" in second.stderr
-        )
+        assert (second.returncode, "another `relaunch up`" in second.stderr) == (2, True)
         servers = children_of(up.pid)
         assert servers
         os.kill(servers[0], signal.SIGKILL)

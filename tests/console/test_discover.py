@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.cli import app, direct
@@ -77,6 +78,7 @@ def test_each_instance_is_a_node_named_by_its_tag_or_a_number(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    page: SnapshotAssertion,
 ) -> None:
     code, out, err = discover(
         monkeypatch,
@@ -106,13 +108,12 @@ def test_each_instance_is_a_node_named_by_its_tag_or_a_number(
     )
     assert (spec.ecs.task_definition, spec.ecs.node_task) == ("trainer:3", "relaunch-node-training")
     remarks = [line.partition("  # ")[2] for line in out.splitlines() if "address:" in line]
-    assert remarks == [
-        "",
-        "",
-        "no GPU registered with ECS",
-        "ECS agent not connected",
-    ]
-    assert f"# left out: {machines[4]} is terminated\n" in out
+    assert list(map(bool, remarks)) == [False, False, True, True]
+    (left_out,) = [line for line in out.splitlines() if line.startswith("# left out")]
+    assert machines[4] in left_out
+    for number, ec2_id in enumerate(machines, 1):
+        out = out.replace(ec2_id, f"i-{number:017}")
+    assert out == page
 
 
 def test_an_arn_says_its_region_and_what_is_missing_is_a_comment(
@@ -131,7 +132,7 @@ def test_an_arn_says_its_region_and_what_is_missing_is_a_comment(
         "region": "us-east-1",
         "node_task": "relaunch-node-training",
     }
-    assert "\n  # task_definition: FAMILY" in out
+    assert "# task_definition: FAMILY" in out
 
 
 @pytest.mark.parametrize(
@@ -139,20 +140,18 @@ def test_an_arn_says_its_region_and_what_is_missing_is_a_comment(
     [
         pytest.param(
             ["trainings", "--region", "us-east-1"],
-            "expected the name or ARN of a cluster of this account in us-east-1",
+            "name or ARN of a cluster of this account in us-east-1",
             id="cluster",
         ),
         pytest.param(
             ["empty"],
-            "has no ACTIVE container instance that is an EC2 instance: expected at least one",
+            "'empty' has no ACTIVE container instance",
             id="empty",
         ),
-        pytest.param(
-            ["training", "--name", "my fleet"], "fleet 'my fleet' is not a name", id="name"
-        ),
+        pytest.param(["training", "--name", "my fleet"], "'my fleet'", id="name"),
         pytest.param(
             ["training", "--task-definition", "a b"],
-            "ecs.task_definition is 'a b', expected a task definition",
+            "ecs.task_definition is 'a b'",
             id="definition",
         ),
     ],
@@ -178,7 +177,7 @@ def test_without_credentials_it_says_where_they_are_looked_for(
         monkeypatch.delenv(name)
     code, out, err = discover(monkeypatch, capsys, "training")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "Unable to locate credentials: expected credentials where boto3 looks for them" in err
+    assert "credentials" in err and "boto3" in err
 
 
 def test_without_a_region_it_says_how_to_give_one(
@@ -197,13 +196,12 @@ def test_without_a_region_it_says_how_to_give_one(
         (
             "AccessDeniedException",
             Kind.DENIED,
-            "expected credentials that may ecs:ListContainerInstances, ecs:Describe",
+            "ecs:ListContainerInstances, ecs:Describe",
         ),
         (
             "ThrottlingException",
             Kind.THROTTLED,
-            "ECS ListContainerInstances: ThrottlingException: "
-            "check the network to AWS, then repeat the command",
+            "ECS ListContainerInstances: ThrottlingException: ",
         ),
     ],
 )
@@ -228,12 +226,13 @@ def test_a_machine_that_registered_twice_is_one_node() -> None:
 
 
 def test_what_is_no_machine_of_ec2_is_left_out_and_said() -> None:
-    assert select_instances(
+    none, said = select_instances(
         [make_instance("mi-0123456789abcdef0"), make_instance("i-0123456789abcdef0", state="")]
-    ) == (
-        [],
-        ["mi-0123456789abcdef0 is not an EC2 instance", "i-0123456789abcdef0 is not known to EC2"],
     )
+    assert none == [] and [line.split()[0] for line in said] == [
+        "mi-0123456789abcdef0",
+        "i-0123456789abcdef0",
+    ]
 
 
 def test_numbers_leave_out_what_a_tag_has_taken_already() -> None:
@@ -254,6 +253,6 @@ def test_nodes_check_file_says_who_looks_at_container_instances() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"use `relaunch nodes check NODE --fleet lab`, which examines them through a running",
+        match=r"`relaunch nodes check NODE --fleet lab`",
     ):
         direct.select_nodes(spec, Path("lab.yaml"), ())

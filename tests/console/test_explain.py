@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.cli.explain import KINDS, explain, lines_of, view_of
 from relaunch.config import ConfigError
 from relaunch.evidence.catalog import catalog
 from relaunch.spec.policy import Policy, preset, resolve
 from tests.console.test_command_line import ROOT, one_sentence, starter
+from tests.pages import sections
 
 DCGM = ROOT / "tests" / "recovery" / "samples" / "dcgm" / "synthetic"
 KERNEL = """\
@@ -52,8 +54,12 @@ def write(folder: Path, content: str) -> str:
     return str(folder / "evidence")
 
 
-def test_an_xid_shows_nvidias_row_our_cause_and_any_disagreement() -> None:
-    assert view("xid", "79") == {
+def test_an_xid_shows_nvidias_row_our_cause_and_any_disagreement(page: SnapshotAssertion) -> None:
+    made = view("xid", "79")
+    nvidia = made.pop("nvidia")
+    assert nvidia.keys() == {"mnemonic", "description", "action", "investigate"}
+    assert (nvidia["action"], nvidia["investigate"]) == ("RESTART_BM", "CONTACT_SUPPORT")
+    assert made == {
         "cause": "GPU_FATAL",
         "findings": [
             {
@@ -68,17 +74,12 @@ def test_an_xid_shows_nvidias_row_our_cause_and_any_disagreement() -> None:
             }
         ],
         "reason": catalog().xids[79].meaning,
-        "nvidia": {
-            "mnemonic": "ROBUST_CHANNEL_GPU_HAS_FALLEN_OFF_THE_BUS",
-            "description": "GPU has fallen off the bus",
-            "action": "RESTART_BM",
-            "investigate": "CONTACT_SUPPORT",
-        },
         "note": "",
     }
     disputed = text("xid", "63")
-    assert "at once: IGNORE" in disputed and "Azure NHC" in disputed
+    assert "IGNORE" in disputed and "Azure NHC" in disputed
     assert view("xid", "63")["cause"] is None
+    assert sections({"explain xid 79": text("xid", "79"), "explain xid 63": disputed}) == page
 
 
 def test_every_xid_of_the_catalog_can_be_explained_in_a_terminal() -> None:
@@ -102,14 +103,14 @@ def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None,
     assert (made["cause"], made["findings"][0]["code"]) == (cause, code)
 
 
-def test_a_kill_is_out_of_memory_only_by_the_kernels_word() -> None:
-    assert text("exit", "137").endswith(
-        "If the kernel log says that the process was killed for memory, the cause is OUT_OF_MEMORY."
-    )
+def test_a_kill_is_out_of_memory_only_by_the_kernels_word(page: SnapshotAssertion) -> None:
+    killed = text("exit", "137")
+    assert view("exit", "137")["cause"] == "UNKNOWN" and "OUT_OF_MEMORY" in killed
+    assert killed == page
 
 
 def test_the_gravest_kernel_line_is_the_root_of_named_cascades(
-    tmp_path: Path,
+    tmp_path: Path, page: SnapshotAssertion
 ) -> None:
     made = view("kernel", write(tmp_path, KERNEL))
     assert [(one["line"], one["code"], one["role"]) for one in made["findings"]] == [
@@ -124,33 +125,26 @@ def test_the_gravest_kernel_line_is_the_root_of_named_cascades(
         1234,
     )
     drawn = text("kernel", write(tmp_path, KERNEL))
-    assert re.search(
-        r"^→ line 5  root +GPU_FATAL: Xid 79 on GPU 0000:0a:00", drawn, re.MULTILINE
-    ), drawn
-    assert drawn.count("→") == 1
+    (root,) = re.findall(r"^→ line (\d+)  (\w+) +(\w+): (Xid \d+)", drawn, re.MULTILINE)
+    assert root == ("5", "root", "GPU_FATAL", "Xid 79")
+    assert drawn == page
 
 
-def test_a_cascade_on_the_first_line_is_not_the_root_of_a_log(tmp_path: Path) -> None:
+def test_a_cascade_on_the_first_line_is_not_the_root_of_a_log(
+    tmp_path: Path, page: SnapshotAssertion
+) -> None:
     made = view("log", write(tmp_path, LOG))
     assert (made["cause"], [(one["line"], one["role"]) for one in made["findings"]]) == (
         "OUT_OF_MEMORY",
         [(2, "cascade"), (3, "root")],
     )
-    assert re.search(
-        r"^→ line 3  root +OUT_OF_MEMORY: log cuda_oom",
-        text("log", write(tmp_path, LOG)),
-        re.MULTILINE,
-    )
+    assert text("log", write(tmp_path, LOG)) == page
 
 
-def test_a_file_without_evidence_names_no_cause(tmp_path: Path) -> None:
+def test_a_file_without_evidence_names_no_cause(tmp_path: Path, page: SnapshotAssertion) -> None:
     made = view("log", write(tmp_path, "step 1\nstep 2\n"))
-    assert (made["cause"], made["findings"], made["reason"]) == (
-        None,
-        [],
-        "no finding names a cause",
-    )
-    assert text("kernel", write(tmp_path, "")) == "0 lines read\n\nno finding names a cause"
+    assert (made["cause"], made["findings"]) == (None, []) and made["reason"]
+    assert text("kernel", write(tmp_path, "")) == page
 
 
 def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
@@ -173,10 +167,8 @@ def test_a_dcgm_report_is_a_verdict(file: str, exit_code: int | None, verdict: s
     assert made["reason"] and made["advice"]
 
 
-def test_a_policy_adds_what_it_would_do_first_for_that_code() -> None:
-    assert "\nmine.yaml first: REPLACE_NODE: 6 tries within 1d, counted by cause; isolates" in text(
-        "xid", "79", preset("default")
-    )
+def test_a_policy_adds_what_it_would_do_first_for_that_code(page: SnapshotAssertion) -> None:
+    assert text("xid", "79", preset("default")) == page
     reboot_once = preset("ecs-reboot-once")
     assert (view("xid", "79", reboot_once)["first"], view("exit", "1", reboot_once)["first"]) == (
         "FAIL",
@@ -210,27 +202,28 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "what", "expected"),
     [
-        ("xid", "abc", "explain xid: 'abc' is not a number"),
-        ("xid", "²", "is not a number"),
-        ("xid", "99999", "Xid 99999 is not in the catalog"),
-        ("exit", "300", "'300' is not an exit: expected a code from 0 to 255"),
-        ("exit", "SIGNOTHING", "'SIGNOTHING' is not an exit"),
-        ("log", "no/such.log", "no/such.log cannot be read: No such file or directory"),
-        ("kernel", str(ROOT), "cannot be read: Is a directory"),
-        ("dcgm", "no/such.json", "no/such.json cannot be read"),
-        ("xids", "79", f"unknown kind of evidence 'xids': expected one of {', '.join(KINDS)}"),
+        ("xid", "abc", ("explain xid: ", "'abc'")),
+        ("xid", "²", ("explain xid: ", "'²'")),
+        ("xid", "99999", ("Xid 99999", "catalog")),
+        ("exit", "300", ("'300'", "0 to 255")),
+        ("exit", "SIGNOTHING", ("'SIGNOTHING'",)),
+        ("log", "no/such.log", ("no/such.log", "No such file or directory")),
+        ("kernel", str(ROOT), (str(ROOT), "Is a directory")),
+        ("dcgm", "no/such.json", ("no/such.json",)),
+        ("xids", "79", ("'xids'", ", ".join(KINDS))),
     ],
 )
 def test_what_cannot_be_explained_is_refused_in_one_sentence(
-    kind: str, what: str, expected: str
+    kind: str, what: str, expected: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         explain(kind, what, None, None)
-    assert expected in str(refused.value) and "\n" not in str(refused.value)
+    said = str(refused.value)
+    assert all(word in said for word in expected) and "\n" not in said
 
 
 def test_an_exit_code_of_dcgmi_says_nothing_about_other_evidence() -> None:
-    with pytest.raises(ConfigError, match="--exit-code 3 is the exit code of dcgmi"):
+    with pytest.raises(ConfigError, match=r"--exit-code 3 .* dcgmi"):
         explain("xid", "79", 3, None)
 
 
@@ -244,15 +237,11 @@ async def test_as_people_type_it(tmp_path: Path) -> None:
         "catalog: {xid: {79: {cause: GPU_RESET, reason: ours come back}}}\n"
     )
     done = await starter(tmp_path, "explain", "xid", "79", "--policy", "mine.yaml")
-    assert (
-        done.code == 0
-        and "GPU_RESET, a root" in done.out
-        and "mine.yaml first: RESET_GPU" in done.out
-    ), done
+    assert done.code == 0, done
+    first = done.out.partition("mine.yaml first:")[2].split()
+    assert "GPU_RESET" in done.out and first[0].startswith("RESET_GPU"), done
     assert (
         json.loads((await starter(tmp_path, "explain", "exit", "137", "--json")).out)["cause"]
         == "UNKNOWN"
     )
-    one_sentence(
-        await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345 is not in the catalog"
-    )
+    one_sentence(await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345")

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
+from relaunch.backends.ssh.trust import HostKey, KeyStatus
 from relaunch.cli import direct
 from relaunch.cli.node_check import CheckResult, CheckRow, can_run_ranks, rows
 from relaunch.cli.trust import trust
@@ -110,11 +112,8 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
         [],
     ]
     assert first[0]["agent"].what.startswith("shipped, ")
-    assert first[0]["logout"].what == "processes survive the logout"
-    assert (
-        "reaches n2 in" in first[0]["training network"].what
-        and "reaches n1 in" in first[1]["training network"].what
-    )
+    assert "n2" in first[0]["training network"].what.split()
+    assert "n1" in first[1]["training network"].what.split()
     assert f"{hosts[0].state}, " in first[0]["state folder"].what
     for host in hosts:
         eventually(
@@ -122,10 +121,9 @@ async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> N
         )
     again = await checked(site, spec, "n2")
     assert again[0]["agent"].what.startswith("already installed, ")
-    assert (
-        again[0]["training network"].what
-        == f"listens at {hosts[1].address}; no other node to connect to: check two or more nodes"
-    )
+    alone = again[0]["training network"]
+    assert alone.found is CheckResult.OK
+    assert hosts[1].address in alone.what and "n1" not in alone.what.split()
 
 
 KILLS = """#!/bin/sh
@@ -145,8 +143,8 @@ async def test_a_host_that_kills_at_logout_is_detected(site: Site) -> None:
     first, second = await checked(site, fleet_of(site, fine, kills))
     assert first["logout"].found is CheckResult.OK
     assert second["logout"].found is CheckResult.FAIL
-    assert "ranks would die with every lost connection" in second["logout"].what
-    assert first["training network"].fix == "fix the logout of that node first"
+    assert first["training network"].found is CheckResult.WARN
+    assert "logout" in first["training network"].fix
 
 
 async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
@@ -157,12 +155,9 @@ async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
     closed.authorized.write_text(make_key(site.folder / "other").with_suffix(".pub").read_text())
     found = await checked(site, fleet_of(site, fine, down, closed))
     assert [can_run_ranks(tuple(each.values())) for each in found] == [True, False, False]
-    assert (
-        found[1]["reached"].what
-        == f"{down.address}:{down.port} refused the connection: nothing listens there"
-    )
+    assert found[1]["reached"].what.startswith(f"{down.address}:{down.port} refused ")
     assert f"-p {down.port}" in found[1]["reached"].fix
-    assert "was refused: offered" in found[2]["reached"].what
+    assert str(site.key) in found[2]["reached"].what
     assert "ssh-copy-id" in found[2]["reached"].fix
     assert found[2]["host key"].found is CheckResult.OK
 
@@ -187,12 +182,13 @@ async def test_a_wrong_training_network_is_found_on_the_node_itself(site: Site) 
         update={"nodes": (spec.nodes[0].model_copy(update={"network": "192.0.2.1"}),)}
     )
     (found,) = await checked(site, wrong)
-    assert found["training network"].what == "no port is free on 192.0.2.1"
+    assert found["training network"].found is CheckResult.FAIL
+    assert "192.0.2.1" in found["training network"].what
     assert "`network:` of n1" in found["training network"].fix
 
 
 async def test_a_node_that_the_file_does_not_have_is_named(site: Site) -> None:
-    with pytest.raises(ConfigError, match=r"^lab\.yaml has no node 'n7': it has n1$"):
+    with pytest.raises(ConfigError, match=r"^lab\.yaml .*'n7'.* n1$"):
         await checked(site, fleet_of(site, site.host()), "n7")
 
 
@@ -221,15 +217,17 @@ async def test_a_key_is_written_down_only_by_a_yes(
     site.known_hosts.unlink()
     spec = fleet_of(site, host)
     for answer in ("", "n", "what?"):
-        assert await ask_about(site, spec, answer) == (False, ["  is that the key of n1? [y/N] "])
+        known, (question,) = await ask_about(site, spec, answer)
+        assert not known and " n1? [y/N]" in question
     assert not site.known_hosts.exists()
     assert host.logins() == 0, "nothing is sent to a node whose key is unknown"
     assert (await ask_about(site, spec, "yes"))[0]
     own = own_fingerprint(host.public_keys[0])
-    assert f"ED25519 {own}, not yet in {site.known_hosts}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"ED25519 {own}" in shown and str(site.known_hosts) in shown
     assert site.known_hosts.stat().st_mode & 0o777 == 0o600
     assert site.known_hosts.read_text() == host.known_hosts
-    assert await ask_about(site, spec, "no") == (True, []), "what is known is not asked about"
+    assert await ask_about(site, spec, "no") == (True, [])
     (found,) = await checked(site, spec)
     assert can_run_ranks(tuple(found.values()))
 
@@ -255,7 +253,7 @@ async def test_a_changed_key_is_never_replaced_by_any_answer(
     assert await ask_about(site, spec, "yes", yes=True) == (False, [])
     assert site.known_hosts.read_text() == before
     out = capsys.readouterr().out
-    assert "its host key has CHANGED" in out and "Nothing was written" in out
+    assert "CHANGED" in out and "Nothing was written" in out
     (words,) = [
         line.strip() for line in out.splitlines() if line.strip().startswith("ssh-keygen -R")
     ]
@@ -270,7 +268,7 @@ async def test_without_a_terminal_nothing_is_asked_or_written(site: Site) -> Non
     file = written(site, fleet_of(site, host))
     done = starter(site, "nodes", "trust", "--file", str(file))
     assert done.returncode == 2
-    assert "no terminal to ask whether" in done.stderr
+    assert "no terminal" in done.stderr and "--yes" in done.stderr
     assert site.known_hosts.read_text() == ""
     assert starter(site, "nodes", "trust", "n1", "--file", str(file), "--yes").returncode == 0
     assert site.known_hosts.read_text() == host.known_hosts
@@ -288,10 +286,45 @@ async def test_a_jump_host_is_not_stormed_by_many_nodes_behind_it(site: Site) ->
     ssh["proxy_jump"] = f"{jump.user}@{jump.address}:{jump.port}"
     spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh})
     found = await direct.read_host_keys(spec, Path("lab.yaml"), ())
-    assert {str(getattr(one, "reason", "")).partition(" 127.0.0.99:")[0] for one in found} == {
-        "the jump host cannot reach"
-    }
+    assert all(
+        isinstance(one, direct.MissingKey)
+        and one.reason.startswith("the jump host")
+        and " 127.0.0.99:" in one.reason
+        for one in found
+    )
     assert jump.logins() == 20
+
+
+def test_the_page_of_trust_says_what_each_standing_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], page: SnapshotAssertion
+) -> None:
+    file = str(tmp_path / "known_hosts")
+    standings = {
+        "gpu-02": (KeyStatus.KNOWN, ""),
+        "gpu-03": (KeyStatus.UNKNOWN, "unknown"),
+        "gpu-04": (KeyStatus.UNKNOWN, "unknown"),
+        "gpu-05": (KeyStatus.CHANGED, "its host key has CHANGED"),
+        "gpu-06": (KeyStatus.REVOKED, "its host key is revoked"),
+    }
+    names = ["gpu-01", *standings]
+    nodes = [{"name": name, "address": f"10.0.0.{n}"} for n, name in enumerate(names, 1)]
+    spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
+    keys = [
+        direct.MissingKey("gpu-01", "no answer"),
+        *(
+            HostKey(name, "ED25519", "SHA256:abc", standing, reason, file, f"{name} k", name, "")
+            for name, (standing, reason) in standings.items()
+        ),
+    ]
+    answers = {"gpu-03": "no", "gpu-04": "yes"}
+
+    def ask(question: str) -> str:
+        print(question)
+        return next(answer for name, answer in answers.items() if name in question)
+
+    assert trust(spec, keys, False, ask) is False
+    assert Path(file).read_text() == "gpu-04 k\n"
+    assert capsys.readouterr().out.replace(str(tmp_path), "~/.ssh") == page
 
 
 def at_a_terminal(site: Site, answer: str, *words: str) -> tuple[int, str]:
@@ -327,7 +360,7 @@ async def test_a_person_at_a_terminal_is_asked(site: Site) -> None:
     for answer in ("\n", "\x04"):  # Enter, and ctrl-D
         code, shown = at_a_terminal(site, answer, "nodes", "trust", "--file", file)
         assert (code, site.known_hosts.read_text()) == (1, ""), shown
-        assert "n1: not trusted, nothing was written" in shown
+        assert "n1: not trusted" in shown
     code, shown = at_a_terminal(site, "y\n", "nodes", "trust", "--file", file)
     assert (code, site.known_hosts.read_text()) == (0, host.known_hosts), shown
 
@@ -349,12 +382,10 @@ async def test_the_command_says_by_its_exit_code_whether_ranks_can_run(site: Sit
     site.know(host.known_hosts)
     fine = starter(site, "nodes", "check", "--file", str(file))
     assert fine.returncode == 0, fine.stdout + fine.stderr
-    assert f"n1 can run ranks. Next: relaunch up --fleet {file}" in fine.stdout
+    assert f"--fleet {file}" in fine.stdout
     missing = starter(site, "nodes", "check", "--file", str(file), "n9")
-    assert (missing.returncode, missing.stderr) == (
-        2,
-        f"relaunch: {file} has no node 'n9': it has n1\n",
-    )
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert all(word in missing.stderr for word in (str(file), "'n9'", "n1"))
 
 
 @pytest.mark.long
@@ -382,7 +413,7 @@ def test_local_nodes_are_looked_at_as_well_and_have_no_host_keys(tmp_path: Path)
         capture_output=True,
         text=True,
     )
-    assert (refused.returncode, "have no host keys" in refused.stderr) == (2, True)
+    assert (refused.returncode, "host keys" in refused.stderr) == (2, True)
 
 
 def test_a_check_without_a_node_or_a_file_says_what_it_wants(tmp_path: Path) -> None:
@@ -394,7 +425,7 @@ def test_a_check_without_a_node_or_a_file_says_what_it_wants(tmp_path: Path) -> 
         text=True,
     )
     assert done.returncode == 2
-    assert "expected a NODE of a running fleet, or --file FLEET.yaml" in done.stderr
+    assert "NODE" in done.stderr and "--file FLEET.yaml" in done.stderr
 
 
 def test_the_commands_that_are_typed_often_do_not_wait_for_ssh(tmp_path: Path) -> None:

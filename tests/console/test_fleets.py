@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError
 from temporalio.testing import WorkflowEnvironment
@@ -24,6 +26,7 @@ from relaunch.pool.state import FleetState
 from relaunch.temporal import data_converter
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
 from tests.console.test_command_line import Done, Place, one_sentence
+from tests.pages import sections
 
 pytestmark = pytest.mark.timeout(
     600
@@ -100,7 +103,7 @@ async def test_quarantine_and_release_each_say_the_new_state(place: Place) -> No
     answer = read_output(
         await place.starter("nodes", "quarantine", "gpu-01", "--reason", "flaky NVLink")
     )
-    assert answer.startswith("node gpu-01 is quarantined: flaky NVLink; no job has it")
+    assert "gpu-01" in answer and "flaky NVLink" in answer
     shown = json.loads(read_output(await place.starter("nodes", "show", "gpu-01", "--json")))
     assert (shown["state"], shown["reason"], "@" in shown["by"]) == (
         "quarantined",
@@ -112,43 +115,40 @@ async def test_quarantine_and_release_each_say_the_new_state(place: Place) -> No
             "nodes", "quarantine", "gpu-02", "--reason", "new riser", "--drain", "--within", "30m"
         )
     )
-    assert "llama has to leave it by" in drained
-    assert "('within', '30m')" in (await notices(place))[-1]
+    assert "llama" in drained
+    assert repr(("within", "30m")) in (await notices(place))[-1]
     assert (
         read_output(await place.starter("nodes", "list")).splitlines()[2].split()[1] == "draining"
     )
-    assert "gpu-01 is in service" in read_output(
+    assert "gpu-01" in read_output(
         await place.starter("nodes", "release", "gpu-01", "--reason", "reseated")
     )
-    assert "state       draining by " in read_output(await place.starter("nodes", "show", "gpu-02"))
+    in_service = json.loads(read_output(await place.starter("nodes", "show", "gpu-01", "--json")))
+    assert in_service["status"] == "in service"
+    shown = read_output(await place.starter("nodes", "show", "gpu-02")).splitlines()
+    assert shown[1].split()[:3] == ["state", "draining", "by"]
 
 
 @pytest.mark.long
-async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Place) -> None:
+async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(
+    place: Place, page: SnapshotAssertion
+) -> None:
     paused = read_output(await place.starter("nodes", "pause", "--reason", "maintenance"))
-    assert paused.startswith("repairs of fleet default are paused by ") and paused.endswith(
-        ": maintenance"
-    )
-    assert "note        repairs are paused since " in read_output(
-        await place.starter("nodes", "show")
-    )
-    assert json.loads(read_output(await place.starter("nodes", "show", "--json")))["breaker"][
-        "paused"
-    ].endswith("maintenance")
-    assert (
-        read_output(await place.starter("nodes", "resume", "--reason", "done"))
-        == "fleet default gives nodes to jobs and repairs them again"
-    )
-    applied = read_output(await place.starter("nodes", "apply"))
-    assert applied.splitlines() == [
-        "new: gpu-04",
-        "gone: gpu-03",
-        "changed: limits: repairs_at_once 2, now 3",
-    ]
-    assert (
-        read_output(await place.starter("nodes", "apply"))
-        == "fleet default has the 3 nodes of its file already"
-    )
+    (by,) = re.findall(r"by (\S+@\S+): maintenance$", paused)
+    shown = await place.starter("nodes", "show")
+    assert f"by {by}: maintenance" in read_output(shown)
+    breaker = json.loads(read_output(await place.starter("nodes", "show", "--json")))["breaker"]
+    assert breaker["paused"] == f"{by}: maintenance"
+    resumed = read_output(await place.starter("nodes", "resume", "--reason", "done"))
+    breaker = json.loads(read_output(await place.starter("nodes", "show", "--json")))["breaker"]
+    assert breaker["paused"] is None
+    pages = {
+        "pause": paused.replace(by, "grace@ops"),
+        "resume": resumed,
+        "apply": read_output(await place.starter("nodes", "apply")),
+        "apply again": read_output(await place.starter("nodes", "apply")),
+    }
+    assert sections(pages) == page
 
 
 @pytest.mark.long
@@ -160,65 +160,54 @@ async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
     )
     one_sentence(
         await place.starter("nodes", "answer", "gpu-01", "approve", "--reason", DEAF),
-        "node gpu-01: repair/default/gpu-01: nothing is asked: the node is looked at",
+        "repair/default/gpu-01",
+        "nothing is asked",
     )
     one_sentence(
         await place.starter("nodes", "answer", "gpu-01", "maybe", "--reason", "x"),
-        "unknown answer 'maybe': expected approve or deny",
+        "'maybe'",
+        "approve or deny",
     )
-    assert (
-        read_output(
-            await place.starter("nodes", "answer", "gpu-01", "deny", "--reason", "it is mine")
-        )
-        == "deny: sent to the repair of gpu-01"
+    assert "gpu-01" in read_output(
+        await place.starter("nodes", "answer", "gpu-01", "deny", "--reason", "mine")
     )
-    assert await repair.result() == "deny: it is mine"
+    assert await repair.result() == "deny: mine"
     for node in ("gpu-01", "gpu-02"):
         one_sentence(
             await place.starter("nodes", "answer", node, "deny", "--reason", "x"),
-            f"node {node}: no repair repair/default/{node} is running",
+            f"repair/default/{node}",
         )
 
 
-UNUSABLE = (
-    (
-        ("quarantine", "gpu-1", "--reason", "x"),
-        "node 'gpu-1' is not in fleet default: expected one of gpu-01, gpu-0",
-    ),
-    (
-        ("release", "gpu-99", "--reason", "x"),
-        "node 'gpu-99' is not in fleet default: expected one of gpu-0",
-    ),
-    (("show", "web"), "node 'web' is not in fleet default: expected one of gpu-01, gpu-02, gpu-03"),
-    (("show", "a/b"), "'a/b' is not a name"),
-    (
-        ("list", "--fleet", "defualt"),
-        "fleet 'defualt' is not served by this worker: expected default",
-    ),
-    (("pause", "--fleet", "defualt", "--reason", "x"), "fleet 'defualt' is not served"),
-    (("apply", "--fleet", "a/b"), "'a/b' is not a name"),
-    (
-        ("quarantine", "gpu-01", "--reason", "x", "--within", "5m"),
-        "--within 5m limits how long a drain takes: use it together with --drain",
-    ),
+UNUSABLE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("quarantine", "gpu-1", "--reason", "x"), ("'gpu-1'", "default", "gpu-01, gpu-0")),
+    (("release", "gpu-99", "--reason", "x"), ("'gpu-99'", "default", "gpu-0")),
+    (("show", "web"), ("'web'", "default", "gpu-01, gpu-02, gpu-03")),
+    (("show", "a/b"), ("'a/b'",)),
+    (("list", "--fleet", "defualt"), ("'defualt'", "expected default")),
+    (("pause", "--fleet", "defualt", "--reason", "x"), ("'defualt'",)),
+    (("apply", "--fleet", "a/b"), ("'a/b'",)),
+    (("quarantine", "gpu-01", "--reason", "x", "--within", "5m"), ("--within 5m", "--drain")),
     (
         ("quarantine", "gpu-01", "--reason", "x", "--drain", "--within", "5"),
-        "--within: '5' is not a duration: write it like 30s",
+        ("--within", "'5'", "30s"),
     ),
-    (
-        ("quarantine", "gpu-01", "--reason", "x", "--drain", "--within", "0s"),
-        "--within: '0s' is not a duration",
-    ),
+    (("quarantine", "gpu-01", "--reason", "x", "--drain", "--within", "0s"), ("--within", "'0s'")),
 )
 
 
-async def test_what_is_unknown_is_one_sentence_and_nothing_is_sent(place: Place) -> None:
-    for done, (_, expected) in zip(
+async def test_what_is_unknown_is_one_sentence_and_nothing_is_sent(
+    place: Place, page: SnapshotAssertion
+) -> None:
+    answers = {}
+    for done, (words, expected) in zip(
         await asyncio.gather(*(place.starter("nodes", *words) for words, _ in UNUSABLE)),
         UNUSABLE,
         strict=True,
     ):
-        one_sentence(done, expected)
+        one_sentence(done, *expected)
+        answers[f"relaunch nodes {' '.join(words)}"] = done.err
+    assert sections(answers) == page
     assert not await begun(place, "defualt")
     assert await notices(place) == []
 
@@ -237,10 +226,8 @@ async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(
 async def test_where_no_worker_answers_that_is_said_in_one_sentence(
     bare: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_sentence(
-        await bare.starter("nodes", "list"), "no worker answers for fleet default: start one"
-    )
-    assert not await begun(bare, "default"), "no worker could say whether there is such a fleet"
+    one_sentence(await bare.starter("nodes", "list"), "no worker answers", "default", "relaunch up")
+    assert not await begun(bare, "default")
     async with Worker(
         bare.client, task_queue=TASK_QUEUE, workflows=[FakeFleet], activities=[read_fleet]
     ):
@@ -248,7 +235,7 @@ async def test_where_no_worker_answers_that_is_said_in_one_sentence(
     await bare.client.start_workflow(
         "NodeRepair", id="repair/default/gpu-01", task_queue=TASK_QUEUE
     )
-    with pytest.raises(ConfigError, match="node gpu-01: repair/default/gpu-01: no worker answers"):
+    with pytest.raises(ConfigError, match="repair/default/gpu-01: no worker answers"):
         await answers.for_node(bare.client, "default", "gpu-01", "deny", "x")
     with pytest.raises(ConfigError, match="no worker answers for fleet default"):
         await fleets.quarantine(

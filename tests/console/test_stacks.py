@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from temporalio import activity
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
@@ -44,19 +45,20 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
             yield Place(client, client.service_client.config.target_host, tmp_path)
 
 
-async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(place: Place) -> None:
+async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(
+    place: Place, page: SnapshotAssertion
+) -> None:
     assert (await place.starter("submit", place.write_job("llama"))).code == 0
     done = await place.starter("stacks", "llama")
-    assert done.out == (
-        "[rank 0] local-1, pid 40\n    Thread 0\n      forward\n"
-        "[rank 1] local-2, pid 41\n    Thread 1\n      forward\n"
-    ), done.err
+    assert done.out == page, done.err
     one = await place.starter("stacks", "llama", "--rank", "1", "--json")
-    assert json.loads(one.out) == [
-        {"rank": 1, "node": "local-2", "pid": 41, "text": "Thread 1\n  forward"}
-    ]
+    (stack,) = json.loads(one.out)
+    assert (stack["rank"], stack["node"], stack["pid"]) == (1, "local-2", 41)
+    assert stack["text"].splitlines()[0] == "Thread 1"
     one_sentence(
         await place.starter("stacks", "llama", "--rank", "2"),
-        "job llama has no rank 2: expected 0 to 1",
+        "llama",
+        "rank 2",
+        "0 to 1",
     )
     one_sentence(await place.starter("stacks", "missing"), "missing")

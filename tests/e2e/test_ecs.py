@@ -196,7 +196,7 @@ async def test_s1_1_a_task_that_a_person_stops_cancels_the_job(
     await job.until_steps()
     aws.reboot("n2")  # stops what runs there, as a person does
     await ended(job, "CANCELLED")
-    assert "was stopped by a user" in (await job.look()).memo["reason"]
+    assert "by a user" in (await job.look()).memo["reason"]
     assert "RUNNING" not in ran(aws, job)
     await world.tidy(job)
     await vouch(world)

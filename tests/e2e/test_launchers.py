@@ -96,7 +96,7 @@ async def is_named_and_all_go_on(world: World) -> None:
         for number in (1, 2)
     ] == [4, 4]
     incident = (await job.incidents())[0]
-    assert "rank 3 on n2 was killed by SIGKILL" in incident.reason
+    assert "rank 3" in incident.reason and "SIGKILL" in incident.reason
     assert (incident.nodes, incident.ranks) == (("n2",), (3,))
     assert not job.lines("violations")
     job.let_end()
@@ -133,7 +133,7 @@ async def test_a_killed_launcher_takes_its_ranks_along_and_is_named(
     await job.until_phase("RUNNING", generation=2)
     await job.until_steps()
     incident = (await job.incidents())[0]
-    assert "the launcher on n1 was killed by SIGKILL" in incident.reason
+    assert "launcher" in incident.reason and "SIGKILL" in incident.reason
     assert (incident.nodes, incident.ranks) == (("n1",), ())
     assert not job.lines("violations")
     job.let_end()
@@ -194,6 +194,6 @@ async def test_ddp_below_a_real_launcher_resumes_after_a_killed_rank(
     assert state.generation == 2
     assert state.progress is not None and state.progress.step == 30
     incident = (await job.incidents())[0]
-    assert f"rank {rank} on n1 was killed by SIGKILL" in incident.reason
+    assert f"rank {rank}" in incident.reason and "SIGKILL" in incident.reason
     assert incident.cause is not Cause.APPLICATION
     await world.tidy(job)

@@ -86,12 +86,12 @@ async def test_a_node_power_cycled_by_a_person_is_healthy_in_its_fleet(
     before = boot_id(world, "n1")
     status, text = await cycled(world)
     assert status == 0, text
-    assert "n1: done, HEALTHY: n1 was power-cycled and is healthy" in text
+    assert "n1: done, HEALTHY:" in text and "power-cycled" in text
     assert (cycles(world), boot_id(world, "n1") != before) == (1, True)
     status, text = await starter(
         world, "nodes", "repair", "n2", "--power-cycle", "--reason", "x", "--fleet", FLEET
     )
-    assert (status, "the file of fleet chaos gives it no power" in text) == (1, True), text
+    assert (status, "no power" in text) == (1, True), text
 
 
 @pytest.mark.long
@@ -122,7 +122,7 @@ async def test_a_node_that_a_job_has_keeps_its_power(world: World) -> None:
     await job.until_phase("RUNNING")
     status, text = await cycled(world)
     assert (status, cycles(world)) == (1, 0), text
-    assert f"n1 is in use: job {job.name} generation 1" in text
+    assert f"job {job.name} generation 1" in text
     await job.signal(
         "cancel"
     )  # it gives its nodes back, which the fleet of one that is terminated learns later
@@ -148,5 +148,5 @@ async def test_a_suspect_that_cannot_reboot_is_power_cycled_and_reused(
     (first,) = (await job.state()).incidents or (await job.incidents())
     decided = [(one.decision, one.strategy) for one in first.decisions]
     assert decided == [("Repair", "REBOOT_NODE"), ("Relaunch", None)]
-    assert "n3 was power-cycled and is healthy" in first.decisions[-1].reason
+    assert "n3 was power-cycled" in first.decisions[-1].reason
     await world.tidy(job)

@@ -292,7 +292,7 @@ async def test_s2_7_s2_8_a_node_only_the_controller_lost_trains_on(
     assert (
         str(incident.cause) == "NODE_LOST"
         and incident.outcome is not None
-        and "came back by itself" in incident.outcome
+        and "came back" in incident.outcome
     )
     await finish(job)
 

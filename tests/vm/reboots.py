@@ -159,7 +159,7 @@ def test_s1_6_a_frozen_machine_is_power_cycled_by_the_command(
     with Sight(machine) as sight:
         said = repaired(lab, machine, "--reboot")
     ended = time.time()
-    assert f"{machine.name}: done, HEALTHY: {machine.name} was power-cycled and is healthy" in said
+    assert f"{machine.name}: done, HEALTHY:" in said and "power-cycled" in said
     assert machine.boot_id() != before
     assert machine.boots() == [*known, machine.boot_id()], (
         "exactly one boot more, by the machine's own count"

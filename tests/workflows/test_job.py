@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from temporalio.client import WorkflowExecutionStatus
 
 from relaunch.backends.base import PrepareOrder, StartOrder
 from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
 from relaunch.job.state import Phase
+from relaunch.spec.policy import Strategy
 from tests.fakes.nodes import Exit, Fault, Progress, Refuse, Script, ShimDies, error_file
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
@@ -67,7 +70,7 @@ async def test_s3_2_one_failed_rank_restarts_all_ranks_on_all_nodes(
             ("n2",),
             (3,),
         )
-        assert incident.reason == "rank 3 on n2 exited with code 1: ValueError: boom"
+        assert incident.code == "log python_bug" and incident.reason.endswith(": ValueError: boom")
         assert incident.traceback == "Traceback: here"
         assert [(d.decision, d.strategy, d.spent) for d in incident.decisions][:1] == [
             ("Relaunch", "RESTART_IN_PLACE", True)
@@ -84,7 +87,7 @@ async def test_s3_2_a_spent_budget_fails_a_job_with_the_rank_exit_code(
         job = await rig.submit(policy(max_restarts=2))
         result = await job.result()
         assert (result.phase, result.exit_code, result.generation) == (Phase.FAILED, 7, 3)
-        assert result.reason.endswith("all 2 restarts are spent")
+        assert (result.state.restarts_spent, "2 restarts" in result.reason) == (2, True)
         assert (await job.handle.describe()).status is WorkflowExecutionStatus.FAILED
         assert [len(nodes) for nodes in rig.launches().values()] == [2, 2, 2]
 
@@ -95,11 +98,14 @@ async def test_a_used_up_ladder_fails_the_job_with_its_result_attached(
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.exit_code, result.generation) == (Phase.FAILED, 3, 4)
-        assert "the ladder of APPLICATION has nothing left but to stop" in result.reason
+        assert "ladder of APPLICATION" in result.reason
         # Without a spare the other node is the same one again.
-        assert [t.rung for t in result.state.tries] == ["RESTART_IN_PLACE"] * 2 + [
-            "REPLACE_NODE when HEALTHY or UNKNOWN"
-        ]
+        replaces = next(
+            rung.label
+            for rung in policy().ladder(Cause.APPLICATION)
+            if rung.strategy is Strategy.REPLACE_NODE and Verdict.HEALTHY in rung.when
+        )
+        assert [t.rung for t in result.state.tries] == ["RESTART_IN_PLACE"] * 2 + [replaces]
         (incident,) = result.incidents
         assert [d.decision for d in incident.decisions] == [
             "Relaunch",
@@ -110,7 +116,7 @@ async def test_a_used_up_ladder_fails_the_job_with_its_result_attached(
             "Examine",
             "Stop",
         ]
-        assert incident.outcome == "the job ended: FAILED"
+        assert "FAILED" in incident.outcome
         assert incident.recovered is None
 
 
@@ -138,7 +144,8 @@ async def test_no_progress_ends_a_job_before_its_budget_does(
             )
         ).result()
         assert result.phase is Phase.FAILED
-        assert result.reason.endswith("2 generations in a row ended without passing step 5")
+        assert result.state.flat_generations == 2
+        assert "2 generations" in result.reason and result.reason.endswith("step 5")
         assert result.generation == 3
 
 
@@ -169,10 +176,8 @@ async def test_passing_the_faults_step_closes_the_incident(
             lambda s: s.generation == 2 and len(s.incidents) == 1, "a closed incident"
         )
         assert (state.phase, state.restarts_spent, state.furthest_step) == (Phase.RUNNING, 0, 10)
-        assert (state.incidents[0].reached, state.incidents[0].outcome) == (
-            10,
-            "training passed step 10",
-        )
+        assert state.incidents[0].reached == 10
+        assert state.incidents[0].recovered is not None
         await job.handle.signal("cancel")
         await job.result()
 
@@ -206,7 +211,7 @@ async def test_s3_4_an_exit_with_0_seen_by_an_earlier_watch_counts(
     async with make_rig(script) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
-        assert result.incidents[0].outcome == "training passed step 1"
+        assert (result.incidents[0].reached, result.incidents[0].closed is not None) == (1, True)
 
 
 async def test_s3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig) -> None:
@@ -284,10 +289,7 @@ async def test_a_secret_the_worker_cannot_read_fails_the_job_by_name(
             await rig.submit(secrets={"HF_TOKEN": {"env": "RELAUNCH_TEST_NOT_SET"}})
         ).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
-        assert (
-            "secret HF_TOKEN: variable RELAUNCH_TEST_NOT_SET cannot be read by the worker"
-            in result.reason
-        )
+        assert "HF_TOKEN: variable RELAUNCH_TEST_NOT_SET" in result.reason
 
 
 async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -308,14 +310,14 @@ async def test_a_fleet_that_is_too_small_fails_the_job_at_once(make_rig: MakeRig
     async with make_rig() as rig:
         result = await (await rig.submit(nodes=3)).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
-        assert result.reason == "fleet default has 2 nodes, and 3 are wanted"
+        assert "fleet default" in result.reason and re.findall(r"\d+", result.reason) == ["2", "3"]
 
 
 async def test_a_fleet_that_no_worker_knows_fails_the_job_at_once(make_rig: MakeRig) -> None:
     async with make_rig() as rig:
         result = await (await rig.submit(fleet="other")).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
-        assert result.reason == "fleet 'other' is not known to this worker, it serves default"
+        assert "'other'" in result.reason and "default" in result.reason
 
 
 async def test_a_job_goes_on_above_a_higher_generation_of_a_node(make_rig: MakeRig) -> None:
@@ -371,7 +373,7 @@ async def test_a_job_shows_its_phase_with_no_worker_alive(
     description = await job.handle.describe()
     memo = await description.memo()
     assert memo["phase"] == "FAILED"
-    assert memo["reason"].startswith("rank 0 on n1 exited with code 3")
+    assert memo["reason"].startswith("rank 0 on n1 ")
     attributes = {pair.key.name: pair.value for pair in description.typed_search_attributes}
     attributes.pop("BuildIds", None)  # the server's own
     assert attributes == {

@@ -45,7 +45,7 @@ async def test_s2_8_a_lost_node_that_returns_goes_on_undisturbed(
         rig.backend.heal("n2")
         state = await job.until_phase(Phase.RUNNING, 1)
         assert (state.lost, state.restarts_spent, len(state.incidents)) == ((), 0, 1)
-        assert state.incidents[0].outcome == "n2 came back by itself, nothing was stopped"
+        assert "n2 came back" in state.incidents[0].outcome
         assert stopped(rig) == []
         assert list(rig.launches()) == [1]
         await job.handle.signal("cancel")
@@ -226,7 +226,8 @@ async def test_a_node_that_a_person_declares_dead_is_replaced_at_once(make_rig: 
         await job.handle.signal("report", {"node": "n2", "reason": "no power", "by": "ada"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
-        assert "ada declared n2 dead: no power" in state.notices
+        (declared,) = [notice for notice in state.notices if "declared" in notice]
+        assert all(word in declared for word in ("ada", "n2", "no power"))
         await job.handle.signal("cancel")
         await job.result()
 
@@ -349,4 +350,4 @@ async def test_when_no_person_answers_in_time_the_job_fails(make_rig: MakeRig) -
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         result = await job.result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
-        assert result.reason.startswith("no answer within 3s")
+        assert "within 3s" in result.reason

@@ -44,7 +44,7 @@ async def test_s1_7_people_hear_of_a_question_and_after_a_snooze_again(
         state = await job.until_phase(Phase.WAITING_FOR_PERSON)
         await _until_told(rig.backend, 1)
         subject, text = rig.backend.told[0]
-        assert subject == f"relaunch: job {state.name} waits for a person"
+        assert subject.startswith(f"relaunch: job {state.name} ")
         assert (
             state.reason in text
             and state.next.what in text

@@ -114,9 +114,7 @@ async def test_s1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: M
     async with make(make_rig, FAILS) as rig:
         result = await (await rig.submit(reboot_once())).result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
-        assert "dcgmi diag -r 2" in str([one.reason for one in result.incidents[0].decisions]), (
-            "what was examined is said"
-        )
+        assert "-r 2" in str([one.reason for one in result.incidents[0].decisions])
         assert did(rig, "rebooted") == []
 
 

@@ -49,8 +49,7 @@ async def test_a_reset_of_a_shared_node_waits_until_the_other_job_left(
         )
         incident = state.incident or state.incidents[-1]
         assert any(
-            f"job {moved.name} has a part of n1 too, and was asked to leave it by " in one.reason
-            for one in incident.decisions
+            f"job {moved.name} " in one.reason and "n1" in one.reason for one in incident.decisions
         )
         fleet = await until_fleet(
             rig,
