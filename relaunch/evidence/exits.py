@@ -158,7 +158,7 @@ def read_ecs_stop(
         exit_code: Exit code of the container that trains; None: it has none, and did not succeed.
         catalog: The catalog with the user's overrides.
     """
-    what = f"ECS {stop_code or 'without a stop code'}"
+    what = f"ended (ECS: {stop_code or 'no stop code'})"
     suffix = f" ({reason[:EXCERPT]})" if reason else ""
     for row in catalog.ecs_stops:
         if row.stop_code in ("", stop_code) and (row.reason is None or row.reason.search(reason)):

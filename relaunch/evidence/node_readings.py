@@ -67,7 +67,7 @@ def read_disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], lis
             or not isinstance(writable, bool)
             or (inodes is not None and count(inodes) is None)
         ):
-            unread.append(f"disk {path} cannot be read")
+            unread.append(f"disk {path.removeprefix('disk ')} cannot be read")
         role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
         if row is not None and writable is False:
             words = f"{path} cannot be written to: {text(row.get('reason')) or 'no reason given'}"

@@ -381,11 +381,11 @@ def _decide_on_more(job: JobState, event: NodesGranted, now: datetime) -> Decisi
         return _running(
             job, f"{_runs(job)}; it was offered more and has not grown: {_not_grown(more)}", now
         )
-    return Ignore("it is not the time to grow any more")
+    return Ignore("its time to grow is over")
 
 
 def _not_grown(more: tuple[str, ...]) -> str:
-    return "it is not the time any more" if more else "when it asked for them there were none"
+    return "its time to grow is over" if more else "there were none left when it asked for them"
 
 
 def _describe_offer(job: JobState, more: tuple[str, ...]) -> str:

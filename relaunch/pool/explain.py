@@ -99,7 +99,7 @@ class Explainer:
         """Return why a job that runs, or can start, has fewer nodes than it would take."""
         have = len(choice)
         parts = [part for part in self._parts(record, shape, choice, ahead) if part] or [
-            "no other is to be had"
+            "no other node is available"
         ]
         return text(f"{have} of {record.claim.max_nodes} nodes: " + "; ".join(parts), 600)
 

@@ -429,7 +429,7 @@ def _apply_refusal(state: RepairState, event: OrderRefused, now: datetime) -> Re
         claim = f"{state.node} refused: it has rebooted since the order was decided"
         return _log(state, now, event.kind, claim)
     why = f"({text(event.why, 40)}): {text(event.reason) or 'no reason given'}"
-    reason = f"{state.node} refused the order to {describe_order(state)} {why}"
+    reason = f"the order to {describe_order(state)} was refused {why}"
     if event.why == "cannot_reboot" and can_switch_to_power(state):
         return _switch_to_power(replace(state, attempts=state.attempts - 1), now, reason)
     return _end(state, now, "refused", reason)

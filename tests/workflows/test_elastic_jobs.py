@@ -1,6 +1,6 @@
 """Jobs that may have fewer nodes, with their fleet.
 
-They shrink when a node goes, and grow when one is to be had.
+They shrink when a node goes, and grow when one is available.
 """
 
 from __future__ import annotations
