@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.contenders import ROOT, WORLD_SIZE, Contender, free_port, rank_command
 
-READY_WITHIN = 30.0
+READY_TIMEOUT = 30.0
 POLICY = """\
 max_restarts: 1000
 no_progress_stop: off
@@ -49,7 +49,7 @@ class Relaunch(Contender):
         ]
         with (self._state / "up.log").open("wb") as log:
             self._up = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + READY_WITHIN
+        deadline = time.monotonic() + READY_TIMEOUT
         jobs = [sys.executable, str(ROOT / "starter.py"), "jobs"]
         while (
             subprocess.run(jobs, env=self._environment, capture_output=True, check=False).returncode
@@ -57,7 +57,7 @@ class Relaunch(Contender):
         ):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"`up` is not ready within {READY_WITHIN:g} s: see {self._state / 'up.log'}"
+                    f"`up` is not ready within {READY_TIMEOUT:g} s: see {self._state / 'up.log'}"
                 )
         # The first job finds the worker still importing; that is no part of any other job's start.
         subprocess.run(

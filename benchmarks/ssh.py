@@ -42,7 +42,7 @@ from tests.chaos.places import environments
 
 TIMES = preset("default").timeouts
 TOKEN = Token("default", "bench", 1, 1)
-ANSWER_WITHIN = 60.0
+ANSWER_TIMEOUT = 60.0
 """Seconds. Agents, sshd and worker share the machine here, which those of a fleet do not."""
 SETTLE = 5.0
 """Seconds until what was started does no more than it always does."""
@@ -135,11 +135,11 @@ async def measure(
 
     def backend() -> Backend:
         if kind == "local":
-            return LocalBackend(spec, folder, agent, ANSWER_WITHIN)
+            return LocalBackend(spec, folder, agent, ANSWER_TIMEOUT)
         # Counted as memory of what is connected: a worker of local nodes does not import it.
         from relaunch.backends.ssh.backend import SshBackend
 
-        return SshBackend(spec, agent, ANSWER_WITHIN)
+        return SshBackend(spec, agent, ANSWER_TIMEOUT)
 
     memory = pss(os.getpid())
     first = backend()

@@ -56,7 +56,7 @@ TIMEOUTS = {
 }
 """Seconds, for people who watch; a cluster has minutes. The worker notices a lost node (3 s) before
 that node must have stopped its ranks (7 s)."""
-ANSWER_WITHIN = timedelta(seconds=2)
+ANSWER_TIMEOUT = timedelta(seconds=2)
 """How long a node may take to answer; a worker that stops ranks asks each node twice."""
 FLEETS = {"cluster": ("node-1", "node-2", "node-3"), "elsewhere": ("calm-1", "calm-2")}
 PATIENCE = 180.0
@@ -119,7 +119,7 @@ class Screen:
                 f"once {job_views.names(list(job.lost_names))} must have stopped its ranks "
                 f"by itself, {what} without it"
             )
-            at = safe_after(job, (job.incident.decided or job.incident.opened) + 2 * ANSWER_WITHIN)
+            at = safe_after(job, (job.incident.decided or job.incident.opened) + 2 * ANSWER_TIMEOUT)
         return what + (
             f" (in {max(0.0, (at - datetime.now(UTC)).total_seconds()):.0f} s)" if at else ""
         )
@@ -338,7 +338,7 @@ def service() -> Iterator[Path]:
         for name, value in os.environ.items()
         if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
     }
-    environment["RELAUNCH_ANSWER_WITHIN"] = f"{ANSWER_WITHIN.total_seconds():g}"
+    environment["RELAUNCH_ANSWER_WITHIN"] = f"{ANSWER_TIMEOUT.total_seconds():g}"
     with (state / "up.log").open("wb") as log:
         # --attended: `up` ends when its stdin closes, so when we end, for any reason.
         up = subprocess.Popen(

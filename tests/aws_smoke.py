@@ -71,16 +71,16 @@ NEEDED = {
 POLL = timedelta(seconds=2)
 """Between two looks at a task: one worker polls, and a person waits for the table."""
 NODE = "n1"
-ENDS_WITHIN = 120.0
+END_TIMEOUT = 120.0
 """Seconds for a task to be placed, pulled, run and reported: the first pull of an image is the
 longest part."""
 ROUNDS = 5
 """Times that an attribute's way to the scheduler is measured."""
 TRY_AGAIN = 0.05
-SEEN_WITHIN = 30.0
+VISIBILITY_TIMEOUT = 30.0
 """Seconds: six times what relaunch waits, so that a number comes out where it is too short."""
-PROBE_WITHIN = 30.0
-REBOOT_WITHIN, REBOOT_LOOK = 1500.0, 5.0
+PROBE_TIMEOUT = 30.0
+REBOOT_TIMEOUT, REBOOT_LOOK = 1500.0, 5.0
 """Seconds: as a policy's `reboot` has it, and between two probes."""
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class Smoke:
 
     async def end_of(self, generation: int) -> Mapping[str, Any]:
         async with (
-            asyncio.timeout(ENDS_WITHIN),
+            asyncio.timeout(END_TIMEOUT),
             self.backend.watch(NODE, self.token(generation), 0, 10.0) as stream,
         ):
             async for line in stream.lines():
@@ -221,7 +221,7 @@ async def names(smoke: Smoke) -> None:
     async def listed() -> tuple[object, bool]:
         await smoke.start(3, "sleep 300")
         begun, arn = time.monotonic(), ""
-        while not arn and time.monotonic() - begun < SEEN_WITHIN:
+        while not arn and time.monotonic() - begun < VISIBILITY_TIMEOUT:
             answer = await smoke.backend.aws.call(
                 "ecs",
                 "ListTasks",
@@ -309,7 +309,7 @@ async def attribute_is_seen(smoke: Smoke) -> None:
         await smoke.backend.cluster.put_attributes(arn, {smoke.attribute: str(word)})
         constraint = f"ec2InstanceId == {smoke.ec2_id} and {only_for(smoke.attribute, token)}"
         begun = time.monotonic()
-        while time.monotonic() - begun < SEEN_WITHIN:
+        while time.monotonic() - begun < VISIBILITY_TIMEOUT:
             asked = time.monotonic()
             answer = await smoke.run_again(
                 1,
@@ -324,7 +324,7 @@ async def attribute_is_seen(smoke: Smoke) -> None:
                 delays[placed].append(asked - begun)
                 return
             await asyncio.sleep(TRY_AGAIN)
-        raise Differs(f"not seen within {SEEN_WITHIN:g} s")
+        raise Differs(f"not seen within {VISIBILITY_TIMEOUT:g} s")
 
     async def measured(placed: bool) -> tuple[object, bool]:
         seen = delays[placed]
@@ -355,7 +355,7 @@ async def examined(smoke: Smoke) -> str:
 
     async def probe() -> tuple[object, bool]:
         begun = time.monotonic()
-        found.update(await smoke.backend.probe(NODE, PROBE_WITHIN, None))
+        found.update(await smoke.backend.probe(NODE, PROBE_TIMEOUT, None))
         return f"boot {found.get('boot_id')} after {time.monotonic() - begun:.1f} s", bool(
             found.get("boot_id")
         )
@@ -369,10 +369,10 @@ async def rebooted(smoke: Smoke, before: str) -> None:
         id, begun = f"smoke/{smoke.job}", time.monotonic()
         ordered = answered(await smoke.backend.reboot(NODE, id, before, "make aws-smoke REBOOT=1"))
         said = "it did not answer"
-        while time.monotonic() - begun < REBOOT_WITHIN:
+        while time.monotonic() - begun < REBOOT_TIMEOUT:
             await asyncio.sleep(REBOOT_LOOK)
             try:
-                after = str((await smoke.backend.probe(NODE, PROBE_WITHIN, None)).get("boot_id"))
+                after = str((await smoke.backend.probe(NODE, PROBE_TIMEOUT, None)).get("boot_id"))
             except Unreachable as error:
                 said = error.reason
                 continue
@@ -381,7 +381,7 @@ async def rebooted(smoke: Smoke, before: str) -> None:
                 f"{time.monotonic() - begun:.0f} s",
                 after != before,
             )
-        return f"not within {REBOOT_WITHIN:g} s: {said}", False
+        return f"not within {REBOOT_TIMEOUT:g} s: {said}", False
 
     await smoke.row("a reboot, proven by the boot id", "another boot id", reboot)
 

@@ -17,13 +17,13 @@ from relaunch.config import ConfigError, read_settings
 from relaunch.interpreter import leave
 from relaunch.temporal import RETENTION, connect, ensure_namespace
 
-KNOWN_WITHIN = 60.0
+REGISTRATION_TIMEOUT = 60.0
 """Seconds; the server's services look every ten seconds whether there are new namespaces."""
 AGAIN_AFTER = 0.5
 FAILED = 1
 
 
-async def prepare(client: Client, known_within: float = KNOWN_WITHIN) -> str:
+async def prepare(client: Client, known_within: float = REGISTRATION_TIMEOUT) -> str:
     """Return, in words, whether the client's namespace was there.
 
     Raises:

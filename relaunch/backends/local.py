@@ -22,7 +22,7 @@ from relaunch.backends import local_power
 from relaunch.backends.base import PROTOCOL
 from relaunch.backends.local_power import processes_of, reboot, signal_all
 from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
-from relaunch.backends.session import ANSWER_WITHIN
+from relaunch.backends.session import ANSWER_TIMEOUT
 from relaunch.backends.sessions import SessionBackend
 from relaunch.spec.fleet import FleetSpec
 
@@ -43,7 +43,7 @@ PROGRAMS, LIBRARIES = "bin", "lib"
 nvidia-smi) and for libnvidia-ml.so.1."""
 
 
-STARTED_WITHIN = 30.0
+START_TIMEOUT = 30.0
 """Seconds for an agent to start. It is a process of this machine, so a slow start means that the
 machine is busy, unless the node is cut off."""
 
@@ -54,7 +54,7 @@ class LocalBackend(SessionBackend):
     would be cut off as well."""
 
     def __init__(
-        self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN
+        self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_TIMEOUT
     ) -> None:
         super().__init__(spec, answer_within)
         self._state = state.resolve()
@@ -83,7 +83,7 @@ class LocalBackend(SessionBackend):
 
     def _start_timeout(self, name: str) -> float:
         usual = super()._start_timeout(name)
-        return usual if (self.folder(name) / CUT).exists() else max(usual, STARTED_WITHIN)
+        return usual if (self.folder(name) / CUT).exists() else max(usual, START_TIMEOUT)
 
     async def _connect(self, name: str) -> ProcessPipe:
         folder = self.folder(name)

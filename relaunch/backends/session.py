@@ -34,13 +34,13 @@ from relaunch.backends.pipe import Pipe
 from relaunch.generation import Token
 from relaunch.job.places import parse_place
 
-ANSWER_WITHIN = 5.0
+ANSWER_TIMEOUT = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs some
 milliseconds."""
-GPUS_WITHIN = 14.0
+GPU_READ_TIMEOUT = 14.0
 """Seconds for a `list` with GPUs: the agent gives NVML ten, then kills the process, then looks up
 user names."""
-STACKS_WITHIN = 20.0
+STACKS_TIMEOUT = 20.0
 """Seconds that the agent gives py-spy."""
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
@@ -56,7 +56,7 @@ class AgentSession:
         self,
         node: str,
         connect: Connect,
-        answer_within: float = ANSWER_WITHIN,
+        answer_within: float = ANSWER_TIMEOUT,
         silence_breaks: bool = False,
         server: str = "",
         started_within: Callable[[], float] | None = None,
@@ -145,7 +145,7 @@ class AgentSession:
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         if gpus:
-            answer = await self._call("list", {"gpus": True}, GPUS_WITHIN + self._within)
+            answer = await self._call("list", {"gpus": True}, GPU_READ_TIMEOUT + self._within)
         else:
             answer = await self._call("list", {}, self._within)
         if answer["outcome"] == "refused":
@@ -181,7 +181,7 @@ class AgentSession:
 
     async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         answer = await self._call(
-            "stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within
+            "stacks", {"token": self._token(token), "rank": rank}, STACKS_TIMEOUT + self._within
         )
         if answer["outcome"] == "refused":
             return self._read_refusal("stacks", answer)

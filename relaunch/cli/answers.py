@@ -17,7 +17,7 @@ from temporalio.client import (
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
-from relaunch.cli.jobs import QUERY_WITHIN, handle_of, load_job
+from relaunch.cli.jobs import QUERY_TIMEOUT, handle_of, load_job
 from relaunch.cli.repairs import repair_id
 from relaunch.config import ConfigError
 from relaunch.job.state import JobState, Phase
@@ -109,7 +109,7 @@ async def _update(client: Client, id_: str, message: AnswerMessage) -> UpdateRes
         return UpdateResult(
             text=str(
                 await client.get_workflow_handle(id_).execute_update(
-                    "answer", message, rpc_timeout=QUERY_WITHIN
+                    "answer", message, rpc_timeout=QUERY_TIMEOUT
                 )
             )
         )

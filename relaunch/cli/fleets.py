@@ -28,7 +28,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
 from relaunch.cli.job_views import names
-from relaunch.cli.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, load_job, signal_open
+from relaunch.cli.jobs import ACTIVITY_TIMEOUT, QUERY_TIMEOUT, list_jobs, load_job, signal_open
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
@@ -42,13 +42,13 @@ WORKFLOW = "Fleet"
 TASK_TIMEOUT = timedelta(seconds=10)
 """The same as everywhere a fleet is started: a worker that has just started reads thousands of
 probe results before it can answer."""
-READ_WITHIN = timedelta(seconds=10)
+READ_TIMEOUT = timedelta(seconds=10)
 """Timeout for a worker to start the activity and read a file: milliseconds, but a worker that `up`
 has just started needs some seconds."""
 PROBES_TIMEOUT_S = 15.0
 """Seconds from a fleet's start until all its nodes are probed: a worker gives up earlier on a node
 that does not answer, and a slow one has ten."""
-SHOWN_WITHIN = 10.0
+EFFECT_TIMEOUT = 10.0
 """Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes
 settles in 0.2."""
 MAX_CONCURRENT_READS = 16
@@ -117,7 +117,7 @@ async def _query(client: Client, fleet: str) -> FleetState:
     try:
         handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}")
         state: FleetState = await handle.query(
-            "state", result_type=FleetState, rpc_timeout=QUERY_WITHIN
+            "state", result_type=FleetState, rpc_timeout=QUERY_TIMEOUT
         )
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
         raise ConfigError(
@@ -166,7 +166,7 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> FleetFileCon
             id=f"read_fleet/{fleet}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=FleetFile,
-            schedule_to_close_timeout=READ_WITHIN,
+            schedule_to_close_timeout=READ_TIMEOUT,
             retry_policy=RetryPolicy(maximum_attempts=1),
             summary=f"the file of fleet {fleet}, for {whoami()}",
         )
@@ -355,7 +355,7 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
             task_queue=task_queue,
             result_type=tuple[NodeProbe, ...],
             schedule_to_close_timeout=PROBE_TIMEOUT,
-            heartbeat_timeout=ACTIVITY_WITHIN,
+            heartbeat_timeout=ACTIVITY_TIMEOUT,
             retry_policy=RetryPolicy(maximum_attempts=1),
             summary=f"whether {node} answers, for {whoami()}",
         )
@@ -432,7 +432,7 @@ async def _send_signal(
     await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(
         signal, dict(message)
     )
-    now, done = await _wait_until(client, before.name, is_shown, SHOWN_WITHIN)
+    now, done = await _wait_until(client, before.name, is_shown, EFFECT_TIMEOUT)
     return Answer(
         now, done, tuple(notice for notice in now.notices if notice not in before.notices)
     )

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from relaunch.job.state import Incident, JobState
     from relaunch.messages.jobs import CancelMessage, ReportMessage, RetryMessage
 
-QUERY_WITHIN = timedelta(seconds=5)
+QUERY_TIMEOUT = timedelta(seconds=5)
 """Query timeout. A live worker answers in milliseconds, one that replays a long history in a second
 or two; without a worker there is never an answer."""
-ACTIVITY_WITHIN = timedelta(seconds=10)
+ACTIVITY_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ async def _state(
     running = client.get_workflow_handle(described.id, run_id=described.run_id)
     try:
         return await running.query(
-            "state", result_type=JobState, rpc_timeout=QUERY_WITHIN
+            "state", result_type=JobState, rpc_timeout=QUERY_TIMEOUT
         ), "worker"
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError):
         return None, "memo"
@@ -178,8 +178,8 @@ async def incidents(
             id=f"read_incidents/{now.name}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=ReadIncidentsOutput,
-            start_to_close_timeout=ACTIVITY_WITHIN,
-            schedule_to_close_timeout=ACTIVITY_WITHIN,
+            start_to_close_timeout=ACTIVITY_TIMEOUT,
+            schedule_to_close_timeout=ACTIVITY_TIMEOUT,
             summary=f"history of {now.name}",
         )
     except ActivityFailureError:

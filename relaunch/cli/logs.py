@@ -23,7 +23,7 @@ the worker for nothing."""
 BETWEEN_CALLS = 0.1
 """Seconds: a rank that prints all the time costs ten calls a second, and people do not read faster.
 """
-ANSWER_WITHIN = 10.0
+ANSWER_TIMEOUT = 10.0
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -90,7 +90,7 @@ async def read(
     tail: int | None,
 ) -> ReadLogsOutput | None:
     """Read once; return None if no worker answers."""
-    within = timedelta(seconds=wait + ANSWER_WITHIN)
+    within = timedelta(seconds=wait + ANSWER_TIMEOUT)
     try:
         answer: ReadLogsOutput = await client.execute_activity(
             "read_logs",

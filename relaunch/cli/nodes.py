@@ -205,12 +205,12 @@ def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
     if answer.shown:
         print(sentence())
         return
-    from relaunch.cli.fleets import SHOWN_WITHIN
+    from relaunch.cli.fleets import EFFECT_TIMEOUT
 
     why = "; ".join(answer.news) or f"see `relaunch nodes show --fleet {fleet}`"
     say(
-        f"the request was sent, but fleet {fleet} does not show its effect after {SHOWN_WITHIN:g} "
-        f"s: {why}"
+        f"the request was sent, but fleet {fleet} does not show its effect after "
+        f"{EFFECT_TIMEOUT:g} s: {why}"
     )
     raise typer.Exit(1)
 

@@ -24,7 +24,7 @@ from relaunch.text import count_noun
 if TYPE_CHECKING:
     from temporalio.client import Client
 
-CHANGED_WITHIN = 10.0
+CHANGE_TIMEOUT = 10.0
 """Seconds. A live worker answers in milliseconds, and this one has just answered."""
 
 
@@ -161,13 +161,13 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
         return [f"job {name}: nothing to change, its policy has these values already"]
     message = PolicyMessage(policy=changes.keys, reason=reason, by=whoami())
     late = ConfigError(
-        f"job {name}: no answer within {CHANGED_WITHIN:g} s; check `relaunch show {name}` before "
+        f"job {name}: no answer within {CHANGE_TIMEOUT:g} s; check `relaunch show {name}` before "
         "you repeat the command"
     )
     try:
         said: str = await asyncio.wait_for(
             handle_of(client, name).execute_update("change_policy", message, result_type=str),
-            CHANGED_WITHIN,
+            CHANGE_TIMEOUT,
         )
     except WorkflowUpdateFailedError as error:
         raise ConfigError(f"job {name}: {getattr(error.cause, 'message', error.cause)}") from None

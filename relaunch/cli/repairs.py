@@ -25,7 +25,7 @@ from relaunch.pool.state import NodeRecord, NodeStatus
 from relaunch.spec.policy import Strategy
 from relaunch.text import count_noun, join_names
 
-CHECK_WITHIN = {
+CHECK_TIMEOUT = {
     0: timedelta(seconds=90),
     1: timedelta(minutes=5),
     2: timedelta(minutes=20),
@@ -33,7 +33,7 @@ CHECK_WITHIN = {
 }
 """Timeout by DCGM level, for a whole fleet examined concurrently: probing takes seconds, DCGM takes
 what its level takes."""
-REPAIR_WITHIN = timedelta(minutes=40)
+REPAIR_TIMEOUT = timedelta(minutes=40)
 """Deadline of a repair that a person orders: a reboot takes up to 25 minutes, plus a probe before
 and after it."""
 
@@ -50,7 +50,7 @@ async def check(
     """
     for node in nodes:
         check_name("node", node)
-    within = CHECK_WITHIN[level]
+    within = CHECK_TIMEOUT[level]
     try:
         result: tuple[NodeHealth, ...] = await client.execute_activity(
             "check_nodes",
@@ -163,7 +163,7 @@ async def repair(
         strategy=strategy,
         reason=reason,
         by=whoami(),
-        deadline=datetime.now(UTC) + REPAIR_WITHIN,
+        deadline=datetime.now(UTC) + REPAIR_TIMEOUT,
         gpus=tuple(gpus),
         approved_by=whoami(),
         level=level,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from relaunch.cli import files
-from relaunch.cli.service import READY_WITHIN, RELAUNCH, STOP_WITHIN, write_local_fleet
+from relaunch.cli.service import READY_TIMEOUT, RELAUNCH, STOP_TIMEOUT, write_local_fleet
 from relaunch.config import ConfigError, Settings
 from relaunch.temporal import connect, find_running_up
 
@@ -110,7 +110,7 @@ class OwnService:
     log: Path
 
     async def address(self) -> str:
-        deadline = time.monotonic() + READY_WITHIN
+        deadline = time.monotonic() + READY_TIMEOUT
         while time.monotonic() < deadline:
             if up := find_running_up(self.state):
                 return up.address
@@ -120,12 +120,12 @@ class OwnService:
                 ]
                 raise ConfigError(lines[-1].removeprefix("relaunch: "))
             await asyncio.sleep(0.02)
-        raise ConfigError(f"the server did not start within {READY_WITHIN:g} s: see {self.log}")
+        raise ConfigError(f"the server did not start within {READY_TIMEOUT:g} s: see {self.log}")
 
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(3 * STOP_WITHIN)
+            self.process.wait(3 * STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             self.process.kill()
 

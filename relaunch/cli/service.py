@@ -32,11 +32,11 @@ LOCAL_NODES = 16
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
 STEADY_AFTER = 30.0
 """Seconds of uptime after which an exit is a new failure, and the backoff starts over."""
-READY_WITHIN = 30.0
+READY_TIMEOUT = 30.0
 """Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
-STOP_WITHIN = 15.0
+STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
-DRAIN_WITHIN = 120.0
+DRAIN_TIMEOUT = 120.0
 """Seconds that jobs have to end after the process that waited for them has left; longer than
 stopping ranks takes."""
 PR_SET_PDEATHSIG = 1
@@ -296,7 +296,7 @@ class Keeper:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_WITHIN)
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT)
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -320,7 +320,7 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
 
 
 async def _wait_for_server(service: Service, server: Keeper) -> None:
-    deadline = time.monotonic() + READY_WITHIN
+    deadline = time.monotonic() + READY_TIMEOUT
     while True:
         try:
             client = await connect(service.state, service.address)
@@ -329,7 +329,7 @@ async def _wait_for_server(service: Service, server: Keeper) -> None:
         except ConfigError:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"the server did not start within {READY_WITHIN:g} s: {server.last_words()}"
+                    f"the server did not start within {READY_TIMEOUT:g} s: {server.last_words()}"
                 ) from None
         await asyncio.sleep(0.05)
 
@@ -342,7 +342,7 @@ async def _raise_first_error(*tasks: asyncio.Task[None]) -> None:
 
 async def _wait_for_jobs(service: Service, stopping: asyncio.Task[bool]) -> None:
     client = await connect(service.state, service.address)
-    deadline = time.monotonic() + DRAIN_WITHIN
+    deadline = time.monotonic() + DRAIN_TIMEOUT
     while not stopping.done() and time.monotonic() < deadline:
         if (
             await client.count_workflows(

@@ -15,7 +15,7 @@ from relaunch.cli import jobs
 from relaunch.config import ConfigError
 from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
 
-TAKEN_WITHIN = 10.0
+START_TIMEOUT = 10.0
 """Seconds for a worker to start the activity."""
 EACH = 30.0
 """Seconds per rank: py-spy has 20 of them. The ranks of one node are examined one after the other.
@@ -60,9 +60,9 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
             id=f"read_stacks/{state.name}/{state.generation}/{uuid.uuid4().hex}",
             task_queue=task_queue,
             result_type=ReadStacksOutput,
-            schedule_to_start_timeout=timedelta(seconds=TAKEN_WITHIN),
+            schedule_to_start_timeout=timedelta(seconds=START_TIMEOUT),
             start_to_close_timeout=within,
-            schedule_to_close_timeout=within + timedelta(seconds=TAKEN_WITHIN),
+            schedule_to_close_timeout=within + timedelta(seconds=START_TIMEOUT),
             retry_policy=RetryPolicy(maximum_attempts=1),
             summary=f"stacks of {state.name}, generation {state.generation}",
         )

@@ -23,7 +23,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relaunch.cli.warm_client import ANSWER_WITHIN, GO, PASSED_ON, PROTOCOL, SOCKET, namespaces
+from relaunch.cli.warm_client import ANSWER_TIMEOUT, GO, PASSED_ON, PROTOCOL, SOCKET, namespaces
 from relaunch.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +166,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
         if connection is None:
             continue
         if os.WIFSIGNALED(status):
-            connection.settimeout(ANSWER_WITHIN)
+            connection.settimeout(ANSWER_TIMEOUT)
             _tell(connection, f"signal {os.WTERMSIG(status)}")
         connection.close()
 
@@ -202,7 +202,7 @@ def _run(connection: socket.socket, main: Callable[[], int]) -> NoReturn:
 
 def _take_over(connection: socket.socket) -> bool:
     """Read the request and take over the client's environment; return False if it is refused."""
-    connection.settimeout(ANSWER_WITHIN)
+    connection.settimeout(ANSWER_TIMEOUT)
     _, uid, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )

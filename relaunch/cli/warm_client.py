@@ -35,7 +35,7 @@ COMMANDS = (
 ASKS = ["nodes", "trust"]
 """It reads from the terminal, and a fork of an `up` started in the same terminal would be stopped
 for that (SIGTTIN)."""
-ANSWER_WITHIN = 1.0
+ANSWER_TIMEOUT = 1.0
 """Seconds for a fork and two short messages. A cold start takes about as long, so a longer wait
 gains nothing."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
@@ -105,7 +105,7 @@ def _connect(state: str) -> socket.socket:
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise PermissionError(state)
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(ANSWER_WITHIN)
+        connection.settimeout(ANSWER_TIMEOUT)
         # Through its folder's descriptor: the path of a socket may have at most 107 bytes.
         connection.connect("/proc/self/fd/" + str(folder) + "/" + SOCKET)
         return connection

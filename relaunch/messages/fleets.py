@@ -33,7 +33,7 @@ from relaunch.pool.events import (
 from relaunch.pool.messages import Claim, FaultReport, PermitRequest
 from relaunch.pool.state import FleetState
 
-DRAIN_WITHIN = timedelta(minutes=30)
+DRAIN_TIMEOUT = timedelta(minutes=30)
 """Default time for a job to leave a node that a person drains: longer than most jobs need between
 two checkpoints."""
 LONGEST_REASON = 500
@@ -133,7 +133,7 @@ def quarantine_fact(raw: Any) -> FleetEvent:
             "quarantine",
             "within: it limits the time for a drain, expected drain true beside it",
         )
-    within = message.within if message.within is not None else DRAIN_WITHIN
+    within = message.within if message.within is not None else DRAIN_TIMEOUT
     return QuarantineCommand(
         message.node, message.reason[:LONGEST_REASON], message.by, within if message.drain else None
     )

@@ -558,7 +558,7 @@ async def test_who_listens_without_the_key_is_not_believed(
     assert "TLS handshake" in await _impostor(_is_silent, old)
     assert "not speak TLS" in await _impostor(plain)
     assert "TLS handshake" in await _impostor(closes)
-    monkeypatch.setattr(wire, "HANDSHAKE_WITHIN", 0.3)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 0.3)
     assert "within 0.3 s" in await _impostor(_is_silent)
 
 

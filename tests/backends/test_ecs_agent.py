@@ -89,7 +89,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         patch.setattr(stream_module, "STALE_POLLS", PATIENT)
         for module in (container, session_module):
             patch.setattr(module, "SILENT_BEATS", PATIENT)
-        patch.setattr(container, "DRAINED_WITHIN", PATIENCE)
+        patch.setattr(container, "DRAIN_TIMEOUT", PATIENCE)
         patch.setenv("KEY_OF_TESTS", f"{KEY}\n")
         patch.setenv("ANOTHER_KEY", make_key())
         yield double

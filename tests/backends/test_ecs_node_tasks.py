@@ -130,7 +130,7 @@ async def test_a_probe_without_an_answer_is_no_news_about_the_node(
     more: dict[str, Any],
     words: str,
 ) -> None:
-    monkeypatch.setattr(node_tasks_module, "LOGGED_WITHIN", 0.3)
+    monkeypatch.setattr(node_tasks_module, "LOG_TIMEOUT", 0.3)
     site = make()
     scripted(site, answer, code, **more)
     with pytest.raises(Unreachable, match=words):
@@ -142,11 +142,11 @@ async def test_a_repeated_call_waits_for_the_task_that_pulls_its_image(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = make()
-    monkeypatch.setattr(node_tasks_module, "PLACED_WITHIN", 0.3)
+    monkeypatch.setattr(node_tasks_module, "PLACEMENT_TIMEOUT", 0.3)
     scripted(site, {"outcome": "done", "boot_id": "b1", "jobs": [], "reboots": []}, after=0.7)
     with pytest.raises(Unreachable, match="has not ended in time"):
         await site.tasks.probe(site.ec2_id, "n1", 0.2, None)
-    monkeypatch.setattr(node_tasks_module, "PLACED_WITHIN", 20.0)
+    monkeypatch.setattr(node_tasks_module, "PLACEMENT_TIMEOUT", 20.0)
     assert (await add_worker(site).probe())["boot_id"] == "b1"
     assert (
         sum(one["containerInstanceArn"] == site.instance.arn for one in site.double.tasks("node"))
@@ -283,7 +283,7 @@ async def test_s1_5_a_users_own_health_check_is_judged_by_exit_code(
 async def test_s1_5_a_diagnosis_without_a_log_is_judged_by_exit_code(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_tasks_module, "LOGGED_WITHIN", 0.3)
+    monkeypatch.setattr(node_tasks_module, "LOG_TIMEOUT", 0.3)
     site = make(dcgmi=FAULTY, exit_code=226)
     site.double.log_delay = None
     answer = await site.diagnose()

@@ -136,7 +136,7 @@ async def test_what_a_node_says_instead_of_answering_is_one_sentence(
 async def test_a_node_that_takes_no_orders_is_given_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh_channel, "TAKEN_WITHIN", 0.5)
+    monkeypatch.setattr(ssh_channel, "SEND_TIMEOUT", 0.5)
     host = site.host(start=False)
     python_double(host, HELLO + "time.sleep(600)\n")
     host.start()

@@ -37,7 +37,7 @@ from pathlib import Path
 RANK = int(os.environ["RANK"])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 TOKEN = os.environ["RELAUNCH_TOKEN"]
-CONNECT_WITHIN = 60.0
+CONNECT_TIMEOUT = 60.0
 """Seconds; rank 0 may be started late, on a machine that is busy with others."""
 CONNECT_ATTEMPT = 5.0
 """Seconds for one attempt to connect, on a network that loses packets."""
@@ -131,7 +131,7 @@ class Gang:
 
     @staticmethod
     def _connect(where: tuple[str, int]) -> socket.socket:
-        deadline = time.monotonic() + CONNECT_WITHIN
+        deadline = time.monotonic() + CONNECT_TIMEOUT
         while True:
             try:
                 connection = socket.create_connection(where, CONNECT_ATTEMPT)

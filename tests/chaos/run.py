@@ -27,7 +27,7 @@ Cell = tuple[str, str]
 LONGEST_ROUND = 480.0
 """Seconds. A round has at most three waits of a minute; one that takes longer hangs."""
 
-ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
+ANSWER_TIMEOUT = {"local": 1.0, "ssh": 2.0}
 """Seconds: a login forks five processes where a local session is one."""
 
 
@@ -151,7 +151,7 @@ async def work(
     place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
     needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
-    within = answer_within or ANSWER_WITHIN[backend]
+    within = answer_within or ANSWER_TIMEOUT[backend]
     async with World(
         place, number, backend=backend, apart=apart, answer_within=within, **needs
     ) as world:

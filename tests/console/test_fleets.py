@@ -215,7 +215,7 @@ async def test_what_is_unknown_is_one_sentence_and_nothing_is_sent(
 async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleets, "SHOWN_WITHIN", 0.5)
+    monkeypatch.setattr(fleets, "EFFECT_TIMEOUT", 0.5)
     answer = await fleets.quarantine(
         place.client, TASK_QUEUE, "default", "gpu-01", DEAF, drain=False, within=None
     )

@@ -12,7 +12,7 @@ import jsonschema
 import yaml
 from temporalio.envconfig import ClientConfigProfile
 
-from relaunch.cli.service import SERVER_OPTIONS, STOP_WITHIN, find_server
+from relaunch.cli.service import SERVER_OPTIONS, STOP_TIMEOUT, find_server
 from relaunch.config import PREFIX, Settings
 from relaunch.temporal import SEARCH_ATTRIBUTES
 from tests.deploy.compose import (
@@ -141,7 +141,7 @@ def test_a_container_has_longer_to_stop_than_a_worker_needs() -> None:
         assert grace > Settings().graceful_shutdown + 10, (
             "activities that run, then the connections to the nodes"
         )
-        assert grace > STOP_WITHIN, "what `up` gives a worker"
+        assert grace > STOP_TIMEOUT, "what `up` gives a worker"
         assert "RELAUNCH_GRACEFUL_SHUTDOWN" not in SERVICES[name]["environment"]
 
 

@@ -36,7 +36,7 @@ LIAR = Path(__file__).with_name("liar.py")
 NODES = ("n1", "n2", "n3")
 PATIENCE = 240.0
 """Seconds: the machine may be busy with others."""
-RELEASED_WITHIN = 5.0
+RELEASE_TIMEOUT = 5.0
 """Seconds; a node that is examined is not released."""
 MAX_MEMORY_KIB = 400 * 1024
 """That lies may take beside what the process has: lines of 8 MiB, and their values."""
@@ -169,7 +169,7 @@ class Service:
             record = next(one for one in fleet.nodes if one.name == node)
             if record.status is not NodeStatus.IN_SERVICE or record.repair:
                 self.out_of_service = record.reason or record.repair
-                if asyncio.get_running_loop().time() > deadline - PATIENCE + RELEASED_WITHIN:
+                if asyncio.get_running_loop().time() > deadline - PATIENCE + RELEASE_TIMEOUT:
                     return
                 await self.rig.fleet.signal(
                     "release", {"node": node, "reason": "it is to lie again", "by": "ada"}

@@ -49,7 +49,7 @@ POLICY = {
         "reboot": "10m",
     },
 }
-ANSWERS_WITHIN = 60
+ANSWER_TIMEOUT = 60
 """Seconds that the worker gives a node for an answer, for the same reason."""
 
 LOOKED_EVERY = 3.0
@@ -94,7 +94,7 @@ class Lab:
             if not name.startswith(("RELAUNCH_", "TEMPORAL_"))
         }
         self._environment.update(
-            RELAUNCH_STATE=str(self.state), RELAUNCH_ANSWER_WITHIN=str(ANSWERS_WITHIN)
+            RELAUNCH_STATE=str(self.state), RELAUNCH_ANSWER_WITHIN=str(ANSWER_TIMEOUT)
         )
 
     def __enter__(self) -> Lab:

@@ -24,9 +24,9 @@ from tests.vm.image import ROOT, Image
 from tests.vm.power import order
 
 HERE = Path(__file__).parent
-BOOTS_WITHIN = 300.0
+BOOT_TIMEOUT = 300.0
 """Seconds. Emulated on an idle core it takes 20 to 30; that core may be shared."""
-GREETS_WITHIN = 5.0
+GREETING_TIMEOUT = 5.0
 """Seconds: to fork takes an emulated sshd that shares its core one or two."""
 ASKED_EVERY = 0.5
 """Seconds: what the times of this suite are exact to."""
@@ -223,13 +223,13 @@ class Machine:
         with (
             contextlib.suppress(OSError),
             socket.create_connection(
-                (self.address, self.port), timeout=GREETS_WITHIN
+                (self.address, self.port), timeout=GREETING_TIMEOUT
             ) as connection,
         ):
             return connection.recv(8).startswith(b"SSH-2.0")
         return False
 
-    def until(self, greets: bool, within: float = BOOTS_WITHIN) -> float:
+    def until(self, greets: bool, within: float = BOOT_TIMEOUT) -> float:
         """Wait for sshd to be there, or to be gone; return when it was."""
         deadline = time.monotonic() + within
         while self.greets() is not greets:

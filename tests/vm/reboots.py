@@ -21,7 +21,7 @@ from tests.vm.lab import FLEET, POLICY, Lab, Sight, eventually
 from tests.vm.machine import Machine
 
 pytestmark = pytest.mark.timeout(2400)
-TRAINS_WITHIN = 600.0
+TRAINING_TIMEOUT = 600.0
 """Seconds; a reboot of an emulated machine on a busy host takes two minutes of them."""
 
 GPU = "00000000:05:00.0"
@@ -100,13 +100,13 @@ def test_s1_3_s1_6_a_sick_machine_of_a_gang_is_rebooted_once(
     lab: Lab,
 ) -> None:
     lab.submit("reboots", POLICY)
-    lab.until("reboots", generation=1, steps=3, within=TRAINS_WITHIN)
+    lab.until("reboots", generation=1, steps=3, within=TRAINING_TIMEOUT)
     machine, master = lab.machine_of("reboots", 1), lab.machine_of("reboots", 0)
     before, known = machine.boot_id(), machine.boots()
     others = master.boots()
     fail(machine)
     with Sight(machine) as sight:
-        lab.until("reboots", generation=2, steps=3, within=TRAINS_WITHIN)
+        lab.until("reboots", generation=2, steps=3, within=TRAINING_TIMEOUT)
     assert machine.boot_id() != before
     assert machine.boots() == [*known, machine.boot_id()], (
         "exactly one boot more, by the machine's own count"

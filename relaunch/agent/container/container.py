@@ -40,7 +40,7 @@ VALID_FOR = 60.0
 LINGER = 3.0
 """Seconds that the exit waits until a watcher has received the end: a watcher that lost its
 connection reconnects within two."""
-DRAINED_WITHIN = 5.0
+DRAIN_TIMEOUT = 5.0
 BEAT = 3600.0
 """Heartbeat interval of the container's own watch, in seconds; it only waits for exits."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
@@ -349,7 +349,7 @@ class _Container:
 
     def _drain(self) -> None:
         os.close(self.drain)
-        until = time.monotonic() + DRAINED_WITHIN
+        until = time.monotonic() + DRAIN_TIMEOUT
         while self.copier and time.monotonic() < until:
             self._reap()
             if self.copier:

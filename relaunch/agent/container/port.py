@@ -32,9 +32,9 @@ HANDSHAKE_TIMEOUT = 5.0
 LONGEST_ORDER = 64 * 1024
 """Bytes. A watch or a read of logs has some hundred bytes, and some thousand with the offsets of a
 thousand ranks."""
-TAKEN_WITHIN = 60.0
+SEND_TIMEOUT = 60.0
 """Seconds that a watcher may be unreachable before its connection is closed: as long as a lease."""
-DELIVERED_WITHIN = 1.0
+DELIVERY_TIMEOUT = 1.0
 LISTEN_AGAIN = 5.0
 RECORD_BYTES = 65536
 """More than one record of TLS can carry."""
@@ -152,7 +152,7 @@ def serve(
         secured = context.wrap_socket(connection, server_side=True)
         secret.check_peer(secured.getpeercert(binary_form=True))
         secured.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        secured.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKEN_WITHIN * 1000))
+        secured.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT * 1000))
         _Relay(state, secured, told).run()
         secured.settimeout(0.0)
         secured.unwrap()
@@ -212,7 +212,7 @@ class _Relay:
             return None
 
     def _send(self, text: bytes) -> None:
-        self.connection.settimeout(TAKEN_WITHIN)
+        self.connection.settimeout(SEND_TIMEOUT)
         self.connection.sendall(text + b"\n")
 
     def _tell(self) -> None:
@@ -248,7 +248,7 @@ class _Relay:
 
     def _await_delivery(self) -> None:
         """Wait until the other machine has received all: the network may end with the container."""
-        until = time.monotonic() + DELIVERED_WITHIN
+        until = time.monotonic() + DELIVERY_TIMEOUT
         while time.monotonic() < until:
             (left,) = struct.unpack(
                 "i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, b"\0" * 4)

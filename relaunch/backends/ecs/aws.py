@@ -19,7 +19,7 @@ THREADS = 16
 """Concurrent calls. At 30 calls a second of 0.1 s each three are enough; each long poll of a queue
 occupies one more.
 """
-CONNECT_WITHIN, ANSWER_WITHIN = 3.0, 10.0
+CONNECT_TIMEOUT, ANSWER_TIMEOUT = 3.0, 10.0
 LONG_POLL = 25.0
 """Read timeout of SQS in seconds; a receiver may wait up to 20."""
 RATES = {"read": (10.0, 50), "modify": (20.0, 50)}
@@ -192,8 +192,8 @@ class Aws:
                 # botocore logs at INFO, for each client, where it found credentials.
                 logging.getLogger("botocore").setLevel(logging.WARNING)
                 config = Config(
-                    connect_timeout=CONNECT_WITHIN,
-                    read_timeout=LONG_POLL if service == "sqs" else ANSWER_WITHIN,
+                    connect_timeout=CONNECT_TIMEOUT,
+                    read_timeout=LONG_POLL if service == "sqs" else ANSWER_TIMEOUT,
                     # The caller retries: a second layer of retries would only hide the state of
                     # AWS.
                     retries={"total_max_attempts": 1, "mode": "standard"},

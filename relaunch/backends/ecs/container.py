@@ -48,7 +48,7 @@ COMPLAIN_AFTER = 15.0
 """Seconds for which the agent of a running task may be unreachable before a warning is logged.
 Starting Python and the first `prepare` take one or two.
 """
-DRAINED_WITHIN = 1.0
+DRAIN_TIMEOUT = 1.0
 """Seconds to wait for the last lines of a container that ECS reports as stopped. They were sent
 before it stopped.
 """
@@ -267,7 +267,7 @@ class Feed:
         """Read the lines that were already sent, then stop reading."""
         self._finishing.set()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=DRAINED_WITHIN if self.connected else 0.0)
+            await asyncio.wait({self._task}, timeout=DRAIN_TIMEOUT if self.connected else 0.0)
 
     async def close(self) -> None:
         if self._task is not None:

@@ -32,23 +32,23 @@ from relaunch.backends.ecs.tasks import (
 )
 from relaunch.spec.fleet import EcsOptions
 
-PLACED_WITHIN = 45.0
+PLACEMENT_TIMEOUT = 45.0
 """Seconds for placing, pulling and starting a task, per call: activities give a probe a minute more
 than its own time. A repeated call waits for the same task, so that an image which takes longer to
 pull is pulled once.
 """
-SETTLED_WITHIN = 20.0
+SETTLING_TIMEOUT = 20.0
 """Seconds of a call that may be spent waiting for an instance that is coming back; the caller asks
 again every five seconds.
 """
-KNOWN_WITHIN = 10.0
+REGISTRATION_TIMEOUT = 10.0
 """Seconds until ECS can describe a task that RunTask has just returned."""
-LOGGED_WITHIN = 30.0
+LOG_TIMEOUT = 30.0
 """Seconds until output is in CloudWatch Logs: Docker's driver sends it every five seconds, and it
 is visible a little later.
 """
 LOG_LOOK = 1.0
-FREE_WITHIN = 150.0
+FREEING_TIMEOUT = 150.0
 """Seconds for GPUs to become free: a task that is being stopped has 30 s, and at most 120 if its
 stopTimeout says so.
 """
@@ -80,8 +80,8 @@ class NodeTasks:
                 "nothing can be run on it to probe it: "
                 "set ecs.node_task in the fleet file to the node image's task definition",
             )
-        until = time.monotonic() + within + PLACED_WITHIN
-        journal = await self._repairs.settle(node, ec2_id, min(SETTLED_WITHIN, within))
+        until = time.monotonic() + within + PLACEMENT_TIMEOUT
+        journal = await self._repairs.settle(node, ec2_id, min(SETTLING_TIMEOUT, within))
         with _asking(node):
             instance = await self._instance(node, ec2_id)
             if self._options.node_task is None:
@@ -153,7 +153,7 @@ class NodeTasks:
                 return Refused(node, "cannot_start", f"the examination never ran: {_words(ended)}")
             answer = (
                 await self._read(
-                    definition, container, ended, min(until, time.monotonic() + LOGGED_WITHIN)
+                    definition, container, ended, min(until, time.monotonic() + LOG_TIMEOUT)
                 )
                 if by_agent
                 else None
@@ -271,7 +271,7 @@ class NodeTasks:
             )
         now = time.monotonic()
         answer = await self._read(
-            definition, container, ended, min(max(until, now + LOG_LOOK), now + LOGGED_WITHIN)
+            definition, container, ended, min(max(until, now + LOG_LOOK), now + LOG_TIMEOUT)
         )
         if answer is None:
             log = definition.logs[container]
@@ -304,7 +304,7 @@ class NodeTasks:
         ECS places it only when no other task has reserved the GPUs.
         """
         started_by = node_task("diagnose", id)
-        free_until = min(until, time.monotonic() + FREE_WITHIN)
+        free_until = min(until, time.monotonic() + FREEING_TIMEOUT)
         while True:
             for task in await self._cluster.tasks_on(instance.ec2_id):
                 kind, other = examination(task)
@@ -371,7 +371,7 @@ class NodeTasks:
 
         Return None if ECS does not know it although it is old enough to be visible.
         """
-        known_by = time.monotonic() + KNOWN_WITHIN
+        known_by = time.monotonic() + REGISTRATION_TIMEOUT
         while True:
             found = (
                 await self._cluster.wait_stopped([task.arn], max(0.0, until - time.monotonic()))

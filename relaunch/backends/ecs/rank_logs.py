@@ -14,7 +14,7 @@ from relaunch.backends.ecs.tasks import Task
 
 TAIL_LINES, TAIL_BYTES = 40, 8192
 """The same limits as an agent uses."""
-DELIVERED_WITHIN = 6.0
+DELIVERY_TIMEOUT = 6.0
 """Seconds to wait for a rank's first line, which its log driver may send when the container ends.
 
 Only a rank that printed nothing delays its relaunch by that. Without its output, a rank that lost
@@ -43,7 +43,7 @@ class RankLogs:
 
         The exit code is then reported without them.
         """
-        until = time.monotonic() + DELIVERED_WITHIN
+        until = time.monotonic() + DELIVERY_TIMEOUT
         try:
             where = await self.where(task)
             lines: list[str] = []

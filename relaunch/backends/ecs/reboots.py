@@ -24,7 +24,7 @@ that any policy makes before a person looks at the node.
 """
 LONGEST = 256
 """Maximum length of a tag's value in characters."""
-VISIBLE_WITHIN, VISIBLE_LOOK = 5.0, 0.25
+VISIBILITY_TIMEOUT, VISIBLE_LOOK = 5.0, 0.25
 """Seconds to wait for a written tag to become visible, and between two looks. EC2 is eventually
 consistent, mostly within one second.
 """
@@ -138,7 +138,7 @@ class Journal:
         For an INTENT entry, wait until EC2 shows it to readers.
 
         Raises:
-            TimeoutError: EC2 does not show the entry within `VISIBLE_WITHIN` seconds.
+            TimeoutError: EC2 does not show the entry within `VISIBILITY_TIMEOUT` seconds.
         """
         await self._aws.call(
             "ec2",
@@ -181,7 +181,7 @@ class Journal:
         )
 
     async def _visible(self, entry: JournalEntry) -> None:
-        async with asyncio.timeout(VISIBLE_WITHIN):
+        async with asyncio.timeout(VISIBILITY_TIMEOUT):
             while True:
                 if any(
                     one.key == entry.key and format_entry(one) == format_entry(entry)

@@ -25,7 +25,7 @@ HARD_RESET = 300.0
 """Seconds after which an ordered reboot has happened: EC2 queues a reboot, and resets by force an
 instance that does not shut down within a few minutes.
 """
-BEGUN_WITHIN = 60.0
+BEGIN_TIMEOUT = 60.0
 """Seconds from the intent until its worker has drained the instance or is gone: each of the calls
 in between ends within thirteen.
 """
@@ -195,7 +195,7 @@ class Repairs:
                 await journal.write(entry.advance(JournalPhase.DOWN))
             return f"its reboot was ordered {age:.0f} s ago, and its ECS agent has not come back"
         if entry.phase is JournalPhase.INTENT and instance.status == "ACTIVE":
-            if age < BEGUN_WITHIN:
+            if age < BEGIN_TIMEOUT:
                 return f"its reboot is about to be ordered, since {age:.0f} s"
             # an instance is drained before it is rebooted: the worker that wrote the entry did
             # neither

@@ -15,9 +15,9 @@ from relaunch.agent.container.tls import AuthenticationError, Secret
 from relaunch.backends.base import Unreachable
 from relaunch.backends.pipe import LINE_LIMIT
 
-CONNECTED_WITHIN = 3.0
+CONNECT_TIMEOUT = 3.0
 """Seconds. A closed security group does not answer at all, and no caller blocks on this."""
-HANDSHAKE_WITHIN = 3.0
+HANDSHAKE_TIMEOUT = 3.0
 """Seconds for the whole handshake."""
 _NOT_YET_VALID, _EXPIRED = 9, 10
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
@@ -98,18 +98,18 @@ async def connect(node: str, address: str, port: int, secret: Secret) -> WirePip
     context = secret.client_context()
     where = f"{address}:{port}"
     try:
-        async with asyncio.timeout(CONNECTED_WITHIN):
+        async with asyncio.timeout(CONNECT_TIMEOUT):
             connection = await _connect_tcp(address, port)
     except TimeoutError:
         raise Unreachable(
             node,
-            f"{where} did not answer within {CONNECTED_WITHIN:g} s: "
+            f"{where} did not answer within {CONNECT_TIMEOUT:g} s: "
             "is the port open in its security group?",
         ) from None
     except OSError as error:
         raise Unreachable(node, f"{where}: {error.strerror or error}") from error
     try:
-        async with asyncio.timeout(HANDSHAKE_WITHIN):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             # The handshake comes before the reader exists, so that nothing sent in plain text can
             # be read as if it had been authenticated.
             reader, writer = await asyncio.open_connection(
@@ -119,7 +119,7 @@ async def connect(node: str, address: str, port: int, secret: Secret) -> WirePip
         raise Unreachable(
             node,
             f"what listens at {where} did not finish the TLS handshake "
-            f"within {HANDSHAKE_WITHIN:g} s",
+            f"within {HANDSHAKE_TIMEOUT:g} s",
         ) from None
     except ssl.SSLError as error:
         raise Unreachable(node, _explain(where, error)) from error

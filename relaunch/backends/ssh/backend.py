@@ -19,7 +19,7 @@ from pathlib import Path
 import paramiko
 
 from relaunch.backends.base import Unreachable
-from relaunch.backends.session import ANSWER_WITHIN
+from relaunch.backends.session import ANSWER_TIMEOUT
 from relaunch.backends.sessions import SessionBackend
 from relaunch.backends.ssh.channel import ChannelPipe
 from relaunch.backends.ssh.connection import (
@@ -54,7 +54,7 @@ arrive at the same instant."""
 SHORT_LIFE = 3.0
 """Seconds. A session that lived longer than this worked, so its end does not continue the
 backoff."""
-STARTED_WITHIN = 20.0
+START_TIMEOUT = 20.0
 """Seconds for the agent to start after the login. It is 1.4 MB, sent once for each version."""
 
 log = logging.getLogger("relaunch.ssh")
@@ -84,7 +84,7 @@ class Backoff:
 class SshBackend(SessionBackend):
     silence_breaks = True
 
-    def __init__(self, spec: FleetSpec, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
+    def __init__(self, spec: FleetSpec, agent: Path, answer_within: float = ANSWER_TIMEOUT) -> None:
         """Create the backend.
 
         Raises:
@@ -177,14 +177,14 @@ class SshBackend(SessionBackend):
         try:
             channel = await self._log_in_threaded(connection, node)
             pipe = ChannelPipe(connection, channel, self._writers)
-            async with asyncio.timeout(STARTED_WITHIN):
+            async with asyncio.timeout(START_TIMEOUT):
                 self.shipped[node.name] = await start_agent(
                     pipe, self._artifact, self._environment(), self._options.python
                 )
         except TimeoutError:
             connection.abort()
             raise NotStarted(
-                f"the agent could not be started within {STARTED_WITHIN:g} s: "
+                f"the agent could not be started within {START_TIMEOUT:g} s: "
                 "the login succeeded, and the node is silent"
             ) from None
         except ConnectionError as error:

@@ -28,7 +28,7 @@ QUEUE = 8 * 1024 * 1024
 """Most bytes waiting to be sent. The longest order is 4 MiB, so a node behind which more piles up
 is not reading."""
 PIECE = 32768
-TAKEN_WITHIN = 10.0
+SEND_TIMEOUT = 10.0
 """Seconds within which a node must take the next piece of data sent to it."""
 WORDS = 4096
 FAREWELL = 0.5
@@ -268,7 +268,7 @@ class ChannelPipe:
         self._loop.run_in_executor(self._threads, self._write_out)
         if not self._looking:
             self._looking = True
-            self._loop.call_later(TAKEN_WITHIN, self._look)
+            self._loop.call_later(SEND_TIMEOUT, self._look)
 
     def _write_out(self) -> None:
         """Send the queued data until the queue is empty. Runs in a thread."""
@@ -299,7 +299,7 @@ class ChannelPipe:
         self._looking = self._writing and not self._over.is_set()
         if not self._looking:
             return
-        if since is not None and time.monotonic() - since >= TAKEN_WITHIN:
-            self._break(f"the node has taken nothing for {TAKEN_WITHIN:g} s")
+        if since is not None and time.monotonic() - since >= SEND_TIMEOUT:
+            self._break(f"the node has taken nothing for {SEND_TIMEOUT:g} s")
             return
-        self._loop.call_later(TAKEN_WITHIN / 2, self._look)
+        self._loop.call_later(SEND_TIMEOUT / 2, self._look)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.doubles.aws.clockwork import Clockwork
 
-_STOPS_WITHIN = 0.02
+_STOP_TIMEOUT = 0.02
 """Seconds that a scripted container takes to end by a SIGTERM."""
 
 
@@ -78,7 +78,7 @@ class ScriptedProcess:
 
     def ask(self) -> None:
         if not self._script.stubborn and not self._script.stuck:
-            self._clockwork.later(_STOPS_WITHIN, lambda: self._end(143))
+            self._clockwork.later(_STOP_TIMEOUT, lambda: self._end(143))
 
     def kill(self) -> None:
         if not self._script.stuck:

@@ -44,7 +44,7 @@ _DOING: dict[RepairCommand, str] = {
     "reset-gpus": "this node's GPUs are being reset",
     "reboot": "this node is being rebooted",
 }
-NVML_WITHIN = 10.0
+NVML_TIMEOUT = 10.0
 """Seconds that a node gives NVML."""
 KERNEL_LINES, REBOOTS = 200, 20
 """What a probe tells at most, the newest."""
@@ -237,9 +237,9 @@ class Machine:
     async def inventory(self) -> dict[str, Any]:
         """What a look at the node reads of the GPUs."""
         takes = self._takes("gpus")
-        await self._pass(min(takes, NVML_WITHIN))
-        if takes > NVML_WITHIN:
-            return {"unreadable": f"NVML did not answer within {NVML_WITHIN:g} s"}
+        await self._pass(min(takes, NVML_TIMEOUT))
+        if takes > NVML_TIMEOUT:
+            return {"unreadable": f"NVML did not answer within {NVML_TIMEOUT:g} s"}
         return health.inventory(self._node.name, self._gpus, self.sick, self._processes())
 
     def _processes(self) -> dict[int, list[dict[str, Any]]]:
