@@ -47,8 +47,8 @@ class StandIn:
         self._messages.append(("nodes_offered", message))
 
     @workflow.signal
-    def leave_node(self, message: Any) -> None:
-        self._messages.append(("leave_node", message))
+    def drain_node(self, message: Any) -> None:
+        self._messages.append(("drain_node", message))
 
     @workflow.signal
     def claim_again(self, message: Any) -> None:

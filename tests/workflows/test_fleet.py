@@ -308,7 +308,7 @@ async def test_persons_quarantine_drain_and_release_nodes_by_signals(make_rig: M
             {"node": "n1", "reason": "new memory", "by": "grace", "drain": True, "within": "5m"},
         )
         await rig.fleet.signal("quarantine", {"node": "n2", "reason": "loud fan", "by": "grace"})
-        asked = await job.until_told("leave_node")
+        asked = await job.until_told("drain_node")
         assert (asked["node"], asked["reason"], asked["by"]) == ("n1", "new memory", "grace")
         assert (
             timedelta(minutes=4)

@@ -96,7 +96,7 @@ async def test_a_drained_node_is_left_after_the_checkpoint(
             event.workflow_execution_signaled_event_attributes.signal_name
             async for event in job.handle.fetch_history_events()
         ]
-        assert told.count("leave_node") == 1
+        assert told.count("drain_node") == 1
         launched = await job.until(
             lambda s: any("checkpoint of step" in notice for notice in s.notices), "told why"
         )

@@ -180,7 +180,7 @@ class Fleet:
             case OfferMessage():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "nodes_offered", order.offer)
             case DrainMessage():
-                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "leave_node", order.request)
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "drain_node", order.request)
             case ClaimReminder():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "claim_again", {})
             case PermitMessage():

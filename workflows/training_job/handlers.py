@@ -90,8 +90,8 @@ class MessageHandlers:
             self._session.post(NodesOffered(offer.nodes, offer.until))
 
     @workflow.signal(description="Drain a node, or cancel that request. Only the fleet sends it.")
-    def leave_node(self, message: Any = None, *_more: Any) -> None:
-        self._receive("leave_node", message, drain_event)
+    def drain_node(self, message: Any = None, *_more: Any) -> None:
+        self._receive("drain_node", message, drain_event)
 
     @workflow.signal(
         description="The fleet was started again and asks what this job has. Only the fleet sends "
