@@ -202,25 +202,35 @@ def test_a_node_without_power_or_network_runs_its_tasks_for_ecs(
     assert [caller.node(one)["agentConnected"] for one in found] == [False, True]
 
 
-def test_a_stop_and_start_takes_its_time_and_is_a_new_boot(
-    aws: AwsDouble, caller: Caller, node: str
-) -> None:
-    def describe() -> dict[str, Any]:
-        return dict(
-            caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0]
-        )
+def describe_instance(caller: Caller, node: str) -> dict[str, Any]:
+    return dict(
+        caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0]
+    )
 
-    launched = describe()["LaunchTime"]
+
+def test_an_instance_that_is_stopping_cannot_be_started(
+    aws: AwsDouble, caller: Caller, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aws.delays, "power_off", 1000.0)
     caller.ec2.stop_instances(InstanceIds=[node])
-    assert describe()["State"]["Name"] == "stopping"
+    assert describe_instance(caller, node)["State"]["Name"] == "stopping"
     with pytest.raises(ClientError) as error:
         caller.ec2.start_instances(InstanceIds=[node])
     assert refused(error) == "IncorrectInstanceState"
-    until(lambda: describe()["State"]["Name"] == "stopped")
+
+
+def test_a_stop_and_start_is_a_new_boot(aws: AwsDouble, caller: Caller, node: str) -> None:
+    def status() -> str:
+        return str(describe_instance(caller, node)["State"]["Name"])
+
+    launched = describe_instance(caller, node)["LaunchTime"]
+    caller.ec2.stop_instances(InstanceIds=[node])
+    until(lambda: status() == "stopped")
     caller.ec2.start_instances(InstanceIds=[node])
-    until(lambda: describe()["State"]["Name"] == "running")
+    until(lambda: status() == "running")
     until(lambda: caller.node(aws.instance(node).arn)["agentConnected"])
-    assert (describe()["LaunchTime"] > launched, aws.instance(node).boots) == (True, 2)
+    relaunched = describe_instance(caller, node)["LaunchTime"]
+    assert (relaunched > launched, aws.instance(node).boots) == (True, 2)
 
 
 def test_a_terminated_instance_stops_its_tasks_for_good(
