@@ -58,7 +58,8 @@ def read_disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], lis
     for position, row in enumerate(rows[:MAX_DISKS]):
         of_state = position == 0  # the disk of the agent's state comes first
         row = fields(row)  # noqa: PLW2901 (None where it is no object)
-        path = (text(row.get("path"), 80) if row else "") or f"disk {position}"
+        named = text(row.get("path"), 80) if row else ""
+        path = named or f"disk {position}"
         free, writable = (count(row.get("free")), row.get("writable")) if row else (None, None)
         inodes = row.get("inodes_free", "") if row else ""
         if (
@@ -67,7 +68,7 @@ def read_disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], lis
             or not isinstance(writable, bool)
             or (inodes is not None and count(inodes) is None)
         ):
-            unread.append(f"disk {path.removeprefix('disk ')} cannot be read")
+            unread.append(f"disk {named or position} cannot be read")
         role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
         if row is not None and writable is False:
             words = f"{path} cannot be written to: {text(row.get('reason')) or 'no reason given'}"
