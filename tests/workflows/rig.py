@@ -388,19 +388,22 @@ async def rig(
     backend = SimulatedBackend(spec, script, clock)
     fleets = SimulatedFleets(spec, backend)
     made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)
-    async with worker(client, made.queue, fleets, archive, cached=cached):
-        try:
-            yield made
-        finally:
-            await made.end_jobs()
-            await (
-                made.end_fleet()
-            )  # the next rig's fleet may have the same name, and another worker
-        for history in [
-            *made.fleet_histories,
-            *[history for job in made.jobs for history in await job.runs()],
-        ]:
-            await replay(history)
+    try:
+        async with worker(client, made.queue, fleets, archive, cached=cached):
+            try:
+                yield made
+            finally:
+                await made.end_jobs()
+                await made.end_fleet()
+    finally:
+        # An activity that ended with the worker may have started the fleet again. The next rig's
+        # fleet may have the same name, and no worker serves this one's queue any more.
+        await made.end_fleet()
+    for history in [
+        *made.fleet_histories,
+        *[history for job in made.jobs for history in await job.runs()],
+    ]:
+        await replay(history)
     if two_controllers:
         # Another controller has launched higher tokens of the job before, so that ours are older
         # ones for a while.
