@@ -28,12 +28,14 @@ from relaunch.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
+    "relaunch.cli.answers",
     "relaunch.cli.files",
     "relaunch.cli.follow",
     "relaunch.cli.job_views",
     "relaunch.cli.jobs",
     "relaunch.cli.logs",
     "relaunch.cli.run",
+    "relaunch.cli.stacks",
     "relaunch.cli.submit",
     "relaunch.cli.tables",
     "relaunch.job.drain",

@@ -28,8 +28,10 @@ COMMANDS = (
     "history",
     "follow",
     "logs",
+    "stacks",
     "cancel",
     "retry",
+    "answer",
     "nodes",
 )
 ASKS = ["nodes", "trust"]

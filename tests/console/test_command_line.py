@@ -13,24 +13,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
-from temporalio.client import Client
-from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from relaunch.cli import jobs
-from relaunch.cli.service import find_server
 from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
 from relaunch.messages.ids import TASK_QUEUE
-from relaunch.temporal import data_converter, ensure_namespace, find_running_up, read_start_time
+from relaunch.temporal import ensure_namespace, find_running_up, read_start_time
+from tests.console.commands import (
+    ROOT,
+    STARTER,
+    Done,
+    Place,
+    bare_environment,
+    one_sentence,
+    starter,
+)
 from tests.console.fake_job import (
     T0,
     TRACEBACK,
@@ -42,80 +47,17 @@ from tests.console.fake_job import (
 )
 from tests.pages import sections
 
-ROOT = Path(__file__).resolve().parents[2]
-STARTER = str(ROOT / "starter.py")
 DEADLINE = 120.0
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-def bare_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("TEMPORAL_", "RELAUNCH_"))
-    }
-    return {**ours, **changes}
-
-
-async def starter(folder: Path, *words: str, **changes: str) -> Done:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        STARTER,
-        *words,
-        cwd=folder,
-        env=bare_environment(changes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    return Done(process.returncode or 0, out.decode(), err.decode())
-
-
-@dataclass
-class Place:
-    """A server with a worker, and a folder to stand in."""
-
-    client: Client
-    address: str
-    folder: Path
-
-    async def starter(self, *words: str) -> Done:
-        return await starter(self.folder, *words, TEMPORAL_ADDRESS=self.address)
-
-    def write_job(self, name: str, *command: str) -> str:
-        (self.folder / f"{name}.yaml").write_text(
-            f"name: {name}\ncommand: {json.dumps(list(command) or ['wait'])}\nnodes: 2\n"
-        )
-        return f"{name}.yaml"
-
-
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()),
-        dev_server_log_level="error",
-        data_converter=data_converter(),
-    )
-    async with environment:
-        client = environment.client
-        await ensure_namespace(client)
-        activities: list[Callable[..., Any]] = [read_logs, read_incidents, probe_nodes]
-        async with Worker(
-            client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities
-        ):
-            yield Place(client, client.service_client.config.target_host, tmp_path)
-
-
-def one_sentence(done: Done, *words: str) -> None:
-    lines = done.err.strip().splitlines()
-    assert (done.code, done.out, len(lines)) == (2, "", 1), done
-    assert all(word in lines[0] for word in words), lines[0]
+async def place(bare: Place) -> AsyncIterator[Place]:
+    await ensure_namespace(bare.client)
+    activities: list[Callable[..., Any]] = [read_logs, read_incidents, probe_nodes]
+    async with Worker(
+        bare.client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities
+    ):
+        yield bare
 
 
 @pytest.mark.parametrize(
@@ -260,10 +202,8 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> 
     ).code == 0
 
     listed = json.loads((await place.starter("jobs", "--json")).out)
-    assert {(row["name"], row["ended"] is not None) for row in listed} == {
-        ("seven", True),
-        ("zero", True),
-    }
+    ended = {row["name"]: row["ended"] is not None for row in listed}
+    assert ended["seven"] and ended["zero"]
     entries = json.loads((await place.starter("history", "seven", "--json")).out)
     assert [entry["cause"] for entry in entries] == ["APPLICATION"]
     assert TRACEBACK.splitlines()[-1] in (await place.starter("show", "seven")).out

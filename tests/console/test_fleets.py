@@ -9,41 +9,24 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError
-from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from relaunch.cli import answers, fleets
-from relaunch.cli.service import find_server
 from relaunch.config import ConfigError
 from relaunch.messages.ids import TASK_QUEUE
 from relaunch.pool.state import FleetState
-from relaunch.temporal import data_converter
+from tests.console.commands import Done, Place, one_sentence
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
-from tests.console.test_command_line import Done, Place, one_sentence
 from tests.pages import sections
 
 pytestmark = pytest.mark.timeout(
     600
 )  # ten command lines side by side are a minute on two busy cores
-
-
-@pytest.fixture
-async def bare(tmp_path: Path) -> AsyncIterator[Place]:
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()),
-        dev_server_log_level="error",
-        data_converter=data_converter(),
-    )
-    async with environment:
-        yield Place(
-            environment.client, environment.client.service_client.config.target_host, tmp_path
-        )
 
 
 @pytest.fixture

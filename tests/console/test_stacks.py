@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 from temporalio import activity
-from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from relaunch.cli.service import find_server
 from relaunch.messages.ids import TASK_QUEUE
 from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
-from relaunch.temporal import data_converter, ensure_namespace
+from relaunch.temporal import ensure_namespace
+from tests.console.commands import Place, one_sentence
 from tests.console.fake_job import FakeTrainingJob
-from tests.console.test_command_line import Place, one_sentence
 
 
 @activity.defn
@@ -30,19 +27,12 @@ async def read_stacks(input: ReadStacksInput) -> ReadStacksOutput:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()),
-        dev_server_log_level="error",
-        data_converter=data_converter(),
-    )
-    async with environment:
-        client = environment.client
-        await ensure_namespace(client)
-        async with Worker(
-            client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=[read_stacks]
-        ):
-            yield Place(client, client.service_client.config.target_host, tmp_path)
+async def place(bare: Place) -> AsyncIterator[Place]:
+    await ensure_namespace(bare.client)
+    async with Worker(
+        bare.client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=[read_stacks]
+    ):
+        yield bare
 
 
 async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(

@@ -1,4 +1,7 @@
-"""One world for each file of tests: a real server, a real worker, real agents and ranks."""
+"""One world for the tests of a process: a real server, a real worker, real agents and ranks.
+
+Starting a server and a worker costs as much as several tests.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,10 @@ import pytest_asyncio
 from tests.chaos.world import World
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def world(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> AsyncIterator[World]:
-    # Addresses of their own, because files of tests run side by side.
-    number = 20 + sum(request.module.__name__.encode()) % 100
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def world(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> AsyncIterator[World]:
+    # Addresses of their own, because several processes run tests side by side.
+    number = 20 + int(worker_id.removeprefix("gw").replace("master", "0"))
     # Three of these run side by side on two cores: an agent may take some seconds to start there.
     async with World(tmp_path_factory.mktemp("e2e") / "world", number, answer_within=5.0) as made:
         yield made

@@ -20,7 +20,7 @@ from tests.chaos.checks import violations
 from tests.chaos.rounds import KILLED, NOTHING, Expected
 from tests.chaos.world import ROOT, Job, Process, World, chaos_policy, environments
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 LONG = 6.0
 """Seconds: longer than lease and `fence_after` together, and than a step without a hang."""

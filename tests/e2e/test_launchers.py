@@ -19,7 +19,7 @@ import pytest
 from relaunch.evidence.causes import Cause
 from tests.chaos.world import RANK_PROGRAM, ROOT, Job, World, chaos_policy, eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 NEXT_PORT = 'MASTER_PORT=$((MASTER_PORT + 1)) exec "$0" "$@"'

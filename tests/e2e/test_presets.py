@@ -12,7 +12,7 @@ from relaunch.backends.local import KERNEL_LOG, cut, heal
 from relaunch.job.state import Incident
 from tests.chaos.world import HANG_AFTER, Job, World, chaos_policy
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 def preset(name: str, **changes: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from relaunch.backends.local import cut, heal
 from tests.chaos.world import ROOT, Job, World, chaos_policy, eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 async def trained(job: Job, generation: int) -> None:

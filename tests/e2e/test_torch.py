@@ -24,7 +24,7 @@ def has_torch() -> bool:
 
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not has_torch(), reason=f"{PYTHON} has no torch: RELAUNCH_TORCH_PYTHON names one that has"

@@ -24,9 +24,9 @@ OFTEN = ("answer", "answer", "answer", "watch", "watch", "watch")
 
 
 def searched(examples: int) -> settings:
-    """The same examples each time, or 100 times as many others with `DEEP`."""
+    """The same examples each time, or 200 times as many others with `DEEP`."""
     return settings(
-        max_examples=50 * examples if DEEP else examples // 2,
+        max_examples=50 * examples if DEEP else examples // 4,
         derandomize=not DEEP,
         database=None,
         deadline=None,
