@@ -297,7 +297,7 @@ class JobActivities:
                 prepared=stamps[slot.node],
                 secret=secret,
                 fences=input.fences,
-                log_pattern=spec.progress.log_pattern,
+                log_pattern=spec.progress.pattern,
                 launched=launched,
                 secrets=secrets,
                 gpus=spec.gpus_per_node,
