@@ -14,7 +14,8 @@ from typing import Any
 
 PROGRESS_FILE = "RELAUNCH_PROGRESS_FILE"
 
-_newest_checkpoint: int | None = None
+_kept: dict[str, int] = {}
+"""What every further report repeats: the newest checkpoint."""
 
 
 def report(
@@ -36,9 +37,7 @@ def report(
     if not path:
         return
     written: dict[str, Any] = {name: float(value) for name, value in values.items()}
-    written["step"] = int(step)
-    if _newest_checkpoint is not None:
-        written["checkpoint"] = _newest_checkpoint
+    written.update(_kept, step=int(step))
     if phase is not None:
         written["phase"] = phase
     part = f"{path}.{os.getpid()}"
@@ -62,7 +61,7 @@ def make_trainer_callback() -> Any:
 
     class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.values: dict[str, float] = {}
+            self.values: dict[str, Any] = {}
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             report(state.global_step)
