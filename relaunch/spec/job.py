@@ -110,13 +110,15 @@ class ProgressSpec(Strict):
 
     @field_validator("preset")
     @classmethod
-    def _check_preset(cls, value: str | None) -> str | None:
-        if value is not None and value not in PRESETS:
-            raise ValueError(
-                f"{value!r} is not a preset: expected one of {', '.join(sorted(PRESETS))},"
-                " or {log_pattern: 'step (?P<step>\\d+)'}"
-            )
-        return value
+    def _find_preset(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if (name := value.lower()) in PRESETS:  # nanoGPT and NeMo are written with capitals
+            return name
+        raise ValueError(
+            f"{value!r} is not a preset: expected one of {', '.join(sorted(PRESETS))},"
+            " or {log_pattern: 'step (?P<step>\\d+)'}"
+        )
 
     @field_validator("log_pattern")
     @classmethod

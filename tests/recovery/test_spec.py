@@ -245,7 +245,8 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     assert spec(progress={"log_pattern": None}).progress.pattern is None
     assert most.progress.pattern == r"step (?P<step>\d+)"
     named = spec(progress="nanogpt")
-    assert named == spec(progress={"preset": "nanogpt"})
+    assert named == spec(progress={"preset": "nanoGPT"})
+    assert spec(progress={"preset": None}).progress.pattern is None
     assert named.progress.pattern == PRESETS["nanogpt"]
     assert JobSpec.model_validate_json(named.model_dump_json()) == named
 
