@@ -622,7 +622,7 @@ class WatchedShard:
 
 def _find_missing(node: str, heartbeat: Mapping[str, Any]) -> MissingProgress | None:
     for rank, report in (heartbeat.get("progress") or {}).items():
-        if report.get("unreadable"):
+        if isinstance(report, Mapping) and report.get("unreadable"):
             return MissingProgress(node, int(rank), unreadable=report["unreadable"][:MAX_REASON])
     if (printed := heartbeat.get("unmatched")) is not None:
         return MissingProgress(node, printed["rank"], tuple(printed["lines"]))

@@ -38,7 +38,7 @@ class Counter:
 
     step: int
     base: int = 0
-    """What it counted before it last started again."""
+    """What to add since it last started again, so that this was an advance by one step."""
 
     @property
     def position(self) -> int:
@@ -52,8 +52,7 @@ def update_counter(counter: Counter | None, step: int) -> Counter:
         return Counter(step)
     if step >= counter.step:
         return replace(counter, step=step)
-    # Starting again is itself an advance.
-    return Counter(step, counter.position + 1)
+    return Counter(step, counter.position + 1 - step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,15 @@ def test_a_step_within_an_epoch_of_known_length(
     assert (report["step"], report["values"]) == (step, values)
 
 
+def test_the_newest_drawing_of_a_bar_is_read_before_the_next(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, re.compile(r"(?P<step>\d+)/"))
+    for written, step in (("\r1/9 [\r2/9 [", 2), ("\r3/9 [", 3), (" 4/9", 3), ("\n5/9", 3)):
+        with open(generation.log_path(0), "a") as log:
+            log.write(written)
+        progress.read()
+        assert (progress.report() or {})["step"] == step
+
+
 def test_an_epoch_beyond_all_numbers_is_unreadable(generation: Generation) -> None:
     pattern = r"(?P<epoch>\d+) (?P<step>\d+)/(?P<total>\d+)"
     progress = RankProgress(generation, 0, re.compile(pattern))

@@ -277,8 +277,12 @@ class RankProgress:
         except OSError as error:
             self.unreadable = str(error.strerror)
             return
-        *lines, rest = COLOURS.sub(b"", data).replace(b"\r", b"\n").split(b"\n")
+        data = COLOURS.sub(b"", data)
+        *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[-MAX_LINE_BYTES:]
+        if data.rfind(b"\r") > data.rfind(b"\n"):
+            # A bar draws a whole line at once, after the return, and may leave it for a long time.
+            lines.append(rest)
         before = signal.signal(signal.SIGVTALRM, _end_match)
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_CPU_S)
