@@ -212,8 +212,14 @@ class RankProgress:
             return []
         text = SEQUENCES.sub("", data.decode(errors="replace").replace("\r", "\n"))
         lines = text.split("\n")[1 if start and "\n" in text else 0 :]
-        shown = ("".join(c if c.isprintable() else " " for c in one).strip() for one in lines)
-        return [one[:MAX_TAIL_CHARS] for one in shown if one][-MAX_TAIL_LINES:]
+        shown: List[str] = []
+        for one in reversed(lines):
+            line = "".join(c if c.isprintable() else " " for c in one.strip()[:MAX_TAIL_CHARS])
+            if line.strip():
+                shown.insert(0, line.strip())
+            if len(shown) == MAX_TAIL_LINES:
+                break
+        return shown
 
     def _accept(self, reading: Json, written: float) -> None:
         self.unreadable = None
