@@ -15,7 +15,12 @@ from typing import Any
 
 from relaunch.activities.clocks import read_boot_clock
 from relaunch.activities.observations import MESSAGE_LIMIT, read_observations
-from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
+from relaunch.activities.reports import (
+    MissingProgress,
+    WatchHeartbeat,
+    WatchRanksInput,
+    WatchReport,
+)
 from relaunch.backends.base import BackendError, ProtocolError, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
 from relaunch.job.diagnose import is_root
@@ -30,7 +35,7 @@ from relaunch.job.events import (
     RanksHung,
     StepReached,
 )
-from relaunch.job.hang import Pace, advance, hung, rate
+from relaunch.job.hang import Counter, Pace, advance, hung, rate, update_counter
 
 GATHER_DELAY_S = 0.005
 """Seconds to wait for the other exits of one fault. A longer wait would only delay the relaunch:
@@ -50,7 +55,18 @@ MAX_TEXT_BYTES = 192 * 1024
 MIN_GOOD_BEATS = 3
 """Valid heartbeats in a row after which a node that sent invalid data counts as answering again."""
 MAX_NAMED = 16
+MAX_REASON = 300
+"""Most characters of why a rank's progress cannot be read."""
 TOO_LONG = "left out: the report would be too long"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """The progress that one rank has reported."""
+
+    counter: Counter
+    at: datetime
+    phase: str | None = None
 
 
 @dataclass(slots=True)
@@ -78,9 +94,11 @@ class NodeView:
     stamped_at: float = 0.0
     """When `stamp` was received, by `read_boot_clock`."""
     seq: int = 0
-    steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
+    steps: dict[int, RankStep] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
+    missing: MissingProgress | None = None
+    """Why none of its ranks reports a step; None: one does, or the node gives no hint."""
     exited: dict[int, bool] = field(default_factory=dict)
     """Whether each exited rank succeeded, by rank."""
 
@@ -194,6 +212,7 @@ class WatchedShard:
             self._note_answer(node)
             self._first_stamps.set()
             self._update_progress(view, heartbeat.get("progress") or {}, now)
+            view.missing = _find_missing(node, heartbeat)
             self._unspoken.discard(node)
             if node in self._unheard:
                 self._unheard.remove(node)
@@ -262,23 +281,22 @@ class WatchedShard:
             if value.get("step") is None:
                 continue
             at = now - timedelta(seconds=float(value.get("age") or 0.0))
-            view.steps[int(rank)] = (int(value["step"]), at, value.get("phase"))
+            before = view.steps.get(int(rank))
+            counter = update_counter(before.counter if before else None, int(value["step"]))
+            view.steps[int(rank)] = RankStep(counter, at, value.get("phase"))
             view.values = {
                 k: float(v)
                 for k, v in (value.get("values") or {}).items()
                 if isinstance(v, int | float)
             }
-        reached = self._find_reached_step()
-        if reached is not None:
-            step, at, doing = reached
-            before = self._pace.step
-            self._pace = advance(self._pace, step, at, doing)
-            report_at = self.input.report_at_step
-            if report_at is not None and step >= report_at and before != step:
-                self._news.set()
+        known = self._pace.step
+        self._update_pace()
+        report_at, step = self.input.report_at_step, self._pace.step
+        if report_at is not None and step is not None and step >= report_at and known != step:
+            self._news.set()
 
-    def _find_reached_step(self) -> tuple[int, datetime, str | None] | None:
-        """Return the step that every live, reporting rank has reached, with its time and phase.
+    def _update_pace(self) -> None:
+        """Update the pace with what every live, reporting rank has reached.
 
         The time is that of the last rank to reach it; the phase is that of one of the ranks.
         """
@@ -292,12 +310,14 @@ class WatchedShard:
             if rank not in view.exited and not self._all_exited(view)
         ]
         if not living:
-            return None
-        step = min(value[0] for value in living)
-        return (
-            step,
-            max(value[1] for value in living if value[0] == step),
-            next((value[2] for value in living if value[2]), None),
+            return
+        position = min(value.counter.position for value in living)
+        self._pace = advance(
+            self._pace,
+            min(value.counter.step for value in living),
+            max(value.at for value in living if value.counter.position == position),
+            next((value.phase for value in living if value.phase), None),
+            position,
         )
 
     def _find_checkpoint(self) -> int | None:
@@ -389,6 +409,13 @@ class WatchedShard:
             checkpoint=self._find_checkpoint(),
             based=self._is_based(),
             baseline=self._baseline,
+            missing=None
+            if self._pace.step is not None
+            else max(
+                (view.missing for view in self._nodes.values() if view.missing is not None),
+                key=lambda one: (bool(one.unreadable), bool(one.lines)),
+                default=None,
+            ),
         )
 
     # --- one report out
@@ -513,10 +540,10 @@ class WatchedShard:
 
     def _find_step_to_report(self) -> StepReached | None:
         report_at = self.input.report_at_step
-        if report_at is None or self._pace.step is None or self._pace.step < report_at:
+        if report_at is None or self._pace.highest is None or self._pace.highest < report_at:
             return None
         return StepReached(
-            self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at
+            self.generation, self._pace.highest, self._pace.advanced_at or self._pace.started_at
         )
 
     def _find_hang(self) -> RanksHung | None:
@@ -538,7 +565,7 @@ class WatchedShard:
             for rank, value in view.steps.items()
             if rank not in view.exited
         }
-        slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:MAX_NAMED]
+        slowest = sorted(steps, key=lambda rank: (steps[rank].counter.position, rank))[:MAX_NAMED]
         return RanksHung(
             self.generation,
             tuple(slowest),
@@ -569,11 +596,11 @@ class WatchedShard:
 
     def _make_report(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
         seen: list[Event] = []
-        if self._pace.step is not None:
+        if self._pace.highest is not None:
             seen.append(
                 ProgressSeen(
                     self.generation,
-                    self._pace.step,
+                    self._pace.highest,
                     self._pace.advanced_at or self._pace.started_at,
                 )
             )
@@ -591,6 +618,15 @@ class WatchedShard:
             exited,
             all_succeeded,
         )
+
+
+def _find_missing(node: str, heartbeat: Mapping[str, Any]) -> MissingProgress | None:
+    for rank, report in (heartbeat.get("progress") or {}).items():
+        if isinstance(report, Mapping) and report.get("unreadable"):
+            return MissingProgress(node, int(rank), unreadable=report["unreadable"][:MAX_REASON])
+    if (printed := heartbeat.get("unmatched")) is not None:
+        return MissingProgress(node, printed["rank"], tuple(printed["lines"]))
+    return None
 
 
 def _cut_texts(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:

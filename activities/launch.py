@@ -45,6 +45,7 @@ from relaunch.job.ranks import (
     rank_environments,
     ranks_of,
     restart_counts,
+    tracker_environment,
 )
 from relaunch.job.state import Slot
 from relaunch.spec.job import JobSpec
@@ -285,19 +286,19 @@ class JobActivities:
             peers = tuple(
                 Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members))
             )
-            command, launched = _make_command(input, gang, group_rank)
+            command, launched = _make_command(input, gang, group_rank, backend.server)
             orders[slot.node] = StartOrder(
                 token=input.token,
                 node=slot.node,
                 command=command,
                 workdir=spec.workdir,
                 env=environment,
-                rank_env=rank_environments(group_rank, slot, spec),
+                rank_env=_make_rank_environments(input, backend.server, group_rank, slot),
                 peers=peers,
                 prepared=stamps[slot.node],
                 secret=secret,
                 fences=input.fences,
-                log_pattern=spec.progress.log_pattern,
+                log_pattern=spec.progress.pattern,
                 launched=launched,
                 secrets=secrets,
                 gpus=spec.gpus_per_node,
@@ -459,8 +460,21 @@ def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepa
         raise NodesUnreachable(elsewhere, f"{doubts[elsewhere[0]]}{more}", elsewhere)
 
 
+def _make_rank_environments(
+    input: LaunchRanksInput, server: str, group_rank: int, slot: Slot
+) -> tuple[dict[str, str], ...]:
+    spec = input.spec
+    environments = rank_environments(group_rank, slot, spec)
+    if spec.launcher != "none":
+        return environments  # each rank below it gets its own, see `_make_command`
+    return tuple(
+        {**environment, **tracker_environment(input.token, server, rank, spec)}
+        for rank, environment in zip(ranks_of(group_rank, spec), environments, strict=True)
+    )
+
+
 def _make_command(
-    input: LaunchRanksInput, gang: Gang, group_rank: int
+    input: LaunchRanksInput, gang: Gang, group_rank: int, server: str
 ) -> tuple[tuple[str, ...], BelowLauncher | None]:
     """Return the command that a node starts, and the ranks below it if it is a launcher."""
     spec, token = input.spec, input.token
@@ -474,6 +488,8 @@ def _make_command(
     env = {
         **restart_counts(token, input.max_restarts),
         "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
+        # Rank 0's: only the launcher knows which rank it starts, and the agent adds its number.
+        **tracker_environment(token, server, 0, spec),
     }
     return commands.launcher, BelowLauncher(commands.rank, ranks_of(group_rank, spec), env)
 

@@ -61,6 +61,17 @@ class WatchReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingProgress:
+    """Why no step is known: what a rank printed last, or why its progress cannot be read."""
+
+    node: str
+    rank: int
+    lines: tuple[str, ...] = ()
+    """Empty: no rank of the node has printed anything."""
+    unreadable: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WatchHeartbeat:
     """The state of a running watch, shown to people and left to its successor."""
 
@@ -82,3 +93,5 @@ class WatchHeartbeat:
     stalled: tuple[str, ...] = ()
     """Nodes whose disk hangs, or where the process that reaps ranks was stopped: their exits may
     not be reported."""
+    missing: MissingProgress | None = None
+    """None: a step is known, or the nodes give no hint."""

@@ -52,7 +52,7 @@ class WatchActivities:
         if before is not None:
             # Keep the learned pace. The current step is not known until a node reports it, and the
             # gap between the two watches must not count as an interval.
-            pace = replace(before.pace, step=None, advanced_at=None)
+            pace = replace(before.pace, step=None, highest=None, position=None, advanced_at=None)
         gang = WatchedShard(input, pace, before)
         try:
             return await self._watch(gang, info.task_token)

@@ -100,6 +100,10 @@ def _cut(reason: str) -> str:
     return reason[:MAX_REASON]
 
 
+def _replace_controls(line: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in line)
+
+
 Item = TypeVar("Item")
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
@@ -114,6 +118,7 @@ Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 """[submission, generation]."""
 RankNumber = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Ranks = Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)]
+PrintedLine = Annotated[str, Field(max_length=512), AfterValidator(_replace_controls)]
 Lines = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
 
 
@@ -288,12 +293,20 @@ class RankProgress(_Answer):
     checkpoint: Count | None = None
 
 
+class LastOutput(_Answer):
+    """What a rank printed last, on a node where no rank reports progress."""
+
+    rank: Count
+    lines: Annotated[list[PrintedLine], Field(max_length=16, fail_fast=True)] = []
+
+
 class Heartbeat(_Answer):
     stamp: Seconds
     alive: Ranks = []
     lease_left: Seconds | None = None
     shim_silent: Seconds | None = None
     progress: Annotated[dict[RankNumber, RankProgress], Field(max_length=MAX_RANKS)] = {}
+    unmatched: LastOutput | None = None
 
 
 class ObservationHead(_Answer):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from relaunch.cli.progress_hints import explain_missing_progress
 from relaunch.text import count_noun, join_names
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Watch:
     """The step of the newest finished checkpoint."""
     stalled: tuple[str, ...] = ()
     """Nodes where the exit of a rank may not be reported."""
+    missing: Mapping[str, Any] | None = None
+    """Why no step is known: a `MissingProgress`."""
 
 
 def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
@@ -59,6 +62,9 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
         unreachable=tuple(node for d in details for node in d.get("unreachable") or ()),
         checkpoint=min(saved, default=None),
         stalled=tuple(node for d in details for node in d.get("stalled") or ()),
+        missing=next((d["missing"] for d in details if isinstance(d.get("missing"), Mapping)), None)
+        if not reported
+        else None,
     )
 
 
@@ -123,6 +129,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
             "reason": state.fewer or None,
         },
         "progress": _progress(state, watch),
+        "progress_hint": _find_progress_hint(state, watch, now),
         "budgets": budgets(state, now),
         "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
         "reason": state.reason,
@@ -166,6 +173,16 @@ def _progress(state: JobState, watch: Watch | None) -> dict[str, Any] | None:
             "checkpoint": watch.checkpoint,
         }
     return {"step": state.progress.step, "at": _iso(state.progress.at)} if state.progress else None
+
+
+def _find_progress_hint(state: JobState, watch: Watch | None, now: datetime) -> str | None:
+    if watch is None or watch.missing is None or watch.generation != state.generation:
+        return None
+    try:
+        waited = now - datetime.fromisoformat(str(watch.at))
+    except (TypeError, ValueError):
+        return None
+    return explain_missing_progress(state.spec.progress, watch.missing, waited)
 
 
 def history_entry(incident: Incident) -> dict[str, Any]:
@@ -230,7 +247,8 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
         f"generation  {view['generation']} with {count_noun(view['ranks'], 'rank')} on "
         f"{names(view['nodes']) or 'no nodes yet'}",
         *([f"fewer       {view['size']['reason']}"] if view["size"]["reason"] else []),
-        f"progress    {progress_text(progress)}",
+        f"progress    {progress_text(progress)}"
+        + (f": {view['progress_hint']}" if view["progress_hint"] else ""),
         f"budgets     {budget_text(view['budgets'])}",
         f"incidents   {view['incidents']}",
     ]

@@ -30,6 +30,32 @@ steps do not show how many.
 
 
 @dataclass(frozen=True, slots=True)
+class Counter:
+    """The step counter of one rank in one generation.
+
+    It may start again while the rank lives, as a progress bar does in each epoch.
+    """
+
+    step: int
+    base: int = 0
+    """What to add since it last started again, so that this was an advance by one step."""
+
+    @property
+    def position(self) -> int:
+        """How far the rank has come; it never decreases."""
+        return self.base + self.step
+
+
+def update_counter(counter: Counter | None, step: int) -> Counter:
+    """Return the counter of a rank that now reports this step."""
+    if counter is None:
+        return Counter(step)
+    if step >= counter.step:
+        return replace(counter, step=step)
+    return Counter(step, counter.position + 1 - step)
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """How one generation advances, by the watcher's clock.
 
@@ -40,6 +66,11 @@ class Pace:
     expected: bool
     """Whether this job has reported progress, in this generation or an earlier one."""
     step: int | None = None
+    """The step that all reporting ranks have reached, by their present counters."""
+    highest: int | None = None
+    """The highest of these steps: counters may start again."""
+    position: int | None = None
+    """How far all reporting ranks have come. Only this says whether training advances."""
     advanced_at: datetime | None = None
     intervals: tuple[float, ...] = ()
     """Seconds between advances, the newest last."""
@@ -49,19 +80,32 @@ class Pace:
     """What a rank reports to be doing other than stepping: checkpoint, evaluation."""
 
 
-def advance(pace: Pace, step: int, at: datetime, doing: str | None = None) -> Pace:
-    """Return the pace with the step that all reporting ranks have reached."""
-    if pace.step is not None and step <= pace.step:
+def advance(
+    pace: Pace, step: int, at: datetime, doing: str | None = None, position: int | None = None
+) -> Pace:
+    """Return the pace with what all reporting ranks have reached.
+
+    Args:
+        pace: The pace so far.
+        step: The lowest step of the ranks, by their present counters.
+        at: When the last of them reached it.
+        doing: What a rank reports to be doing other than stepping.
+        position: The lowest `Counter.position` of the ranks; None: no counter started again.
+    """
+    position = step if position is None else position
+    if pace.position is not None and position <= pace.position:
         return replace(pace, doing=doing)
     intervals, steps = pace.intervals, pace.steps
-    if pace.step is not None and pace.advanced_at is not None:
+    if pace.position is not None and pace.advanced_at is not None:
         intervals = (*intervals, max(0.0, (at - pace.advanced_at).total_seconds()))[
             -KEPT_INTERVALS:
         ]
-        steps = (*steps, step - pace.step)[-KEPT_INTERVALS:]
+        steps = (*steps, position - pace.position)[-KEPT_INTERVALS:]
     return replace(
         pace,
         step=step,
+        highest=step if pace.highest is None else max(step, pace.highest),
+        position=position,
         advanced_at=at,
         intervals=intervals,
         steps=steps,

@@ -5,6 +5,8 @@ The environment has TorchElastic's names, ModelArts' counters, and relaunch's ow
 
 from __future__ import annotations
 
+import hashlib
+
 from relaunch.generation import Token
 from relaunch.job.state import Slot
 from relaunch.pool.messages import Place
@@ -100,6 +102,31 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
         {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank), **place}
         for local_rank, rank in enumerate(ranks_of(group_rank, spec))
     )
+
+
+TRACKER_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME")
+"""What `tracker_environment` sets. A job that sets one of them itself is left alone."""
+
+
+def tracker_environment(token: Token, server: str, rank: int, spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which Weights & Biases continues one run after each restart.
+
+    Rank 0 has the run of the submission. The others have runs of their own, for programs that log
+    from every rank: two processes must not write one run. Sources: docs.wandb.ai, environment
+    variables and distributed training. MLflow has no such variables: it refuses a run id that its
+    server does not know (mlflow/tracking/fluent.py, start_run).
+
+    Args:
+        token: The token of the launch.
+        server: The identity of relaunch's server: two servers may have jobs of one name.
+        rank: The global rank.
+        spec: The job.
+    """
+    if any(name in spec.env or name in spec.secrets for name in TRACKER_VARIABLES):
+        return {}
+    whole = f"{server}/{token.namespace}/{token.job}/{token.submission}"
+    run = f"{token.job.replace('.', '-')}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
+    return {"WANDB_RUN_ID": run if rank == 0 else f"{run}-{rank}", "WANDB_RESUME": "allow"}
 
 
 def seat(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relaunch.fields import Name, Strict, compile_pattern
+from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
 # The agent sets these itself, or they would let a job act in the name of another.
@@ -90,12 +91,34 @@ def parse_nodes(value: Any) -> Any:
 
 
 class ProgressSpec(Strict):
+    """How the step is found in what ranks print; as text, the name of a preset."""
+
+    preset: str | None = None
+    """A name in `relaunch.spec.progress.PRESETS`, for programs that are well known."""
     log_pattern: str | None = None
     """A regular expression with a group named `step`, searched in every line that a rank prints.
 
     A group named `checkpoint` captures the step of a finished checkpoint, on the same line as a
-    step or on a separate one.
+    step or on a separate one. With groups named `epoch` and `total`, `step` is a counter within an
+    epoch of `total` steps, and the step is epoch * total + step.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_name(cls, value: Any) -> Any:
+        return {"preset": value} if isinstance(value, str) else value
+
+    @field_validator("preset")
+    @classmethod
+    def _find_preset(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if (name := value.lower()) in PRESETS:  # nanoGPT and NeMo are written with capitals
+            return name
+        raise ValueError(
+            f"{value!r} is not a preset: expected one of {', '.join(sorted(PRESETS))},"
+            " or {log_pattern: 'step (?P<step>\\d+)'}"
+        )
 
     @field_validator("log_pattern")
     @classmethod
@@ -109,6 +132,17 @@ class ProgressSpec(Strict):
                 f"{value!r} has no group named step: write it like 'step (?P<step>\\d+)'"
             )
         return value
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.preset is not None and self.log_pattern is not None:
+            raise ValueError(f"preset is {self.preset!r} and there is a log_pattern: expected one")
+        return self
+
+    @property
+    def pattern(self) -> str | None:
+        """The pattern that the ranks' lines are searched with."""
+        return PRESETS[self.preset] if self.preset is not None else self.log_pattern
 
 
 class CheckpointSpec(Strict):

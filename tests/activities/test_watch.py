@@ -18,7 +18,7 @@ from temporalio.service import RPCError, RPCStatusCode
 import relaunch.activities.gang
 import relaunch.activities.watch
 from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S, WatchedShard
-from relaunch.activities.reports import WatchHeartbeat
+from relaunch.activities.reports import MissingProgress, WatchHeartbeat
 from relaunch.activities.watch import SupersededWatchError
 from relaunch.backends.base import Unreachable, WatchStream
 from relaunch.evidence.observations import RankExited, RanksVanished
@@ -385,3 +385,37 @@ async def _launched(fleet: Stand) -> None:
     held, fleet.server.fails = fleet.server.fails, None
     await fleet.launch()
     fleet.server.fails = held
+
+
+def shard(*reports: tuple[str, dict[str, Any]]) -> WatchHeartbeat:
+    """What a watch says after these heartbeats of its nodes: progress, or what was printed."""
+    watched = WatchedShard(stand().watch_input(), Pace(ago(100), expected=False))
+    for node, report in reports:
+        known = {"progress": report} if "lines" not in report else {"unmatched": report}
+        watched.process_line(node, {"heartbeat": {"stamp": 1.0, **known}})
+    return watched.heartbeat()
+
+
+def test_a_counter_that_starts_again_advances_while_all_do() -> None:
+    last = {"0": {"step": 99}, "1": {"step": 99}}
+    one = shard(("n1", last), ("n1", {"0": {"step": 0}, "1": {"step": 99}}))
+    assert (one.pace.position, one.pace.intervals) == (99, ()), "rank 1 stands still"
+    both = shard(("n1", last), ("n1", {"0": {"step": 4}}), ("n1", {"1": {"step": 3}}))
+    assert (both.step, both.pace.highest, both.pace.position) == (3, 99, 100)
+    assert both.pace.steps == (1,)
+
+
+def test_a_watch_says_why_no_step_is_known() -> None:
+    printed = {"rank": 3, "lines": ["iter 1: loss 2"]}
+    silent = {"rank": 0, "lines": []}
+    assert shard().missing is None
+    assert shard(("n1", silent), ("n2", printed)).missing == MissingProgress(
+        "n2", 3, ("iter 1: loss 2",)
+    )
+    assert shard(("n1", silent)).missing == MissingProgress("n1", 0)
+    unreadable = {"2": {"unreadable": "neither a step nor JSON"}}
+    assert shard(("n1", unreadable), ("n2", printed)).missing == MissingProgress(
+        "n1", 2, unreadable="neither a step nor JSON"
+    )
+    assert shard(("n1", {"0": {"step": 1}}), ("n2", printed)).missing is None
+    assert shard(("n1", printed), ("n1", {"0": {"step": None, "checkpoint": 4}})).missing is None

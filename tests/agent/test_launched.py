@@ -22,6 +22,7 @@ import pytest
 from real_node import Json, Node, expect_done, is_alive, python_command, token, wait_for
 
 from relaunch.activities.observations import read_observations
+from relaunch.agent.ranks.launched import leave_tracker
 from relaunch.evidence.observations import RankExited
 from relaunch.job.launchers import launcher_command
 from relaunch.spec.job import JobSpec
@@ -124,7 +125,7 @@ class Launch:
             launched={
                 "command": list(told.rank),
                 "ranks": ranks,
-                "env": {"TORCHELASTIC_RESTART_COUNT": "4"},
+                "env": {"TORCHELASTIC_RESTART_COUNT": "4", "WANDB_RUN_ID": "run"},
             },
         )
         return int(expect_done(started)["pids"][str(process)])
@@ -183,7 +184,8 @@ def test_each_rank_has_its_own_files_and_knows_its_launch(launch: Launch, kind: 
     launch.kind = kind
     tells = STEPS.replace(
         "time.sleep(1000)",
-        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.getpid(), flush=True); "
+        "print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['WANDB_RUN_ID'], "
+        "os.getpid(), flush=True); "
         "time.sleep(1000)",
     )
     launcher = launch.run(code(tells))
@@ -195,8 +197,26 @@ def test_each_rank_has_its_own_files_and_knows_its_launch(launch: Launch, kind: 
     }
     assert heartbeat["alive"] == [PROCESS]
     for rank, pid in ranks.items():
-        wait_for(lambda rank=rank, pid=pid: launch.node.log(rank) == f"up {rank}\n4 {pid}\n")
+        said = f"up {rank}\n4 {('run', 'run-1')[rank]} {pid}\n"
+        wait_for(lambda rank=rank, said=said: launch.node.log(rank) == said)
         assert os.getpgid(pid) != os.getpgid(launcher)
+
+
+@pytest.mark.parametrize(
+    ("own", "run"),
+    [
+        ({}, "run-1"),
+        ({"WANDB_RUN_ID": "", "OTHER": "x"}, "run-1"),
+        ({"WANDB_RUN_ID": "run", "WANDB_RESUME": "allow"}, "run-1"),
+        ({"WANDB_RUN_ID": "mine"}, None),
+        ({"WANDB_RESUME": "never"}, None),
+    ],
+)
+def test_a_run_that_the_user_names_stays(own: dict[str, str], run: str | None) -> None:
+    given = {"WANDB_RUN_ID": "run-1", "WANDB_RESUME": "allow", "RANK": "1"}
+    left = leave_tracker(given, own)
+    assert (left.get("WANDB_RUN_ID"), left["RANK"]) == (run, "1")
+    assert ("WANDB_RESUME" in left) is (run is not None)
 
 
 @every_launcher

@@ -282,7 +282,8 @@ def test_the_environment_of_a_rank(
         "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == "
         "os.getpid()]))"
     )
-    own = [{"RANK": "0"}, {"RANK": "1", "BOTH": "own"}]
+    monkeypatch.setenv("WANDB_RUN_ID", "of the shell")
+    own = [{"RANK": "0"}, {"RANK": "1", "BOTH": "own", "WANDB_RUN_ID": "of the submission"}]
     node.run(1, python_command(code), env={"BOTH": "common"}, rank_env=own, workdir=str(tmp_path))
     wait_for(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))
     first, second = json.loads(node.log(0)), json.loads(node.log(1))
@@ -294,6 +295,7 @@ def test_the_environment_of_a_rank(
         "own",
     )
     assert environment["KEPT"] == "from the session"
+    assert environment["WANDB_RUN_ID"] == "of the shell"
     assert "RELAUNCH_SECRET" not in environment
     assert "TORCHELASTIC_RUN_ID" not in environment
     assert environment["RELAUNCH_TOKEN"] == "default/j/1/1"

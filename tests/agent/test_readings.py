@@ -123,6 +123,57 @@ def test_lines_of_a_log_may_tell_of_a_step_or_of_a_checkpoint(
     assert "checkpoint" in report["unreadable"] and "'soon'" in report["unreadable"]
 
 
+@pytest.mark.parametrize(
+    ("line", "step", "values"),
+    [
+        ("epoch 3 step 7/100", 307, {}),
+        ("epoch 0 step 7/100", 7, {}),
+        ("epoch 3 step 7/?", 7, {"epoch": 3.0}),
+        ("epoch 1.5 step 7/100", 7, {"epoch": 1.5, "total": 100.0}),
+        ("epoch \x1b[31m3\x1b[0m step \x1b[1;32m7\x1b[0m/100", 307, {}),
+    ],
+)
+def test_a_step_within_an_epoch_of_known_length(
+    generation: Generation, line: str, step: int, values: dict[str, float]
+) -> None:
+    pattern = r"epoch (?P<epoch>\S+) step (?P<step>\d+)/(?P<total>\S+)"
+    progress = RankProgress(generation, 0, re.compile(pattern))
+    generation.log_path(0).write_text(f"{line}\n")
+    assert progress.read() is True
+    report = progress.report() or {}
+    assert (report["step"], report["values"]) == (step, values)
+
+
+def test_the_newest_drawing_of_a_bar_is_read_before_the_next(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, re.compile(r"(?P<step>\d+)/"))
+    for written, step in (("\r1/9 [\r2/9 [", 2), ("\r3/9 [", 3), (" 4/9", 3), ("\n5/9", 3)):
+        with open(generation.log_path(0), "a") as log:
+            log.write(written)
+        progress.read()
+        assert (progress.report() or {})["step"] == step
+
+
+def test_an_epoch_beyond_all_numbers_is_unreadable(generation: Generation) -> None:
+    pattern = r"(?P<epoch>\d+) (?P<step>\d+)/(?P<total>\d+)"
+    progress = RankProgress(generation, 0, re.compile(pattern))
+    generation.log_path(0).write_text(f"{'9' * 4000} 1/100\n")
+    progress.read()
+    assert (progress.report() or {}).keys() == {"unreadable"}
+
+
+def test_the_last_lines_are_short_and_harmless(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, None)
+    assert (progress.printed_at(), progress.read_tail()) == (0.0, [])
+    log = generation.log_path(0)
+    log.write_text("one\n\x1b[2J\x1b]0;title\x07two\x07\n\n  \nbar 1%\rbar 2%\x1b[A\rbar 3%")
+    assert progress.printed_at() > 0.0
+    assert progress.read_tail() == ["one", "two", "bar 1%", "bar 2%", "bar 3%"]
+    log.write_bytes(b"x" * 100_000 + b"\n" + b"y" * 5000 + b"\n\xff\n")
+    assert progress.read_tail() == ["y" * 300, "\ufffd"]
+    log.write_bytes(b"z" * 100_000)
+    assert progress.read_tail() == ["z" * 300]
+
+
 def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generation) -> None:
     progress = RankProgress(generation, 0, re.compile(r"(?P<step>(\d+)+)$"))
     generation.log_path(0).write_text("12\n")

@@ -168,6 +168,21 @@ time.sleep(1000)"""
     assert beat["progress"]["0"]["values"] == {"loss": 2.5}
 
 
+def test_a_pattern_that_never_matches_comes_with_what_is_printed(node: Node) -> None:
+    code = """import os, time
+if os.environ['RANK'] == '1': print('iter 10: loss 2.5', flush=True)
+time.sleep(1000)"""
+    ranks = [{"RANK": "0"}, {"RANK": "1"}]
+    node.run(1, python_command(code), rank_env=ranks, log_pattern=r"step (?P<step>\d+)")
+    printed = node.watch(heartbeat=0.1).read_until(
+        "heartbeat", lambda beat: beat.get("unmatched", {}).get("lines")
+    )
+    assert printed["unmatched"] == {"rank": 1, "lines": ["iter 10: loss 2.5"]}
+    [folder] = node.state.glob("jobs/*/*/progress")
+    (folder / "rank_1").write_text("7")
+    node.watch().read_until("heartbeat", lambda beat: "unmatched" not in beat)
+
+
 def test_an_exit_carries_its_error_and_the_end_of_its_log(node: Node) -> None:
     error = {
         "message": {

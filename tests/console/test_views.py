@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -20,7 +21,7 @@ from relaunch.cli.job_views import (
 from relaunch.cli.logs import Printer
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import NodeDrain, Progress, Try
-from relaunch.spec.job import NodeRange
+from relaunch.spec.job import NodeRange, ProgressSpec
 from relaunch.spec.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
 from tests.pages import sections
@@ -104,6 +105,48 @@ def test_a_checkpoint_is_shown_as_far_as_all_watches_saw_it(page: SnapshotAssert
     view = show(job_state(), seen, T0)
     assert view["progress"]["checkpoint"] == 100
     assert "\n".join(show_lines(view, T0)) == page
+
+
+def test_a_step_that_is_not_found_is_explained(page: SnapshotAssertion) -> None:
+    cases: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+        "a preset fits": ({}, "", ("loading", "iter 10: loss 2.3, time 12.3ms")),
+        "another preset fits": ("megatron", "", ("iter 10: loss 2.3, time 12.3ms",)),
+        "a pattern fits": ({"log_pattern": r"it (?P<step>\d+)"}, "", ("x" * 200, "Step: 7 of 9")),
+        "nothing fits": ("lightning", "", ("GPU available: False", "0 | model | Linear | 66")),
+        "nothing was printed": ("hf", "", ()),
+        "the progress file is wrong": ({}, "neither a step nor JSON: 'x'", ()),
+    }
+    shown = {}
+    for title, (progress, unreadable, lines) in cases.items():
+        told = {"node": "n1", "rank": 0, "lines": lines, "unreadable": unreadable}
+        seen = merge_watches(
+            [{"generation": 1, "at": "2026-03-01T11:55:30+00:00", "step": None, "missing": told}]
+        )
+        spec = job_state().spec.model_copy(
+            update={"progress": ProgressSpec.model_validate(progress)}
+        )
+        view = show(job_state(spec=spec), seen, T0)
+        assert view["progress"] is None and "\n" not in view["progress_hint"]
+        [shown[title]] = [line for line in show_lines(view, T0) if line.startswith("progress ")]
+    assert sections(shown) == page
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"at": "2026-03-01T11:57:01+00:00"},
+        {"at": "soon"},
+        {"generation": 0},
+        {"step": 3},
+        {"missing": {"node": "n1"}},
+        {"missing": {"node": "n1", "rank": "0", "lines": ["a"], "unreadable": ""}},
+    ],
+)
+def test_a_step_that_is_not_found_is_no_news_yet(change: dict[str, Any]) -> None:
+    told = {"node": "n1", "rank": 0, "lines": ["a"], "unreadable": ""}
+    at = "2026-03-01T11:55:30+00:00"
+    seen = merge_watches([{"generation": 1, "at": at, "step": None, "missing": told, **change}])
+    assert show(job_state(), seen, T0)["progress_hint"] is None
 
 
 def test_a_wanted_node_is_shown_with_the_time_and_the_commands(page: SnapshotAssertion) -> None:

@@ -51,6 +51,8 @@ async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
     submission = token.rpartition("/")[2]
     # The node of group rank 1, and how often that place was filled and started, by generation.
     second = {1: ("n2", 1, 1), 2: ("n2", 1, 2), 3: ("n3", 2, 1)}
+    run = environment(job, 1, 0)["WANDB_RUN_ID"]
+    assert run.startswith("variables-")
     for generation in (1, 2, 3):
         ports = set()
         for rank in range(4):
@@ -83,6 +85,8 @@ async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
                 "RELAUNCH_NODE": node,
                 "RELAUNCH_NODE_STATE": str(state.resolve()),
                 "OMP_NUM_THREADS": "1",
+                "WANDB_RUN_ID": f"{run}-{rank}" if rank else run,
+                "WANDB_RESUME": "allow",
                 "MINE": "1",
             }
             assert {name: found.get(name) for name in expected} == expected, (
@@ -132,6 +136,29 @@ async def printed(world: World, job: Job, generation: int, rank: int) -> list[st
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     return [line for line in out.decode().splitlines() if "of generation" in line]
+
+
+async def test_a_preset_finds_the_step_in_what_one_rank_prints(world: World) -> None:
+    """A bar of Lightning, which counts from the beginning in each epoch."""
+    prints = r"""
+    bar() { printf '\rEpoch %d:  50%%|█████     | %d/4 [00:01<00:01,  4.00it/s, v_num=0]' $1 $2; }
+    if [ "$RANK" = 0 ]; then bar 0 0; bar 0 2; bar 0 4; bar 1 0; bar 1 3; printf '\n'; fi
+    until [ -e "$STOP" ]; do sleep 0.1; done"""
+    stop = world.folder / "stop-bars"
+    job = await world.submit(
+        command=["/bin/sh", "-c", prints], progress="lightning", env={"STOP": str(stop)}
+    )
+
+    async def reported() -> bool:
+        watch = (await job.look()).watch
+        return watch is not None and watch.step == 7
+
+    await job.until(reported, "the step is not found")
+    stop.touch()
+    await job.until_phase("SUCCEEDED")
+    progress = (await job.state()).progress
+    assert progress is not None and progress.step == 7
+    await world.tidy(job)
 
 
 async def test_s3_6_the_failed_ranks_traceback_reaches_the_incident(

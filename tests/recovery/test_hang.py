@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from datetime import timedelta
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.job.hang import Pace, advance, hung, limit, rate
+from relaunch.job.hang import Counter, Pace, advance, hung, limit, rate, update_counter
 from relaunch.spec.policy import HangLimits
 from tests.recovery.builders import T0, at
 
@@ -74,3 +78,40 @@ def test_a_step_that_goes_back_is_no_advance() -> None:
 def test_the_rate_counts_steps_not_reports() -> None:
     assert rate(stepping(10, 2.0, by=10)) == 5.0
     assert rate(Pace(T0, expected=True)) is None
+
+
+def count(steps: Iterable[int]) -> Counter:
+    counter: Counter | None = None
+    for step in steps:
+        counter = update_counter(counter, step)
+    assert counter is not None
+    return counter
+
+
+def test_a_counter_that_starts_again_goes_on() -> None:
+    assert count([7]).position == 7
+    positions = [count([0, 98, 99, 0, 1, 99, 0][:end]).position for end in range(1, 8)]
+    assert positions == [0, 98, 99, 100, 101, 199, 200]
+    assert count([98, 98]).position == 98, "the same step is no advance"
+
+
+@given(st.lists(st.integers(0, 50), min_size=1))
+def test_a_position_grows_if_and_only_if_a_report_changes(steps: list[int]) -> None:
+    positions = [count(steps[: end + 1]).position for end in range(len(steps))]
+    for before, after in itertools.pairwise(range(len(steps))):
+        assert (positions[after] > positions[before]) == (steps[after] != steps[before])
+        assert positions[after] >= positions[before]
+
+
+def test_an_epoch_that_starts_again_is_no_hang() -> None:
+    pace, counter = Pace(T0, expected=True), None
+    for second in range(100):
+        counter = update_counter(counter, second % 10)
+        pace = advance(pace, counter.step, at(second), position=counter.position)
+    assert hung(pace, FIXED, at(129)) is None
+    assert (pace.step, pace.highest, rate(pace)) == (9, 9, 1.0)
+    for second in range(100, 103):
+        counter = update_counter(counter, second % 10)
+        pace = advance(pace, counter.step, at(second), position=counter.position)
+    assert (pace.step, pace.highest) == (2, 9), "the highest step is not lowered"
+    assert "step 2 has not changed" in (hung(pace, FIXED, at(133)) or "")

@@ -12,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.fields import Duration, duration, parse_reason
 from relaunch.spec.fleet import FleetLimits, FleetSpec, parse_jumps
 from relaunch.spec.job import JobSpec
+from relaunch.spec.progress import PRESETS
 from tests.recovery.builders import spec
 
 FLEET: dict[str, Any] = {
@@ -65,6 +66,12 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             {"progress": {"log_pattern": r"step (?P<step>\d+)(?= of)"}},
             "progress",
             id="a pattern that may take for ever",
+        ),
+        pytest.param({"progress": "megatrn"}, "progress", id="no preset of that name"),
+        pytest.param(
+            {"progress": {"preset": "hf", "log_pattern": r"(?P<step>\d+)"}},
+            "progress",
+            id="a preset and a pattern",
         ),
         pytest.param({"secrets": {"HF_TOKEN": {}}}, "secrets", id="a secret from nowhere"),
         pytest.param(
@@ -235,7 +242,13 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
         "/a",
         "b",
     )
-    assert spec(progress={"log_pattern": None}).progress.log_pattern is None
+    assert spec(progress={"log_pattern": None}).progress.pattern is None
+    assert most.progress.pattern == r"step (?P<step>\d+)"
+    named = spec(progress="nanogpt")
+    assert named == spec(progress={"preset": "nanoGPT"})
+    assert spec(progress={"preset": None}).progress.pattern is None
+    assert named.progress.pattern == PRESETS["nanogpt"]
+    assert JobSpec.model_validate_json(named.model_dump_json()) == named
 
 
 # --- a fleet file ---------------------------------------------------------------------------------

@@ -241,7 +241,10 @@ async def test_s3_8_a_generation_gives_ranks_world_and_master(make_rig: MakeRig)
             )
             assert order.env["TORCHELASTIC_RESTART_COUNT"] == str(generation - 1)
             assert [env["MA_PROC_START_CNT"] for env in order.rank_env] == [str(generation)] * 2
+            assert order.rank_env[0]["WANDB_RESUME"] == "allow"
             assert [peer.node for peer in order.peers] == ["n2" if node == "n1" else "n1"]
+        runs = {order.rank_env[0]["WANDB_RUN_ID"] for order in starts.values()}
+        assert len(runs) == 2, "the run of rank 0 and of rank 2 in both generations"
         for generation in (1, 2):
             assert (
                 len({str(starts[node, generation].env["MASTER_PORT"]) for node in ("n1", "n2")})

@@ -30,6 +30,19 @@ def wrap_command(command: list[str], env: Json) -> list[str]:
     return [*own, *(f"{name}={value}" for name, value in env.items()), "--", *command]
 
 
+def leave_tracker(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
+    """Return `env` without a tracker's run if `own`, what the rank inherits, names another one.
+
+    A WANDB_RUN_ID or WANDB_RESUME of the user's shell stays as it is. In a container, a rank
+    inherits the run of rank 0, with which its own begins.
+    """
+    names = ("WANDB_RUN_ID", "WANDB_RESUME")
+    inherits = any(name in own for name in names)
+    if not inherits or env.get("WANDB_RUN_ID", "").startswith(own.get("WANDB_RUN_ID", "\0")):
+        return env
+    return {name: value for name, value in env.items() if name not in names}
+
+
 def main(arguments: list[str]) -> int:
     if "--" not in arguments:
         return _fail("usage: python3 <agent> rank [NAME=VALUE]... -- COMMAND...", 2)
@@ -37,6 +50,9 @@ def main(arguments: list[str]) -> int:
     env = dict(argument.partition("=")[::2] for argument in arguments[:end])
     try:
         generation, rank = _find_generation(os.environ)
+        env = leave_tracker(env, dict(os.environ))
+        if rank > 0 and "WANDB_RUN_ID" in env:
+            env["WANDB_RUN_ID"] += f"-{rank}"  # see the controller's tracker_environment
         _die_with_launcher(generation)
         _set_up(generation, rank, env)
     except (StrayRankError, OSError) as error:

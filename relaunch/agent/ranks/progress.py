@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 from relaunch.agent.protocol import Json, now
 from relaunch.agent.state import Generation
@@ -30,6 +30,14 @@ MAX_STEP, MAX_VALUES and MAX_NAME are the limits of the controller.
 """
 MAX_LINE_BYTES = 4096
 """Bytes of a line to match; the rest is cut off, as matching time grows with the line."""
+MAX_TAIL_LINES = 5
+MAX_TAIL_CHARS = 300
+"""Most lines, and characters of each, of what a rank without progress printed last."""
+TAIL_BYTES = 8 * 1024
+COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
+"""Colours may stand between a word and its number; other sequences may say where a line belongs."""
+SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
+"""Control sequences of terminals (ECMA-48)."""
 MATCH_CPU_S = 0.5
 """Seconds of CPU time that a pattern may take in one pass over a log.
 
@@ -110,31 +118,31 @@ def parse_file(text: str) -> Json:
 def parse_match(match: re.Match[str]) -> Json:
     """Read the groups of a log pattern: step, checkpoint, phase, and any other as a number.
 
-    The step is None if the line has only a checkpoint.
+    With the groups epoch and total, step counts within an epoch of that many steps, and the step is
+    epoch * total + step. The step is None if the line has only a checkpoint.
 
     Raises:
-        Unreadable: The step or the checkpoint is not a whole number in range.
+        ProgressError: The step or the checkpoint is not a whole number in range.
     """
+    groups = match.groupdict()
+    step = saved = None
+    if groups.get("checkpoint") is not None:
+        saved = _parse_matched("checkpoint", groups["checkpoint"])
+    if saved is None or groups["step"] is not None:
+        step = _parse_matched("step", groups["step"])
+        epoch, total = groups.get("epoch") or "", groups.get("total") or ""
+        if epoch.isdecimal() and total.isdecimal():
+            step = _parse_step(int(epoch[:20]) * int(total[:20]) + step)
+            groups["epoch"] = groups["total"] = None
     values: dict[str, float] = {}
-    phase = None
-    checkpoint = match.groupdict().get("checkpoint")
-    for name, text in match.groupdict().items():
-        if text is None or name in ("step", "checkpoint"):
-            continue
-        if name == "phase":
-            phase = text
+    for name, text in groups.items():
+        if text is None or name in ("step", "checkpoint", "phase"):
             continue
         try:
             values[name] = float(text)
         except ValueError:
             continue
-    step = (
-        None
-        if checkpoint is not None and match.group("step") is None
-        else _parse_matched("step", match.group("step"))
-    )
-    saved = None if checkpoint is None else _parse_matched("checkpoint", checkpoint)
-    return {"step": step, **_limit_values(values, phase), "checkpoint": saved}
+    return {"step": step, **_limit_values(values, groups.get("phase")), "checkpoint": saved}
 
 
 def _parse_matched(name: str, text: Optional[str]) -> int:
@@ -184,6 +192,34 @@ class RankProgress:
             "checkpoint": self.checkpoint,
             "age": round(max(0.0, now() - self.changed_at), 3),
         }
+
+    def printed_at(self) -> float:
+        """Return when the rank printed last, by the wall clock; 0.0: it printed nothing."""
+        try:
+            status = os.stat(self.log)
+        except OSError:
+            return 0.0
+        return status.st_mtime if status.st_size else 0.0
+
+    def read_tail(self) -> List[str]:
+        """Return the last lines that the rank printed, for people: without control characters."""
+        try:
+            with open(self.log, "rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+                file.seek(start)
+                data = file.read(TAIL_BYTES)
+        except OSError:
+            return []
+        text = SEQUENCES.sub("", data.decode(errors="replace").replace("\r", "\n"))
+        lines = text.split("\n")[1 if start and "\n" in text else 0 :]
+        shown: List[str] = []
+        for one in reversed(lines):
+            line = "".join(c if c.isprintable() else " " for c in one.strip()[:MAX_TAIL_CHARS])
+            if line.strip():
+                shown.insert(0, line.strip())
+            if len(shown) == MAX_TAIL_LINES:
+                break
+        return shown
 
     def _accept(self, reading: Json, written: float) -> None:
         self.unreadable = None
@@ -247,8 +283,12 @@ class RankProgress:
         except OSError as error:
             self.unreadable = str(error.strerror)
             return
+        data = COLOURS.sub(b"", data)
         *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[-MAX_LINE_BYTES:]
+        if data.rfind(b"\r") > data.rfind(b"\n"):
+            # A bar draws a whole line at once, after the return, and may leave it for a long time.
+            lines.append(rest)
         before = signal.signal(signal.SIGVTALRM, _end_match)
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_CPU_S)

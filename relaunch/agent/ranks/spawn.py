@@ -37,7 +37,7 @@ def make_rank_environment(
     return {
         **inherited,
         **order["env"],
-        **order["rank_env"][index],
+        **launched.leave_tracker(order["rank_env"][index], inherited),
         "TORCHELASTIC_ERROR_FILE": str(generation.error_path(rank)),
         "RELAUNCH_PROGRESS_FILE": str(generation.progress_path(rank)),
         "RELAUNCH_TOKEN": token.text,

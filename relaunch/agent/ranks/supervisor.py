@@ -408,9 +408,17 @@ class Supervisor:
             "lease_left": left,
             "progress": reported,
         }
+        if not reported and self.progress:
+            heartbeat["unmatched"] = self._describe_output()
         if self._shim_silence is not None:
             heartbeat["shim_silent"] = round(self._shim_silence, 1)
         watcher.channel.send({"heartbeat": heartbeat})
+
+    def _describe_output(self) -> Json:
+        """Return what was printed last by the rank that printed last: no rank reports progress."""
+        printed = {rank: progress.printed_at() for rank, progress in self.progress.items()}
+        rank = max(printed, key=lambda each: (printed[each], -each))
+        return {"rank": rank, "lines": self.progress[rank].read_tail()}
 
     def _find_alive(self) -> list[int]:
         """Return the ranks that live, as the shim reported them.

@@ -1,0 +1,153 @@
+"""Reports progress from a training script to the node that started it.
+
+This module needs nothing but the standard library of Python 3.8, and imports transformers or
+lightning only in the function that needs it: where relaunch is not installed beside the training
+program, copy this file. Each rank writes the file that RELAUNCH_PROGRESS_FILE names. Without that
+variable nothing is written, so that the script also runs by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+PROGRESS_FILE = "RELAUNCH_PROGRESS_FILE"
+
+_kept: dict[str, int] = {}
+"""What every further report repeats: the newest checkpoint."""
+
+
+def report(
+    step: int, checkpoint: int | None = None, phase: str | None = None, **values: Any
+) -> None:
+    """Report how far training is. A report replaces the one before.
+
+    Args:
+        step: The step that is finished, counted over the whole training.
+        checkpoint: The step of the newest checkpoint, once it is completely written. It is kept for
+            later reports, as the node does not read every one.
+        phase: "checkpoint" or "evaluation" while training does that and not steps: it then has the
+            time that the policy allows for it.
+        **values: Numbers to show beside the step, such as the loss.
+    """
+    if checkpoint is not None:
+        _kept["checkpoint"] = int(checkpoint)
+    path = os.environ.get(PROGRESS_FILE)
+    if not path:
+        return
+    written: dict[str, Any] = {name: float(value) for name, value in values.items()}
+    written.update(_kept, step=int(step))
+    if phase is not None:
+        written["phase"] = phase
+    part = f"{path}.{os.getpid()}"
+    try:
+        with open(part, "w") as file:
+            json.dump(written, file)
+        os.replace(part, path)
+    except OSError:
+        pass  # training is worth more than a report of it: the disk may be full
+
+
+def make_trainer_callback() -> Any:
+    """Return a callback for the Trainer of Hugging Face transformers.
+
+    It reports steps, evaluations, and checkpoints once they are saved. Every rank needs it.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    from transformers import TrainerCallback
+
+    class ProgressCallback(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.values: dict[str, Any] = {}
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            report(state.global_step)
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            loss = (logs or {}).get("loss")
+            if isinstance(loss, (int, float)):
+                self.values = {"loss": float(loss)}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # The flow of the Trainer, which comes first, has decided what follows this step.
+            phase = "evaluation" if control.should_evaluate else None
+            phase = phase or ("checkpoint" if control.should_save else None)
+            report(state.global_step, phase=phase, **self.values)
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            report(state.global_step, phase="evaluation", **self.values)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            phase = "checkpoint" if control.should_save else None
+            report(state.global_step, phase=phase, **self.values)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.on_step_end(args, state, control)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            report(state.global_step, checkpoint=state.global_step, **self.values)
+
+    return ProgressCallback()
+
+
+def make_lightning_callback() -> Any:
+    """Return a callback for the Trainer of Lightning, also under its name pytorch_lightning.
+
+    It reports steps (`trainer.global_step`), evaluations, and checkpoints once they are saved; not
+    those of AsyncCheckpointIO, whose end it cannot see. Every rank needs it.
+
+    Raises:
+        ImportError: Neither is installed.
+    """
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        from pytorch_lightning import Callback
+
+    class ProgressCallback(Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.saving: int | None = None
+
+        def _report(self, trainer: Any, phase: str | None = None) -> None:
+            # A checkpoint is written between two calls of this callback.
+            saved, self.saving = self.saving, None
+            report(trainer.global_step, checkpoint=saved, phase=phase)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._report(trainer)
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if self.saving is not None:
+                self._report(trainer)
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self._report(trainer)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            self._report(trainer, "evaluation")
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self._report(trainer)
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            self._report(trainer)
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            if self.saving is not None:
+                self._report(trainer)
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            report(trainer.global_step, phase="checkpoint")
+            if type(trainer.strategy.checkpoint_io).__name__ != "AsyncCheckpointIO":
+                self.saving = trainer.global_step
+
+    return ProgressCallback()
