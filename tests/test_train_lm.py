@@ -109,6 +109,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         one.kill()
 
 
+@pytest.mark.long  # tests/test_demo.py kills more, through the whole service
 def test_a_run_killed_twice_ends_with_the_bits_of_a_whole_one(
     tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:

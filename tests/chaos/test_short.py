@@ -27,6 +27,7 @@ CELLS = (
 WORLDS = 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_kill_9_and_cuts_lose_and_double_nothing_at_the_due_cost(
     tmp_path: Path,

@@ -21,6 +21,7 @@ CHOICE = ("policy-changed", "shim-stopped", "jobs-deleted", "machine-id")
 SEED = 20261122
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_no_attack_of_the_choice_leaves_two_generations_alive(tmp_path: Path) -> None:
     if obstacle := find_obstacle():
