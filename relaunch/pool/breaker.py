@@ -22,7 +22,6 @@ from relaunch.pool.messages import Permit, PermitRequest
 from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
-from relaunch.text import count_noun
 
 REBOOT_WINDOW = timedelta(hours=1)
 """The window over which `reboots_per_hour` counts."""
@@ -58,9 +57,9 @@ def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
     known = (
         f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
     )
-    are_out = f"{len(out)} of {count_noun(_size(state), 'node')} are out"
     reason = (
-        f"{are_out} ({', '.join(out[:MAX_NAMED])}{more}); limits.nodes_out allows {most}{known}"
+        f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:MAX_NAMED])}{more}); "
+        f"limits.nodes_out allows {most}{known}"
     )
     return _open(state, reason, now)
 
