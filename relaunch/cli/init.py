@@ -77,7 +77,7 @@ def write(
         say: Tells why an answer is no answer.
 
     Raises:
-        ConfigError: The file exists, there is nobody to ask, or the command line cannot be used.
+        ConfigError: The file exists, there is no terminal, or the command line cannot be used.
     """
     if path.exists() and not force:
         raise ConfigError(
@@ -88,6 +88,12 @@ def write(
             "there is no terminal to ask questions on: expected the command, such as "
             "`relaunch init -- torchrun --nproc-per-node 8 train.py`"
         )
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the current folder does not exist any more: change to another one"
+        ) from None
     draft = read_command(words) if words else _ask_all(ask, say)
     spec, _ = files.job_from_flags(draft.values())
     try:

@@ -100,7 +100,7 @@ MISTAKES = (
         8,
         ("window is 0s",),
     ),
-    # what PyYAML does not refuse, or not with an exception of its own
+    # what PyYAML does not refuse, or not with a sentence
     (JOB + "policy: &policy\n  hang: *policy\n", 7, ("&policy",)),
     (JOB + "policy: " + "[" * 3000 + "\n", 6, ("levels",)),
     (JOB + "priority: " + "9" * 5000 + "\n", 6, ("5,000 digits",)),
