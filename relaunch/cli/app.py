@@ -44,6 +44,8 @@ State = Annotated[
     typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch."),
 ]
 BAD_INPUT = 2
+MAX_SENTENCE = 1500
+"""Characters of an error that are printed: words of a command line that it quotes may be long."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -144,6 +146,21 @@ def run(
     settings = read_settings()
     values = runner.job_of(command, nodes, nproc, policy, name, env or [], fleet)
     raise typer.Exit(asyncio.run(runner.run(settings, values, say)))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def init(
+    command: Annotated[list[str] | None, typer.Argument(metavar="[-- torchrun …]")] = None,
+    file: Annotated[Path, typer.Option(metavar="JOB.yaml", help="The file to write.")] = Path(
+        "job.yaml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a job file: from a command line of torchrun, or from answers to five questions."""
+    from relaunch.cli.init import write
+
+    spec = write(file, command or (), force, sys.stdin.isatty())
+    print(f"{file} written: {spec.size}; start it with `relaunch submit {file}`")
 
 
 @app.command()
@@ -463,7 +480,8 @@ def replay_policy(
         say(note)
 
 
-@app.command("explain")
+# A negative number is an exit, not an option: `explain exit -9`.
+@app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_evidence(
     kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
     what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
@@ -490,15 +508,42 @@ def explain_evidence(
     )
 
 
+def _explain_usage(mistake: typer.TyperException) -> int:
+    """Print one sentence about a command line that cannot be parsed; return the exit code."""
+    from relaunch.text import printable
+
+    context, message = getattr(mistake, "ctx", None), mistake.format_message()
+    if context is None:
+        say(printable(message))
+    elif message == context.get_help():  # of a group of commands, without a command
+        print(message, file=sys.stderr)
+    else:
+        message = message[:1].lower() + message[1:].removesuffix(".")
+        message = message.replace("Input should be", "expected").partition(", unable to parse")[0]
+        # Numbers are parsed by pydantic, whose error has the value, as typed.
+        parsed: list[Any] = getattr(mistake.__context__ or mistake.__cause__, "errors", list)()
+        typed = f" (got {parsed[0]['input']!r})" if parsed else ""
+        end = "" if message.endswith("?") else ";"
+        say(printable(f"{message}{typed}{end} `{context.command_path} --help` lists what it takes"))
+    return mistake.exit_code
+
+
 def main() -> int:
     """Run the command line and return its exit code; a `ConfigError` prints one sentence and
     returns 2."""
     try:
-        app(prog_name="relaunch")
+        code = app(prog_name="relaunch", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except typer.TyperException as mistake:
+        return _explain_usage(mistake)
+    except typer.Abort:
+        return 1
     except ConfigError as mistake:
-        say(str(mistake))
+        from relaunch.text import printable
+
+        say(printable(str(mistake), MAX_SENTENCE))
         return BAD_INPUT
     except KeyboardInterrupt:
         return 130

@@ -328,8 +328,9 @@ def progress_text(progress: Mapping[str, Any] | None) -> str:
 
 
 def budget_text(view: Mapping[str, Any]) -> str:
+    restarts = view["max_restarts"]
     parts = [
-        f"{view['max_restarts']['spent']} of {view['max_restarts']['limit']} restarts",
+        f"{restarts['spent']} of {count_noun(restarts['limit'], 'restart')}",
         f"{view['no_progress']['spent']} of {view['no_progress']['limit']} without progress",
     ]
     for cause, rungs in view["causes"].items():

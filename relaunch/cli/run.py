@@ -178,6 +178,11 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
     own: OwnService | None = None
     spec, policy = files.job_from_flags(values)
     if not shared:
+        if spec.fleet != "default":
+            raise ConfigError(
+                f"--fleet: {spec.fleet!r} is not known: no server is running, and the one that "
+                "`run` starts has only the fleet default"
+            )
         own = start_own(settings, spec.name, spec.node_count)
         say(
             "no server is running, so relaunch starts one for this job; its state folder is "
@@ -188,7 +193,7 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         from relaunch.cli.submit import submit
 
         client = await connect(settings.state, await own.address() if own else None)
-        await submit(client, settings.task_queue, spec, policy)
+        await submit(client, settings.task_queue, spec, policy, has_fleet=own is not None)
         # From here on ctrl-C cancels the job instead of only ending this program.
         interruptions: asyncio.Queue[None] = asyncio.Queue()
         for number in (signal.SIGINT, signal.SIGTERM):

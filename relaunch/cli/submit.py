@@ -34,12 +34,20 @@ async def submit(
     previous: JobState | None = None,
     renew_budgets: bool = False,
     avoid: tuple[str, ...] = (),
+    has_fleet: bool = False,
 ) -> WorkflowHandle[Any, Any]:
     """Start a job.
 
+    Args:
+        has_fleet: Whether the caller knows that a worker has the job's fleet, or will have it.
+
     Raises:
-        ConfigError: A job of that name is running.
+        ConfigError: A job of that name is running, or the workers have no fleet of that name.
     """
+    if not has_fleet:
+        from relaunch.cli.fleets import check_fleet
+
+        await check_fleet(client, task_queue, spec.fleet)
     argument = TrainingJobInput(
         spec=spec,
         policy=policy,
@@ -103,6 +111,11 @@ async def retry(
 
     avoid = tuple(check_name("node", node) for node in avoid)
     described = await describe(client, name)
+    now = await load_job(client, name) if avoid else None
+    if now is not None and now.state is not None:
+        from relaunch.cli.fleets import check_nodes
+
+        await check_nodes(client, now.state.spec.fleet, avoid)
     if described.status == WorkflowExecutionStatus.RUNNING:
         await signal_open(
             client,
@@ -113,7 +126,7 @@ async def retry(
             ),
         )
         return f"job {name} is running: requested a new generation"
-    now = await load_job(client, name)
+    now = now or await load_job(client, name)
     if now.state is None:
         raise ConfigError(
             f"job {name} ended as {now.status} without a result and no worker answers for it: "
@@ -128,5 +141,6 @@ async def retry(
         now.state,
         renew_budgets,
         avoid,
+        has_fleet=True,  # it had one
     )
     return f"job {name} had ended ({now.phase}): restarted with its history and budgets"

@@ -29,7 +29,9 @@ from relaunch.config import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     "relaunch.cli.answers",
+    "relaunch.cli.documents",
     "relaunch.cli.files",
+    "relaunch.cli.fleets",
     "relaunch.cli.follow",
     "relaunch.cli.job_views",
     "relaunch.cli.jobs",

@@ -13,12 +13,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from relaunch.fields import Name, Strict, compile_pattern
+from relaunch.fields import Name, Strict, Text, compile_pattern
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
 # The agent sets these itself, or they would let a job act in the name of another.
 RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
+
+
+MAX_NODES = 100_000
+"""More is a mistake: no cluster has so many nodes."""
 
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -152,8 +156,19 @@ class CheckpointSpec(Strict):
 class SecretReference(Strict):
     """Where the worker reads a secret at launch; the secret itself is never stored."""
 
-    file: str | None = None
-    env: str | None = None
+    file: Text | None = None
+    env: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_form(cls, value: Any) -> Any:
+        # The sentence must not repeat the value, which may be the secret itself.
+        if not isinstance(value, dict | cls):
+            raise ValueError(
+                "a secret is not written here, but where the worker reads it:"
+                " {file: PATH} or {env: NAME}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -182,10 +197,10 @@ class JobSpec(Strict):
     """A job file."""
 
     name: Name
-    command: tuple[str, ...] = Field(min_length=1)
+    command: tuple[Text, ...] = Field(min_length=1)
     nodes: int | NodeRange = 1
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
-    gpus_per_node: int = Field(default=0, ge=0)
+    gpus_per_node: int = Field(default=0, ge=0, le=1024)
     launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
     """What starts the ranks of a node: relaunch itself, or one launcher process per node.
 
@@ -194,14 +209,14 @@ class JobSpec(Strict):
     gang: Literal["lockstep", "independent"] = "lockstep"
     """lockstep: no rank advances without all others (the usual data or model parallel job)."""
     fleet: Name = "default"
-    env: dict[str, str] = Field(default={})
+    env: dict[str, Text] = Field(default={})
     secrets: dict[str, SecretReference] = Field(default={})
-    workdir: str | None = None
+    workdir: Text | None = None
     progress: ProgressSpec = ProgressSpec()
     checkpoint: CheckpointSpec | None = None
     policy: str | dict[str, Any] = "default"
     """A preset's name, a file, or a mapping; the submitting client resolves it."""
-    priority: int = 0
+    priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
     ecs: EcsTask | None = None
     """Only for fleets of Amazon ECS, and only where it differs from the fleet file."""
     metadata: Metadata = Metadata()
@@ -216,6 +231,16 @@ class JobSpec(Strict):
             )
         return value
 
+    @field_validator("command")
+    @classmethod
+    def _check_program(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value[0].strip():
+            raise ValueError(
+                f"{value[0]!r} is not a program: the first item is the program to run, such as"
+                " python"
+            )
+        return value
+
     @field_validator("nodes", mode="before")
     @classmethod
     def _parse_nodes(cls, value: Any) -> Any:
@@ -226,19 +251,9 @@ class JobSpec(Strict):
     def _check_nodes(cls, value: int | NodeRange) -> int | NodeRange:
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{value} is not a number of nodes: at least 1")
-        return value
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _convert_values(cls, value: Any) -> Any:
-        # YAML turns `DEBUG: 1` into a number, but users mean the string.
-        if isinstance(value, dict):
-            return {
-                key: str(item)
-                if isinstance(item, int | float) and not isinstance(item, bool)
-                else item
-                for key, item in value.items()
-            }
+        most = value if isinstance(value, int) else value.max
+        if most > MAX_NODES:
+            raise ValueError(f"{most} is not a number of nodes: at most {MAX_NODES}")
         return value
 
     @field_validator("env", "secrets")
