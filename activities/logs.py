@@ -18,6 +18,7 @@ from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refused
 from relaunch.generation import Token
 from relaunch.messages.logs import (
     LogPiece,
+    MissingLog,
     ReadIncidentsInput,
     ReadIncidentsOutput,
     ReadLogsInput,
@@ -72,11 +73,22 @@ class LogActivities:
                 for chunk in part.chunks
             ),
             ended=len(logs) == len(input.nodes) and all(part.ended for part in logs),
-            unreachable=tuple(node for node, result in results.items() if result is None),
+            unreachable=tuple(
+                f"{node}: {result.reason}"
+                for node, result in results.items()
+                if isinstance(result, BackendError)
+            ),
             refused=tuple(
                 f"{node}: {result.reason}"
                 for node, result in results.items()
                 if isinstance(result, Refused)
+            ),
+            begins={rank: offset for part in logs for rank, offset in part.begins.items()},
+            missing=tuple(
+                MissingLog(rank, node)
+                for node, result in results.items()
+                if isinstance(result, Logs)
+                for rank in result.missing
             ),
         )
 
@@ -113,11 +125,13 @@ class LogActivities:
 
 async def _read(
     backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int
-) -> Logs | Refused | None:
+) -> Logs | Refused | BackendError:
     try:
-        return await backend.logs(node, token, input.offsets, share, input.wait, input.tail)
-    except BackendError:
-        return None
+        return await backend.logs(
+            node, token, input.offsets, share, input.wait, input.tail, input.since
+        )
+    except BackendError as error:
+        return error
 
 
 async def _read_stack(backend: Backend, node: str, token: Token, rank: int, most: int) -> Stack:

@@ -8,7 +8,7 @@ worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relaunch.job.state import Incident
 
@@ -32,6 +32,9 @@ class ReadLogsInput:
     """Seconds to wait for new data."""
     tail: int | None = None
     """Begin with this many last lines of each rank; only for ranks that have no offset."""
+    since: float | None = None
+    """Begin with what was printed in this many last seconds, by the node's clock, and at most some
+    seconds before; only for ranks that have no offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,26 @@ class LogPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingLog:
+    rank: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReadLogsOutput:
     chunks: tuple[LogPiece, ...] = ()
     ended: bool = False
     """Nothing more will come: every rank of the generation has ended on every node, and all was
     read."""
     unreachable: tuple[str, ...] = ()
-    """Nodes that did not answer."""
+    """Nodes that did not answer, each with the reason."""
     refused: tuple[str, ...] = ()
     """Answers of nodes that returned an error and no logs, for example that the generation is
     unknown."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Where reading began, of ranks for which no offset was given."""
+    missing: tuple[MissingLog, ...] = ()
+    """Ranks that have ended and have no log."""
 
 
 @dataclass(frozen=True, slots=True)
