@@ -209,6 +209,7 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
         since = time.time() - order.number("since", least=0.0)
     offsets: dict[int, int] = {}
     begins: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     all_ranks = [*ranks, *generation.launched_ranks]
     limit = max(4, most // max(1, len(all_ranks)))
     for rank in all_ranks:
@@ -221,7 +222,7 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
             0 if lines is None else _find_tail(log, lines, limit),
             0 if since is None else _find_line(log, log_times.find_offset(generation, rank, since)),
         )
-        begins[str(rank)] = offsets[rank]
+        begins[str(rank)], sizes[str(rank)] = offsets[rank], _find_size(log)
     while True:
         over = _has_ended(generation, ranks)
         read_chunks = [
@@ -240,6 +241,7 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
                 "chunks": chunks,
                 "ended": ended,
                 "begins": begins,
+                "sizes": sizes,
                 "missing": missing,
             }
         ready, _, _ = select.select([reading], [], [], min(POLL_INTERVAL, left))
@@ -255,10 +257,14 @@ def _has_ended(generation: Generation, ranks: list[int]) -> bool:
 
 def _is_read_up(generation: Generation, rank: int, offset: int, chunks: list[Json]) -> bool:
     after = next((chunk["next"] for chunk in chunks if chunk["rank"] == rank), offset)
+    return bool(after >= _find_size(generation.log_path(rank)))
+
+
+def _find_size(log: Path) -> int:
     try:
-        return bool(after >= generation.log_path(rank).stat().st_size)
+        return log.stat().st_size
     except FileNotFoundError:
-        return True
+        return 0
 
 
 def _read_text(path: str) -> Any:

@@ -201,6 +201,7 @@ class LogsAnswer(_Answer):
     chunks: Annotated[list[LogChunkAnswer], Field(max_length=MAX_RANKS, fail_fast=True)]
     ended: bool
     begins: Annotated[dict[RankNumber, Count], Field(max_length=MAX_RANKS)] = {}
+    sizes: Annotated[dict[RankNumber, Count], Field(max_length=MAX_RANKS)] = {}
     missing: Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)] = []
 
 

@@ -187,6 +187,8 @@ class Logs:
     ended: bool
     begins: Mapping[int, int] = field(default_factory=dict)
     """Where reading began, of ranks for which no offset was given."""
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    """How long the logs of those ranks were then, in bytes."""
     missing: tuple[int, ...] = ()
     """Ranks that have ended and have no log there."""
 

@@ -183,6 +183,7 @@ class AgentSession:
             chunks,
             logs.ended,
             {int(rank): offset for rank, offset in logs.begins.items()},
+            {int(rank): size for rank, size in logs.sizes.items()},
             tuple(logs.missing),
         )
 

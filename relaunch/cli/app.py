@@ -299,6 +299,10 @@ def logs(
         from relaunch.cli import logs as reading
 
         selection = reading.parse_selection(rank, tail, since, grep)
+        if follow and generation is None:
+            from relaunch.cli.follow import follow_logs
+
+            return await follow_logs(client, settings.task_queue, job, selection, say)
         return await reading.print_job_logs(
             client, settings.task_queue, job, generation, selection, follow, say
         )

@@ -236,11 +236,21 @@ async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say)
 
 async def follow_logs(
     client: Client, task_queue: str, name: str, selection: logs.Selection, say: Say
-) -> None:
-    """Print the newest generation's output and that of all that follow, until the job ends."""
+) -> int:
+    """Print the newest generation's output and that of all that follow, until the job ends.
+
+    Return the exit code of this command, which is not the job's.
+
+    Raises:
+        ConfigError: There are no logs to read, or no worker that could read them.
+    """
+    now, state = await logs.load_checked(client, name, selection)
+    if not now.open:
+        return await logs.print_job_logs(client, task_queue, name, None, selection, False, say)
+    if state.launched_at is None:
+        say(f"job {name} is {state.phase}: {state.reason}")
     reader = LogReader(client, task_queue, say, selection, from_newest=True)
     reading = asyncio.create_task(reader.run())
-    now: jobs.JobSnapshot | None = None
     try:
         async for now in watch(client, name):
             if now.state is not None:
@@ -249,8 +259,8 @@ async def follow_logs(
         await asyncio.wait({reading}, timeout=LAST_LOGS_TIMEOUT_S)
     finally:
         reading.cancel()
-    assert now is not None
     say(f"job {name} {now.phase}" + (f": {now.state.reason}" if now.state else ""))
+    return 0
 
 
 class LogReader:

@@ -31,6 +31,10 @@ BETWEEN_CALLS = 0.1
 """
 ANSWER_TIMEOUT = 10.0
 NAMED_NODES = 8
+NO_WORKER = (
+    "job {}: no worker answers, and only a worker can read logs from nodes: start one "
+    "(`relaunch up` or `relaunch-worker`)"
+)
 
 Say = Callable[[str], None]
 
@@ -77,7 +81,9 @@ def parse_selection(
     """
     try:
         wanted = None if since is None else parse_duration(since)
-    except (ValueError, OverflowError) as error:
+    except OverflowError:
+        raise ConfigError(f"--since: {since!r} is longer than a duration can be") from None
+    except ValueError as error:
         raise ConfigError(f"--since: {error}") from None
     if wanted is not None and not isinstance(wanted, timedelta):
         raise ConfigError(f"--since: {since!r} is not a duration: write it like 30s, 5m or 1h30m")
@@ -155,19 +161,23 @@ async def print_logs(
     say: Say,
     over: Callable[[], bool],
     selection: Selection = EVERYTHING,
+    *,
+    to_now: bool = False,
 ) -> bool:
     """Print a generation's logs as they arrive.
 
-    Return when the logs have ended, or when nothing new is there and `over` returns true. Return
-    whether the logs of all ranks were found.
+    Return when the logs have ended, or when nothing new is there and `over` returns true; with
+    `to_now`, when what was there at first is printed. Return whether the logs of all ranks were
+    found.
     """
     offsets: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     complained: str | None = None
-    last = False
+    found = True
     try:
         while True:
             # What `over` says counts from the next answer on: the newest output is still read.
-            last = over()
+            last = to_now or over()
             wait = 0.0 if last else min(WAIT, printer.next_refresh)
             answer = await read(client, task_queue, where, offsets or None, wait, selection)
             complaint = _find_complaint(where, selection, answer)
@@ -178,9 +188,17 @@ async def print_logs(
                     if selection.rank in (None, piece.rank):
                         printer.feed(piece.rank, piece.data)
                 printer.refresh()
-            if complaint != complained and complaint is not None:
+            # Where reading ends at what there is, what is missing stays so, and is said once.
+            is_new = complaint != complained and (found or not to_now)
+            if complaint is not None and is_new:
                 say(complaint)
             complained = complaint
+            found = complaint is None and (found or not to_now)
+            if to_now and answer is not None:
+                sizes |= answer.sizes
+                if sizes and all(offsets.get(rank, 0) >= size for rank, size in sizes.items()):
+                    break
+                where = _without_silent(where, answer)
             if answer is not None and answer.ended and not answer.chunks:
                 break
             # Once `over` is true, an empty answer is the last one, and so is no answer.
@@ -189,7 +207,13 @@ async def print_logs(
             await asyncio.sleep(0 if answer is not None and last else BETWEEN_CALLS)
     finally:
         printer.flush()
-    return complained is None
+    return found
+
+
+def _without_silent(where: Generation, answer: ReadLogsOutput) -> Generation:
+    """Return the same logs without the nodes that gave none: each would be waited for again."""
+    silent = {text.partition(": ")[0] for text in (*answer.unreachable, *answer.refused)}
+    return replace(where, nodes=tuple(node for node in where.nodes if node not in silent))
 
 
 def _find_complaint(
@@ -210,6 +234,25 @@ def _find_complaint(
     return f"generation {where.number}: no logs from {'; '.join(reasons[:NAMED_NODES])}{more}"
 
 
+async def load_checked(
+    client: Client, job: str, selection: Selection
+) -> tuple[jobs.JobSnapshot, JobState]:
+    """Return a job whose logs can be read.
+
+    Raises:
+        ConfigError: There is no such job or rank, or no worker that could read its logs.
+    """
+    now = await jobs.load_job(client, job)
+    state, rank = now.state, selection.rank
+    if state is None:
+        raise ConfigError(NO_WORKER.format(job))
+    if rank is not None and not 0 <= rank < state.spec.world_size:
+        raise ConfigError(
+            f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}"
+        )
+    return now, state
+
+
 async def print_job_logs(
     client: Client,
     task_queue: str,
@@ -219,31 +262,14 @@ async def print_job_logs(
     follow: bool,
     say: Say,
 ) -> int:
-    """Print the logs of one generation of a job, or follow those of all until it ends.
+    """Print the logs of one generation of a job; with `follow`, until its ranks have ended.
 
     Return the exit code: 1 if a rank's log was not found.
 
     Raises:
         ConfigError: There are no logs to read, or no worker that could read them.
     """
-    now = await jobs.load_job(client, job)
-    state = now.state
-    if state is None:
-        raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one "
-            "(`relaunch up` or `relaunch-worker`)"
-        )
-    rank = selection.rank
-    if rank is not None and not 0 <= rank < state.spec.world_size:
-        raise ConfigError(
-            f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}"
-        )
-    if follow and generation is None and now.open:
-        # Imported here, because it imports this module.
-        from relaunch.cli.follow import follow_logs
-
-        await follow_logs(client, task_queue, job, selection, say)
-        return 0
+    now, state = await load_checked(client, job, selection)
     number = state.generation if generation is None else generation
     if not 1 <= number <= state.generation or not state.slots:
         if state.generation == 0:
@@ -252,18 +278,17 @@ async def print_job_logs(
     where = generation_of(state, number)
     if where is None:
         raise ConfigError(explain_forgotten(state, number))
-    where = limit_to_rank(where, state, rank)
+    where = limit_to_rank(where, state, selection.rank)
     if await read(client, task_queue, where, None, 0.0, Selection(tail=0)) is None:
-        raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one "
-            "(`relaunch up` or `relaunch-worker`)"
-        )
+        raise ConfigError(NO_WORKER.format(job))
     printer = selection.printer(state.spec.world_size)
     live = follow and now.open and number == state.generation
     if not live:
         # All of it is there: of a bar, only its final state is of interest.
         printer.is_live, printer.interval = False, math.inf
-    found = await print_logs(client, task_queue, where, printer, say, lambda: not live, selection)
+    found = await print_logs(
+        client, task_queue, where, printer, say, lambda: False, selection, to_now=not live
+    )
     return 0 if found or live else 1
 
 

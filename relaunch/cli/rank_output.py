@@ -34,11 +34,11 @@ LIVE_ROWS = 8
 _TOKEN = re.compile(
     r"""(?P<newline>\n)|(?P<home>\r)|(?P<back>\x08)
     | \x1b\[ (?P<numbers>[0-?]*) [ -/]* (?P<control>[@-~])   # CSI: colours, cursor, erasing
-    | \x1b [\]PX^_] .{0,4096}? (?:\x07|\x1b\\)               # OSC and its kin: titles, links
+    | \x1b [\]PX^_] [^\x07\x1b]{0,4096} (?:\x07|\x1b\\)     # OSC and its kin: titles, links
     | \x1b [ -/]* [0-OQ-WYZ\\`-~]                            # other escapes
     | [\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]                  # other control characters
     """,
-    re.VERBOSE | re.DOTALL,
+    re.VERBOSE,
 )
 _INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)?\Z")
 _SPECIAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -29,7 +29,7 @@ class ReadLogsInput:
     """Limit for the whole answer; with JSON escapes it stays well below the 2 MiB limit of a
     payload."""
     wait: float = 0.0
-    """Seconds to wait for new data."""
+    """Seconds to wait for new data. 0: for the answers of all nodes instead."""
     tail: int | None = None
     """Begin with this many last lines of each rank; only for ranks that have no offset."""
     since: float | None = None
@@ -64,6 +64,8 @@ class ReadLogsOutput:
     unknown."""
     begins: dict[int, int] = field(default_factory=dict)
     """Where reading began, of ranks for which no offset was given."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """How long the logs of those ranks were then, in bytes."""
     missing: tuple[MissingLog, ...] = ()
     """Ranks that have ended and have no log."""
 
