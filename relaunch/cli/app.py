@@ -17,6 +17,7 @@ from relaunch.cli.terminal import (
     Reason,
     RequiredReason,
     print_json,
+    print_line,
     run_with_client,
     say,
 )
@@ -206,7 +207,7 @@ def submit(
         return await (
             follow_live(client, spec.name)
             if sys.stdout.isatty()
-            else follow_lines(client, spec.name, print)
+            else follow_lines(client, spec.name, print_line)
         )
 
     raise typer.Exit(run_with_client(work))
@@ -275,7 +276,9 @@ def follow(job: Job) -> None:
         from relaunch.cli.follow import follow_lines, follow_live
 
         return await (
-            follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print)
+            follow_live(client, job)
+            if sys.stdout.isatty()
+            else follow_lines(client, job, print_line)
         )
 
     raise typer.Exit(run_with_client(work))
@@ -289,20 +292,39 @@ def logs(
     tail: Annotated[
         int | None, typer.Option(min=0, help="Start with this many last lines of each rank.")
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Start with what was printed in the last 10m, 2h."),
+    ] = None,
+    grep: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only lines that match this regular expression."),
+    ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for new output until the ranks end.")
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Wait for new output until the job ends, also across restarts; with --generation, "
+            "until its ranks end.",
+        ),
     ] = False,
 ) -> None:
-    """Print the output of the ranks of one generation."""
+    """Print the output of the ranks of one generation. Exit with 1 if a rank's was not found."""
 
-    async def work(client: Client, settings: Settings) -> None:
+    async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import logs as reading
 
-        await reading.print_job_logs(
-            client, settings.task_queue, job, rank, generation, tail, follow, say
+        selection = reading.parse_selection(rank, tail, since, grep)
+        if follow and generation is None:
+            from relaunch.cli.follow import follow_logs
+
+            return await follow_logs(client, settings.task_queue, job, selection, say)
+        return await reading.print_job_logs(
+            client, settings.task_queue, job, generation, selection, follow, say
         )
 
-    run_with_client(work)
+    raise typer.Exit(run_with_client(work))
 
 
 @app.command()

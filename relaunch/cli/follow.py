@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -233,31 +234,70 @@ async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say)
     return code
 
 
+async def follow_logs(
+    client: Client, task_queue: str, name: str, selection: logs.Selection, say: Say
+) -> int:
+    """Print the newest generation's output and that of all that follow, until the job ends.
+
+    Return the exit code of this command, which is not the job's.
+
+    Raises:
+        ConfigError: There are no logs to read, or no worker that could read them.
+    """
+    now, state = await logs.load_checked(client, name, selection)
+    if not now.open:
+        return await logs.print_job_logs(client, task_queue, name, None, selection, False, say)
+    if state.launched_at is None:
+        say(f"job {name} is {state.phase}: {state.reason}")
+    reader = LogReader(client, task_queue, say, selection, from_newest=True)
+    reading = asyncio.create_task(reader.run())
+    try:
+        async for now in watch(client, name):
+            if now.state is not None:
+                reader.see(now.state)
+        reader.finish()
+        await asyncio.wait({reading}, timeout=LAST_LOGS_TIMEOUT_S)
+    finally:
+        reading.cancel()
+    say(f"job {name} {now.phase}" + (f": {now.state.reason}" if now.state else ""))
+    return 0
+
+
 class LogReader:
     """Prints the logs of one generation after another.
 
     Generations that were never seen running are included: one may fail between two looks.
     """
 
-    def __init__(self, client: Client, task_queue: str, say: Say) -> None:
+    def __init__(
+        self,
+        client: Client,
+        task_queue: str,
+        say: Say,
+        selection: logs.Selection = logs.EVERYTHING,
+        *,
+        from_newest: bool = False,
+    ) -> None:
         self._client, self._task_queue, self._say = client, task_queue, say
-        self._queue: asyncio.Queue[logs.Generation | None] = asyncio.Queue()
-        self._world_size = 1
+        self._selection = selection
+        self._from_newest = from_newest
+        self._queue: asyncio.Queue[int | None] = asyncio.Queue()
+        self._state: JobState | None = None
         self._queued = 0
-        self._newest = 0
         self._finished = False
 
     def see(self, state: JobState) -> None:
-        self._world_size = state.spec.world_size
-        self._newest = state.generation
+        self._state = state
         last = (
             state.generation
             if state.launched_at is not None or state.phase.is_final
             else state.generation - 1
         )
-        if state.slots:
+        if state.slots and last > 0:
+            if self._from_newest:
+                self._queued, self._from_newest = last - 1, False
             for number in range(self._queued + 1, last + 1):
-                self._queue.put_nowait(logs.generation_of(state, number))
+                self._queue.put_nowait(number)
             self._queued = max(self._queued, last)
 
     def finish(self) -> None:
@@ -265,17 +305,41 @@ class LogReader:
         self._queue.put_nowait(None)
 
     async def run(self) -> None:
-        while (where := await self._queue.get()) is not None:
-            number = where.number
+        selection, is_first = self._selection, True
+        while (number := await self._queue.get()) is not None:
+            state = self._state
+            assert state is not None, "a generation is queued when the job was seen"
 
             def over(number: int = number) -> bool:
-                return self._finished or self._newest > number
+                assert self._state is not None
+                return self._finished or self._state.generation > number
 
+            if not is_first:
+                self._say(f"--- generation {number} {_explain_restart(state, number)}---")
+            where = logs.generation_of(state, number)
+            if where is None:
+                self._say(logs.explain_forgotten(state, number))
+                continue
             await logs.print_logs(
                 self._client,
                 self._task_queue,
-                where,
-                logs.Printer(self._world_size),
+                logs.limit_to_rank(where, state, selection.rank),
+                selection.printer(state.spec.world_size),
                 self._say,
                 over,
+                selection,
             )
+            # Later generations are printed from their begin.
+            selection, is_first = replace(selection, tail=None, since=None), False
+
+
+def _explain_restart(state: JobState, number: int) -> str:
+    """Return after what a generation was launched, or nothing if no fault is known."""
+    incidents = (*state.incidents, *((state.incident,) if state.incident else ()))
+    reasons = [
+        fault.reason
+        for incident in incidents
+        for fault in incident.faults or (incident,)
+        if fault.generation == number - 1
+    ]
+    return f"(after {reasons[-1]}) " if reasons else ""

@@ -15,6 +15,7 @@ from pydantic import Field
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import LaunchedGeneration, Token
+from relaunch.job.generation_nodes import GenerationNodes
 from relaunch.job.places import StartedPlaces
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, Strategy
@@ -444,6 +445,8 @@ class JobState:
     recorded before its ranks can exist, and kept until they are proven stopped on all nodes."""
     places: tuple[StartedPlaces, ...] = ()
     """Where those ranks were started, by generation: only an answer from there proves anything."""
+    generation_nodes: tuple[GenerationNodes, ...] = ()
+    """The nodes of this submission's generations, oldest first, for reading their logs."""
     lost: tuple[LostNode, ...] = ()
     asked: Ask | None = None
     """The last question to a person, in its original form (before any snooze)."""

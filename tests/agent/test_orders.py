@@ -305,6 +305,24 @@ def test_the_environment_of_a_rank(
     assert second[1:] == [str(tmp_path), True]
 
 
+@pytest.mark.parametrize(
+    ("of_node", "of_job", "found"),
+    [(None, {}, "1"), ("", {}, ""), ("x", {}, "x"), ("x", {"PYTHONUNBUFFERED": ""}, "")],
+)
+def test_output_is_unbuffered_unless_node_or_job_say_else(
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    of_node: str | None,
+    of_job: dict[str, str],
+    found: str,
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    if of_node is not None:
+        monkeypatch.setenv("PYTHONUNBUFFERED", of_node)
+    node.run(1, ["/bin/sh", "-c", 'echo "found $PYTHONUNBUFFERED."'], ranks=1, env=of_job)
+    wait_for(lambda: node.log(0) == f"found {found}.\n")
+
+
 def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:
     node.run(
         1, ["sh", "-c", "ls -l /proc/self/fd; grep -E 'Sig(Ign|Blk)' /proc/self/status"], ranks=1

@@ -18,7 +18,7 @@ from relaunch.cli.job_views import (
     show,
     show_lines,
 )
-from relaunch.cli.logs import Printer
+from relaunch.cli.rank_output import Printer
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import NodeDrain, Progress, Try
 from relaunch.spec.job import NodeRange, ProgressSpec

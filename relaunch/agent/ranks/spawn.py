@@ -24,6 +24,12 @@ EXEC_TIMEOUT = 30.0
 
 Ranks = Dict[int, int]
 """Pid by global rank."""
+DEFAULTS = {"PYTHONUNBUFFERED": "1"}
+"""Variables that a rank gets unless the job or the node sets them, also to the empty string.
+
+Ranks write into files, so Python would keep up to 8 KiB of their output in memory: seen late, and
+lost by SIGKILL.
+"""
 
 
 def make_rank_environment(
@@ -35,6 +41,7 @@ def make_rank_environment(
         if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
     }
     return {
+        **DEFAULTS,
         **inherited,
         **order["env"],
         **launched.leave_tracker(order["rank_env"][index], inherited),
