@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -47,6 +48,7 @@ from relaunch.job.ranks import (
     restart_counts,
 )
 from relaunch.job.state import Slot
+from relaunch.spec.environment import parse_environment
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Timeouts
 from relaunch.text import join_names
@@ -275,10 +277,9 @@ class JobActivities:
         gang = input.gang or make_gang(prepared)
         secret = await _read_secret(backend, input, gang, prepared)
         stamps = {node.node: node.stamp for node in prepared}
-        environment = common_environment(
-            input.token, spec, len(gang.members), input.max_restarts, *gang.master
+        environment, secrets = make_environment(
+            input.token, spec, len(gang.members), input.max_restarts, gang.master
         )
-        secrets = _read_secrets(spec)
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
@@ -302,6 +303,8 @@ class JobActivities:
                 secrets=secrets,
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
+                inherit_env=spec.inherit_env,
+                umask=spec.umask,
             )
         await _call_each(
             input.token,
@@ -496,6 +499,63 @@ def _retry_or_return(error: NodesUnreachable, give_up: LaunchRanksOutput) -> Lau
             str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY
         ) from error
     return give_up
+
+
+def make_environment(
+    token: Token, spec: JobSpec, nodes: int, max_restarts: int, master: tuple[str, int]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of all ranks: those that others may see, and those to keep from them.
+
+    Raises:
+        ApplicationError: The environment file or a secret cannot be read.
+    """
+    from_file = _read_environment_file(spec.env_file) if spec.env_file is not None else {}
+    given = spec.model_copy(update={"env": {**from_file, **spec.env}})
+    environment = common_environment(token, given, nodes, max_restarts, *master)
+    private = {
+        name: value
+        for name, value in from_file.items()
+        if name not in spec.env and environment[name] == value
+    }
+    public = {name: value for name, value in environment.items() if name not in private}
+    return public, {**private, **_read_secrets(spec)}
+
+
+def _read_environment_file(name: str) -> dict[str, str]:
+    """Read the environment file of a job, on the worker.
+
+    Raises:
+        ApplicationError: It is missing, others may read it, or it is not an environment file. The
+            job fails: with another environment it could silently train something else.
+    """
+    try:
+        # Without O_NONBLOCK a named pipe would block the worker.
+        with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                problem = "is not a file"
+            elif found.st_uid != os.geteuid():
+                problem = (
+                    f"belongs to user {found.st_uid}, expected user {os.geteuid()}, as whom the "
+                    "worker runs"
+                )
+            elif found.st_mode & 0o077:
+                mode = f"{stat.S_IMODE(found.st_mode):04o}"
+                problem = f"has mode {mode}, expected 0600: it may hold secrets"
+            else:
+                return parse_environment(file.read())
+    except FileNotFoundError:
+        problem = "is missing"
+    except OSError as error:
+        problem = f"cannot be read by the worker: {error.strerror}"
+    except ValueError as error:
+        problem = f"cannot be used: {error}"
+    raise ApplicationError(
+        f"environment file {name} {problem}; no rank was started, because another environment "
+        "could change what they train: restore the file and retry, or submit the job again",
+        type="SecretMissing",
+        non_retryable=True,
+    )
 
 
 def _read_secrets(spec: JobSpec) -> dict[str, str]:
