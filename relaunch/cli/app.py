@@ -133,7 +133,9 @@ def _accept(*names: str) -> Any:
 )
 def run(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT.py|-- CMD…")],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT.py|-- CMD…", show_default=False)
+    ] = None,
     nodes: Annotated[
         str,
         typer.Option(
@@ -231,7 +233,7 @@ def run(
         and context.params[parameter.name] not in (None, False)
     }
     request = runner.RunRequest(
-        words=command,
+        words=command or [],
         nodes=nodes,
         ranks=nproc,
         fields={key: value for key, value in fields.items() if value is not None},

@@ -16,13 +16,14 @@ from relaunch.spec.job import JobSpec, find_launcher
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 LOOPBACK = ("localhost", "::1", "[::1]")
+LOGS = "the output of all ranks is printed and kept: `relaunch logs {job} --rank N` prints one"
 REPLACED = {
-    "log_dir": "the output of each rank is kept by relaunch: `relaunch logs {job} --rank N`",
-    "redirects": "the output of each rank is printed here and kept: `relaunch logs {job} --rank N`",
-    "local_ranks_filter": "all ranks are printed: `relaunch logs {job} --rank N` prints one",
+    "log_dir": LOGS,
+    "redirects": LOGS,
+    "local_ranks_filter": LOGS,
+    "logs_specs": LOGS,
     "role": "ROLE_NAME is `default`",
     "event_log_handler": "what happens to a job is in `relaunch history {job} --json`",
-    "logs_specs": "the output of each rank is kept by relaunch: `relaunch logs {job} --rank N`",
     "numa_binding": "ranks run on all processors: write `numactl` before the command",
     "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop the job, others do what they usually do",
 }
@@ -153,11 +154,13 @@ def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> Non
 
 def find_notices(spec: JobSpec, options: Mapping[str, str]) -> list[str]:
     """Return sentences about what has no effect, or another effect than its writer expects."""
-    found = [
-        f"--{name.replace('_', '-')} has no effect: {what.format(job=spec.name)}"
-        for name, what in REPLACED.items()
-        if name in options
-    ]
+    found = []
+    for what in dict.fromkeys(REPLACED.values()):
+        names = [name for name, own in REPLACED.items() if own == what and name in options]
+        if names:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            has = "has" if len(names) == 1 else "have"
+            found.append(f"{flags} {has} no effect: {what.format(job=spec.name)}")
     if (launcher := find_launcher(spec.command)) is not None:
         found.append(
             f"{launcher} starts ranks itself, so relaunch sees one process: to have each rank "

@@ -78,6 +78,8 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             for name in ("RELAUNCH_JOB", "TORCHELASTIC_RUN_ID", "1ST", "A B", "")
         ),
         pytest.param({"workdir": "train"}, "workdir", id="a workdir"),
+        pytest.param({"env_file": "train.env"}, "env_file", id="an environment file"),
+        pytest.param({"umask": 23}, "umask", id="a number as umask"),
     ],
 )
 def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
@@ -236,6 +238,10 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
         "b",
     )
     assert spec(progress={"log_pattern": None}).progress.log_pattern is None
+    whole = spec(env_file="/a", inherit_env=False, umask="027")
+    assert (whole.env_file, whole.inherit_env, whole.umask) == ("/a", False, "027")
+    with pytest.raises(ValidationError):
+        spec(umask="28")
 
 
 # --- a fleet file ---------------------------------------------------------------------------------
