@@ -106,6 +106,12 @@ def read_configured_address() -> str | None:
     Raises:
         ConfigError: It cannot be used.
     """
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    if (
+        not any(name.startswith("TEMPORAL_") for name in os.environ)
+        and not Path(home, "temporalio", "temporal.toml").exists()
+    ):
+        return None  # without the import, which would delay the start of ranks
     return _read_configuration().get("target_host") or None
 
 

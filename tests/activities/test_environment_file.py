@@ -63,4 +63,6 @@ def test_a_file_that_cannot_be_trusted_starts_no_rank(
     assert (error.value.type, error.value.non_retryable) == ("SecretMissing", True)
     sentence = error.value.message.replace(str(tmp_path), "/folder")
     uid = path.stat().st_uid if case == "owner" else 0
-    assert sentence.replace(f"user {uid + 1}", "user 1").replace(f"user {uid}", "user 0") == snapshot
+    assert (
+        sentence.replace(f"user {uid + 1}", "user 1").replace(f"user {uid}", "user 0") == snapshot
+    )

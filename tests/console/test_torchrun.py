@@ -18,6 +18,7 @@ from relaunch.spec.job import JobSpec
 from tests.pages import sections
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
+COMMAND_LINE = get_command(app.app)
 UsageError = typer.BadParameter.__mro__[1]
 HERE, SSH = "local", "ssh"
 SCRIPTS = ("train.py", "trainer-program.py", "examples/run_clm.py", "script")
@@ -97,7 +98,7 @@ def understand(monkeypatch: pytest.MonkeyPatch, line: str) -> run.RunRequest:
         return 0
 
     monkeypatch.setattr(run, "run", keep)
-    get_command(app.app).main(["run", *shlex.split(line)], standalone_mode=False)
+    COMMAND_LINE.main(["run", *shlex.split(line)], standalone_mode=False)
     return found[0]
 
 
@@ -142,7 +143,7 @@ def test_a_documented_command_is_the_job_it_means(
         ("bin/lightning fit", "bin/lightning fit"),
     ],
 )
-def test_scripts_modules_and_programs_are_told_apart(
+def test_scripts_modules_and_programs_are_distinguished(
     line: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert " ".join(resolve(monkeypatch, line).command) == command

@@ -47,7 +47,7 @@ def test_both_forms_are_read(content: bytes, variables: dict[str, str]) -> None:
 def test_what_is_no_environment_is_refused_without_values(
     content: bytes, snapshot: SnapshotAssertion
 ) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="line") as error:
         parse_environment(content)
     assert "hush" not in str(error.value)
     assert str(error.value) == snapshot

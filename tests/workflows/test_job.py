@@ -302,9 +302,13 @@ async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_
         await job.result()
         orders = [call.order for call in rig.backend.calls if call.command == "start"]
         sent = [dict(order.secrets) for order in orders if isinstance(order, StartOrder)]
-        assert sent == [
-            {"WANDB_API_KEY": "also-very-secret", "HF_TOKEN": "hf-very-secret"},
-        ] * 2
+        assert (
+            sent
+            == [
+                {"WANDB_API_KEY": "also-very-secret", "HF_TOKEN": "hf-very-secret"},
+            ]
+            * 2
+        )
         assert b"very-secret" not in b"".join(
             event.SerializeToString() for event in (await job.history()).events
         )
