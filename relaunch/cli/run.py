@@ -217,8 +217,7 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
 
 async def run(settings: Settings, request: RunRequest, say: Callable[[str], None]) -> int:
     """Run a job to its end and return the exit code."""
-    address = read_configured_address()
-    is_shared = address is not None or find_running_up(settings.state) is not None
+    is_shared = find_running_up(settings.state) is not None or read_configured_address() is not None
     backend = find_backend(settings.state, request.fleet) if is_shared else "local"
     spec, policy = request.resolve(backend)
     for notice in torchrun.find_notices(spec, request.options):
@@ -243,9 +242,11 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
         else:
             chosen = {**environment.select_chosen(os.environ), **spec.env}
             spec = spec.model_copy(update={"env": chosen})
-            where = f"fleet {spec.fleet} is on other machines"
-            if backend is None:
-                where = f"the worker of the server at {address} may be on another machine"
+            where = (
+                f"the worker of fleet {spec.fleet} may be on another machine"
+                if backend is None
+                else f"fleet {spec.fleet} is on other machines"
+            )
             say(
                 f"{where}: ranks get PATH, PYTHON*, CUDA_*, NCCL_* and the like of this shell, and "
                 "no other variables; add others with --env NAME"
