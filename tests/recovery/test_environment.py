@@ -32,6 +32,7 @@ def test_what_is_written_is_read_again(variables: dict[str, str]) -> None:
 )
 def test_both_forms_are_read(content: bytes, variables: dict[str, str]) -> None:
     assert parse_environment(content) == variables
+    assert parse_environment(serialize_environment(variables)) == variables
 
 
 @pytest.mark.parametrize(
