@@ -552,7 +552,7 @@ def _read_environment_file(name: str) -> dict[str, str]:
         problem = f"cannot be used: {error}"
     raise ApplicationError(
         f"environment file {name} {problem}; no rank was started, because another environment "
-        "could change what they train: restore the file and retry, or submit the job again",
+        "could change what is trained: restore the file and retry, or submit the job again",
         type="SecretMissing",
         non_retryable=True,
     )
