@@ -139,6 +139,10 @@ class StartOrder:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables like those of `env`, which the backend must keep from all other users, or
     refuse."""
+    inherit_env: bool = True
+    """Whether ranks also get the variables that the node itself has."""
+    umask: str | None = None
+    """In octal; None: the node's."""
     gpus: int = 0
     """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None

@@ -112,6 +112,10 @@ class AgentSession:
             "fences": order.fences,
             "log_pattern": order.log_pattern,
         }
+        if not order.inherit_env:
+            body["inherit_env"] = False
+        if order.umask is not None:
+            body["umask"] = order.umask
         if order.launched is not None:
             launched = order.launched
             body["launched"] = {

@@ -84,7 +84,7 @@ def up(
         typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine."),
     ] = None,
     worker: Annotated[bool, typer.Option(help="Also run a worker.")] = True,
-    attended: Annotated[bool, typer.Option(hidden=True)] = False,
+    attended_job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
     running."""
@@ -94,18 +94,22 @@ def up(
 
     settings = read_settings(state=state)
     fleets = tuple(fleet or settings.fleets)
-    for path in fleets:
-        files.read_fleet(path)
+    known = [files.read_fleet(path) for path in fleets]
     lock = service.prepare_state(settings.state)
     chosen = service.choose_port("--port", port)
     ui = service.choose_port(
         "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0
     )
     with lock:
-        fleets = fleets or (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
+        if not fleets:
+            fleets = (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
+            known = [files.read_fleet(path) for path in fleets]
+        backends = {spec.name: spec.backend for spec in known}
         asyncio.run(
             service.serve(
-                service.Service(settings.state, chosen, ui, fleets, worker), say, attended
+                service.Service(settings.state, chosen, ui, fleets, backends, worker),
+                say,
+                attended_job,
             )
         )
 
@@ -118,35 +122,131 @@ def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
     serve(state, main)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+def _accept(*names: str) -> Any:
+    """Return an option of torchrun that is accepted; docs/launchers.md says what it does."""
+    return typer.Option(*names, hidden=True)
+
+
+@app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        # torchrun has every option also with underscores.
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    }
+)
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD…")],
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT.py|-- CMD…", show_default=False)
+    ] = None,
     nodes: Annotated[
         str,
         typer.Option(
-            metavar="N|MIN:MAX", help="Number of nodes; 3:4: four, or three if no more are free."
+            "--nodes",
+            "--nnodes",
+            metavar="N|MIN:MAX",
+            help="Number of nodes; 3:4: four, or three if no more are free.",
         ),
     ] = "1",
-    nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    nproc: Annotated[
+        str,
+        typer.Option(
+            "--nproc",
+            "--nproc-per-node",
+            metavar="N|gpu|cpu|auto",
+            help="Ranks on each node; gpu, cpu: as many as this machine has; auto: gpu, else cpu.",
+        ),
+    ] = "1",
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="The first word is a Python module.")
+    ] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="The first word is a program, not a script.")
+    ] = False,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="Overrides the policy's; default of the policy: 8.")
+    ] = None,
+    log_pattern: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX", help="Reads progress from the output, such as 'step (?P<step>\\d+)'."
+        ),
+    ] = None,
+    progress: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A preset of such patterns.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job; default: the script's name and the time.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="Environment variable for the ranks."),
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Environment variable for the ranks; on this machine they have all of the shell.",
+        ),
     ] = None,
     fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
+    standalone: Annotated[bool, _accept("--standalone")] = False,
+    run_path: Annotated[bool, _accept("--run-path")] = False,
+    virtual_local_rank: Annotated[bool, _accept("--virtual-local-rank")] = False,
+    rdzv_backend: Annotated[str | None, _accept("--rdzv-backend")] = None,
+    rdzv_endpoint: Annotated[str | None, _accept("--rdzv-endpoint")] = None,
+    rdzv_id: Annotated[str | None, _accept("--rdzv-id")] = None,
+    rdzv_conf: Annotated[str | None, _accept("--rdzv-conf")] = None,
+    monitor_interval: Annotated[str | None, _accept("--monitor-interval")] = None,
+    start_method: Annotated[str | None, _accept("--start-method")] = None,
+    event_log_handler: Annotated[str | None, _accept("--event-log-handler")] = None,
+    role: Annotated[str | None, _accept("--role")] = None,
+    log_dir: Annotated[str | None, _accept("--log-dir")] = None,
+    redirects: Annotated[str | None, _accept("--redirects", "-r")] = None,
+    tee: Annotated[str | None, _accept("--tee", "-t")] = None,
+    local_ranks_filter: Annotated[str | None, _accept("--local-ranks-filter")] = None,
+    duplicate_stdout_filters: Annotated[str | None, _accept("--duplicate-stdout-filters")] = None,
+    duplicate_stderr_filters: Annotated[str | None, _accept("--duplicate-stderr-filters")] = None,
+    node_rank: Annotated[str | None, _accept("--node-rank")] = None,
+    master_addr: Annotated[str | None, _accept("--master-addr")] = None,
+    master_port: Annotated[str | None, _accept("--master-port")] = None,
+    local_addr: Annotated[str | None, _accept("--local-addr")] = None,
+    logs_specs: Annotated[str | None, _accept("--logs-specs")] = None,
+    numa_binding: Annotated[str | None, _accept("--numa-binding")] = None,
+    signals_to_handle: Annotated[str | None, _accept("--signals-to-handle")] = None,
+    shutdown_timeout: Annotated[str | None, _accept("--shutdown-timeout")] = None,
 ) -> None:
-    """Run one job to its end. Print what its ranks print, and exit with its exit code. Start a
-    server for the job if none is running."""
+    """Run one job to its end, as torchrun would. Print what its ranks print, and exit with its exit
+    code. Start a server for the job if none is running. torchrun's options are accepted."""
     import asyncio
 
     from relaunch.cli import run as runner
 
     settings = read_settings()
-    values = runner.job_of(command, nodes, nproc, policy, name, env or [], fleet)
-    raise typer.Exit(asyncio.run(runner.run(settings, values, say)))
+    if log_pattern is not None and progress is not None:
+        raise ConfigError("--log-pattern and --progress: expected only one of them")
+    fields = {
+        "name": name,
+        "policy": policy,
+        "fleet": fleet,
+        "progress": progress if log_pattern is None else {"log_pattern": log_pattern},
+    }
+    options = {
+        parameter.name: str(context.params[parameter.name])
+        for parameter in context.command.params
+        if parameter.name
+        and getattr(parameter, "hidden", False)
+        and context.params[parameter.name] not in (None, False)
+    }
+    request = runner.RunRequest(
+        words=command or [],
+        nodes=nodes,
+        ranks=nproc,
+        fields={key: value for key, value in fields.items() if value is not None},
+        env=env or [],
+        max_restarts=max_restarts,
+        module=module,
+        no_python=no_python,
+        options=options,
+    )
+    raise typer.Exit(asyncio.run(runner.run(settings, request, say)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -198,7 +298,8 @@ def submit(
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import submit
 
-        await submit.submit(client, settings.task_queue, spec, resolved, reason)
+        placed = submit.set_working_folder(spec, client, settings.state)
+        await submit.submit(client, settings.task_queue, placed, resolved, reason)
         print(f"job {spec.name} submitted: {spec.size}", flush=True)
         if not follow:
             return 0

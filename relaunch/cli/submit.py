@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
@@ -23,6 +24,7 @@ from relaunch.messages.ids import WORKFLOW_ID_PREFIX
 from relaunch.messages.jobs import RetryMessage, TrainingJobInput
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
+from relaunch.temporal import find_running_up
 
 
 async def submit(
@@ -93,6 +95,19 @@ async def submit(
                 "first (`relaunch up` or `relaunch-worker`), which adds them"
             ) from None
         raise
+
+
+def set_working_folder(spec: JobSpec, client: Client, state: Path) -> JobSpec:
+    """Return a job without `workdir` with the present folder, if its nodes are on this machine."""
+    here = find_running_up(state)
+    if (
+        spec.workdir is None
+        and here is not None
+        and client.service_client.config.target_host == here.address
+        and here.backends.get(spec.fleet) == "local"
+    ):
+        return spec.model_copy(update={"workdir": str(Path.cwd())})
+    return spec
 
 
 async def retry(

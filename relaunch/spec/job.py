@@ -14,12 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relaunch.fields import Name, Strict, Text, compile_pattern
+from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
-
-# The agent sets these itself, or they would let a job act in the name of another.
-RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
-
 
 MAX_NODES = 100_000
 """More is a mistake: no cluster has so many nodes."""
@@ -210,8 +207,15 @@ class JobSpec(Strict):
     """lockstep: no rank advances without all others (the usual data or model parallel job)."""
     fleet: Name = "default"
     env: dict[str, Text] = Field(default={})
+    env_file: Text | None = None
+    """A file of variables that the worker reads at each launch; `env` overrides them. Like a secret
+    it is stored nowhere else."""
+    inherit_env: bool = True
+    """Whether ranks also get the variables that the node itself has: PATH, HOME and the like."""
     secrets: dict[str, SecretReference] = Field(default={})
     workdir: Text | None = None
+    umask: Annotated[str, Field(pattern="^0?[0-7]{3}$")] | None = None
+    """In octal, such as `027`; None: that of the node's agent."""
     progress: ProgressSpec = ProgressSpec()
     checkpoint: CheckpointSpec | None = None
     policy: str | dict[str, Any] = "default"
@@ -260,13 +264,30 @@ class JobSpec(Strict):
     @classmethod
     def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
-            if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(
-                r"[A-Za-z_][A-Za-z0-9_]*", key
-            ):
+            if key.startswith(RESERVED_VARIABLES) or not VARIABLE.fullmatch(key):
                 raise ValueError(
                     f"{key!r} cannot be set: a variable's name,"
                     " not starting with RELAUNCH_ or TORCHELASTIC_"
                 )
+        return value
+
+    @field_validator("env_file")
+    @classmethod
+    def _check_env_file(cls, value: str | None) -> str | None:
+        if value is not None and not PurePosixPath(value).is_absolute():
+            raise ValueError(
+                f"{value!r} is a relative path: the file's absolute path on the worker"
+            )
+        return value
+
+    @field_validator("umask", mode="before")
+    @classmethod
+    def _check_umask(cls, value: Any) -> Any:
+        # YAML reads 027 as an octal number, and 0o27 and 27 as others.
+        if isinstance(value, int):
+            raise ValueError(
+                f"{value!r} is a number: write three octal digits in quotes, like '027'"
+            )
         return value
 
     @field_validator("workdir")

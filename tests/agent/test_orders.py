@@ -139,6 +139,21 @@ def test_a_shim_that_died_before_the_start_is_not_prepared(node: Node) -> None:
     assert why(node.prepare(1)) == "done"
 
 
+def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: Path) -> None:
+    code = (
+        "import json, os; umask = os.umask(0);"
+        " json.dump([dict(os.environ), umask], open('found', 'w'))"
+    )
+    # An absolute path: there is no PATH.
+    command = [sys.executable, "-c", code]
+    more = {"inherit_env": False, "umask": "026", "env": {"A": "1"}}
+    pid = node.run(1, command, ranks=1, workdir=str(tmp_path), **more)["0"]
+    wait_for(lambda: not is_alive(pid))
+    environment, umask = json.loads((tmp_path / "found").read_text())
+    ours = {name for name in environment if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))}
+    assert (ours - {"LC_CTYPE"}, umask) == ({"A"}, 0o026)  # Python itself sets LC_CTYPE
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [

@@ -392,6 +392,8 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(
             {},
             "secrets",
         ),
+        ({"inherit_env": False}, {}, "inherit_env"),
+        ({"umask": "027"}, {}, "umask"),
         (
             {},
             {"task_definition": None},

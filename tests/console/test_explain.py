@@ -17,7 +17,7 @@ from relaunch.cli.explain import KINDS, explain, lines_of, view_of
 from relaunch.config import ConfigError
 from relaunch.evidence.catalog import catalog
 from relaunch.spec.policy import Policy, preset, resolve
-from tests.console.test_command_line import ROOT, one_sentence, starter
+from tests.console.commands import ROOT, one_sentence, starter
 from tests.pages import sections
 
 DCGM = ROOT / "tests" / "recovery" / "samples" / "dcgm" / "synthetic"

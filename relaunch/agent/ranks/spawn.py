@@ -38,7 +38,7 @@ def make_rank_environment(
     inherited = {
         name: value
         for name, value in base.items()
-        if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
+        if order["inherit_env"] and not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
     }
     return {
         **DEFAULTS,
@@ -71,6 +71,8 @@ def _become(
         if order["workdir"] is not None:
             step = "workdir"
             os.chdir(order["workdir"])
+        if order["umask"] is not None:
+            os.umask(int(order["umask"], 8))
         step = "exec"
         # SIGPIPE is the only signal that the shim ignores. Exec resets signal handlers.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
