@@ -211,7 +211,7 @@ def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
     from relaunch.cli import jobs, tables
 
-    now = run_with_client(lambda client, _: jobs.load_job(client, job))
+    now = run_with_client(lambda client, _: jobs.load_job(client, job), past_job=job)
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -237,14 +237,14 @@ def history(job: Job, as_json: Json = False) -> None:
     async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
         from relaunch.cli import job_views, jobs
 
-        incidents, missing = await jobs.incidents(
-            client, settings.task_queue, await jobs.load_job(client, job)
-        )
-        return [job_views.history_entry(incident) for incident in incidents], missing
+        now = await jobs.load_job(client, job)
+        incidents, missing = await jobs.incidents(client, settings.task_queue, now)
+        assert now.state is not None, "else its incidents cannot be read"
+        return [job_views.history_entry(one, now.state) for one in incidents], missing
 
     from relaunch.cli import tables
 
-    entries, missing = run_with_client(work)
+    entries, missing = run_with_client(work, past_job=job)
     print_json(entries) if as_json else tables.print_history(job, entries)
     if missing:
         say(missing)
@@ -285,7 +285,7 @@ def logs(
             client, settings.task_queue, job, rank, generation, tail, follow, say
         )
 
-    run_with_client(work)
+    run_with_client(work, past_job=job, with_worker=True)
 
 
 @app.command()

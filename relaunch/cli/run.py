@@ -197,7 +197,9 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         from relaunch.cli import follow, jobs  # imported while the ranks start
 
         following = asyncio.create_task(
-            follow.follow_with_logs(client, settings.task_queue, spec.name, say)
+            follow.follow_with_logs(
+                client, settings.task_queue, spec.name, say, can_retry=own is None
+            )
         )
         code = await _wait_for_job(
             following,
