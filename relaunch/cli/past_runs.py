@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaunch.cli.run import OwnService
-from relaunch.cli.service import RELAUNCH
+from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT, die_with_parent
 from relaunch.cli.terminal import check_name, say
-from relaunch.config import ConfigError, Settings
+from relaunch.config import Settings
 from relaunch.temporal import connect, find_running_up
 
 if TYPE_CHECKING:
@@ -41,51 +41,71 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
     Args:
         folder: Its state folder.
         job: The name of the job.
-        with_worker: Whether a worker is needed. It would also go on with a job that has not ended,
-            so it is started only for one that has.
+        with_worker: Whether a worker is needed. It would go on with a job that has not ended, so
+            it is started only for one that has.
 
     Raises:
-        ConfigError: The server cannot be started, or a worker is needed for a job that has not
-            ended.
+        ConfigError: The server cannot be started, or the job is not there.
     """
     if up := find_running_up(folder):
         yield await connect(folder, up.address)
         return
     say(f"no server is running; reading what `relaunch run` kept in {folder}")
-    async with _serve(folder, with_worker=False) as client:
-        if await _is_open(client, job):
-            say(
-                f"job {job} has not ended, and nothing watches it since its `relaunch run` ended: "
-                f"`relaunch up --state {folder}` takes it over"
-            )
-            if with_worker:
-                raise ConfigError(f"job {job} has no worker, and only a worker can read logs")
-        if not with_worker:
-            yield client
-            return
-    async with _serve(folder, with_worker=True) as client:
-        yield client
-
-
-@asynccontextmanager
-async def _serve(folder: Path, *, with_worker: bool) -> AsyncIterator[Client]:
     log = folder / "read.log"
-    ports = ["--port", "0", "--ui-port", "0"]
-    fleet = ["--fleet", str(folder / "fleets" / "default.yaml")]
-    worker = [] if with_worker else ["--no-worker"]
+    fleet = folder / "fleets" / "default.yaml"
+    options = ["--state", str(folder), "--port", "0", "--ui-port", "0", "--fleet", str(fleet)]
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
-            [*RELAUNCH, "up", "--attended", "--state", str(folder), *ports, *fleet, *worker],
+            [*RELAUNCH, "up", "--attended", "--no-worker", *options],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    own = OwnService(folder, process, log)
+    server = OwnService(folder, process, log)
     try:
-        yield await connect(folder, await own.address())
+        address = await server.address()
+        client = await connect(folder, address)
+        is_open = await _is_open(client, job)
+        if is_open:
+            say(
+                f"job {job} has not ended, and nothing watches it since its `relaunch run` ended: "
+                f"`relaunch up --state {folder}` takes it over"
+            )
+        if with_worker and not is_open:
+            with _run_worker(folder, address, fleet):
+                yield client
+        else:
+            yield client
     finally:
-        own.stop()
+        server.stop()
+
+
+@contextmanager
+def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[None]:
+    settings = {
+        "TEMPORAL_ADDRESS": address,
+        "RELAUNCH_STATE": str(folder.resolve()),
+        "RELAUNCH_FLEETS": str(fleet.resolve()),
+    }
+    with (folder / "worker.log").open("ab") as log:
+        worker = subprocess.Popen(
+            [*RELAUNCH, "worker"],
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - one call of the kernel
+        )
+    try:
+        yield
+    finally:
+        worker.terminate()
+        try:
+            worker.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            worker.kill()
 
 
 async def _is_open(client: Client, job: str) -> bool:

@@ -261,7 +261,7 @@ class Keeper:
                     stderr=log,
                     # Ctrl-C reaches only this process, which stops the child itself.
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=die_with_parent(os.getpid()),
                 )
             code = await self._process.wait()
             if code == 2:
@@ -308,7 +308,8 @@ def _report_warm_failure(warming: asyncio.Task[None], say: Callable[[str], None]
         say(f"{error}; commands still work, but start more slowly")
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """Return what a child has to call so that the kernel kills it when its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def set_death_signal() -> None:
