@@ -96,7 +96,7 @@ def current_details(job: JobState, now: datetime) -> str:
     failure = find_failure(job)
     if failure is not None and job.phase.is_final:
         lines += [f"### Failure: {failure.title}", "", failure.fault.reason, ""]
-        lines += [*_failure_lines(failure), ""]
+        lines += [*_failure_lines(failure), *(f"- before it: {one}" for one in failure.earlier), ""]
     if job.lost:
         lines += [
             "**Not answering** "
@@ -185,11 +185,10 @@ def current_details(job: JobState, now: datetime) -> str:
 
 
 def _failure_lines(failure: Failure) -> list[str]:
-    """Return what the failed rank wrote last, what came before, and how to read the rest."""
+    """Return what the failed rank wrote last, and how to read the rest."""
     text = failure.fault.traceback.replace("```", "'''")
     return [
-        *(["```", text, "```"] if text else []),
-        *(f"- before it: {line}" for line in failure.earlier),
+        *(["```", text, "```", ""] if text else []),
         *([f"- its log: `{failure.logs}`"] if failure.logs else []),
     ]
 

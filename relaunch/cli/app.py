@@ -209,9 +209,9 @@ def list_jobs(as_json: Json = False) -> None:
 @app.command()
 def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
-    from relaunch.cli import jobs, tables
+    from relaunch.cli import jobs, past_runs, tables
 
-    now = run_with_client(lambda client, _: jobs.load_job(client, job), past_job=job)
+    now = past_runs.run_with_job(job, lambda client, _: jobs.load_job(client, job))
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -242,9 +242,9 @@ def history(job: Job, as_json: Json = False) -> None:
         assert now.state is not None, "else its incidents cannot be read"
         return [job_views.history_entry(one, now.state) for one in incidents], missing
 
-    from relaunch.cli import tables
+    from relaunch.cli import past_runs, tables
 
-    entries, missing = run_with_client(work, past_job=job)
+    entries, missing = past_runs.run_with_job(job, work)
     print_json(entries) if as_json else tables.print_history(job, entries)
     if missing:
         say(missing)
@@ -277,6 +277,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print the output of the ranks of one generation."""
+    from relaunch.cli import past_runs
 
     async def work(client: Client, settings: Settings) -> None:
         from relaunch.cli import logs as reading
@@ -285,7 +286,7 @@ def logs(
             client, settings.task_queue, job, rank, generation, tail, follow, say
         )
 
-    run_with_client(work, past_job=job, with_worker=True)
+    past_runs.run_with_job(job, work, with_worker=True)
 
 
 @app.command()

@@ -6,21 +6,45 @@ server is started for as long as the command takes.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from relaunch.cli.run import OwnService
-from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT, die_with_parent
-from relaunch.cli.terminal import check_name, say
-from relaunch.config import Settings
+from relaunch.cli.terminal import Value, check_name, run_with_client, say
+from relaunch.config import Settings, read_settings
 from relaunch.temporal import connect, find_running_up
 
 if TYPE_CHECKING:
     from temporalio.client import Client
+
+
+def run_with_job(
+    job: str,
+    work: Callable[[Client, Settings], Coroutine[Any, Any, Value]],
+    *,
+    with_worker: bool = False,
+) -> Value:
+    """Connect to the server of a job that is only read, and run `work`; return its result.
+
+    Args:
+        job: The name of the job.
+        work: What the command does.
+        with_worker: Whether it needs a worker.
+    """
+    settings = read_settings()
+    folder = find_folder(settings, job)
+    if folder is None:
+        return run_with_client(work)
+
+    async def run_connected() -> Value:
+        async with open_run(folder, job, with_worker=with_worker) as client:
+            return await work(client, settings)
+
+    return asyncio.run(run_connected())
 
 
 def find_folder(settings: Settings, job: str) -> Path | None:
@@ -47,6 +71,9 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
     Raises:
         ConfigError: The server cannot be started, or the job is not there.
     """
+    from relaunch.cli.run import OwnService
+    from relaunch.cli.service import RELAUNCH
+
     if up := find_running_up(folder):
         yield await connect(folder, up.address)
         return
@@ -83,6 +110,8 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
 
 @contextmanager
 def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[None]:
+    from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT, die_with_parent
+
     settings = {
         "TEMPORAL_ADDRESS": address,
         "RELAUNCH_STATE": str(folder.resolve()),

@@ -55,32 +55,14 @@ def say(text: str) -> None:
     print(f"relaunch: {text}", file=sys.stderr, flush=True)
 
 
-def run_with_client(
-    work: Callable[[Client, Settings], Coroutine[Any, Any, Value]],
-    *,
-    past_job: str | None = None,
-    with_worker: bool = False,
-) -> Value:
-    """Read the settings, connect, and run `work`; return its result.
-
-    Args:
-        work: What the command does.
-        past_job: A job that the command only reads: where no server runs, it is looked for in
-            what `run` has kept.
-        with_worker: Whether reading it needs a worker.
-    """
+def run_with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
+    """Read the settings, connect, and run `work`; return its result."""
     import asyncio
 
     async def run_connected() -> Value:
         from relaunch.temporal import connect
 
         settings = read_settings()
-        if past_job is not None and (settings.state / "runs" / past_job).is_dir():
-            from relaunch.cli.past_runs import find_folder, open_run
-
-            if (folder := find_folder(settings, past_job)) is not None:
-                async with open_run(folder, past_job, with_worker=with_worker) as client:
-                    return await work(client, settings)
         return await work(await connect(settings.state), settings)
 
     return asyncio.run(run_connected())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from relaunch.evidence.exits import strip_rank
+from relaunch.text import count_noun
 
 MAX_TEXT = 4000
 """Characters of the text that is kept: it is shown whole, and carried in the state of a job."""
@@ -21,7 +22,8 @@ INNERMOST = 6
 """Frames that are kept, and the outermost one."""
 FRAME_LINES = 4
 """Lines of one frame: its file, its source, the markers below it, and how often it is repeated."""
-MESSAGE_LINES = 12
+MESSAGE_LINES, MAX_MESSAGE = 12, 1500
+"""Lines and characters of an exception's message."""
 LAST_LINES = 6
 """Lines that are kept of a program that left no traceback."""
 NATIVE_LINES = 40
@@ -239,7 +241,8 @@ def _read_group(lines: list[str], start: int) -> _Block | None:
         if margin is not None and margin["rule"]:
             parts.append([])
         else:
-            parts[-1].append(_MARGIN.sub("", line, count=1))
+            own = _MARGIN.sub("", line, count=1)
+            parts[-1].append(own.replace("Exception Group Traceback", "Traceback"))
     found = [block for part in parts if (block := _read_part(part)) is not None]
     if not found:
         return None
@@ -252,9 +255,8 @@ def _read_group(lines: list[str], start: int) -> _Block | None:
 
 
 def _read_part(lines: list[str]) -> _Block | None:
-    header = next((m for line in lines if (m := _HEADER.match(line))), None)
-    if header is not None:
-        return _read_block(lines, lines.index(header.string), len(lines), header)
+    if blocks := _read_blocks(lines):
+        return blocks[-1]
     found = _find_exception(lines, 0)
     return None if found is None else _Block(0, found + 1, "", (), lines[found])
 
@@ -326,22 +328,15 @@ def _is_reraised(block: _Block, before: _Block) -> bool:
 
 
 def _format(introduction: Iterable[str], block: _Block, message: list[str]) -> str:
-    frames = list(block.frames)
-    left_out = len(frames) - INNERMOST - 1
-    shown = frames if left_out <= 0 else [frames[0], *frames[-INNERMOST:]]
-    for with_source in (True, False):
-        lines = [*(line[:MAX_LINE] for line in introduction)]
-        lines += [block.title] if block.title else []
-        for number, frame in enumerate(shown):
-            if number == 1 and left_out > 0:
-                plural = "frame" if left_out == 1 else "frames"
-                lines.append(f"  ... {left_out} {plural} left out ...")
-            lines += frame if with_source else frame[:1]
-        end = "\n".join(line[: MAX_TEXT // MESSAGE_LINES] for line in message)
-        text = "\n".join(lines)
-        if len(text) + len(end) < MAX_TEXT:
-            break
-    return f"{text}\n{end}"[-MAX_TEXT:] if text else end[-MAX_TEXT:]
+    start = [line[:MAX_LINE] for line in introduction] + ([block.title] if block.title else [])
+    left_out = len(block.frames) - INNERMOST - 1
+    gap = [(f"  ... {count_noun(left_out, 'frame')} left out ...",)] if left_out > 0 else []
+    frames = [*block.frames[:1], *gap, *block.frames[1:][-INNERMOST:]]
+    end = "\n".join(message)[:MAX_MESSAGE]
+    text = "\n".join((*start, *(line for frame in frames for line in frame), end))
+    if len(text) > MAX_TEXT:
+        text = "\n".join((*start, *(frame[0] for frame in frames), end))
+    return text[-MAX_TEXT:]
 
 
 # --- programs that leave no traceback
