@@ -332,8 +332,8 @@ class Incident:
     faults: tuple[FaultRecord, ...] = ()
     """The fault that opened the incident, then those that came while it was open.
 
-    Cause, reason, ranks, GPUs, code and traceback above are those of the first, which has no
-    traceback of its own here.
+    Cause, reason, ranks, GPUs, code and traceback above are those of the first, whose record here
+    has no traceback.
     """
     dropped_faults: int = 0
     """Number of faults of a very long incident that are no longer kept.

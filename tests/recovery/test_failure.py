@@ -70,7 +70,7 @@ def test_the_fault_that_ended_the_job_is_its_root_cause(page: SnapshotAssertion)
     lines = {
         "why": describe_failure(job),
         "next": list_commands(job),
-        "next, of a server of its own": own,
+        "next, where its server ends with it": own,
     }
     assert not any("retry" in line for line in own)
     assert sections(lines) == page
