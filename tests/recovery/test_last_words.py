@@ -1,7 +1,8 @@
 """What a process wrote about its end is found in the tail of its log.
 
-The samples are shortened from public reports and documentation; the first line of each is its
-address and how the process ended.
+The first line of each sample says where its form was reported, and how the process ended. The
+samples follow those reports, with shorter paths and other names; some join the output of two, and
+those that were made for this test say so.
 """
 
 from __future__ import annotations
