@@ -84,6 +84,7 @@ def up(
         typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine."),
     ] = None,
     worker: Annotated[bool, typer.Option(help="Also run a worker.")] = True,
+    attended: Annotated[bool, typer.Option(hidden=True)] = False,
     attended_job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
@@ -109,7 +110,8 @@ def up(
             service.serve(
                 service.Service(settings.state, chosen, ui, fleets, backends, worker),
                 say,
-                attended_job,
+                attended=attended,
+                attended_job=attended_job,
             )
         )
 
@@ -328,9 +330,9 @@ def list_jobs(as_json: Json = False) -> None:
 @app.command()
 def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
-    from relaunch.cli import jobs, tables
+    from relaunch.cli import jobs, past_runs, tables
 
-    now = run_with_client(lambda client, _: jobs.load_job(client, job))
+    now = past_runs.run_with_job(job, lambda client, _: jobs.load_job(client, job))
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -356,14 +358,14 @@ def history(job: Job, as_json: Json = False) -> None:
     async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
         from relaunch.cli import job_views, jobs
 
-        incidents, missing = await jobs.incidents(
-            client, settings.task_queue, await jobs.load_job(client, job)
-        )
-        return [job_views.history_entry(incident) for incident in incidents], missing
+        now = await jobs.load_job(client, job)
+        incidents, missing = await jobs.incidents(client, settings.task_queue, now)
+        assert now.state is not None, "else its incidents cannot be read"
+        return [job_views.history_entry(one, now.state) for one in incidents], missing
 
-    from relaunch.cli import tables
+    from relaunch.cli import past_runs, tables
 
-    entries, missing = run_with_client(work)
+    entries, missing = past_runs.run_with_job(job, work)
     print_json(entries) if as_json else tables.print_history(job, entries)
     if missing:
         say(missing)
@@ -412,6 +414,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print the output of the ranks of one generation. Exit with 1 if a rank's was not found."""
+    from relaunch.cli import past_runs
 
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import logs as reading
@@ -425,7 +428,7 @@ def logs(
             client, settings.task_queue, job, generation, selection, follow, say
         )
 
-    raise typer.Exit(run_with_client(work))
+    raise typer.Exit(past_runs.run_with_job(job, work, with_worker=True))
 
 
 @app.command()

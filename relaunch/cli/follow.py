@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from temporalio.client import Client, WorkflowFailureError
 
 from relaunch.cli import job_views, jobs, logs
+from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.messages.jobs import JobResult
 
@@ -119,8 +120,15 @@ def _open_seconds(incident: Incident) -> float:
     return ((incident.closed or incident.opened) - incident.opened).total_seconds()
 
 
-def closing_line(now: jobs.JobSnapshot) -> tuple[str, int]:
-    """Return the closing line for a job that has ended, and its exit code."""
+def closing_line(now: jobs.JobSnapshot, *, can_retry: bool = True) -> tuple[str, int]:
+    """Return the closing text for a job that has ended, and its exit code.
+
+    After a job that failed or was cancelled, the text says why, and what a person may type next.
+
+    Args:
+        now: The job, ended.
+        can_retry: Whether its server goes on and could run it again.
+    """
     state = now.state
     if state is None or not state.phase.is_final:
         return (
@@ -129,10 +137,9 @@ def closing_line(now: jobs.JobSnapshot) -> tuple[str, int]:
             1,
         )
     text = f"job {now.name} {state.phase}: {state.reason}"
-    last = state.incidents[-1] if state.incidents else None
-    if state.phase is Phase.FAILED and last is not None:
-        text += f"\n  root cause: {last.cause}: {last.reason}"
-        text += "".join(f"\n  | {line}" for line in last.traceback.rstrip().splitlines())
+    if state.phase is not Phase.SUCCEEDED:
+        lines = [*failure.describe_failure(state), *failure.list_commands(state, can_retry)]
+        text += "".join(f"\n  {line}" for line in lines)
     code = (
         state.exit_code
         if state.exit_code is not None
@@ -171,7 +178,10 @@ async def follow_live(client: Client, name: str) -> int:
             live.update(render(now, datetime.now(UTC)), refresh=True)
     assert now is not None
     text, code = closing_line(now)
-    console.print(text, style="bold", markup=False, highlight=False)
+    first, *rest = text.split("\n")
+    console.print(first, style="bold", markup=False, highlight=False)
+    for line in rest:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code
 
 
@@ -209,11 +219,13 @@ def line_to_row(line: str) -> tuple[str, str]:
     return word, rest.strip()
 
 
-async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say) -> int:
+async def follow_with_logs(
+    client: Client, task_queue: str, name: str, say: Say, *, can_retry: bool = True
+) -> int:
     """Print the output of all ranks of every generation, and what relaunch does, until the job
     ends.
 
-    Return the job's exit code.
+    Return the job's exit code. `can_retry` is that of `closing_line`.
     """
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say)
@@ -229,7 +241,7 @@ async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say)
     finally:
         reading.cancel()
     assert now is not None
-    text, code = closing_line(now)
+    text, code = closing_line(now, can_retry=can_retry)
     say(text)
     return code
 

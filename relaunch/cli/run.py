@@ -175,7 +175,7 @@ class OwnService:
                 continue
             port = json.loads(up.read_text())["address"].rpartition(":")[2]
             say("the server of this job was killed: starting it again; ranks keep running")
-            self.process = start_child(self.state, self.job, port)
+            self.process = start_child(self.state, ["--attended-job", self.job], port)
 
     def stop(self) -> None:
         """Stop the child; no job may run."""
@@ -186,12 +186,12 @@ class OwnService:
             self.process.kill()
 
 
-def start_child(state: Path, job: str, port: str = "0") -> subprocess.Popen[bytes]:
+def start_child(state: Path, attended: list[str], port: str = "0") -> subprocess.Popen[bytes]:
     fleet = state / "fleets" / "default.yaml"
     options = ["--state", str(state), "--port", port, "--ui-port", "0", "--fleet", str(fleet)]
     with (state / UP_LOG).open("ab") as log:
         return subprocess.Popen(
-            [*RELAUNCH, "up", "--attended-job", job, *options],
+            [*RELAUNCH, "up", *attended, *options],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -205,7 +205,7 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_local_fleet(state, nodes)
-        process = start_child(state, name)
+        process = start_child(state, ["--attended-job", name])
     except OSError as error:
         raise ConfigError(
             f"state folder {state} cannot be written: {error.strerror}; choose another with "
@@ -268,7 +268,9 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
         from relaunch.cli import follow, jobs  # imported while the ranks start
 
         code = await _wait_for_job(
-            lambda: follow.follow_with_logs(client, settings.task_queue, spec.name, say),
+            lambda: follow.follow_with_logs(
+                client, settings.task_queue, spec.name, say, can_retry=own is None
+            ),
             interruptions,
             lambda reason: jobs.cancel(client, spec.name, reason),
             outlives_terminal,

@@ -148,14 +148,18 @@ def write_local_fleet(state: Path, nodes: int) -> Path:
 
 
 async def serve(
-    service: Service, say: Callable[[str], None], attended_job: str | None = None
+    service: Service,
+    say: Callable[[str], None],
+    *,
+    attended: bool = False,
+    attended_job: str | None = None,
 ) -> None:
     """Run until SIGINT, SIGTERM or SIGHUP.
 
-    With `attended_job`, this is the server of that job only, and the process that waits for the job
-    holds stdin. When stdin ends, by whatever end of that process, or a signal arrives, the job is
-    cancelled, and everything stops once its ranks have: otherwise nothing would watch them. A
-    second signal stops everything at once.
+    With `attended`, also until stdin ends: the process that uses this server holds it. With
+    `attended_job`, this is the server of that job only. When stdin ends, by whatever end of that
+    process, or a signal arrives, the job is cancelled, and everything stops once its ranks have:
+    otherwise nothing would watch them. A second signal stops everything at once.
 
     Raises:
         ConfigError: The server or the worker cannot be started.
@@ -165,7 +169,8 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _set_next, stop, stop_now)
-    if attended_job is not None:
+    attended = attended or attended_job is not None
+    if attended:
         loop.add_reader(sys.stdin.fileno(), lambda: _read_stdin(stop))
     environment = {
         **os.environ,
@@ -197,7 +202,7 @@ async def serve(
                     f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops "
                     "both, ranks keep running"
                 )
-            if attended_job is None:  # the server of a single job gets no other commands
+            if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
                 warming.add_done_callback(lambda task: _report_warm_failure(task, say))
                 tidying = asyncio.create_task(_tidy(service))
@@ -278,7 +283,7 @@ class Keeper:
                     stderr=log,
                     # Ctrl-C reaches only this process, which stops the child itself.
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=die_with_parent(os.getpid()),
                 )
             code = await self._process.wait()
             if code == 2:
@@ -325,7 +330,8 @@ def _report_warm_failure(warming: asyncio.Task[None], say: Callable[[str], None]
         say(f"{error}; commands still work, but start more slowly")
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """Return what a child has to call so that the kernel kills it when its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def set_death_signal() -> None:

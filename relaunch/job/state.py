@@ -69,7 +69,7 @@ class Diagnosis:
     do_not_restart: bool = False
     """The rank itself asked for it (exit code 93, as NVIDIA's resiliency extension defines it)."""
     traceback: str = ""
-    """The traceback of the root cause, as the rank wrote it."""
+    """What the rank of the root cause wrote last: its traceback, shortened, or its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +300,10 @@ class FaultRecord:
     gpus: tuple[str, ...] = ()
     """Suspected GPUs on the first of `nodes`."""
     code: str = ""
+    ranks: tuple[int, ...] = ()
+    """The ranks that failed, the first one first; empty: none is known."""
+    traceback: str = ""
+    """As in `Diagnosis`, of the newest fault; earlier ones keep only their reason."""
     decisions_before: int = 0
     """How many decisions of the incident were taken before this fault was detected."""
     withdrawn: str = ""
@@ -325,10 +329,12 @@ class Incident:
     code: str = ""
     certainty: Certainty = Certainty.LIKELY
     traceback: str = ""
+    """As in `Diagnosis`."""
     faults: tuple[FaultRecord, ...] = ()
     """The fault that opened the incident, then those that came while it was open.
 
-    Cause, reason, ranks, GPUs and code above are those of the first.
+    Cause, reason, ranks, GPUs, code and traceback above are those of the first, whose record here
+    has no traceback.
     """
     dropped_faults: int = 0
     """Number of faults of a very long incident that are no longer kept.
