@@ -647,12 +647,14 @@ def _cut_texts(limit: int, observations: tuple[Observation, ...]) -> tuple[Obser
                     error = replace(one.error, message=one.error.message[:200], traceback="")
                     one = replace(one, error=error)  # noqa: PLW2901
             tail: list[str] = []
+            is_echo = one.failed and not one.stopped and not is_root(one)
             for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
                 left -= _count_bytes(line)
                 if left < 0:
                     break
                 tail.insert(0, line)
-            one = replace(one, log_tail=tuple(tail))  # noqa: PLW2901
+            # Without its lines it would seem to have ended by itself, before the root.
+            one = replace(one, log_tail=tuple(tail), echo=is_echo and not tail)  # noqa: PLW2901
         sent.append(one)
     return tuple(sent)
 

@@ -599,7 +599,7 @@ def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
 
 def _is_echo(observation: RankExited, known: _Readers) -> bool:
     """Return whether a rank's last lines blame a peer's failure and name no fault of the rank."""
-    return known.is_echo(_last_words(observation))
+    return observation.echo or known.is_echo(_last_words(observation))
 
 
 def _last_words(observation: RankExited) -> tuple[str, ...]:
