@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+import stat
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -48,6 +49,7 @@ from relaunch.job.ranks import (
     tracker_environment,
 )
 from relaunch.job.state import Slot
+from relaunch.spec.environment import parse_environment
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Timeouts
 from relaunch.text import join_names
@@ -276,24 +278,24 @@ class JobActivities:
         gang = input.gang or make_gang(prepared)
         secret = await _read_secret(backend, input, gang, prepared)
         stamps = {node.node: node.stamp for node in prepared}
-        environment = common_environment(
-            input.token, spec, len(gang.members), input.max_restarts, *gang.master
+        environment, secrets = make_environment(
+            input.token, spec, len(gang.members), input.max_restarts, gang.master
         )
-        secrets = _read_secrets(spec)
+        given = {*environment, *secrets}
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
             peers = tuple(
                 Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members))
             )
-            command, launched = _make_command(input, gang, group_rank, backend.server)
+            command, launched = _make_command(input, gang, group_rank, backend.server, given)
             orders[slot.node] = StartOrder(
                 token=input.token,
                 node=slot.node,
                 command=command,
                 workdir=spec.workdir,
                 env=environment,
-                rank_env=_make_rank_environments(input, backend.server, group_rank, slot),
+                rank_env=_make_rank_environments(input, backend.server, group_rank, slot, given),
                 peers=peers,
                 prepared=stamps[slot.node],
                 secret=secret,
@@ -303,6 +305,8 @@ class JobActivities:
                 secrets=secrets,
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
+                inherit_env=spec.inherit_env,
+                umask=spec.umask,
             )
         await _call_each(
             input.token,
@@ -461,20 +465,20 @@ def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepa
 
 
 def _make_rank_environments(
-    input: LaunchRanksInput, server: str, group_rank: int, slot: Slot
+    input: LaunchRanksInput, server: str, group_rank: int, slot: Slot, given: Collection[str]
 ) -> tuple[dict[str, str], ...]:
     spec = input.spec
     environments = rank_environments(group_rank, slot, spec)
     if spec.launcher != "none":
         return environments  # each rank below it gets its own, see `_make_command`
     return tuple(
-        {**environment, **tracker_environment(input.token, server, rank, spec)}
+        {**environment, **tracker_environment(input.token, server, rank, given)}
         for rank, environment in zip(ranks_of(group_rank, spec), environments, strict=True)
     )
 
 
 def _make_command(
-    input: LaunchRanksInput, gang: Gang, group_rank: int, server: str
+    input: LaunchRanksInput, gang: Gang, group_rank: int, server: str, given: Collection[str]
 ) -> tuple[tuple[str, ...], BelowLauncher | None]:
     """Return the command that a node starts, and the ranks below it if it is a launcher."""
     spec, token = input.spec, input.token
@@ -489,7 +493,7 @@ def _make_command(
         **restart_counts(token, input.max_restarts),
         "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
         # Rank 0's: only the launcher knows which rank it starts, and the agent adds its number.
-        **tracker_environment(token, server, 0, spec),
+        **tracker_environment(token, server, 0, given),
     }
     return commands.launcher, BelowLauncher(commands.rank, ranks_of(group_rank, spec), env)
 
@@ -512,6 +516,63 @@ def _retry_or_return(error: NodesUnreachable, give_up: LaunchRanksOutput) -> Lau
             str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY
         ) from error
     return give_up
+
+
+def make_environment(
+    token: Token, spec: JobSpec, nodes: int, max_restarts: int, master: tuple[str, int]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of all ranks: those that others may see, and those to keep from them.
+
+    Raises:
+        ApplicationError: The environment file or a secret cannot be read.
+    """
+    from_file = _read_environment_file(spec.env_file) if spec.env_file is not None else {}
+    given = spec.model_copy(update={"env": {**from_file, **spec.env}})
+    environment = common_environment(token, given, nodes, max_restarts, *master)
+    private = {
+        name: value
+        for name, value in from_file.items()
+        if name not in spec.env and environment[name] == value
+    }
+    public = {name: value for name, value in environment.items() if name not in private}
+    return public, {**private, **_read_secrets(spec)}
+
+
+def _read_environment_file(name: str) -> dict[str, str]:
+    """Read the environment file of a job, on the worker.
+
+    Raises:
+        ApplicationError: It is missing, others may read it, or it is not an environment file. The
+            job fails: with another environment it could silently train something else.
+    """
+    try:
+        # Without O_NONBLOCK a named pipe would block the worker.
+        with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                problem = "is not a file"
+            elif found.st_uid != os.geteuid():
+                problem = (
+                    f"belongs to user {found.st_uid}, expected user {os.geteuid()}, as whom the "
+                    "worker runs"
+                )
+            elif found.st_mode & 0o077:
+                mode = f"{stat.S_IMODE(found.st_mode):04o}"
+                problem = f"has mode {mode}, expected 0600: it may hold secrets"
+            else:
+                return parse_environment(file.read())
+    except FileNotFoundError:
+        problem = "is missing"
+    except OSError as error:
+        problem = f"cannot be read by the worker: {error.strerror}"
+    except ValueError as error:
+        problem = f"cannot be used: {error}"
+    raise ApplicationError(
+        f"environment file {name} {problem}; no rank was started, because another environment "
+        "could change what is trained: restore the file and retry, or submit the job again",
+        type="SecretMissing",
+        non_retryable=True,
+    )
 
 
 def _read_secrets(spec: JobSpec) -> dict[str, str]:

@@ -18,6 +18,7 @@ from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refused
 from relaunch.generation import Token
 from relaunch.messages.logs import (
     LogPiece,
+    MissingLog,
     ReadIncidentsInput,
     ReadIncidentsOutput,
     ReadLogsInput,
@@ -45,7 +46,7 @@ class LogActivities:
 
     @activity.defn
     async def read_logs(self, input: ReadLogsInput) -> ReadLogsOutput:
-        """Return new output; with `wait`, as soon as one node has some."""
+        """Return new output: without `wait` of all nodes, else as soon as one of them has some."""
         backend = self._fleets.backend(input.fleet)
         token = Token(input.namespace, input.job, input.submission, input.generation)
         share = max(4096, input.max_bytes // max(1, len(input.nodes)))
@@ -57,7 +58,8 @@ class LogActivities:
             pending = set(reads.values())
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(result.chunks for task in done if isinstance(result := task.result(), Logs)):
+                found = [result for task in done if isinstance(result := task.result(), Logs)]
+                if input.wait > 0 and any(result.chunks for result in found):
                     await asyncio.wait(pending or done, timeout=GATHER_DELAY_S)
                     break
             results = {node: task.result() for node, task in reads.items() if task.done()}
@@ -72,11 +74,23 @@ class LogActivities:
                 for chunk in part.chunks
             ),
             ended=len(logs) == len(input.nodes) and all(part.ended for part in logs),
-            unreachable=tuple(node for node, result in results.items() if result is None),
+            unreachable=tuple(
+                f"{node}: {result.reason}"
+                for node, result in results.items()
+                if isinstance(result, BackendError)
+            ),
             refused=tuple(
                 f"{node}: {result.reason}"
                 for node, result in results.items()
                 if isinstance(result, Refused)
+            ),
+            begins={rank: offset for part in logs for rank, offset in part.begins.items()},
+            sizes={rank: size for part in logs for rank, size in part.sizes.items()},
+            missing=tuple(
+                MissingLog(rank, node)
+                for node, result in results.items()
+                if isinstance(result, Logs)
+                for rank in result.missing
             ),
         )
 
@@ -113,11 +127,13 @@ class LogActivities:
 
 async def _read(
     backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int
-) -> Logs | Refused | None:
+) -> Logs | Refused | BackendError:
     try:
-        return await backend.logs(node, token, input.offsets, share, input.wait, input.tail)
-    except BackendError:
-        return None
+        return await backend.logs(
+            node, token, input.offsets, share, input.wait, input.tail, input.since
+        )
+    except BackendError as error:
+        return error
 
 
 async def _read_stack(backend: Backend, node: str, token: Token, rank: int, most: int) -> Stack:

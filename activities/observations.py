@@ -24,6 +24,8 @@ from relaunch.job.launchers import RankFailure, parse_failures
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
 """Characters. A traceback is cut at its start; sixteen of them must stay far below 256 KiB."""
+TAIL_LINES = 200
+"""The most lines of its log that a rank's exit has."""
 KERNEL_LINES, KERNEL_LINE = 20, 400
 """The most that the agent sends; a line is ASCII."""
 
@@ -88,7 +90,7 @@ def _read_ecs_stop(raw: Any) -> EcsStop | None:
 
 
 def _read_log_tail(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:]
+    return tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-TAIL_LINES:]
 
 
 def _read_launched_exits(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ...]:

@@ -16,6 +16,10 @@ DURATION_PATTERN = re.compile(
 )
 
 
+MAX_DURATION = timedelta(days=3650)
+"""Longer ones are mistakes, and added to a date they could exceed what a date can hold."""
+
+
 def parse_name(value: str) -> str:
     """Check a name of a job, fleet or node: a workflow id, a folder and a search attribute."""
     if not NAME_PATTERN.fullmatch(value):
@@ -35,7 +39,12 @@ def parse_duration(value: Any) -> Any:
         if not match or not any(match.groups()):
             raise ValueError(f"{value!r} is not a duration: write it like 30s, 5m or 1h30m")
         days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        try:
+            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        except OverflowError:
+            raise ValueError(
+                f"{value[:30]!r} is too long: at most {duration(MAX_DURATION)}"
+            ) from None
     return value
 
 
@@ -52,16 +61,18 @@ def duration(value: timedelta) -> str:
     return "".join(parts) or "0s"
 
 
-def _not_negative(value: timedelta) -> timedelta:
+def _check_range(value: timedelta) -> timedelta:
     if value < timedelta(0):
         raise ValueError(f"{value} is negative: a duration is 0s or more")
+    if value > MAX_DURATION:
+        raise ValueError(f"{duration(value)} is too long: at most {duration(MAX_DURATION)}")
     return value
 
 
 Name = Annotated[str, AfterValidator(parse_name)]
 
 
-Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_check_range)]
 
 
 def parse_reason(text: str) -> str:
@@ -78,6 +89,28 @@ def parse_reason(text: str) -> str:
 Reason = Annotated[str, AfterValidator(parse_reason)]
 """Reason of an order that a person gives; it may be left out where the message allows that, but
 never blank."""
+
+
+def check_text(value: Any) -> Any:
+    """Refuse what cannot be an argument or a variable of a process.
+
+    Raises:
+        ValueError: It is missing, no text, or contains a NUL character.
+    """
+    if value is None:
+        raise ValueError("no value: write one, or '' for an empty text")
+    if isinstance(value, list | tuple | dict):
+        kind = "keys and values" if isinstance(value, dict) else "a list"
+        raise ValueError(f"{kind} instead of text: write text that has brackets in quotes")
+    if isinstance(value, bool | int | float):
+        raise ValueError(f"{value!r} is no text: write it in quotes")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a NUL character, which no argument, variable or path can contain")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(check_text)]
+"""An argument, a variable's value or a path: what the kernel accepts as one."""
 
 
 class Pattern(Protocol):

@@ -36,6 +36,6 @@ def leave(code: int) -> NoReturn:
     (seen after all work was done: exit codes 134, 139), which would hide the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # a pipe or terminal without a reader
             stream.flush()
     os._exit(code)

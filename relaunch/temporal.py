@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from relaunch.config import ConfigError
 if TYPE_CHECKING:
     from temporalio.client import Client
     from temporalio.converter import DataConverter
+    from temporalio.envconfig import ClientConnectConfig
 
 UP_FILE = "up.json"
 CONNECT_TIMEOUT_S = 10.0
@@ -43,6 +45,8 @@ class UpProcess:
     pid: int
     started: int
     """Start time of the process, from the kernel: the pid alone may have been reused."""
+    backends: Mapping[str, str]
+    """The kind of machine of each fleet of its worker, by the fleet's name; empty without one."""
 
 
 def data_converter() -> DataConverter:
@@ -82,10 +86,50 @@ def find_running_up(state: Path) -> UpProcess | None:
     return up if read_start_time(up.pid) == up.started else None
 
 
-def write_up(state: Path, address: str, ui: str) -> None:
+def find_backend(state: Path, fleet: str) -> str | None:
+    """Return what kind of machine a fleet's nodes are, if the `up` on this folder serves it.
+
+    None: commands reach another server, whose worker may be on another machine, or none.
+
+    Raises:
+        ConfigError: Temporal's configuration cannot be used.
+    """
+    up = find_running_up(state)
+    if up is None or read_configured_address() not in (None, up.address):
+        return None
+    return up.backends.get(fleet)
+
+
+def read_configured_address() -> str | None:
+    """Return the address that Temporal's configuration names, in the environment or in its file.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    if (
+        not any(name.startswith("TEMPORAL_") for name in os.environ)
+        and not Path(home, "temporalio", "temporal.toml").exists()
+    ):
+        return None  # without the import, which would delay the start of ranks
+    return _read_configuration().get("target_host") or None
+
+
+def _read_configuration() -> ClientConnectConfig:
+    from temporalio.envconfig import ClientConfig
+
+    try:
+        return ClientConfig.load_client_connect_config()
+    except Exception as error:
+        # The SDK's ConfigError is a bare Exception subclass of its native part.
+        raise ConfigError(f"the Temporal configuration cannot be used: {error}") from None
+
+
+def write_up(state: Path, address: str, ui: str, backends: Mapping[str, str]) -> None:
     pid = os.getpid()
     temporary = state / f"{UP_FILE}.{pid}"
-    temporary.write_text(json.dumps(asdict(UpProcess(address, ui, pid, read_start_time(pid) or 0))))
+    up = UpProcess(address, ui, pid, read_start_time(pid) or 0, backends)
+    temporary.write_text(json.dumps(asdict(up)))
     temporary.replace(state / UP_FILE)
 
 
@@ -96,13 +140,8 @@ async def connect(state: Path, address: str | None = None) -> Client:
         ConfigError: no server is named, none answers, or the configuration cannot be used.
     """
     from temporalio.client import Client
-    from temporalio.envconfig import ClientConfig
 
-    try:
-        config = ClientConfig.load_client_connect_config()
-    except Exception as error:
-        # The SDK's ConfigError is a bare Exception subclass of its native part.
-        raise ConfigError(f"the Temporal configuration cannot be used: {error}") from None
+    config = _read_configuration()
     target = address or config.get("target_host")
     if not target:
         up = find_running_up(state)

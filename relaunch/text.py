@@ -24,3 +24,14 @@ def join_clauses(clauses: Sequence[str], most: int = 2) -> str:
 def count_noun(count: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun: `1 node`, `2 nodes`; `plural` is for a noun that adds no s."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def printable(text: str, most: int = 600) -> str:
+    """Return text as one line: line ends and other control characters as escapes, cut to `most`.
+
+    For sentences that quote what others wrote, which may be anything.
+    """
+    line = "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -11,6 +11,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 from relaunch.evidence.health import Health
 from relaunch.fields import duration
 from relaunch.job.drain import describe_drains, describe_next
+from relaunch.job.failure import Failure, find_failure
 from relaunch.job.ladder import list_used_budgets
 from relaunch.job.state import JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
@@ -92,6 +93,10 @@ def current_details(job: JobState, now: datetime) -> str:
         f"**Next** {_describe_next(job)}",
         "",
     ]
+    failure = find_failure(job)
+    if failure is not None and job.phase.is_final:
+        lines += [f"### Failure: {failure.title}", "", failure.fault.reason, ""]
+        lines += [*_failure_lines(failure), *(f"- before it: {one}" for one in failure.earlier), ""]
     if job.lost:
         lines += [
             "**Not answering** "
@@ -149,9 +154,7 @@ def current_details(job: JobState, now: datetime) -> str:
             f"{d.reason}"
             for d in incident.decisions[-8:]
         ]
-        if incident.traceback:
-            lines += ["", "```", incident.traceback[-2000:].replace("```", "'''"), "```"]
-        lines += [""]
+        lines += ["", *_failure_lines(failure), ""] if failure is not None else [""]
     closed = job.incidents[-MOST_INCIDENTS:]
     if closed:
         total = len(job.incidents) + job.incidents_archived
@@ -179,6 +182,15 @@ def current_details(job: JobState, now: datetime) -> str:
             " you vouch that nothing runs on n2 any more",
         ]
     return _page(lines)
+
+
+def _failure_lines(failure: Failure) -> list[str]:
+    """Return what the failed rank wrote last, and how to read the rest."""
+    text = failure.fault.traceback.replace("```", "'''")
+    return [
+        *(["```", text, "```", ""] if text else []),
+        *([f"- its log: `{failure.logs}`"] if failure.logs else []),
+    ]
 
 
 def _answer_lines(job: JobState) -> list[str]:

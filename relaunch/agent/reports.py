@@ -13,7 +13,7 @@ from typing import Any
 from relaunch.agent import processes
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
 from relaunch.agent.protocol import VERSION, Fields, Json, Refused, refuse_field
-from relaunch.agent.ranks import journal, retention
+from relaunch.agent.ranks import journal, log_times, retention
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
 POLL_INTERVAL = 0.05
@@ -21,6 +21,8 @@ POLL_INTERVAL = 0.05
 MAX_THREADS = 256
 """Maximum number of threads of one rank that are examined."""
 PY_SPY_TIMEOUT = 20.0
+MAX_LOOK_BACK_BYTES = 65536
+"""Bytes before an offset in which the begin of its line is looked for."""
 
 
 def _derive_state(generation: Generation, observations: list[Json]) -> str:
@@ -99,13 +101,24 @@ def list_jobs(state: Path, order: Fields) -> Json:
 
 def _find_generation(state: Path, order: Fields) -> tuple[Generation, list[int]]:
     token = order.token()
-    generation = JobState.from_token(state, token).generation(token.order)
+    job = JobState.from_token(state, token)
+    generation = job.generation(token.order)
     prepared = generation.prepared_order
-    if prepared is None:
-        raise Refused(
-            "no_such_generation", f"generation {token.generation} was never prepared on this node"
+    if prepared is not None:
+        return generation, prepared["ranks"]
+    # The order may be lost (a full disk, a crash of the node) where the logs are not.
+    logs = [path.stem[5:] for path in (generation.path / "logs").glob("rank_*.log")]
+    if logs:
+        return generation, sorted(int(rank) for rank in logs if rank.isdigit())
+    highest = job.read_highest()
+    if highest.prepared is None or highest.prepared < token.order:
+        reason = f"generation {token.generation} was never prepared on this node"
+    else:
+        reason = (
+            f"this node has no files of generation {token.generation}: "
+            "it did not run here, or they were removed to make room"
         )
-    return generation, prepared["ranks"]
+    raise Refused("no_such_generation", reason)
 
 
 def _find_tail(path: Path, lines: int, limit: int) -> int:
@@ -124,6 +137,21 @@ def _find_tail(path: Path, lines: int, limit: int) -> int:
         if at < 0:
             return begin
     return begin + at + 1
+
+
+def _find_line(path: Path, offset: int) -> int:
+    """Return where the line begins that has the byte at an offset of a log.
+
+    A line that is longer than what is looked back over begins at the offset.
+    """
+    begin = max(0, offset - MAX_LOOK_BACK_BYTES)
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            at = file.read(offset - begin).rfind(b"\n")
+    except OSError:
+        return offset
+    return begin + at + 1 if at >= 0 or begin == 0 else offset
 
 
 def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> Json | None:
@@ -165,9 +193,9 @@ def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> 
 
 def read_logs(state: Path, order: Fields, reading: int) -> Json:
     generation, ranks = _find_generation(state, order)
-    limit = order.whole("max_bytes", 65536)
-    if limit < 4:
-        refuse_field("max_bytes", limit, "at least 4, the longest letter of UTF-8")
+    most = order.whole("max_bytes", 65536)
+    if most < 4:
+        refuse_field("max_bytes", most, "at least 4, the longest letter of UTF-8")
     deadline = time.monotonic() + order.number("wait", 0.0)
     lines = None if order.order.get("tail") is None else order.whole("tail")
     offsets_field = order.order.get("offsets")
@@ -176,15 +204,25 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
         if not name.isdigit():
             refuse_field("a name in offsets", name, "a global rank")
         fields.whole(name)
+    since = None
+    if order.order.get("since") is not None:
+        since = time.time() - order.number("since", least=0.0)
     offsets: dict[int, int] = {}
-    for rank in [*ranks, *generation.launched_ranks]:
+    begins: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    all_ranks = [*ranks, *generation.launched_ranks]
+    limit = max(4, most // max(1, len(all_ranks)))
+    for rank in all_ranks:
         # a reader follows the whole job, so its offsets also name ranks of other nodes
         if str(rank) in fields.order:
             offsets[rank] = fields.whole(str(rank))
-        else:
-            offsets[rank] = (
-                0 if lines is None else _find_tail(generation.log_path(rank), lines, limit)
-            )
+            continue
+        log = generation.log_path(rank)
+        offsets[rank] = max(
+            0 if lines is None else _find_tail(log, lines, limit),
+            0 if since is None else _find_line(log, log_times.find_offset(generation, rank, since)),
+        )
+        begins[str(rank)], sizes[str(rank)] = offsets[rank], _find_size(log)
     while True:
         over = _has_ended(generation, ranks)
         read_chunks = [
@@ -197,7 +235,15 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
         )
         left = deadline - time.monotonic()
         if chunks or ended or left <= 0:
-            return {"outcome": "done", "chunks": chunks, "ended": ended}
+            missing = [rank for rank in ranks if over and not generation.log_path(rank).exists()]
+            return {
+                "outcome": "done",
+                "chunks": chunks,
+                "ended": ended,
+                "begins": begins,
+                "sizes": sizes,
+                "missing": missing,
+            }
         ready, _, _ = select.select([reading], [], [], min(POLL_INTERVAL, left))
         if ready and not os.read(reading, 65536):
             deadline = 0.0
@@ -211,10 +257,14 @@ def _has_ended(generation: Generation, ranks: list[int]) -> bool:
 
 def _is_read_up(generation: Generation, rank: int, offset: int, chunks: list[Json]) -> bool:
     after = next((chunk["next"] for chunk in chunks if chunk["rank"] == rank), offset)
+    return bool(after >= _find_size(generation.log_path(rank)))
+
+
+def _find_size(log: Path) -> int:
     try:
-        return bool(after >= generation.log_path(rank).stat().st_size)
+        return log.stat().st_size
     except FileNotFoundError:
-        return True
+        return 0
 
 
 def _read_text(path: str) -> Any:

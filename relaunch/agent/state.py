@@ -149,6 +149,10 @@ class Generation:
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank_{rank}.log"
 
+    @property
+    def log_times(self) -> Path:
+        return self.path / "log_times"
+
     def error_path(self, rank: int) -> Path:
         return self.path / "errors" / f"rank_{rank}.json"
 

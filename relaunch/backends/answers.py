@@ -205,6 +205,9 @@ class LogChunkAnswer(_Answer):
 class LogsAnswer(_Answer):
     chunks: Annotated[list[LogChunkAnswer], Field(max_length=MAX_RANKS, fail_fast=True)]
     ended: bool
+    begins: Annotated[dict[RankNumber, Count], Field(max_length=MAX_RANKS)] = {}
+    sizes: Annotated[dict[RankNumber, Count], Field(max_length=MAX_RANKS)] = {}
+    missing: Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)] = []
 
 
 class UnreadableRow(_Answer):

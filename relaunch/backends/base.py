@@ -139,6 +139,10 @@ class StartOrder:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables like those of `env`, which the backend must keep from all other users, or
     refuse."""
+    inherit_env: bool = True
+    """Whether ranks also get the variables that the node itself has."""
+    umask: str | None = None
+    """In octal; None: the node's."""
     gpus: int = 0
     """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None
@@ -185,6 +189,12 @@ class LogChunk:
 class Logs:
     chunks: tuple[LogChunk, ...]
     ended: bool
+    begins: Mapping[int, int] = field(default_factory=dict)
+    """Where reading began, of ranks for which no offset was given."""
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    """How long the logs of those ranks were then, in bytes."""
+    missing: tuple[int, ...] = ()
+    """Ranks that have ended and have no log there."""
 
 
 class WatchStream(Protocol):
@@ -265,7 +275,21 @@ class Backend(Protocol):
         max_bytes: int,
         wait: float,
         tail: int | None,
-    ) -> Logs | Refused: ...
+        since: float | None = None,
+    ) -> Logs | Refused:
+        """Read what ranks have printed.
+
+        Args:
+            node: Its name.
+            token: The generation.
+            offsets: Offset in bytes to continue from, by rank.
+            max_bytes: Limit for the answer.
+            wait: Seconds to wait for new output.
+            tail: Begin with this many last lines; only for ranks that have no offset.
+            since: Begin with what was printed in this many last seconds, and at most some more;
+                only for ranks that have no offset.
+        """
+        ...
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         """Ask for the stacks of a rank.

@@ -112,6 +112,10 @@ class AgentSession:
             "fences": order.fences,
             "log_pattern": order.log_pattern,
         }
+        if not order.inherit_env:
+            body["inherit_env"] = False
+        if order.umask is not None:
+            body["umask"] = order.umask
         if order.launched is not None:
             launched = order.launched
             body["launched"] = {
@@ -162,6 +166,7 @@ class AgentSession:
         max_bytes: int,
         wait: float,
         tail: int | None,
+        since: float | None = None,
     ) -> Logs | Refused:
         body = {
             "token": self._token(token),
@@ -171,13 +176,20 @@ class AgentSession:
             "max_bytes": max_bytes,
             "wait": wait,
             "tail": tail,
+            "since": since,
         }
         answer = await self._call("logs", body, wait + self._within)
         if answer["outcome"] == "refused":
             return self._read_refusal("logs", answer)
         logs = answers.parse(self._node, "logs", answers.LogsAnswer, answer)
         chunks = tuple(LogChunk(one.rank, one.offset, one.next, one.data) for one in logs.chunks)
-        return Logs(chunks, logs.ended)
+        return Logs(
+            chunks,
+            logs.ended,
+            {int(rank): offset for rank, offset in logs.begins.items()},
+            {int(rank): size for rank, size in logs.sizes.items()},
+            tuple(logs.missing),
+        )
 
     async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         answer = await self._call(

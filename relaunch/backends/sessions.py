@@ -82,8 +82,9 @@ class SessionBackend(ABC):
         max_bytes: int,
         wait: float,
         tail: int | None,
+        since: float | None = None,
     ) -> Logs | Refused:
-        return await self._session(node).logs(token, offsets, max_bytes, wait, tail)
+        return await self._session(node).logs(token, offsets, max_bytes, wait, tail, since)
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         return await self._session(node).stacks(token, rank)

@@ -17,6 +17,7 @@ from relaunch.cli.terminal import (
     Reason,
     RequiredReason,
     print_json,
+    print_line,
     run_with_client,
     say,
 )
@@ -44,6 +45,8 @@ State = Annotated[
     typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch."),
 ]
 BAD_INPUT = 2
+MAX_SENTENCE = 1500
+"""Characters of an error that are printed: words of a command line that it quotes may be long."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,6 +85,7 @@ def up(
     ] = None,
     worker: Annotated[bool, typer.Option(help="Also run a worker.")] = True,
     attended: Annotated[bool, typer.Option(hidden=True)] = False,
+    attended_job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
     running."""
@@ -91,18 +95,23 @@ def up(
 
     settings = read_settings(state=state)
     fleets = tuple(fleet or settings.fleets)
-    for path in fleets:
-        files.read_fleet(path)
+    known = [files.read_fleet(path) for path in fleets]
     lock = service.prepare_state(settings.state)
     chosen = service.choose_port("--port", port)
     ui = service.choose_port(
         "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0
     )
     with lock:
-        fleets = fleets or (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
+        if not fleets:
+            fleets = (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
+            known = [files.read_fleet(path) for path in fleets]
+        backends = {spec.name: spec.backend for spec in known}
         asyncio.run(
             service.serve(
-                service.Service(settings.state, chosen, ui, fleets, worker), say, attended
+                service.Service(settings.state, chosen, ui, fleets, backends, worker),
+                say,
+                attended=attended,
+                attended_job=attended_job,
             )
         )
 
@@ -115,35 +124,146 @@ def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
     serve(state, main)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+def _accept(*names: str) -> Any:
+    """Return an option of torchrun that is accepted; docs/launchers.md says what it does."""
+    return typer.Option(*names, hidden=True)
+
+
+@app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        # torchrun has every option also with underscores.
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    }
+)
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD…")],
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT.py|-- CMD…", show_default=False)
+    ] = None,
     nodes: Annotated[
         str,
         typer.Option(
-            metavar="N|MIN:MAX", help="Number of nodes; 3:4: four, or three if no more are free."
+            "--nodes",
+            "--nnodes",
+            metavar="N|MIN:MAX",
+            help="Number of nodes; 3:4: four, or three if no more are free.",
         ),
     ] = "1",
-    nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    nproc: Annotated[
+        str,
+        typer.Option(
+            "--nproc",
+            "--nproc-per-node",
+            metavar="N|gpu|cpu|auto",
+            help="Ranks on each node; gpu, cpu: as many as this machine has; auto: gpu, else cpu.",
+        ),
+    ] = "1",
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="The first word is a Python module.")
+    ] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="The first word is a program, not a script.")
+    ] = False,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="Overrides the policy's; default of the policy: 8.")
+    ] = None,
+    log_pattern: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX", help="Reads progress from the output, such as 'step (?P<step>\\d+)'."
+        ),
+    ] = None,
+    progress: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A preset of such patterns.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job; default: the script's name and the time.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="Environment variable for the ranks."),
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Environment variable for the ranks; on this machine they have all of the shell.",
+        ),
     ] = None,
     fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
+    standalone: Annotated[bool, _accept("--standalone")] = False,
+    run_path: Annotated[bool, _accept("--run-path")] = False,
+    virtual_local_rank: Annotated[bool, _accept("--virtual-local-rank")] = False,
+    rdzv_backend: Annotated[str | None, _accept("--rdzv-backend")] = None,
+    rdzv_endpoint: Annotated[str | None, _accept("--rdzv-endpoint")] = None,
+    rdzv_id: Annotated[str | None, _accept("--rdzv-id")] = None,
+    rdzv_conf: Annotated[str | None, _accept("--rdzv-conf")] = None,
+    monitor_interval: Annotated[str | None, _accept("--monitor-interval")] = None,
+    start_method: Annotated[str | None, _accept("--start-method")] = None,
+    event_log_handler: Annotated[str | None, _accept("--event-log-handler")] = None,
+    role: Annotated[str | None, _accept("--role")] = None,
+    log_dir: Annotated[str | None, _accept("--log-dir")] = None,
+    redirects: Annotated[str | None, _accept("--redirects", "-r")] = None,
+    tee: Annotated[str | None, _accept("--tee", "-t")] = None,
+    local_ranks_filter: Annotated[str | None, _accept("--local-ranks-filter")] = None,
+    duplicate_stdout_filters: Annotated[str | None, _accept("--duplicate-stdout-filters")] = None,
+    duplicate_stderr_filters: Annotated[str | None, _accept("--duplicate-stderr-filters")] = None,
+    node_rank: Annotated[str | None, _accept("--node-rank")] = None,
+    master_addr: Annotated[str | None, _accept("--master-addr")] = None,
+    master_port: Annotated[str | None, _accept("--master-port")] = None,
+    local_addr: Annotated[str | None, _accept("--local-addr")] = None,
+    logs_specs: Annotated[str | None, _accept("--logs-specs")] = None,
+    numa_binding: Annotated[str | None, _accept("--numa-binding")] = None,
+    signals_to_handle: Annotated[str | None, _accept("--signals-to-handle")] = None,
+    shutdown_timeout: Annotated[str | None, _accept("--shutdown-timeout")] = None,
 ) -> None:
-    """Run one job to its end. Print what its ranks print, and exit with its exit code. Start a
-    server for the job if none is running."""
+    """Run one job to its end, as torchrun would. Print what its ranks print, and exit with its exit
+    code. Start a server for the job if none is running. torchrun's options are accepted."""
     import asyncio
 
     from relaunch.cli import run as runner
 
     settings = read_settings()
-    values = runner.job_of(command, nodes, nproc, policy, name, env or [], fleet)
-    raise typer.Exit(asyncio.run(runner.run(settings, values, say)))
+    if log_pattern is not None and progress is not None:
+        raise ConfigError("--log-pattern and --progress: expected only one of them")
+    fields = {
+        "name": name,
+        "policy": policy,
+        "fleet": fleet,
+        "progress": progress if log_pattern is None else {"log_pattern": log_pattern},
+    }
+    options = {
+        parameter.name: str(context.params[parameter.name])
+        for parameter in context.command.params
+        if parameter.name
+        and getattr(parameter, "hidden", False)
+        and context.params[parameter.name] not in (None, False)
+    }
+    request = runner.RunRequest(
+        words=command or [],
+        nodes=nodes,
+        ranks=nproc,
+        fields={key: value for key, value in fields.items() if value is not None},
+        env=env or [],
+        max_restarts=max_restarts,
+        module=module,
+        no_python=no_python,
+        options=options,
+    )
+    raise typer.Exit(asyncio.run(runner.run(settings, request, say)))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def init(
+    command: Annotated[list[str] | None, typer.Argument(metavar="[-- torchrun …]")] = None,
+    file: Annotated[Path, typer.Option(metavar="JOB.yaml", help="The file to write.")] = Path(
+        "job.yaml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a job file: from a command line of torchrun, or from answers to five questions."""
+    from relaunch.cli.init import write
+
+    spec = write(file, command or (), force, sys.stdin.isatty())
+    print(f"{file} written: {spec.size}; start it with `relaunch submit {file}`")
 
 
 @app.command()
@@ -180,7 +300,8 @@ def submit(
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import submit
 
-        await submit.submit(client, settings.task_queue, spec, resolved, reason)
+        placed = submit.set_working_folder(spec, client, settings.state)
+        await submit.submit(client, settings.task_queue, placed, resolved, reason)
         print(f"job {spec.name} submitted: {spec.size}", flush=True)
         if not follow:
             return 0
@@ -189,7 +310,7 @@ def submit(
         return await (
             follow_live(client, spec.name)
             if sys.stdout.isatty()
-            else follow_lines(client, spec.name, print)
+            else follow_lines(client, spec.name, print_line)
         )
 
     raise typer.Exit(run_with_client(work))
@@ -209,9 +330,9 @@ def list_jobs(as_json: Json = False) -> None:
 @app.command()
 def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
-    from relaunch.cli import jobs, tables
+    from relaunch.cli import jobs, past_runs, tables
 
-    now = run_with_client(lambda client, _: jobs.load_job(client, job))
+    now = past_runs.run_with_job(job, lambda client, _: jobs.load_job(client, job))
     view = tables.show_view(now, datetime.now(UTC))
     print_json(view) if as_json else tables.print_show(view, now)
 
@@ -237,14 +358,14 @@ def history(job: Job, as_json: Json = False) -> None:
     async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
         from relaunch.cli import job_views, jobs
 
-        incidents, missing = await jobs.incidents(
-            client, settings.task_queue, await jobs.load_job(client, job)
-        )
-        return [job_views.history_entry(incident) for incident in incidents], missing
+        now = await jobs.load_job(client, job)
+        incidents, missing = await jobs.incidents(client, settings.task_queue, now)
+        assert now.state is not None, "else its incidents cannot be read"
+        return [job_views.history_entry(one, now.state) for one in incidents], missing
 
-    from relaunch.cli import tables
+    from relaunch.cli import past_runs, tables
 
-    entries, missing = run_with_client(work)
+    entries, missing = past_runs.run_with_job(job, work)
     print_json(entries) if as_json else tables.print_history(job, entries)
     if missing:
         say(missing)
@@ -258,7 +379,9 @@ def follow(job: Job) -> None:
         from relaunch.cli.follow import follow_lines, follow_live
 
         return await (
-            follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print)
+            follow_live(client, job)
+            if sys.stdout.isatty()
+            else follow_lines(client, job, print_line)
         )
 
     raise typer.Exit(run_with_client(work))
@@ -272,20 +395,40 @@ def logs(
     tail: Annotated[
         int | None, typer.Option(min=0, help="Start with this many last lines of each rank.")
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Start with what was printed in the last 10m, 2h."),
+    ] = None,
+    grep: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only lines that match this regular expression."),
+    ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for new output until the ranks end.")
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Wait for new output until the job ends, also across restarts; with --generation, "
+            "until its ranks end.",
+        ),
     ] = False,
 ) -> None:
-    """Print the output of the ranks of one generation."""
+    """Print the output of the ranks of one generation. Exit with 1 if a rank's was not found."""
+    from relaunch.cli import past_runs
 
-    async def work(client: Client, settings: Settings) -> None:
+    async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import logs as reading
 
-        await reading.print_job_logs(
-            client, settings.task_queue, job, rank, generation, tail, follow, say
+        selection = reading.parse_selection(rank, tail, since, grep)
+        if follow and generation is None:
+            from relaunch.cli.follow import follow_logs
+
+            return await follow_logs(client, settings.task_queue, job, selection, say)
+        return await reading.print_job_logs(
+            client, settings.task_queue, job, generation, selection, follow, say
         )
 
-    run_with_client(work)
+    raise typer.Exit(past_runs.run_with_job(job, work, with_worker=True))
 
 
 @app.command()
@@ -463,7 +606,8 @@ def replay_policy(
         say(note)
 
 
-@app.command("explain")
+# A negative number is an exit, not an option: `explain exit -9`.
+@app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_evidence(
     kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
     what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
@@ -490,15 +634,42 @@ def explain_evidence(
     )
 
 
+def _explain_usage(mistake: typer.TyperException) -> int:
+    """Print one sentence about a command line that cannot be parsed; return the exit code."""
+    from relaunch.text import printable
+
+    context, message = getattr(mistake, "ctx", None), mistake.format_message()
+    if context is None:
+        say(printable(message))
+    elif message == context.get_help():  # of a group of commands, without a command
+        print(message, file=sys.stderr)
+    else:
+        message = message[:1].lower() + message[1:].removesuffix(".")
+        message = message.replace("Input should be", "expected").partition(", unable to parse")[0]
+        # Numbers are parsed by pydantic, whose error has the value, as typed.
+        parsed: list[Any] = getattr(mistake.__context__ or mistake.__cause__, "errors", list)()
+        typed = f" (got {parsed[0]['input']!r})" if parsed else ""
+        end = "" if message.endswith("?") else ";"
+        say(printable(f"{message}{typed}{end} `{context.command_path} --help` lists what it takes"))
+    return mistake.exit_code
+
+
 def main() -> int:
     """Run the command line and return its exit code; a `ConfigError` prints one sentence and
     returns 2."""
     try:
-        app(prog_name="relaunch")
+        code = app(prog_name="relaunch", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except typer.TyperException as mistake:
+        return _explain_usage(mistake)
+    except typer.Abort:
+        return 1
     except ConfigError as mistake:
-        say(str(mistake))
+        from relaunch.text import printable
+
+        say(printable(str(mistake), MAX_SENTENCE))
         return BAD_INPUT
     except KeyboardInterrupt:
         return 130

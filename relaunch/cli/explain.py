@@ -6,6 +6,7 @@ result is shown on the job's page.
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -94,8 +95,8 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
 
 
 def explain_xid(word: str, policy: Policy | None) -> Explanation:
-    if not word.isascii() or not word.isdigit():
-        raise ConfigError(f"explain xid: {word!r} is not a number: expected one such as 79")
+    if not re.fullmatch(r"[0-9]{1,9}", word):
+        raise ConfigError(f"explain xid: {word[:60]!r} is not a number: expected one such as 79")
     tables = _catalog(policy)
     row = tables.xids.get(int(word))
     if row is None:
@@ -145,10 +146,12 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
         ),
         None,
     )
-    if signal is None and not (word.isascii() and word.isdigit() and int(word) <= 255):
+    if (number := re.fullmatch(r"-([1-9][0-9]?)", word)) and int(number[1]) in SIGNALS:
+        signal = int(number[1])  # as Python and torchrun print an end by a signal
+    if signal is None and not re.fullmatch(r"25[0-5]|2[0-4][0-9]|[01]?[0-9]{1,2}", word):
         raise ConfigError(
-            f"explain exit: {word!r} is not an exit: expected a code from 0 to 255, or a signal "
-            "such as SIGSEGV"
+            f"explain exit: {word[:60]!r} is not an exit: expected a code from 0 to 255, or a "
+            "signal such as SIGSEGV or -11"
         )
     code = None if signal is not None else int(word)
     finding = read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=_catalog(policy))

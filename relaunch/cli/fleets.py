@@ -45,6 +45,8 @@ probe results before it can answer."""
 READ_TIMEOUT = timedelta(seconds=10)
 """Timeout for a worker to start the activity and read a file: milliseconds, but a worker that `up`
 has just started needs some seconds."""
+CHECK_TIMEOUT = timedelta(seconds=2)
+"""Timeout for the same before a job is submitted: where no worker answers, the job can wait."""
 PROBES_TIMEOUT_S = 15.0
 """Seconds from a fleet's start until all its nodes are probed: a worker gives up earlier on a node
 that does not answer, and a slow one has ten."""
@@ -160,16 +162,7 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> FleetFileCon
         ConfigError: No worker answers, or it has no such file.
     """
     try:
-        file: FleetFile = await client.execute_activity(
-            "read_fleet",
-            check_name("fleet", fleet),
-            id=f"read_fleet/{fleet}/{uuid.uuid4().hex}",
-            task_queue=task_queue,
-            result_type=FleetFile,
-            schedule_to_close_timeout=READ_TIMEOUT,
-            retry_policy=RetryPolicy(maximum_attempts=1),
-            summary=f"the file of fleet {fleet}, for {whoami()}",
-        )
+        file = await _ask_for_file(client, task_queue, fleet, READ_TIMEOUT)
     except ActivityFailureError as error:
         if not isinstance(error.cause, ActivityTimeout):
             raise ConfigError(
@@ -179,6 +172,22 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> FleetFileCon
     if file.applied is None:
         raise ConfigError(file.wrong)
     return file.applied
+
+
+async def _ask_for_file(
+    client: Client, task_queue: str, fleet: str, within: timedelta
+) -> FleetFile:
+    file: FleetFile = await client.execute_activity(
+        "read_fleet",
+        check_name("fleet", fleet),
+        id=f"read_fleet/{fleet}/{uuid.uuid4().hex}",
+        task_queue=task_queue,
+        result_type=FleetFile,
+        schedule_to_close_timeout=within,
+        retry_policy=RetryPolicy(maximum_attempts=1),
+        summary=f"the file of fleet {fleet}, for {whoami()}",
+    )
+    return file
 
 
 def node_of(fleet: FleetState, name: str) -> NodeRecord:
@@ -197,6 +206,38 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
         f"node {name!r} is not in fleet {fleet.name}: expected "
         f"{'one of ' if len(near) > 1 else ''}{names(near)}"
     )
+
+
+async def check_fleet(client: Client, task_queue: str, fleet: str) -> None:
+    """Refuse a fleet that no worker serves; do nothing if it runs, or if no worker answers.
+
+    Raises:
+        ConfigError: A worker answers and has no such fleet, or cannot use its file.
+    """
+    if await _runs(client, fleet):
+        return
+    try:
+        file = await _ask_for_file(client, task_queue, fleet, CHECK_TIMEOUT)
+    except ActivityFailureError:
+        return  # the job waits until a worker has its fleet
+    if file.applied is None:
+        raise ConfigError(file.wrong)
+
+
+async def check_nodes(client: Client, fleet: str, nodes: tuple[str, ...]) -> None:
+    """Refuse names that are no nodes of a fleet; do nothing if the fleet does not answer.
+
+    Raises:
+        ConfigError: The fleet has no node of one of these names.
+    """
+    if not nodes or not await _runs(client, fleet):
+        return
+    try:
+        state = await _query(client, fleet)
+    except ConfigError:
+        return
+    for node in nodes if state.nodes else ():
+        node_of(state, node)
 
 
 async def read_withheld_nodes(client: Client, fleet: str) -> dict[str, NodeRecord]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from temporalio.client import Client, WorkflowFailureError
 
 from relaunch.cli import job_views, jobs, logs
+from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.messages.jobs import JobResult
 
@@ -118,8 +120,15 @@ def _open_seconds(incident: Incident) -> float:
     return ((incident.closed or incident.opened) - incident.opened).total_seconds()
 
 
-def closing_line(now: jobs.JobSnapshot) -> tuple[str, int]:
-    """Return the closing line for a job that has ended, and its exit code."""
+def closing_line(now: jobs.JobSnapshot, *, can_retry: bool = True) -> tuple[str, int]:
+    """Return the closing text for a job that has ended, and its exit code.
+
+    After a job that failed or was cancelled, the text says why, and what a person may type next.
+
+    Args:
+        now: The job, ended.
+        can_retry: Whether its server goes on and could run it again.
+    """
     state = now.state
     if state is None or not state.phase.is_final:
         return (
@@ -128,10 +137,9 @@ def closing_line(now: jobs.JobSnapshot) -> tuple[str, int]:
             1,
         )
     text = f"job {now.name} {state.phase}: {state.reason}"
-    last = state.incidents[-1] if state.incidents else None
-    if state.phase is Phase.FAILED and last is not None:
-        text += f"\n  root cause: {last.cause}: {last.reason}"
-        text += "".join(f"\n  | {line}" for line in last.traceback.rstrip().splitlines())
+    if state.phase is not Phase.SUCCEEDED:
+        lines = [*failure.describe_failure(state), *failure.list_commands(state, can_retry)]
+        text += "".join(f"\n  {line}" for line in lines)
     code = (
         state.exit_code
         if state.exit_code is not None
@@ -170,7 +178,10 @@ async def follow_live(client: Client, name: str) -> int:
             live.update(render(now, datetime.now(UTC)), refresh=True)
     assert now is not None
     text, code = closing_line(now)
-    console.print(text, style="bold", markup=False, highlight=False)
+    first, *rest = text.split("\n")
+    console.print(first, style="bold", markup=False, highlight=False)
+    for line in rest:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code
 
 
@@ -208,11 +219,13 @@ def line_to_row(line: str) -> tuple[str, str]:
     return word, rest.strip()
 
 
-async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say) -> int:
+async def follow_with_logs(
+    client: Client, task_queue: str, name: str, say: Say, *, can_retry: bool = True
+) -> int:
     """Print the output of all ranks of every generation, and what relaunch does, until the job
     ends.
 
-    Return the job's exit code.
+    Return the job's exit code. `can_retry` is that of `closing_line`.
     """
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say)
@@ -228,9 +241,38 @@ async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say)
     finally:
         reading.cancel()
     assert now is not None
-    text, code = closing_line(now)
+    text, code = closing_line(now, can_retry=can_retry)
     say(text)
     return code
+
+
+async def follow_logs(
+    client: Client, task_queue: str, name: str, selection: logs.Selection, say: Say
+) -> int:
+    """Print the newest generation's output and that of all that follow, until the job ends.
+
+    Return the exit code of this command, which is not the job's.
+
+    Raises:
+        ConfigError: There are no logs to read, or no worker that could read them.
+    """
+    now, state = await logs.load_checked(client, name, selection)
+    if not now.open:
+        return await logs.print_job_logs(client, task_queue, name, None, selection, False, say)
+    if state.launched_at is None:
+        say(f"job {name} is {state.phase}: {state.reason}")
+    reader = LogReader(client, task_queue, say, selection, from_newest=True)
+    reading = asyncio.create_task(reader.run())
+    try:
+        async for now in watch(client, name):
+            if now.state is not None:
+                reader.see(now.state)
+        reader.finish()
+        await asyncio.wait({reading}, timeout=LAST_LOGS_TIMEOUT_S)
+    finally:
+        reading.cancel()
+    say(f"job {name} {now.phase}" + (f": {now.state.reason}" if now.state else ""))
+    return 0
 
 
 class LogReader:
@@ -239,25 +281,35 @@ class LogReader:
     Generations that were never seen running are included: one may fail between two looks.
     """
 
-    def __init__(self, client: Client, task_queue: str, say: Say) -> None:
+    def __init__(
+        self,
+        client: Client,
+        task_queue: str,
+        say: Say,
+        selection: logs.Selection = logs.EVERYTHING,
+        *,
+        from_newest: bool = False,
+    ) -> None:
         self._client, self._task_queue, self._say = client, task_queue, say
-        self._queue: asyncio.Queue[logs.Generation | None] = asyncio.Queue()
-        self._world_size = 1
+        self._selection = selection
+        self._from_newest = from_newest
+        self._queue: asyncio.Queue[int | None] = asyncio.Queue()
+        self._state: JobState | None = None
         self._queued = 0
-        self._newest = 0
         self._finished = False
 
     def see(self, state: JobState) -> None:
-        self._world_size = state.spec.world_size
-        self._newest = state.generation
+        self._state = state
         last = (
             state.generation
             if state.launched_at is not None or state.phase.is_final
             else state.generation - 1
         )
-        if state.slots:
+        if state.slots and last > 0:
+            if self._from_newest:
+                self._queued, self._from_newest = last - 1, False
             for number in range(self._queued + 1, last + 1):
-                self._queue.put_nowait(logs.generation_of(state, number))
+                self._queue.put_nowait(number)
             self._queued = max(self._queued, last)
 
     def finish(self) -> None:
@@ -265,17 +317,41 @@ class LogReader:
         self._queue.put_nowait(None)
 
     async def run(self) -> None:
-        while (where := await self._queue.get()) is not None:
-            number = where.number
+        selection, is_first = self._selection, True
+        while (number := await self._queue.get()) is not None:
+            state = self._state
+            assert state is not None, "a generation is queued when the job was seen"
 
             def over(number: int = number) -> bool:
-                return self._finished or self._newest > number
+                assert self._state is not None
+                return self._finished or self._state.generation > number
 
+            if not is_first:
+                self._say(f"--- generation {number} {_explain_restart(state, number)}---")
+            where = logs.generation_of(state, number)
+            if where is None:
+                self._say(logs.explain_forgotten(state, number))
+                continue
             await logs.print_logs(
                 self._client,
                 self._task_queue,
-                where,
-                logs.Printer(self._world_size),
+                logs.limit_to_rank(where, state, selection.rank),
+                selection.printer(state.spec.world_size),
                 self._say,
                 over,
+                selection,
             )
+            # Later generations are printed from their begin.
+            selection, is_first = replace(selection, tail=None, since=None), False
+
+
+def _explain_restart(state: JobState, number: int) -> str:
+    """Return after what a generation was launched, or nothing if no fault is known."""
+    incidents = (*state.incidents, *((state.incident,) if state.incident else ()))
+    reasons = [
+        fault.reason
+        for incident in incidents
+        for fault in incident.faults or (incident,)
+        if fault.generation == number - 1
+    ]
+    return f"(after {reasons[-1]}) " if reasons else ""

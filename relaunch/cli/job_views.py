@@ -113,9 +113,11 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
 def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
     from relaunch.job.drain import describe_next
+    from relaunch.job.failure import find_failure
 
     incident = state.incident
     shown = incident or (state.incidents[-1] if state.incidents else None)
+    failure = find_failure(state)
     return {
         "name": state.name,
         "phase": str(state.phase),
@@ -134,7 +136,19 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
         "reason": state.reason,
         "next": {"what": describe_next(state), "at": _iso(state.next.at)},
-        "incident": history_entry(shown) if shown else None,
+        "failure": {
+            "cause": str(failure.fault.cause),
+            "reason": failure.fault.reason,
+            "generation": failure.fault.generation,
+            "nodes": list(failure.fault.nodes),
+            "ranks": list(failure.fault.ranks),
+            "traceback": failure.fault.traceback,
+            "logs": failure.logs or None,
+            "earlier": list(failure.earlier),
+        }
+        if failure is not None
+        else None,
+        "incident": history_entry(shown, state) if shown else None,
         "lost": list(state.lost_names),
         "stalled": list(watch.stalled) if watch is not None else [],
         "drains": [
@@ -185,7 +199,11 @@ def _find_progress_hint(state: JobState, watch: Watch | None, now: datetime) -> 
     return explain_missing_progress(state.spec.progress, watch.missing, waited)
 
 
-def history_entry(incident: Incident) -> dict[str, Any]:
+def history_entry(incident: Incident, job: JobState) -> dict[str, Any]:
+    from relaunch.job.failure import list_faults, logs_command
+
+    faults = list_faults(incident)
+
     def seconds_after_opening(moment: datetime | None) -> float | None:
         return None if moment is None else (moment - incident.opened).total_seconds()
 
@@ -228,11 +246,14 @@ def history_entry(incident: Incident) -> dict[str, Any]:
                 "gpus": list(fault.gpus),
                 "code": fault.code,
                 "reason": fault.reason,
+                "ranks": list(fault.ranks),
+                "traceback": fault.traceback,
                 "withdrawn": fault.withdrawn or None,
             }
-            for fault in incident.faults
+            for fault in faults
         ],
         "dropped_faults": incident.dropped_faults,
+        "logs": logs_command(job, faults[-1]) or None,
     }
 
 
@@ -242,6 +263,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     lines = [
         f"job         {view['name']}",
         f"phase       {view['phase']}: {view['reason']}",
+        *_failure_lines(view["failure"]),
         f"next        {next_['what']}"
         + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
         f"generation  {view['generation']} with {count_noun(view['ranks'], 'rank')} on "
@@ -264,25 +286,48 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
             "",
             "incident still open" if view["incident"]["closed"] is None else "last incident",
         ]
-        lines += history_lines(view["incident"], now)
+        lines += history_lines(view["incident"], now, with_tracebacks=view["failure"] is None)
     return lines
 
 
-def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
+def _failure_lines(failure: Mapping[str, Any] | None) -> list[str]:
+    if failure is None:
+        return []
+    where = f"{failure['cause']} in generation {failure['generation']}"
+    return [
+        f"failure     {where}: {failure['reason']}",
+        *(f"            | {line}" for line in failure["traceback"].splitlines()),
+        *(f"before it   {line}" for line in failure["earlier"]),
+        *([f"log         {failure['logs']}"] if failure["logs"] else []),
+    ]
+
+
+def history_lines(
+    entry: Mapping[str, Any], now: datetime, *, with_tracebacks: bool = True
+) -> list[str]:
     """Return the lines for one incident.
 
     Its opening time is shown relative to `now`, all other times relative to its opening.
     """
+
+    def quote(traceback: str) -> list[str]:
+        return [f"    | {line}" for line in traceback.splitlines()] if with_tracebacks else []
+
     opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
     lines = [
         f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: "
-        f"{entry['reason']}"
+        f"{entry['reason']}",
+        *quote(entry["traceback"]),
     ]
+    shown = entry["traceback"]
     for fault in entry["faults"][1:]:
         on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
         at, what = _offset(opened, fault["at"]), f"{fault['cause']}{on}: {fault['reason']}"
         lines.append(f"    {at}  further fault in generation {fault['generation']}: {what}")
+        if fault["traceback"] != shown:
+            shown = fault["traceback"]
+            lines += quote(shown)
     if entry["dropped_faults"]:
         lines.append(
             "    "
@@ -310,7 +355,8 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
         else "    open"
     )
     lines.append(closed)
-    lines += [f"    | {line}" for line in entry["traceback"].rstrip().splitlines()]
+    if entry["logs"]:
+        lines.append(f"    log: {entry['logs']}")
     return lines
 
 
@@ -328,8 +374,9 @@ def progress_text(progress: Mapping[str, Any] | None) -> str:
 
 
 def budget_text(view: Mapping[str, Any]) -> str:
+    restarts = view["max_restarts"]
     parts = [
-        f"{view['max_restarts']['spent']} of {view['max_restarts']['limit']} restarts",
+        f"{restarts['spent']} of {count_noun(restarts['limit'], 'restart')}",
         f"{view['no_progress']['spent']} of {view['no_progress']['limit']} without progress",
     ]
     for cause, rungs in view["causes"].items():

@@ -21,6 +21,7 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
+from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import GENERATION, PHASE, WORKFLOW, whoami
@@ -32,12 +33,14 @@ from relaunch.text import count_noun
 if TYPE_CHECKING:
     from relaunch.cli.job_views import Watch
     from relaunch.job.state import Incident, JobState
-    from relaunch.messages.jobs import CancelMessage, ReportMessage, RetryMessage
+    from relaunch.messages.jobs import CancelMessage, JobResult, ReportMessage, RetryMessage
 
 QUERY_TIMEOUT = timedelta(seconds=5)
 """Query timeout. A live worker answers in milliseconds, one that replays a long history in a second
 or two; without a worker there is never an answer."""
 ACTIVITY_TIMEOUT = timedelta(seconds=10)
+JOB_FAILED = "JobFailed"
+"""Type of the failure with which the workflow of a failed job ends."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +116,10 @@ async def load_job(client: Client, name: str, known: JobSnapshot | None = None) 
 async def _state(
     client: Client, described: WorkflowExecutionDescription
 ) -> tuple[JobState | None, str]:
-    if described.status == WorkflowExecutionStatus.COMPLETED:
-        from relaunch.messages.jobs import JobResult
-
-        handle = client.get_workflow_handle(
-            described.id, run_id=described.run_id, result_type=JobResult
-        )
-        try:
-            result: JobResult = await handle.result(follow_runs=False)
-            return result.state, "result"
-        except WorkflowFailureError:
-            pass
+    if described.status in (WorkflowExecutionStatus.COMPLETED, WorkflowExecutionStatus.FAILED):
+        ended = await _read_result(client, described)
+        if ended is not None:
+            return ended.state, "result"
     from relaunch.job.state import JobState
 
     running = client.get_workflow_handle(described.id, run_id=described.run_id)
@@ -143,6 +139,26 @@ async def _state(
         ):
             return None, "memo"
         raise
+
+
+async def _read_result(client: Client, described: WorkflowExecutionDescription) -> JobResult | None:
+    """Return the result of a run that has ended; None: it failed without one."""
+    from relaunch.messages.jobs import JobResult
+
+    handle = client.get_workflow_handle(
+        described.id, run_id=described.run_id, result_type=JobResult
+    )
+    try:
+        result: JobResult = await handle.result(follow_runs=False)
+    except WorkflowFailureError as error:
+        # A job that failed is a workflow that failed, with the job's result in its details.
+        cause = error.cause
+        if not isinstance(cause, ApplicationError) or cause.type != JOB_FAILED or not cause.details:
+            return None
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(JobResult).validate_python(cause.details[0])
+    return result
 
 
 async def _heartbeats(

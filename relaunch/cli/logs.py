@@ -1,19 +1,25 @@
-"""Reads the output of ranks through a worker, and prints each line prefixed with its rank."""
+"""Reads the output of ranks through a worker, one generation after another.
+
+How it is printed is the task of `rank_output`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import math
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
 
 from relaunch.cli import jobs
+from relaunch.cli.rank_output import Printer
 from relaunch.config import ConfigError
+from relaunch.fields import Pattern, compile_pattern, parse_duration
+from relaunch.job.generation_nodes import find_nodes
 from relaunch.job.state import JobState
 from relaunch.messages.logs import ReadLogsInput, ReadLogsOutput
 
@@ -24,38 +30,13 @@ BETWEEN_CALLS = 0.1
 """Seconds: a rank that prints all the time costs ten calls a second, and people do not read faster.
 """
 ANSWER_TIMEOUT = 10.0
-COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+NAMED_NODES = 8
+NO_WORKER = (
+    "job {}: no worker answers, and only a worker can read logs from nodes: start one "
+    "(`relaunch up` or `relaunch-worker`)"
+)
 
-
-@dataclass
-class Printer:
-    """Prints whole lines; an incomplete line is kept until its end arrives."""
-
-    world_size: int
-    colour: bool = field(default_factory=sys.stdout.isatty)
-    _rest: dict[int, str] = field(default_factory=dict)
-
-    def feed(self, rank: int, data: str) -> None:
-        *lines, self._rest[rank] = (self._rest.get(rank, "") + data).split("\n")
-        self._print(rank, lines)
-
-    def flush(self) -> None:
-        for rank, rest in sorted(self._rest.items()):
-            self._print(rank, [rest] if rest else [])
-        self._rest.clear()
-
-    def _print(self, rank: int, lines: list[str]) -> None:
-        if not lines:
-            return
-        # Launchers are numbered after the ranks, in the order of their nodes.
-        name = (
-            f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
-        )
-        prefix = name.ljust(len(f"[rank {self.world_size - 1}]"))
-        if self.colour:
-            prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
-        sys.stdout.write("".join(f"{prefix} {line}\n" for line in lines))
-        sys.stdout.flush()
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,14 +51,67 @@ class Generation:
     number: int
 
 
-def generation_of(state: JobState, number: int | None = None) -> Generation:
+@dataclass(frozen=True)
+class Selection:
+    """Which part of a generation's output is printed."""
+
+    rank: int | None = None
+    """Only this rank."""
+    tail: int | None = None
+    """Begin with this many last lines of each rank."""
+    since: timedelta | None = None
+    """Begin with what was printed in this last time."""
+    grep: Pattern | None = None
+    """Only lines that this pattern matches."""
+
+    def printer(self, world_size: int) -> Printer:
+        return Printer(world_size, grep=self.grep)
+
+
+EVERYTHING = Selection()
+
+
+def parse_selection(
+    rank: int | None, tail: int | None, since: str | None, grep: str | None
+) -> Selection:
+    """Read what a person typed.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
+    try:
+        wanted = None if since is None else parse_duration(since)
+    except OverflowError:
+        raise ConfigError(f"--since: {since!r} is longer than a duration can be") from None
+    except ValueError as error:
+        raise ConfigError(f"--since: {error}") from None
+    if wanted is not None and not isinstance(wanted, timedelta):
+        raise ConfigError(f"--since: {since!r} is not a duration: write it like 30s, 5m or 1h30m")
+    try:
+        pattern = None if grep is None else compile_pattern(grep)
+    except ValueError as error:
+        raise ConfigError(f"--grep: {error}") from None
+    return Selection(rank, tail, wanted, pattern)
+
+
+def generation_of(state: JobState, number: int | None = None) -> Generation | None:
+    """Return the place of the logs of a generation; None: its nodes are no longer known."""
+    number = state.generation if number is None else number
+    nodes = find_nodes(state.generation_nodes, number)
+    if nodes is None and not state.generation_nodes:
+        nodes = tuple(slot.node for slot in state.slots)
+    if nodes is None:
+        return None
     return Generation(
-        state.spec.fleet,
-        tuple(slot.node for slot in state.slots),
-        state.namespace,
-        state.name,
-        state.submission,
-        state.generation if number is None else number,
+        state.spec.fleet, nodes, state.namespace, state.name, state.submission, number
+    )
+
+
+def explain_forgotten(state: JobState, number: int) -> str:
+    first = state.generation_nodes[0].first
+    return (
+        f"job {state.name}: the nodes of generation {number} are no longer known; "
+        f"expected {first} to {state.generation}, which are kept"
     )
 
 
@@ -87,7 +121,7 @@ async def read(
     where: Generation,
     offsets: dict[int, int] | None,
     wait: float,
-    tail: int | None,
+    selection: Selection,
 ) -> ReadLogsOutput | None:
     """Read once; return None if no worker answers."""
     within = timedelta(seconds=wait + ANSWER_TIMEOUT)
@@ -103,7 +137,8 @@ async def read(
                 generation=where.number,
                 offsets=offsets,
                 wait=wait,
-                tail=tail,
+                tail=selection.tail,
+                since=None if selection.since is None else selection.since.total_seconds(),
             ),
             id=f"read_logs/{where.job}/{where.number}/{uuid.uuid4().hex}",
             task_queue=task_queue,
@@ -123,87 +158,143 @@ async def print_logs(
     task_queue: str,
     where: Generation,
     printer: Printer,
-    say: Callable[[str], None],
+    say: Say,
     over: Callable[[], bool],
-    only: int | None = None,
-    tail: int | None = None,
-) -> None:
+    selection: Selection = EVERYTHING,
+    *,
+    to_now: bool = False,
+) -> bool:
     """Print a generation's logs as they arrive.
 
-    Return when the logs have ended, or when nothing new is there and `over` returns true.
+    Return when the logs have ended, or when nothing new is there and `over` returns true; with
+    `to_now`, when what was there at first is printed. Return whether the logs of all ranks were
+    found.
     """
     offsets: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     complained: str | None = None
-    while True:
-        last = over()
-        answer = await read(client, task_queue, where, offsets or None, 0.0 if last else WAIT, tail)
-        if answer is None:
-            complaint: str | None = "no worker answers: waiting for one to read the logs"
-        else:
-            silent = (
-                [f"{', '.join(answer.unreachable[:8])}: no answer"] if answer.unreachable else []
-            )
-            complaint = (
-                f"no logs from {'; '.join((*silent, *answer.refused[:8]))}"
-                if silent or answer.refused
-                else None
-            )
-            for piece in answer.chunks:
-                offsets[piece.rank] = piece.next
-                if only is None or piece.rank == only:
-                    printer.feed(piece.rank, piece.data)
-            if answer.ended and not answer.chunks:
+    found = True
+    try:
+        while True:
+            # What `over` says counts from the next answer on: the newest output is still read.
+            last = to_now or over()
+            wait = 0.0 if last else min(WAIT, printer.next_refresh)
+            answer = await read(client, task_queue, where, offsets or None, wait, selection)
+            complaint = _find_complaint(where, selection, answer)
+            if answer is not None:
+                offsets |= {**answer.begins, **offsets}
+                for piece in answer.chunks:
+                    offsets[piece.rank] = piece.next
+                    if selection.rank in (None, piece.rank):
+                        printer.feed(piece.rank, piece.data)
+                printer.refresh()
+            # Where reading ends at what there is, what is missing stays so, and is said once.
+            is_new = complaint != complained and (found or not to_now)
+            if complaint is not None and is_new:
+                say(complaint)
+            complained = complaint
+            found = complaint is None and (found or not to_now)
+            if to_now and answer is not None:
+                sizes |= answer.sizes
+                if sizes and all(offsets.get(rank, 0) >= size for rank, size in sizes.items()):
+                    break
+                where = _without_silent(where, answer)
+            if answer is not None and answer.ended and not answer.chunks:
                 break
-        # At the end, if something was printed, it does not matter that a node has gone since.
-        if complaint != complained and complaint is not None and not (last and offsets):
-            say(complaint)
-        complained = complaint
-        # Once `over` is true, an empty answer is the last one, and so is no answer.
-        if last and (answer is None or not answer.chunks):
-            break
-        await asyncio.sleep(0 if answer is not None and last else BETWEEN_CALLS)
-    printer.flush()
+            # Once `over` is true, an empty answer is the last one, and so is no answer.
+            if last and (answer is None or not answer.chunks):
+                break
+            await asyncio.sleep(0 if answer is not None and last else BETWEEN_CALLS)
+    finally:
+        printer.flush()
+    return found
+
+
+def _without_silent(where: Generation, answer: ReadLogsOutput) -> Generation:
+    """Return the same logs without the nodes that gave none: each would be waited for again."""
+    silent = {text.partition(": ")[0] for text in (*answer.unreachable, *answer.refused)}
+    return replace(where, nodes=tuple(node for node in where.nodes if node not in silent))
+
+
+def _find_complaint(
+    where: Generation, selection: Selection, answer: ReadLogsOutput | None
+) -> str | None:
+    """Return a sentence that says which logs could not be read, and why; None: all could be."""
+    if answer is None:
+        return "no worker answers: waiting for one to read the logs"
+    missing = [
+        f"{one.node}: rank {one.rank} has no log there: its file was removed, or it was not started"
+        for one in answer.missing
+        if selection.rank in (None, one.rank)
+    ]
+    reasons = (*answer.unreachable, *answer.refused, *missing)
+    if not reasons:
+        return None
+    more = f"; and {len(reasons) - NAMED_NODES} more" if len(reasons) > NAMED_NODES else ""
+    return f"generation {where.number}: no logs from {'; '.join(reasons[:NAMED_NODES])}{more}"
+
+
+async def load_checked(
+    client: Client, job: str, selection: Selection
+) -> tuple[jobs.JobSnapshot, JobState]:
+    """Return a job whose logs can be read.
+
+    Raises:
+        ConfigError: There is no such job or rank, or no worker that could read its logs.
+    """
+    now = await jobs.load_job(client, job)
+    state, rank = now.state, selection.rank
+    if state is None:
+        raise ConfigError(NO_WORKER.format(job))
+    if rank is not None and not 0 <= rank < state.spec.world_size:
+        raise ConfigError(
+            f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}"
+        )
+    return now, state
 
 
 async def print_job_logs(
     client: Client,
     task_queue: str,
     job: str,
-    rank: int | None,
     generation: int | None,
-    tail: int | None,
+    selection: Selection,
     follow: bool,
-    say: Callable[[str], None],
-) -> None:
-    """Print the logs of one generation of a job.
+    say: Say,
+) -> int:
+    """Print the logs of one generation of a job; with `follow`, until its ranks have ended.
+
+    Return the exit code: 1 if a rank's log was not found.
 
     Raises:
         ConfigError: There are no logs to read, or no worker that could read them.
     """
-    now = await jobs.load_job(client, job)
-    state = now.state
-    if state is None:
-        raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one "
-            "(`relaunch up` or `relaunch-worker`)"
-        )
+    now, state = await load_checked(client, job, selection)
     number = state.generation if generation is None else generation
     if not 1 <= number <= state.generation or not state.slots:
         if state.generation == 0:
             raise ConfigError(f"job {job} has not launched yet: there are no logs")
         raise ConfigError(f"job {job} has no generation {number}: expected 1 to {state.generation}")
-    if rank is not None and not 0 <= rank < state.spec.world_size:
-        raise ConfigError(
-            f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}"
-        )
     where = generation_of(state, number)
-    if await read(client, task_queue, where, None, 0.0, 0) is None:
-        raise ConfigError(
-            f"job {job}: no worker answers, and only a worker can read logs from nodes: start one "
-            "(`relaunch up` or `relaunch-worker`)"
-        )
+    if where is None:
+        raise ConfigError(explain_forgotten(state, number))
+    where = limit_to_rank(where, state, selection.rank)
+    if await read(client, task_queue, where, None, 0.0, Selection(tail=0)) is None:
+        raise ConfigError(NO_WORKER.format(job))
+    printer = selection.printer(state.spec.world_size)
     live = follow and now.open and number == state.generation
-    printer = Printer(state.spec.world_size)
-    await print_logs(
-        client, task_queue, where, printer, say, lambda: not live, only=rank, tail=tail
+    if not live:
+        # All of it is there: of a bar, only its final state is of interest.
+        printer.is_live, printer.interval = False, math.inf
+    found = await print_logs(
+        client, task_queue, where, printer, say, lambda: False, selection, to_now=not live
     )
+    return 0 if found or live else 1
+
+
+def limit_to_rank(where: Generation, state: JobState, rank: int | None) -> Generation:
+    """Return the same logs, of only the node where a rank runs, if that is known."""
+    if rank is None or state.spec.launcher != "none":
+        return where  # a launcher numbers its ranks itself
+    at = rank // state.spec.ranks_per_node
+    return replace(where, nodes=where.nodes[at : at + 1])

@@ -580,4 +580,5 @@ def verdict(fleet: FleetPreflight) -> str:
     if not bad:
         many = f"all {count} nodes can" if count > 1 else f"{fleet.nodes[0].node.name} can"
         return f"{many} run ranks. Next: relaunch up --fleet {fleet.file}"
-    return f"{count - len(bad)} of {count} nodes can run ranks; these cannot: {', '.join(bad)}"
+    can = f"{count - len(bad)} of {count_noun(count, 'node')} can"
+    return f"{can} run ranks; these cannot: {', '.join(bad)}"

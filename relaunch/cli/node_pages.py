@@ -143,8 +143,8 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
         f"repairs     {state.repairs}, {limits.resolve('repairs_at_once', of)} at once; "
         f"{len(state.reboots)} of {limits.reboots_per_hour}"
         " reboots within this hour",
-        f"breaker     opens when more than {limits.resolve('nodes_out', of)} of {of} nodes are out "
-        f"({limits.nodes_out})",
+        f"breaker     opens when more than {count_noun(limits.resolve('nodes_out', of), 'node')} "
+        f"of {of} are out ({limits.nodes_out})",
         *(f"note        {note}" for note in fleet_notes(state, now)),
         *(f"notice      {notice}" for notice in state.notices),
     ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from relaunch.cli import files
+from relaunch.cli.documents import Document, read_document
 from relaunch.cli.policy_views import short
 from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
@@ -36,12 +37,15 @@ def read(source: str) -> Policy:
     """
     if source in preset_names():
         return preset(source)
-    if not Path(source).expanduser().exists():
+    return files.read_policy(str(_find(source)))
+
+
+def _find(source: str) -> Path:
+    if (path := files.find_file(source)) is None:
         raise ConfigError(
             f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file"
         )
-    document = files.Document(Path(source).expanduser())
-    return files.read_policy(str(document.path))
+    return path
 
 
 def parse_cause(word: str) -> Cause:
@@ -58,7 +62,7 @@ class Changes:
     """Keys that override those of a job's policy, and the file they come from."""
 
     keys: dict[str, Any]
-    document: files.Document | None = None
+    document: Document | None = None
 
     def refusal(self, error: ValidationError) -> ConfigError:
         from relaunch.messages.jobs import explain
@@ -66,7 +70,7 @@ class Changes:
         where = (
             "--set"
             if self.document is None
-            else f"{self.document.path}:{self.document.line(tuple(error.errors()[0]['loc']))}"
+            else f"{self.document.place}:{self.document.line(tuple(error.errors()[0]['loc']))}"
         )
         return ConfigError(f"{where}: {explain(error)}")
 
@@ -83,17 +87,11 @@ def read_changes(source: str | None, words: Sequence[str]) -> Changes:
         return Changes(_set(words))
     if source in preset_names():
         return Changes({"extends": source})
-    if not Path(source).expanduser().exists():
-        raise ConfigError(
-            f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file"
-        )
-    document = files.Document(Path(source).expanduser())
+    document = read_document(_find(source))
     return Changes(document.content, document)
 
 
 def _set(words: Sequence[str]) -> dict[str, Any]:
-    import yaml
-
     keys: dict[str, Any] = {}
     for word in words:
         path, equals, written = word.partition("=")
@@ -102,10 +100,7 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
                 f"--set: {word!r} is not KEY=VALUE: expected a pair such as max_restarts=12 or "
                 "timeouts.lost_after=5m"
             )
-        try:
-            value = yaml.safe_load(written)
-        except yaml.YAMLError:
-            raise ConfigError(f"--set: {word!r}: the value is not YAML") from None
+        value = Document(written, f"--set {path}").content
         parts = path.split(".")
         if len(parts) > 2:
             raise ConfigError(

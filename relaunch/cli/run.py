@@ -6,8 +6,10 @@ Its exit code is the job's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
+import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -15,74 +17,106 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from relaunch.cli import files
+from relaunch.cli import environment, files, torchrun
 from relaunch.cli.service import READY_TIMEOUT, RELAUNCH, STOP_TIMEOUT, write_local_fleet
 from relaunch.config import ConfigError, Settings
-from relaunch.temporal import connect, find_running_up
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy
+from relaunch.temporal import (
+    UP_FILE,
+    connect,
+    find_backend,
+    find_running_up,
+    read_configured_address,
+)
 
 INTERRUPTED = 130
-PASSED_ON = (
-    "PATH",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-)
-PASSED_ON_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "PYTHON")
-"""Variables passed on to ranks: those that decide which program runs and how its ranks communicate.
-Not the whole environment: it has secrets, and a job is written into workflow history."""
+UP_LOG = "up.log"
+OUTPUT_CHECK_INTERVAL_S = 0.5
+CHILD_CHECK_INTERVAL_S = 0.5
 
 
-def job_of(
-    command: list[str],
-    nodes: str,
-    nproc: int,
-    policy: str | None,
-    name: str | None,
-    env: list[str],
-    fleet: str | None,
-) -> dict[str, Any]:
-    """Return the fields of a job file as given by the command line."""
-    if not command:
-        raise ConfigError(
-            "no command: write it after `--`, such as `relaunch run -- python train.py`"
-        )
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"command {command[0]!r} is not found: expected a program on PATH or a path to one "
-            "that may be executed"
-        )
-    optional = {"policy": policy, "fleet": fleet}
-    return {
-        "name": name or default_name(command),
-        "command": command,
-        "nodes": nodes,
-        "nproc_per_node": nproc,
-        "workdir": str(Path.cwd()),
-        "env": environment(os.environ, env),
-        **{key: value for key, value in optional.items() if value is not None},
-    }
+@dataclass(frozen=True)
+class RunRequest:
+    """What was typed after `relaunch run`."""
 
+    words: list[str]
+    nodes: str
+    ranks: str
+    """A number, or `gpu`, `cpu`, `auto`."""
+    fields: Mapping[str, Any]
+    """Further fields of the job, as in a job file."""
+    env: list[str]
+    """Each NAME=VALUE, or the name of a variable that is set."""
+    max_restarts: int | None
+    module: bool
+    no_python: bool
+    options: Mapping[str, str]
+    """The other options of torchrun that were given, by name."""
 
-def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
-    chosen = {
-        name: value
-        for name, value in ours.items()
-        if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)
-    }
-    for item in wanted:
-        name, equals, value = item.partition("=")
-        if not equals and name not in ours:
+    @property
+    def fleet(self) -> str:
+        return str(self.fields.get("fleet", "default"))
+
+    def resolve(self, backend: str | None) -> tuple[JobSpec, Policy]:
+        """Return the job that is meant, and its policy.
+
+        Args:
+            backend: What kind of machine the fleet's nodes are; None: unknown.
+
+        Raises:
+            ConfigError: It cannot be run as written.
+        """
+        ours = os.environ
+        if not self.ranks.isdecimal() and backend != "local":
             raise ConfigError(
-                f"--env {name}: the variable is not set; expected NAME=VALUE or the name of a "
-                "variable that is set"
+                f"--nproc-per-node {self.ranks}: expected a number, because the nodes of fleet "
+                f"{self.fleet} are not this machine"
             )
-        chosen[name] = value if equals else ours[name]
-    return chosen
+        command = torchrun.make_command(self.words, self.module, self.no_python, ours)
+        spec, policy = files.job_from_flags(
+            {
+                "name": default_name(command),
+                "command": command,
+                "nodes": self.nodes,
+                "nproc_per_node": torchrun.count_ranks(self.ranks, ours),
+                "workdir": str(Path.cwd()),
+                "env": environment.parse_flags(ours, self.env),
+                **self.fields,
+            }
+        )
+        torchrun.check_nodes(spec, self.options, backend == "local")
+        if self.max_restarts is not None:
+            policy = policy.model_copy(update={"max_restarts": self.max_restarts})
+        return spec, policy
+
+
+def give_environment(spec: JobSpec, state: Path) -> JobSpec:
+    """Return the job with the whole environment and the umask of this process, by a file.
+
+    The worker must be on this machine.
+
+    Raises:
+        ConfigError: The state folder cannot be written.
+    """
+    ours = os.environ
+    variables = {
+        **environment.select_inherited(ours),
+        **environment.measure_terminal(ours, len(f"[rank {spec.world_size - 1}] ")),
+        **spec.env,
+    }
+    umask = os.umask(0)
+    os.umask(umask)
+    return spec.model_copy(
+        update={
+            "env": {},
+            "env_file": str(environment.write_file(state, spec.name, variables)),
+            "inherit_env": False,
+            "umask": f"{umask:03o}",
+        }
+    )
 
 
 def default_name(command: list[str]) -> str:
@@ -102,12 +136,19 @@ def default_name(command: list[str]) -> str:
 
 @dataclass
 class OwnService:
-    """A child process `relaunch up`. It ends with this process or, if asked to drain, when the job
-    has ended."""
+    """A child process `relaunch up` for one job.
+
+    It holds the other end of `process.stdin`. However this process ends, the child notices, cancels
+    the job if it still runs, and ends when the ranks have stopped.
+    """
 
     state: Path
+    job: str
     process: subprocess.Popen[bytes]
-    log: Path
+
+    @property
+    def log(self) -> Path:
+        return self.state / UP_LOG
 
     async def address(self) -> str:
         deadline = time.monotonic() + READY_TIMEOUT
@@ -122,126 +163,232 @@ class OwnService:
             await asyncio.sleep(0.02)
         raise ConfigError(f"the server did not start within {READY_TIMEOUT:g} s: see {self.log}")
 
+    async def keep(self, say: Callable[[str], None]) -> None:
+        """Start the child again at the same address whenever it is killed, to have ranks watched.
+
+        If it ends by itself, it has cancelled the job first.
+        """
+        while self.process.poll() != 0:
+            await asyncio.sleep(CHILD_CHECK_INTERVAL_S)
+            up = self.state / UP_FILE  # stays behind where the child was killed
+            if self.process.returncode in (None, 0) or not up.exists():
+                continue
+            port = json.loads(up.read_text())["address"].rpartition(":")[2]
+            say("the server of this job was killed: starting it again; ranks keep running")
+            self.process = start_child(self.state, ["--attended-job", self.job], port)
+
     def stop(self) -> None:
+        """Stop the child; no job may run."""
         self.process.terminate()
         try:
             self.process.wait(3 * STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
-    def leave(self) -> None:
-        """Let the child run without this process until the job has ended."""
-        stdin: IO[bytes] | None = self.process.stdin
-        if stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stdin.write(b"drain\n")
-                stdin.flush()
+
+def start_child(state: Path, attended: list[str], port: str = "0") -> subprocess.Popen[bytes]:
+    fleet = state / "fleets" / "default.yaml"
+    options = ["--state", str(state), "--port", port, "--ui-port", "0", "--fleet", str(fleet)]
+    with (state / UP_LOG).open("ab") as log:
+        return subprocess.Popen(
+            [*RELAUNCH, "up", *attended, *options],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
-    state = settings.state / "runs" / name
+    runs = settings.state / "runs"
+    state = runs / name
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fleet = write_local_fleet(state, nodes)
-        log = state / "up.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    *RELAUNCH,
-                    "up",
-                    "--attended",
-                    "--state",
-                    str(state),
-                    "--port",
-                    "0",
-                    "--ui-port",
-                    "0",
-                    "--fleet",
-                    str(fleet),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        write_local_fleet(state, nodes)
+        process = start_child(state, ["--attended-job", name])
     except OSError as error:
         raise ConfigError(
             f"state folder {state} cannot be written: {error.strerror}; choose another with "
             "RELAUNCH_STATE"
         ) from None
-    return OwnService(state, process, log)
+    environment.remove_expired(runs)
+    return OwnService(state, name, process)
 
 
-async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], None]) -> int:
+async def run(settings: Settings, request: RunRequest, say: Callable[[str], None]) -> int:
     """Run a job to its end and return the exit code."""
-    shared = bool(os.environ.get("TEMPORAL_ADDRESS")) or find_running_up(settings.state) is not None
+    is_shared = find_running_up(settings.state) is not None or read_configured_address() is not None
+    backend = find_backend(settings.state, request.fleet) if is_shared else "local"
+    spec, policy = request.resolve(backend)
+    for notice in torchrun.find_notices(spec, request.options):
+        say(notice)
     own: OwnService | None = None
-    spec, policy = files.job_from_flags(values)
-    if not shared:
+    if not is_shared:
+        if spec.fleet != "default":
+            raise ConfigError(
+                f"--fleet: {spec.fleet!r} is not known: no server is running, and the one that "
+                "`run` starts has only the fleet default"
+            )
         own = start_own(settings, spec.name, spec.node_count)
         say(
             "no server is running, so relaunch starts one for this job; its state folder is "
             f"{own.state}"
         )
-    kept = True
+    env_file: Path | None = None
+    is_running = False  # where relaunch knows of no end, the job may run
+    code: int | None = None
+    keeping: asyncio.Task[None] | None = None
     try:
         from relaunch.cli.submit import submit
 
+        if backend == "local":
+            spec = give_environment(spec, own.state if own else settings.state)
+            env_file = Path(str(spec.env_file))
+        else:
+            chosen = {**environment.select_chosen(os.environ), **spec.env}
+            spec = spec.model_copy(update={"env": chosen})
+            where = (
+                f"the worker of fleet {spec.fleet} may be on another machine"
+                if backend is None
+                else f"fleet {spec.fleet} is on other machines"
+            )
+            say(
+                f"{where}: ranks get PATH, PYTHON*, CUDA_*, NCCL_* and the like of this shell, and "
+                "no other variables; add others with --env NAME"
+            )
         client = await connect(settings.state, await own.address() if own else None)
-        await submit(client, settings.task_queue, spec, policy)
+        keeping = asyncio.create_task(own.keep(say)) if own else None
+        await submit(client, settings.task_queue, spec, policy, has_fleet=own is not None)
+        is_running = True
+        if env_file:
+            environment.remove_others(env_file)
         # From here on ctrl-C cancels the job instead of only ending this program.
-        interruptions: asyncio.Queue[None] = asyncio.Queue()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, interruptions.put_nowait, None)
+        interruptions, outlives_terminal = _watch_signals()
         say(f"job {spec.name} submitted: {spec.size}")
         from relaunch.cli import follow, jobs  # imported while the ranks start
 
-        following = asyncio.create_task(
-            follow.follow_with_logs(client, settings.task_queue, spec.name, say)
-        )
         code = await _wait_for_job(
-            following,
+            lambda: follow.follow_with_logs(
+                client, settings.task_queue, spec.name, say, can_retry=own is None
+            ),
             interruptions,
-            lambda: jobs.cancel(client, spec.name, "ctrl-C"),
+            lambda reason: jobs.cancel(client, spec.name, reason),
+            outlives_terminal,
             spec.name,
             say,
         )
         if code is None:
-            if own:
-                own.leave()
-                own = None
             return INTERRUPTED
-        kept = code != 0
+        is_running = False
         return code
     finally:
-        if own:
+        # With an exit code other than 0 the job can be retried, and its history read.
+        if env_file and not is_running and not code:
+            environment.remove_file(env_file)
+        if keeping:
+            keeping.cancel()
+        if own and not is_running:
             own.stop()
-            if not kept:
+            if code == 0:
                 shutil.rmtree(own.state, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Interruption:
+    reason: str
+    insists: bool
+    """Whether it ends this program at once if the job is already being cancelled. A closed terminal
+    does not: it is reported several times."""
+
+
+OUTPUT_CLOSED = Interruption("the output of `relaunch run` was closed", False)
+
+
+def _watch_signals() -> tuple[asyncio.Queue[Interruption], bool]:
+    """Return a queue of signals to come, and whether the job goes on when the terminal is closed.
+
+    It does if SIGHUP is ignored, as `nohup` has it.
+    """
+    interruptions: asyncio.Queue[Interruption] = asyncio.Queue()
+    outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    for number, interruption in (
+        (signal.SIGINT, Interruption("ctrl-C", True)),
+        (signal.SIGTERM, Interruption("SIGTERM to `relaunch run`", True)),
+        (signal.SIGHUP, Interruption("the terminal was closed (SIGHUP)", False)),
+    ):
+        if number != signal.SIGHUP or not outlives_terminal:
+            asyncio.get_running_loop().add_signal_handler(
+                number, interruptions.put_nowait, interruption
+            )
+    return interruptions, outlives_terminal
+
+
+async def _watch_output(interruptions: asyncio.Queue[Interruption], is_ignored: bool) -> None:
+    while True:
+        if _discard_broken_output() and not is_ignored:
+            interruptions.put_nowait(OUTPUT_CLOSED)
+        await asyncio.sleep(OUTPUT_CHECK_INTERVAL_S)
+
+
+def _discard_broken_output() -> bool:
+    """Return whether output can no longer be written, and discard what is written from now on.
+
+    The terminal was closed, or the program that reads a pipe has ended.
+    """
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)
+    broken = [stream for stream, _ in poll.poll(0)]  # errors are always reported
+    for stream in broken:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream)
+        os.close(null)
+    return bool(broken)
+
+
 async def _wait_for_job(
-    following: asyncio.Task[int],
-    interruptions: asyncio.Queue[None],
-    cancel: Callable[[], Coroutine[Any, Any, Any]],
+    follow: Callable[[], Coroutine[Any, Any, int]],
+    interruptions: asyncio.Queue[Interruption],
+    cancel: Callable[[str], Coroutine[Any, Any, None]],
+    outlives_terminal: bool,
     name: str,
     say: Callable[[str], None],
 ) -> int | None:
     """Wait for the job and return its exit code.
 
-    The first interruption cancels the job; the second makes this return None at once.
+    The first interruption cancels the job; a second ctrl-C or SIGTERM makes this return None at
+    once.
     """
-    cancelling: asyncio.Task[Any] | None = None
-    while True:
-        interrupted = asyncio.create_task(interruptions.get())
-        await asyncio.wait({following, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            interrupted.cancel()
-            return following.result()
-        if cancelling is not None:
-            say(f"exiting; the cancellation of job {name} continues")
-            following.cancel()
-            await asyncio.wait([cancelling], timeout=2)  # the request itself must be sent
-            return None
-        say(f"cancelling job {name}; press ctrl-C again to exit at once")
-        cancelling = asyncio.create_task(cancel())
+    following = asyncio.create_task(follow())
+    watching = asyncio.create_task(_watch_output(interruptions, outlives_terminal))
+    interrupted = asyncio.create_task(interruptions.get())
+    cancelling: asyncio.Task[None] | None = None
+    try:
+        while True:
+            await asyncio.wait({following, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                if not _is_broken_output(following.exception()):
+                    return following.result()
+                _discard_broken_output()
+                if not outlives_terminal:
+                    interruptions.put_nowait(OUTPUT_CLOSED)
+                following = asyncio.create_task(follow())
+                continue
+            interruption = interrupted.result()
+            interrupted = asyncio.create_task(interruptions.get())
+            _discard_broken_output()  # a closed terminal sends SIGHUP first
+            if cancelling is None:
+                say(f"cancelling job {name}; press ctrl-C again to exit at once")
+                cancelling = asyncio.create_task(cancel(interruption.reason))
+            elif interruption.insists:
+                say(f"exiting; the cancellation of job {name} continues")
+                following.cancel()
+                await asyncio.wait([cancelling], timeout=2)  # the request itself must be sent
+                return None
+    finally:
+        for task in (watching, interrupted):
+            task.cancel()
+
+
+def _is_broken_output(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)

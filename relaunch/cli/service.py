@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from relaunch.config import ConfigError
+from relaunch.messages.jobs import CancelMessage
 from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
 
 RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
@@ -36,9 +37,9 @@ READY_TIMEOUT = 30.0
 """Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
-DRAIN_TIMEOUT = 120.0
-"""Seconds that jobs have to end after the process that waited for them has left; longer than
-stopping ranks takes."""
+ATTENDANT_ENDED = "`relaunch run` has ended"
+TIDY_INTERVAL = 3600.0
+"""Seconds between two looks for environment files of jobs that the server has forgotten."""
 PR_SET_PDEATHSIG = 1
 SERVER_OPTIONS = (
     # WAL (write-ahead log): three times the throughput. FULL: a power cut loses nothing that was
@@ -61,6 +62,8 @@ class Service:
     port: int
     ui_port: int
     fleets: tuple[Path, ...]
+    backends: Mapping[str, str]
+    """The backend of each of `fleets`, by the fleet's name."""
     worker: bool = True
 
     @property
@@ -144,46 +147,45 @@ def write_local_fleet(state: Path, nodes: int) -> Path:
     return path
 
 
-async def serve(service: Service, say: Callable[[str], None], attended: bool) -> None:
+async def serve(
+    service: Service,
+    say: Callable[[str], None],
+    *,
+    attended: bool = False,
+    attended_job: str | None = None,
+) -> None:
     """Run until SIGINT, SIGTERM or SIGHUP.
 
-    With `attended`, the process that waits for the job holds stdin. The end of stdin stops
-    everything at once; after a `drain` on stdin, everything stops when no job runs any more.
+    With `attended`, also until stdin ends: the process that uses this server holds it. With
+    `attended_job`, this is the server of that job only. When stdin ends, by whatever end of that
+    process, or a signal arrives, the job is cancelled, and everything stops once its ranks have:
+    otherwise nothing would watch them. A second signal stops everything at once.
 
     Raises:
         ConfigError: The server or the worker cannot be started.
     """
     stop = asyncio.Event()
-    drain = asyncio.Event()
+    stop_now = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, _set_next, stop, stop_now)
+    attended = attended or attended_job is not None
     if attended:
-        loop.add_reader(sys.stdin.fileno(), lambda: _read_stdin(stop, drain))
+        loop.add_reader(sys.stdin.fileno(), lambda: _read_stdin(stop))
     environment = {
         **os.environ,
         "TEMPORAL_ADDRESS": service.address,
         "RELAUNCH_STATE": str(service.state.resolve()),
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
-    ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
-    database = ["--db-filename", str(service.state / "temporal.db")]
-    options = [word for pair in SERVER_OPTIONS for word in pair]
-    command = [
-        str(find_server()),
-        "server",
-        "start-dev",
-        *ports,
-        *database,
-        "--log-level",
-        "error",
-        *options,
-    ]
-    server = Keeper("server", command, environment, service.state / "server.log", say)
+    server = Keeper(
+        "server", _make_server_command(service), environment, service.state / "server.log", say
+    )
     worker = Keeper("worker", [*RELAUNCH, "worker"], environment, service.state / "worker.log", say)
     waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
     warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
     warming: asyncio.Task[None] | None = None
+    tidying: asyncio.Task[None] | None = None
     stopping = asyncio.create_task(stop.wait())
     keepers = [asyncio.create_task(server.keep())]
     try:
@@ -191,7 +193,8 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
         await asyncio.wait({ready, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await _raise_first_error(ready, *keepers)
-            write_up(service.state, service.address, service.ui)
+            backends = service.backends if service.worker else {}
+            write_up(service.state, service.address, service.ui, backends)
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
             if service.worker:
                 keepers.append(asyncio.create_task(worker.keep()))
@@ -202,12 +205,15 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
                 warming.add_done_callback(lambda task: _report_warm_failure(task, say))
-            await asyncio.wait(
-                {stopping, asyncio.create_task(drain.wait()), *keepers},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if drain.is_set() and not stop.is_set():
-                await _wait_for_jobs(service, stopping)
+                tidying = asyncio.create_task(_tidy(service))
+            await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            if attended_job is not None and stop.is_set():
+                ending = asyncio.create_task(_end_job(service, attended_job, say))
+                stopping = asyncio.create_task(stop_now.wait())
+                await asyncio.wait(
+                    {ending, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED
+                )
+                ending.cancel()
         for keeper in keepers:
             if keeper.done():
                 keeper.result()
@@ -216,11 +222,27 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
         for keeper in keepers:
             keeper.cancel()
         ready.cancel()
-        if warming:
-            warming.cancel()
+        for task in (task for task in (warming, tidying) if task):
+            task.cancel()
         await warm.end()
         await worker.end()  # first, so that it can hand back its activities
         await server.end()
+
+
+def _make_server_command(service: Service) -> list[str]:
+    ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
+    database = ["--db-filename", str(service.state / "temporal.db")]
+    options = [word for pair in SERVER_OPTIONS for word in pair]
+    return [
+        str(find_server()),
+        "server",
+        "start-dev",
+        *ports,
+        *database,
+        "--log-level",
+        "error",
+        *options,
+    ]
 
 
 class Keeper:
@@ -261,7 +283,7 @@ class Keeper:
                     stderr=log,
                     # Ctrl-C reaches only this process, which stops the child itself.
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=die_with_parent(os.getpid()),
                 )
             code = await self._process.wait()
             if code == 2:
@@ -308,7 +330,8 @@ def _report_warm_failure(warming: asyncio.Task[None], say: Callable[[str], None]
         say(f"{error}; commands still work, but start more slowly")
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """Return what a child has to call so that the kernel kills it when its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def set_death_signal() -> None:
@@ -340,24 +363,53 @@ async def _raise_first_error(*tasks: asyncio.Task[None]) -> None:
         task.result()
 
 
-async def _wait_for_jobs(service: Service, stopping: asyncio.Task[bool]) -> None:
-    client = await connect(service.state, service.address)
-    deadline = time.monotonic() + DRAIN_TIMEOUT
-    while not stopping.done() and time.monotonic() < deadline:
-        if (
-            await client.count_workflows(
-                'WorkflowType = "TrainingJob" AND ExecutionStatus = "Running"'
-            )
-        ).count == 0:
+async def _end_job(service: Service, name: str, say: Callable[[str], None]) -> None:
+    """Cancel a job, unless it has ended, and wait until its ranks have stopped."""
+    from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError
+    from temporalio.service import RPCError, RPCStatusCode
+
+    from relaunch.cli import jobs
+    from relaunch.cli.client import whoami
+
+    while True:
+        try:
+            handle = jobs.handle_of(await connect(service.state, service.address), name)
+            if (await handle.describe()).status != WorkflowExecutionStatus.RUNNING:
+                return
+            say(f"the command that ran job {name} has ended: cancelling the job")
+            await handle.signal("cancel", CancelMessage(reason=ATTENDANT_ENDED, by=whoami()))
+            await handle.result()
+        except WorkflowFailureError:
             return
-        await asyncio.wait({stopping}, timeout=0.5)
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:  # never submitted, or just ended
+                return
+            await asyncio.sleep(FIRST_BACKOFF)
+        except ConfigError:  # the server is being restarted
+            await asyncio.sleep(FIRST_BACKOFF)
 
 
-def _read_stdin(stop: asyncio.Event, drain: asyncio.Event) -> None:
-    data = os.read(sys.stdin.fileno(), 4096)
-    if b"drain" in data:
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        drain.set()
-    elif not data:
+def _set_next(*events: asyncio.Event) -> None:
+    """Set the first event that is not set."""
+    for event in events:
+        if not event.is_set():
+            event.set()
+            return
+
+
+async def _tidy(service: Service) -> None:
+    from temporalio.service import RPCError
+
+    from relaunch.cli.environment import remove_unknown
+
+    client = await connect(service.state, service.address)
+    while True:
+        with contextlib.suppress(RPCError):  # the server is being restarted
+            await remove_unknown(service.state, client)
+        await asyncio.sleep(TIDY_INTERVAL)
+
+
+def _read_stdin(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         stop.set()

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
@@ -23,6 +24,7 @@ from relaunch.messages.ids import WORKFLOW_ID_PREFIX
 from relaunch.messages.jobs import RetryMessage, TrainingJobInput
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
+from relaunch.temporal import find_running_up
 
 
 async def submit(
@@ -34,12 +36,20 @@ async def submit(
     previous: JobState | None = None,
     renew_budgets: bool = False,
     avoid: tuple[str, ...] = (),
+    has_fleet: bool = False,
 ) -> WorkflowHandle[Any, Any]:
     """Start a job.
 
+    Args:
+        has_fleet: Whether the caller knows that a worker has the job's fleet, or will have it.
+
     Raises:
-        ConfigError: A job of that name is running.
+        ConfigError: A job of that name is running, or the workers have no fleet of that name.
     """
+    if not has_fleet:
+        from relaunch.cli.fleets import check_fleet
+
+        await check_fleet(client, task_queue, spec.fleet)
     argument = TrainingJobInput(
         spec=spec,
         policy=policy,
@@ -87,6 +97,19 @@ async def submit(
         raise
 
 
+def set_working_folder(spec: JobSpec, client: Client, state: Path) -> JobSpec:
+    """Return a job without `workdir` with the present folder, if its nodes are on this machine."""
+    here = find_running_up(state)
+    if (
+        spec.workdir is None
+        and here is not None
+        and client.service_client.config.target_host == here.address
+        and here.backends.get(spec.fleet) == "local"
+    ):
+        return spec.model_copy(update={"workdir": str(Path.cwd())})
+    return spec
+
+
 async def retry(
     client: Client,
     task_queue: str,
@@ -103,6 +126,11 @@ async def retry(
 
     avoid = tuple(check_name("node", node) for node in avoid)
     described = await describe(client, name)
+    now = await load_job(client, name) if avoid else None
+    if now is not None and now.state is not None:
+        from relaunch.cli.fleets import check_nodes
+
+        await check_nodes(client, now.state.spec.fleet, avoid)
     if described.status == WorkflowExecutionStatus.RUNNING:
         await signal_open(
             client,
@@ -113,7 +141,7 @@ async def retry(
             ),
         )
         return f"job {name} is running: requested a new generation"
-    now = await load_job(client, name)
+    now = now or await load_job(client, name)
     if now.state is None:
         raise ConfigError(
             f"job {name} ended as {now.status} without a result and no worker answers for it: "
@@ -128,5 +156,6 @@ async def retry(
         now.state,
         renew_budgets,
         avoid,
+        has_fleet=True,  # it had one
     )
     return f"job {name} had ended ({now.phase}): restarted with its history and budgets"

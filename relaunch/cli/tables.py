@@ -91,7 +91,8 @@ def print_show(view: Mapping[str, Any], now: JobSnapshot) -> None:
         return
     print("\n".join(job_views.show_lines(view, datetime.now(UTC))))
     if now.source == "result":
-        print(f"\nended {view['ended']} with exit code {view['exit_code']}")
+        ended = job_views.moment_text(view["ended"], datetime.now(UTC))
+        print(f"\nended {ended} with exit code {view['exit_code']}")
 
 
 def print_history(job: str, entries: Sequence[Mapping[str, Any]]) -> None:

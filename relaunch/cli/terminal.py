@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -51,8 +52,28 @@ Job = Annotated[str, typer.Argument(metavar="JOB")]
 Value = TypeVar("Value")
 
 
+_erasers: list[Callable[[], None]] = []
+
+
+def can_redraw() -> bool:
+    """Return whether standard output is a terminal on which lines can be drawn again."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def set_eraser(erase: Callable[[], None] | None) -> None:
+    """Set what erases the lines that are drawn again, before something else is printed."""
+    _erasers[:] = [] if erase is None else [erase]
+
+
 def say(text: str) -> None:
+    for erase in _erasers:
+        erase()
     print(f"relaunch: {text}", file=sys.stderr, flush=True)
+
+
+def print_line(text: str) -> None:
+    """Print a line at once, also into a pipe: what is followed is read while it is written."""
+    print(text, flush=True)
 
 
 def run_with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:

@@ -29,7 +29,9 @@ from relaunch.config import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     "relaunch.cli.answers",
+    "relaunch.cli.documents",
     "relaunch.cli.files",
+    "relaunch.cli.fleets",
     "relaunch.cli.follow",
     "relaunch.cli.job_views",
     "relaunch.cli.jobs",
@@ -280,8 +282,7 @@ def _read(connection: socket.socket, size: int) -> dict[str, Any]:
 
 
 def _end_with_client(connection: socket.socket) -> None:
-    """End like a process whose terminal was closed, when the client disappears without notice."""
+    """End like a process that was killed, when the client disappears without notice."""
     with contextlib.suppress(OSError):
         connection.recv(1)
-    os.kill(os.getpid(), signal.SIGHUP)
-    os._exit(128 + signal.SIGHUP)  # also if SIGHUP is ignored: there is no reader for the output
+    os._exit(128 + signal.SIGKILL)  # not by a signal that the command handles: `run` would cancel

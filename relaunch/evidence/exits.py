@@ -117,6 +117,11 @@ def signal_name(number: int) -> str:
     return SIGNALS.get(number, f"signal {number}")
 
 
+def strip_rank(line: str) -> str:
+    """Return a line without the prefix with which torch and torchrun mark its rank."""
+    return _RANK.sub("", line)
+
+
 def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
     """Return one finding for each line that a catalog row matches, in the order of the lines.
 
@@ -125,7 +130,7 @@ def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
     found = []
     for text in lines:
         for line in text.splitlines():
-            if finding := _read_log_line(_RANK.sub("", line[:MAX_LINE]), catalog):
+            if finding := _read_log_line(strip_rank(line[:MAX_LINE]), catalog):
                 found.append(finding)
     return tuple(found)
 

@@ -504,6 +504,7 @@ def resubmit(
         next=Next("nodes are acquired"),
         generation=0,
         slots=(),
+        generation_nodes=(),
         fewer="",
         strategy=None,
         drains=(),

@@ -12,6 +12,7 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.exits import read_ecs_stop, read_exit, read_log
 from relaunch.evidence.findings import Finding, Role
 from relaunch.evidence.kernel_log import read_kernel_log
+from relaunch.evidence.last_words import LastWords, find_last_words, shorten_traceback
 from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
 from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from relaunch.job.fencing import fences
@@ -50,6 +51,8 @@ A program that puts its rank into its messages has thousands.
 """
 NAMED = 16
 """Maximum number of suspects named in a diagnosis."""
+CAUSE_LINES = 40
+"""Last lines of a log in which a cause is looked for: what is further from the end was survived."""
 
 REFUSAL_CAUSES = {
     "command_not_found": Cause.USER_INPUT,
@@ -301,7 +304,7 @@ def _diagnose_hardware(
         code=finding.code,
         certainty=Certainty.CERTAIN,
         exit_code=_exit_code(rank) if rank else None,
-        traceback=rank.error.traceback if rank and rank.error else "",
+        traceback=_find_traceback(rank) if rank else "",
     )
 
 
@@ -429,9 +432,10 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
     else:
         has_output = root.error is not None or any(line.strip() for line in root.log_tail)
         cause = Cause.APPLICATION if has_output else Cause.UNKNOWN
+    words = _find_words(root)
     return Diagnosis(
         cause,
-        f"{_describe_end(root, ending)}{_detail(root, ending, finding)}{others}",
+        f"{_describe_end(root, ending)}{_detail(root, ending, finding, words)}{others}",
         # A rank that times out while it waits reports first, but is rarely the one at fault.
         nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
@@ -444,7 +448,7 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
         else Certainty.LIKELY,
         exit_code=_exit_code(root),
         do_not_restart=root.exit_code == DO_NOT_RESTART,
-        traceback=root.error.traceback if root.error else "",
+        traceback=words.text if words is not None else "",
     )
 
 
@@ -469,7 +473,9 @@ def _numbers(exits: Iterable[RankExited]) -> tuple[int, ...]:
     return tuple(one.rank for one in exits if not one.launcher)
 
 
-def _detail(root: RankExited, ending: Finding, finding: Finding | None) -> str:
+def _detail(
+    root: RankExited, ending: Finding, finding: Finding | None, words: LastWords | None
+) -> str:
     """Return what is known beyond how the rank ended, as a clause to append."""
     if root.error:
         message = (
@@ -487,8 +493,19 @@ def _detail(root: RankExited, ending: Finding, finding: Finding | None) -> str:
         return ""
     if root.error_unreadable:
         return f": its error file is unreadable: {root.error_unreadable}"
-    lines = (line for line in reversed(root.log_tail) if line.strip())
-    return f": {next(lines, 'it said nothing')[:300]}"
+    return f": {words.error if words is not None else 'it said nothing'}"
+
+
+def _find_words(one: RankExited) -> LastWords | None:
+    """Return what a rank wrote about its end, in its error file or else at the end of its log."""
+    return (shorten_traceback(one.error.traceback) if one.error else None) or find_last_words(
+        one.log_tail, one.exit_code, one.signal
+    )
+
+
+def _find_traceback(one: RankExited) -> str:
+    words = _find_words(one)
+    return words.text if words is not None else ""
 
 
 def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
@@ -520,7 +537,7 @@ def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> 
         ranks=_numbers(failed[:NAMED]),
         certainty=Certainty.GUESS,
         exit_code=first.exit_code,
-        traceback=first.error.traceback if first.error else "",
+        traceback=_find_traceback(first),
     )
 
 
@@ -600,9 +617,8 @@ def _all_words(observation: RankExited) -> tuple[str, ...]:
 
     The message comes first because the log may hold older messages of other libraries.
     """
-    if observation.error:
-        return (observation.error.message, *observation.log_tail)
-    return observation.log_tail
+    tail = observation.log_tail[-CAUSE_LINES:]
+    return (observation.error.message, *tail) if observation.error else tail
 
 
 def _exit_code(one: RankExited) -> int:

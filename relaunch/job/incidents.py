@@ -37,7 +37,7 @@ MAX_REASON = 500
 ACTING = ("Relaunch", "Examine", "Repair")
 """Decisions that stop ranks because of a fault."""
 TRACEBACK_LIMIT = 4096
-"""Characters kept from the end of the root cause's traceback, where the error is."""
+"""Characters kept from the end of a traceback, where the error is."""
 
 
 def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) -> JobState:
@@ -50,13 +50,17 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         nodes=diagnosis.nodes[:NAMED],
         gpus=diagnosis.gpus[:NAMED],
         code=diagnosis.code,
+        ranks=diagnosis.ranks[:NAMED],
     )
+    traceback = diagnosis.traceback[-TRACEBACK_LIMIT:]
     if job.incident is not None:
         # Faults of ranks that are being stopped because the job ends are not recorded.
         return (
             job
             if job.ending is not None
-            else replace(job, incident=_add_fault(job.incident, fault))
+            else replace(
+                job, incident=_add_fault(job.incident, replace(fault, traceback=traceback))
+            )
         )
     reached = job.furthest_step
     if job.progress is not None:
@@ -71,7 +75,7 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         gpus=diagnosis.gpus[:NAMED],
         code=diagnosis.code,
         certainty=diagnosis.certainty,
-        traceback=diagnosis.traceback[-TRACEBACK_LIMIT:],
+        traceback=traceback,
         faults=(fault,),
         reached=reached,
         detected=now,
@@ -98,7 +102,14 @@ def add_unhealthy_nodes(
     if not nodes:
         return job
     found = FaultRecord(
-        now, job.generation, fault.cause, reason[:MAX_REASON], nodes=nodes[:NAMED], code=fault.code
+        now,
+        job.generation,
+        fault.cause,
+        reason[:MAX_REASON],
+        nodes=nodes[:NAMED],
+        code=fault.code,
+        ranks=fault.ranks[:NAMED],
+        traceback=fault.traceback[-TRACEBACK_LIMIT:],
     )
     return replace(job, incident=_add_fault(job.incident, found))
 
@@ -137,7 +148,9 @@ def _add_fault(incident: Incident, fault: FaultRecord) -> Incident:
     if any(_is_same(one, fault) for one in incident.faults):
         return incident
     fault = replace(fault, decisions_before=len(incident.decisions) + incident.dropped_decisions)
-    faults, dropped = (*incident.faults, fault), incident.dropped_faults
+    # A state has room for the traceback that began an incident and for the newest.
+    older = tuple(replace(one, traceback="") for one in incident.faults)
+    faults, dropped = (*older, fault), incident.dropped_faults
     if len(faults) > MAX_FAULTS:
         half = MAX_FAULTS // 2
         faults, dropped = (*faults[:half], *faults[half + 1 :]), dropped + 1

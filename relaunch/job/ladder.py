@@ -166,7 +166,8 @@ def explain_shrink(job: JobState, left: tuple[Slot, ...]) -> str:
     names = {slot.node for slot in left}
     dropped = tuple(slot.node for slot in job.slots if slot.node not in names)
     named = join_names(dropped, NAMED)
-    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {named}"
+    wanted = count_noun(job.spec.node_count, "node")
+    return f"{len(left)} of {wanted}: {Strategy.SHRINK} left {named}"
 
 
 def _applies(
@@ -250,7 +251,8 @@ def _relaunch(
     if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
         without = tuple(dict.fromkeys((*without, *fault.nodes)))
     if rung.strategy is Strategy.SHRINK:
-        reason += f", to {len(remaining_slots(job, without))} of {job.spec.node_count} nodes"
+        wanted = count_noun(job.spec.node_count, "node")
+        reason += f", to {len(remaining_slots(job, without))} of {wanted}"
     return Relaunch(
         job.generation + 1,
         reason,
@@ -290,7 +292,7 @@ def _describe_budgets(job: JobState, fault: Diagnosis, rung: Rung, used: int) ->
         parts.append(f"{rung.tries - used - 1} {rung.label} for {fault.cause}{window}")
     parts.append(
         f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of "
-        f"{job.policy.max_restarts} restarts"
+        f"{count_noun(job.policy.max_restarts, 'restart')}"
     )
     return ", ".join(parts)
 

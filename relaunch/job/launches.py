@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.fencing import plan_generation, unknown_generation
+from relaunch.job.generation_nodes import record_nodes
 from relaunch.job.state import JobState
 
 
 def reserve_launch(job: JobState, launch: LaunchedGeneration) -> JobState:
     """Record a launch that is ordered now: from then on its ranks may exist."""
-    return replace(job, launched=(*_fold(job.launched), launch))
+    nodes = record_nodes(job.generation_nodes, launch.generation, launch.nodes)
+    return replace(job, launched=(*_fold(job.launched), launch), generation_nodes=nodes)
 
 
 def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> JobState:

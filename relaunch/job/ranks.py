@@ -6,6 +6,7 @@ The environment has TorchElastic's names, ModelArts' counters, and relaunch's ow
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 from relaunch.generation import Token
 from relaunch.job.state import Slot
@@ -108,7 +109,9 @@ TRACKER_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME")
 """What `tracker_environment` sets. A job that sets one of them itself is left alone."""
 
 
-def tracker_environment(token: Token, server: str, rank: int, spec: JobSpec) -> dict[str, str]:
+def tracker_environment(
+    token: Token, server: str, rank: int, given: Collection[str]
+) -> dict[str, str]:
     """Return the variables by which Weights & Biases continues one run after each restart.
 
     Rank 0 has the run of the submission. The others have runs of their own, for programs that log
@@ -120,9 +123,9 @@ def tracker_environment(token: Token, server: str, rank: int, spec: JobSpec) -> 
         token: The token of the launch.
         server: The identity of relaunch's server: two servers may have jobs of one name.
         rank: The global rank.
-        spec: The job.
+        given: The names of the variables that the job itself sets.
     """
-    if any(name in spec.env or name in spec.secrets for name in TRACKER_VARIABLES):
+    if any(name in given for name in TRACKER_VARIABLES):
         return {}
     whole = f"{server}/{token.namespace}/{token.job}/{token.submission}"
     run = f"{token.job.replace('.', '-')}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"

@@ -15,6 +15,7 @@ from pydantic import Field
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import LaunchedGeneration, Token
+from relaunch.job.generation_nodes import GenerationNodes
 from relaunch.job.places import StartedPlaces
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, Strategy
@@ -68,7 +69,7 @@ class Diagnosis:
     do_not_restart: bool = False
     """The rank itself asked for it (exit code 93, as NVIDIA's resiliency extension defines it)."""
     traceback: str = ""
-    """The traceback of the root cause, as the rank wrote it."""
+    """What the rank of the root cause wrote last: its traceback, shortened, or its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,10 @@ class FaultRecord:
     gpus: tuple[str, ...] = ()
     """Suspected GPUs on the first of `nodes`."""
     code: str = ""
+    ranks: tuple[int, ...] = ()
+    """The ranks that failed, the first one first; empty: none is known."""
+    traceback: str = ""
+    """As in `Diagnosis`, of the newest fault; earlier ones keep only their reason."""
     decisions_before: int = 0
     """How many decisions of the incident were taken before this fault was detected."""
     withdrawn: str = ""
@@ -324,10 +329,12 @@ class Incident:
     code: str = ""
     certainty: Certainty = Certainty.LIKELY
     traceback: str = ""
+    """As in `Diagnosis`."""
     faults: tuple[FaultRecord, ...] = ()
     """The fault that opened the incident, then those that came while it was open.
 
-    Cause, reason, ranks, GPUs and code above are those of the first.
+    Cause, reason, ranks, GPUs, code and traceback above are those of the first, whose record here
+    has no traceback.
     """
     dropped_faults: int = 0
     """Number of faults of a very long incident that are no longer kept.
@@ -444,6 +451,8 @@ class JobState:
     recorded before its ranks can exist, and kept until they are proven stopped on all nodes."""
     places: tuple[StartedPlaces, ...] = ()
     """Where those ranks were started, by generation: only an answer from there proves anything."""
+    generation_nodes: tuple[GenerationNodes, ...] = ()
+    """The nodes of this submission's generations, oldest first, for reading their logs."""
     lost: tuple[LostNode, ...] = ()
     asked: Ask | None = None
     """The last question to a person, in its original form (before any snooze)."""

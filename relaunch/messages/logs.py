@@ -8,7 +8,7 @@ worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relaunch.job.state import Incident
 
@@ -29,9 +29,12 @@ class ReadLogsInput:
     """Limit for the whole answer; with JSON escapes it stays well below the 2 MiB limit of a
     payload."""
     wait: float = 0.0
-    """Seconds to wait for new data."""
+    """Seconds to wait for new data. 0: for the answers of all nodes instead."""
     tail: int | None = None
     """Begin with this many last lines of each rank; only for ranks that have no offset."""
+    since: float | None = None
+    """Begin with what was printed in this many last seconds, by the node's clock, and at most some
+    seconds before; only for ranks that have no offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,28 @@ class LogPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingLog:
+    rank: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReadLogsOutput:
     chunks: tuple[LogPiece, ...] = ()
     ended: bool = False
     """Nothing more will come: every rank of the generation has ended on every node, and all was
     read."""
     unreachable: tuple[str, ...] = ()
-    """Nodes that did not answer."""
+    """Nodes that did not answer, each with the reason."""
     refused: tuple[str, ...] = ()
     """Answers of nodes that returned an error and no logs, for example that the generation is
     unknown."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Where reading began, of ranks for which no offset was given."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """How long the logs of those ranks were then, in bytes."""
+    missing: tuple[MissingLog, ...] = ()
+    """Ranks that have ended and have no log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from relaunch.pool.nodes import is_awaiting
 from relaunch.pool.placement import Choice, NodeUse, Placement, Shape
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
+from relaunch.text import count_noun
 
 MAX_NAMED = 3
 """Items of each kind that are named; the rest is counted."""
@@ -39,7 +40,7 @@ def why_closed(state: FleetState, now: datetime) -> str:
     if is_restoring(state, now):
         return started + "asks the run before it which nodes are out of service"
     if not state.is_probed:
-        return started + f"probes its {len(state.nodes)} nodes"
+        return started + f"probes its {count_noun(len(state.nodes), 'node')}"
     return ""
 
 
@@ -77,7 +78,7 @@ class Explainer:
         if not placement.nodes:
             return f"the file of fleet {fleet} names no node, and {claim.nodes} are wanted"
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
-        has = f"{most} node{'s' * (most != 1)}{gpus}"
+        has = f"{count_noun(most, 'node')}{gpus}"
         return f"fleet {fleet} has {has}, and {claim.nodes} are wanted"
 
     def why_unknown(self, record: ClaimRecord, nodes: Sequence[NodeUse]) -> str:
@@ -101,7 +102,8 @@ class Explainer:
         parts = [part for part in self._parts(record, shape, choice, ahead) if part] or [
             "no other node is available"
         ]
-        return text(f"{have} of {record.claim.max_nodes} nodes: " + "; ".join(parts), 600)
+        most = count_noun(record.claim.max_nodes, "node")
+        return text(f"{have} of {most}: " + "; ".join(parts), 600)
 
     def why_waiting(self, record: ClaimRecord, shape: Shape, choice: Choice, ahead: str) -> str:
         # A stale answer is not news: the job would get a message every ten seconds and record each
@@ -109,7 +111,7 @@ class Explainer:
         have = len(choice) + (0 if choice.is_hopeful else choice.stale)
         wanted = record.claim.nodes if choice.missing else record.claim.max_nodes
         return text(
-            f"{have} of {wanted} nodes: "
+            f"{have} of {count_noun(wanted, 'node')}: "
             + "; ".join(part for part in self._parts(record, shape, choice, ahead) if part),
             600,
         )

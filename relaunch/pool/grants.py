@@ -21,6 +21,7 @@ from relaunch.pool.messages import Grant
 from relaunch.pool.nodes import PROBE_LIFETIME, is_probe_due
 from relaunch.pool.placement import Choice, NodeUse, Placement, Shape, is_reserved
 from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus, OfferRecord
+from relaunch.text import count_noun
 
 MAX_PROBES = 512
 """Nodes probed for waiting claims at a time: two rounds of the probes that a worker runs in
@@ -153,7 +154,7 @@ class Allocation:
             # The job can run with the nodes that it keeps, so it does not wait for the fleet to
             # grant again.
             grant = self._make_grant(record, Choice(kept, [], 0))
-            fewer = f"{len(kept)} of {claim.max_nodes} nodes: {self._closed}"
+            fewer = f"{len(kept)} of {count_noun(claim.max_nodes, 'node')}: {self._closed}"
             self._answer(record, replace(grant, fewer=fewer))
         elif self._closed:
             state = self._state

@@ -19,6 +19,7 @@ from relaunch.pool.events import (
 )
 from relaunch.pool.messages import DrainRequest
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
+from relaunch.text import count_noun
 
 FLEET_FILE = "fleet file"
 """The `by` of a quarantine of a node that the file no longer names."""
@@ -67,7 +68,7 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
         return add_notice(
             state,
             f"the file of fleet {state.name} names no node: "
-            f"its {len(state.nodes)} nodes stay as they are",
+            f"it keeps its {count_noun(len(state.nodes), 'node')}",
             now,
         )
     known = {node.name: node for node in state.nodes}

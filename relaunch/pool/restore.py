@@ -14,6 +14,7 @@ from relaunch.pool.claims import export_claims, record_moves, restore_claims
 from relaunch.pool.events import PreviousRun
 from relaunch.pool.nodes import FLEET_FILE, add_notice, is_out
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
+from relaunch.text import count_noun
 
 RESTORE_TIMEOUT = timedelta(seconds=15)
 """How long nothing is granted or repaired meanwhile: a worker asks the previous run for ten seconds
@@ -115,7 +116,7 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
     out = sum(
         node.status is not NodeStatus.IN_SERVICE and node.name in known for node in state.nodes
     )
-    parts = [f"{out} node{'s' * (out != 1)} out of service"] if out else []
+    parts = [f"{count_noun(out, 'node')} out of service"] if out else []
     parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
     parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
     return (

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from relaunch.fields import Name, Strict, compile_pattern
+from relaunch.fields import Name, Strict, Text, compile_pattern
+from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
-# The agent sets these itself, or they would let a job act in the name of another.
-RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
+MAX_NODES = 100_000
+"""More is a mistake: no cluster has so many nodes."""
 
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -152,8 +153,19 @@ class CheckpointSpec(Strict):
 class SecretReference(Strict):
     """Where the worker reads a secret at launch; the secret itself is never stored."""
 
-    file: str | None = None
-    env: str | None = None
+    file: Text | None = None
+    env: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_form(cls, value: Any) -> Any:
+        # The sentence must not repeat the value, which may be the secret itself.
+        if not isinstance(value, dict | cls):
+            raise ValueError(
+                "a secret is not written here, but where the worker reads it:"
+                " {file: PATH} or {env: NAME}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -182,10 +194,10 @@ class JobSpec(Strict):
     """A job file."""
 
     name: Name
-    command: tuple[str, ...] = Field(min_length=1)
+    command: tuple[Text, ...] = Field(min_length=1)
     nodes: int | NodeRange = 1
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
-    gpus_per_node: int = Field(default=0, ge=0)
+    gpus_per_node: int = Field(default=0, ge=0, le=1024)
     launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
     """What starts the ranks of a node: relaunch itself, or one launcher process per node.
 
@@ -194,14 +206,21 @@ class JobSpec(Strict):
     gang: Literal["lockstep", "independent"] = "lockstep"
     """lockstep: no rank advances without all others (the usual data or model parallel job)."""
     fleet: Name = "default"
-    env: dict[str, str] = Field(default={})
+    env: dict[str, Text] = Field(default={})
+    env_file: Text | None = None
+    """A file of variables that the worker reads at each launch; `env` overrides them. Like a secret
+    it is stored nowhere else."""
+    inherit_env: bool = True
+    """Whether ranks also get the variables that the node itself has: PATH, HOME and the like."""
     secrets: dict[str, SecretReference] = Field(default={})
-    workdir: str | None = None
+    workdir: Text | None = None
+    umask: Annotated[str, Field(pattern="^0?[0-7]{3}$")] | None = None
+    """In octal, such as `027`; None: that of the node's agent."""
     progress: ProgressSpec = ProgressSpec()
     checkpoint: CheckpointSpec | None = None
     policy: str | dict[str, Any] = "default"
     """A preset's name, a file, or a mapping; the submitting client resolves it."""
-    priority: int = 0
+    priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
     ecs: EcsTask | None = None
     """Only for fleets of Amazon ECS, and only where it differs from the fleet file."""
     metadata: Metadata = Metadata()
@@ -216,6 +235,16 @@ class JobSpec(Strict):
             )
         return value
 
+    @field_validator("command")
+    @classmethod
+    def _check_program(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value[0].strip():
+            raise ValueError(
+                f"{value[0]!r} is not a program: the first item is the program to run, such as"
+                " python"
+            )
+        return value
+
     @field_validator("nodes", mode="before")
     @classmethod
     def _parse_nodes(cls, value: Any) -> Any:
@@ -226,32 +255,39 @@ class JobSpec(Strict):
     def _check_nodes(cls, value: int | NodeRange) -> int | NodeRange:
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{value} is not a number of nodes: at least 1")
-        return value
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _convert_values(cls, value: Any) -> Any:
-        # YAML turns `DEBUG: 1` into a number, but users mean the string.
-        if isinstance(value, dict):
-            return {
-                key: str(item)
-                if isinstance(item, int | float) and not isinstance(item, bool)
-                else item
-                for key, item in value.items()
-            }
+        most = value if isinstance(value, int) else value.max
+        if most > MAX_NODES:
+            raise ValueError(f"{most} is not a number of nodes: at most {MAX_NODES}")
         return value
 
     @field_validator("env", "secrets")
     @classmethod
     def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
-            if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(
-                r"[A-Za-z_][A-Za-z0-9_]*", key
-            ):
+            if key.startswith(RESERVED_VARIABLES) or not VARIABLE.fullmatch(key):
                 raise ValueError(
                     f"{key!r} cannot be set: a variable's name,"
                     " not starting with RELAUNCH_ or TORCHELASTIC_"
                 )
+        return value
+
+    @field_validator("env_file")
+    @classmethod
+    def _check_env_file(cls, value: str | None) -> str | None:
+        if value is not None and not PurePosixPath(value).is_absolute():
+            raise ValueError(
+                f"{value!r} is a relative path: the file's absolute path on the worker"
+            )
+        return value
+
+    @field_validator("umask", mode="before")
+    @classmethod
+    def _check_umask(cls, value: Any) -> Any:
+        # YAML reads 027 as an octal number, and 0o27 and 27 as others.
+        if isinstance(value, int):
+            raise ValueError(
+                f"{value!r} is a number: write three octal digits in quotes, like '027'"
+            )
         return value
 
     @field_validator("workdir")

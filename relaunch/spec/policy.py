@@ -161,6 +161,11 @@ class Rung(Strict):
                 "reset_by says what resets the count: it needs consecutive: true",
             ),
             (
+                self.window is not None and not self.window,
+                "window is 0s: no try would ever count, so the rung would be tried for ever;"
+                " write one such as 1h, or leave window out",
+            ),
+            (
                 self.consecutive and self.window is not None,
                 "consecutive counts tries in a row and window those within a time: choose one",
             ),
@@ -298,6 +303,11 @@ class Policy(Strict):
                     )
         for sentence in find_timeout_errors(self.timeouts, self.hang):
             raise ValueError(sentence)
+        if not self.healthy_for:
+            raise ValueError(
+                "healthy_for is 0s: every launch would renew all budgets, so the job would be"
+                " restarted for ever; write one such as 1h"
+            )
         return self
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
@@ -354,6 +364,13 @@ def find_timeout_errors(timeouts: Timeouts, hang: HangLimits) -> list[str]:
             "a short silence would fence a node; "
             f"set fence_after to at least {duration(timeouts.heartbeat)}"
         )
+    if hang.after == "learned":
+        sentences += [
+            f"hang.{phase} is {duration(limit)} and {heartbeat}: training that advances would"
+            f" count as hung; set hang.{phase} to at least {duration(3 * timeouts.heartbeat)}"
+            for phase in ("first_step", "checkpoint", "evaluation")
+            if (limit := getattr(hang, phase)) < 3 * timeouts.heartbeat
+        ]
     if not isinstance(hang.after, timedelta):
         return sentences
     after = f"hang.after is {duration(hang.after)}"
@@ -364,7 +381,7 @@ def find_timeout_errors(timeouts: Timeouts, hang: HangLimits) -> list[str]:
             f"set hang.after to at least {duration(3 * timeouts.heartbeat)}"
         )
     for phase in ("first_step", "checkpoint", "evaluation"):
-        limit: timedelta = getattr(hang, phase)
+        limit = getattr(hang, phase)
         if hang.after > limit:
             sentences.append(
                 f"{after} and hang.{phase} {duration(limit)}: the longest phases would be "

@@ -34,7 +34,7 @@ async def test_a_node_that_lacks_a_generation_is_not_unreachable(
     expected = ReadLogsOutput(
         chunks=(LogPiece(0, 3, "hi\n"),),
         ended=False,
-        unreachable=("cut-off",),
+        unreachable=("cut-off: no answer to logs within 5 s",),
         refused=("reinstalled: generation 1 was never prepared on this node",),
     )
     assert expected == await ActivityEnvironment().run(

@@ -139,6 +139,21 @@ def test_a_shim_that_died_before_the_start_is_not_prepared(node: Node) -> None:
     assert why(node.prepare(1)) == "done"
 
 
+def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: Path) -> None:
+    code = (
+        "import json, os; umask = os.umask(0);"
+        " json.dump([dict(os.environ), umask], open('found', 'w'))"
+    )
+    # An absolute path: there is no PATH.
+    command = [sys.executable, "-c", code]
+    more = {"inherit_env": False, "umask": "026", "env": {"A": "1"}}
+    pid = node.run(1, command, ranks=1, workdir=str(tmp_path), **more)["0"]
+    wait_for(lambda: not is_alive(pid))
+    environment, umask = json.loads((tmp_path / "found").read_text())
+    ours = {name for name in environment if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))}
+    assert (ours - {"LC_CTYPE"}, umask) == ({"A"}, 0o026)  # Python itself sets LC_CTYPE
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -303,6 +318,24 @@ def test_the_environment_of_a_rank(
     assert environment["TORCHELASTIC_ERROR_FILE"] == str(node.folder() / "errors/rank_1.json")
     assert environment["RELAUNCH_PROGRESS_FILE"] == str(node.folder() / "progress/rank_1")
     assert second[1:] == [str(tmp_path), True]
+
+
+@pytest.mark.parametrize(
+    ("of_node", "of_job", "found"),
+    [(None, {}, "1"), ("", {}, ""), ("x", {}, "x"), ("x", {"PYTHONUNBUFFERED": ""}, "")],
+)
+def test_output_is_unbuffered_unless_node_or_job_say_else(
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    of_node: str | None,
+    of_job: dict[str, str],
+    found: str,
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    if of_node is not None:
+        monkeypatch.setenv("PYTHONUNBUFFERED", of_node)
+    node.run(1, ["/bin/sh", "-c", 'echo "found $PYTHONUNBUFFERED."'], ranks=1, env=of_job)
+    wait_for(lambda: node.log(0) == f"found {found}.\n")
 
 
 def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:

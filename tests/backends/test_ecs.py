@@ -392,6 +392,8 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(
             {},
             "secrets",
         ),
+        ({"inherit_env": False}, {}, "inherit_env"),
+        ({"umask": "027"}, {}, "umask"),
         (
             {},
             {"task_definition": None},
@@ -435,11 +437,10 @@ async def test_a_job_of_one_node_behind_a_bridge_finds_itself(
     await launch(
         site,
         ecs=EcsTask(task_definition="bridged"),
-        command=("sh", "-c", "echo at $MASTER_ADDR; sleep 600"),
+        command=("sh", "-c", "echo at $MASTER_ADDR, $PYTHONUNBUFFERED; sleep 600"),
     )
-    assert (
-        await until(lambda: aws.output(site.tasks()[0]["taskArn"], "trainer")) == "at 127.0.0.1\n"
-    )
+    printed = await until(lambda: aws.output(site.tasks()[0]["taskArn"], "trainer"))
+    assert printed == "at 127.0.0.1, 1\n"
 
 
 async def test_gpus_that_others_have_are_refused_as_held(make: Callable[..., Site]) -> None:

@@ -75,7 +75,7 @@ async def agreement(job: Job) -> list[str]:
     moment = datetime.now(UTC)
     show, history = (
         job_views.show(state, None, moment),
-        [job_views.history_entry(incident) for incident in incidents],
+        [job_views.history_entry(incident, state) for incident in incidents],
     )
     found = []
     if show["incidents"] != len(history):

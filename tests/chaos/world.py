@@ -361,7 +361,8 @@ class World:
             **{
                 key: value
                 for key, value in os.environ.items()
-                if not key.startswith(("RELAUNCH_", "TEMPORAL_"))
+                # The last: a user's shell has none, and with it output is not as it is there.
+                if not key.startswith(("RELAUNCH_", "TEMPORAL_", "PYTHONUNBUFFERED"))
             },
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),

@@ -1,6 +1,6 @@
 """One server, and one process with everything imported, for the tests of a process.
 
-Starting them anew costs more than most tests.
+Starting them again costs more than most tests.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.spec.policy import preset
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+ENDED = T0 + timedelta(seconds=9)
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: loss is nan'
 
 
@@ -85,9 +86,7 @@ class FakeTrainingJob:
         )
         self._state = replace(base, slots=slots, submission=before.submission + 1 if before else 1)
         if start.spec.command[0] == "exit" and start.spec.command[1] != "0":
-            self._state = replace(
-                self._state, incidents=(*old, incident(closed=T0 + timedelta(seconds=9)))
-            )
+            self._state = replace(self._state, incidents=(*old, incident(closed=ENDED, ranks=(1,))))
 
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:
@@ -97,7 +96,7 @@ class FakeTrainingJob:
             phase = Phase.FAILED if code else Phase.SUCCEEDED
         else:
             await workflow.wait_condition(lambda: self._state.reason.startswith("cancelled"))
-        self._state = replace(self._state, phase=phase, exit_code=code, ended_at=T0)
+        self._state = replace(self._state, phase=phase, exit_code=code, ended_at=ENDED)
         state = self._state
         return JobResult(
             state.name, phase, code, state.reason, state.generation, state.incidents, 0, state

@@ -17,7 +17,7 @@ from relaunch.cli.explain import KINDS, explain, lines_of, view_of
 from relaunch.config import ConfigError
 from relaunch.evidence.catalog import catalog
 from relaunch.spec.policy import Policy, preset, resolve
-from tests.console.test_command_line import ROOT, one_sentence, starter
+from tests.console.commands import ROOT, one_sentence, starter
 from tests.pages import sections
 
 DCGM = ROOT / "tests" / "recovery" / "samples" / "dcgm" / "synthetic"
@@ -96,6 +96,8 @@ def test_every_xid_of_the_catalog_can_be_explained_in_a_terminal() -> None:
         ("sigsegv", "APPLICATION", "SIGSEGV"),
         ("KILL", "UNKNOWN", "SIGKILL"),
         ("0", None, "exit 0"),
+        ("-9", "UNKNOWN", "SIGKILL"),
+        ("-11", "APPLICATION", "SIGSEGV"),
     ],
 )
 def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None, code: str) -> None:
@@ -206,6 +208,8 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
         ("xid", "²", ("explain xid: ", "'²'")),
         ("xid", "99999", ("Xid 99999", "catalog")),
         ("exit", "300", ("'300'", "0 to 255")),
+        ("exit", "-99", ("'-99'", "-11")),
+        ("exit", "-9" + "9" * 5000, ("'-99",)),
         ("exit", "SIGNOTHING", ("'SIGNOTHING'",)),
         ("log", "no/such.log", ("no/such.log", "No such file or directory")),
         ("kernel", str(ROOT), (str(ROOT), "Is a directory")),

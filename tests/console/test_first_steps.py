@@ -27,7 +27,7 @@ from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
 from tests.backends.ssh_site import Site, agent, own_fingerprint, python_double, site
 from tests.backends.sshd import KINDS, Sshd, eventually, make_key
-from tests.console.test_command_line import STARTER, bare_environment
+from tests.console.commands import STARTER, bare_environment
 
 __all__ = ["agent", "site"]
 

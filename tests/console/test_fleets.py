@@ -17,11 +17,17 @@ from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from relaunch.cli import answers, fleets
+from relaunch.cli.jobs import load_job
+from relaunch.cli.submit import retry, submit
 from relaunch.config import ConfigError
 from relaunch.messages.ids import TASK_QUEUE
 from relaunch.pool.state import FleetState
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import preset
+from relaunch.temporal import ensure_namespace
 from tests.console.commands import Done, Place, one_sentence
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
+from tests.console.fake_job import FakeTrainingJob
 from tests.pages import sections
 
 pytestmark = pytest.mark.timeout(
@@ -193,6 +199,34 @@ async def test_what_is_unknown_is_one_sentence_and_nothing_is_sent(
     assert sections(answers) == page
     assert not await begun(place, "defualt")
     assert await notices(place) == []
+
+
+async def test_jobs_on_fleets_and_nodes_that_are_unknown_are_refused(
+    place: Place, page: SnapshotAssertion
+) -> None:
+    await ensure_namespace(place.client)
+    said = {}
+
+    def spec(fleet: str) -> JobSpec:
+        return JobSpec(name="llama", command=("wait",), nodes=2, fleet=fleet)
+
+    with pytest.raises(ConfigError) as caught:
+        await submit(place.client, TASK_QUEUE, spec("defualt"), preset("default"))
+    said["submit --fleet defualt"] = str(caught.value)
+    async with Worker(place.client, task_queue="jobs", workflows=[FakeTrainingJob]):
+        # As soon as a worker serves it, it is known; one that runs is not asked for.
+        await submit(place.client, TASK_QUEUE, spec("default"), preset("default"))
+        await place.client.get_workflow_handle("job/llama").terminate()
+        await fleets.read(place.client, TASK_QUEUE, "default")
+        await submit(place.client, "jobs", spec("default"), preset("default"))
+        with pytest.raises(ConfigError) as caught:
+            await retry(place.client, "jobs", "llama", "slow", ("gpu-1",), False)
+        said["retry --avoid gpu-1"] = str(caught.value)
+        now = await load_job(place.client, "llama")
+        assert now.state is not None and now.state.generation == 1
+        await retry(place.client, "jobs", "llama", "slow", ("gpu-01",), False)
+        await place.client.get_workflow_handle("job/llama").terminate()
+    assert sections(said) == page
 
 
 async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(

@@ -24,7 +24,7 @@ from relaunch.job.state import Phase
 from relaunch.spec.policy import preset, preset_names, resolve
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.recording import NotReplayable, recording
-from tests.console.test_command_line import ROOT, one_sentence, starter
+from tests.console.commands import ROOT, one_sentence, starter
 from tests.fakes.nodes import Exit, Progress, Script, error_file
 from tests.pages import sections
 from tests.workflows.conftest import FAST, _dev

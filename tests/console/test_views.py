@@ -18,7 +18,7 @@ from relaunch.cli.job_views import (
     show,
     show_lines,
 )
-from relaunch.cli.logs import Printer
+from relaunch.cli.rank_output import Printer
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import NodeDrain, Progress, Try
 from relaunch.spec.job import NodeRange, ProgressSpec
@@ -196,7 +196,8 @@ def test_history_has_the_promised_keys_and_seconds_since_opening(page: SnapshotA
     entry = json.loads(
         json.dumps(
             history_entry(
-                incident(stopped=T0 + timedelta(seconds=2.5), closed=T0 + timedelta(seconds=9))
+                incident(stopped=T0 + timedelta(seconds=2.5), closed=T0 + timedelta(seconds=9)),
+                job_state(),
             )
         )
     )

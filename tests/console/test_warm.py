@@ -58,20 +58,23 @@ class Place:
     def command(self, *words: str) -> list[str]:
         return [sys.executable, str(self.root / "starter.py"), *words]
 
-    def call(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *words: str, folder: Path | None = None, umask: int = -1, **more: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*words),
-            cwd=self.folder,
+            cwd=folder or self.folder,
             env=environment(**more),
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
             timeout=WITHIN,
+            umask=umask,
         )
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*words),
+            [*through, *self.command(*words)],
             cwd=self.folder,
             env=environment(),
             stdout=subprocess.PIPE,
@@ -108,7 +111,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     )
     command = [sys.executable, str(root / "starter.py"), "up", "--port", "0", "--ui-port", "0"]
     with (folder / "up.log").open("wb") as log:
-        up = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
+        up = subprocess.Popen(
+            command, cwd=folder, env=environment(OF_UP="1"), stdout=log, stderr=log
+        )
     try:
         found = Place(root, folder, up.pid)
         found.wait_until_warm()
@@ -153,10 +158,23 @@ def test_output_and_exit_code_are_those_of_a_cold_start(
 def test_run_exits_as_its_job_with_the_callers_environment(
     place: Place,
 ) -> None:
-    line = 'test "$MARK" = "a b" && pwd && exit 3'
-    done = place.call("run", "--env", "MARK", "--", "sh", "-c", line, MARK="a b")
+    line = 'echo "$MARK,$OWN,$OF_UP,$SSH_TTY,$(umask)" && pwd && exit 3'
+    more = {"MARK": "a b", "OWN": "no", "SSH_TTY": "/dev/pts/9"}
+    words = ("run", "--name", "own", "--env", "OWN=yes", "--", "sh", "-c", line)
+    done = place.call(*words, umask=0o026, **more)
     assert done.returncode == 3, done
-    assert set(done.stdout.splitlines()) == {f"[rank 0] {place.folder}"}
+    assert set(done.stdout.splitlines()) == {
+        "[rank 0] a b,yes,,,0026",
+        f"[rank 0] {place.folder}",
+    }
+    # The job may be retried, as long as its file is there.
+    (file,) = (place.folder / ".relaunch" / "env" / "own").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert place.call("run", "--name", "own", "--", "true").returncode == 0
+    assert not file.exists()
+    assert place.call("retry", "own").returncode == 0
+    followed = place.call("follow", "own")
+    assert (followed.returncode, f"{file.parent}" in followed.stdout) == (1, True), followed
     warm = warm_of(place.up)
     assert warm is not None
     deadline = time.monotonic() + WITHIN
@@ -165,15 +183,51 @@ def test_run_exits_as_its_job_with_the_callers_environment(
         time.sleep(0.02)
 
 
-def test_ctrl_c_cancels_and_a_second_one_leaves_at_once(place: Place) -> None:
+def test_ranks_of_submit_start_in_the_folder_of_submit(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "job.yaml").write_text(
+        'name: here\ncommand: [sh, -c, \'test "$PWD" = "$0"\', ' + f"{tmp_path}]\n"
+    )
+    state = str(place.folder / ".relaunch")
+    words = ("submit", "jobs/job.yaml", "--follow")
+    done = place.call(*words, folder=tmp_path, RELAUNCH_STATE=state)
+    assert done.returncode == 0, done
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_cancels_the_job_and_run_ends_with_it(
+    place: Place, number: signal.Signals
+) -> None:
     process = place.start("run", "--", "sleep", "1000")
     submitted(process)
     warm = warm_of(place.up)
     assert warm is not None and len(children_of(warm)) == 1
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=WITHIN)
     assert (process.returncode, "CANCELLED: cancelled by" in err) == (CANCELLED, True), err
 
+
+def test_a_closed_output_cancels_the_job(place: Place) -> None:
+    line = "while :; do echo here; sleep 1; done"
+    process = place.start("run", "--", "sh", "-c", line)
+    assert process.stdout is not None and process.stderr is not None
+    assert "here" in process.stdout.readline()
+    process.stdout.close()
+    with process.stderr:
+        err = process.stderr.read()
+    assert (process.wait(WITHIN), "output of `relaunch run` was closed" in err) == (130, True), err
+
+
+def test_under_nohup_only_ctrl_c_cancels(place: Place) -> None:
+    process = place.start("run", "--", "sleep", "1000", through=("nohup",))
+    submitted(process)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WITHIN)
+    assert (process.returncode, "ctrl-C" in err, "SIGHUP" in err) == (CANCELLED, True, False), err
+
+
+def test_a_second_ctrl_c_leaves_at_once(place: Place) -> None:
     # It ends late enough for a second one.
     process = place.start(
         "run", "--", "sh", "-c", "trap '' TERM; echo here; while :; do sleep 1; done"

@@ -110,32 +110,85 @@ async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
     await finish(job)
 
 
-async def test_s3_10_each_rank_of_each_generation_has_its_own_log(world: World) -> None:
-    job = await world.submit()
-    await trained(job, 1)
-    os.kill(job.rank_pids()[0], signal.SIGKILL)
-    await trained(job, 2)
+PRINTS = """
+import os, sys, time
+rank, generation, folder = os.environ["RANK"], os.environ["RELAUNCH_GENERATION"], sys.argv[1]
+for number in range(100_000):
+    print(f"generation {generation} prints {number}")
+    with open(f"{folder}/printed.{generation}.{rank}", "w") as file:
+        file.write(str(number))
+    if os.path.exists(f"{folder}/stop"):
+        break
+    time.sleep(0.05)
+"""
+
+
+async def test_s3_10_output_is_followed_live_and_found_after_a_replacement(
+    world: World,
+) -> None:
+    folder = world.folder / "jobs" / "prints"
+    job = await world.submit(
+        name="prints",
+        policy=chaos_policy(causes={"UNKNOWN": [{"strategy": "REPLACE_NODE", "tries": 2}]}),
+        command=[sys.executable, "-S", "-c", PRINTS, str(folder)],
+    )
+    following = await start_logs(world, job, "--follow")
+    assert following.stdout is not None
+    seen = ""
+    # While the rank runs: it prints without flushing, into a file.
+    while "[rank 1] generation 1 prints 5\n" not in seen:
+        seen += (line := (await following.stdout.readline()).decode())
+        assert line, "the follower ended"
+    os.kill(job.rank_pids("n2")[0], signal.SIGKILL)
+    while "[rank 1] generation 2 prints 5\n" not in seen:
+        seen += (line := (await following.stdout.readline()).decode())
+        assert line, "the follower ended at the restart"
+    job.let_end()
+    out, err = await following.communicate()
+    assert following.returncode == 0
+    assert "--- generation 2 (after rank 1 on n2 was killed by SIGKILL" in err.decode()
+    assert "job prints SUCCEEDED" in err.decode()
+    assert [slot.node for slot in (await job.state()).slots] == ["n1", "n3"]
+    # What it printed before SIGKILL is there, and the node that it was on is found.
     for generation in (1, 2):
+        lines, _, code = await read_logs(world, job, "--generation", str(generation))
         for rank in (0, 1):
-            assert await printed(world, job, generation, rank) == [
-                f"[rank {rank}] rank {rank} of generation {generation} starts"
+            last = int((folder / f"printed.{generation}.{rank}").read_text())
+            expected = [
+                f"[rank {rank}] generation {generation} prints {n}" for n in range(last + 1)
             ]
-    await finish(job)
+            own = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+            assert own[: last + 1] == expected and len(own) <= last + 2
+            assert set(own) <= set((seen + out.decode()).splitlines()), "all of it was followed"
+        assert code == 0
+    words = ("--generation", "1", "--grep", "prints [02]$", "--rank", "1")
+    lines, _, _ = await read_logs(world, job, *words)
+    assert lines == [f"[rank 1] generation 1 prints {number}" for number in (0, 2)]
+    (log,) = job.on("n2").glob("*-1/logs/rank_1.log")
+    log.unlink()
+    lines, err_text, code = await read_logs(world, job, "--generation", "1")
+    assert code == 1 and {line.split("]")[0] for line in lines} == {"[rank 0"}
+    assert "n2: rank 1 " in err_text
+    await world.tidy(job)
 
 
-async def printed(world: World, job: Job, generation: int, rank: int) -> list[str]:
-    words = ("logs", job.name, "--generation", str(generation), "--rank", str(rank))
-    process = await asyncio.create_subprocess_exec(
+async def start_logs(world: World, job: Job, *words: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable,
         str(ROOT / "starter.py"),
+        "logs",
+        job.name,
         *words,
         env=world.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+async def read_logs(world: World, job: Job, *words: str) -> tuple[list[str], str, int | None]:
+    process = await start_logs(world, job, *words)
     out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    return [line for line in out.decode().splitlines() if "of generation" in line]
+    return out.decode().splitlines(), err.decode(), process.returncode
 
 
 async def test_a_preset_finds_the_step_in_what_one_rank_prints(world: World) -> None:

@@ -98,6 +98,7 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
         pytest.param({"strategy": "RESTART_IN_PLACE", "backoff": 2}, id="backoff of nothing"),
         pytest.param({"strategy": "RESTART_IN_PLACE", "key": ["job", "node"]}, id="job and node"),
         pytest.param({"strategy": "RESTART_IN_PLACE", "key": []}, id="no key"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "window": "0s"}, id="a window of nothing"),
     ],
 )
 def test_a_rung_that_means_nothing_is_refused_with_a_sentence(
@@ -353,6 +354,12 @@ def test_a_cause_without_its_own_ladder_has_that_of_unknown() -> None:
         ),
         pytest.param(
             {},
+            {"after": "learned", "first_step": "29s", "checkpoint": "0s"},
+            2,
+            id="a learned limit below two heartbeats",
+        ),
+        pytest.param(
+            {},
             {"after": "2h"},
             3,
             id="every long phase is",
@@ -397,6 +404,12 @@ def test_an_order_is_valid_for_as_long_as_the_slowest_node_stops() -> None:
 
 
 # --- what people write ----------------------------------------------------------------------------
+
+
+def test_budgets_that_every_launch_renews_are_refused(snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(ValidationError) as error:
+        resolve({"healthy_for": "0s"})
+    assert sentence(error) == snapshot
 
 
 def test_a_bare_off_is_read_as_off() -> None:

@@ -85,6 +85,11 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             for name in ("RELAUNCH_JOB", "TORCHELASTIC_RUN_ID", "1ST", "A B", "")
         ),
         pytest.param({"workdir": "train"}, "workdir", id="a workdir"),
+        pytest.param({"workdir": "/a\0"}, "workdir", id="a workdir with a NUL"),
+        pytest.param({"command": [" ", "a"]}, "command", id="a blank program"),
+        pytest.param({"nodes": 100_001}, "nodes", id="too many nodes"),
+        pytest.param({"env_file": "train.env"}, "env_file", id="an environment file"),
+        pytest.param({"umask": 23}, "umask", id="a number as umask"),
     ],
 )
 def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
@@ -216,12 +221,24 @@ def test_s3_3_a_job_says_its_most_and_fewest_nodes(
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
-def test_numbers_in_the_environment_become_plain_strings() -> None:
-    assert spec(env={"DEBUG": 1, "LR": 0.5, "MODE": "on"}).env == {
-        "DEBUG": "1",
-        "LR": "0.5",
-        "MODE": "on",
-    }
+def test_arguments_and_variables_are_text(snapshot: SnapshotAssertion) -> None:
+    sentences = []
+    for value in (None, 1, 0.5, True, [1], {"a": 1}, "a\0b"):
+        for written in ({"env": {"DEBUG": value}}, {"command": ["python", value]}):
+            with pytest.raises(ValidationError) as error:
+                spec(**written)
+            where, sentence = refusal(error)
+            assert where in ("env.DEBUG", "command.1")
+        sentences.append(sentence)
+    assert sentences == snapshot
+
+
+def test_a_secret_is_never_repeated() -> None:
+    for value in ("hf_secret", ["hf_secret"]):
+        with pytest.raises(ValidationError) as error:
+            spec(secrets={"HF_TOKEN": value})
+        where, sentence = refusal(error)
+        assert where == "secrets.HF_TOKEN" and "hf_secret" not in sentence
 
 
 def test_what_a_job_file_may_leave_out_and_may_say() -> None:
@@ -249,6 +266,10 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     assert spec(progress={"preset": None}).progress.pattern is None
     assert named.progress.pattern == PRESETS["nanogpt"]
     assert JobSpec.model_validate_json(named.model_dump_json()) == named
+    whole = spec(env_file="/a", inherit_env=False, umask="027")
+    assert (whole.env_file, whole.inherit_env, whole.umask) == ("/a", False, "027")
+    with pytest.raises(ValidationError):
+        spec(umask="28")
 
 
 # --- a fleet file ---------------------------------------------------------------------------------
@@ -322,8 +343,9 @@ def test_a_duration_is_read_and_written_as_people_write_it(
         *(30, 1.5, 0, True),
         *("soon", "30", "5m1h", "-5s", "5 m", "s"),
         timedelta(seconds=-1),
+        *("3651d", "99999999999d", f"{'9' * 400}s"),
     ],
-    ids=repr,
+    ids=lambda written: repr(written)[:20],
 )
 def test_what_is_no_duration_is_refused_with_a_sentence(
     written: Any, snapshot: SnapshotAssertion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.text import count_noun, join_clauses, join_names
+from relaunch.text import count_noun, join_clauses, join_names, printable
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,8 @@ def test_a_count_agrees_with_its_noun(count: int, expected: str) -> None:
 
 def test_a_noun_may_have_a_plural_of_another_form() -> None:
     assert [count_noun(n, "try", "tries") for n in (0, 1, 2)] == ["0 tries", "1 try", "2 tries"]
+
+
+def test_what_others_wrote_becomes_one_line() -> None:
+    assert printable("a\nb\x1b[2J\ud800 é") == "a\\nb\\x1b[2J\\ud800 é"
+    assert printable("a" * 700) == "a" * 599 + "…"

@@ -297,13 +297,21 @@ async def test_a_secret_the_worker_cannot_read_fails_the_job_by_name(
 
 async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("hf-very-secret\n")
+    (tmp_path / "env").write_text("WANDB_API_KEY=also-very-secret\n")
+    (tmp_path / "env").chmod(0o600)
     async with make_rig(Script(then="succeed")) as rig:
-        job = await rig.submit(secrets={"HF_TOKEN": {"file": str(tmp_path / "token")}})
+        secrets = {"HF_TOKEN": {"file": str(tmp_path / "token")}}
+        job = await rig.submit(secrets=secrets, env_file=str(tmp_path / "env"))
         await job.result()
         orders = [call.order for call in rig.backend.calls if call.command == "start"]
-        assert [order.secrets["HF_TOKEN"] for order in orders if isinstance(order, StartOrder)] == [
-            "hf-very-secret"
-        ] * 2
+        sent = [dict(order.secrets) for order in orders if isinstance(order, StartOrder)]
+        assert (
+            sent
+            == [
+                {"WANDB_API_KEY": "also-very-secret", "HF_TOKEN": "hf-very-secret"},
+            ]
+            * 2
+        )
         assert b"very-secret" not in b"".join(
             event.SerializeToString() for event in (await job.history()).events
         )

@@ -27,7 +27,7 @@ from relaunch.workflows.search_attributes import (
     escalation_details,
     repair_details,
 )
-from tests.console.fake_job import T0, incident, job_state
+from tests.console.fake_job import ENDED, T0, incident, job_state
 from tests.pages import sections
 from tests.recovery.builders import running
 
@@ -57,7 +57,7 @@ def test_the_page_of_a_job_names_wanted_nodes_and_how_to_answer(page: SnapshotAs
 
 
 def test_the_page_of_a_job_is_its_incident_report(page: SnapshotAssertion) -> None:
-    closed = incident(closed=T0 + timedelta(seconds=9), outcome="training passed step 10")
+    closed = incident(closed=T0, recovered=T0, outcome="training passed step 10")
     notices = ("ada changed the policy (max_restarts): budget",)
     states = {
         "an open incident": job_state(
@@ -65,6 +65,11 @@ def test_the_page_of_a_job_is_its_incident_report(page: SnapshotAssertion) -> No
         ),
         "a person is asked": job_state(phase=Phase.WAITING_FOR_PERSON, incident=incident()),
         "fewer nodes than it takes": job_state(fewer="2 of 4 nodes: n9 is quarantined"),
+        "it failed": job_state(
+            phase=Phase.FAILED,
+            ended_at=ENDED,
+            incidents=(closed, incident(closed=ENDED, ranks=(3,), outcome="the job ended: FAILED")),
+        ),
     }
     assert sections({title: current_details(one, T0) for title, one in states.items()}) == page
 

@@ -292,6 +292,21 @@ async def test_a_job_leaves_a_drained_node_and_spends_nothing(
         await ended(job)
 
 
+async def test_without_another_node_the_old_one_is_used_and_it_says_so(
+    make_rig: MakeRig,
+) -> None:
+    killed = Exit(generation=1, node="n1", rank=0, exit_code=None, signal=9, after=0.2)
+    replace = policy(causes={"UNKNOWN": [{"strategy": "REPLACE_NODE"}]})
+    async with make(make_rig, killed, nodes=1) as rig:
+        job = await rig.submit(replace, nodes=1, ranks=1)
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert [slot.node for slot in state.slots] == ["n1"]
+        assert state.incident is not None
+        reasons = [one.reason for one in state.incident.decisions]
+        assert any(reason.endswith("so it may use n1 again") for reason in reasons), reasons
+        await ended(job)
+
+
 async def test_of_two_deadlocked_jobs_the_younger_gives_way(
     make_rig: MakeRig,
 ) -> None:

@@ -31,6 +31,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.state import JobState, Phase, Relaunch, Slot
     from relaunch.messages.jobs import ClaimsCarried
     from relaunch.pool.messages import Claim, FaultReport, Grant, Offer, Place
+    from relaunch.text import count_noun, join_names
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.commands import KEEP_TRYING
     from relaunch.workflows.training_job.session import Session
@@ -192,7 +193,11 @@ class Claims:
                 await self._claim_nodes(keep, excluded)
                 continue
             is_hopeless = grant.kind in ("hopeless", "behind")
-            self._session.post(NodesMissing(grant.reason, hopeless=is_hopeless))
+            unwanted = self._list_unwanted()
+            reason, again = grant.reason, [node for node in excluded if node not in unwanted]
+            if again and not waits and not is_hopeless:
+                reason += f"; no other node is free, so it may use {join_names(again)} again"
+            self._session.post(NodesMissing(reason, hopeless=is_hopeless))
             if is_hopeless:
                 return ()
             if grant.kind == "yield":
@@ -208,16 +213,20 @@ class Claims:
                     await workflow.wait_condition(lambda: not self._job.maybe_alive)
                 # No other nodes are available. A node that was only lost is good again once it
                 # answers, because its old ranks are stopped first.
-                unwanted = (
-                    *nodes_to_drain(self._job, workflow.now()),
-                    *(avoided.node for avoided in self._job.avoided),
-                )
+                unwanted = self._list_unwanted()
                 await self._claim_nodes(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:
             self._session.post(_ranks_found(grant))
             await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job.maybe_alive))
         return keep_places(self._job.slots if keep else (), grant.places)
+
+    def _list_unwanted(self) -> tuple[str, ...]:
+        """Return the nodes that the job does not use even where no other is free."""
+        return (
+            *nodes_to_drain(self._job, workflow.now()),
+            *(avoided.node for avoided in self._job.avoided),
+        )
 
     def must_send_timeouts(self, launch: LaunchedGeneration) -> bool:
         """Return whether the fleet knows too short timeouts for a later submission to judge this
@@ -356,7 +365,7 @@ def _summary(message: Claim, fleet: str) -> str:
     if message.max_nodes > message.nodes:
         return f"ask fleet {fleet} for {message.nodes} to {message.most} nodes{kept}"
     return (
-        f"ask fleet {fleet} for {new} node{'s' * (new != 1)}{kept}"
+        f"ask fleet {fleet} for {count_noun(new, 'node')}{kept}"
         if new
         else f"tell fleet {fleet} which nodes are in use"
     )

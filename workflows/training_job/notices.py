@@ -14,6 +14,7 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.notify import Notice, PeopleActivities
+    from relaunch.job.failure import describe_failure, list_commands
     from relaunch.job.state import JobState, Phase
     from relaunch.workflows.training_job.session import Session
 
@@ -81,10 +82,10 @@ def _subject(job: JobState) -> str:
 
 def _text(job: JobState) -> str:
     lines = [f"{_subject(job).removeprefix('relaunch: ')}: {job.reason}", ""]
+    if failure := describe_failure(job):
+        lines += [*failure, ""]
     if job.phase is Phase.FAILED:
-        lines += [
-            f"Nothing of it runs any more. To start it again: relaunch retry {job.name} --reason …"
-        ]
+        lines += ["Nothing of it runs any more.", *list_commands(job)]
     else:
         answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …"
         lines += [f"Without an answer: {job.next.what}", f"To answer: {answer}"]

@@ -15,8 +15,13 @@ from relaunch.agent.state import Generation, read_json
 
 MAX_ERROR_BYTES = 256 * 1024
 """Maximum size of an error file in bytes. Deep tracebacks are tens of KiB."""
-MAX_TAIL_LINES = 40
-MAX_TAIL_BYTES = 8 * 1024
+MAX_TAIL_LINES = 200
+MAX_TAIL_BYTES = 16 * 1024
+"""Limits for the tail of a rank's log, in lines and in bytes.
+
+A traceback through a framework has a hundred lines, and what libraries print while the process
+ends, such as the tracebacks of data loaders, follows it.
+"""
 MAX_LAUNCHER_LINES, MAX_LAUNCHER_BYTES = 1000, 64 * 1024
 """Limits for the tail of a launcher's log, in lines and in bytes.
 

@@ -243,6 +243,9 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
     if not re.fullmatch("([0-9a-fA-F]{2})+", secret):
         raise Refused("bad_order", "secret is not hex")
     workdir = order.get("workdir", "a folder or null")
+    umask = order.get("umask", "octal digits or null", None)
+    if umask is not None and not re.fullmatch("[0-7]{3,4}", order.text("umask")):
+        refuse_field("umask", umask, "three octal digits")
     pattern = order.get("log_pattern", "a regular expression or null")
     if pattern is not None:
         order.text("log_pattern")
@@ -266,6 +269,8 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "secret": secret,
         "fences": order.flag("fences"),
         "log_pattern": pattern,
+        "inherit_env": order.flag("inherit_env", True),
+        "umask": umask,
     }
     if order.order.get("launched") is not None:
         started["launched"] = _parse_launched(Fields(order.order["launched"], "launched."))

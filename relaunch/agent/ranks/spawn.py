@@ -24,6 +24,12 @@ EXEC_TIMEOUT = 30.0
 
 Ranks = Dict[int, int]
 """Pid by global rank."""
+DEFAULTS = {"PYTHONUNBUFFERED": "1"}
+"""Variables that a rank gets unless the job or the node sets them, also to the empty string.
+
+Ranks write into files, so Python would keep up to 8 KiB of their output in memory: seen late, and
+lost by SIGKILL.
+"""
 
 
 def make_rank_environment(
@@ -32,9 +38,10 @@ def make_rank_environment(
     inherited = {
         name: value
         for name, value in base.items()
-        if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
+        if order["inherit_env"] and not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
     }
     return {
+        **DEFAULTS,
         **inherited,
         **order["env"],
         **launched.leave_tracker(order["rank_env"][index], inherited),
@@ -64,6 +71,8 @@ def _become(
         if order["workdir"] is not None:
             step = "workdir"
             os.chdir(order["workdir"])
+        if order["umask"] is not None:
+            os.umask(int(order["umask"], 8))
         step = "exec"
         # SIGPIPE is the only signal that the shim ignores. Exec resets signal handlers.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

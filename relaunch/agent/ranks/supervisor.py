@@ -22,6 +22,7 @@ from relaunch.agent.node import gpu_users, kernel_log
 from relaunch.agent.protocol import Json, Token, line, now
 from relaunch.agent.ranks import cgroup, evidence, journal, retention
 from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers, measure_standstill
+from relaunch.agent.ranks.log_times import LogTimes
 from relaunch.agent.ranks.peers import Answer, Peers
 from relaunch.agent.ranks.progress import RankProgress
 from relaunch.agent.state import Generation, JobState, read_boot_id
@@ -150,11 +151,10 @@ class Supervisor:
         The shim may have extended it since.
         """
         self.leased_until: float | None = None
-        self.renewed = False
+        self.renewed = self.fences = False
         self.vouchers = Vouchers(())
         self.clocks = PeerClocks()
         self.standstills = Standstills()
-        self.fences = False
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
@@ -170,6 +170,7 @@ class Supervisor:
         self.failed_at: float | None = None
         """When the launcher's log was first seen to report a failed rank."""
         self.progress: dict[int, RankProgress] = {}
+        self.log_times = LogTimes(self.generation)
         self.pinged_at = self.read_at = self.asked_at = 0.0
         self.exit_at: float | None = None
         self.loop.watch(self.listener.fileno(), lambda events: self._accept())
@@ -543,6 +544,7 @@ class Supervisor:
             if not self.link.closed:
                 self._ping()
             retention.cut_live_logs(self.generation)
+            self.log_times.mark()
         if self._kill_due_at is not None and now() >= self._kill_due_at:
             self._kill_for_shim()
         self.peers.expire()

@@ -200,13 +200,14 @@ class EcsBackend:
         max_bytes: int,
         wait: float,
         tail: int | None,
+        since: float | None = None,
     ) -> Logs | Refused:
         task = await self._task(node, token)
         if (agent := self._agents_of(node, task)) is not None:
             # If the task has ended or is unreachable, report where CloudWatch Logs has its output.
             with contextlib.suppress(BackendError):
                 async with agent as session:
-                    return await session.logs(token, offsets, max_bytes, wait, tail)
+                    return await session.logs(token, offsets, max_bytes, wait, tail, since)
         return Refused(node, "no_such_generation", await self._where(node, token, task))
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:

@@ -86,6 +86,11 @@ def find_order_problem(order: StartOrder) -> str | None:
             "everyone who may describe tasks could read the job's secrets: "
             "name them under `secrets` of the task definition"
         )
+    if not order.inherit_env or order.umask is not None:
+        return (
+            "RunTask can only add to the image's environment: leave out inherit_env and umask, or "
+            "set them in the command"
+        )
     if order.workdir is not None:
         return (
             f"RunTask cannot set workdir {order.workdir!r}: "

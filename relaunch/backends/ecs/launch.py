@@ -209,7 +209,11 @@ class Launcher:
             task_definition=name,
             container=container,
             command=order.command,
-            environment={**_environment(definition, order), **self._for_agent(ec2_id, order, port)},
+            environment={
+                **({} if port is not None else _outside_agent(definition, container)),
+                **_environment(definition, order),
+                **self._for_agent(ec2_id, order, port),
+            },
             gpus=order.gpus,
             started_by=build_started_by(token),
             client_token=client_token("start", str(token), node),
@@ -423,6 +427,15 @@ def _key(task: Task) -> tuple[int, int]:
 
 def _describe_state(machine: Machine) -> str:
     return machine.state or "not known to EC2"
+
+
+def _outside_agent(definition: Definition, container: str) -> dict[str, str]:
+    """Return what the agent sets where ranks are its children.
+
+    Log drivers read a pipe, into which Python would write 8 KiB at a time.
+    """
+    name = "PYTHONUNBUFFERED"
+    return {} if name in definition.variables.get(container, {}) else {name: "1"}
 
 
 def _environment(definition: Definition, order: StartOrder) -> dict[str, str]:

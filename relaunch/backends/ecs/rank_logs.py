@@ -12,7 +12,7 @@ from relaunch.backends.ecs.aws import AwsError
 from relaunch.backends.ecs.cluster import Cluster
 from relaunch.backends.ecs.tasks import Task
 
-TAIL_LINES, TAIL_BYTES = 40, 8192
+TAIL_LINES, TAIL_BYTES = 200, 16 * 1024
 """The same limits as an agent uses."""
 DELIVERY_TIMEOUT = 6.0
 """Seconds to wait for a rank's first line, which its log driver may send when the container ends.

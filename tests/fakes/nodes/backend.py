@@ -165,6 +165,7 @@ class SimulatedBackend:
         max_bytes: int,
         wait: float,
         tail: int | None,
+        since: float | None = None,
     ) -> Logs | Refused:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Logs | Refused:
             return await one.logs(token, offsets, max_bytes, wait, tail)

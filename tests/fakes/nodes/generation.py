@@ -189,9 +189,9 @@ class Generation:
         explained = not observation["stopped"] and observation["exit_code"] != 0
         below = self._launched
         left = (
-            {"log_tail": tail[-40:]}
+            {"log_tail": tail[-200:]}
             if below is None
-            else launcher.report_failure(below, int(observation["pid"]), evidence, tail[-40:])
+            else launcher.report_failure(below, int(observation["pid"]), evidence, tail[-200:])
         )
         return {
             **observation,

@@ -351,6 +351,7 @@ class Node:
         max_bytes: int,
         wait: float,
         tail: int | None,
+        since: float | None = None,
     ) -> Logs | Refused:
         generation = self.generation(token)
         if generation is None:

@@ -1,0 +1,321 @@
+"""Turns what ranks write into lines for a terminal, a pipe or a file.
+
+Progress bars write one line over and over (carriage returns), and move between lines (escape
+sequences): each rank has a small screen, on which that stays harmless. Which logs are read is the
+task of `logs`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from relaunch.cli import terminal
+from relaunch.fields import Pattern
+
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+BAR_INTERVAL_S = 5.0
+"""Seconds between two lines of the same bar in a pipe or a file, and until an unfinished line is
+printed."""
+MAX_ROWS = 16
+"""Rows of a rank to which its cursor may return: more than anyone nests bars."""
+MAX_LINE = 1_000_000
+"""Characters after which a line without an end is cut."""
+MAX_SEQUENCE = 4096
+"""Characters after which an escape sequence without an end is no longer waited for."""
+LIVE_ROWS = 8
+"""Most rows of unfinished lines that are shown at once on a terminal."""
+
+_TOKEN = re.compile(
+    r"""(?P<newline>\n)|(?P<home>\r)|(?P<back>\x08)
+    | \x1b\[ (?P<numbers>[0-?]*) [ -/]* (?P<control>[@-~])   # CSI: colours, cursor, erasing
+    | \x1b [\]PX^_] [^\x07\x1b]{0,4096} (?:\x07|\x1b\\)     # OSC and its kin: titles, links
+    | \x1b [ -/]* [0-OQ-WYZ\\`-~]                            # other escapes
+    | [\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]                  # other control characters
+    """,
+    re.VERBOSE,
+)
+_INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)?\Z")
+_SPECIAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_COLOUR = re.compile(r"\x1b\[[0-?]*m")
+
+
+@dataclass
+class Row:
+    text: str = ""
+    is_bar: bool = False
+    """Whether it was written over: then only its newest state counts."""
+    printed: str | None = None
+    """What was printed of it last."""
+    since: float | None = None
+    """When it began to differ from that."""
+
+    @property
+    def shown(self) -> str:
+        return self.text.rstrip() if self.is_bar else self.text
+
+    @property
+    def is_unprinted(self) -> bool:
+        """Whether it has text that was not printed."""
+        return self.shown != (self.printed or "") and bool(_COLOUR.sub("", self.text).strip())
+
+
+class RankScreen:
+    """The last rows of one rank's output, and where its cursor is."""
+
+    def __init__(self, colour: bool) -> None:
+        self._colour = colour
+        self._rows = [Row()]
+        self._at = 0
+        self._is_home = False
+        """Whether the cursor is at the begin of a row: text replaces what is there."""
+        self._pen = ""
+        """Colours that were set since the last text."""
+        self._rest = ""
+
+    @property
+    def unprinted(self) -> list[Row]:
+        """The rows whose newest state was not printed."""
+        return [row for row in self._rows if row.is_unprinted]
+
+    def feed(self, data: str, now: float) -> list[str]:
+        """Take output of the rank; return the lines that it finishes."""
+        data, self._rest = self._rest + data, ""
+        if (cut := _INCOMPLETE.search(data, max(0, len(data) - MAX_SEQUENCE))) is not None:
+            data, self._rest = data[: cut.start()], data[cut.start() :]
+        lines: list[str] = []
+        if self._at == len(self._rows) - 1 and not self._is_home and not _SPECIAL.search(data):
+            self._write_plain(data, now, lines)
+            return lines
+        done = 0
+        for token in _TOKEN.finditer(data):
+            self._write(data[done : token.start()], now, lines)
+            done = token.end()
+            if token["newline"]:
+                self._end_row(lines)
+            elif token["home"]:
+                self._is_home = True
+            elif token["back"]:
+                self._erase_last(now)
+            elif token["control"]:
+                self._control(token[0], token["control"], token["numbers"])
+        self._write(data[done:], now, lines)
+        return lines
+
+    def _write_plain(self, data: str, now: float, lines: list[str]) -> None:
+        """Take data without control characters: most of what ranks print, and much of it."""
+        first, *others = data.split("\n")
+        self._write(first, now, lines)
+        if not others:
+            return
+        self._end_row(lines)
+        *whole, last = others
+        lines += whole
+        self._rows = [
+            *self._rows[:-1],
+            *(Row(line, printed=line) for line in whole[-MAX_ROWS:]),
+            Row(),
+        ][-MAX_ROWS:]
+        self._at = len(self._rows) - 1
+        self._write(last, now, lines)
+
+    def _write(self, text: str, now: float, lines: list[str]) -> None:
+        if not text:
+            return
+        row = self._rows[self._at]
+        if self._is_home:
+            self._clear(row)
+            self._is_home = False
+        row.text += self._pen + text
+        self._pen = ""
+        if row.since is None:
+            row.since = now
+        if len(row.text) > MAX_LINE:
+            self._end_row(lines)
+
+    def _clear(self, row: Row) -> None:
+        row.is_bar = row.is_bar or bool(row.text)
+        row.text = ""
+
+    def _end_row(self, lines: list[str]) -> None:
+        row = self._rows[self._at]
+        if self._pen and not self._is_home:
+            row.text += self._pen
+        self._pen = ""
+        if self._at < len(self._rows) - 1:
+            self._at += 1
+            self._is_home = True
+            return
+        for each in self._rows:
+            # An empty line is a line, but an erased bar is not.
+            if each.is_unprinted or (each.printed is None and not each.is_bar):
+                lines.append(each.shown)
+                each.printed, each.since = each.shown, None
+        self._rows = [*self._rows, Row()][-MAX_ROWS:]
+        self._at = len(self._rows) - 1
+        self._is_home = False
+
+    def _erase_last(self, now: float) -> None:
+        row = self._rows[self._at]
+        if not self._is_home and row.text and not row.text.endswith("m"):
+            row.text = row.text[:-1]
+            row.is_bar = True
+
+    def _control(self, sequence: str, control: str, numbers: str) -> None:
+        row = self._rows[self._at]
+        count = int(numbers) if numbers.isascii() and numbers.isdigit() and len(numbers) < 5 else 1
+        match control:
+            case "m" if self._colour:
+                self._pen += sequence
+            case "A" | "F":
+                self._at = max(0, self._at - count)
+                self._is_home = self._is_home or control == "F"
+            case "B" | "E":
+                self._at = min(len(self._rows) - 1, self._at + count)
+                self._is_home = self._is_home or control == "E"
+            case "G" if count == 1:
+                self._is_home = True
+            case "K" if numbers in ("1", "2") or self._is_home:
+                self._clear(row)
+            case "J" if numbers in ("", "0") and self._is_home:
+                for each in self._rows[self._at :]:
+                    self._clear(each)
+            case _:
+                pass  # moves or erases what is not ours: other rows of the terminal
+
+
+@dataclass
+class Printer:
+    """Prints the output of all ranks line by line, each with its rank.
+
+    On a terminal, unfinished lines are shown below the others, and drawn again as they change.
+    Elsewhere they are printed when they have not changed their begin for some seconds, and bars at
+    most once in that time.
+    """
+
+    world_size: int
+    colour: bool = field(default_factory=sys.stdout.isatty)
+    is_live: bool = field(default_factory=terminal.can_redraw)
+    interval: float = BAR_INTERVAL_S
+    """Seconds; infinite to print only final states."""
+    grep: Pattern | None = None
+    clock: Callable[[], float] = time.monotonic
+    _screens: dict[int, RankScreen] = field(default_factory=dict)
+    _drawn: int = 0
+    """Rows on the terminal below the lines that stay."""
+
+    def feed(self, rank: int, data: str) -> None:
+        screen = self._screens.setdefault(rank, RankScreen(self.colour))
+        self._print(rank, screen.feed(data, self.clock()))
+
+    def refresh(self) -> None:
+        """Show unfinished lines, where they are due."""
+        if self.is_live:
+            self._draw()
+            return
+        due = self.clock() - self.interval
+        for rank, screen in sorted(self._screens.items()):
+            rows = [row for row in screen.unprinted if row.since is None or row.since <= due]
+            self._print_unfinished(rank, rows)
+
+    @property
+    def next_refresh(self) -> float:
+        """Seconds until an unfinished line is due; infinite: there is none."""
+        rows = (row for screen in self._screens.values() for row in screen.unprinted)
+        first = min((row.since for row in rows if row.since is not None), default=None)
+        if first is None or self.is_live:
+            return float("inf")
+        return max(0.0, first + self.interval - self.clock())
+
+    def flush(self) -> None:
+        """Print what has no end; nothing more of these ranks comes."""
+        for rank, screen in sorted(self._screens.items()):
+            self._print_unfinished(rank, screen.unprinted)
+        self._screens.clear()
+        self.erase()
+        terminal.set_eraser(None)
+
+    def erase(self) -> None:
+        """Erase the unfinished lines from the terminal, before something else is printed there."""
+        if self._drawn:
+            sys.stdout.write(f"\r\x1b[{self._drawn}A\x1b[J")
+            sys.stdout.flush()
+            self._drawn = 0
+
+    def _print_unfinished(self, rank: int, rows: list[Row]) -> None:
+        self._print(rank, [row.shown for row in rows])
+        for row in rows:
+            row.printed, row.since = row.shown, None
+
+    def _print(self, rank: int, lines: list[str]) -> None:
+        lines = [line for line in lines if self._is_wanted(line)]
+        if not lines:
+            return
+        self.erase()
+        prefix = self._prefix(rank)
+        sys.stdout.write("".join(f"{prefix} {self._end_colour(line)}\n" for line in lines))
+        sys.stdout.flush()
+
+    def _is_wanted(self, line: str) -> bool:
+        return self.grep is None or bool(self.grep.search(_COLOUR.sub("", line)))
+
+    @staticmethod
+    def _end_colour(line: str) -> str:
+        return f"{line}\x1b[0m" if "\x1b" in line else line
+
+    def _prefix(self, rank: int) -> str:
+        # Launchers are numbered after the ranks, in the order of their nodes.
+        name = (
+            f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
+        )
+        prefix = name.ljust(len(f"[rank {self.world_size - 1}]"))
+        return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m" if self.colour else prefix
+
+    def _draw(self) -> None:
+        size = shutil.get_terminal_size()
+        rows = [
+            (rank, row.shown)
+            for rank, screen in sorted(self._screens.items())
+            for row in screen.unprinted
+            if self._is_wanted(row.shown)
+        ]
+        room = max(1, min(LIVE_ROWS, size.lines // 2))
+        shown = rows if len(rows) <= room else rows[: room - 1]
+        lines = []
+        for rank, text in shown:
+            prefix = self._prefix(rank)
+            width = size.columns - 2 - len(_COLOUR.sub("", prefix))
+            lines.append(f"{prefix} {self._end_colour(_fit(text, width))}")
+        if len(shown) < len(rows):
+            lines.append(
+                f"… and {len(rows) - len(shown)} more unfinished lines"[: size.columns - 1]
+            )
+        if not lines and not self._drawn:
+            return
+        terminal.set_eraser(self.erase)
+        up = f"\r\x1b[{self._drawn}A\x1b[J" if self._drawn else ""
+        sys.stdout.write(up + "".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+        self._drawn = len(lines)
+
+
+def _fit(text: str, width: int) -> str:
+    """Return a text cut to a width in columns; a text that is cut loses its colours."""
+    plain = _COLOUR.sub("", text).expandtabs()
+    columns = 0
+    for at, letter in enumerate(plain):
+        columns += (
+            0
+            if unicodedata.combining(letter)
+            else 2
+            if unicodedata.east_asian_width(letter) in "WF"
+            else 1
+        )
+        if columns > width:
+            return plain[:at]
+    return text.expandtabs() if "\t" in text else text

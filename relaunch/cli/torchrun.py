@@ -1,0 +1,169 @@
+"""Command lines of torchrun, as `run` takes them.
+
+Options and defaults are those of torch.distributed.run (torch 2.9), `get_args_parser`. Each is
+honoured, has no effect here, or is refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from relaunch.config import ConfigError
+from relaunch.spec.job import JobSpec, find_launcher
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+LOOPBACK = ("localhost", "::1", "[::1]")
+LOGS = "the output of all ranks is printed and kept: `relaunch logs {job} --rank N` prints one"
+REPLACED = {
+    "log_dir": LOGS,
+    "redirects": LOGS,
+    "local_ranks_filter": LOGS,
+    "logs_specs": LOGS,
+    "role": "ROLE_NAME is `default`",
+    "event_log_handler": "what happens to a job is in `relaunch history {job} --json`",
+    "numa_binding": "ranks run on all processors: write `numactl` before the command",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop the job, others do what they usually do",
+}
+"""Options without effect that a user may miss, and what there is instead. The others without
+effect describe a rendezvous, which relaunch makes itself, or how torchrun polls its ranks."""
+REFUSED = {
+    "virtual_local_rank": "give each rank its device by LOCAL_RANK, or start torchrun itself with "
+    "`launcher: torchrun` in a job file",
+}
+
+
+def make_command(
+    words: list[str], module: bool, no_python: bool, ours: Mapping[str, str]
+) -> list[str]:
+    """Return the command of one rank.
+
+    A word that is a program stays as it is, so that `run -- python train.py` and
+    `run train.py` are the same.
+
+    Raises:
+        ConfigError: There is no such program and no such file.
+    """
+    if module and no_python:
+        raise ConfigError("--module and --no-python: expected only one of them")
+    if not words:
+        raise ConfigError(
+            "no command: write it last, such as `relaunch run train.py` or "
+            "`relaunch run -- python train.py`"
+        )
+    first = words[0]
+    if module:
+        return [_find_python(ours), "-u", "-m", *words]
+    # The shebang of a script with this suffix does not count, as with torchrun.
+    is_script = first.endswith(".py") and Path(first).is_file() and not no_python
+    if not is_script and shutil.which(first, path=ours.get("PATH")) is not None:
+        return words
+    if no_python or not Path(first).exists():
+        raise ConfigError(
+            f"command {first!r} is not found: expected a program on PATH, a path to one that may "
+            "be executed, or a Python script"
+        )
+    return [_find_python(ours), "-u", *words]
+
+
+def _find_python(ours: Mapping[str, str]) -> str:
+    if named := ours.get("PYTHON_EXEC"):  # torchrun reads it as well
+        return named
+    for name in ("python", "python3"):
+        if shutil.which(name, path=ours.get("PATH")) is not None:
+            return name
+    raise ConfigError("neither python nor python3 is on PATH: expected one, to run the script")
+
+
+def count_ranks(text: str, ours: Mapping[str, str]) -> int:
+    """Return the number of ranks on each node.
+
+    Args:
+        text: A number, or `gpu`, `cpu`, `auto`: as many as this machine has.
+        ours: The environment of this process.
+
+    Raises:
+        ConfigError: It is neither, or there is no GPU.
+    """
+    if text.isdecimal():
+        return int(text)
+    if text == "cpu":
+        return os.cpu_count() or 1
+    if text in ("gpu", "auto"):
+        gpus = count_gpus(ours)
+        if gpus or text == "auto":
+            return gpus or os.cpu_count() or 1
+        raise ConfigError("--nproc-per-node gpu: no NVIDIA GPU is found on this machine")
+    raise ConfigError(
+        f"--nproc-per-node {text}: expected a number of ranks, or gpu, cpu or auto for as many as "
+        "this machine has"
+    )
+
+
+def count_gpus(ours: Mapping[str, str]) -> int:
+    """Return how many GPUs CUDA would find on this machine."""
+    visible = ours.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = 0
+        for device in visible.split(","):
+            if device.strip() in ("", "-1"):  # CUDA ignores what follows
+                break
+            count += 1
+        return count
+    try:
+        return len(list(GPUS.iterdir()))
+    except OSError:
+        return 0
+
+
+def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> None:
+    """Refuse a command line that was written to be typed on each of several hosts.
+
+    Args:
+        spec: The job as understood so far.
+        options: torchrun's options that were given, by name.
+        is_here: Whether all nodes of the fleet are on this machine.
+
+    Raises:
+        ConfigError: It names a node rank, or several nodes and another host than this one.
+    """
+    instead = (
+        "list your hosts in a fleet file (`relaunch up --fleet FILE`) and type the command once, "
+        "without --node-rank and rendezvous options"
+    )
+    for name, what in REFUSED.items():
+        if name in options:
+            raise ConfigError(f"--{name.replace('_', '-')} is not offered: {what}")
+    rank = options.get("node_rank", "0")
+    if rank != "0":
+        raise ConfigError(
+            f"--node-rank {rank}: `relaunch run` starts the ranks of all nodes itself; {instead}"
+        )
+    named = "rdzv_endpoint" if "rdzv_endpoint" in options else "master_addr"
+    address = options.get(named, "")
+    host = address if named == "master_addr" else address.rpartition(":")[0] or address
+    is_loopback = host in ("", *LOOPBACK) or host.startswith("127.")
+    if spec.node_count > 1 and is_here and not is_loopback and "standalone" not in options:
+        raise ConfigError(
+            f"--{named.replace('_', '-')} {address}: several hosts are meant, and all nodes of "
+            f"fleet {spec.fleet} are on this one; {instead}"
+        )
+
+
+def find_notices(spec: JobSpec, options: Mapping[str, str]) -> list[str]:
+    """Return sentences about what has no effect, or another effect than its writer expects."""
+    found = []
+    for what in dict.fromkeys(REPLACED.values()):
+        names = [name for name, own in REPLACED.items() if own == what and name in options]
+        if names:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            has = "has" if len(names) == 1 else "have"
+            found.append(f"{flags} {has} no effect: {what.format(job=spec.name)}")
+    if (launcher := find_launcher(spec.command)) is not None:
+        found.append(
+            f"{launcher} starts ranks itself, so relaunch sees one process: to have each rank "
+            "watched, write `relaunch run` in its place"
+        )
+    return found

@@ -1,0 +1,97 @@
+"""What an agent answers about logs: since when, from where, and why there is none."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaunch.agent.ranks import log_times
+from relaunch.agent.ranks.log_times import LogTimes, find_offset
+from relaunch.agent.state import Generation, JobState
+from tests.agent.real_node import Node, expect_done, python_command, refusal, token, wait_for
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Generation:
+    made = JobState(tmp_path, "default", "j").generation((1, 1))
+    made.path.mkdir(parents=True)
+    made.make_folders()
+    return made
+
+
+def test_output_since_a_time_begins_at_the_last_mark_before_it(
+    generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_times, "MARK_INTERVAL", 0.0)
+    times, log = LogTimes(generation), generation.log_path(3)
+    for now, size in ((1000, 10), (1010, 20), (1020, 20), (1030, 90)):
+        log.write_bytes(b"x" * size)
+        monkeypatch.setattr(time, "time", lambda now=now: float(now))
+        times.mark()
+    os.utime(log, (1035, 1035))
+    marks = generation.log_times / log.name
+    assert marks.read_text() == "1000 10\n1010 20\n1030 90\n", "only where it has grown"
+    with marks.open("a") as file:
+        file.write("1034 ")  # torn
+    found = [find_offset(generation, 3, at) for at in (990, 1000, 1009, 1025, 1030, 1036)]
+    assert found == [0, 10, 10, 20, 90, 90]
+    assert find_offset(generation, 4, 1000) == 0
+    marks.unlink()
+    assert find_offset(generation, 3, 1025) == 0, "rather all of it than too little"
+
+
+def test_marks_of_a_long_log_are_bounded_and_keep_both_ends(
+    generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_times, "MARK_INTERVAL", 0.0)
+    monkeypatch.setattr(log_times, "MAX_BYTES", 400)
+    times, log = LogTimes(generation), generation.log_path(0)
+    for number in range(1, 201):
+        log.write_bytes(b"x" * number)
+        monkeypatch.setattr(time, "time", lambda number=number: 1000.0 + number)
+        times.mark()
+    os.utime(log, (2000, 2000))
+    text = (generation.log_times / log.name).read_text()
+    assert len(text) <= 400 + 20 and text.startswith("1001 1\n") and text.endswith("1200 200\n")
+    assert 150 <= find_offset(generation, 0, 1190) <= 190
+
+
+def read(node: Node, **order: Any) -> dict[str, Any]:
+    return expect_done(node.order("logs", token=token(1), **order))
+
+
+def test_logs_say_where_they_begin_and_which_are_missing(node: Node) -> None:
+    code = "import os; print('one'); print(os.environ['SECOND'], end='')"
+    node.run(1, python_command(code), rank_env=[{"SECOND": "two\n"}, {"SECOND": ""}])
+    wait_for(lambda: len(node.journal()) == 2)
+    wait_for(lambda: read(node, offsets={"0": 8, "1": 4})["ended"])
+    answer = read(node, tail=1)
+    assert (answer["begins"], answer["missing"]) == ({"0": 4, "1": 0}, [])
+    assert "begins" in answer and read(node, offsets={"0": 8, "1": 4})["begins"] == {}
+    # Older than a second: nothing of the last 0.5 s.
+    for rank in (0, 1):
+        os.utime(node.folder() / f"logs/rank_{rank}.log", (1, 1))
+    assert read(node, since=0.5)["chunks"] == []
+    assert len(read(node, since=10**10)["chunks"]) == 2
+    assert refusal(node.order("logs", token=token(1), since=-1)) == "bad_order"
+    (node.folder() / "logs" / "rank_1.log").unlink()
+    assert read(node)["missing"] == [1]
+
+
+def test_logs_are_found_without_the_order_and_else_refused_truly(node: Node) -> None:
+    node.run(1, python_command("print('one')"), ranks=2)
+    wait_for(lambda: len(node.journal()) == 2)
+    assert node.stop() is not None
+    never = node.order("logs", token=token(2))
+    (node.folder() / "order.json").unlink()
+    answer = read(node)
+    assert {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]} == {0: "one\n", 1: "one\n"}
+    node.folder().rename(node.folder().with_name("moved"))
+    removed = node.order("logs", token=token(1))
+    assert refusal(never) == refusal(removed) == "no_such_generation"
+    assert never is not None and "never prepared" in never["reason"]
+    assert removed is not None and "removed" in removed["reason"]
