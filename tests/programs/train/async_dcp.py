@@ -25,7 +25,7 @@ def find_latest():
 
 
 def main():
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=fault.COLLECTIVE_TIMEOUT)
     rank = dist.get_rank()
     # The thread that saves has collectives, which must not meet those of the gradients.
     saving = dist.new_group(backend="gloo")

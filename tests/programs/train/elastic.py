@@ -30,7 +30,7 @@ class MyTrainDataset(Dataset):
         return self.size
 
     def __getitem__(self, index):
-        fault.loading(index, self.size)
+        fault.loading()
         return self.data[index]
 
 
@@ -90,7 +90,7 @@ class Trainer:
 
 
 def main(total_epochs, save_every, batch_size, snapshot_path="out/snapshot.pt"):
-    init_process_group(backend="gloo")
+    init_process_group(backend="gloo", timeout=fault.COLLECTIVE_TIMEOUT)
     os.makedirs("out", exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -7,10 +7,12 @@ FAULT_REPEATS=1 it happens again at each start. Imported by the programs beside 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ KIND, STEP, RANK = (*os.environ.get("FAULT", "none:0:0").split(":"), "0", "0")[:
 REPEATS = os.environ.get("FAULT_REPEATS") == "1"
 SECONDS = float(os.environ.get("FAULT_SECONDS", "10"))
 """How long a slow checkpoint, a slow evaluation or a rank that others wait for takes."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=float(os.environ.get("COLLECTIVE_TIMEOUT_MIN", "30")))
+"""What the programs give to `init_process_group`: its default, and less where one is to time out.
+"""
 HAPPENED = Path("fault-happened")
 OUT = Path(os.environ.get("OUT", "out"))
 FILLER = OUT / "filler"
 ROOM = 512 << 20
 """Bytes that a process may still take when it is to run out of memory: it takes more."""
+loaded = itertools.count()
 
 if KIND == "disk_full" and HAPPENED.exists():
     # As after somebody has made room.
@@ -30,7 +36,7 @@ if KIND == "disk_full" and HAPPENED.exists():
 
 
 def happens(kind: str, step: int) -> bool:
-    if kind != KIND or step < int(STEP) or os.environ.get("RANK", "0") != RANK:
+    if kind != KIND or step < int(STEP) or RANK not in ("any", os.environ.get("RANK", "0")):
         return False
     if REPEATS:
         return step == int(STEP) or kind == "nan_silent"
@@ -80,13 +86,13 @@ def evaluating(step: int) -> None:
         time.sleep(SECONDS)
 
 
-def loading(index: int, count: int) -> None:
-    """Fail in a process that loads data. `index` of `count` samples stands for the step."""
+def loading() -> None:
+    """Fail in a process that loads data: samples that it has loaded stand for the step."""
     from torch.utils.data import get_worker_info
 
-    if get_worker_info() is None or index != count // 2:
+    if get_worker_info() is None:
         return
-    step = int(STEP)
+    step = next(loaded)
     if happens("loader_keyerror", step):
         sample: dict[str, int] = {"text": 1}
         sample["label_ids"]

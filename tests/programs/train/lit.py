@@ -1,4 +1,4 @@
-"""A LightningModule, `Trainer.fit` with DDP and `ckpt_path="last"`: `--bar tqdm` or `--bar rich`."""
+"""A LightningModule, `Trainer.fit` with DDP and `ckpt_path="last"`; `--bar tqdm` or `rich`."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ class Rows(Dataset):
         return len(self.features)
 
     def __getitem__(self, index):
-        fault.loading(index, len(self.features))
+        fault.loading()
         return self.features[index], self.targets[index]
 
 

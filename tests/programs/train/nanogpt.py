@@ -7,6 +7,7 @@ CPU trains in seconds.
 import math
 import os
 import time
+from pathlib import Path
 
 import fault
 import outcome
@@ -26,9 +27,9 @@ block_size = 16
 n_embd = 32
 n_head = 2
 learning_rate = 1e-3
-text = open(__file__).read()
+text = Path(__file__).read_text()
 # -----------------------------------------------------------------------------
-init_process_group(backend="gloo")
+init_process_group(backend="gloo", timeout=fault.COLLECTIVE_TIMEOUT)
 ddp_rank = int(os.environ["RANK"])
 ddp_world_size = int(os.environ["WORLD_SIZE"])
 master_process = ddp_rank == 0
@@ -87,7 +88,7 @@ class GPT(nn.Module):
 
 torch.manual_seed(1337)
 model = GPT()
-print("number of parameters: %.2fK" % (sum(p.numel() for p in model.parameters()) / 1e3,))
+print(f"number of parameters: {sum(p.numel() for p in model.parameters()) / 1e3:.2f}K")
 optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
 iter_num = 0
 ckpt_path = os.path.join(out_dir, "ckpt.pt")
@@ -127,9 +128,7 @@ while True:
         param_group["lr"] = get_lr(iter_num)
     if iter_num % eval_interval == 0 and master_process:
         losses = estimate_loss()
-        print(
-            f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
-        )
+        print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
         if iter_num > 0:
             checkpoint = {
                 "model": raw_model.state_dict(),

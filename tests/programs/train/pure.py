@@ -50,7 +50,7 @@ def all_reduce(peers: list[socket.socket], values: tuple[float, ...]) -> tuple[f
         return receive(peers[0])
     # In the order of the values, not of arrival: the last bits follow from the order.
     terms = sorted([values, *(receive(peer) for peer in peers)])
-    total = tuple(sum(column) / WORLD for column in zip(*terms))
+    total = tuple(sum(column) / WORLD for column in zip(*terms, strict=True))
     for peer in peers:
         peer.sendall(struct.pack("3d", *total))
     return total

@@ -29,7 +29,7 @@ class Tokens(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index):
-        fault.loading(index, len(self.rows))
+        fault.loading()
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
@@ -57,6 +57,7 @@ def main():
         dataloader_num_workers=1,
         use_cpu=True,
         report_to="none",
+        ddp_timeout=int(fault.COLLECTIVE_TIMEOUT.total_seconds()),
     )
     trainer = Trainer(model=model, args=args, train_dataset=Tokens(256), callbacks=[Faults()])
     last_checkpoint = get_last_checkpoint("out") if os.path.isdir("out") else None

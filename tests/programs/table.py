@@ -1,0 +1,60 @@
+"""The rows as a Markdown table: what programs went through alike stands in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from tests.programs.cases import FAULTS, PROGRAMS
+
+Row = dict[str, Any]
+
+
+def describe_bits(same: bool, ended: bool) -> str:
+    return "same" if same else "other" if ended else "–"
+
+
+def describe_torchrun(row: Row) -> str:
+    beside = row.get("torchrun")
+    if beside is None:
+        return "not run"
+    code = beside["exit_code"]
+    if code is None:
+        return "hangs"
+    result = "0" if code == 0 else f"fails ({code})"
+    return f"{result}, {describe_bits(beside['same'], True)} bits" if code == 0 else result
+
+
+def describe(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row that are the same for programs that behave alike."""
+    cause = f"`{row['cause']}`" if row["cause"] else "–"
+    if row["code"]:
+        cause += f" ({row['code']})"
+    return (
+        f"{row['phase']}, {row['generations']}",
+        cause,
+        describe_bits(row["same"], row["phase"] == "SUCCEEDED"),
+        f"`{row['traceback'][:60]}`" if row["traceback"] else "–",
+        describe_torchrun(row),
+    )
+
+
+def render(rows: Sequence[Row]) -> str:
+    order = [program.name for program in PROGRAMS]
+    by_key = {(row["program"], row["fault"]): row for row in rows}
+    lines = [
+        "| fault | programs | result, generations | last fault | bits | traceback ends"
+        " | torchrun | s |",
+        "| -- | -- | -- | -- | -- | -- | -- | -- |",
+    ]
+    for fault in FAULTS:
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for name in order:
+            if (row := by_key.get((name, fault.name))) is not None:
+                groups.setdefault(describe(row), []).append(row)
+        for cells, alike in groups.items():
+            names = ", ".join(row["program"] for row in alike)
+            times = f"{median(row['seconds'] for row in alike):.0f}"
+            lines.append(f"| {' | '.join((fault.name, names, *cells, times))} |")
+    return "\n".join(lines)
