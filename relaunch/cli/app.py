@@ -211,6 +211,7 @@ def run(
     master_port: Annotated[str | None, _accept("--master-port")] = None,
     local_addr: Annotated[str | None, _accept("--local-addr")] = None,
     logs_specs: Annotated[str | None, _accept("--logs-specs")] = None,
+    log_line_prefix_template: Annotated[str | None, _accept("--log-line-prefix-template")] = None,
     numa_binding: Annotated[str | None, _accept("--numa-binding")] = None,
     signals_to_handle: Annotated[str | None, _accept("--signals-to-handle")] = None,
     shutdown_timeout: Annotated[str | None, _accept("--shutdown-timeout")] = None,

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from relaunch.cli import files
 from relaunch.cli.documents import Document
+from relaunch.cli.torchrun import count_ranks, find_python
 from relaunch.config import ConfigError
 from relaunch.spec.job import PYTHON, JobSpec
 from relaunch.spec.policy import preset_names
@@ -135,7 +135,7 @@ def _strip_torchrun(words: list[str]) -> list[str] | None:
 
 def _read_torchrun(words: list[str], env: dict[str, str]) -> Draft:
     draft = Draft((), env, is_torchrun=True)
-    rest, left_out, launch = list(words), [], [_find_python()]
+    rest, left_out, launch = list(words), [], [find_python(os.environ)]
     while rest and rest[0].startswith("-"):
         written = rest.pop(0)
         option, equals, value = written.partition("=")
@@ -150,11 +150,11 @@ def _read_torchrun(words: list[str], env: dict[str, str]) -> Draft:
             case "nnodes":
                 draft.nodes = value
             case "nproc-per-node":
-                draft.nproc = _count_ranks(option, value)
+                draft.nproc = count_ranks(value, os.environ)
             case "max-restarts":
                 draft.policy = {"max_restarts": _parse_count(option, value)}
             case "m" | "module":
-                launch = [_find_python(), "-m"]
+                launch = [find_python(os.environ), "-m"]
             case "no-python":
                 launch = []
             case _:
@@ -165,27 +165,10 @@ def _read_torchrun(words: list[str], env: dict[str, str]) -> Draft:
     return draft
 
 
-def _find_python() -> str:
-    """Return the name of the Python that torchrun would start, as far as this machine tells."""
-    return "python" if shutil.which("python") else "python3"
-
-
 def _parse_count(option: str, value: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", value):
         raise ConfigError(f"{option}: {value!r} is not a number: expected one such as 8")
     return int(value)
-
-
-def _count_ranks(option: str, value: str) -> int:
-    """Return the number of ranks of a node; `gpu`, `cpu` and `auto` count this machine's."""
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if value in ("auto", "gpu") and gpus:
-        return gpus
-    if value in ("auto", "cpu"):
-        return os.cpu_count() or 1
-    if value == "gpu":
-        raise ConfigError(f"{option} gpu: this machine has none to count: expected a number")
-    return _parse_count(option, value)
 
 
 # --- questions

@@ -1,6 +1,6 @@
 """Command lines of torchrun, as `run` takes them.
 
-Options and defaults are those of torch.distributed.run (torch 2.9), `get_args_parser`. Each is
+Options and defaults are those of torch.distributed.run (torch 2.15), `get_args_parser`. Each is
 honoured, has no effect here, or is refused with what to do instead.
 """
 
@@ -22,6 +22,7 @@ REPLACED = {
     "redirects": LOGS,
     "local_ranks_filter": LOGS,
     "logs_specs": LOGS,
+    "log_line_prefix_template": LOGS,
     "role": "ROLE_NAME is `default`",
     "event_log_handler": "what happens to a job is in `relaunch history {job} --json`",
     "numa_binding": "ranks run on all processors: write `numactl` before the command",
@@ -55,7 +56,7 @@ def make_command(
         )
     first = words[0]
     if module:
-        return [_find_python(ours), "-u", "-m", *words]
+        return [find_python(ours), "-u", "-m", *words]
     # The shebang of a script with this suffix does not count, as with torchrun.
     is_script = first.endswith(".py") and Path(first).is_file() and not no_python
     if not is_script and shutil.which(first, path=ours.get("PATH")) is not None:
@@ -65,10 +66,18 @@ def make_command(
             f"command {first!r} is not found: expected a program on PATH, a path to one that may "
             "be executed, or a Python script"
         )
-    return [_find_python(ours), "-u", *words]
+    return [find_python(ours), "-u", *words]
 
 
-def _find_python(ours: Mapping[str, str]) -> str:
+def find_python(ours: Mapping[str, str]) -> str:
+    """Return the Python that runs a script, as torchrun would choose it.
+
+    Args:
+        ours: The environment of this process.
+
+    Raises:
+        ConfigError: There is none.
+    """
     if named := ours.get("PYTHON_EXEC"):  # torchrun reads it as well
         return named
     for name in ("python", "python3"):

@@ -231,7 +231,8 @@ ACCEPTED = (
     "--nproc-per-node 2 --standalone -t 3 --tee 3 --monitor-interval 5 --start-method fork "
     "--local-addr 10.0.0.1 --rdzv-conf timeout=9 --nnodes 2 train.py",
     "-r 3 --log_dir logs --local-ranks-filter 0 --role trainer --event-log-handler null "
-    "--logs-specs x --numa-binding node --signals-to-handle SIGUSR1 train.py",
+    "--logs-specs x --log-line-prefix-template y --numa-binding node --signals-to-handle SIGUSR1 "
+    "train.py",
     "--no-python torchrun --nproc-per-node 2 train.py",
 )
 

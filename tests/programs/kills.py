@@ -20,11 +20,10 @@ import signal
 import struct
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from relaunch.evidence.causes import Cause
-from tests.chaos.world import Job, World, chaos_policy
+from tests.chaos.world import Job, World, chaos_policy, eventually
 
 PROGRAM = """
 import mmap, os, random, struct, time
@@ -47,8 +46,11 @@ async def kill_generation(job: Job, generation: int, chance: random.Random) -> s
     """Kill all ranks at random moments; return those that had not ended before."""
     await job.until_phase("RUNNING", generation=generation)
     counters = [job.folder / f"{generation}.{rank}" for rank in range(RANKS)]
-    while not all(path.exists() and path.stat().st_size == 8 for path in counters):
-        await asyncio.sleep(0.01)
+
+    async def counting() -> bool:
+        return all(path.exists() and path.stat().st_size == 8 for path in counters)
+
+    await eventually(counting, "the ranks do not count")
     ranks = {read_rank(pid): pid for pid in job.rank_pids()}
     await asyncio.sleep(chance.random() / 2)
     killed = set()
@@ -58,7 +60,7 @@ async def kill_generation(job: Job, generation: int, chance: random.Random) -> s
         except ProcessLookupError:
             continue
         killed.add(rank)
-        time.sleep(chance.random() / 200)  # nothing else of this process has to run meanwhile
+        await asyncio.sleep(chance.random() / 200)
     return killed
 
 
