@@ -27,6 +27,7 @@ from typing import Any
 from tests.programs.cases import FAULTS, PROGRAMS, Fault, Program, find_deviations, has_place
 from tests.programs.service import (
     Service,
+    clear,
     find_missing,
     find_obstacle,
     memory_cgroup,
@@ -83,8 +84,7 @@ def run_cell(
     }
     for how in ("relaunch", "torchrun") if torchrun else ("relaunch",):
         folder = work / "cells" / f"{program.name}-{fault.name}" / how
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        clear(folder)
         with ExitStack() as stack:
             if fault.needs == "tmpfs":
                 stack.enter_context(small_disk(folder / "out"))
@@ -119,7 +119,7 @@ def choose(names: str | None, known: Sequence[str], what: str) -> tuple[str, ...
 
 
 def is_beside_torchrun(program: Program) -> bool:
-    """Whether a program has a row of its own under torchrun: its launcher is not torchrun."""
+    """Whether a program is run under torchrun as well, which some Python has and can start."""
     return bool(program.imports) and program.launcher == "none"
 
 
@@ -190,7 +190,6 @@ def run_cells(
     }
     left_out = list(missing.values())
     until = time.monotonic() + 60 * arguments.minutes
-    # Environment of the service, not of this shell.
     with ExitStack() as stack:
         cgroup = stack.enter_context(memory_cgroup())
         service = stack.enter_context(Service(work / "service"))

@@ -6,8 +6,10 @@ Both get the environment of a plain shell: PATH, HOME and TERM, and the fault.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +31,7 @@ MAX_RESTARTS = 1
 DISK_BYTES = 8 << 20
 """Of the disk that is to be full: some checkpoints, and no more."""
 CGROUP_BYTES = 256 << 20
+PR_SET_PDEATHSIG = 1
 V1 = Path("/sys/fs/cgroup/memory")
 V2 = Path("/sys/fs/cgroup")
 
@@ -60,6 +63,11 @@ def read_outcome(folder: Path) -> dict[str, str] | None:
     return found
 
 
+def end_with_parent() -> None:
+    """Have the kernel end this process with its parent: nothing else does after a SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Service:
     """`relaunch up` with a private state folder, and the commands that talk to it."""
 
@@ -82,6 +90,7 @@ class Service:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has one thread
         )
         deadline = time.monotonic() + START_TIMEOUT
         while b"worker started" not in (self.folder / "up.log").read_bytes():
@@ -258,6 +267,14 @@ def find_root_cause(text: str) -> str:
     wanted = ("rank", "exitcode")
     lines = [line.strip() for line in report.splitlines()]
     return ", ".join(line for line in lines if line.split(" ")[0] in wanted)
+
+
+def clear(folder: Path) -> None:
+    """Make a folder empty, also where an interrupted run has left its small disk."""
+    if (folder / "out").is_mount():
+        subprocess.run(["umount", "--lazy", str(folder / "out")], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ ROOM = 512 << 20
 loaded = itertools.count()
 
 if KIND == "disk_full" and HAPPENED.exists():
-    # As after somebody has made room.
+    # As after a person has made room.
     FILLER.unlink(missing_ok=True)
 
 
