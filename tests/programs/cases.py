@@ -302,12 +302,14 @@ def find_deviations(row: Mapping[str, Any]) -> list[str]:
     """Return what of a row is not as expected, as sentences; empty where all is."""
     program, fault = row["program"], row["fault"]
     want = expected(program, fault)
+    [last_step] = (one.last_step for one in PROGRAMS if one.name == program)
     got = {
         "phase": row["phase"],
         "generations": row["generations"],
         "cause": row["cause"],
         "same": row["same"],
         "traceback": want.traceback in row["traceback"] if want.traceback else True,
+        "step": row["step"],
     }
     wanted = {
         "phase": want.phase,
@@ -315,6 +317,7 @@ def find_deviations(row: Mapping[str, Any]) -> list[str]:
         "cause": want.cause,
         "same": got["same"] if want.same is None else want.same,
         "traceback": True,
+        "step": last_step if row["phase"] == "SUCCEEDED" else row["step"],
     }
     known = {one.field: one for one in KNOWN.get((program, fault), ())}
     found = []

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -127,6 +126,8 @@ class Service:
             process.kill()
             out, errors = process.communicate()
             return -1, out, errors
+        finally:
+            process.kill()  # where this is interrupted
         return process.returncode, out, errors
 
     def run(
@@ -211,16 +212,14 @@ def run_torchrun(
     program: Program, fault: Fault, python: str, folder: Path, home: Path, cgroup: Path | None
 ) -> dict[str, Any]:
     """Run a program under torchrun with as many restarts, all ranks on one node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
         python,
         "-m",
         "torch.distributed.run",
+        # As the tutorials and nanoGPT say. Its store has a free port.
+        "--standalone",
         f"--nproc-per-node={program.nodes * program.nproc}",
         f"--max-restarts={MAX_RESTARTS}",
-        f"--master-port={port}",
         *command_of(program, python)[1:],
     ]
     begun = time.monotonic()

@@ -27,6 +27,7 @@ RIGHT: Row = {
     "cause": "UNKNOWN",
     "same": True,
     "traceback": "",
+    "step": PURE.last_step,
     "unreadable": [],
 }
 
@@ -92,5 +93,5 @@ def test_every_exception_names_a_row_that_is_run() -> None:
         if has_place(program, fault)
     }
     assert {*cases.EXCEPTIONS, *cases.KNOWN} <= possible <= rows
-    fields = {field.name for field in dataclasses.fields(cases.Expected)}
+    fields = {"step", *(field.name for field in dataclasses.fields(cases.Expected))}
     assert {one.field for known in cases.KNOWN.values() for one in known} <= fields
