@@ -11,8 +11,13 @@ from tests.programs.cases import FAULTS, PROGRAMS
 Row = dict[str, Any]
 
 
-def describe_bits(same: bool, ended: bool) -> str:
-    return "same" if same else "other" if ended else "–"
+def describe_bits(row: Row) -> str:
+    if row["phase"] != "SUCCEEDED":
+        return "–"
+    if row["same"]:
+        return "same"
+    beside = row.get("torchrun") or {}
+    return "as torchrun's" if beside.get("outcome") == row["outcome"] else "other"
 
 
 def describe_torchrun(row: Row) -> str:
@@ -22,8 +27,9 @@ def describe_torchrun(row: Row) -> str:
     code = beside["exit_code"]
     if code is None:
         return "hangs"
-    result = "0" if code == 0 else f"fails ({code})"
-    return f"{result}, {describe_bits(beside['same'], True)} bits" if code == 0 else result
+    if code != 0:
+        return f"fails ({code})"
+    return "same" if beside["same"] else "other"
 
 
 def describe(row: Row) -> tuple[str, ...]:
@@ -34,7 +40,7 @@ def describe(row: Row) -> tuple[str, ...]:
     return (
         f"{row['phase']}, {row['generations']}",
         cause,
-        describe_bits(row["same"], row["phase"] == "SUCCEEDED"),
+        describe_bits(row),
         f"`{row['traceback'][:60]}`" if row["traceback"] else "–",
         describe_torchrun(row),
     )
