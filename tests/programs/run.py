@@ -108,13 +108,13 @@ def choose(names: str | None, known: Sequence[str], what: str) -> tuple[str, ...
     """Return the chosen names.
 
     Raises:
-        SystemExit: One of them is unknown.
+        ValueError: One of them is unknown.
     """
     if not names:
         return tuple(known)
     chosen = tuple(names.split(","))
     if unknown := [name for name in chosen if name not in known]:
-        raise SystemExit(f"{what} {unknown[0]!r} is unknown: expected some of {', '.join(known)}")
+        raise ValueError(f"{what} {unknown[0]!r} is unknown: expected some of {', '.join(known)}")
     return chosen
 
 
@@ -140,8 +140,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print programs and faults, and end")
     parser.add_argument("--table", action="store_true", help="print the table of --work, and end")
     arguments = parser.parse_args()
-    programs = choose(arguments.only, [one.name for one in PROGRAMS], "program")
-    faults = choose(arguments.faults, [one.name for one in FAULTS], "fault")
+    try:
+        programs = choose(arguments.only, [one.name for one in PROGRAMS], "program")
+        faults = choose(arguments.faults, [one.name for one in FAULTS], "fault")
+    except ValueError as error:
+        parser.error(str(error))
     cells = [
         (program, fault)
         for fault in FAULTS
@@ -156,7 +159,10 @@ def main() -> int:
         print(f"{len(cells)} rows")
         return 0
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="relaunch-programs-"))).resolve()
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--work {work} cannot be made: {error.strerror}")
     rows = Rows(work / "rows.jsonl")
     if arguments.table:
         print(render(list(rows.known.values())))
@@ -184,9 +190,9 @@ def run_cells(
 ) -> list[str]:
     """Run what has no row yet; return what cannot be run or found no time, as sentences."""
     missing = {
-        program.name: f"{program.name}: {PYTHON} has no {module}"
+        program.name: f"{program.name}: {reason}, see RELAUNCH_TORCH_PYTHON"
         for program in {one.name: one for one, _ in cells}.values()
-        if (module := find_missing(PYTHON, program))
+        if (reason := find_missing(PYTHON, program))
     }
     left_out = list(missing.values())
     until = time.monotonic() + 60 * arguments.minutes

@@ -323,10 +323,13 @@ def find_obstacle(fault: Fault, cgroup: Path | None) -> str:
 
 
 def find_missing(python: str, program: Program) -> str:
-    """Return the modules that a Python lacks for a program, or nothing."""
+    """Return what a Python lacks for a program, as a sentence, or nothing."""
+    if shutil.which(python) is None:
+        return f"{python} is no program: expected a Python" if program.imports else ""
     # Found and not imported: an import of torch takes seconds.
     asked = (
         "import importlib.util as u, sys; print(*(m for m in sys.argv[1:] if not u.find_spec(m)))"
     )
     done = subprocess.run([python, "-c", asked, *program.imports], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else f"no such program: {python}"
+    missing = done.stdout.split() if done.returncode == 0 else [done.stderr.strip()[-200:]]
+    return f"{python} has no {', '.join(missing)}" if missing else ""
