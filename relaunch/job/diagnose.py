@@ -607,8 +607,11 @@ def _last_words(observation: RankExited) -> tuple[str, ...]:
 
     That is its error's message, else the end of its log (the last line of a traceback).
     """
-    if observation.error:
-        return (observation.error.message,)
+    return (observation.error.message,) if observation.error else last_lines(observation)
+
+
+def last_lines(observation: RankExited) -> tuple[str, ...]:
+    """Return the lines of a rank's log that show whether it blames a peer."""
     return tuple(line for line in observation.log_tail if line.strip())[-3:]
 
 

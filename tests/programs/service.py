@@ -238,7 +238,7 @@ def run_torchrun(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            kill_session(process.pid)
+            kill_all_in(folder)
             process.wait()
     return {
         "exit_code": code,
@@ -248,14 +248,12 @@ def run_torchrun(
     }
 
 
-def kill_session(session: int) -> None:
-    """Kill what is left of a session: torchrun's ranks have process groups of their own."""
+def kill_all_in(folder: Path) -> None:
+    """Kill the processes that work in a folder: torchrun's ranks have other sessions."""
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            if entry.name.isdigit():
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session:
-                    os.kill(int(entry.name), signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def find_root_cause(text: str) -> str:

@@ -31,7 +31,14 @@ def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # The port after that of torchrun's store.
     port = int(os.environ["MASTER_PORT"]) + 1
-    jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{port}", world, rank)
+    jax.distributed.initialize(
+        f"{os.environ['MASTER_ADDR']}:{port}",
+        world,
+        rank,
+        # A process that raises waits at its exit for the others, for five minutes by default.
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=10,
+    )
     mesh = Mesh(np.array(jax.devices()), ("data",))
     split, everywhere = (
         NamedSharding(mesh, PartitionSpec("data")),
