@@ -39,7 +39,7 @@ def happens(kind: str, step: int) -> bool:
     if kind != KIND or step < int(STEP) or RANK not in ("any", os.environ.get("RANK", "0")):
         return False
     if REPEATS:
-        return step == int(STEP) or kind == "nan_silent"
+        return True
     try:
         os.close(os.open(HAPPENED, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -81,7 +81,9 @@ def main() -> None:
             if step % 5 == 0:
                 print(f"saving checkpoint {step}")
                 fault.saving(step)
-                CHECKPOINT.write_text(json.dumps({"weights": weights, "step": step}))
+                partial = CHECKPOINT.with_suffix(".partial")
+                partial.write_text(json.dumps({"weights": weights, "step": step}))
+                partial.replace(CHECKPOINT)
             if step == STEPS // 2:
                 fault.evaluating(step)
         fault.at(step)
