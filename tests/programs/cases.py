@@ -172,7 +172,6 @@ FAULTS = (
         "loader_keyerror",
         "a process that loads data raises KeyError, after each start",
         rank="any",
-        step=40,
         repeats=True,
         everywhere=False,
     ),

@@ -27,6 +27,7 @@ START_TIMEOUT = 120.0
 COMMAND_TIMEOUT = 120.0
 """Seconds that only a hang takes."""
 MAX_RESTARTS = 1
+ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 DISK_BYTES = 8 << 20
 """Of the disk that is to be full: some checkpoints, and no more."""
 CGROUP_BYTES = 256 << 20
@@ -97,6 +98,10 @@ class Service:
                 self.__exit__()
                 raise RuntimeError(f"`relaunch up` did not start: {self.folder}/up.log")
             time.sleep(0.1)
+        # Of a run that was interrupted: their ranks would run beside those that are measured.
+        for job in json.loads(self.call("jobs", "--json")[1]):
+            if job["phase"] not in ENDED:
+                self.call("cancel", job["name"], "--reason", "its run was interrupted")
         return self
 
     def __exit__(self, *_: object) -> None:
