@@ -23,7 +23,7 @@ from relaunch.activities.reports import (
 )
 from relaunch.backends.base import BackendError, ProtocolError, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
-from relaunch.job.diagnose import is_root, last_lines
+from relaunch.job.diagnose import is_root
 from relaunch.job.events import (
     CancelRequested,
     CheckpointSaved,
@@ -647,15 +647,14 @@ def _cut_texts(limit: int, observations: tuple[Observation, ...]) -> tuple[Obser
                     error = replace(one.error, message=one.error.message[:200], traceback="")
                     one = replace(one, error=error)  # noqa: PLW2901
             tail: list[str] = []
-            # An echo keeps what shows that it is one. Without it, and first by the clocks, it would
-            # be the root, a rank that said nothing.
-            kept = one.log_tail if index == 0 or is_root(one) else last_lines(one)
-            for line in reversed(kept):
+            is_echo = one.failed and not one.stopped and not is_root(one)
+            for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
                 left -= _count_bytes(line)
                 if left < 0:
                     break
                 tail.insert(0, line)
-            one = replace(one, log_tail=tuple(tail))  # noqa: PLW2901
+            # Without its lines it would seem to have ended by itself, before the root.
+            one = replace(one, log_tail=tuple(tail), echo=is_echo and not tail)  # noqa: PLW2901
         sent.append(one)
     return tuple(sent)
 

@@ -56,8 +56,12 @@ class WatchActivities:
         gang = WatchedShard(input, pace, before)
         try:
             return await self._watch(gang, info.task_token)
-        except* ApplicationError as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:
+            # Not `except*`: in Python 3.11.2, that of Debian 12, it wraps what its body raises.
+            ours, others = group.split(ApplicationError)
+            if ours is None or others is not None:
+                raise
+            raise ours.exceptions[0] from None
 
     def _reach(self, fleet: str, node: str, before: Backend | None) -> Backend:
         """Return the backend that reaches the node by the current fleet file.

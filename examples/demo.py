@@ -272,8 +272,9 @@ def conclude(state: Path, screen: Screen) -> bool:
         header_style="bold",
         pad_edge=False,
     )
-    incidents = job.incidents if (job := screen.job()) else ()
-    for entry in map(job_views.history_entry, incidents):
+    job = screen.job()
+    incidents = [job_views.history_entry(one, job) for one in job.incidents] if job else []
+    for entry in incidents:
         strategies = ", ".join(
             dict.fromkeys(d["strategy"] for d in entry["decisions"] if d["strategy"])
         )

@@ -23,6 +23,8 @@ PRODUCT = ("relaunch/", "workflows/", "activities/")
 REST = ("tests/", "benchmarks/", "examples/", "tools/", "deploy/")
 SCRIPTS = (".sh", ".c", ".yaml", ".yml")
 """Other files of `REST` whose comments count. Texts and JSON there are recorded, or of others."""
+RECORDED = "tests/corpus/endings/"
+"""What others wrote."""
 BUILD_FILES = ("Dockerfile", "Dockerfile.node", "Makefile", "docker-compose.yml", "pyproject.toml")
 AGENT = "relaunch/agent/"
 MAX_COLUMNS = 100
@@ -117,6 +119,7 @@ def read(name: str) -> str:
 def find_dialect() -> Iterator[Place]:
     """Find the words in code and its names, comments and messages, and in pages for people."""
     scripts = (*find_files(REST, SCRIPTS), *BUILD_FILES)
+    scripts = tuple(name for name in scripts if not name.startswith(RECORDED))
     for name in (*code(), *scripts, *tables(), *pages(), *records()):
         text = read(name)
         if name == OWN_FILE:

@@ -323,8 +323,8 @@ class LogReader:
             assert state is not None, "a generation is queued when the job was seen"
 
             def over(number: int = number) -> bool:
-                assert self._state is not None
-                return self._finished or self._state.generation > number
+                # Not before a later one is launched: until then its ranks may still print.
+                return self._finished or self._queued > number
 
             if not is_first:
                 self._say(f"--- generation {number} {_explain_restart(state, number)}---")

@@ -64,6 +64,8 @@ class RankExited:
     have failed before it."""
     ecs: EcsStop | None = None
     """Why ECS stopped it, for a rank that was an ECS task."""
+    echo: bool = False
+    """Whether its last lines blamed a peer's failure, and were left out for that."""
     kind: Literal["RankExited"] = "RankExited"
 
     @property

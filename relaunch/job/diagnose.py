@@ -599,7 +599,7 @@ def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
 
 def _is_echo(observation: RankExited, known: _Readers) -> bool:
     """Return whether a rank's last lines blame a peer's failure and name no fault of the rank."""
-    return known.is_echo(_last_words(observation))
+    return observation.echo or known.is_echo(_last_words(observation))
 
 
 def _last_words(observation: RankExited) -> tuple[str, ...]:
@@ -607,11 +607,8 @@ def _last_words(observation: RankExited) -> tuple[str, ...]:
 
     That is its error's message, else the end of its log (the last line of a traceback).
     """
-    return (observation.error.message,) if observation.error else last_lines(observation)
-
-
-def last_lines(observation: RankExited) -> tuple[str, ...]:
-    """Return the lines of a rank's log that show whether it blames a peer."""
+    if observation.error:
+        return (observation.error.message,)
     return tuple(line for line in observation.log_tail if line.strip())[-3:]
 
 

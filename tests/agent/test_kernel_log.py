@@ -142,7 +142,7 @@ def test_a_supervisor_killed_before_it_keeps_lines_loses_none(
     (tmp_path / "cue").touch()
     seen = [watch.read_observation("RankExited") for _ in range(2)]
     assert not failpoint.exists()
-    assert node.pid("supervisor") != supervisor
+    wait_for(lambda: node.pid("supervisor") != supervisor, "its shim writes that down")
     assert [(one["seq"], one["kernel"]) for one in seen] == [(1, [XID]), (2, [])]
     node.stop()
     assert [

@@ -261,10 +261,10 @@ def test_the_end_of_a_log_is_bounded(generation: Generation) -> None:
     generation.log_path(0).write_text("".join(f"{number} {'x' * 1000}\n" for number in range(100)))
     found = evidence.read_tail(generation.log_path(0))
     assert found[-1].startswith("99 ")
-    assert sum(map(len, found)) <= 8192
+    assert sum(map(len, found)) <= 16_384
     assert all(line[0].isdigit() for line in found)
     generation.log_path(0).write_text("y" * 20000)
-    assert evidence.read_tail(generation.log_path(0)) == ["y" * 8192]
+    assert evidence.read_tail(generation.log_path(0)) == ["y" * 16_384]
     assert evidence.read_tail(generation.log_path(1)) == []
 
 

@@ -236,6 +236,9 @@ def test_list_logs_and_stacks(node: Node) -> None:
         "outcome": "done",
         "chunks": [{**chunk, "next": len(b"one\ntwo\nthree \xc3\xa4\xff\n")}],
         "ended": False,
+        "begins": {"0": 0},
+        "sizes": {"0": 18},
+        "missing": [],
     }
     last = node.order("logs", token=token(1), offsets=None, max_bytes=65536, wait=0.0, tail=1)
     assert last is not None

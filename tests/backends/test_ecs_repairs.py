@@ -476,7 +476,7 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
     site = make()
     site.instance.machine.node.delays.power_off = 30.0
     try:
-        with pytest.raises(Unreachable, match=r"told to stop|has been stopping"):
+        with pytest.raises(Unreachable, match=r"asked to stop it|has been stopping"):
             await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.5)
     finally:
         site.instance.machine.node.delays.power_off = 0.05

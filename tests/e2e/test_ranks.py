@@ -261,3 +261,27 @@ async def test_s3_5_a_rank_that_stalls_past_the_exit_barrier_is_hung(
 
     await eventually(has_no_ranks, "the rank that hung is left")
     await world.tidy(job)
+
+
+ENDINGS = {
+    "echo": "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]",
+    "root": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a",
+}
+
+
+@pytest.mark.parametrize("first", ["echo", "root"])
+async def test_s3_6_an_echo_hides_no_cause_whichever_comes_first(world: World, first: str) -> None:
+    second = next(name for name in ENDINGS if name != first)
+    script = """
+    if [ "$RANK" = 0 ]; then echo "$FIRST"; else sleep 0.5; echo "$SECOND"; fi
+    exit 1"""
+    job = await world.submit(
+        command=["/bin/sh", "-c", script],
+        env={"FIRST": ENDINGS[first], "SECOND": ENDINGS[second]},
+        policy=chaos_policy(causes={"OUT_OF_MEMORY": [{"strategy": "FAIL"}]}),
+    )
+    await job.until_phase("FAILED")
+    (incident,) = await job.incidents()
+    assert (str(incident.cause), incident.generation) == ("OUT_OF_MEMORY", 1)
+    assert incident.ranks == ((0,) if first == "root" else (1,))
+    await world.tidy(job)

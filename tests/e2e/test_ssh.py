@@ -268,7 +268,8 @@ async def test_output_of_ranks_is_read_from_nodes_and_followed(
     await finish(job)
     async with asyncio.timeout(60):
         rest, _ = await following.communicate()
-    assert (following.returncode, rest) == (0, b"")
+    assert following.returncode == 0
+    assert [line.split(b": ")[0] for line in rest.splitlines()] == [b"relaunch"], rest
     status, text = await starter(world, "logs", job.name, "--rank", "1", "--tail", "1")
     assert (status, text) == (0, "[rank 1] rank 1 of generation 1 starts\n")
 

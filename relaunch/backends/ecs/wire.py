@@ -71,7 +71,7 @@ class WirePipe:
 
     def end(self) -> None:
         # TLS here closes both directions: what the agent still sends is dropped.
-        self._writer.close()
+        self._close()
 
     def kill(self) -> None:
         self._over("the connection was closed")
@@ -79,9 +79,14 @@ class WirePipe:
 
     async def wait(self) -> None:
         await self._gone.wait()
-        self._writer.close()
+        self._close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
+
+    def _close(self) -> None:
+        # In Python 3.11.2, that of Debian 12, `abort` fails after a second `close`.
+        if not self._writer.is_closing():
+            self._writer.close()
 
     def _over(self, reason: str) -> None:
         self._ended = self._ended or reason

@@ -1,0 +1,31 @@
+"""Each ending of the corpus is whole, and none stands there twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.ending import ENDINGS, find_problem, is_held_out, read_ending
+
+FILES = sorted(ENDINGS.glob("*"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_ending_is_whole(path: Path) -> None:
+    assert find_problem(path) is None
+    read_ending(path)
+
+
+def test_no_ending_is_there_twice() -> None:
+    logs = Counter(
+        ending.kernel + "".join(rank.log for rank in ending.ranks)
+        for ending in map(read_ending, FILES)
+    )
+    assert [log for log, count in logs.items() if count > 1] == []
+
+
+def test_a_fifth_is_held_out() -> None:
+    held = sum(is_held_out(path.name) for path in FILES)
+    assert 0.1 < held / len(FILES) < 0.3
