@@ -35,7 +35,7 @@ from tests.programs.service import (
     run_torchrun,
     small_disk,
 )
-from tests.programs.table import render
+from tests.programs.table import render, render_missing
 
 PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 Row = dict[str, Any]
@@ -104,6 +104,12 @@ def run_cell(
     return row
 
 
+def render_page(rows: Rows) -> str:
+    known = list(rows.known.values())
+    missing = render_missing(known)
+    return render(known) + (f"\n\nNot run:\n\n{missing}" if missing else "")
+
+
 def choose(names: str | None, known: Sequence[str], what: str) -> tuple[str, ...]:
     """Return the chosen names.
 
@@ -165,12 +171,12 @@ def main() -> int:
         parser.error(f"--work {work} cannot be made: {error.strerror}")
     rows = Rows(work / "rows.jsonl")
     if arguments.table:
-        print(render(list(rows.known.values())))
+        print(render_page(rows))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"rows and logs: {work}", flush=True)
     left_out = run_cells(cells, rows, work, arguments)
-    (work / "programs.md").write_text(render(list(rows.known.values())) + "\n")
+    (work / "programs.md").write_text(render_page(rows) + "\n")
     chosen = [
         rows.known[key]
         for program, fault in cells

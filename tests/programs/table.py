@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from tests.programs.cases import FAULTS, PROGRAMS
+from tests.programs.cases import FAULTS, PROGRAMS, has_place
 
 Row = dict[str, Any]
 
@@ -63,4 +63,19 @@ def render(rows: Sequence[Row]) -> str:
             names = ", ".join(row["program"] for row in alike)
             times = f"{median(row['seconds'] for row in alike):.0f}"
             lines.append(f"| {' | '.join((fault.name, names, *cells, times))} |")
+    return "\n".join(lines)
+
+
+def render_missing(rows: Sequence[Row]) -> str:
+    """Return which programs were not run with a fault, a line for each fault."""
+    known = {(row["program"], row["fault"]) for row in rows}
+    lines = []
+    for fault in FAULTS:
+        missing = [
+            program.name
+            for program in PROGRAMS
+            if has_place(program, fault) and (program.name, fault.name) not in known
+        ]
+        if missing:
+            lines.append(f"- {fault.name}: {', '.join(missing)}")
     return "\n".join(lines)
