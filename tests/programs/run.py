@@ -11,6 +11,7 @@ The programs with torch or jax need a Python that has them: RELAUNCH_TORCH_PYTHO
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -173,6 +174,11 @@ def main() -> int:
     if arguments.table:
         print(render_page(rows))
         return 0
+    lock = (work / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        parser.error(f"--work {work}: another run goes on there")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"rows and logs: {work}", flush=True)
     left_out = run_cells(cells, rows, work, arguments)

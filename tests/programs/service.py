@@ -99,7 +99,7 @@ class Service:
                 raise RuntimeError(f"`relaunch up` did not start: {self.folder}/up.log")
             time.sleep(0.1)
         # Of a run that was interrupted: their ranks would run beside those that are measured.
-        for job in json.loads(self.call("jobs", "--json")[1]):
+        for job in self.read_json("jobs"):
             if job["phase"] not in ENDED:
                 self.call("cancel", job["name"], "--reason", "its run was interrupted")
         return self
@@ -134,6 +134,18 @@ class Service:
         finally:
             process.kill()  # where this is interrupted
         return process.returncode, out, errors
+
+    def read_json(self, *words: str) -> Any:
+        """Return what a command prints with `--json`.
+
+        Raises:
+            RuntimeError: It printed something else.
+        """
+        code, out, errors = self.call(*words, "--json")
+        try:
+            return json.loads(out)
+        except ValueError:
+            raise RuntimeError(f"{' '.join(words)} exits with {code}: {errors[-500:]}") from None
 
     def run(
         self, program: Program, fault: Fault, python: str, folder: Path, cgroup: Path | None
@@ -177,8 +189,7 @@ class Service:
             (folder / f"{what}.txt").write_text(out + errors)
             if code:
                 unreadable.append(f"{what} exits with {code}: {errors.strip()[-200:]}")
-        show = json.loads(self.call("show", name, "--json")[1])
-        history = json.loads(self.call("history", name, "--json")[1])
+        show, history = self.read_json("show", name), self.read_json("history", name)
         (folder / "show.json").write_text(json.dumps(show))
         (folder / "history.json").write_text(json.dumps(history))
         faults = [one for incident in history for one in incident["faults"]]
