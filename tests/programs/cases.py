@@ -318,8 +318,12 @@ THE_RIGHT_CAUSE = "a diagnosis that reads the exits of all ranks"
 KNOWN: Mapping[tuple[str, str], tuple[Known, ...]] = {
     # The others report the connection that they lost. That a rank of theirs had ended with 0 before
     # is known, and not said.
-    (program.name, "exit0"): (Known("cause", "NETWORK", THE_RIGHT_CAUSE),)
-    for program in PROGRAMS
+    **{
+        (program.name, "exit0"): (Known("cause", "NETWORK", THE_RIGHT_CAUSE),)
+        for program in PROGRAMS
+    },
+    # JAX aborts the processes whose peer is gone. That is an echo, and is taken for the root.
+    ("jax", "keyerror"): (Known("traceback", False, THE_RIGHT_CAUSE),),
 }
 
 
