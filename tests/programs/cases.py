@@ -296,6 +296,14 @@ EXCEPTIONS: Mapping[tuple[str, str], Expected] = {
     ("nanogpt-torchrun", "disk_full"): OVERWRITES,
     ("elastic", "disk_full"): OVERWRITES,
     ("jax", "disk_full"): OVERWRITES,
+    ("trainer", "disk_full"): Expected(
+        "FAILED",
+        2,
+        "APPLICATION",
+        "`get_last_checkpoint` takes the folder that was begun, which has no weights",
+        None,
+        "Can't find a valid checkpoint",
+    ),
 }
 
 
