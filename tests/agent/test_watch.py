@@ -168,6 +168,20 @@ time.sleep(1000)"""
     assert beat["progress"]["0"]["values"] == {"loss": 2.5}
 
 
+def test_the_last_steps_are_reported_before_the_exit(node: Node) -> None:
+    go = node.state / "go"
+    code = f"""import os, time
+while not os.path.exists({str(go)!r}): time.sleep(.01)
+print('step 12')"""
+    node.run(1, python_command(code), ranks=1, log_pattern=r"step (?P<step>\d+)")
+    watch = node.watch(heartbeat=1000.0)
+    assert watch.read_until("heartbeat")["progress"] == {}
+    go.touch()
+    assert watch.read_until("heartbeat")["progress"]["0"]["step"] == 12
+    assert not [line for line in watch.seen if "observation" in line]
+    watch.read_observation("RankExited")
+
+
 def test_a_pattern_that_never_matches_comes_with_what_is_printed(node: Node) -> None:
     code = """import os, time
 if os.environ['RANK'] == '1': print('iter 10: loss 2.5', flush=True)

@@ -373,6 +373,8 @@ class Supervisor:
         # Read the kernel log now, even if there is no watcher.
         if self.kernel_reading is None and kernel_log.may_explain(self.observations):
             self.kernel_reading = kernel_log.read_generation(self.generation, self.kernel)
+        if any(watcher.seq < len(self.observations) for watcher in self.watchers):
+            self._send_last_progress()
         for watcher in list(self.watchers):
             for observation in self.observations[watcher.seq :]:
                 reach_failpoint(self.generation.state, "supervisor.sending")
@@ -384,6 +386,18 @@ class Supervisor:
                         )
                     }
                 )
+
+    def _send_last_progress(self) -> None:
+        """Send what ranks have reached, before the exits that may be the last that is read.
+
+        Otherwise steps between the last heartbeat and the end of a rank would be unknown, and a
+        generation that is shorter than a heartbeat would have gained nothing.
+        """
+        for progress in self.progress.values():
+            progress.read()
+        if any(progress.report() is not None for progress in self.progress.values()):
+            for watcher in list(self.watchers):
+                self._send_heartbeat(watcher)
 
     def _send_end(self) -> None:
         for watcher in list(self.watchers):
