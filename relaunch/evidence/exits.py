@@ -125,7 +125,7 @@ def strip_rank(line: str) -> str:
 def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
     """Return one finding for each line that a catalog row matches, in the order of the lines.
 
-    Lines that only give advice are dropped.
+    Advice is dropped, because it repeats the words of faults.
     """
     found = []
     for text in lines:
@@ -136,7 +136,10 @@ def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
 
 
 def _read_log_line(line: str, catalog: Catalog) -> Finding | None:
-    if not line.strip() or any(advice.search(line) for advice in catalog.advice_lines):
+    # Advice often follows the fault on the same line, as in the message of torch.OutOfMemoryError.
+    starts = [found.start() for advice in catalog.advice_lines if (found := advice.search(line))]
+    line = line[: min(starts, default=len(line))]
+    if not line.strip():
         return None
     for row in catalog.log_lines:
         if match := row.pattern.search(line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -51,6 +52,11 @@ A program that puts its rank into its messages has thousands.
 """
 NAMED = 16
 """Maximum number of suspects named in a diagnosis."""
+TRACE = re.compile(r"\bNCCL INFO\b|\] INFO \S+:\d+ -> \d|Sending process \d+ closing signal")
+"""Lines that follow the last words of a process: where NCCL returns its error through, and what a
+launcher does then."""
+TEARDOWN = "log nccl_teardown"
+"""The code of what NCCL's watchdog prints before it ends the process, whatever the reason."""
 CAUSE_LINES = 40
 """Last lines of a log in which a cause is looked for: what is further from the end was survived."""
 
@@ -529,6 +535,17 @@ def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> 
                 code=lost.code,
                 exit_code=_exit_code(one),
             )
+    late = next((f for f in known.log(_all_words(first)) if f.code != TEARDOWN), None)
+    if late is not None and late.cause is Cause.HANG:
+        return Diagnosis(
+            Cause.HANG,
+            f"{_who(first)} ended what waited too long, and no rank failed by itself: "
+            f"{late.reason}{_more(len(failed) - 1 + more)}",
+            ranks=_numbers(failed[:NAMED]),
+            code=late.code,
+            exit_code=_exit_code(first),
+            traceback=_find_traceback(first),
+        )
     return Diagnosis(
         Cause.NETWORK,
         f"{_who(first)} lost a connection and no rank failed by itself: "
@@ -609,7 +626,8 @@ def _last_words(observation: RankExited) -> tuple[str, ...]:
     """
     if observation.error:
         return (observation.error.message,)
-    return tuple(line for line in observation.log_tail if line.strip())[-3:]
+    lines = (line for line in observation.log_tail if line.strip() and not TRACE.search(line))
+    return tuple(lines)[-3:]
 
 
 def _all_words(observation: RankExited) -> tuple[str, ...]:

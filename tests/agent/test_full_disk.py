@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_node import Node, expect_done, is_alive, python_command, refusal, token, wait_for
+from real_node import (
+    Node,
+    expect_done,
+    is_alive,
+    python_command,
+    read_name,
+    refusal,
+    token,
+    wait_for,
+)
 
 from relaunch.agent import disk
 from relaunch.agent.ranks.journal import Journal, read
@@ -210,7 +219,7 @@ def test_a_launch_without_reserved_space_is_refused_in_words(
 
 
 def _is_sleep(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+    return read_name(pid) == "sleep"
 
 
 @needs_mount

@@ -12,7 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_node import Node, expect_done, is_alive, python_command, refusal, token, wait_for
+from real_node import (
+    Node,
+    expect_done,
+    is_alive,
+    python_command,
+    read_name,
+    refusal,
+    token,
+    wait_for,
+)
 
 HELPERS = ("supervisor", "guard")
 """Processes beside a shim, as the files of their identities are called."""
@@ -173,7 +182,7 @@ time.sleep(1000)"""
 
 
 def _is_sleep(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+    return read_name(pid) == "sleep"
 
 
 def test_a_shim_makes_its_files_again_and_training_goes_on(node: Node) -> None:

@@ -219,7 +219,7 @@ async def test_s1_6_an_examination_of_a_dead_worker_is_found_untagged(
     It asked for its tags, and they go with StopTask.
     """
     site = make(CHECKED)
-    site.double.script("check", after=0.7, exit_code=1)
+    site.double.script("check", after=3.0, exit_code=1)  # it goes on while three ask about it
     dead = add_worker(site)
     dead.cluster.stop = _nothing  # type: ignore[assignment]
     working = asyncio.create_task(dead.diagnose())

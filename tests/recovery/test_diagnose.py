@@ -90,6 +90,25 @@ ECHO_BY_LOG = exited(
         ),
         pytest.param(
             (
+                exited(
+                    1,
+                    "n1",
+                    signal=6,
+                    log_tail=(
+                        "[E ProcessGroupNCCL.cpp:563] [Rank 1] Watchdog caught collective "
+                        "operation timeout: WorkNCCL(SeqNum=4013, Timeout(ms)=600000)",
+                        "[E ProcessGroupNCCL.cpp:583] [Rank 1] To avoid data inconsistency, we are "
+                        "taking the entire process down.",
+                    ),
+                ),
+            ),
+            Cause.HANG,
+            (1,),
+            134,
+            id="a watchdog that only ends what waited too long: a hang",
+        ),
+        pytest.param(
+            (
                 exited(0, "n1", code=1, error=error("A", WROTE)),
                 exited(3, code=1, error=error("B", WROTE - 10), seconds=1),
             ),

@@ -229,7 +229,51 @@ def test_a_users_row_is_read_by_code_before_by_signal() -> None:
 
 
 LINES: list[tuple[str, str]] = [
-    ("signal_exit", "Signal 9 (SIGKILL) received by PID 4242"),
+    ("child_sigkill", "Signal 9 (SIGKILL) received by PID 4242"),
+    ("signal_exit", "Signal 11 (SIGSEGV) received by PID 4242"),
+    ("outer_signal", "SignalException: Process 2920830 got signal: 1"),
+    (
+        "peer_access_contained",
+        "RuntimeError: CUDA error: Invalid access of peer GPU memory over nvlink or a hardware "
+        "error",
+    ),
+    (
+        "cuda_oom",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has a "
+        "total capacity of 23.64 GiB of which 264.00 MiB is free. If reserved but unallocated "
+        "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+        "fragmentation.",
+    ),
+    ("cuda_unavailable", "CUDA-capable device(s) is/are busy or unavailable"),
+    ("cuda_unknown", "RuntimeError: CUDA error: unknown error"),
+    ("nccl_oom", "enqueue.cc:1085 NCCL WARN Cuda failure 'out of memory'"),
+    ("object_store", "botocore.exceptions.ConnectionClosedError: Connection was closed before"),
+    ("loss_scale", "Exception: Current loss scale already at minimum - cannot decrease scale"),
+    ("node_failure", "srun: error: Node failure on jean-zay-iam37"),
+    ("requeued", "slurmstepd: error: *** JOB 608 ON n1 CANCELLED AT 10:00 DUE TO JOB REQUEUE ***"),
+    ("job_credential", "srun: error: Task launch failed on node cn131: Job credential expired"),
+    ("not_executable", "exec /usr/local/bin/python3: exec format error"),
+    ("arguments", "train.py: error: unrecognized arguments: --local-rank=1"),
+    (
+        "heartbeat_monitor",
+        "[rank1]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 1] Heartbeat monitor timed out!",
+    ),
+    (
+        "monitored_barrier",
+        "RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 2000000 ms",
+    ),
+    (
+        "coordination_service",
+        "coordination_service.cc:954] /job:jax_worker/replica:0/task:37 has been set to ERROR in "
+        "coordination service",
+    ),
+    ("mpi_peer", "generally: such peer hangups are frequently caused by application bugs"),
+    ("nccl_proxy", "proxy.cc:862 NCCL WARN Proxy Call to rank 14 failed (Connect)"),
+    (
+        "rdzv_connection",
+        "RendezvousConnectionError: The connection to the C10d store has failed. See inner",
+    ),
+    ("nic_event", "transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error"),
     (
         "signal_exit",
         "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with "
@@ -286,10 +330,11 @@ LINES: list[tuple[str, str]] = [
         "CUDA error: an illegal memory access was encountered",
     ),
     (
-        "host_oom",
+        "slurm_oom",
         "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step "
         "tasks have been OOM Killed.",
     ),
+    ("host_oom", "Last State: Terminated, Reason: OOMKilled, Exit Code: 137"),
     ("memory_error", "MemoryError"),
     (
         "memory_error",

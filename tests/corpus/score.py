@@ -1,0 +1,83 @@
+"""How many of the real endings the diagnosis names right.
+
+    python -m tests.corpus.score [--wrong]
+
+Each ending is given to `diagnose` as the observations that agents would send of it. That is a part
+of the way only: no rank runs, nothing is watched, and no action is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.observations import RankExited
+from relaunch.job.diagnose import diagnose
+from relaunch.job.events import FaultObserved
+from tests.corpus.ending import ENDINGS, Ending, RankEnding, is_held_out, read_ending
+from tests.recovery.builders import running
+
+BEGAN = datetime(2026, 11, 23, tzinfo=UTC)
+
+
+class Judged(NamedTuple):
+    name: str
+    ending: Ending
+    cause: Cause
+
+    @property
+    def is_right(self) -> bool:
+        return self.cause in (self.ending.cause, *self.ending.or_causes)
+
+
+def judge_all() -> list[Judged]:
+    """Judge every ending in which a rank fails."""
+    judged = []
+    for path in sorted(ENDINGS.glob("*.yaml")):
+        ending = read_ending(path)
+        exits = [_observe(one, ending, at) for at, one in enumerate(ending.ranks) if one.exit != 0]
+        if exits:
+            found = diagnose(running(generation=1), FaultObserved(1, tuple(exits), 0, BEGAN, ()))
+            judged.append(Judged(path.name, ending, found.cause))
+    return judged
+
+
+def _observe(one: RankEnding, ending: Ending, at: int) -> RankExited:
+    number = int(signal.Signals[one.exit]) if isinstance(one.exit, str) else None
+    return RankExited(
+        node=f"n{at + 1}",
+        rank=one.rank,
+        local_rank=0,
+        exit_code=None if isinstance(one.exit, str) else one.exit,
+        signal=number,
+        at=BEGAN + timedelta(seconds=one.after),
+        log_tail=tuple(one.log.splitlines()),
+        kernel=tuple(ending.kernel.splitlines()) if at == 0 else (),
+    )
+
+
+def split(judged: list[Judged]) -> tuple[list[Judged], list[Judged]]:
+    """Return those that tables may be written with, and those that are held out."""
+    return (
+        [one for one in judged if not is_held_out(one.name)],
+        [one for one in judged if is_held_out(one.name)],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wrong", action="store_true", help="list the wrong ones, not held out")
+    wants_wrong = parser.parse_args().wrong
+    known, held_out = split(judge_all())
+    for title, group in (("known", known), ("held out", held_out)):
+        print(f"{title}: {sum(one.is_right for one in group)} of {len(group)} causes right")
+    for one in known if wants_wrong else ():
+        if not one.is_right:
+            print(f"{one.name}: {one.cause}, right is {one.ending.cause}")
+
+
+if __name__ == "__main__":
+    main()
