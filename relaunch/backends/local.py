@@ -8,7 +8,6 @@ node's network, a freeze or a reboot.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -21,12 +20,22 @@ from typing import Any
 from relaunch.backends import local_power
 from relaunch.backends.base import PROTOCOL
 from relaunch.backends.local_power import processes_of, reboot, signal_all
-from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
+from relaunch.backends.pipe import ProcessPipe
 from relaunch.backends.session import ANSWER_TIMEOUT
 from relaunch.backends.sessions import SessionBackend
 from relaunch.spec.fleet import FleetSpec
 
-__all__ = ["CUTS", "KERNEL_LOG", "LIBRARIES", "PROGRAMS", "LocalBackend", "cut", "heal", "reboot"]
+__all__ = [
+    "CUTS",
+    "KERNEL_LOG",
+    "LIBRARIES",
+    "PROGRAMS",
+    "SYSTEM",
+    "LocalBackend",
+    "cut",
+    "heal",
+    "reboot",
+]
 
 CUTS = ("controller-in", "controller-out", "peers")
 CUT = "cut"
@@ -36,6 +45,9 @@ apply, one on each line."""
 KERNEL_LOG = "kernel.log"
 """The file in a node's folder that the node reads as its kernel log, if it exists. All nodes of one
 machine share one kernel, whose log cannot say which of them a line concerns."""
+
+SYSTEM = "sys/class"
+"""The folder in a node's folder in which the node looks for network cards, if it exists."""
 
 
 PROGRAMS, LIBRARIES = "bin", "lib"
@@ -96,25 +108,17 @@ class LocalBackend(SessionBackend):
         kernel_log = folder / KERNEL_LOG
         if kernel_log.exists():
             environment["RELAUNCH_KERNEL_LOG"] = str(kernel_log)
+        system = folder / SYSTEM
+        if system.is_dir():
+            environment["RELAUNCH_SYS_CLASS"] = str(system)
         environment["RELAUNCH_REBOOT_COMMAND"] = json.dumps(local_power.command(folder))
         for own, variable in ((folder / PROGRAMS, "PATH"), (folder / LIBRARIES, "LD_LIBRARY_PATH")):
             if own.is_dir():
                 environment[variable] = os.pathsep.join(
                     filter(None, (str(own), environment.get(variable)))
                 )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(self._agent),
-            "session",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**environment, "RELAUNCH_AGENT_STATE": str(folder)},
-            limit=LINE_LIMIT,
-            # A Ctrl-C in the worker's terminal is for the worker, which decides when its sessions
-            # end.
-            start_new_session=True,
-        )
-        return ProcessPipe(process)
+        environment["RELAUNCH_AGENT_STATE"] = str(folder)
+        return await ProcessPipe.start(sys.executable, str(self._agent), "session", env=environment)
 
 
 # --- faults that separate machines have by themselves -------------------------------------------

@@ -6,7 +6,8 @@ Does not interpret the lines.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from asyncio.subprocess import SubprocessStreamProtocol
+from collections.abc import Mapping
 from typing import Protocol
 
 LINE_LIMIT = 8 * 1024 * 1024
@@ -57,14 +58,40 @@ class ProcessPipe:
     last_words = ""
     """Empty: the agent's stderr goes to this process's stderr."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        if process.stdin is None or process.stdout is None:
-            raise ValueError(
-                f"process {process.pid} has no pipes: expected stdin and stdout to be pipes"
-            )
+    def __init__(
+        self,
+        transport: asyncio.SubprocessTransport,
+        process: asyncio.subprocess.Process,
+        stdin: asyncio.StreamWriter,
+        stdout: asyncio.StreamReader,
+    ) -> None:
+        self._transport = transport
         self._process = process
-        self._stdin = process.stdin
-        self._stdout = process.stdout
+        self._stdin = stdin
+        self._stdout = stdout
+
+    @classmethod
+    async def start(cls, *command: str, env: Mapping[str, str]) -> ProcessPipe:
+        """Start a command with this environment, in a new session.
+
+        A Ctrl-C in the terminal of this process is for this process, which decides when its agents
+        end.
+        """
+        # As `create_subprocess_exec` does, which keeps the transport to itself.
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: SubprocessStreamProtocol(limit=LINE_LIMIT, loop=loop),
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=None,
+            env=env,
+            start_new_session=True,
+        )
+        process = asyncio.subprocess.Process(transport, protocol, loop)
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError(f"process {process.pid} has no pipes, which were asked for")
+        return cls(transport, process, process.stdin, process.stdout)
 
     @property
     def ended(self) -> str | None:
@@ -84,9 +111,9 @@ class ProcessPipe:
         self._stdin.close()
 
     def kill(self) -> None:
-        # The node may have just gone down, with all its processes.
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        # To kill the process is not enough: while one of its children has the pipe open, its reader
+        # and `wait` would wait for that child.
+        self._transport.close()
 
     async def wait(self) -> None:
         await self._process.wait()

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from relaunch.backends.base import BackendError, ProtocolError, Refused, StartOrder, Unreachable
-from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
+from relaunch.backends.pipe import ProcessPipe
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
 
@@ -52,12 +54,7 @@ async def opened() -> AsyncIterator[Open]:
     ) -> AgentSession:
         async def connect() -> ProcessPipe:
             words = (sys.executable, "-S", "-c", program, json.dumps(answers))
-            pipe = asyncio.subprocess.PIPE
-            return ProcessPipe(
-                await asyncio.create_subprocess_exec(
-                    *words, stdin=pipe, stdout=pipe, limit=LINE_LIMIT
-                )
-            )
+            return await ProcessPipe.start(*words, env=os.environ)
 
         sessions.append(AgentSession("n1", connect, answer_within))
         return sessions[-1]
@@ -238,3 +235,28 @@ async def test_bytes_that_are_no_text_arrive_as_storable_text(opened: Open) -> N
     answer = await session.diagnose("r1", 2, 1.0)
     assert isinstance(answer, dict)
     assert answer["stdout"] == "half ? and \U0001f600"
+
+
+async def test_a_broken_session_waits_for_no_child_of_its_agent(
+    opened: Open, tmp_path: Path
+) -> None:
+    # The children have the agent's output open until the test ends.
+    until = tmp_path / "until"
+    os.mkfifo(until)
+    child = f"import subprocess; subprocess.Popen(['cat', {str(until)!r}])\n"
+    noise = AGENT.replace(
+        "for line in sys.stdin:", "for line in sys.stdin:\n    print('noise', flush=True)"
+    )
+    session = opened({}, program=child + noise)
+    try:
+        for _ in range(2):
+            with pytest.raises(BackendError):
+                await ask(session, "reboot")
+        async with asyncio.timeout(60.0):
+            await session.close()
+            while readers := [
+                task for task in asyncio.all_tasks() if task.get_name() == "session n1"
+            ]:
+                await asyncio.gather(*readers)
+    finally:
+        until.open("w").close()
