@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs vm-test: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus vm-test: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 3
 
-.PHONY: setup demo test lint types long bench chaos programs vm-test aws-smoke lock
+.PHONY: setup demo test lint types long bench chaos programs corpus vm-test aws-smoke lock
 
 setup: .venv/.installed
 
@@ -63,6 +63,10 @@ chaos: setup
 # Real training programs, beside torchrun: RELAUNCH_TORCH_PYTHON names a Python that has their libraries (docs/programs.md).
 programs: setup
 	$(PY) -m tests.programs $(if $(WORK),--work $(WORK))
+
+# Real endings of jobs, played through the whole service (docs/corpus.md).
+corpus: setup
+	$(PY) -m tests.corpus $(if $(WORK),--work $(WORK))
 
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup

@@ -37,6 +37,7 @@ from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.messages.ids import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
 from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
+from relaunch.pool.messages import Claim
 from relaunch.pool.restore import export_state, has_restored
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe
 from relaunch.spec.fleet import FleetSpec
@@ -107,6 +108,13 @@ class TellFleetInput:
     fleet: str
     signal: str
     message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CountFreeInput:
+    fleet: str
+    claim: Claim
+    """It avoids the job's own nodes. It is not sent to the fleet as a claim."""
 
 
 class FleetActivities:
@@ -207,6 +215,24 @@ class FleetActivities:
                 raise
             return None
         return state
+
+    @activity.defn
+    async def count_free_nodes(self, input: CountFreeInput) -> int:
+        """Return how many free nodes the fleet could give the job beside those that it avoids.
+
+        Raises:
+            ApplicationError: the fleet's workflow does not run, or no worker answers for it.
+        """
+        handle = self._client.get_workflow_handle(f"{FLEET_ID_PREFIX}{input.fleet}")
+        try:
+            count: int = await handle.query(
+                "count_free", input.claim, result_type=int, rpc_timeout=RESTORE_TIMEOUT
+            )
+        except (RPCError, WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
+            raise ApplicationError(
+                f"fleet {input.fleet} does not say which nodes are free: {error}"
+            ) from error
+        return count
 
     @activity.defn
     async def probe_nodes(self, input: LookInput) -> tuple[NodeProbe, ...]:

@@ -52,8 +52,14 @@ MAX_OBSERVATIONS = 16
 one."""
 MAX_TEXT_BYTES = 192 * 1024
 """Bytes of JSON in one report for what ranks wrote and printed."""
+ECHO_LINES = 20
+"""Last lines that are sent of each distinct echo but the first observation, which has all: enough
+to say what broke, also below what NCCL traces."""
 MIN_GOOD_BEATS = 3
 """Valid heartbeats in a row after which a node that sent invalid data counts as answering again."""
+WENT_ON_S = 60.0
+"""Seconds for which ranks still advance that needed another one which has exited with 0: the step
+that it had taken part in, and the report of it."""
 MAX_NAMED = 16
 MAX_REASON = 300
 """Most characters of why a rank's progress cannot be read."""
@@ -101,6 +107,8 @@ class NodeView:
     """Why none of its ranks reports a step; None: one does, or the node gives no hint."""
     exited: dict[int, bool] = field(default_factory=dict)
     """Whether each exited rank succeeded, by rank."""
+    finished: list[RankExited] = field(default_factory=list)
+    """The exits with 0."""
 
 
 class WatchedShard:
@@ -146,6 +154,10 @@ class WatchedShard:
         self._first_stamps = asyncio.Event()
         for node, ranks in input.exited.items():
             self._nodes[node].exited = dict.fromkeys(ranks, True)
+            # When they did is not known any more: not after now.
+            self._nodes[node].finished = [
+                RankExited(node, rank, 0, 0, None, datetime.now(UTC)) for rank in ranks
+            ]
         self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 
     @property
@@ -266,6 +278,7 @@ class WatchedShard:
                 return  # a rank ends once
             self._nodes[node].exited[observation.rank] = not observation.failed
             if not observation.failed:
+                self._nodes[node].finished.append(replace(observation, log_tail=()))
                 self._first_success = self._first_success or time.monotonic()
                 self._news.set()
                 return
@@ -477,8 +490,25 @@ class WatchedShard:
         first = min(observation.at for observation, _ in self._faults)
         silent, unheard = self._list_silent(), self._list_lost()
         return FaultObserved(
-            self.generation, sent, len(ordered) - len(sent), first, silent, unheard=unheard
+            self.generation,
+            sent,
+            len(ordered) - len(sent),
+            first,
+            silent,
+            unheard=unheard,
+            finished=self._list_needed(),
         )
+
+    def _list_needed(self) -> tuple[RankExited, ...]:
+        """Return the ranks that exited with 0 and without which the others have not advanced."""
+        advanced = self._pace.advanced_at
+        needed = [
+            one
+            for view in self._nodes.values()
+            for one in view.finished
+            if advanced is None or (advanced - one.at).total_seconds() <= WENT_ON_S
+        ]
+        return tuple(sorted(needed, key=lambda one: (one.at, one.rank)))[:MAX_NAMED]
 
     def _list_silent(self) -> tuple[tuple[str, timedelta], ...]:
         """Return the nodes that were not heard lately and for how long.
@@ -632,9 +662,9 @@ def _find_missing(node: str, heartbeat: Mapping[str, Any]) -> MissingProgress | 
 def _cut_texts(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
     """Cut texts so that all observations together have at most `limit` bytes.
 
-    The last lines and the earliest root have precedence.
+    The last lines and the earliest root have precedence. What many echoes say alike is sent once.
     """
-    left, sent = limit, []
+    left, sent, echoes = limit, [], set[tuple[str, ...]]()
     for index, one in enumerate(observations):
         if isinstance(one, RankExited | RanksVanished):
             left -= sum(map(_count_bytes, one.kernel))
@@ -646,15 +676,20 @@ def _cut_texts(limit: int, observations: tuple[Observation, ...]) -> tuple[Obser
                 if left < 0:
                     error = replace(one.error, message=one.error.message[:200], traceback="")
                     one = replace(one, error=error)  # noqa: PLW2901
-            tail: list[str] = []
             is_echo = one.failed and not one.stopped and not is_root(one)
-            for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
+            lines = one.log_tail if index == 0 or is_root(one) else ()
+            if is_echo and (last := one.log_tail[-ECHO_LINES:]) not in echoes:
+                echoes.add(last)
+                lines = lines or last
+            tail: list[str] = []
+            for line in reversed(lines):
                 left -= _count_bytes(line)
                 if left < 0:
                     break
                 tail.insert(0, line)
+            one = replace(one, log_tail=tuple(tail))  # noqa: PLW2901
             # Without its lines it would seem to have ended by itself, before the root.
-            one = replace(one, log_tail=tuple(tail), echo=is_echo and not tail)  # noqa: PLW2901
+            one = replace(one, echo=is_echo and is_root(one))  # noqa: PLW2901
         sent.append(one)
     return tuple(sent)
 

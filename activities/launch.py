@@ -282,6 +282,7 @@ class JobActivities:
             input.token, spec, len(gang.members), input.max_restarts, gang.master
         )
         given = {*environment, *secrets}
+        unwatched = input.timeouts.unwatched
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
@@ -300,6 +301,7 @@ class JobActivities:
                 prepared=stamps[slot.node],
                 secret=secret,
                 fences=input.fences,
+                unwatched=None if unwatched is None else unwatched.total_seconds(),
                 log_pattern=spec.progress.pattern,
                 launched=launched,
                 secrets=secrets,
@@ -307,6 +309,7 @@ class JobActivities:
                 ecs=spec.ecs,
                 inherit_env=spec.inherit_env,
                 umask=spec.umask,
+                separate_stderr=spec.output == "separate",
             )
         await _call_each(
             input.token,

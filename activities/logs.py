@@ -17,8 +17,11 @@ from relaunch.activities.records import read_archive
 from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refused
 from relaunch.generation import Token
 from relaunch.messages.logs import (
+    CheckpointFolder,
     LogPiece,
     MissingLog,
+    ReadCheckpointsInput,
+    ReadCheckpointsOutput,
     ReadIncidentsInput,
     ReadIncidentsOutput,
     ReadLogsInput,
@@ -119,6 +122,30 @@ class LogActivities:
         )
 
     @activity.defn
+    async def read_checkpoints(self, input: ReadCheckpointsInput) -> ReadCheckpointsOutput:
+        """Read which checkpoints a job has, at the first of its nodes that answers."""
+        backend = self._fleets.backend(input.fleet)
+        reasons = []
+        for node in input.nodes:
+            try:
+                answer = await backend.checkpoints(node, input.directory, input.workdir)
+            except BackendError as error:
+                reasons.append(f"{node}: {error.reason}")
+                continue
+            if isinstance(answer, Refused):
+                reasons.append(f"{node}: {answer.reason}")
+                continue
+            if answer["unreadable"] is not None:
+                return ReadCheckpointsOutput(node, unreadable=f"{node}: {answer['unreadable']}")
+            newest = answer["newest"]
+            return ReadCheckpointsOutput(
+                node,
+                None if newest is None else CheckpointFolder(**newest),
+                tuple(CheckpointFolder(**one) for one in answer["incomplete"]),
+            )
+        return ReadCheckpointsOutput(unreadable="; ".join(reasons))
+
+    @activity.defn
     async def read_incidents(self, input: ReadIncidentsInput) -> ReadIncidentsOutput:
         return ReadIncidentsOutput(
             tuple(await asyncio.to_thread(read_archive, self._archive, input.namespace, input.job))
@@ -130,7 +157,7 @@ async def _read(
 ) -> Logs | Refused | BackendError:
     try:
         return await backend.logs(
-            node, token, input.offsets, share, input.wait, input.tail, input.since
+            node, token, input.offsets, share, input.wait, input.tail, input.since, input.stream
         )
     except BackendError as error:
         return error

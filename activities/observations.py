@@ -19,13 +19,12 @@ from relaunch.evidence.observations import (
     RanksFenced,
     RanksVanished,
 )
+from relaunch.evidence.rank_log import TAIL_LINES
 from relaunch.job.launchers import RankFailure, parse_failures
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
 """Characters. A traceback is cut at its start; sixteen of them must stay far below 256 KiB."""
-TAIL_LINES = 200
-"""The most lines of its log that a rank's exit has."""
 KERNEL_LINES, KERNEL_LINE = 20, 400
 """The most that the agent sends; a line is ASCII."""
 

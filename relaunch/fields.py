@@ -116,6 +116,9 @@ Text = Annotated[str, BeforeValidator(check_text)]
 class Pattern(Protocol):
     """A compiled regular expression, from `re` or from RE2."""
 
+    @property
+    def pattern(self) -> str: ...
+
     def search(self, text: str, /) -> Match | None: ...
 
 

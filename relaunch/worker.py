@@ -223,6 +223,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             fleet.read_fleet,
             fleet.probe_nodes,
             fleet.read_last_state,
+            fleet.count_free_nodes,
             fleet.find_jobs,
             fleet.find_closed_jobs,
             fleet.reclaim,
@@ -230,6 +231,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             PeopleActivities(fleets).tell_people,
             logs.read_logs,
             logs.read_stacks,
+            logs.read_checkpoints,
             logs.read_incidents,
         ],
         # The sandbox imports our modules again for every job and guards each call, which took most

@@ -125,9 +125,8 @@ def current_details(job: JobState, now: datetime) -> str:
         "",
         f"- the job's own restarts: {job.restarts_spent} of {job.policy.max_restarts} spent",
     ]
-    lines += [
-        f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"
-    ]
+    if (most := job.policy.no_progress_stop) != "off":
+        lines += [f"- generations without progress: {job.flat_generations} of {most}"]
     for budget in list_used_budgets(job, now):
         rung = budget.rung
         window = f" in {duration(rung.window)}" if rung.window else ""

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Union
 
-from relaunch.agent import disk, processes, reports
+from relaunch.agent import checkpoints, disk, processes, reports
 from relaunch.agent.loop import parse
 from relaunch.agent.node import preflight, probe, repairs
 from relaunch.agent.protocol import (
@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
     "stacks": lambda state, order, reading, writing: reports.read_stacks(state, order),
+    "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(order),
     "probe": lambda state, order, reading, writing: probe.probe_node(state, order),
     "preflight": lambda state, order, reading, writing: preflight.check_node(state, order),
     "meet": lambda state, order, reading, writing: preflight.meet(state, order),

@@ -193,6 +193,9 @@ def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> 
 
 def read_logs(state: Path, order: Fields, reading: int) -> Json:
     generation, ranks = _find_generation(state, order)
+    stream = order.text("stream", "stdout")
+    if stream not in ("stdout", "stderr"):
+        refuse_field("stream", stream, "stdout or stderr")
     most = order.whole("max_bytes", 65536)
     if most < 4:
         refuse_field("max_bytes", most, "at least 4, the longest letter of UTF-8")
@@ -210,32 +213,32 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
     offsets: dict[int, int] = {}
     begins: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    all_ranks = [*ranks, *generation.launched_ranks]
+    below = list(generation.launched_ranks)
+    all_ranks = [*ranks, *below] if stream == "stdout" or not below else below
+    logs = {rank: generation.log_path(rank, stream) for rank in all_ranks}
     limit = max(4, most // max(1, len(all_ranks)))
-    for rank in all_ranks:
+    for rank, log in logs.items():
         # a reader follows the whole job, so its offsets also name ranks of other nodes
         if str(rank) in fields.order:
             offsets[rank] = fields.whole(str(rank))
             continue
-        log = generation.log_path(rank)
         offsets[rank] = max(
             0 if lines is None else _find_tail(log, lines, limit),
-            0 if since is None else _find_line(log, log_times.find_offset(generation, rank, since)),
+            0 if since is None else _find_line(log, log_times.find_offset(generation, log, since)),
         )
         begins[str(rank)], sizes[str(rank)] = offsets[rank], _find_size(log)
     while True:
         over = _has_ended(generation, ranks)
         read_chunks = [
-            _read_chunk(generation.log_path(rank), rank, offset, limit, over)
-            for rank, offset in offsets.items()
+            _read_chunk(logs[rank], rank, offset, limit, over) for rank, offset in offsets.items()
         ]
         chunks = [chunk for chunk in read_chunks if chunk is not None]
         ended = over and all(
-            _is_read_up(generation, rank, offset, chunks) for rank, offset in offsets.items()
+            _is_read_up(logs[rank], rank, offset, chunks) for rank, offset in offsets.items()
         )
         left = deadline - time.monotonic()
         if chunks or ended or left <= 0:
-            missing = [rank for rank in ranks if over and not generation.log_path(rank).exists()]
+            missing = [rank for rank in ranks if over and rank in logs and not logs[rank].exists()]
             return {
                 "outcome": "done",
                 "chunks": chunks,
@@ -255,9 +258,9 @@ def _has_ended(generation: Generation, ranks: list[int]) -> bool:
     return len(journal.list_exited(journal.read(generation.journal))) == len(ranks)
 
 
-def _is_read_up(generation: Generation, rank: int, offset: int, chunks: list[Json]) -> bool:
+def _is_read_up(log: Path, rank: int, offset: int, chunks: list[Json]) -> bool:
     after = next((chunk["next"] for chunk in chunks if chunk["rank"] == rank), offset)
-    return bool(after >= _find_size(generation.log_path(rank)))
+    return bool(after >= _find_size(log))
 
 
 def _find_size(log: Path) -> int:

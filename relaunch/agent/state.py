@@ -146,8 +146,10 @@ class Generation:
         ):
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def log_path(self, rank: int) -> Path:
-        return self.path / "logs" / f"rank_{rank}.log"
+    def log_path(self, rank: int, stream: str = "stdout") -> Path:
+        """Return the log of a rank: of both streams, or where they are apart, of that one."""
+        name = f"rank_{rank}.log" if stream == "stdout" else f"rank_{rank}.{stream}.log"
+        return self.path / "logs" / name
 
     @property
     def log_times(self) -> Path:

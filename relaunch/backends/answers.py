@@ -226,6 +226,20 @@ class StacksAnswer(_Answer):
     stacks: Annotated[list[StackRow], Field(min_length=1, max_length=1)]
 
 
+class CheckpointRow(_Answer):
+    name: Annotated[str, Field(max_length=256)]
+    format: Annotated[str, Field(max_length=32)]
+    step: Count | None
+    age: Seconds
+    incomplete: Annotated[str, Field(max_length=256)] = ""
+
+
+class CheckpointsAnswer(_Answer):
+    newest: CheckpointRow | None = None
+    incomplete: Annotated[list[CheckpointRow], Field(max_length=16, fail_fast=True)] = []
+    unreadable: Annotated[str, Field(max_length=256)] | None = None
+
+
 class BootAnswer(_Answer):
     """The answer to a command whose other fields are read one by one later.
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from relaunch.generation import Token
 from relaunch.job.places import AgentPlace
 from relaunch.spec.fleet import FleetNode, FleetSpec
-from relaunch.spec.job import EcsTask
+from relaunch.spec.job import EcsTask, OutputStream
 
 PROTOCOL = 1
 
@@ -143,6 +143,10 @@ class StartOrder:
     """Whether ranks also get the variables that the node itself has."""
     umask: str | None = None
     """In octal; None: the node's."""
+    unwatched: float | None = None
+    """Seconds after which ranks that no controller watches stop; None: they do not."""
+    separate_stderr: bool = False
+    """Whether each rank's stderr has a separate log."""
     gpus: int = 0
     """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None
@@ -276,6 +280,7 @@ class Backend(Protocol):
         wait: float,
         tail: int | None,
         since: float | None = None,
+        stream: OutputStream = "stdout",
     ) -> Logs | Refused:
         """Read what ranks have printed.
 
@@ -288,6 +293,7 @@ class Backend(Protocol):
             tail: Begin with this many last lines; only for ranks that have no offset.
             since: Begin with what was printed in this many last seconds, and at most some more;
                 only for ranks that have no offset.
+            stream: Which of a rank's logs; "stdout" has both streams, unless they are separate.
         """
         ...
 
@@ -295,6 +301,20 @@ class Backend(Protocol):
         """Ask for the stacks of a rank.
 
         The answer is that of docs/reference/agent-protocol.md, `stacks`.
+        """
+        ...
+
+    async def checkpoints(
+        self, node: str, directory: str, workdir: str | None
+    ) -> Mapping[str, Any] | Refused:
+        """Ask which checkpoints a folder has: the newest complete one, and newer incomplete ones.
+
+        The answer is that of docs/reference/agent-protocol.md, `checkpoints`.
+
+        Args:
+            node: Its name.
+            directory: The folder.
+            workdir: What a relative path begins at; None: where the ranks are started.
         """
         ...
 

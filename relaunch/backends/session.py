@@ -33,6 +33,7 @@ from relaunch.backends.link import Inbox, Link, end
 from relaunch.backends.pipe import Pipe
 from relaunch.generation import Token
 from relaunch.job.places import parse_place
+from relaunch.spec.job import OutputStream
 
 ANSWER_TIMEOUT = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs some
@@ -112,8 +113,12 @@ class AgentSession:
             "fences": order.fences,
             "log_pattern": order.log_pattern,
         }
+        if order.unwatched is not None:
+            body["unwatched"] = order.unwatched
         if not order.inherit_env:
             body["inherit_env"] = False
+        if order.separate_stderr:
+            body["separate_stderr"] = True
         if order.umask is not None:
             body["umask"] = order.umask
         if order.launched is not None:
@@ -167,6 +172,7 @@ class AgentSession:
         wait: float,
         tail: int | None,
         since: float | None = None,
+        stream: OutputStream = "stdout",
     ) -> Logs | Refused:
         body = {
             "token": self._token(token),
@@ -177,6 +183,7 @@ class AgentSession:
             "wait": wait,
             "tail": tail,
             "since": since,
+            "stream": stream,
         }
         answer = await self._call("logs", body, wait + self._within)
         if answer["outcome"] == "refused":
@@ -199,6 +206,16 @@ class AgentSession:
             return self._read_refusal("stacks", answer)
         answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
         return answer
+
+    async def checkpoints(self, directory: str, workdir: str | None) -> Mapping[str, Any] | Refused:
+        answer = await self._call(
+            "checkpoints", {"directory": directory, "workdir": workdir}, self._within
+        )
+        if answer["outcome"] == "refused":
+            return self._read_refusal("checkpoints", answer)
+        return answers.parse(
+            self._node, "checkpoints", answers.CheckpointsAnswer, answer
+        ).model_dump()
 
     async def probe(self, within: float, kernel_since: float | None) -> Mapping[str, Any]:
         order = {"within": within, "kernel_since": kernel_since}

@@ -27,6 +27,7 @@ from relaunch.backends.pipe import Pipe
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
 from relaunch.spec.fleet import FleetNode, FleetSpec
+from relaunch.spec.job import OutputStream
 
 
 class SessionBackend(ABC):
@@ -83,11 +84,18 @@ class SessionBackend(ABC):
         wait: float,
         tail: int | None,
         since: float | None = None,
+        stream: OutputStream = "stdout",
     ) -> Logs | Refused:
-        return await self._session(node).logs(token, offsets, max_bytes, wait, tail, since)
+        session = self._session(node)
+        return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         return await self._session(node).stacks(token, rank)
+
+    async def checkpoints(
+        self, node: str, directory: str, workdir: str | None
+    ) -> Mapping[str, Any] | Refused:
+        return await self._session(node).checkpoints(directory, workdir)
 
     async def probe(
         self, node: str, within: float, kernel_since: float | None

@@ -26,6 +26,7 @@ from relaunch.config import ConfigError, Settings, read_settings
 if TYPE_CHECKING:
     from temporalio.client import Client
 
+    from relaunch.cli.jobs import JobSnapshot
     from relaunch.messages.logs import Stack
 
 app = typer.Typer(
@@ -177,6 +178,17 @@ def run(
     progress: Annotated[
         str | None, typer.Option(metavar="NAME", help="A preset of such patterns.")
     ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="merged|separate",
+            help="separate: each rank's stderr has a separate log, and is printed to stderr.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where checkpoints are: `show` says the newest."),
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job; default: the script's name and the time.")
@@ -229,6 +241,8 @@ def run(
         "name": name,
         "policy": policy,
         "fleet": fleet,
+        "output": output,
+        "checkpoint": None if checkpoint is None else {"directory": checkpoint},
         "progress": progress if log_pattern is None else {"log_pattern": log_pattern},
     }
     options = {
@@ -331,10 +345,16 @@ def list_jobs(as_json: Json = False) -> None:
 @app.command()
 def show(job: Job, as_json: Json = False) -> None:
     """Show one job: its phase, the reason, and what happens next."""
-    from relaunch.cli import jobs, past_runs, tables
+    from relaunch.cli import past_runs, tables
 
-    now = past_runs.run_with_job(job, lambda client, _: jobs.load_job(client, job))
-    view = tables.show_view(now, datetime.now(UTC))
+    async def work(client: Client, settings: Settings) -> tuple[JobSnapshot, Any]:
+        from relaunch.cli import checkpoints, jobs
+
+        now = await jobs.load_job(client, job)
+        return now, await checkpoints.read(client, settings.task_queue, now.state)
+
+    now, checkpoint = past_runs.run_with_job(job, work)
+    view = {**tables.show_view(now, datetime.now(UTC)), "checkpoint": checkpoint}
     print_json(view) if as_json else tables.print_show(view, now)
 
 
@@ -356,18 +376,24 @@ def next_(job: Job, as_json: Json = False) -> None:
 def history(job: Job, as_json: Json = False) -> None:
     """Show all incidents of a job, and the decisions about each."""
 
-    async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
-        from relaunch.cli import job_views, jobs
+    async def work(
+        client: Client, settings: Settings
+    ) -> tuple[list[dict[str, Any]], str | None, dict[str, Any] | None]:
+        from relaunch.cli import checkpoints, job_views, jobs
 
         now = await jobs.load_job(client, job)
         incidents, missing = await jobs.incidents(client, settings.task_queue, now)
         assert now.state is not None, "else its incidents cannot be read"
-        return [job_views.history_entry(one, now.state) for one in incidents], missing
+        checkpoint = None
+        if not as_json:
+            checkpoint = await checkpoints.read(client, settings.task_queue, now.state)
+        entries = [job_views.history_entry(one, now.state) for one in incidents]
+        return entries, missing, checkpoint
 
     from relaunch.cli import past_runs, tables
 
-    entries, missing = past_runs.run_with_job(job, work)
-    print_json(entries) if as_json else tables.print_history(job, entries)
+    entries, missing, checkpoint = past_runs.run_with_job(job, work)
+    print_json(entries) if as_json else tables.print_history(job, entries, checkpoint)
     if missing:
         say(missing)
 
@@ -404,6 +430,13 @@ def logs(
         str | None,
         typer.Option(metavar="PATTERN", help="Only lines that match this regular expression."),
     ] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="stdout|stderr",
+            help="Only this stream, of a job with `output: separate`.",
+        ),
+    ] = None,
     follow: Annotated[
         bool,
         typer.Option(
@@ -420,7 +453,7 @@ def logs(
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import logs as reading
 
-        selection = reading.parse_selection(rank, tail, since, grep)
+        selection = reading.parse_selection(rank, tail, since, grep, stream)
         if follow and generation is None:
             from relaunch.cli.follow import follow_logs
 
@@ -612,7 +645,12 @@ def replay_policy(
 def explain_evidence(
     kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
     what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
-    exit_code: Annotated[int | None, typer.Option(help="Exit code of dcgmi.")] = None,
+    exit_code: Annotated[
+        int | None,
+        typer.Option(
+            help="Exit code of dcgmi, or of the rank whose log it is: -9 is SIGKILL; by default 1."
+        ),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(

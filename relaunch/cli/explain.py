@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ from relaunch.evidence.catalog import Catalog, catalog
 from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.findings import Finding, Role
 from relaunch.spec.policy import Policy
-from relaunch.text import count_noun
+from relaunch.text import count_noun, printable
 
+MAX_ROW = 120
+"""Characters of a line in the row that is suggested for it."""
 KINDS = ("xid", "exit", "dcgm", "log", "kernel")
 NO_CAUSE = "no finding names a cause"
 
@@ -45,6 +46,8 @@ class Explanation:
     """Text lines printed before the findings."""
     foot: tuple[str, ...] = ()
     verdict: str | None = None
+    root: LocatedFinding | None = None
+    """The finding that decides, where a job's rules choose it; None: the gravest, as of a node."""
 
 
 def read_lines(path: str) -> list[str]:
@@ -73,10 +76,10 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
     Raises:
         ConfigError: There is no such kind, or the evidence cannot be read.
     """
-    if exit_code is not None and kind != "dcgm":
+    if exit_code is not None and kind not in ("dcgm", "log"):
         raise ConfigError(
-            f"--exit-code {exit_code} is the exit code of dcgmi: use it with `explain dcgm`, not "
-            f"`explain {kind}`"
+            f"--exit-code {exit_code} is the exit code of dcgmi or of a rank: use it with "
+            f"`explain dcgm` or `explain log`, not `explain {kind}`"
         )
     match kind:
         case "xid":
@@ -86,7 +89,7 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
         case "dcgm":
             return explain_dcgm(what, exit_code, policy)
         case "log":
-            return explain_log(what, policy)
+            return explain_log(what, exit_code, policy)
         case "kernel":
             return explain_kernel(what, policy)
     raise ConfigError(
@@ -192,21 +195,68 @@ def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Exp
     )
 
 
-def explain_log(path: str, policy: Policy | None) -> Explanation:
-    from relaunch.evidence.exits import read_log
+def explain_log(path: str, exit_code: int | None, policy: Policy | None) -> Explanation:
+    """Explain the log of a rank that failed, by the function that judges the ranks of a job.
 
-    return _explain_lines(path, policy, read_log)
+    Args:
+        path: The file with its log.
+        exit_code: Its exit code; negative for a signal; None: 1, Python's for an exception.
+        policy: The policy whose catalog is used.
+
+    Raises:
+        ConfigError: The file cannot be read, or no process ends with this exit code.
+    """
+    from relaunch.evidence.rank_log import TAIL_LINES
+    from relaunch.job.diagnose import diagnose_log
+
+    code = 1 if exit_code is None else exit_code
+    if code == 0 or not -64 <= code <= 255:
+        raise ConfigError(
+            f"--exit-code {code} is no failure of a rank: expected a code from 1 to 255, or a "
+            "signal such as -9"
+        )
+    lines = read_lines(path)
+    before = max(0, len(lines) - TAIL_LINES)
+    diagnosis, log = diagnose_log(lines[before:], code, _catalog(policy))
+    found = tuple(
+        LocatedFinding(finding, before + number + 1)
+        for finding, number in zip(log.findings, log.lines, strict=True)
+    )
+    root = next((one for one in found if one.finding is log.decisive), None)
+    if root is not None and (log.is_echo or root.finding.cause is not diagnosis.cause):
+        root = None
+    head = f"{count_noun(len(lines), 'line')} read"
+    head += f", the last {TAIL_LINES} of them as a job does" if before else ""
+    head += f", {len(found)} with evidence" if found else ""
+    reason = root.finding.reason if root is not None else printable(diagnosis.reason)
+    foot = _suggest_row(printable(log.last_line)) if log.decisive is None and log.last_line else ()
+    return Explanation(
+        found, diagnosis.cause, reason, {}, (head,) + (("",) if found else ()), foot, root=root
+    )
+
+
+def _suggest_row(line: str) -> tuple[str, ...]:
+    """Return how a team tells relaunch what a line means that no row of the catalog matches."""
+    # Escaped for RE2, which refuses what `re.escape` writes for a space.
+    pattern = re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", line[:MAX_ROW])
+    pattern = re.sub(r"\d+", r"\\d+", pattern).replace("'", "''")
+    return (
+        "",
+        "No row of the catalog matches that line. If you know what it means, write that into a",
+        "policy file, and look again:",
+        "",
+        "catalog:",
+        "  log:",
+        f"    - {{id: our_error, pattern: '{pattern}', cause: {Cause.APPLICATION}, meaning: …}}",
+        "",
+        "relaunch explain log FILE --policy ours.yaml",
+        "relaunch policy change JOB ours.yaml --reason …     # for a job that runs",
+    )
 
 
 def explain_kernel(path: str, policy: Policy | None) -> Explanation:
-    from relaunch.evidence.kernel_log import read_kernel_log
+    from relaunch.evidence.kernel_log import read_kernel_log as read
 
-    return _explain_lines(path, policy, read_kernel_log)
-
-
-def _explain_lines(
-    path: str, policy: Policy | None, read: Callable[[Iterable[str], Catalog], tuple[Finding, ...]]
-) -> Explanation:
     tables = _catalog(policy)
     lines = read_lines(path)
     numbers = [number for number, line in enumerate(lines, start=1) if read((line,), tables)]
@@ -246,7 +296,7 @@ def lines_of(explanation: Explanation, policy: Policy | None, source: str | None
     """Return an explanation as text lines. `source` is the policy's name as it was typed."""
     lines = list(explanation.head)
     if explanation.verdict is not None or not _is_single_finding(explanation):
-        root = _find_root(explanation.found)
+        root = explanation.root or _find_root(explanation.found)
         for one in explanation.found:
             marker = "→" if one is root else " "
             where = f"line {one.line}  " if one.line is not None else ""
@@ -316,7 +366,7 @@ def _is_single_finding(explanation: Explanation) -> bool:
 
 
 def _root_code(explanation: Explanation) -> str:
-    root = _find_root(explanation.found)
+    root = explanation.root or _find_root(explanation.found)
     return (
         root.finding.code
         if root is not None

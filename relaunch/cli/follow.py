@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from temporalio.client import Client, WorkflowFailureError
 
 from relaunch.cli import job_views, jobs, logs
+from relaunch.cli.rank_output import Printer, RunOutput
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.messages.jobs import JobResult
+from relaunch.spec.job import OutputStream
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -220,15 +222,22 @@ def line_to_row(line: str) -> tuple[str, str]:
 
 
 async def follow_with_logs(
-    client: Client, task_queue: str, name: str, say: Say, *, can_retry: bool = True
+    client: Client,
+    task_queue: str,
+    name: str,
+    say: Say,
+    *,
+    can_retry: bool = True,
+    output: RunOutput | None = None,
 ) -> int:
     """Print the output of all ranks of every generation, and what relaunch does, until the job
     ends.
 
-    Return the job's exit code. `can_retry` is that of `closing_line`.
+    Return the job's exit code. `can_retry` is that of `closing_line`, and `output` says what is
+    printed of what ranks print.
     """
     narrator = Narrator(say)
-    reader = LogReader(client, task_queue, say)
+    reader = LogReader(client, task_queue, say, output=output)
     reading = asyncio.create_task(reader.run())
     now: jobs.JobSnapshot | None = None
     try:
@@ -289,9 +298,11 @@ class LogReader:
         selection: logs.Selection = logs.EVERYTHING,
         *,
         from_newest: bool = False,
+        output: RunOutput | None = None,
     ) -> None:
         self._client, self._task_queue, self._say = client, task_queue, say
         self._selection = selection
+        self._output = output
         self._from_newest = from_newest
         self._queue: asyncio.Queue[int | None] = asyncio.Queue()
         self._state: JobState | None = None
@@ -332,17 +343,34 @@ class LogReader:
             if where is None:
                 self._say(logs.explain_forgotten(state, number))
                 continue
-            await logs.print_logs(
+            await logs.print_streams(
                 self._client,
                 self._task_queue,
                 logs.limit_to_rank(where, state, selection.rank),
-                selection.printer(state.spec.world_size),
+                self._make_printers(state, number, selection),
                 self._say,
                 over,
                 selection,
             )
             # Later generations are printed from their begin.
             selection, is_first = replace(selection, tail=None, since=None), False
+
+    def _make_printers(
+        self, state: JobState, number: int, selection: logs.Selection
+    ) -> dict[OutputStream, Printer]:
+        spec, output = state.spec, self._output
+        streams = selection.streams(spec)
+        if output is None:
+            return {
+                stream: selection.make_printer(spec.world_size, streams, stream)
+                for stream in streams
+            }
+        return {
+            stream: output.make_printer(
+                spec.world_size, spec.ranks_per_node, number, streams, stream
+            )
+            for stream in streams
+        }
 
 
 def _explain_restart(state: JobState, number: int) -> str:

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from relaunch.job.state import Incident, JobState
 
 
+CHECKPOINT_FORMATS = {
+    "dcp": "torch.distributed.checkpoint",
+    "hf": "Hugging Face",
+    "accelerate": "Accelerate",
+    "megatron": "Megatron-LM",
+    "torch": "torch.save",
+}
+
+
 @dataclass(frozen=True)
 class Watch:
     """The latest report on the ranks: the heartbeat details of the pending `watch_ranks`."""
@@ -144,6 +153,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
             "ranks": list(failure.fault.ranks),
             "traceback": failure.fault.traceback,
             "logs": failure.logs or None,
+            "advice": failure.advice or None,
             "earlier": list(failure.earlier),
         }
         if failure is not None
@@ -271,6 +281,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
         *([f"fewer       {view['size']['reason']}"] if view["size"]["reason"] else []),
         f"progress    {progress_text(progress)}"
         + (f": {view['progress_hint']}" if view["progress_hint"] else ""),
+        *(f"checkpoint  {line}" for line in checkpoint_lines(view.get("checkpoint"))),
         f"budgets     {budget_text(view['budgets'])}",
         f"incidents   {view['incidents']}",
     ]
@@ -297,6 +308,7 @@ def _failure_lines(failure: Mapping[str, Any] | None) -> list[str]:
     return [
         f"failure     {where}: {failure['reason']}",
         *(f"            | {line}" for line in failure["traceback"].splitlines()),
+        *([f"what helps  {failure['advice']}"] if failure["advice"] else []),
         *(f"before it   {line}" for line in failure["earlier"]),
         *([f"log         {failure['logs']}"] if failure["logs"] else []),
     ]
@@ -373,12 +385,45 @@ def progress_text(progress: Mapping[str, Any] | None) -> str:
     return f"step {progress['step']}{rate}{values}{saved}"
 
 
+def checkpoint_lines(view: Mapping[str, Any] | None) -> list[str]:
+    """Return the sentences that say what the next generation can resume from."""
+    if view is None:
+        return []
+    directory, newest = view["directory"], view["newest"]
+    if view["unreadable"]:
+        return [f"{directory} was not read: {view['unreadable']}"]
+    told = [f"none is complete in {directory} on {view['node']}"]
+    if newest is not None:
+        step = "" if newest["step"] is None else f"step {newest['step']}, "
+        how = CHECKPOINT_FORMATS.get(newest["format"], newest["format"])
+        told = [
+            f"{_checkpoint_name(directory, newest)} ({step}{how}), saved "
+            f"{_checkpoint_age(newest)} ago: the next generation can resume from it"
+        ]
+    for torn in view["incomplete"]:
+        taken = "; get_last_checkpoint takes it all the same: remove it before the next launch"
+        told.append(
+            f"{_checkpoint_name(directory, torn)} is not complete: {torn['incomplete']}, changed "
+            f"{_checkpoint_age(torn)} ago{taken if torn['format'] == 'hf' else ''}"
+        )
+    return told
+
+
+def _checkpoint_name(directory: str, found: Mapping[str, Any]) -> str:
+    name = found["name"]
+    path = directory if name == "." else f"{directory.rstrip('/')}/{name}"
+    return "".join(letter if letter.isprintable() else "?" for letter in path)
+
+
+def _checkpoint_age(found: Mapping[str, Any]) -> str:
+    return age(timedelta(seconds=found["age"]))
+
+
 def budget_text(view: Mapping[str, Any]) -> str:
     restarts = view["max_restarts"]
-    parts = [
-        f"{restarts['spent']} of {count_noun(restarts['limit'], 'restart')}",
-        f"{view['no_progress']['spent']} of {view['no_progress']['limit']} without progress",
-    ]
+    parts = [f"{restarts['spent']} of {count_noun(restarts['limit'], 'restart')}"]
+    if (flat := view["no_progress"])["limit"] != "off":
+        parts.append(f"{flat['spent']} of {flat['limit']} without progress")
     for cause, rungs in view["causes"].items():
         parts += [
             f"{cause} {r['strategy']} {r['used']} of {r['allowed']}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import get_args
 
 from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
@@ -22,6 +23,7 @@ from relaunch.fields import Pattern, compile_pattern, parse_duration
 from relaunch.job.generation_nodes import find_nodes
 from relaunch.job.state import JobState
 from relaunch.messages.logs import ReadLogsInput, ReadLogsOutput
+from relaunch.spec.job import JobSpec, OutputStream
 
 WAIT = 5.0
 """Seconds that one call waits for new output. After ctrl-C, a longer call would occupy a slot of
@@ -49,6 +51,7 @@ class Generation:
     job: str
     submission: int
     number: int
+    stream: OutputStream = "stdout"
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,32 @@ class Selection:
     """Begin with what was printed in this last time."""
     grep: Pattern | None = None
     """Only lines that this pattern matches."""
+    stream: OutputStream | None = None
+    """Only this stream, of a job that keeps them apart."""
 
-    def printer(self, world_size: int) -> Printer:
-        return Printer(world_size, grep=self.grep)
+    def streams(self, spec: JobSpec) -> tuple[OutputStream, ...]:
+        if self.stream is not None:
+            return (self.stream,)
+        return ("stdout", "stderr") if spec.output == "separate" else ("stdout",)
+
+    def make_printer(
+        self, world_size: int, streams: tuple[OutputStream, ...], stream: OutputStream
+    ) -> Printer:
+        marks = stream == "stderr" and len(streams) > 1
+        printer = Printer(world_size, grep=self.grep, is_stderr=marks)
+        printer.is_live = printer.is_live and stream == streams[-1]
+        return printer
 
 
 EVERYTHING = Selection()
 
 
 def parse_selection(
-    rank: int | None, tail: int | None, since: str | None, grep: str | None
+    rank: int | None,
+    tail: int | None,
+    since: str | None,
+    grep: str | None,
+    stream: str | None = None,
 ) -> Selection:
     """Read what a person typed.
 
@@ -91,7 +110,12 @@ def parse_selection(
         pattern = None if grep is None else compile_pattern(grep)
     except ValueError as error:
         raise ConfigError(f"--grep: {error}") from None
-    return Selection(rank, tail, wanted, pattern)
+    streams: dict[str | None, OutputStream | None] = {
+        one: one for one in (None, *get_args(OutputStream))
+    }
+    if stream not in streams:
+        raise ConfigError(f"--stream: {stream!r} is not a stream: expected stdout or stderr")
+    return Selection(rank, tail, wanted, pattern, streams[stream])
 
 
 def generation_of(state: JobState, number: int | None = None) -> Generation | None:
@@ -139,6 +163,7 @@ async def read(
                 wait=wait,
                 tail=selection.tail,
                 since=None if selection.since is None else selection.since.total_seconds(),
+                stream=where.stream,
             ),
             id=f"read_logs/{where.job}/{where.number}/{uuid.uuid4().hex}",
             task_queue=task_queue,
@@ -250,6 +275,11 @@ async def load_checked(
         raise ConfigError(
             f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}"
         )
+    if selection.stream is not None and state.spec.output != "separate":
+        raise ConfigError(
+            f"job {job} has no log of {selection.stream} alone: its job file does not say "
+            "`output: separate`"
+        )
     return now, state
 
 
@@ -281,15 +311,51 @@ async def print_job_logs(
     where = limit_to_rank(where, state, selection.rank)
     if await read(client, task_queue, where, None, 0.0, Selection(tail=0)) is None:
         raise ConfigError(NO_WORKER.format(job))
-    printer = selection.printer(state.spec.world_size)
     live = follow and now.open and number == state.generation
-    if not live:
+    streams = selection.streams(state.spec)
+    printers = {
+        stream: selection.make_printer(state.spec.world_size, streams, stream) for stream in streams
+    }
+    if live:
+        await print_streams(client, task_queue, where, printers, say, lambda: False, selection)
+        return 0
+    is_complete = True
+    for stream, printer in printers.items():
         # All of it is there: of a bar, only its final state is of interest.
         printer.is_live, printer.interval = False, math.inf
-    found = await print_logs(
-        client, task_queue, where, printer, say, lambda: False, selection, to_now=not live
-    )
-    return 0 if found or live else 1
+        one = replace(where, stream=stream)
+        found = await print_logs(
+            client, task_queue, one, printer, say, lambda: False, selection, to_now=True
+        )
+        is_complete = is_complete and found
+    return 0 if is_complete else 1
+
+
+async def print_streams(
+    client: Client,
+    task_queue: str,
+    where: Generation,
+    printers: Mapping[OutputStream, Printer],
+    say: Say,
+    over: Callable[[], bool],
+    selection: Selection,
+) -> None:
+    """Print the streams of a generation as they arrive; see `print_logs`."""
+    first = next(iter(printers))
+    async with asyncio.TaskGroup() as tasks:
+        for stream, printer in printers.items():
+            tasks.create_task(
+                print_logs(
+                    client,
+                    task_queue,
+                    replace(where, stream=stream),
+                    printer,
+                    # What is missing of the one is missing of the other.
+                    say if stream == first else lambda text: None,
+                    over,
+                    selection,
+                )
+            )
 
 
 def limit_to_rank(where: Generation, state: JobState, rank: int | None) -> Generation:

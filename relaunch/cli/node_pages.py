@@ -29,7 +29,8 @@ from relaunch.cli.node_views import (
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
 from relaunch.pool.events import FleetFileContent
-from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord
+from relaunch.pool.messages import Healing
+from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord, PastReason
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from relaunch.text import count_noun
 
@@ -203,6 +204,8 @@ def node_lines(
         else "repair      none"
     )
     lines += [f"fault       {_mark_line(mark)}" for mark in record.marks]
+    lines += [f"healed      {_healing_line(one)}" for one in record.healed]
+    lines += [f"past        {_past_line(one)}" for one in record.past]
     return lines
 
 
@@ -241,6 +244,16 @@ def _mark_line(mark: Mark) -> str:
         f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.reason}"
     )
     return f"{line} [does not count: {mark.retracted}]" if mark.retracted else line
+
+
+def _healing_line(one: Healing) -> str:
+    of = f" of GPU {names(list(one.gpus))}" if one.gpus else ""
+    return f"{iso(one.at)} {one.strategy}{of}, then examined healthy: faults before it do not count"
+
+
+def _past_line(one: PastReason) -> str:
+    since = f"{iso(one.since)} to " if one.since else "until "
+    return f"{since}{iso(one.until)} by {one.by}: {one.reason} [then {one.end}]"
 
 
 def changes(fleet: FleetState, file: FleetFileContent) -> list[str]:

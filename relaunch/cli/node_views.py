@@ -100,6 +100,8 @@ def health(record: NodeRecord) -> tuple[Verdict, str]:
 
     A mark is not a verdict, and neither is a quarantine: only an examination gives one.
     """
+    if record.verdict is Verdict.UNHEALTHY and _is_vouched_for(record):
+        return Verdict.UNKNOWN, "not examined since it was released"
     if record.verdict is Verdict.UNHEALTHY:
         return Verdict.UNHEALTHY, record.verdict_reason
     if record.status in (NodeStatus.SUSPECT, NodeStatus.REPAIRING):
@@ -112,6 +114,13 @@ def health(record: NodeRecord) -> tuple[Verdict, str]:
     if any(not mark.retracted and mark.at >= examined for mark in record.marks):
         return Verdict.UNKNOWN, "not examined since the last fault"
     return Verdict.HEALTHY, record.verdict_reason
+
+
+def _is_vouched_for(record: NodeRecord) -> bool:
+    """Return whether a person has put the node into service since its last examination."""
+    since, examined = record.since, record.verdict_at
+    is_in_service = record.status is NodeStatus.IN_SERVICE
+    return is_in_service and since is not None and examined is not None and since >= examined
 
 
 def health_text(record: NodeRecord, now: datetime) -> str:
@@ -204,6 +213,20 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
             }
             for mark in record.marks
             if not mark.retracted
+        ],
+        "past": [
+            {
+                "reason": one.reason,
+                "by": one.by,
+                "since": iso(one.since),
+                "until": iso(one.until),
+                "end": one.end,
+            }
+            for one in record.past
+        ],
+        "healed": [
+            {"strategy": str(one.strategy), "at": iso(one.at), "gpus": list(one.gpus)}
+            for one in record.healed
         ],
         "boot_id": probe.boot_id if probe else "",
         "since": iso(since),

@@ -106,11 +106,13 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
         "extends": policy.extends,
         "budgets": {
             "max_restarts": policy.max_restarts,
+            "exhaust_restarts": policy.exhaust_restarts,
             "renewal": policy.renewal,
             "no_progress_stop": None
             if policy.no_progress_stop == "off"
             else policy.no_progress_stop,
             "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
+            "startup_stop": None if policy.startup_stop == "off" else policy.startup_stop,
             "healthy_for": policy.healthy_for.total_seconds(),
             "grow_after": None if policy.grow_after == "off" else policy.grow_after.total_seconds(),
         },
@@ -139,14 +141,14 @@ def first_rung(policy: Policy, cause: Cause, code: str) -> str:
 def _budgets(policy: Policy) -> list[str]:
     renewed = {
         "progress": "progress: when training passes its furthest step, restarts and tries without "
-        "a window are given back",
+        "a window are given back, and until then tries leave no window",
         "never": "never: neither restarts nor tries without a window are given back",
     }
     stop = "off"
     if policy.no_progress_stop != "off":
         stop = (
             f"{count_noun(policy.no_progress_stop, 'generation')} in a row that did not pass the "
-            "furthest step: the job fails, if the "
+            "furthest step, or reported none and ended like the one before: the job fails, if the "
         )
         stop += f"job itself may be the cause ({', '.join(OWN_CAUSES)})"
     ask = "off"
@@ -155,14 +157,23 @@ def _budgets(policy: Policy) -> list[str]:
             f"{count_noun(policy.no_progress_ask, 'launch', 'launches')} in a row that did not "
             "pass the furthest step, whatever the cause: a person is asked"
         )
+    startup = "off"
+    if policy.startup_stop != "off":
+        startup = (
+            f"{count_noun(policy.startup_stop, 'launch', 'launches')} in a row that end within a "
+            "minute with the same error of the program: the job fails"
+        )
+    restarts = "when they are spent, a rung that spends a restart fails the job instead"
+    if policy.exhaust_restarts:
+        restarts = (
+            "all are spent before a ladder ends the job, except for USER_INPUT; when they are "
+            "spent, the job fails"
+        )
     rows = (
-        (
-            "max_restarts",
-            f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the "
-            "job instead",
-        ),
+        ("max_restarts", f"{policy.max_restarts}: {restarts}"),
         ("renewal", renewed[policy.renewal]),
         ("no_progress_stop", stop),
+        ("startup_stop", startup),
         ("no_progress_ask", ask),
         (
             "healthy_for",

@@ -14,9 +14,12 @@ import time
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from relaunch.cli import terminal
+from relaunch.config import ConfigError
 from relaunch.fields import Pattern
+from relaunch.spec.job import OutputStream
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 BAR_INTERVAL_S = 5.0
@@ -204,12 +207,24 @@ class Printer:
     interval: float = BAR_INTERVAL_S
     """Seconds; infinite to print only final states."""
     grep: Pattern | None = None
+    is_stderr: bool = False
+    """Whether this is what ranks wrote to a stderr of their own."""
+    to_stderr: bool = False
+    """Whether it is printed to our stderr as well, and not marked in our stdout."""
+    shows: Callable[[int], bool] = lambda rank: True
+    """Whether the output of a rank is printed."""
+    copy: Callable[[int, str], None] | None = None
+    """Gets the output of every rank as it is."""
     clock: Callable[[], float] = time.monotonic
     _screens: dict[int, RankScreen] = field(default_factory=dict)
     _drawn: int = 0
     """Rows on the terminal below the lines that stay."""
 
     def feed(self, rank: int, data: str) -> None:
+        if self.copy is not None:
+            self.copy(rank, data)
+        if not self.shows(rank):
+            return
         screen = self._screens.setdefault(rank, RankScreen(self.colour))
         self._print(rank, screen.feed(data, self.clock()))
 
@@ -238,14 +253,19 @@ class Printer:
             self._print_unfinished(rank, screen.unprinted)
         self._screens.clear()
         self.erase()
-        terminal.set_eraser(None)
+        if self.is_live:
+            terminal.set_eraser(None)
 
     def erase(self) -> None:
         """Erase the unfinished lines from the terminal, before something else is printed there."""
         if self._drawn:
-            sys.stdout.write(f"\r\x1b[{self._drawn}A\x1b[J")
-            sys.stdout.flush()
+            self._write(f"\r\x1b[{self._drawn}A\x1b[J")
             self._drawn = 0
+
+    def _write(self, text: str) -> None:
+        out = sys.stderr if self.to_stderr else sys.stdout
+        out.write(text)
+        out.flush()
 
     def _print_unfinished(self, rank: int, rows: list[Row]) -> None:
         self._print(rank, [row.shown for row in rows])
@@ -257,9 +277,9 @@ class Printer:
         if not lines:
             return
         self.erase()
+        terminal.erase_drawn()  # the other stream's
         prefix = self._prefix(rank)
-        sys.stdout.write("".join(f"{prefix} {self._end_colour(line)}\n" for line in lines))
-        sys.stdout.flush()
+        self._write("".join(f"{prefix} {self._end_colour(line)}\n" for line in lines))
 
     def _is_wanted(self, line: str) -> bool:
         return self.grep is None or bool(self.grep.search(_COLOUR.sub("", line)))
@@ -274,6 +294,8 @@ class Printer:
             f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
         )
         prefix = name.ljust(len(f"[rank {self.world_size - 1}]"))
+        if self.is_stderr and not self.to_stderr:
+            prefix += " stderr:"
         return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m" if self.colour else prefix
 
     def _draw(self) -> None:
@@ -299,9 +321,97 @@ class Printer:
             return
         terminal.set_eraser(self.erase)
         up = f"\r\x1b[{self._drawn}A\x1b[J" if self._drawn else ""
-        sys.stdout.write(up + "".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
+        self._write(up + "".join(f"{line}\n" for line in lines))
         self._drawn = len(lines)
+
+
+@dataclass(frozen=True)
+class RunOutput:
+    """What `run` does with the output of ranks, as torchrun's options say."""
+
+    hidden: frozenset[OutputStream] = frozenset()
+    """Streams that are not printed."""
+    local_ranks: frozenset[int] | None = None
+    """Only the output of these ranks of each node is printed; None: of all."""
+    folder: Path | None = None
+    """Where a copy of the output is written: GENERATION - 1/RANK/STREAM.log below it."""
+
+    def check_folder(self) -> None:
+        """Create the folder of the copies.
+
+        Raises:
+            ConfigError: It cannot be created.
+        """
+        try:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--log-dir: {self.folder}: {error.strerror}") from None
+
+    def make_printer(
+        self,
+        world_size: int,
+        ranks_per_node: int,
+        generation: int,
+        streams: tuple[OutputStream, ...],
+        stream: OutputStream,
+    ) -> Printer:
+        """Return what prints, and copies, one stream of one generation.
+
+        Args:
+            world_size: The number of ranks.
+            ranks_per_node: The number of ranks on each node.
+            generation: The number of the generation.
+            streams: All streams that are printed at the same time.
+            stream: The one that is printed.
+        """
+        copies = None
+        if self.folder is not None:
+            copies = _Copies(self.folder / f"attempt_{generation - 1}", stream)
+        printer = Printer(
+            world_size,
+            is_stderr=stream == "stderr",
+            to_stderr=stream == "stderr",
+            shows=lambda rank: (
+                stream not in self.hidden
+                and (
+                    self.local_ranks is None
+                    or rank >= world_size
+                    or rank % ranks_per_node in self.local_ranks
+                )
+            ),
+            copy=None if copies is None else copies.write,
+        )
+        if stream == "stderr":
+            printer.colour = sys.stderr.isatty()
+            printer.is_live = printer.is_live and printer.colour
+        elif len(streams) > 1:
+            printer.is_live = False  # one of two draws lines again: bars are on stderr
+        return printer
+
+
+class _Copies:
+    """Writes one stream of the ranks of a generation into files."""
+
+    def __init__(self, folder: Path, stream: OutputStream) -> None:
+        self._folder = folder
+        self._stream = stream
+        self._begun: set[int] = set()
+        self._has_failed = False
+
+    def write(self, rank: int, data: str) -> None:
+        path = self._folder / str(rank) / f"{self._stream}.log"
+        try:
+            if rank not in self._begun:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            # What another run of this name has left there is replaced.
+            with path.open("a" if rank in self._begun else "w", newline="") as file:
+                file.write(data)
+            self._begun.add(rank)
+        except OSError as error:  # training is worth more than a copy of its output
+            if not self._has_failed:
+                terminal.say(f"{path} cannot be written and has gaps: {error.strerror}")
+            self._has_failed = True
 
 
 def _fit(text: str, width: int) -> str:

@@ -23,7 +23,7 @@ from relaunch.cli import environment, files, torchrun
 from relaunch.cli.service import READY_TIMEOUT, RELAUNCH, STOP_TIMEOUT, write_local_fleet
 from relaunch.config import ConfigError, Settings
 from relaunch.spec.job import JobSpec
-from relaunch.spec.policy import Policy
+from relaunch.spec.policy import Policy, state_restarts
 from relaunch.temporal import (
     UP_FILE,
     connect,
@@ -88,8 +88,11 @@ class RunRequest:
             }
         )
         torchrun.check_nodes(spec, self.options, backend == "local")
+        is_separate, _ = torchrun.read_output(self.options, spec.name)
+        if is_separate:
+            spec = spec.model_copy(update={"output": "separate"})
         if self.max_restarts is not None:
-            policy = policy.model_copy(update={"max_restarts": self.max_restarts})
+            policy = state_restarts(policy, self.max_restarts)
         return spec, policy
 
 
@@ -117,6 +120,18 @@ def give_environment(spec: JobSpec, state: Path) -> JobSpec:
             "umask": f"{umask:03o}",
         }
     )
+
+
+def limit_unwatched(policy: Policy) -> Policy:
+    """Return the policy with an end for ranks that no controller watches, unless it has one.
+
+    If this program and its server are both killed, no one comes back for them.
+    """
+    timeouts = policy.timeouts
+    if timeouts.unwatched is not None:
+        return policy
+    limited = timeouts.model_copy(update={"unwatched": timeouts.lease})
+    return policy.model_copy(update={"timeouts": limited})
 
 
 def default_name(command: list[str]) -> str:
@@ -220,6 +235,8 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
     is_shared = find_running_up(settings.state) is not None or read_configured_address() is not None
     backend = find_backend(settings.state, request.fleet) if is_shared else "local"
     spec, policy = request.resolve(backend)
+    _, output = torchrun.read_output(request.options, spec.name)
+    output.check_folder()
     for notice in torchrun.find_notices(spec, request.options):
         say(notice)
     own: OwnService | None = None
@@ -230,6 +247,7 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
                 "`run` starts has only the fleet default"
             )
         own = start_own(settings, spec.name, spec.node_count)
+        policy = limit_unwatched(policy)
         say(
             "no server is running, so relaunch starts one for this job; its state folder is "
             f"{own.state}"
@@ -269,7 +287,12 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
 
         code = await _wait_for_job(
             lambda: follow.follow_with_logs(
-                client, settings.task_queue, spec.name, say, can_retry=own is None
+                client,
+                settings.task_queue,
+                spec.name,
+                say,
+                can_retry=own is None,
+                output=output,
             ),
             interruptions,
             lambda reason: jobs.cancel(client, spec.name, reason),

@@ -95,8 +95,13 @@ def print_show(view: Mapping[str, Any], now: JobSnapshot) -> None:
         print(f"\nended {ended} with exit code {view['exit_code']}")
 
 
-def print_history(job: str, entries: Sequence[Mapping[str, Any]]) -> None:
+def print_history(
+    job: str, entries: Sequence[Mapping[str, Any]], checkpoint: Mapping[str, Any] | None = None
+) -> None:
     if not entries:
         print(f"job {job} has had no incident")
     now = datetime.now(UTC)
     print("\n\n".join("\n".join(job_views.history_lines(entry, now)) for entry in entries))
+    lines = [f"checkpoint  {line}" for line in job_views.checkpoint_lines(checkpoint)]
+    if lines:
+        print("\n".join(["", *lines]))

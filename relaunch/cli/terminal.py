@@ -65,9 +65,14 @@ def set_eraser(erase: Callable[[], None] | None) -> None:
     _erasers[:] = [] if erase is None else [erase]
 
 
-def say(text: str) -> None:
+def erase_drawn() -> None:
+    """Erase the lines that are drawn again."""
     for erase in _erasers:
         erase()
+
+
+def say(text: str) -> None:
+    erase_drawn()
     print(f"relaunch: {text}", file=sys.stderr, flush=True)
 
 

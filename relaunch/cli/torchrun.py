@@ -11,16 +11,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from relaunch.cli.rank_output import RunOutput
 from relaunch.config import ConfigError
-from relaunch.spec.job import JobSpec, find_launcher
+from relaunch.spec.job import JobSpec, OutputStream, find_launcher
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 LOOPBACK = ("localhost", "::1", "[::1]")
 LOGS = "the output of all ranks is printed and kept: `relaunch logs {job} --rank N` prints one"
 REPLACED = {
-    "log_dir": LOGS,
-    "redirects": LOGS,
-    "local_ranks_filter": LOGS,
     "logs_specs": LOGS,
     "log_line_prefix_template": LOGS,
     "role": "ROLE_NAME is `default`",
@@ -127,6 +125,48 @@ def count_gpus(ours: Mapping[str, str]) -> int:
         return 0
 
 
+def read_output(options: Mapping[str, str], name: str) -> tuple[bool, RunOutput]:
+    """Return whether the streams of ranks are kept apart, and what is done with them.
+
+    They are apart where torchrun would write them into files.
+
+    Args:
+        options: torchrun's options that were given, by name.
+        name: The job's name.
+
+    Raises:
+        ConfigError: An option has a value that is not understood.
+    """
+    redirected, teed = (_read_streams(option, options) for option in ("redirects", "tee"))
+    folder = options.get("log_dir")
+    filtered = options.get("local_ranks_filter")
+    if filtered is not None and not all(rank.strip().isdecimal() for rank in filtered.split(",")):
+        raise ConfigError(
+            f"--local-ranks-filter {filtered}: expected ranks of a node, such as 0 or 0,1"
+        )
+    return bool(redirected or (teed and folder)), RunOutput(
+        hidden=redirected - teed,
+        local_ranks=None if filtered is None else frozenset(map(int, filtered.split(","))),
+        folder=None if folder is None else Path(folder).absolute() / name,
+    )
+
+
+def _read_streams(option: str, options: Mapping[str, str]) -> frozenset[OutputStream]:
+    value = options.get(option, "0")
+    streams: dict[str, frozenset[OutputStream]] = {
+        "0": frozenset(),
+        "1": frozenset({"stdout"}),
+        "2": frozenset({"stderr"}),
+        "3": frozenset({"stdout", "stderr"}),
+    }
+    if value not in streams:
+        raise ConfigError(
+            f"--{option} {value}: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both) for all "
+            "ranks; --local-ranks-filter chooses ranks"
+        )
+    return streams[value]
+
+
 def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> None:
     """Refuse a command line that was written to be typed on each of several hosts.
 
@@ -164,6 +204,18 @@ def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> Non
 def find_notices(spec: JobSpec, options: Mapping[str, str]) -> list[str]:
     """Return sentences about what has no effect, or another effect than its writer expects."""
     found = []
+    _, output = read_output(options, spec.name)
+    if output.folder is not None:
+        found.append(
+            f"copies of the output are in {output.folder}/attempt_RESTARTS/RANK/stdout.log"
+            + (" and stderr.log" if spec.output == "separate" else "")
+        )
+    if output.hidden:
+        elsewhere = "" if output.folder is not None else "; --log-dir keeps it in files"
+        found.append(
+            f"--redirects: the ranks' {' and '.join(sorted(output.hidden, reverse=True))} will not "
+            f"be printed here, but by `relaunch logs {spec.name}`{elsewhere}"
+        )
     for what in dict.fromkeys(REPLACED.values()):
         names = [name for name, own in REPLACED.items() if own == what and name in options]
         if names:

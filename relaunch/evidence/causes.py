@@ -25,7 +25,8 @@ class Cause(StrEnum):
     NETWORK = "NETWORK"
     STORAGE = "STORAGE"
     NODE_FAULT = "NODE_FAULT"
-    """The host: it rebooted, a CPU or DIMM failed, a process cannot be killed, its disk is full."""
+    """The host: it rebooted, a CPU or DIMM failed, a process cannot be killed, its disk is full,
+    a network card or its link is dead."""
     NODE_LOST = "NODE_LOST"
     """The host does not answer."""
     HANG = "HANG"

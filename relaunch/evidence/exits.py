@@ -101,7 +101,9 @@ def _find_memory_kill(
     """
     kills = [found for found in kernel if found.code == "oom-kill"]
     named = next((kill for kill in kills if pid is not None and kill.pid == pid), None)
-    if named or (direct and pid is not None):
+    # The line that names the killed process may be missing, behind a long list of tasks.
+    is_other = any(kill.pid is not None for kill in kills)
+    if named or (direct and pid is not None and is_other):
         return named
     return next((kill for kill in kills if kill.role is Role.CONFIRMATION), None)
 
@@ -130,17 +132,18 @@ def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
     found = []
     for text in lines:
         for line in text.splitlines():
-            if finding := _read_log_line(strip_rank(line[:MAX_LINE]), catalog):
+            if finding := read_log_line(strip_rank(line[:MAX_LINE]), catalog):
                 found.append(finding)
     return tuple(found)
 
 
-def _read_log_line(line: str, catalog: Catalog) -> Finding | None:
+def read_log_line(line: str, catalog: Catalog) -> Finding | None:
+    """Return the finding of one line without its rank's prefix; None: no row matches it."""
+    if not catalog.may_match(line):
+        return None
     # Advice often follows the fault on the same line, as in the message of torch.OutOfMemoryError.
     starts = [found.start() for advice in catalog.advice_lines if (found := advice.search(line))]
     line = line[: min(starts, default=len(line))]
-    if not line.strip():
-        return None
     for row in catalog.log_lines:
         if match := row.pattern.search(line):
             role, cause, meaning = row.role, row.cause, row.meaning
@@ -148,7 +151,12 @@ def _read_log_line(line: str, catalog: Catalog) -> Finding | None:
             if number and (xid := catalog.xids.get(int(number))):
                 role, cause, meaning = xid.role, xid.cause, f"Xid {number}, {xid.meaning}"
             return Finding(
-                "log", f"log {row.id}", role, f"{meaning}: {line.strip()[:EXCERPT]}", cause
+                "log",
+                f"log {row.id}",
+                role,
+                f"{meaning}: {line.strip()[:EXCERPT]}",
+                cause,
+                vague=row.vague,
             )
     return None
 

@@ -63,3 +63,7 @@ class Finding:
     """The pid of the process that the source names, where it names one."""
     at: float | None = None
     """Seconds by the source's clock (a kernel's uptime), to order its findings only."""
+    needs_person: bool = False
+    """Neither a reset nor a reboot heals it: a cable, a power plug, the version of a program."""
+    vague: bool = False
+    """Whether other evidence of the same end may say more."""

@@ -17,6 +17,7 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.dcgm import Examination, read_diag
 from relaunch.evidence.fields import count, fields, moment, text, unreadable
 from relaunch.evidence.findings import Finding, Role, Verdict
+from relaunch.evidence.links import read_links
 from relaunch.evidence.node_readings import (
     CLOCK_NAMED,
     CLOCK_SHOWN,
@@ -48,6 +49,7 @@ SICK = (Cause.GPU_FATAL, Cause.GPU_RESET, Cause.NODE_FAULT)
 """Causes that make a node unhealthy.
 
 Networks, file servers and programs fail on healthy nodes, and a transient fault is already over.
+A dead network card or link of the node itself is a NODE_FAULT.
 """
 NOT_DIAGNOSED = "dcgmi diag was not run"
 NOT_PROBED = "nothing reads it from within, and its health check was not run"
@@ -245,11 +247,20 @@ def _read_probe(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> He
     if not isinstance(boot_id, str) or not _BOOT_ID.fullmatch(boot_id):
         boot_id = ""
         unread.append(f"boot id: {unreadable(facts.get('boot_id'))}")
-    for read in (read_disks, read_memory, read_kernel, read_clock, read_ecs_health):
-        found, missing = read(facts, catalog)
+    links = read_links(facts)
+    for found, missing in (
+        read_disks(facts, catalog),
+        read_memory(facts, catalog),
+        (links.findings, links.unread),
+        read_kernel(facts, catalog, gpus),
+        read_clock(facts, catalog),
+        read_ecs_health(facts, catalog),
+    ):
         findings += found
         unread += missing
     examined += ["disk", "memory"]
+    if links.working:
+        examined.append(count_noun(links.working, "network link"))
     if not expected and fields(facts.get("kernel")) is not None:
         examined.append("kernel log")
     return replace(

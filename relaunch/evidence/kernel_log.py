@@ -20,6 +20,22 @@ KERNEL_MARKS: tuple[str, ...] = (
     "NVRM: Xid",
     "SXid (",
     "oom-kill:",
+    "fallen off the bus",
+    "NV_ERR_GPU_IS_LOST",
+    "RmInitAdapter",
+    "rm_init_adapter",
+    "NVRM: API mismatch",
+    "(Fatal)",
+    "AER: device recovery failed",
+    "soft lockup",
+    "hard LOCKUP",
+    "health compromised",
+    "fatal error state",
+    "health recovery failed",
+    "insufficient power",
+    "Cable error",
+    "Cable unplugged",
+    "invoked oom-killer",
     "ut of memory",
     "Machine Check",
     "achine check",
@@ -52,18 +68,35 @@ EXCERPT = 120
 MAX_LINE = 1024
 """Characters of a line that are searched: the kernel itself prints no longer lines."""
 
-PREEMPTIVE_REMOVAL, DOUBLE_BIT, REMAPPED, CONTAINED, ACTION_CHANGED = (
+PREEMPTIVE_REMOVAL, DOUBLE_BIT, REMAPPED, NVLINK, CONTAINED, ACTION_CHANGED = (
     45,
     48,
     (63, 64),
+    74,
     (94, 95),
     154,
 )
+SWITCH_TIMEOUT = 109
+IGNORABLE = (1 << 0 | 1 << 23 | 1 << 30, 0, 0, 0)
+SYMPATHETIC = (IGNORABLE[0] | 1 << 1 | 1 << 20, 0, 0, 1 << 16 | 1 << 17)
+"""Bits of the first four registers of an Xid 74 that ask for nothing by themselves.
+
+Source: NVIDIA, Analyzing Xid Errors with the Xid Catalog, WORKFLOW_NVLINK_ERR. Other bits, and any
+of the other registers, are faults of the link.
+"""
+REMAPPED_WITHIN = 60.0
+"""Seconds by which the line that rows are remapped may stand before the Xid 48 that it belongs to.
+
+They are printed by two parts of the driver, in either order.
+"""
 SYMPATHY = frozenset((48, 140, 171, 172, *NVLINK_XIDS))
 """Xids that memory errors 94 and 95 may accompany ("in sympathy").
 
 Source: NVIDIA's table for 144 to 150 and its workflow for 48.
 """
+
+ACTIONS_OF_PEOPLE = ("CHECK_MECHANICALS", "UPDATE_SWFW")
+"""NVIDIA's actions that no reset and no reboot replaces: a power plug, another driver."""
 
 _XID = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F]+(?::[0-9a-fA-F]+)+)(?:\.\d)?[^)]*\): "
@@ -72,6 +105,8 @@ _XID = re.compile(
 _REST = re.compile(
     r"(?:pid='?(?P<pid>[^,']*)'?,?\s*)?(?:name=(?P<name>[^,]*),?\s*)?(?P<text>.*)", re.DOTALL
 )
+_REGISTERS = re.compile(r"\(((?:0x[0-9a-fA-F]+(?:, )?){4,})\)?")
+_ORIGIN = re.compile(r"\b(?:caused by|due to) previous Xid (\d+)")
 _AT = re.compile(r"(?:^(?:<\d+>)?|kernel: )\[\s*(\d+(?:\.\d+)?)\]")
 _ACTION = re.compile(r"changed from .* to (0x[0-9a-fA-F]+)")
 
@@ -94,7 +129,11 @@ class _KernelFinding:
         return replace(
             self,
             finding=replace(
-                self.finding, role=role, cause=cause, reason=f"{self.finding.reason}; {words}"
+                self.finding,
+                role=role,
+                cause=cause,
+                reason=f"{self.finding.reason}; {words}",
+                needs_person=False,
             ),
         )
 
@@ -158,11 +197,44 @@ def _read_xid(found: re.Match[str], at: float | None, catalog: Catalog) -> _Kern
         meaning = f"{meaning}, {decoded}"
     elif row is not None and not row.by_user and code == ACTION_CHANGED:
         action, role, cause, meaning = _read_action(text, catalog)
+    elif row is not None and not row.by_user and code == NVLINK:
+        role, cause, meaning = _read_link_registers(row, text)
+    elif row is not None and not row.by_user and code == PREEMPTIVE_REMOVAL:
+        role, cause, meaning = _read_removal(row, text, catalog)
     reason = f"Xid {code} on GPU {gpu}{who}: {meaning}"
     if text and text.rstrip(".").lower() not in meaning.lower():
         reason += f" ({text[:EXCERPT].strip()})"
-    finding = Finding("kernel", f"Xid {code}", role, reason, cause, gpu, pid, at)
+    needs_person = row is not None and not row.by_user and row.action in ACTIONS_OF_PEOPLE
+    finding = Finding("kernel", f"Xid {code}", role, reason, cause, gpu, pid, at, needs_person)
     return _KernelFinding(finding, row if row and not row.by_user else None, action)
+
+
+def _read_link_registers(row: XidRow, text: str) -> tuple[Role, Cause | None, str]:
+    """Return what an Xid 74 means by the registers that it prints."""
+    found = _REGISTERS.search(text)
+    words = [int(word, 16) for word in found[1].rstrip(", ").split(", ")] if found else []
+    if not any(words):
+        return row.role, row.cause, row.meaning
+    if _is_within(words, IGNORABLE):
+        return Role.INFORMATION, None, f"{row.meaning}, with bits that can be ignored"
+    if _is_within(words, SYMPATHETIC):
+        return Role.SYMPTOM, None, f"{row.meaning}, as a consequence of another error"
+    return row.role, row.cause, row.meaning
+
+
+def _is_within(words: list[int], allowed: tuple[int, ...]) -> bool:
+    return not any(words[len(allowed) :]) and not any(
+        word & ~bits for word, bits in zip(words, allowed, strict=False)
+    )
+
+
+def _read_removal(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | None, str]:
+    """Return what a 45 means that names the Xid it comes from, whose own line may be missing."""
+    found = _ORIGIN.search(text)
+    origin = catalog.xids.get(int(found[1])) if found is not None else None
+    if origin is None or origin.code == row.code or origin.role is not Role.ROOT:
+        return row.role, row.cause, row.meaning
+    return origin.role, origin.cause, f"{row.meaning} after Xid {origin.code}, {origin.meaning}"
 
 
 def _read_nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | None, str]:
@@ -222,10 +294,42 @@ def _weigh_together(read: Sequence[_KernelFinding]) -> list[_KernelFinding]:
     for each in reversed(read):
         remapped.append(after)
         after = each if each.code in REMAPPED else after
-    neighbours = zip(read, sympathy, reversed(remapped), strict=True)
-    weighed = [_weigh_xid(each, other, before, later) for each, before, later in neighbours]
+    remapped.reverse()
+    earlier = None
+    for index, each in enumerate(read):
+        if remapped[index] is None and earlier is not None and _is_near(earlier, each):
+            remapped[index] = earlier
+        earlier = each if each.code in REMAPPED else earlier
+    neighbours = zip(read, sympathy, remapped, strict=True)
+    weighed = [_weigh_xid(each, other, before, near) for each, before, near in neighbours]
+    weighed = _excuse_switch_timeouts(weighed)
     verdicts = [index for index, each in enumerate(weighed) if each.action is not None]
     return _apply_driver_verdict(weighed, verdicts) if verdicts else weighed
+
+
+def _excuse_switch_timeouts(read: list[_KernelFinding]) -> list[_KernelFinding]:
+    """Return the Xids with each 109 that follows from what the same process did before.
+
+    A process that faults holds its context until it is ended, and the switch away from it times
+    out. The authors of Quadrants saw 31, then 109 for a bug of their own
+    (Genesis-Embodied-AI/quadrants#589).
+    """
+    faults: dict[int, _KernelFinding] = {}
+    result = []
+    for each in read:
+        pid = each.finding.pid
+        if each.finding.cause is Cause.GPU_USER_INDUCED and pid is not None:
+            faults.setdefault(pid, each)
+        before = faults.get(pid) if pid is not None and each.code == SWITCH_TIMEOUT else None
+        words = f"it follows {before.finding.code} of the same process" if before else ""
+        result.append(each.reweigh(Role.CASCADE, None, words) if before else each)
+    return result
+
+
+def _is_near(earlier: _KernelFinding, each: _KernelFinding) -> bool:
+    if earlier.finding.at is None or each.finding.at is None:
+        return True
+    return each.finding.at - earlier.finding.at <= REMAPPED_WITHIN
 
 
 def _weigh_xid(
@@ -240,17 +344,15 @@ def _weigh_xid(
         each: The Xid.
         other: The first Xid that is neither a 45 nor mere information.
         sympathy: The first earlier Xid that it may accompany.
-        remapped: The next Xid that remaps memory.
+        remapped: The next Xid that remaps memory, or else the one just before.
     """
     role, cause = each.finding.role, each.finding.cause
     if each.code == PREEMPTIVE_REMOVAL and other:
         return each.reweigh(Role.CASCADE, None, f"it goes with {other.finding.code}")
     if each.code == DOUBLE_BIT and remapped:
-        return each.reweigh(
-            role, Cause.GPU_RESET, f"followed by {remapped.finding.code}: drain and reset"
-        )
+        return each.reweigh(role, Cause.GPU_RESET, f"with {remapped.finding.code}: drain and reset")
     if each.code == DOUBLE_BIT:
-        return each.reweigh(role, cause, "not followed by Xid 63 or 64: a field diagnostic is due")
+        return each.reweigh(role, cause, "without Xid 63 or 64: a field diagnostic is due")
     if each.code in CONTAINED and sympathy:
         return each.reweigh(
             role,

@@ -1,7 +1,7 @@
 """Find what a process wrote about its own end: the traceback that ended it, or its last lines.
 
 It reads the tail of a log, into which other threads and child processes write as well. It names no
-cause: `exits` and `diagnose` do.
+cause: `rank_log` does.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ _CHAIN = re.compile(
     r"^(?:During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):$"
 )
+CHAIN_MARKS = ("another exception occurred", "the direct cause of", "Original Traceback")
 _CHILD = re.compile(r"^-- Process \d+ terminated with the following error:$")
 _IGNORED = re.compile(r"Exception ignored |^Error in sys\.excepthook|^Error in atexit")
 _OTHER_THREAD = re.compile(r"Exception in thread |^Process \S+:$")
@@ -76,6 +77,11 @@ _NOISE = re.compile(
 )
 """What libraries print while a process ends."""
 _ABORT = re.compile(r"^terminate called |^Fatal Python error: |^fatal runtime error: ")
+_JAX_EXIT = re.compile(
+    r"^[EF]\d{4} .*\b(?:coordination_service\w*\.cc:\d+\]"
+    r"|client\.h:\d+\] Terminating process because the JAX distributed service)"
+)
+"""What JAX prints while a process waits for the others at its exit, also after an exception."""
 _NATIVE = re.compile(
     rf"{_ABORT.pattern}|^thread '.*' panicked at |Assertion [`'].*[`'] failed|\*\*\* stack smashing"
     r"|^(?:free|malloc|realloc|munmap_chunk)\(\): |^double free or corruption|^corrupted "
@@ -91,6 +97,25 @@ class LastWords:
     """The line that names the error: the exception, or the line that says most."""
     text: str
     """The traceback with its innermost frames, or the last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Which lines of a log are about the end of its process, as indices.
+
+    Frames of tracebacks and their source lines are in none: they are words of the program's
+    author, such as a comment or a guard that did not strike.
+    """
+
+    ended: tuple[int, ...]
+    """The exception that ended it, then those that it came from, the innermost last. Empty: none
+    is known to have ended it."""
+    message: tuple[int, ...]
+    """The further lines of the first one's message."""
+    earlier: tuple[int, ...]
+    """Exceptions before that one and not of its chain, which the program handled."""
+    others: tuple[int, ...]
+    """All other lines that are not blank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +142,118 @@ def find_last_words(
         exit_code: Its exit code; negative for a signal; None: not known.
         signal: The signal that ended it, if one did.
     """
-    cleaned = [strip_rank(_ANSI.sub("", line)).rstrip() for line in lines]
-    if signal is None and exit_code is not None:
-        signal = -exit_code if exit_code < 0 else exit_code - 128 if exit_code > 128 else None
-    if signal == SIGABRT or (signal is None and exit_code != 1):
-        most = AFTER_OTHER
-    else:
-        most = AFTER_EXIT_1 if signal is None else AFTER_SIGNAL
+    cleaned = clean_lines(lines)
+    signal = _find_signal(exit_code, signal)
     return (
-        _find_traceback(cleaned, most)
+        _find_traceback(cleaned, _count_unknown(exit_code, signal))
         or _find_abort(cleaned)
         or (_take_last_lines(cleaned) if signal is None else None)
     )
+
+
+def clean_lines(lines: Iterable[str]) -> list[str]:
+    """Return lines without colors and without the prefix that names a rank."""
+    return [strip_rank(_ANSI.sub("", line)).rstrip() for line in lines]
+
+
+def find_last_line(lines: Sequence[str]) -> str:
+    """Return the last line that is not known noise; empty: there is none."""
+    found = _take_last_lines(clean_lines(lines))
+    return found.error if found is not None else ""
+
+
+def outline_log(cleaned: list[str], exit_code: int | None, signal: int | None) -> Outline:
+    """Return which lines are about the end of the process.
+
+    Args:
+        cleaned: The end of its log, as `clean_lines` returns it.
+        exit_code: As for `find_last_words`.
+        signal: As for `find_last_words`.
+    """
+    signal = _find_signal(exit_code, signal)
+    return _outline(cleaned, _count_unknown(exit_code, signal))
+
+
+def outline_traceback(lines: list[str]) -> Outline:
+    """Return which lines of a traceback, and nothing but one, are about the end of its process."""
+    return _outline(lines, len(lines))
+
+
+def is_chained(traceback: str) -> bool:
+    """Return whether a traceback has more than one exception."""
+    return any(mark in traceback for mark in CHAIN_MARKS)
+
+
+def _outline(lines: list[str], most: int) -> Outline:
+    blocks = _read_blocks(lines)
+    inside = {n for block in blocks for n in range(max(block.start, 0), block.end)}
+    inside |= _find_stray_frames(lines)
+    chosen = _choose_block(lines, blocks, most)
+    chain: list[_Block] = []
+    message: tuple[int, ...] = ()
+    if chosen is not None:
+        block, text = chosen
+        chain = [block, *_list_origins(block, blocks)]
+        message = tuple(range(block.end, block.end + len(text)))
+    ended = tuple(_locate(lines, one) for one in chain)
+    handled = [
+        _locate(lines, one)
+        for one in blocks
+        if one not in chain and not _IGNORED.search(one.introduction)
+    ]
+    apart = {*ended, *message, *handled, *inside}
+    others = tuple(n for n, line in enumerate(lines) if line.strip() and n not in apart)
+    if chosen is None:
+        # No exception is known to have ended it, so each of them may be about its end.
+        return Outline((), (), (), tuple(sorted((*others, *handled))))
+    return Outline(ended, message, tuple(handled), others)
+
+
+def _list_origins(block: _Block, blocks: list[_Block]) -> list[_Block]:
+    """Return the exceptions that one came from, the nearest first."""
+    origins: list[_Block] = []
+    for before in reversed([one for one in blocks if one.end <= block.start]):
+        is_chained = block.title.startswith("Original") or _CHAIN.match(block.introduction)
+        if not is_chained:
+            break
+        origins.append(before)
+        block = before
+    return origins
+
+
+def _locate(lines: list[str], block: _Block) -> int:
+    """Return the index of the line that names a traceback's exception."""
+    inside = range(max(block.start, 0), block.end)
+    return next((n for n in reversed(inside) if block.error in lines[n]), block.end - 1)
+
+
+def _find_stray_frames(lines: list[str]) -> set[int]:
+    """Return the frames, and what is indented below them, that no traceback contains.
+
+    faulthandler and py-spy print such stacks, and the start of a traceback may be cut off.
+    """
+    stray: set[int] = set()
+    for first in (n for n, line in enumerate(lines) if _FRAME.match(line)):
+        depth = len(lines[first]) - len(lines[first].lstrip())
+        stray.add(first)
+        for number in range(first + 1, min(first + FRAME_LINES, len(lines))):
+            if len(lines[number]) - len(lines[number].lstrip()) <= depth:
+                break
+            stray.add(number)
+    return stray
+
+
+def _find_signal(exit_code: int | None, signal: int | None) -> int | None:
+    if signal is not None or exit_code is None:
+        return signal
+    return -exit_code if exit_code < 0 else exit_code - 128 if exit_code > 128 else None
+
+
+def _count_unknown(exit_code: int | None, signal: int | None) -> int:
+    """Return how many unknown lines may follow the traceback that ended a process."""
+    if signal == SIGABRT or (signal is None and exit_code != 1):
+        return AFTER_OTHER
+    return AFTER_EXIT_1 if signal is None else AFTER_SIGNAL
 
 
 def shorten_traceback(text: str) -> LastWords | None:
@@ -143,15 +268,10 @@ def shorten_traceback(text: str) -> LastWords | None:
 def _find_traceback(lines: list[str], most: int) -> LastWords | None:
     """Return the last traceback, where at most so many lines follow that are not known noise."""
     blocks = _read_blocks(lines)
-    # Tracebacks of destructors and of other threads follow the one that ended the process.
-    own = [one for one in blocks if not _is_secondary(one.introduction)]
-    last = own or [one for one in blocks if not _IGNORED.search(one.introduction)]
-    if not last:
+    chosen = _choose_block(lines, blocks, most)
+    if chosen is None:
         return None
-    block = last[-1]
-    message, unknown = _read_rest(lines, block, [one for one in blocks if one.start > block.start])
-    if unknown > most:
-        return None
+    block, message = chosen
     before = next((one for one in reversed(blocks) if one.end <= block.start), None)
     introduction = _introduce(lines, block, before)
     if before is not None and _is_reraised(block, before):
@@ -159,6 +279,20 @@ def _find_traceback(lines: list[str], most: int) -> LastWords | None:
     if "device-side assert" in block.error:
         introduction = [line for line in lines if _CUDA_ASSERT.search(line)][:1] + introduction
     return LastWords(block.error[:MAX_ERROR], _format(introduction, block, [block.error, *message]))
+
+
+def _choose_block(
+    lines: list[str], blocks: list[_Block], most: int
+) -> tuple[_Block, list[str]] | None:
+    """Return the traceback that ended the process, and the further lines of its message."""
+    # Tracebacks of destructors and of other threads follow the one that ended the process.
+    own = [one for one in blocks if not _is_secondary(one.introduction)]
+    last = own or [one for one in blocks if not _IGNORED.search(one.introduction)]
+    if not last:
+        return None
+    block = last[-1]
+    message, unknown = _read_rest(lines, block, [one for one in blocks if one.start > block.start])
+    return None if unknown > most else (block, message)
 
 
 def _read_blocks(lines: list[str]) -> list[_Block]:
@@ -291,7 +425,7 @@ def _read_rest(lines: list[str], block: _Block, later: list[_Block]) -> tuple[li
     message: list[str] = []
     unknown, is_message, is_noise = 0, True, False
     for number, line in enumerate(lines[block.end :], block.end):
-        if _ABORT.search(line):
+        if _ABORT.search(line) or _JAX_EXIT.search(line):
             break  # C++ objects are destroyed after an exception, and that may abort
         is_own = number in inside or _is_secondary(line) or bool(_NOISE.search(line))
         is_noise = is_own or (is_noise and line.startswith((" ", "\t")))

@@ -14,10 +14,12 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import LATEST, MOST, count, fields, text, unreadable
 from relaunch.evidence.findings import Finding, Role
 from relaunch.evidence.kernel_log import read_kernel_log
+from relaunch.evidence.nvml import GpuReading, bus_id
 
 MAX_DISKS = 8
 MAX_LINES = 200
 """Maximum number of kernel log lines, the newest: as many as agents send."""
+MAX_RESETS = 64
 MIN_FREE = 1 << 20
 """Bytes on the disk of the agent's state.
 
@@ -99,16 +101,20 @@ def read_memory(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], li
     return [Finding("node", "memory", Role.SYMPTOM, words)], []
 
 
-def read_kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], list[str]]:
+def read_kernel(
+    facts: Mapping[str, Any], catalog: Catalog, gpus: GpuReading
+) -> tuple[list[Finding], list[str]]:
     log = facts.get("kernel")
     lines = log.get("lines") if isinstance(log, Mapping) else None
-    kept = lines[-MAX_LINES:] if isinstance(lines, list) else []
-    findings = [
-        _bound_finding(found)
-        for found in read_kernel_log(
-            [_make_encodable(line) for line in kept if isinstance(line, str)], catalog
-        )
+    kept = [
+        _make_encodable(line)
+        for line in (lines[-MAX_LINES:] if isinstance(lines, list) else ())
+        if isinstance(line, str)
     ]
+    healed, counting = _split_healed(kept, _find_healed(facts, gpus), catalog, gpus)
+    findings = [_close_healed(found) for found in read_kernel_log(healed, catalog)]
+    findings += read_kernel_log(counting, catalog)
+    findings = [_bound_finding(found) for found in findings]
     if fields(log) is None or not isinstance(lines, list):
         # On many hosts only root may read it, and those nodes must be repairable, too.
         words = (
@@ -116,6 +122,63 @@ def read_kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Findin
         )
         findings.append(Finding("node", "kernel log unreadable", Role.INFORMATION, words))
     return findings, []
+
+
+_ALL_GPUS = ""
+"""Stands for all GPUs, and with them the NVSwitches."""
+
+
+def _find_healed(facts: Mapping[str, Any], gpus: GpuReading) -> dict[str, float]:
+    """Return the GPUs that were reset on this boot and work now, with the uptime of the reset.
+
+    What healed a GPU is confirmed by each examination again: one that NVML cannot read in full may
+    still have the fault that it was reset for.
+    """
+    rows = facts.get("resets")
+    healed: dict[str, float] = {}
+    for row in rows[-MAX_RESETS:] if isinstance(rows, list) else ():
+        uptime = seconds(row.get("uptime")) if isinstance(row, Mapping) else None
+        named = row.get("gpus") if isinstance(row, Mapping) else None
+        if uptime is None or not isinstance(named, list):
+            continue
+        names = [bus_id(gpu, gpus.seen) if isinstance(gpu, str) else None for gpu in named]
+        is_all_read = bool(gpus.read_in_full) and len(gpus.read_in_full) == gpus.working
+        if not named and is_all_read and not gpus.unread:
+            names = [_ALL_GPUS, *gpus.read_in_full]
+        elif not named:
+            names = list(gpus.read_in_full)
+        healed.update({gpu: uptime for gpu in names if gpu in (_ALL_GPUS, *gpus.read_in_full)})
+    return healed
+
+
+def _split_healed(
+    lines: list[str], healed: Mapping[str, float], catalog: Catalog, gpus: GpuReading
+) -> tuple[list[str], list[str]]:
+    """Return the lines about a GPU from before the reset that healed it, and all others."""
+    if not healed:
+        return [], lines
+    before: list[str] = []
+    counting: list[str] = []
+    for line in lines:
+        found = next(iter(read_kernel_log([line], catalog)), None)
+        gpu = bus_id(found.gpu, gpus.seen) if found is not None and found.gpu else None
+        reset_at = healed.get(gpu, healed.get(_ALL_GPUS)) if gpu is not None else None
+        at = found.at if found is not None else None
+        is_healed = at is not None and reset_at is not None and at < reset_at
+        (before if is_healed else counting).append(line)
+    return before, counting
+
+
+def _close_healed(found: Finding) -> Finding:
+    """Return what a reset healed as information; one that needs more than a reset stays."""
+    if found.cause is Cause.GPU_FATAL:
+        return found
+    return replace(
+        found,
+        role=Role.INFORMATION,
+        cause=None,
+        reason=f"{found.reason}; the GPU was reset since and works",
+    )
 
 
 def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -17,6 +17,8 @@ from relaunch.evidence.findings import Finding, Role
 
 NOT_SUPPORTED = "NOT_SUPPORTED"
 """NVML's code for a feature that this GPU does not have, so that no reading is missing."""
+NVML_HANGS = "NVML hangs"
+"""Code of the finding that NVML was asked and gave no answer, as where a GPU's firmware hangs."""
 
 # nvml.h, nvmlClocksEventReason*. A slowdown by hardware may be a fault of cooling or power; one
 # that software asked for is a setting.
@@ -47,6 +49,8 @@ class GpuReading:
     """Bus id by index; empty where it is not known."""
     working: int | None = None
     """Number of GPUs that NVML can read; None: NVML could not be queried."""
+    read_in_full: tuple[str, ...] = ()
+    """Bus ids of the GPUs that work and of which everything required was read."""
     users: tuple[str, ...] = ()
     """`pid 4242 uses GPU 0000:05:00`."""
 
@@ -84,9 +88,10 @@ def read_gpus(answer: object, expected: int, catalog: Catalog) -> GpuReading:
     reading = fields(answer)
     rows = reading.get("gpus") if reading is not None else None
     if not isinstance(rows, list) or len(rows) > MOST_GPUS:
-        return GpuReading(
-            unread=(f"GPUs by NVML: {unreadable(answer if reading is None else rows)}",)
-        )
+        unread = f"GPUs by NVML: {unreadable(answer if reading is None else rows)}"
+        hangs = isinstance(answer, Mapping) and answer.get("hangs") is True
+        found = Finding("nvml", NVML_HANGS, Role.SYMPTOM, unread, Cause.GPU_RESET)
+        return GpuReading((found,) if hangs else (), (unread,))
     gpus = [_Gpu(row, position, catalog) for position, row in enumerate(rows)]
     findings = [finding for gpu in gpus for finding in gpu.findings]
     if len(gpus) < expected:
@@ -98,6 +103,7 @@ def read_gpus(answer: object, expected: int, catalog: Catalog) -> GpuReading:
         unread=tuple(clause for gpu in gpus for clause in gpu.unread),
         seen=tuple(by_index.get(index, "") for index in range(max(by_index, default=-1) + 1)),
         working=sum(gpu.works for gpu in gpus),
+        read_in_full=tuple(gpu.bus for gpu in gpus if gpu.works and gpu.bus and not gpu.unread),
         users=tuple(user for gpu in gpus for user in gpu.users),
     )
 

@@ -7,13 +7,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import assert_never
 
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
-from relaunch.job.decide import answers, explain_unreachable, is_late
+from relaunch.job.decide import (
+    answers,
+    describe_approval,
+    diagnose_declaration,
+    explain_unreachable,
+    is_late,
+)
 from relaunch.job.diagnose import Fault, blame_lost_nodes
 from relaunch.job.drain import check_drain_answer, find_drain, format_time
 from relaunch.job.events import (
@@ -24,6 +30,7 @@ from relaunch.job.events import (
     DrainRequested,
     Event,
     FaultObserved,
+    FreeNodesCounted,
     IncidentsArchived,
     Launched,
     LaunchFailed,
@@ -49,11 +56,11 @@ from relaunch.job.events import (
 from relaunch.job.fencing import may_leave_lost_behind
 from relaunch.job.incidents import (
     add_unhealthy_nodes,
+    close_by_time,
     close_incident,
     open_incident,
     pass_step,
     record_decision,
-    record_progress,
     withdraw_loss,
 )
 from relaunch.job.launches import (
@@ -73,6 +80,7 @@ from relaunch.job.state import (
     Diagnosis,
     Examine,
     ExaminedNode,
+    FreeNodes,
     Ignore,
     JobState,
     LostNode,
@@ -91,6 +99,15 @@ from relaunch.job.state import (
 )
 from relaunch.spec.policy import KEPT_TRIES, Policy
 
+STARTUP = timedelta(minutes=1)
+"""A program that ends by itself so soon has met an error of its code, its arguments or its files.
+
+Later it may have met its data, of which the next generation may meet other parts.
+"""
+SIGNALLED = 128
+"""Exit codes from here on stand for signals, as in a shell."""
+MAX_ERROR = 200
+"""Characters kept of the error with which a program ended at start-up."""
 KEPT_NOTICES = 5
 NAMED_VERDICTS = 4
 """Maximum number of verdicts that the reason of an incident's fault names."""
@@ -179,9 +196,7 @@ def _apply_event(
         case StepReached():
             return pass_step(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
-            return record_progress(
-                close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now
-            )
+            return close_by_time(job, job.incident, now)
         case RanksSucceeded():
             return replace(
                 close_incident(job, now, "all ranks exited with 0"),
@@ -204,13 +219,12 @@ def _apply_event(
             job, event.decision, event.node, now
         ):
             return _apply_drain_answer(job, event, now)
+        case FreeNodesCounted() if job.phase is Phase.WAITING_FOR_PERSON and job.asked is not None:
+            job = replace(job, asked=replace(job.asked, free=FreeNodes(event.count, now)))
+            what = job.next.what if job.snoozed else _describe_question(job)
+            return replace(job, next=replace(job.next, what=what))
         case NodeDeclaredDead():
-            job = forget_node(job, event.node)
-            return _notice(
-                job,
-                f"{event.by or 'a person'} declared {event.node} dead"
-                + (f": {event.reason}" if event.reason else ""),
-            )
+            return _apply_declaration(job, event, now)
         case PolicyChanged():
             who = event.by or "a person"
             keys = list_changed_keys(job.policy, event.policy)
@@ -297,6 +311,13 @@ def _apply_question(job: JobState, recovering: Recovering, event: RepairAsks) ->
     )
 
 
+def _apply_declaration(job: JobState, event: NodeDeclaredDead, now: datetime) -> JobState:
+    diagnosis = diagnose_declaration(event)
+    if event.node in {slot.node for slot in job.slots} and job.ending is None:
+        job = open_incident(job, diagnosis, now, now)
+    return _notice(forget_node(job, event.node), diagnosis.reason)
+
+
 def _apply_drain_request(job: JobState, event: DrainRequested) -> JobState:
     known = find_drain(job, event.node)
     # A repeated request by the same requester for the same reason keeps its denial: a fleet
@@ -359,13 +380,15 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             avoided = (
                 *job.avoided,
                 *(
-                    Avoided(node, decision.reason, now, by_rung)
+                    Avoided(node, _explain_isolation(job, node, decision), now, by_rung)
                     for node in decision.avoid
                     if node not in known
                 ),
             )
             if decision.renew_budgets:
-                job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
+                job = _renew_budgets(job, now)
+            if decision.approved:
+                job = _renew_asking_count(job, now)
             if decision.take is not None:
                 job = _count_try(job, decision.take)
             furthest = job.furthest_step
@@ -424,18 +447,15 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
                 snoozed=snoozed,
             )
         case Ask():
-            until = now + job.policy.timeouts.answer_within
-            what = "a reminder" if job.lost else "the job fails"
-            return replace(
+            job = replace(
                 job,
                 phase=Phase.WAITING_FOR_PERSON,
                 reason=decision.reason,
-                next=Next(decision.question)
-                if decision.waits
-                else Next(f"{decision.question} Without an answer: {what}", until),
                 asked=decision,
                 snoozed=False,
             )
+            until = None if decision.waits else now + job.policy.timeouts.answer_within
+            return replace(job, next=Next(_describe_question(job), until))
         case Stop():
             return replace(
                 job,
@@ -447,6 +467,35 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             )
         case _:
             assert_never(decision)
+
+
+def _explain_isolation(job: JobState, node: str, decision: Relaunch) -> str:
+    """Return what the examination found on the node; else why the launch was decided."""
+    examined = job.recovering.examined if job.recovering is not None else None
+    for one in examined or ():
+        if one.node == node and one.verdict is Verdict.UNHEALTHY:
+            return f"{node} examined: {one.verdict}, {one.reason}"
+    return decision.reason
+
+
+def _describe_question(job: JobState) -> str:
+    """Return the open question, what an approval does, and what happens without an answer."""
+    asked = job.asked
+    assert asked is not None, "only an open question is described"
+    approval = describe_approval(job)
+    parts = [asked.question]
+    parts += [f"If approved, it is launched {approval}."] if approval else []
+    if not asked.waits:
+        parts += [f"Without an answer: {'a reminder' if job.lost else 'the job fails'}"]
+    return " ".join(parts)
+
+
+def _renew_asking_count(job: JobState, now: datetime) -> JobState:
+    """Begin the count again that made the job ask: a person has approved another launch."""
+    job = replace(job, approved_at=now)
+    if job.asked is None or job.asked.ladder is None:
+        return job
+    return replace(job, ladders_renewed={**job.ladders_renewed, job.asked.ladder: now})
 
 
 def _count_try(job: JobState, take: Try) -> JobState:
@@ -526,10 +575,18 @@ def resubmit(
         ending=None,
         ended_at=None,
     )
-    return (
-        replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
-        if renew_budgets
-        else job
+    return _renew_budgets(job, now) if renew_budgets else job
+
+
+def _renew_budgets(job: JobState, now: datetime) -> JobState:
+    return replace(
+        job,
+        restarts_spent=0,
+        renewed_at=now,
+        flat_generations=0,
+        startup_error="",
+        startup_failures=0,
+        tries=(),
     )
 
 
@@ -546,14 +603,45 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
             if node not in known
         )
         job = replace(job, lost=(*job.lost, *silent))
-    if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
-        flat = job.progress.step <= job.furthest_step
-        job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
+    opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
+    if diagnosis.cause in OWN_CAUSES:
+        job = _count_startup(_count_generation(job), diagnosis, opened)
     if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
         # A gang that hangs continues when its lost node does; a rank that failed stays failed.
         job = replace(job, deferred_fault=own)
-    opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
     return open_incident(job, diagnosis, opened, now)
+
+
+def _count_generation(job: JobState) -> JobState:
+    """Count a generation that ended by a fault of the job: did training advance in it?
+
+    Where it reported no step, that is only known by time (`healthy_for`, which closes the
+    incident): it is taken for a repetition of the fault before it.
+    """
+    if job.progress is not None:
+        if job.furthest_step is None:
+            return job
+        is_flat = job.progress.step <= job.furthest_step
+        return replace(job, flat_generations=job.flat_generations + 1 if is_flat else 0)
+    is_repeated = job.incident is not None and any(
+        one.cause in OWN_CAUSES and one.generation < job.generation for one in job.incident.faults
+    )
+    return replace(job, flat_generations=job.flat_generations + 1) if is_repeated else job
+
+
+def _count_startup(job: JobState, diagnosis: Diagnosis, opened: datetime) -> JobState:
+    """Count generations in a row that a program ended at once, with the same error each time."""
+    lines = diagnosis.traceback.splitlines()
+    is_startup = (
+        job.progress is None
+        and job.launched_at is not None
+        and opened - job.launched_at <= STARTUP
+        # A signal (128 and more) may come from outside, and says nothing about the code.
+        and (diagnosis.exit_code or SIGNALLED) < SIGNALLED
+    )
+    error = lines[-1].strip()[:MAX_ERROR] if is_startup and lines else ""
+    count = job.startup_failures + 1 if error and error == job.startup_error else int(bool(error))
+    return replace(job, startup_error=error, startup_failures=count)
 
 
 def _apply_loss(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:

@@ -149,7 +149,7 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
     A lost node is named only after ranks were stopped for its loss: where it came back before, or
     the job ended otherwise, the controller's own link may have been at fault.
     """
-    isolated = {avoided.node for avoided in job.avoided if avoided.isolated}
+    isolated = {avoided.node: avoided for avoided in job.avoided if avoided.isolated}
     incidents = (*job.incidents, job.incident) if job.incident else job.incidents
     found = [
         Suspect(
@@ -160,13 +160,20 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
             reason=fault.reason,
             code=fault.code,
             gpus=fault.gpus if index == 0 else (),
-            isolate=node in isolated or _is_left_broken(job, incident, fault),
+            isolate=_is_left_broken(job, incident, fault),
         )
         for incident in incidents
         for fault in incident.faults
         if not fault.withdrawn and (is_acted_on(incident, fault) or _has_ended_job(job, incident))
         for index, node in enumerate(fault.nodes[:MAX_SUSPECTS_PER_FAULT])
     ]
+    for index in range(len(found) - 1, -1, -1):
+        # Only the fault for which the job left the node: faults before it were not the reason.
+        one = found[index]
+        if (left := isolated.get(one.node)) is not None and one.at <= left.at:
+            del isolated[one.node]
+            reason = one.reason if left.reason.startswith(one.reason) else left.reason
+            found[index] = replace(one, reason=reason, isolate=True)
     newest = found[-MAX_SUSPECTS:]
     # Suspects that have to be examined are included no matter how many newer ones there are.
     older = [
@@ -183,4 +190,4 @@ def _has_ended_job(job: JobState, incident: Incident) -> bool:
 
 def _is_left_broken(job: JobState, incident: Incident, fault: FaultRecord) -> bool:
     """Return whether this hardware fault ended the job unrepaired, to be met by the next job."""
-    return _has_ended_job(job, incident) and fault.cause in HARDWARE_CAUSES
+    return _has_ended_job(job, incident) and fault.cause in HARDWARE_CAUSES and not fault.by_program

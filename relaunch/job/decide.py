@@ -19,7 +19,13 @@ from relaunch.job.diagnose import (
     find_highest,
     has_gone_above,
 )
-from relaunch.job.drain import check_drain_answer, drains_at_checkpoint, explain_drain, find_drain
+from relaunch.job.drain import (
+    check_drain_answer,
+    drains_at_checkpoint,
+    explain_drain,
+    find_drain,
+    format_time,
+)
 from relaunch.job.events import (
     Answered,
     CancelRequested,
@@ -30,6 +36,7 @@ from relaunch.job.events import (
     DrainRequested,
     Event,
     FaultObserved,
+    FreeNodesCounted,
     IncidentsArchived,
     Launched,
     LaunchFailed,
@@ -58,9 +65,10 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.fencing import fences, may_leave_lost_behind
-from relaunch.job.ladder import ANSWERS, climb
+from relaunch.job.ladder import ANSWERS, NAMED, climb
 from relaunch.job.state import (
     Ask,
+    Certainty,
     Decision,
     Diagnosis,
     Ignore,
@@ -73,6 +81,7 @@ from relaunch.job.state import (
     Wait,
 )
 from relaunch.spec.policy import Strategy
+from relaunch.text import count_noun, join_names
 
 CANCELLED_EXIT_CODE = 130
 """128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""
@@ -228,6 +237,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             | RanksFound()
             | RanksStopped()
             | RepairAsks()
+            | FreeNodesCounted()
             | PolicyChanged()
             | IncidentsArchived()
             | MessageRejected()
@@ -428,6 +438,7 @@ def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
                     job, f"did not answer for {duration(job.policy.timeouts.ask_after)}"
                 ),
                 question=f"wait on, `nodes declare-dead` it, or {ANSWERS}?",
+                without=_find_named(job),
             )
         case Phase.WAITING_FOR_NODES:
             return Ask(
@@ -441,6 +452,7 @@ def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
             return Ask(
                 f"{_describe_lost(job, 'still does not answer')}, and no person has answered",
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
+                without=_find_named(job),
             )
         case Phase.WAITING_FOR_PERSON:
             return Stop(
@@ -492,12 +504,48 @@ ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase
 """Phases in which no rank trains and relaunch acts without a person."""
 
 
+def _find_ladder(job: JobState) -> Cause | None:
+    """Return the cause whose ladder asks the open question; None: none does."""
+    is_open = job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON
+    return job.asked.ladder if job.asked is not None and is_open else None
+
+
 def _find_question(job: JobState) -> str:
     return (
         job.asked.reason
         if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON
         else job.reason
     )
+
+
+def _find_named(job: JobState) -> tuple[str, ...]:
+    """Return the nodes that a launch which a person approves now leaves out: the lost ones, and
+    those that the open question, or else the newest fault of the open incident, names."""
+    named: tuple[str, ...] = ()
+    if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON:
+        named = job.asked.without
+    elif job.incident is not None and not job.incident.faults[-1].withdrawn:
+        named = job.incident.faults[-1].nodes
+    return tuple(dict.fromkeys((*job.lost_names, *named)))
+
+
+def describe_approval(job: JobState) -> str:
+    """Return a clause that completes "a new generation is launched …": on which nodes, if a person
+    approves the open question now. Empty: on the nodes of before."""
+    asked = job.asked
+    assert asked is not None, "only a question is approved"
+    left_out = tuple(slot.node for slot in job.slots if slot.node in asked.without)
+    if not left_out:
+        return ""
+    names = join_names(left_out, NAMED)
+    missing = job.spec.fewest_nodes - (len(job.slots) - len(left_out))
+    if asked.free is None:
+        return f"without {names} if the fleet has other free nodes then, else on {names} again"
+    count = count_noun(asked.free.count, "other free node") if asked.free.count else "none"
+    had = f"(the fleet had {count} at {format_time(asked.free.at)})"
+    if asked.free.count >= missing:
+        return f"without {names} {had}"
+    return f"on {names} again unless enough other nodes are free then {had}"
 
 
 def _decide_on_drain_answer(job: JobState, event: Answered, now: datetime) -> Decision:
@@ -524,8 +572,13 @@ def _decide_on_answer(job: JobState, event: Answered, now: datetime) -> Decision
     reason = f": {event.reason}" if event.reason else ""
     match event.decision:
         case "approve":
+            without = _find_named(job)
+            left_out = f" without {join_names(without, NAMED)}" if without else ""
             return Relaunch(
-                job.generation + 1, f"{who} approved a new launch{reason}", without=job.lost_names
+                job.generation + 1,
+                f"{who} approved a new launch{left_out}{reason}",
+                without=without,
+                approved=True,
             )
         case "deny":
             return Stop(
@@ -542,8 +595,10 @@ def _decide_on_answer(job: JobState, event: Answered, now: datetime) -> Decision
             return Ask(
                 f"{who} has taken it over{reason}; before that: {_find_question(job)}",
                 question="nothing is done until a person says `answer approve`, `answer deny`, "
-                "`retry` or `cancel`",
+                "`retry` or `cancel`.",
                 waits=True,
+                without=_find_named(job),
+                ladder=_find_ladder(job),
             )
         case _:
             assert_never(event.decision)
@@ -552,13 +607,18 @@ def _decide_on_answer(job: JobState, event: Answered, now: datetime) -> Decision
 def _decide_on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:
     if event.node not in {slot.node for slot in job.slots}:
         return Ignore(f"{event.node} is none of this job's nodes")
-    who = event.by or "a person"
-    diagnosis = Diagnosis(
+    return climb(job, Recovering(diagnose_declaration(event)), now, without=(event.node,))
+
+
+def diagnose_declaration(event: NodeDeclaredDead) -> Diagnosis:
+    """Return the diagnosis of a node that a person declared dead."""
+    return Diagnosis(
         Cause.NODE_LOST,
-        f"{who} declared {event.node} dead" + (f": {event.reason}" if event.reason else ""),
+        f"{event.by or 'a person'} declared {event.node} dead"
+        + (f": {event.reason}" if event.reason else ""),
         nodes=(event.node,),
+        certainty=Certainty.CERTAIN,
     )
-    return climb(job, Recovering(diagnosis), now, without=(event.node,))
 
 
 def _decide_on_higher_token(job: JobState, event: LaunchRefused, now: datetime) -> Decision | None:

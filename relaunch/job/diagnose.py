@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import signal as signals
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import assert_never
 
 from relaunch.evidence.catalog import Catalog, catalog
 from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
-from relaunch.evidence.exits import read_ecs_stop, read_exit, read_log
+from relaunch.evidence.exits import read_ecs_stop, read_exit
 from relaunch.evidence.findings import Finding, Role
 from relaunch.evidence.kernel_log import read_kernel_log
-from relaunch.evidence.last_words import LastWords, find_last_words, shorten_traceback
+from relaunch.evidence.last_words import LastWords
 from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.evidence.rank_log import (
+    LogReading,
+    choose_finding,
+    find_words,
+    is_echo_error,
+    name_cause,
+    read_rank_log,
+)
 from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from relaunch.job.fencing import fences
 from relaunch.job.state import Certainty, Diagnosis, JobState
@@ -30,8 +38,14 @@ controller was more likely late than the node at fault. The policy replaces a no
 happens again.
 """
 
+UNWATCHED = "unwatched"
+"""Fence reason of ranks that no controller has watched for as long as the policy allows."""
+
 BY_ITSELF = "EssentialContainerExited"
 """Stop code of an ECS task whose container ended by itself."""
+
+NIC_EVENT = "log nic_event"
+"""The code of a network card that failed: no peer's exit explains that."""
 
 CLOCKS_AGREE = 0.5
 """Seconds. When two nodes' timestamps differ by less, their clocks do not show which was first.
@@ -45,21 +59,18 @@ No error is written after it was received, and none long before its rank has end
 ten minutes for a collective).
 """
 
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
+"""The time of an end that is judged alone, so that nothing is compared with it."""
+
 RIVALS = 8
 """Maximum number of different simultaneous errors that are compared.
 
 A program that puts its rank into its messages has thousands.
 """
+MAX_UNKNOWN = 200
+"""Characters of a line that nothing explains."""
 NAMED = 16
 """Maximum number of suspects named in a diagnosis."""
-TRACE = re.compile(r"\bNCCL INFO\b|\] INFO \S+:\d+ -> \d|Sending process \d+ closing signal")
-"""Lines that follow the last words of a process: where NCCL returns its error through, and what a
-launcher does then."""
-TEARDOWN = "log nccl_teardown"
-"""The code of what NCCL's watchdog prints before it ends the process, whatever the reason."""
-CAUSE_LINES = 40
-"""Last lines of a log in which a cause is looked for: what is further from the end was survived."""
-
 REFUSAL_CAUSES = {
     "command_not_found": Cause.USER_INPUT,
     "workdir_missing": Cause.USER_INPUT,
@@ -108,10 +119,11 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
                 nodes=nodes,
             )
         case RanksHung():
-            return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks)
+            return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks, by_program=True)
         case FaultObserved():
             known = _Readers(catalog(job.policy.catalog))
             diagnosis = _diagnose_observations(fault.observations, fault.more, known)
+            diagnosis = _blame_early_exit(fault.finished, diagnosis)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
                 return Diagnosis(
@@ -122,6 +134,23 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
             return diagnosis
         case _:
             assert_never(fault)
+
+
+def diagnose_log(
+    lines: Sequence[str], exit_code: int, tables: Catalog
+) -> tuple[Diagnosis, LogReading]:
+    """Return the root cause of a rank that failed alone, by its log and exit, and how it was read.
+
+    Args:
+        lines: Its log, of which a job knows the last `TAIL_LINES`.
+        exit_code: Its exit code; negative for a signal.
+        tables: The catalog with the user's overrides.
+    """
+    code, signal = (None, -exit_code) if exit_code < 0 else (exit_code, None)
+    one = RankExited("", 0, 0, code, signal, LONG_AGO, log_tail=tuple(lines))
+    known = _Readers(tables)
+    diagnosis = _diagnose_observations((one,), 0, known)
+    return replace(diagnosis, reason=diagnosis.reason.replace(_who(one), "it")), known.log(one)
 
 
 def blame_lost_nodes(job: JobState, fault: Fault, diagnosis: Diagnosis) -> Diagnosis:
@@ -151,9 +180,7 @@ def is_root(observation: Observation, known: Catalog | None = None) -> bool:
         case RankExited():
             if not observation.failed or observation.stopped:
                 return False
-            return bool(observation.kernel) or not _is_echo(
-                observation, _Readers(known or catalog())
-            )
+            return bool(observation.kernel) or not _Readers(known or catalog()).is_echo(observation)
         case RanksFenced():
             return observation.why != "superseded"
         case RanksVanished():
@@ -171,15 +198,30 @@ class _Readers:
     """
 
     catalog: Catalog
-    logs: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    logs: dict[Hashable, LogReading] = field(default_factory=dict)
+    echoes: dict[Hashable, bool] = field(default_factory=dict)
     kernels: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
     faults: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
-    echoes: dict[tuple[str, ...], bool] = field(default_factory=dict)
 
-    def log(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
-        if lines not in self.logs:
-            self.logs[lines] = read_log(lines, self.catalog)
-        return self.logs[lines]
+    def log(self, one: RankExited) -> LogReading:
+        key = (one.error, one.log_tail, one.exit_code, one.signal)
+        if key not in self.logs:
+            self.logs[key] = read_rank_log(
+                one.log_tail, one.exit_code, one.signal, self.catalog, one.error
+            )
+        return self.logs[key]
+
+    def is_echo(self, one: RankExited) -> bool:
+        """Return whether a rank's last words blame a peer and name no fault of this rank."""
+        if one.echo:
+            return True
+        if one.error is None:
+            return self.log(one).is_echo
+        key = (one.error.message, one.error.traceback)
+        known = self.echoes.get(key)
+        if known is None:
+            known = self.echoes[key] = is_echo_error(one.error, self.catalog)
+        return known
 
     def kernel(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
         if lines not in self.kernels:
@@ -197,69 +239,55 @@ class _Readers:
             self.faults[lines] = tuple(sorted(roots, key=_gravity))
         return self.faults[lines]
 
-    def is_echo(self, lines: tuple[str, ...]) -> bool:
-        """Return whether log lines name the fault of a peer and none of the rank itself."""
-        known = self.echoes.get(lines)
-        if known is None:
-            roles = {word.role for word in self.log(lines)}
-            known = self.echoes[lines] = Role.CASCADE in roles and Role.ROOT not in roles
-        return known
-
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One failed rank with the findings in its own log and in its node's kernel log."""
+    """One failed rank with what its log and its node's kernel log say."""
 
     exit: RankExited
     ending: Finding
-    words: tuple[Finding, ...]
+    log: LogReading
     kernel: tuple[Finding, ...]
-
-    def word(self, role: Role) -> Finding | None:
-        """Return the first finding of the rank's log that has this role and names a cause."""
-        return next(
-            (
-                finding
-                for finding in self.words
-                if finding.role is role and finding.cause is not None
-            ),
-            None,
-        )
 
 
 def _diagnose_observations(
     observations: tuple[Observation, ...], more: int, known: _Readers
 ) -> Diagnosis:
-    inorder = sorted(
-        observations, key=lambda o: (o.at, o.node, o.rank if isinstance(o, RankExited) else -1)
-    )
-    failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
-    vanished = [o for o in inorder if isinstance(o, RanksVanished)]
+    # A gang of thousands fails as one, so what is done for each exit is little, and nothing is
+    # sorted that is not used: a sort of all takes longer than the rest.
+    failed: list[RankExited] = []
+    vanished: list[RanksVanished] = []
+    fenced: list[RanksFenced] = []
+    for observation in observations:
+        if isinstance(observation, RankExited):
+            if observation.exit_code != 0 and not observation.stopped:
+                failed.append(observation)
+        elif isinstance(observation, RanksVanished):
+            vanished.append(observation)
+        elif is_root(observation):
+            fenced.append(observation)
     if (hardware := _diagnose_hardware([*failed, *vanished], more, known)) is not None:
         return hardware
-    for observation in inorder:
-        if isinstance(observation, RanksVanished):
-            node = observation.node
-            return Diagnosis(
-                Cause.NODE_FAULT,
-                f"{node}: {observation.reason}",
-                nodes=(node,),
-                certainty=Certainty.CERTAIN,
-            )
-    for one in failed:
+    if vanished:
+        gone = min(vanished, key=_order)
+        return Diagnosis(
+            Cause.NODE_FAULT,
+            f"{gone.node}: {gone.reason}",
+            nodes=(gone.node,),
+            certainty=Certainty.CERTAIN,
+            by_program=not gone.rebooted,  # a program can kill its shim
+        )
+    ended = [one for one in failed if one.ecs is not None and one.ecs.stop_code != BY_ITSELF]
+    for one in sorted(ended, key=_order):
         # ECS stopped a container or could not start it: the other ranks failed because of that.
-        if (
-            one.ecs is not None
-            and one.ecs.stop_code != BY_ITSELF
-            and (reading := _read(one, known)).ending.role is Role.ROOT
-        ):
+        if (reading := _read(one, known)).ending.role is Role.ROOT:
             return _diagnose_exit(reading, _more(len(failed) - 1 + more))
-    fenced = [each for each in inorder if isinstance(each, RanksFenced) and is_root(each)]
     if fenced:
-        # A node that lost its peers was cut off. One whose lease was never renewed may have been
-        # waiting for relaunch.
-        first = min(fenced, key=lambda each: each.why == NEVER_WATCHED)
-        late = first.why == NEVER_WATCHED
+        # A node that lost its peers was cut off. One whose lease was never renewed, or that was not
+        # watched any more, may have been waiting for relaunch.
+        waited = (NEVER_WATCHED, UNWATCHED)
+        first = min(fenced, key=lambda each: (each.why in waited, _order(each)))
+        late = first.why in waited
         return Diagnosis(
             Cause.PLATFORM if late else Cause.NODE_LOST,
             f"{first.node} stopped its own ranks: "
@@ -273,6 +301,11 @@ def _diagnose_observations(
     return _diagnose_exits(failed, more, known)
 
 
+def _order(one: Observation) -> tuple[datetime, str, int]:
+    """Return the key by which observations are in order, however they arrived."""
+    return one.at, one.node, one.rank if isinstance(one, RankExited) else -1
+
+
 def _diagnose_hardware(
     witnesses: list[RankExited | RanksVanished], more: int, known: _Readers
 ) -> Diagnosis | None:
@@ -280,10 +313,14 @@ def _diagnose_hardware(
 
     They outweigh the messages of programs, which are consequences of the hardware fault.
     """
-    heard: dict[tuple[str, tuple[str, ...]], RankExited | RanksVanished] = {}
+    heard: dict[tuple[str, int, str], RankExited | RanksVanished] = {}
     for one in witnesses:
         if one.kernel:
-            heard.setdefault((one.node, one.kernel), one)  # the ranks of a node report the same log
+            # The ranks of a node report the same log, or more of it where they ended later.
+            key = (one.node, len(one.kernel), one.kernel[-1])
+            before = heard.get(key)
+            if before is None or (one.at <= before.at and _order(one) < _order(before)):
+                heard[key] = one
     found = [(one, faults) for one in heard.values() if (faults := known.hardware(one.kernel))]
     if not found:
         return None
@@ -315,25 +352,30 @@ def _diagnose_hardware(
 
 
 def _diagnose_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
-    own = [one for one in failed if not _is_echo(one, known)]
+    own = [one for one in failed if not known.is_echo(one)]
     if not own:
         return _diagnose_cascades(failed, more, known)
-    first = own[0]
+    first = min(own, key=_order)
     others = _more(len(failed) - 1 + more)
     if _find_write_time(first) is None:
-        return _diagnose_exit(_read(first, known), others)
+        return _diagnose_exit(_read(_find_speaker(first, own, known), known), others)
     # The first exit that arrived has an error file. Then the error with the smallest timestamp is
     # the root (torchelastic's rule).
-    dated = [
-        (when, one.rank, one.node, one)
-        for one in own
-        if (when := _find_write_time(one)) is not None
-    ]
-    when, _, _, root = min(dated)
+    written = [_find_write_time(one) for one in own]
+    when, at = min(
+        (when, own[at].rank, own[at].node, at)
+        for at, when in enumerate(written)
+        if when is not None
+    )[::3]
+    root = own[at]
     diagnosis = _diagnose_exit(_read(root, known), others)
     if diagnosis.cause is Cause.UNKNOWN:
         return diagnosis
-    near = [each for each in dated if each[0] - when < CLOCKS_AGREE and _differs(each[-1], root)]
+    near = [
+        (other, one.rank, one.node, one)
+        for other, one in zip(written, own, strict=True)
+        if other is not None and other - when < CLOCKS_AGREE and _differs(one, root)
+    ]
     for rival in _rivals(each[-1] for each in sorted(near)):
         other = _diagnose_exit(_read(rival, known), "")
         if other.cause in (diagnosis.cause, Cause.UNKNOWN):
@@ -348,8 +390,57 @@ def _diagnose_exits(failed: list[RankExited], more: int, known: _Readers) -> Dia
             exit_code=diagnosis.exit_code,
             do_not_restart=diagnosis.do_not_restart,
             traceback=diagnosis.traceback,
+            by_program=True,
         )
     return diagnosis
+
+
+def _find_speaker(first: RankExited, own: list[RankExited], known: _Readers) -> RankExited:
+    """Return the rank to read: not one that left without a word where another names a cause.
+
+    Args:
+        first: The rank whose exit arrived first.
+        own: The ranks that are no echoes, `first` among them.
+    """
+    if first.error is not None or (first.exit_code or 0) <= 0 or known.log(first).last_line:
+        return first
+    speaking = (
+        one
+        for one in own
+        if (one.at - first.at).total_seconds() < CLOCKS_AGREE
+        and (said := known.log(one).decisive) is not None
+        and said.role is Role.ROOT
+    )
+    return min(speaking, key=_order, default=first)
+
+
+def _blame_early_exit(finished: tuple[RankExited, ...], diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of ranks that lost or waited for a peer which had exited with 0.
+
+    Args:
+        finished: The ranks that had exited with 0, the earliest first.
+        diagnosis: The root cause by what failed; the result if that explains itself.
+    """
+    is_by_words = diagnosis.code == "" or diagnosis.code.startswith("log ")
+    if (
+        not finished
+        or diagnosis.cause not in (Cause.NETWORK, Cause.HANG)
+        or not is_by_words
+        or diagnosis.code == NIC_EVENT
+    ):
+        return diagnosis
+    first = finished[0]
+    others = f" (as {len(finished) - 1} more did)" if len(finished) > 1 else ""
+    return replace(
+        diagnosis,
+        cause=Cause.APPLICATION,
+        reason=f"{_who(first)} exited with 0 before the others were done{others}; "
+        f"then {diagnosis.reason}",
+        nodes=(first.node,),
+        ranks=_numbers([first]),
+        code="exit 0",
+        certainty=Certainty.LIKELY,
+    )
 
 
 def _differs(one: RankExited, root: RankExited) -> bool:
@@ -409,7 +500,7 @@ def _read(one: RankExited, known: _Readers) -> _Reading:
             pid=one.pid,
             catalog=known.catalog,
         )
-    return _Reading(one, ending, known.log(_all_words(one)), kernel)
+    return _Reading(one, ending, known.log(one), kernel)
 
 
 def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
@@ -426,22 +517,13 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
     )
     if ending.cause is Cause.OUT_OF_MEMORY:
         seen = ending
-    finding = (
-        seen
-        or reading.word(Role.ROOT)
-        or (ending if ending.role is Role.ROOT else reading.word(Role.SYMPTOM))
-    )
-    if finding is None and ending.role is not Role.WRAPPER:
-        finding = ending
-    if finding is not None:
-        cause = finding.cause or Cause.UNKNOWN
-    else:
-        has_output = root.error is not None or any(line.strip() for line in root.log_tail)
-        cause = Cause.APPLICATION if has_output else Cause.UNKNOWN
+    finding = seen or choose_finding(reading.log, ending)
+    cause = name_cause(reading.log, finding)
     words = _find_words(root)
     return Diagnosis(
         cause,
-        f"{_describe_end(root, ending)}{_detail(root, ending, finding, words)}{others}",
+        f"{_describe_end(root, ending)}{_detail(root, ending, finding, words)}"
+        f"{_name_unknown(cause, reading)}{others}",
         # A rank that times out while it waits reports first, but is rarely the one at fault.
         nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
@@ -455,6 +537,7 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
         exit_code=_exit_code(root),
         do_not_restart=root.exit_code == DO_NOT_RESTART,
         traceback=words.text if words is not None else "",
+        by_program=root.ecs is None or root.ecs.stop_code == BY_ITSELF,
     )
 
 
@@ -502,11 +585,16 @@ def _detail(
     return f": {words.error if words is not None else 'it said nothing'}"
 
 
+def _name_unknown(cause: Cause, reading: _Reading) -> str:
+    """Return what a rank wrote that nothing explains, as a clause to append."""
+    line = reading.log.last_line
+    if cause is not Cause.UNKNOWN or reading.log.decisive is not None or not line:
+        return ""
+    return f"; no row of the catalog explains its last line: {line[:MAX_UNKNOWN]}"
+
+
 def _find_words(one: RankExited) -> LastWords | None:
-    """Return what a rank wrote about its end, in its error file or else at the end of its log."""
-    return (shorten_traceback(one.error.traceback) if one.error else None) or find_last_words(
-        one.log_tail, one.exit_code, one.signal
-    )
+    return find_words(one.error, one.log_tail, one.exit_code, one.signal)
 
 
 def _find_traceback(one: RankExited) -> str:
@@ -516,6 +604,7 @@ def _find_traceback(one: RankExited) -> str:
 
 def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
     """Return the diagnosis when all failed ranks are echoes: no rank saw what broke connections."""
+    failed = sorted(failed, key=_order)
     first = failed[0]
     for one in failed:
         lost = next(
@@ -535,26 +624,31 @@ def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> 
                 code=lost.code,
                 exit_code=_exit_code(one),
             )
-    late = next((f for f in known.log(_all_words(first)) if f.code != TEARDOWN), None)
-    if late is not None and late.cause is Cause.HANG:
-        return Diagnosis(
-            Cause.HANG,
-            f"{_who(first)} ended what waited too long, and no rank failed by itself: "
-            f"{late.reason}{_more(len(failed) - 1 + more)}",
-            ranks=_numbers(failed[:NAMED]),
-            code=late.code,
-            exit_code=_exit_code(first),
-            traceback=_find_traceback(first),
-        )
+    # A watchdog logs first and ends its process seconds later, so peers that lose their connections
+    # to it may be gone before.
+    for one in failed:
+        late = known.log(one).first
+        if late is not None and late.cause is Cause.HANG:
+            return Diagnosis(
+                Cause.HANG,
+                f"{_who(one)} ended what waited too long, and no rank failed by itself: "
+                f"{late.reason}{_more(len(failed) - 1 + more)}",
+                ranks=_numbers(failed[:NAMED]),
+                code=late.code,
+                exit_code=_exit_code(one),
+                traceback=_find_traceback(one),
+                by_program=True,
+            )
     return Diagnosis(
         Cause.NETWORK,
         f"{_who(first)} lost a connection and no rank failed by itself: "
-        f"{(_last_words(first) or ('',))[-1][:200]}",
+        f"{known.log(first).last_line[:200]}",
         nodes=tuple(dict.fromkeys(one.node for one in failed))[:NAMED],
         ranks=_numbers(failed[:NAMED]),
         certainty=Certainty.GUESS,
         exit_code=first.exit_code,
         traceback=_find_traceback(first),
+        by_program=True,
     )
 
 
@@ -603,6 +697,7 @@ def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
                 code=refusal.why,
                 certainty=Certainty.CERTAIN,
                 exit_code=code,
+                by_program=refusal.why == "disk_full",  # by whom, an examination cannot say
                 # No rank was started, and a retry would be refused in the same way.
                 do_not_restart=cause is Cause.USER_INPUT,
             )
@@ -612,31 +707,6 @@ def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
         f"{first.node} refused to launch: {first.reason}",
         certainty=Certainty.CERTAIN,
     )
-
-
-def _is_echo(observation: RankExited, known: _Readers) -> bool:
-    """Return whether a rank's last lines blame a peer's failure and name no fault of the rank."""
-    return observation.echo or known.is_echo(_last_words(observation))
-
-
-def _last_words(observation: RankExited) -> tuple[str, ...]:
-    """Return the text in which a rank says why it ended.
-
-    That is its error's message, else the end of its log (the last line of a traceback).
-    """
-    if observation.error:
-        return (observation.error.message,)
-    lines = (line for line in observation.log_tail if line.strip() and not TRACE.search(line))
-    return tuple(lines)[-3:]
-
-
-def _all_words(observation: RankExited) -> tuple[str, ...]:
-    """Return the error's message, then the log.
-
-    The message comes first because the log may hold older messages of other libraries.
-    """
-    tail = observation.log_tail[-CAUSE_LINES:]
-    return (observation.error.message, *tail) if observation.error else tail
 
 
 def _exit_code(one: RankExited) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relaunch.evidence.observations import Observation
+from relaunch.evidence.observations import Observation, RankExited
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.places import StartedPlaces
 from relaunch.job.state import ExaminedNode, Slot
@@ -152,6 +152,11 @@ class FaultObserved:
     unheard: tuple[tuple[str, timedelta], ...] = ()
     """Nodes that were reported lost and have not returned, and for how long this watch has not
     heard from them: newer than the report of their loss."""
+    finished: tuple[RankExited, ...] = ()
+    """Ranks that had exited with 0, the earliest first, after which the others took no more steps.
+
+    No fault by themselves: they explain why others lost a connection or timed out.
+    """
     kind: Literal["FaultObserved"] = "FaultObserved"
 
 
@@ -316,6 +321,15 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeNodesCounted:
+    """The fleet said how many free nodes could replace those that an approved launch leaves out."""
+
+    generation: int
+    count: int
+    kind: Literal["FreeNodesCounted"] = "FreeNodesCounted"
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDeclaredDead:
     node: str
     reason: str
@@ -416,6 +430,7 @@ Event = Annotated[
     | CancelRequested
     | RetryRequested
     | Answered
+    | FreeNodesCounted
     | NodeDeclaredDead
     | DrainRequested
     | DrainCancelled

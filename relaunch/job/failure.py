@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from relaunch.job.state import FaultRecord, Incident, JobState, Phase
 from relaunch.text import count_noun, join_names
 
+NO_VALID_CHECKPOINT = re.compile(r"Can't find a valid checkpoint at (\S+)")
+"""What Hugging Face's Trainer says of the newest folder, where a full disk or a kill has left it
+without weights. `get_last_checkpoint` takes it all the same."""
 MAX_EARLIER = 4
 """Lines about earlier faults; a further line counts the rest."""
 
@@ -20,6 +24,17 @@ class Failure:
     """A line for each run of equal faults before it, the newest first."""
     logs: str
     """The command that prints the log of the failed rank; empty: it left none."""
+
+    @property
+    def advice(self) -> str:
+        """Return what helps against a fault that no further launch mends; empty: not known."""
+        found = NO_VALID_CHECKPOINT.search(self.fault.traceback or self.fault.reason)
+        if found is None:
+            return ""
+        return (
+            f"{found[1].rstrip('.')} is not complete, and the program takes it as the newest "
+            "checkpoint: remove that folder, then retry"
+        )
 
     @property
     def title(self) -> str:
@@ -93,6 +108,7 @@ def describe_failure(job: JobState) -> list[str]:
     return [
         f"{label}: {failure.title}{reason}",
         *(f"| {line}" for line in fault.traceback.splitlines()),
+        *([f"what helps: {failure.advice}"] if failure.advice else []),
         *(f"before it: {line}" for line in failure.earlier),
     ]
 

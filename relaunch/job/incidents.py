@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from relaunch.evidence.causes import Cause
+from relaunch.fields import duration
 from relaunch.job.events import ProgressSeen, StepReached
 from relaunch.job.state import (
     Decision,
@@ -51,6 +52,7 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         gpus=diagnosis.gpus[:NAMED],
         code=diagnosis.code,
         ranks=diagnosis.ranks[:NAMED],
+        by_program=diagnosis.by_program,
     )
     traceback = diagnosis.traceback[-TRACEBACK_LIMIT:]
     if job.incident is not None:
@@ -92,6 +94,13 @@ def add_unhealthy_nodes(
     """
     if job.incident is None:
         return job
+    # What the program accused and an examination confirms is no longer the program's word alone.
+    confirmed = tuple(
+        replace(one, by_program=False) if one.nodes and {*one.nodes} <= {*unhealthy} else one
+        for one in job.incident.faults
+    )
+    job = replace(job, incident=replace(job.incident, faults=confirmed))
+    assert job.incident is not None
     known = {
         node
         for one in job.incident.faults
@@ -183,8 +192,27 @@ def pass_step(job: JobState, event: ProgressSeen | StepReached, now: datetime) -
     )
 
 
+def close_by_time(job: JobState, incident: Incident, now: datetime) -> JobState:
+    """Close an incident after `healthy_for` without a fault.
+
+    That counts as progress only where no step was ever reported: a job that runs for hours from an
+    old checkpoint, and fails before it is past what it had reached, has not advanced.
+    """
+    job = close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}")
+    if incident.reached is None:
+        return record_progress(job, now)
+    return replace(job, unpassed_step=incident.reached)
+
+
 def record_progress(job: JobState, now: datetime) -> JobState:
-    job = replace(job, progressed_at=now, flat_generations=0)
+    job = replace(
+        job,
+        progressed_at=now,
+        flat_generations=0,
+        startup_error="",
+        startup_failures=0,
+        unpassed_step=None,
+    )
     return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)
 
 

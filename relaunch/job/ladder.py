@@ -1,4 +1,10 @@
-"""Choose the next rung of a ladder for a fault, count tries, and report the remaining budgets."""
+"""Choose the next rung of a ladder for a fault, count tries, and report the remaining budgets.
+
+What a program does never costs a node: where all evidence of a fault is what the program did, a
+rung that isolates, resets or reboots examines the suspects first, and does that only to those
+found unhealthy. Otherwise it launches as it would have, and leaves the nodes alone. A rung with
+`when` does as the policy says.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import assert_never
 
-from relaunch.evidence.causes import OWN_CAUSES, Cause
+from relaunch.evidence.causes import HARDWARE_CAUSES, OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
 from relaunch.job.state import (
     Ask,
+    Certainty,
     Decision,
     Diagnosis,
     Examine,
@@ -36,28 +43,15 @@ def climb(
 ) -> Decision:
     """Return the decision of the first rung of the ladder that applies and has a try left."""
     fault = _refine_fault(recovering)
-    if (
-        (limit := job.policy.no_progress_stop) != "off"
-        and fault.cause in OWN_CAUSES
-        and job.flat_generations >= limit
-    ):
-        return _fail(
-            fault,
-            f"{count_noun(job.flat_generations, 'generation')} in a row ended without passing step "
-            f"{job.furthest_step}",
-        )
-    if (most := job.policy.no_progress_ask) != "off" and (
-        vain := launches_without_progress(job)
-    ) >= most:
-        return Ask(
-            f"{fault.reason}; {count_noun(vain, 'launch', 'launches')} in a row, and training has "
-            f"not got past {_describe_furthest(job)}",
-            question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid "
-            "NODE`?",
-        )
+    if fault.cause in OWN_CAUSES and (why := _explain_standstill(job)):
+        return _fail(fault, why)
+    vain = launches_without_progress(job)
+    has_too_many = job.policy.no_progress_ask != "off" and vain >= job.policy.no_progress_ask
+    named = tuple(dict.fromkeys((*without, *fault.nodes)))
     asked = False
     for rung in job.policy.ladder(fault.cause):
-        asked = asked or bool(rung.when)
+        needs_proof = _needs_proof(rung, fault)
+        asked = asked or needs_proof or bool(rung.when)
         if recovering.examined is not None and not asked:
             # Already skipped before the examination, whose new suspects may have other tries.
             continue
@@ -71,30 +65,119 @@ def climb(
                 return _examine(job, recovering.fault, now)
             if recovering.verdict not in rung.when:
                 continue
+        is_unproven = needs_proof and recovering.verdict is None
+        if has_too_many and not (is_unproven or _replaces_broken_node(rung, fault, recovering)):
+            return _ask_for_progress(job, fault, vain, named)
         if rung.strategy is Strategy.FAIL:
-            return _fail(fault, f"the ladder of {fault.cause} has nothing left but to stop")
+            return _end(job, fault, now, without, "has nothing left but to stop")
         if rung.strategy is Strategy.ASK:
             return Ask(
                 f"{fault.reason}; the ladder of {fault.cause} ends with a person",
                 question=f"{ANSWERS}, or on other terms: `retry --avoid NODE`?",
+                without=named,
+                ladder=fault.cause,
             )
         if rung.spends and job.restarts_spent >= job.policy.max_restarts:
-            return _fail(
-                fault,
-                "the only restart is spent"
-                if job.policy.max_restarts == 1
-                else f"all {job.policy.max_restarts} restarts are spent",
-            )
+            return _fail(fault, _describe_spent(job.policy.max_restarts))
+        if is_unproven:
+            return _examine(job, recovering.fault, now)
+        if needs_proof and recovering.verdict is not Verdict.UNHEALTHY:
+            return _relaunch(job, fault, rung, used, now, without, spares_nodes=True)
         if rung.strategy.repairs:
             return _repair(job, fault, rung, used, now)
         return _relaunch(job, fault, rung, used, now, without)
-    return _fail(fault, f"the ladder of {fault.cause} is used up")
+    if has_too_many:
+        return _ask_for_progress(job, fault, vain, named)
+    return _end(job, fault, now, without, "is used up")
+
+
+def _explain_standstill(job: JobState) -> str:
+    """Return why launching again after a fault of the job is useless; empty: it may help."""
+    flat, same = job.flat_generations, job.startup_failures
+    # Once training has advanced, it may be a node that came later, with another image: the ladder
+    # tries one without it first.
+    has_advanced = job.progressed_at is not None
+    if (limit := job.policy.startup_stop) != "off" and same >= limit + has_advanced:
+        return (
+            f"{count_noun(same, 'launch', 'launches')} in a row ended at once with the same error"
+        )
+    if (limit := job.policy.no_progress_stop) != "off" and flat >= limit:
+        generations = f"{count_noun(flat, 'generation')} in a row"
+        if job.furthest_step is None:
+            return f"{generations} ended like the one before, and no step was ever reported"
+        return f"{generations} ended without passing step {job.furthest_step}"
+    return ""
+
+
+def _needs_proof(rung: Rung, fault: Diagnosis) -> bool:
+    """Return whether a rung would cost a node that nothing but the program accuses."""
+    costs_node = rung.isolate or rung.strategy.repairs
+    return costs_node and not rung.when and fault.by_program and bool(fault.nodes)
+
+
+def _end(
+    job: JobState, fault: Diagnosis, now: datetime, without: tuple[str, ...], why: str
+) -> Decision:
+    """End the job, unless a person gave it restarts that are to be spent first."""
+    why = f"the ladder of {fault.cause} {why}"
+    limit, spent = job.policy.max_restarts, job.restarts_spent
+    if not job.policy.exhaust_restarts or fault.cause not in RESTARTABLE:
+        return _fail(fault, why)
+    if spent >= limit:
+        return _fail(fault, f"{why}, and {_describe_spent(limit)}")
+    rung = Rung(strategy=Strategy.RESTART_IN_PLACE, tries=None)
+    return Relaunch(
+        job.generation + 1,
+        f"{fault.reason}; {why}; {rung.strategy}, {spent + 1} of {count_noun(limit, 'restart')}",
+        strategy=rung.strategy,
+        take=replace(_take(fault, rung, now), rung=STATED),
+        left=f"{limit - spent - 1} of {count_noun(limit, 'restart')}",
+        without=without,
+    )
+
+
+RESTARTABLE = tuple(cause for cause in OWN_CAUSES if cause is not Cause.USER_INPUT)
+"""Causes for which restarts that a person gave are spent: wrong input stays wrong."""
+STATED = "max_restarts"
+"""Recorded in place of a rung's label for a restart that a person gave, after the ladder."""
+
+
+def _describe_spent(limit: int) -> str:
+    return "the only restart is spent" if limit == 1 else f"all {limit} restarts are spent"
+
+
+def _replaces_broken_node(rung: Rung, fault: Diagnosis, recovering: Recovering) -> bool:
+    """Return whether the rung treats a node that is proven broken: that needs no person, however
+    often the job was launched. The rung's own tries and the fleet's breaker limit it."""
+    if not (rung.strategy.repairs or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK)):
+        return False
+    return recovering.verdict is Verdict.UNHEALTHY or (
+        fault.certainty is Certainty.CERTAIN and fault.cause in (*HARDWARE_CAUSES, Cause.NODE_LOST)
+    )
+
+
+def _ask_for_progress(job: JobState, fault: Diagnosis, vain: int, named: tuple[str, ...]) -> Ask:
+    return Ask(
+        f"{fault.reason}; {count_noun(vain, 'launch', 'launches')} in a row, and training has "
+        f"not got past {_describe_furthest(job)}",
+        question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid NODE`?",
+        without=named,
+    )
 
 
 def launches_without_progress(job: JobState) -> int:
-    """Return the number of tries since training last made progress or the budgets were renewed."""
-    since = max((at for at in (job.progressed_at, job.renewed_at) if at is not None), default=None)
-    return sum(1 for one in job.tries if since is None or one.at >= since)
+    """Return the number of tries since training last made progress, the budgets were renewed, or a
+    person approved a launch.
+
+    Restarts that a person gave are not counted: they are to be spent.
+    """
+    begins = (job.progressed_at, job.renewed_at, job.approved_at)
+    since = max((at for at in begins if at is not None), default=None)
+    return sum(
+        1
+        for one in job.tries
+        if (since is None or one.at >= since) and not (one.spent and job.policy.exhaust_restarts)
+    )
 
 
 def _describe_furthest(job: JobState) -> str:
@@ -102,15 +185,29 @@ def _describe_furthest(job: JobState) -> str:
 
 
 def tries_used(job: JobState, rung: Rung, fault: Diagnosis, now: datetime) -> int:
-    """Return how many earlier tries count against this rung for this fault."""
+    """Return how many earlier tries count against this rung for this fault.
+
+    Where progress renews budgets, time alone does not: a try leaves its window only once training
+    has advanced since. Else three tries an hour would never be used up by a job that needs half an
+    hour to fail.
+    """
     tries = _row(job, rung, fault) if rung.consecutive else job.tries
+    if (renewed := job.ladders_renewed.get(fault.cause)) is not None:
+        tries = tuple(one for one in tries if one.at >= renewed)
     if rung.window is not None:
-        tries = tuple(one for one in tries if one.at > now - rung.window)
+        tries = tuple(
+            one for one in tries if one.at > now - rung.window or _is_without_progress(job, one)
+        )
     elif job.renewed_at is not None:
         # Progress and the next fault often come in one report, and so have the same time: a try at
         # that time comes after the renewal.
         tries = tuple(one for one in tries if one.at >= job.renewed_at)
     return sum(1 for one in tries if one.rung == rung.label and _same(one, fault, rung))
+
+
+def _is_without_progress(job: JobState, one: Try) -> bool:
+    """Return whether training has not advanced since a try, and that is what renews budgets."""
+    return job.policy.renewal == "progress" and (job.renewed_at is None or one.at >= job.renewed_at)
 
 
 def _row(job: JobState, rung: Rung, fault: Diagnosis) -> tuple[Try, ...]:
@@ -245,9 +342,25 @@ def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetim
 
 
 def _relaunch(
-    job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime, without: tuple[str, ...]
+    job: JobState,
+    fault: Diagnosis,
+    rung: Rung,
+    used: int,
+    now: datetime,
+    without: tuple[str, ...],
+    *,
+    spares_nodes: bool = False,
 ) -> Relaunch:
+    take = _take(fault, rung, now)
+    left = _describe_budgets(job, fault, rung, used)
+    if spares_nodes:
+        spared = f"not {'isolated' if rung.isolate else 'touched'}, only the program accuses it"
+        kind = Strategy.RESTART_IN_PLACE if rung.strategy.repairs else rung.strategy
+        rung = rung.model_copy(update={"strategy": kind, "isolate": False})
+        take = replace(take, strategy=kind)
     reason = _reason(fault, rung, used)
+    if spares_nodes:
+        reason += f"; {join_names(fault.nodes, NAMED)} is {spared}"
     if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
         without = tuple(dict.fromkeys((*without, *fault.nodes)))
     if rung.strategy is Strategy.SHRINK:
@@ -257,8 +370,8 @@ def _relaunch(
         job.generation + 1,
         reason,
         strategy=rung.strategy,
-        take=_take(fault, rung, now),
-        left=_describe_budgets(job, fault, rung, used),
+        take=take,
+        left=left,
         without=without,
         avoid=fault.nodes if rung.isolate else (),
         keep_nodes=rung.strategy is not Strategy.RESCHEDULE_JOB,

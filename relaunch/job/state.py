@@ -5,7 +5,7 @@ The logic itself is in `diagnose`, `decide` and `apply_decision`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -70,6 +70,11 @@ class Diagnosis:
     """The rank itself asked for it (exit code 93, as NVIDIA's resiliency extension defines it)."""
     traceback: str = ""
     """What the rank of the root cause wrote last: its traceback, shortened, or its last lines."""
+    by_program: bool = False
+    """Whether all evidence is what a program did: how it ended, what it printed, a full disk.
+
+    Such evidence may accuse hardware, but alone never costs a node: see `ladder`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +112,15 @@ class Relaunch:
     left: str = ""
     """A clause that says what remains of the budgets afterwards."""
     without: tuple[str, ...] = ()
-    """Nodes this generation does not use."""
+    """Nodes this generation does not use, where the fleet has others."""
     avoid: tuple[str, ...] = ()
     """Nodes the job does not use again."""
     keep_nodes: bool = True
     """Whether nodes that are not left out keep their places; False: all are assigned again."""
     delay: timedelta = timedelta(0)
     renew_budgets: bool = False
+    approved: bool = False
+    """Whether a person approved it: the count that asked begins again."""
     kind: Literal["Relaunch"] = "Relaunch"
 
     @property
@@ -174,6 +181,14 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeNodes:
+    """How many free nodes of the fleet a job could have beside its own."""
+
+    count: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """Do nothing until a person answers."""
 
@@ -181,6 +196,12 @@ class Ask:
     question: str
     waits: bool = False
     """Whether it waits without a deadline, because a person has taken the job over."""
+    without: tuple[str, ...] = ()
+    """Nodes that an approved launch does not use: those that the diagnosis names."""
+    ladder: Cause | None = None
+    """The cause whose ladder asks: an approval begins its tries again. None: no ladder asks."""
+    free: FreeNodes | None = None
+    """What the fleet had to replace those nodes; None: not known (yet)."""
     kind: Literal["Ask"] = "Ask"
 
 
@@ -308,6 +329,8 @@ class FaultRecord:
     """How many decisions of the incident were taken before this fault was detected."""
     withdrawn: str = ""
     """A clause that says why the fault does not count against its nodes; empty: it counts."""
+    by_program: bool = False
+    """As in `Diagnosis`; False after an examination found all its nodes unhealthy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,12 +493,27 @@ class JobState:
     """How many of `max_restarts` were used since the budgets were renewed."""
     renewed_at: datetime | None = None
     """When the budgets were renewed: by progress, where the policy says so, or by a person."""
+    approved_at: datetime | None = None
+    """When a person last approved a new launch: `no_progress_ask` counts from then on."""
+    ladders_renewed: dict[Cause, datetime] = field(default_factory=dict)
+    """When a person approved a launch that the ladder of a cause asked for: earlier tries do not
+    count for that cause."""
     progressed_at: datetime | None = None
     """When training last passed the step it had reached before a fault."""
     flat_generations: int = 0
     """Consecutive generations that ended by a fault of the job without passing `furthest_step`.
 
-    Only generations with known progress count.
+    One that reported no step counts where an earlier one of the open incident ended by a fault of
+    the job as well.
+    """
+    startup_error: str = ""
+    """The error of the last generation, if it ended by itself at once; empty: it did not."""
+    startup_failures: int = 0
+    """Consecutive generations that ended with `startup_error`."""
+    unpassed_step: int | None = None
+    """The step that no incident waits for any more and that training has not passed; None: none.
+
+    Set when an incident closes by time alone, which is no progress where steps are reported.
     """
     furthest_step: int | None = None
     """The furthest step of all earlier generations; None: never reported."""
@@ -510,7 +548,10 @@ class JobState:
 
     @property
     def report_at_step(self) -> int | None:
-        """The step whose passing closes the open incident."""
-        if self.incident is None or self.lost:
+        """The step whose report is progress; it closes the incident, if one is open."""
+        if self.lost:
             return None  # while a node is lost the incident stays open, even if the others advance
-        return 0 if self.incident.reached is None else self.incident.reached + 1
+        reached = self.unpassed_step
+        if self.incident is not None:
+            reached = self.incident.reached if self.incident.reached is not None else -1
+        return None if reached is None else reached + 1

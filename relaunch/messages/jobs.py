@@ -27,7 +27,7 @@ from relaunch.job.events import (
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.pool.messages import DrainRequest, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
-from relaunch.spec.policy import Policy, Strategy, resolve
+from relaunch.spec.policy import EXHAUST, Policy, Strategy, resolve, state_restarts
 
 WITHDRAW = TypeAdapter(DrainRequest)
 OFFER = TypeAdapter(Offer)
@@ -238,6 +238,8 @@ def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
     """
     if "extends" in changes:
         return resolve(changes)
+    if isinstance(count := changes.get("max_restarts"), int) and changes.get(EXHAUST) is not False:
+        policy = state_restarts(policy, count)
     merged = policy.model_dump(mode="json")
     for key, value in changes.items():
         below = merged.get(key)

@@ -2,7 +2,8 @@
 
 They are standalone activities: the command line never reaches a node and runs them through a
 worker.
-`read_logs(ReadLogsInput) -> ReadLogsOutput`, `read_stacks(ReadStacksInput) -> ReadStacksOutput` and
+`read_logs(ReadLogsInput) -> ReadLogsOutput`, `read_stacks(ReadStacksInput) -> ReadStacksOutput`,
+`read_checkpoints(ReadCheckpointsInput) -> ReadCheckpointsOutput` and
 `read_incidents(ReadIncidentsInput) -> ReadIncidentsOutput`.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relaunch.job.state import Incident
+from relaunch.spec.job import OutputStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class ReadLogsInput:
     since: float | None = None
     """Begin with what was printed in this many last seconds, by the node's clock, and at most some
     seconds before; only for ranks that have no offset."""
+    stream: OutputStream = "stdout"
+    """Which log of each rank; "stdout" has both streams, unless the job keeps them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,41 @@ class Stack:
 class ReadStacksOutput:
     stacks: tuple[Stack, ...] = ()
     """One stack for each rank that was requested, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCheckpointsInput:
+    fleet: str
+    nodes: tuple[str, ...]
+    """Nodes to ask; the first that answers is enough."""
+    directory: str
+    workdir: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """A checkpoint, complete or not."""
+
+    name: str
+    format: str
+    """dcp, hf, accelerate, megatron, or torch."""
+    step: int | None
+    age: float
+    """Seconds since it was changed, by the node's clock."""
+    incomplete: str = ""
+    """What is missing; empty: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCheckpointsOutput:
+    node: str = ""
+    """The node that answered; empty: none did."""
+    newest: CheckpointFolder | None = None
+    """The newest complete one."""
+    incomplete: tuple[CheckpointFolder, ...] = ()
+    """Those that are newer and not complete, newest first."""
+    unreadable: str = ""
+    """Why the folder could not be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,6 @@ def _mark_repairing(state: FleetState, node: NodeRecord, now: datetime) -> NodeR
     return replace(
         node,
         status=NodeStatus.REPAIRING,
-        since=now,
         repair=f"repair/{state.name}/{node.name}",
         repair_since=now,
         repair_acts=False,

@@ -23,7 +23,10 @@ from relaunch.pool.state import (
     NodeRecord,
     NodeStatus,
 )
+from relaunch.pool.status import set_status
 
+RELAUNCH = "relaunch"
+"""The `by` of what no job and no person has said alone."""
 MAX_MARKS = 20
 """Per node. Jobs repeat their newest suspects with each claim; more marks than these change
 nothing."""
@@ -180,19 +183,22 @@ def remove_claim(state: FleetState, record: ClaimRecord, now: datetime) -> Fleet
     return replace(state, claims=claims, last_claims=(*others, last)[-MAX_LAST_CLAIMS:])
 
 
-def explain_marks(record: NodeRecord) -> str:
-    """Return why the marks that are not retracted make the node a suspect; empty if they do not."""
+def explain_marks(record: NodeRecord) -> tuple[str, str]:
+    """Return why the marks that are not retracted make the node a suspect, and who says so.
+
+    Both are empty if they do not.
+    """
     valid = [mark for mark in record.marks if not mark.retracted]
     if isolated := [mark for mark in valid if mark.isolated]:
-        return isolated[-1].reason
+        return isolated[-1].reason, f"job {isolated[-1].job}"
     jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WINDOW}
     if len(jobs) < SUSPECT_JOBS:
-        return ""
+        return "", ""
     hours = int(SUSPECT_WINDOW / timedelta(hours=1))
     named = ", ".join(
         f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:]
     )
-    return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
+    return f"{len(jobs)} jobs failed on it within {hours}h: {named}", RELAUNCH
 
 
 def retract_marks(record: NodeRecord, reason: str) -> NodeRecord:
@@ -394,25 +400,24 @@ def _mark_nodes(
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
                 records[name] = _retract_followed(other, report, suspect, now)
-        if marked.status is NodeStatus.IN_SERVICE:
-            by = f"job {report.job}" if suspect.isolate else "relaunch"
-            reason = (
-                (text(suspect.reason) or suspect.cause)
-                if suspect.isolate
-                else explain_marks(marked)
+        if marked.status is NodeStatus.IN_SERVICE and (found := explain_marks(marked))[0]:
+            records[suspect.node] = set_status(
+                marked, NodeStatus.SUSPECT, now, reason=found[0], by=found[1], end=""
             )
-            if reason:
-                records[suspect.node] = replace(
-                    marked, status=NodeStatus.SUSPECT, reason=reason, by=by, since=now
-                )
     return tuple(records.values()) or nodes
 
 
 def _add_mark(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
     """Return the node with the mark added; None if the suspect adds nothing new."""
     said = (report.job, report.submission, suspect.generation)
+    # A later submission of the job repeats the faults of earlier ones: they are no news.
     known = next(
-        (mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said),
+        (
+            mark
+            for mark in record.marks
+            if (mark.job, mark.submission, mark.generation) == said
+            or (mark.job, mark.generation, mark.at) == (report.job, suspect.generation, suspect.at)
+        ),
         None,
     )
     if known is not None and (known.isolated or known.retracted or not suspect.isolate):
@@ -449,7 +454,13 @@ def _retract_followed(
     )
     if marks == record.marks:
         return record
+    ended = [(mark.reason, f"job {mark.job}") for mark in marks if mark.retracted == reason]
     record = replace(record, marks=marks)
-    if record.status is NodeStatus.SUSPECT and not explain_marks(record):
-        return replace(record, status=NodeStatus.IN_SERVICE, reason="", by="", since=now)
+    if record.status is not NodeStatus.SUSPECT:
+        return record
+    left, by = explain_marks(record)
+    if not left:
+        return set_status(record, NodeStatus.IN_SERVICE, now, reason="", by="", end=reason)
+    if (record.reason, record.by) in ended:
+        return set_status(record, NodeStatus.SUSPECT, now, reason=left, by=by, end=reason)
     return record

@@ -17,6 +17,7 @@ from relaunch.pool.messages import DrainRequest, PermitRequest
 from relaunch.pool.nodes import FLEET, is_awaiting, put_node
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
+from relaunch.pool.status import set_status
 
 MAX_NAMED = 4
 
@@ -157,13 +158,8 @@ def drain_shared_node(
     if not any(record.claim.job == request.job and _is_on(record, node) for record in state.claims):
         return state, why_in_use(state, node, request.job)
     if node.status is NodeStatus.IN_SERVICE and not _are_repairs_off(state):
-        node = replace(
-            node,
-            status=NodeStatus.SUSPECT,
-            reason=text(request.reason),
-            by=f"job {request.job}",
-            since=now,
-        )
+        reason, by = text(request.reason), f"job {request.job}"
+        node = set_status(node, NodeStatus.SUSPECT, now, reason=reason, by=by, end="")
     if (
         node.status is NodeStatus.SUSPECT
         and node.repair_drain is None

@@ -18,6 +18,7 @@ from relaunch.pool.messages import (
     DrainRequest,
     FaultReport,
     Grant,
+    Healing,
     Offer,
     Permit,
     PermitRequest,
@@ -128,6 +129,8 @@ class RepairResult:
     outcome: Literal["done", "refused", "ambiguous"]
     verdict: Verdict
     reason: str
+    healing: Healing | None = None
+    """What healed the node, if something was done to it and it was examined healthy then."""
     kind: Literal["RepairResult"] = "RepairResult"
 
 

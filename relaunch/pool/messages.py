@@ -13,6 +13,7 @@ from typing import Literal
 
 from relaunch.evidence.causes import Cause
 from relaunch.generation import LaunchedGeneration
+from relaunch.spec.policy import Strategy
 
 # --- between a job and its fleet
 
@@ -185,6 +186,17 @@ class PermitRequest:
     job: str = ""
     """The job that ordered the repair, waits for it and counts its ranks there as gone; empty if
     none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """A reset or reboot after which an examination found the node healthy."""
+
+    strategy: Strategy
+    at: datetime
+    """When it was proven carried out: faults of before say nothing about the node any more."""
+    gpus: tuple[str, ...] = ()
+    """Bus ids of the GPUs that were reset; empty: the whole node."""
 
 
 @dataclass(frozen=True, slots=True)

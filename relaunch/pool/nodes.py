@@ -8,7 +8,13 @@ from datetime import datetime, timedelta
 
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.claims import declare_ranks_dead, explain_marks, record_moves, retract_marks
+from relaunch.pool.claims import (
+    RELAUNCH,
+    declare_ranks_dead,
+    explain_marks,
+    record_moves,
+    retract_marks,
+)
 from relaunch.pool.events import (
     DeathDeclaration,
     FleetFileContent,
@@ -17,20 +23,22 @@ from relaunch.pool.events import (
     RepairResult,
     RepairStart,
 )
-from relaunch.pool.messages import DrainRequest
+from relaunch.pool.messages import DrainRequest, Healing
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
+from relaunch.pool.status import put_in_service, quarantine, set_status
 from relaunch.text import count_noun
 
 FLEET_FILE = "fleet file"
 """The `by` of a quarantine of a node that the file no longer names."""
 NOT_IN_FILE = "it is no longer in the fleet file"
-RELAUNCH = "relaunch"
 FLEET = "fleet "
 """Prefix of the `by` of a repair that a fleet orders, not a person: `fleet gpus`."""
 REPAIR_TIMEOUT = timedelta(hours=3)
 """A repair has two hours and reports its end itself: one that has not reported by then never
 will."""
 MAX_NOTICES = 50
+MAX_HEALED = 8
+"""Healed GPUs kept of a node: a host has eight."""
 MAX_MOVES_NAMED = 4
 
 
@@ -122,9 +130,11 @@ def _remove_from_file(record: NodeRecord, now: datetime) -> NodeRecord:
 
 
 def _return_to_file(record: NodeRecord, now: datetime) -> NodeRecord:
-    if reason := explain_marks(record):
-        return replace(record, status=NodeStatus.SUSPECT, reason=reason, by=RELAUNCH, since=now)
-    return put_in_service(record, now)
+    end = "it was in the fleet file again"
+    reason, by = explain_marks(record)
+    if reason:
+        return set_status(record, NodeStatus.SUSPECT, now, reason=reason, by=by, end=end)
+    return put_in_service(record, now, end)
 
 
 def forget_removed_nodes(state: FleetState) -> FleetState:
@@ -140,22 +150,6 @@ def forget_removed_nodes(state: FleetState) -> FleetState:
 
 
 # --- status
-
-
-def put_in_service(record: NodeRecord, now: datetime) -> NodeRecord:
-    return replace(
-        record,
-        status=NodeStatus.IN_SERVICE,
-        reason="",
-        by="",
-        since=now,
-        drain=None,
-        repair_drain=None,
-    )
-
-
-def quarantine(record: NodeRecord, by: str, reason: str, now: datetime) -> NodeRecord:
-    return replace(record, status=NodeStatus.QUARANTINED, reason=reason, by=by, since=now)
 
 
 def is_taken_by_relaunch(record: NodeRecord) -> bool:
@@ -223,7 +217,7 @@ def suspect_incomplete_nodes(state: FleetState, now: datetime) -> FleetState:
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = (
-        replace(node, status=NodeStatus.SUSPECT, reason=node.missing_gpus, by=RELAUNCH, since=now)
+        set_status(node, NodeStatus.SUSPECT, now, reason=node.missing_gpus, by=RELAUNCH, end="")
         if _is_idle(node, held) and node.missing_gpus
         else node
         for node in state.nodes
@@ -293,6 +287,8 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
         record = replace(
             record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason)
         )
+    if fact.healing is not None:
+        record = _record_healing(record, fact.healing)
     if fact.job and record.status is not NodeStatus.REPAIRING:
         return put_node(state, record)
     if _proves_nothing(record, fact):
@@ -302,6 +298,25 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
             now,
         )
     return put_node(state, _apply_repair(record, fact, now, stale=_was_stale(state, fact)))
+
+
+def _record_healing(record: NodeRecord, healing: Healing) -> NodeRecord:
+    """Record what healed the node, and retract the marks of faults that this healed."""
+    older = (
+        one
+        for one in record.healed
+        if healing.gpus and not (one.gpus and set(one.gpus) <= set(healing.gpus))
+    )
+    healed = (*older, healing)[-MAX_HEALED:]
+    marks = tuple(
+        replace(mark, retracted=f"{healing.strategy} healed it")
+        if not mark.retracted
+        and mark.at <= healing.at
+        and (not healing.gpus or (mark.gpus and set(mark.gpus) <= set(healing.gpus)))
+        else mark
+        for mark in record.marks
+    )
+    return replace(record, healed=healed, marks=marks)
 
 
 def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
@@ -339,10 +354,10 @@ def _apply_repair(
         # nothing about why it is quarantined.
         return record
     if done:
-        return put_in_service(record, now)
+        return put_in_service(record, now, f"examined healthy: {text(fact.reason)}")
     if stale and record.status is NodeStatus.REPAIRING:
         # The repair proved nothing: the next one examines the current state.
-        return replace(record, status=NodeStatus.SUSPECT, since=now)
+        return replace(record, status=NodeStatus.SUSPECT)
     return quarantine(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
 
 
@@ -400,7 +415,8 @@ def release_node(state: FleetState, fact: ReleaseCommand, now: datetime) -> Flee
             now,
         )
     record = retract_marks(
-        replace(put_in_service(record, now), inventory_at=None), f"{by} released it: {reason}"
+        replace(put_in_service(record, now, f"{by} released it: {reason}"), inventory_at=None),
+        f"{by} released it: {reason}",
     )
     return add_notice(put_node(state, record), f"{by} released {record.name}: {reason}", now)
 

@@ -503,6 +503,15 @@ class Placement:
             choice.probes, choice.stale = self._due(stale), len(stale)
         return choice
 
+    def count_free(self, claim: Claim) -> int:
+        """Return how many nodes the claim could get beside those that it avoids, as far as a new
+        probe finds that they answer."""
+        shape = self.shape_of(claim)
+        doubts = self._fitting(self._doubtful, shape, ())
+        return sum(1 for _ in self._fitting(self._free, shape, ())) + sum(
+            node.is_only_stale() for node in doubts
+        )
+
     def could_have(self, record: ClaimRecord, shape: Shape, choice: Choice) -> bool:
         """Return whether there will be enough nodes once jobs and repairs end, without a person's
         help."""

@@ -12,8 +12,9 @@ from datetime import datetime, timedelta
 
 from relaunch.pool.claims import export_claims, record_moves, restore_claims
 from relaunch.pool.events import PreviousRun
-from relaunch.pool.nodes import FLEET_FILE, add_notice, is_out
+from relaunch.pool.nodes import FLEET_FILE, MAX_HEALED, add_notice, is_out
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
+from relaunch.pool.status import MAX_PAST
 from relaunch.text import count_noun
 
 RESTORE_TIMEOUT = timedelta(seconds=15)
@@ -58,6 +59,8 @@ def _export_node(record: NodeRecord) -> NodeRecord:
         verdict=record.verdict,
         verdict_at=record.verdict_at,
         verdict_reason=record.verdict_reason,
+        healed=record.healed,
+        past=record.past,
     )
 
 
@@ -138,7 +141,10 @@ def _take_over(state: FleetState, fact: PreviousRun) -> FleetState:
 def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     if known is not None:
         record = replace(
-            record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles)))
+            record,
+            power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles))),
+            healed=tuple(dict.fromkeys((*known.healed, *record.healed)))[-MAX_HEALED:],
+            past=tuple(dict.fromkeys((*known.past, *record.past)))[-MAX_PAST:],
         )
     if known is None:
         return record

@@ -11,7 +11,16 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import LaunchedGeneration
 from relaunch.pool.inventory import GpuUse, Inventory, shortage
-from relaunch.pool.messages import Claim, DrainRequest, Grant, Offer, Permit, PermitRequest, Place
+from relaunch.pool.messages import (
+    Claim,
+    DrainRequest,
+    Grant,
+    Healing,
+    Offer,
+    Permit,
+    PermitRequest,
+    Place,
+)
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
 # --- nodes
@@ -78,6 +87,18 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class PastReason:
+    """A reason that kept a node from jobs and no longer holds."""
+
+    reason: str
+    by: str
+    since: datetime | None
+    until: datetime
+    end: str
+    """A clause that says why it no longer holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord:
     spec: FleetNode
     status: NodeStatus = NodeStatus.IN_SERVICE
@@ -111,6 +132,11 @@ class NodeRecord:
     verdict_at: datetime | None = None
     verdict_reason: str = ""
     """Kept whatever happens to the node later: `verdict_at` gives its age."""
+    healed: tuple[Healing, ...] = ()
+    """What repairs did that an examination then confirmed, the newest last; a later one replaces
+    those of the same GPUs."""
+    past: tuple[PastReason, ...] = ()
+    """Reasons that kept the node from jobs and no longer hold, the newest last."""
     repair_ended: str = ""
     """The last repair that has ended; a late message of it changes nothing."""
     power_cycles: tuple[datetime, ...] = ()

@@ -2,8 +2,9 @@
 
 The node is examined, then reset or rebooted for what was found, and for nothing else. A node that
 cannot be examined is examined again and then left to a person: it is never called healthy, and
-nothing is done to it. The one exception: a node that is silent after a reboot by relaunch is
-power-cycled where that is possible.
+nothing is done to it. Two exceptions: a node that is silent after a reboot by relaunch is
+power-cycled where that is possible, and one whose NVML does not answer, three times, is reset and
+then rebooted. What only a person can mend (a cable, a power plug) is examined twice more, and left.
 
     examine -> RESET_GPU, where a reset fixes all that was found -> REBOOT_NODE -> power cycle
 
@@ -20,6 +21,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Finding, Role, Verdict
 from relaunch.evidence.health import SICK, Health
+from relaunch.evidence.nvml import NVML_HANGS
 from relaunch.repair.explain import MAX_SENTENCE
 from relaunch.repair.state import FinishRepair, LogEntry, RepairOutcome, RepairState
 from relaunch.spec.policy import Strategy
@@ -27,6 +29,12 @@ from relaunch.spec.policy import Strategy
 EXAMINATION_DELAYS = (timedelta(minutes=1), timedelta(minutes=5), timedelta(minutes=15))
 """Delays after an inconclusive examination: an agent needs seconds, DCGM's service minutes, a host
 of eight GPUs ten minutes to boot."""
+LINK_DELAYS = EXAMINATION_DELAYS[:2]
+"""Delays after an examination that found only faults that a person has to mend: a link whose switch
+restarts comes back within minutes, and leptonai/gpud waits four."""
+MAX_HANGS = 3
+"""Inconclusive examinations in a row after which NVML that does not answer is taken for a driver
+that hangs. A busy host answers by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,10 @@ class Escalation:
     acted: bool = False
     """The last strategy did something to the node."""
     kernel_from: datetime | None = None
-    """Kernel messages before this time no longer count: a strategy has fixed the node since. None:
-    all of this boot counts."""
+    """Kernel messages before this time no longer count: the node was rebooted since. None: all of
+    this boot counts, except what a reset has healed, which the node reports."""
+    unmendable: int = 0
+    """Number of examinations in a row that found only faults that a person has to mend."""
     cancel_reason: str = ""
     """Why the repair was cancelled; empty if it was not."""
     can_power_cycle: bool = False
@@ -87,7 +97,14 @@ def cancel(escalation: Escalation, reason: str) -> Escalation:
 def apply_examination(escalation: Escalation, health: Health, now: datetime) -> Escalation:
     unknown = escalation.unknown + 1 if health.verdict is Verdict.UNKNOWN else 0
     after_reboot = escalation.after_reboot and not health.boot_id
-    escalation = replace(escalation, health=health, unknown=unknown, after_reboot=after_reboot)
+    unmendable = escalation.unmendable + 1 if _needs_person(health) else 0
+    escalation = replace(
+        escalation,
+        health=health,
+        unknown=unknown,
+        unmendable=unmendable,
+        after_reboot=after_reboot,
+    )
     return _log(escalation, now, "Examined", f"{health.verdict}: {health.reason}")
 
 
@@ -101,7 +118,8 @@ def apply_strategy_end(
     if acted and state.health is not None:
         health = replace(state.health, verdict=end.verdict, reason=end.reason)
     # An order that may not have been carried out has fixed nothing.
-    kernel_from = state.ordered_at if state.proven_at is not None else escalation.kernel_from
+    is_rebooted = state.strategy is Strategy.REBOOT_NODE and state.proven_at is not None
+    kernel_from = state.ordered_at if is_rebooted else escalation.kernel_from
     escalation = replace(
         escalation,
         tried=(*escalation.tried, state.strategy),
@@ -173,6 +191,8 @@ def _repair_unhealthy(
     if left <= timedelta(0):
         late = f"the deadline passed before {node} was repaired"
         return _finish(escalation, "refused", f"{late}: {reason}")
+    if _needs_person(health):
+        return _await_person(escalation, reason, left)
     faults = [finding for finding in health.findings if _is_fault(finding)]
     is_fixed_by_reset = faults and all(one.cause is Cause.GPU_RESET for one in faults)
     if is_fixed_by_reset and not escalation.tried:
@@ -180,6 +200,15 @@ def _repair_unhealthy(
         is_named = all(one.gpu is not None for one in faults)
         return StartStrategy(Strategy.RESET_GPU, health.gpus if is_named else (), reason)
     return StartStrategy(Strategy.REBOOT_NODE, (), reason)
+
+
+def _await_person(escalation: Escalation, reason: str, left: timedelta) -> EscalationDecision:
+    """Examine the node again after a delay, twice; then leave it to a person."""
+    tried = max(1, escalation.unmendable)
+    if tried > len(LINK_DELAYS) or LINK_DELAYS[tried - 1] >= left:
+        mend = "neither a reset nor a reboot mends that: a person has to"
+        return _finish(escalation, "refused", f"{reason}; {mend}")
+    return ExamineNode(LINK_DELAYS[tried - 1], reason)
 
 
 def _examine_again(escalation: Escalation, health: Health, left: timedelta) -> EscalationDecision:
@@ -192,6 +221,12 @@ def _examine_again(escalation: Escalation, health: Health, left: timedelta) -> E
         reason = f"the health of {node} is unknown after {examinations}: {reason}"
     if escalation.cancel_reason:
         return _finish(escalation, outcome, f"cancelled: {escalation.cancel_reason}; {reason}")
+    if _does_driver_hang(health) and unknown >= MAX_HANGS and left > timedelta(0):
+        hangs = f"{reason}; its driver hangs"
+        if not escalation.tried:
+            return StartStrategy(Strategy.RESET_GPU, (), hangs)
+        if Strategy.REBOOT_NODE not in escalation.tried:
+            return StartStrategy(Strategy.REBOOT_NODE, (), hangs)
     is_last = unknown > len(EXAMINATION_DELAYS)
     if is_last and _may_power_cycle(escalation, health) and left > timedelta(0):
         return StartStrategy(Strategy.REBOOT_NODE, (), reason, power=True)
@@ -206,6 +241,19 @@ def _may_power_cycle(escalation: Escalation, health: Health) -> bool:
         escalation.after_reboot and not escalation.tried
     )
     return is_rebooted and not health.boot_id and escalation.can_power_cycle
+
+
+def _does_driver_hang(health: Health) -> bool:
+    """Return whether the node answers and NVML does not, as where a GPU's firmware (GSP) hangs.
+
+    For that, NVIDIA's catalog names a reset (Xids 119 and 120).
+    """
+    return any(finding.code == NVML_HANGS for finding in health.findings)
+
+
+def _needs_person(health: Health) -> bool:
+    faults = [finding for finding in health.findings if _is_fault(finding)]
+    return bool(faults) and all(finding.needs_person for finding in faults)
 
 
 def _is_fault(finding: Finding) -> bool:

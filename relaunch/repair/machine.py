@@ -171,7 +171,9 @@ def decide(state: RepairState, now: datetime) -> RepairDecision:
             return ProbeNode(min(PROBE_TIMEOUT, left), since_order, reason)
         case Stage.EXAMINING:
             reason = f"{describe_result(state)} and is examined"
-            return ProbeNode(min(PROBE_TIMEOUT, left), since_order, reason)
+            # A reset heals the GPUs that it was of: the node reports them, and the rest counts.
+            is_reset = state.strategy is Strategy.RESET_GPU
+            return ProbeNode(min(PROBE_TIMEOUT, left), None if is_reset else since_order, reason)
         case Stage.DIAGNOSING:
             level, timeout = state.rules.level, min(state.rules.diag_timeout, left)
             reason = f"{describe_result(state)} and is examined by dcgmi diag -r {level}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from relaunch.evidence.causes import Cause
-from relaunch.spec.policy import Policy, Rung, Strategy
+from relaunch.spec.policy import Policy, Rung, Strategy, state_restarts
 
 PREFIX = "fault-tolerance/"
 JOB_RETRIES = f"{PREFIX}job-retry-num"
@@ -48,7 +48,7 @@ def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
             )
     if JOB_RETRIES not in ours:
         raise ValueError(f"metadata.annotations: {next(iter(ours))} needs {JOB_RETRIES} beside it")
-    changed = policy.model_copy(update={"max_restarts": _read_count(ours, JOB_RETRIES)})
+    changed = state_restarts(policy, _read_count(ours, JOB_RETRIES))
     return _apply_switches(changed, ours) if policy.extends == "modelarts" else changed
 
 

@@ -18,6 +18,7 @@ from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
+OutputStream = Literal["stdout", "stderr"]
 MAX_NODES = 100_000
 """More is a mistake: no cluster has so many nodes."""
 
@@ -147,7 +148,17 @@ class ProgressSpec(Strict):
 
 
 class CheckpointSpec(Strict):
-    directory: str
+    """Where the program keeps its checkpoints. relaunch only looks at them, for people."""
+
+    directory: Text
+    """On the nodes; a relative path begins at `workdir`."""
+
+    @field_validator("directory")
+    @classmethod
+    def _check_directory(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError(f"{value!r} is not a folder: write its path, such as out")
+        return value
 
 
 class SecretReference(Strict):
@@ -216,6 +227,8 @@ class JobSpec(Strict):
     workdir: Text | None = None
     umask: Annotated[str, Field(pattern="^0?[0-7]{3}$")] | None = None
     """In octal, such as `027`; None: that of the node's agent."""
+    output: Literal["merged", "separate"] = "merged"
+    """Whether a rank's stdout and stderr are one log, in the order of writing, or one each."""
     progress: ProgressSpec = ProgressSpec()
     checkpoint: CheckpointSpec | None = None
     policy: str | dict[str, Any] = "default"

@@ -216,6 +216,12 @@ class Timeouts(Strict):
     """
     ask_after: Duration = timedelta(hours=1)
     """How long to wait for a lost node, where only waiting is safe, before a person is asked."""
+    unwatched: Duration | None = None
+    """How long ranks may run while no controller watches them, before they stop by themselves.
+
+    None: without end, because a service comes back. `run` without `up` sets it: its service may
+    not.
+    """
     answer_within: Duration = timedelta(hours=24)
     """How long to wait for nodes or for an answer.
 
@@ -235,20 +241,34 @@ class Policy(Strict):
     extends: str = "default"
     """The preset that these keys override."""
     max_restarts: int = Field(default=8, ge=0)
+    exhaust_restarts: bool = False
+    """Whether all `max_restarts` are spent before a ladder ends the job for its own faults.
+
+    True where a person states `max_restarts` over the preset `default`, unless stated as well.
+    """
     renewal: Literal["progress", "never"] = "progress"
     """What renews the job's restarts and its tries without a window.
 
-    progress: training that passes the step it had reached. never: nothing.
+    progress: training that passes the step it had reached. Tries within a window count until it
+    is over, and beyond it until then. never: nothing, and windows end by time alone.
     """
     no_progress_stop: Annotated[int, Field(ge=1)] | Literal["off"] = 3
     no_progress_ask: Annotated[int, Field(ge=1, le=KEPT_TRIES)] | Literal["off"] = "off"
     """How many consecutive launches without progress, of any cause, until a person is asked.
 
+    With `exhaust_restarts`, those that spend a restart are not counted.
+
     Keyed budgets are counted for each GPU separately, so they would never stop a fault that moves
     over a thousand GPUs.
     """
+    startup_stop: Annotated[int, Field(ge=2)] | Literal["off"] = "off"
+    """How many launches in a row may end within a minute with the same error of the program.
+
+    More restarts would not help, so the job fails, however many are left. Once training has
+    advanced it is one more, on other nodes.
+    """
     healthy_for: Duration = timedelta(hours=1)
-    """How long without a fault counts as progress where no progress is reported."""
+    """How long without a fault counts as progress where no step was ever reported."""
     grow_after: Duration | Literal["off"] = timedelta(minutes=30)
     """How long a generation must run without an incident before it is restarted to use more nodes.
 
@@ -272,7 +292,7 @@ class Policy(Strict):
     def _convert_off(cls, value: Any) -> Any:
         # YAML 1.1 reads an unquoted `off` as false, and users write it unquoted.
         if isinstance(value, dict):
-            for key in ("no_progress_stop", "no_progress_ask", "grow_after"):
+            for key in ("no_progress_stop", "no_progress_ask", "startup_stop", "grow_after"):
                 if value.get(key) is False:
                     value = {**value, key: "off"}
                 if value.get(key) is True:
@@ -364,6 +384,12 @@ def find_timeout_errors(timeouts: Timeouts, hang: HangLimits) -> list[str]:
             "a short silence would fence a node; "
             f"set fence_after to at least {duration(timeouts.heartbeat)}"
         )
+    if timeouts.unwatched is not None and timeouts.unwatched < timeouts.heartbeat:
+        sentences.append(
+            f"timeouts.unwatched is {duration(timeouts.unwatched)} and {heartbeat}: ranks would"
+            " stop while a watch is only being repeated;"
+            f" set unwatched to at least {duration(timeouts.heartbeat)}"
+        )
     if hang.after == "learned":
         sentences += [
             f"hang.{phase} is {duration(limit)} and {heartbeat}: training that advances would"
@@ -432,4 +458,29 @@ def resolve(source: dict[str, Any]) -> Policy:
         merged[key] = (
             {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
         )
+    if "max_restarts" in source and extends in STATABLE and source.get(EXHAUST) is not False:
+        merged |= {key: value for key, value in STATED_BUDGET.items() if key not in source}
     return Policy.model_validate(merged)
+
+
+STATABLE = ("default",)
+"""Presets in which a person's `max_restarts` is spent whatever the ladders say.
+
+The others reproduce the decisions of systems in which a ladder may end before the restarts do.
+"""
+EXHAUST = "exhaust_restarts"
+STATED_BUDGET = {EXHAUST: True, "no_progress_stop": "off"}
+"""What follows from `max_restarts` in a policy that says no more about it."""
+
+
+def state_restarts(policy: Policy, count: int) -> Policy:
+    """Return a policy with a person's `max_restarts`, given beside the policy.
+
+    A `no_progress_stop` that differs from the preset's was stated, and stays.
+    """
+    changes: dict[str, Any] = {"max_restarts": count}
+    if policy.extends in STATABLE and not policy.exhaust_restarts:
+        changes[EXHAUST] = True
+        if policy.no_progress_stop == preset(policy.extends).no_progress_stop:
+            changes["no_progress_stop"] = "off"
+    return policy.model_copy(update=changes)

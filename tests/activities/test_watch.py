@@ -17,7 +17,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 import relaunch.activities.gang
 import relaunch.activities.watch
-from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S, WatchedShard
+from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S, ECHO_LINES, WatchedShard
 from relaunch.activities.reports import MissingProgress, WatchHeartbeat
 from relaunch.activities.watch import SupersededWatchError
 from relaunch.backends.base import Unreachable, WatchStream
@@ -98,6 +98,28 @@ async def test_simultaneous_exits_are_one_report_with_the_root_first() -> None:
     # By the clocks of the nodes an echo may have been first: it is still known to be one.
     assert [is_root(one) for one in fault.observations] == [True, False, False, False]
     assert report.after_seq.keys() == {"n1", "n2"}
+
+
+async def test_each_distinct_echo_keeps_its_last_lines() -> None:
+    other = (*(f"NCCL INFO {n}" for n in range(300)), "ConnectionError: Broken pipe")
+    fleet = stand(
+        Script(
+            (
+                Exit(rank=0, exit_code=1, log_tail=CASCADE),
+                Exit(rank=1, exit_code=1, log_tail=CASCADE),
+                Exit(rank=2, exit_code=1, log_tail=other),
+                Exit(rank=3, exit_code=1, error=error_file("ValueError: boom")),
+            )
+        )
+    )
+    await fleet.launch()
+    report = await fleet.watch()
+    (fault,) = report.events
+    assert isinstance(fault, FaultObserved)
+    assert [is_root(one) for one in fault.observations] == [True, False, False, False]
+    sent = {one.rank: one.log_tail for one in fault.observations if isinstance(one, RankExited)}
+    assert {sent[0], sent[1]} == {CASCADE, ()}
+    assert sent[2] == other[-ECHO_LINES:]
 
 
 async def test_echoes_alone_wait_some_seconds_for_their_root() -> None:
@@ -339,6 +361,27 @@ async def test_progress_never_reported_or_unreadable_is_no_hang() -> None:
         hang=HangLimits.model_validate({"after": "0.3s", "first_step": "0.3s"})
     )
     assert report.all_succeeded
+
+
+@pytest.mark.parametrize(
+    ("went_on", "needed"), [(60.0, (1,)), (-1.0, ())], ids=["it was needed", "the others went on"]
+)
+async def test_a_fault_names_the_ranks_that_had_finished(
+    monkeypatch: pytest.MonkeyPatch, went_on: float, needed: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "WENT_ON_S", went_on)
+    script = Script(
+        (
+            Progress(rank=0, rate=20.0),
+            Exit(rank=1, exit_code=0, after=0.2),
+            Exit(rank=0, exit_code=1, after=0.5, log_tail=("KeyError: 'x'",)),
+        )
+    )
+    fleet = stand(script)
+    await fleet.launch()
+    fault = (await fleet.watch()).events[-1]
+    assert isinstance(fault, FaultObserved)
+    assert tuple(one.rank for one in fault.finished) == needed
 
 
 async def test_s3_5_a_rank_that_stalls_after_another_finished_hangs() -> None:

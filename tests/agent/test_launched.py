@@ -95,6 +95,7 @@ class Launch:
         of: int = 1,
         group_rank: int = 0,
         port: int = 0,
+        separate_stderr: bool = False,
     ) -> int:
         """Prepare and start generation 1 on one of so many nodes; return the pid of the launcher.
 
@@ -122,6 +123,7 @@ class Launch:
             list(told.launcher),
             1,
             env={"PATH": f"{first}{os.pathsep}{os.environ['PATH']}", **(env or {})},
+            separate_stderr=separate_stderr,
             launched={
                 "command": list(told.rank),
                 "ranks": ranks,
@@ -353,6 +355,16 @@ def test_ft_launcher_waits_for_other_nodes_and_is_not_waited_for(
     os.kill(pid, signal.SIGKILL)
     seen = read(first.node.watch().read_observation("RankExited"))
     assert (seen.rank, seen.signal, seen.stopped) == (rank, 9, False)
+
+
+def test_ranks_below_a_launcher_may_have_a_stderr_of_their_own(launch: Launch) -> None:
+    command = code("import sys, time; print(1); print(2, file=sys.stderr); time.sleep(1000)")
+    launch.run(command, separate_stderr=True)
+    logs = launch.node.folder() / "logs"
+    wait_for((logs / "rank_1.stderr.log").exists)
+    wait_for(lambda: (logs / "rank_1.stderr.log").read_text() == "2\n")
+    answer = expect_done(launch.node.order("logs", token=token(1), stream="stderr"))
+    assert set(answer["sizes"]) <= {"0", "1"}, "the launcher's output stays together"
 
 
 def test_stacks_and_logs_are_those_of_the_ranks(launch: Launch) -> None:

@@ -84,6 +84,17 @@ def test_one_node_that_was_watched_once_runs_on_unwatched(node: Node) -> None:
     assert answer["outcome"] == "done"
 
 
+def test_ranks_that_are_unwatched_for_too_long_stop(node: Node) -> None:
+    pids = node.run(1, fences=False, unwatched=0.5, lease=30.0, stop_grace=0.5)
+    watch = node.watch()
+    begin = boottime()
+    watch.read_until("heartbeat", lambda beat: beat["stamp"] > begin + 1.2)
+    assert all(map(is_alive, pids.values()))
+    node.end_session()
+    wait_for(lambda: find_fence(node).get("why") == "unwatched")
+    wait_for(lambda: not any(map(is_alive, pids.values())))
+
+
 def test_one_node_that_was_never_watched_stops(node: Node) -> None:
     node.run(1, fences=False, **SHORT)
     wait_for(lambda: find_fence(node).get("why") == "never_watched")

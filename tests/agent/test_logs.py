@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,11 @@ def test_output_since_a_time_begins_at_the_last_mark_before_it(
     assert marks.read_text() == "1000 10\n1010 20\n1030 90\n", "only where it has grown"
     with marks.open("a") as file:
         file.write("1034 ")  # torn
-    found = [find_offset(generation, 3, at) for at in (990, 1000, 1009, 1025, 1030, 1036)]
+    found = [find_offset(generation, log, at) for at in (990, 1000, 1009, 1025, 1030, 1036)]
     assert found == [0, 10, 10, 20, 90, 90]
-    assert find_offset(generation, 4, 1000) == 0
+    assert find_offset(generation, generation.log_path(4), 1000) == 0
     marks.unlink()
-    assert find_offset(generation, 3, 1025) == 0, "rather all of it than too little"
+    assert find_offset(generation, log, 1025) == 0, "rather all of it than too little"
 
 
 def test_marks_of_a_long_log_are_bounded_and_keep_both_ends(
@@ -57,7 +59,7 @@ def test_marks_of_a_long_log_are_bounded_and_keep_both_ends(
     os.utime(log, (2000, 2000))
     text = (generation.log_times / log.name).read_text()
     assert len(text) <= 400 + 20 and text.startswith("1001 1\n") and text.endswith("1200 200\n")
-    assert 150 <= find_offset(generation, 0, 1190) <= 190
+    assert 150 <= find_offset(generation, log, 1190) <= 190
 
 
 def read(node: Node, **order: Any) -> dict[str, Any]:
@@ -95,3 +97,49 @@ def test_logs_are_found_without_the_order_and_else_refused_truly(node: Node) -> 
     assert refusal(never) == refusal(removed) == "no_such_generation"
     assert never is not None and "never prepared" in never["reason"]
     assert removed is not None and "removed" in removed["reason"]
+
+
+APART = """
+import sys, time
+print("printed")
+for step in (1, 2):
+    print("step", step, file=sys.stderr)
+time.sleep(1000 if "wait" in sys.argv else 0)
+raise KeyError("late")
+"""
+
+
+def test_stderr_of_a_rank_has_a_separate_log_if_ordered(node: Node) -> None:
+    command = [*python_command(APART), "wait"]
+    pattern = r"step (?P<step>\d+)"
+    pids = node.run(1, command, ranks=1, separate_stderr=True, log_pattern=pattern)
+    watch = node.watch()
+    beat = watch.read_until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step"))
+    assert beat["progress"]["0"]["step"] == 2, "bars and logging are on stderr"
+
+    def read(stream: str) -> str:
+        chunks = expect_done(node.order("logs", token=token(1), stream=stream))["chunks"]
+        return "".join(chunk["data"] for chunk in chunks)
+
+    assert (read("stdout"), read("stderr")) == ("printed\n", "step 1\nstep 2\n")
+    folder = node.folder() / "logs"
+    shutil.rmtree(folder)  # as tmpfiles does; what is written is read on
+    wait_for(lambda: len(list(folder.glob("rank_0*.log"))) == 2)
+    assert (read("stdout"), read("stderr")) == ("printed\n", "step 1\nstep 2\n")
+    assert refusal(node.order("logs", token=token(1), stream="stdin")) == "bad_order"
+    os.kill(pids["0"], signal.SIGTERM)
+    assert watch.read_observation("RankExited")["log_tail"] == ["printed", "step 1", "step 2"]
+
+
+def test_a_traceback_on_a_separate_stderr_ends_the_evidence(node: Node) -> None:
+    node.run(1, python_command(APART), ranks=1, separate_stderr=True)
+    tail = node.watch().read_observation("RankExited")["log_tail"]
+    assert (tail[0], tail[-1]) == ("printed", "KeyError: 'late'")
+
+
+def test_a_compiled_program_prints_at_once_behind_stdbuf(node: Node) -> None:
+    """`cut` is written in C, and keeps what it prints in a buffer of stdio."""
+    node.prepare(1, [0])
+    program = "{ echo step 1; sleep 1000; } | stdbuf -oL cut -c 1-"
+    expect_done(node.start(1, ["sh", "-c", program], 1))
+    wait_for(lambda: node.log() == "step 1\n", "it is in the buffer of stdio")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.cli.explain import KINDS, explain, lines_of, view_of
@@ -144,9 +145,38 @@ def test_a_cascade_on_the_first_line_is_not_the_root_of_a_log(
 
 
 def test_a_file_without_evidence_names_no_cause(tmp_path: Path, page: SnapshotAssertion) -> None:
-    made = view("log", write(tmp_path, "step 1\nstep 2\n"))
+    made = view("kernel", write(tmp_path, "[1.0] usb 1-1: new USB device\n"))
     assert (made["cause"], made["findings"]) == (None, []) and made["reason"]
     assert text("kernel", write(tmp_path, "")) == page
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_a_line_that_no_row_knows_comes_with_a_row_for_it(
+    tmp_path: Path, page: SnapshotAssertion, code: int
+) -> None:
+    log = write(tmp_path, "step 1\nAcme: can't reach (store 7) at 10.0.0.12\n")
+    made = explain("log", log, code, None)
+    assert made.cause == ("APPLICATION" if code == 1 else "UNKNOWN")
+    lines = lines_of(made, None, None)
+    assert "\n".join(lines) == page
+    first = lines.index("catalog:")
+    ours = resolve(yaml.safe_load("\n".join(lines[first : first + 3])))
+    assert [each.id for each in ours.catalog.log] == ["our_error"]
+    again = explain("log", log, code, ours)
+    assert (again.cause, again.root and again.root.line) == ("APPLICATION", 2)
+
+
+def test_only_the_end_of_a_log_counts_as_in_a_job(tmp_path: Path) -> None:
+    long = "torch.OutOfMemoryError: CUDA out of memory.\n" + "chatter\n" * 300 + "KeyError: 'x'\n"
+    made = view("log", write(tmp_path, long))
+    assert (made["cause"], [one["line"] for one in made["findings"]]) == ("APPLICATION", [302])
+
+
+def test_a_log_of_echoes_points_at_the_other_ranks(tmp_path: Path) -> None:
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
+    made = explain("log", write(tmp_path, lost + "\n"), None, None)
+    assert (made.cause, made.root) == ("NETWORK", None)
+    assert "no rank failed by itself" in made.reason
 
 
 def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:

@@ -26,9 +26,18 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory
-from relaunch.pool.messages import DrainRequest, PermitRequest, Place
-from relaunch.pool.state import Breaker, FleetState, NodeProbe, NodeRecord, NodeStatus, OfferRecord
+from relaunch.pool.messages import DrainRequest, Healing, PermitRequest, Place
+from relaunch.pool.state import (
+    Breaker,
+    FleetState,
+    NodeProbe,
+    NodeRecord,
+    NodeStatus,
+    OfferRecord,
+    PastReason,
+)
 from relaunch.spec.fleet import FleetLimits
+from relaunch.spec.policy import Strategy
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 from tests.pages import sections
 
@@ -152,6 +161,7 @@ UNEXAMINED = [
     node(1, **HEALTHY, marks=(mark(2 * HOUR),)),
     node(1, **HEALTHY, **SUSPECT),
     node(1, **HEALTHY, **{**OUT, "by": "relaunch"}),
+    node(1, **UNHEALTHY, since=T0 - HOUR),
 ]
 EXAMINED_HEALTHY = [
     node(1, **HEALTHY),
@@ -284,6 +294,23 @@ def test_the_page_of_a_fleet_says_what_holds_it_up_and_what_ends_that(
     assert "\n".join(fleet_lines(state, T0)) == page
 
 
+PAST: dict[str, Any] = {
+    "marks": (mark(5 * HOUR, retracted="RESET_GPU healed it"),),
+    "healed": (
+        Healing(Strategy.RESET_GPU, T0 - 4 * HOUR, ("0000:05:00",)),
+        Healing(Strategy.REBOOT_NODE, T0 - 3 * HOUR),
+    ),
+    "past": (
+        PastReason(
+            "GPU 5 fell off the bus",
+            "job llama",
+            T0 - 5 * HOUR,
+            T0 - 3 * HOUR,
+            "examined healthy: dcgmi diag -r 2 passed",
+        ),
+        PastReason("a fan", "ada", None, T0 - HOUR, "bob released it: new fan"),
+    ),
+}
 WEB = "http://127.0.0.1:8233/namespaces/default/workflows"
 
 
@@ -307,6 +334,7 @@ def test_the_page_of_a_node_has_all_that_is_known_of_it(page: SnapshotAssertion)
         "shared, and to be examined": node_lines(suspect, here, "default", T0, WEB),
         "a repair is ordered": node_lines(ordered, here, "default", T0, WEB),
         "it does not answer": node_lines(silent(2), (), "default", T0, WEB),
+        "out of service before": node_lines(node(1, **PAST), (), "default", T0, WEB),
         "UNHEALTHY": node_lines(node(1, **UNHEALTHY), (), "default", T0, WEB),
         "suspected": node_lines(node(1, **HEALTHY, **SUSPECT), (), "default", T0, WEB),
     }

@@ -162,8 +162,10 @@ async def test_causes_that_share_a_ladder_are_drawn_once_or_one_alone(
     assert view["budgets"] == {
         "max_restarts": 1,
         "renewal": "never",
+        "exhaust_restarts": False,
         "no_progress_stop": None,
         "no_progress_ask": None,
+        "startup_stop": None,
         "healthy_for": 3600.0,
         "grow_after": 1800.0,
     }
@@ -287,19 +289,16 @@ async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(
     boom = error_file("ValueError: boom", "Traceback")
     faults = tuple(Exit(generation=g, rank=3, exit_code=1, error=boom) for g in (1, 2, 3))
     always = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
+    rules = {"max_restarts": 100, "startup_stop": "off", "causes": always}
     (tmp_path / "twice.yaml").write_text(
         "causes: {APPLICATION: [{strategy: RESTART_IN_PLACE, tries: 2}, {strategy: FAIL}]}\n"
     )
     async with rig(server, tmp_path, Script(faults, then="succeed")) as one:
-        job = await one.submit(policy(max_restarts=100, causes=always), name="llama")
+        job = await one.submit(policy(**rules), name="llama")
         await job.result()
         runs = await job.runs()
         assert len(runs) >= 2, "it has continued as new"
-        same = trial_view(
-            await try_on_history(
-                server, "llama", resolve({"max_restarts": 100, "causes": always}), None
-            )
-        )
+        same = trial_view(await try_on_history(server, "llama", resolve(rules), None))
         assert same["differ"] == 0
         strategies = [
             each["strategy"] for each in same["decisions"] if each["decision"] == "Relaunch"

@@ -6,12 +6,14 @@ The sequences are those that tqdm 4.67, rich 15 and Keras write, with shorter ba
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from relaunch.cli import rank_output
-from relaunch.cli.rank_output import MAX_LINE, Printer
+from relaunch.cli.rank_output import MAX_LINE, Printer, RunOutput
 from relaunch.cli.terminal import say
+from relaunch.config import ConfigError
 
 BAR = "".join(f"\rtrain: {n:3}%|{'█' * (n // 20):5}|" for n in range(0, 101, 10))
 NESTED = "".join(
@@ -190,6 +192,7 @@ def test_of_many_bars_a_terminal_shows_a_few_and_counts_the_rest(
     rows = on_screen(capsys.readouterr().out)
     assert rows[0] == "[rank 0]  loading" and len(rows) == rank_output.LIVE_ROWS + 1
     assert "93" in rows[-2]
+    printer.flush()
 
 
 def test_hostile_output_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,3 +203,41 @@ def test_hostile_output_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     piped("x" * (2 * MAX_LINE + 10), 250_000)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and sum(line.count("x") for line in lines) == 2 * MAX_LINE + 10
+
+
+def test_a_run_prints_and_copies_the_streams_that_are_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = RunOutput(frozenset({"stdout"}), frozenset({1}), tmp_path / "logs")
+    output.check_folder()
+    streams = ("stdout", "stderr")
+    for generation in (1, 2):
+        for stream in streams:
+            printer = output.make_printer(4, 2, generation, streams, stream)
+            for rank in range(5):  # 4: a launcher
+                printer.feed(rank, f"{stream} {rank}\n")
+                printer.feed(rank, f"of {generation}\n")
+            printer.flush()
+    out, err = capsys.readouterr()
+    shown = {line.split("]")[0] for line in err.splitlines()}
+    assert (out, shown) == ("", {"[rank 1", "[rank 3", "[launcher 0"})
+    copied = {path.relative_to(tmp_path / "logs") for path in tmp_path.rglob("*.log")}
+    assert len(copied) == 2 * 2 * 5
+    assert (tmp_path / "logs/attempt_1/0/stderr.log").read_text() == "stderr 0\nof 2\n"
+
+
+def test_a_folder_for_copies_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(ConfigError, match=r"--log-dir: .*/logs"):
+        RunOutput(folder=tmp_path / "logs").check_folder()
+
+
+def test_copies_that_cannot_be_written_are_given_up_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "attempt_0").touch()
+    printer = RunOutput(folder=tmp_path).make_printer(1, 1, 1, ("stdout",), "stdout")
+    for text in ("a\n", "b\n"):
+        printer.feed(0, text)
+    out, err = capsys.readouterr()
+    assert (out, err.count("cannot be written")) == ("[rank 0] a\n[rank 0] b\n", 1)

@@ -27,6 +27,7 @@ DEADLINE = 120.0
 SECRET = "hush-4711"
 PROGRAM = """
 import os, sys, time
+print("warned", file=sys.stderr)
 print("folder", os.getcwd(), flush=True)
 print("columns", os.environ.get("COLUMNS"), flush=True)
 print("variables", sorted(os.environ), flush=True)
@@ -102,8 +103,8 @@ def test_a_killed_run_stops_its_ranks_and_leaks_no_variable(shell: Shell) -> Non
         text=True,
     )
     assert process.stdout is not None
-    found = {}
-    while len(found) < 3:
+    found: dict[str, str] = {}
+    while not {"folder", "columns", "variables"} <= found.keys():
         name, _, value = process.stdout.readline().removeprefix("[rank 0] ").partition(" ")
         assert name, "it ended"
         found[name] = value.strip()
@@ -123,6 +124,27 @@ def test_a_killed_run_stops_its_ranks_and_leaks_no_variable(shell: Shell) -> Non
     process.communicate()
     shell.wait_until_stopped(rank, up)
     assert "cancelling the job" in (shell.state / "up.log").read_text()
+
+
+def test_ranks_outlive_a_killed_run_and_server_only_briefly(shell: Shell) -> None:
+    short = shell.folder / "policy.yaml"
+    short.write_text("timeouts: {heartbeat: 1s, lease: 3s}\n")
+    options = ["--policy", str(short), "--redirects", "2", "--log-dir", "logs"]
+    command = [*shell.command[:-1], *options, shell.command[-1]]
+    process = subprocess.Popen(
+        command, cwd=shell.folder, env=shell.environment, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # what ranks print comes by a worker, which is watching them
+    copy = shell.folder / "logs" / "alone" / "attempt_0" / "0" / "stderr.log"
+    wait_for(copy.exists, "stderr was not copied")
+    assert copy.read_text() == "warned\n"
+    rank, up = shell.wait_for_rank(), up_of(shell)
+    process.send_signal(signal.SIGSTOP)  # it must not start its server again
+    os.kill(up, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+    shell.wait_until_stopped(rank, up)
 
 
 def test_a_closed_terminal_stops_the_ranks_after_a_killed_server(shell: Shell) -> None:

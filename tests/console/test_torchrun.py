@@ -212,6 +212,9 @@ REFUSED = (
     ("--virtual-local-rank train.py", HERE),
     ("--log-pattern x --progress y train.py", HERE),
     ("--env NOT_SET_ANYWHERE train.py", HERE),
+    ("--redirects 0:3 train.py", HERE),
+    ("--local-ranks-filter first train.py", HERE),
+    ("--output apart train.py", HERE),
 )
 
 
@@ -237,6 +240,30 @@ ACCEPTED = (
 )
 
 
+@pytest.mark.parametrize(
+    ("line", "output", "hidden", "copies"),
+    [
+        ("-t 3", "merged", set(), None),
+        ("--tee 3 --log_dir logs", "separate", set(), "logs/llama"),
+        ("-r 3", "separate", {"stdout", "stderr"}, None),
+        ("-r 3 -t 2 --log-dir logs", "separate", {"stdout"}, "logs/llama"),
+        ("--redirects=0 --output separate", "separate", set(), None),
+    ],
+)
+def test_streams_are_apart_and_hidden_as_torchrun_would(
+    line: str,
+    output: str,
+    hidden: set[str],
+    copies: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = understand(monkeypatch, f"--name llama {line} train.py")
+    spec, _ = request.resolve(HERE)
+    _, done = torchrun.read_output(request.options, spec.name)
+    where = None if copies is None else Path.cwd() / copies
+    assert (spec.output, set(done.hidden), done.folder) == (output, hidden, where)
+
+
 def test_what_has_no_effect_is_said_where_it_may_be_missed(
     monkeypatch: pytest.MonkeyPatch, page: SnapshotAssertion
 ) -> None:
@@ -244,5 +271,6 @@ def test_what_has_no_effect_is_said_where_it_may_be_missed(
     for line in ACCEPTED:
         request = understand(monkeypatch, f"--name llama {line}")
         spec, _ = request.resolve(HERE)
-        said[f"run {line}"] = torchrun.find_notices(spec, request.options)
+        notices = torchrun.find_notices(spec, request.options)
+        said[f"run {line}"] = [one.replace(os.getcwd(), "/folder") for one in notices]
     assert sections(said) == page

@@ -12,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.cli.job_views import (
     budgets,
+    checkpoint_lines,
     history_entry,
     history_lines,
     merge_watches,
@@ -243,7 +244,13 @@ def test_budgets_count_only_tries_that_still_count() -> None:
         ),
     )
     view = budgets(
-        job_state(tries=tries, restarts_spent=2, flat_generations=1), T0 + timedelta(minutes=1)
+        job_state(
+            tries=tries,
+            restarts_spent=2,
+            flat_generations=1,
+            renewed_at=T0 - timedelta(hours=20),
+        ),
+        T0 + timedelta(minutes=1),
     )
     assert view["max_restarts"] == {"spent": 2, "limit": 8}
     assert view["no_progress"] == {"spent": 1, "limit": 3}
@@ -278,3 +285,19 @@ def test_lines_of_a_launcher_are_marked_apart_from_its_ranks(
     printer.feed(15, "a step\n")
     printer.feed(17, "failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n")
     assert capsys.readouterr().out == page
+
+
+def test_checkpoints_are_named_with_their_age_and_what_is_missing(page: SnapshotAssertion) -> None:
+    saved = {"name": "step-20", "format": "dcp", "step": 20, "age": 200.0, "incomplete": ""}
+    torn = {"name": "checkpoint-\n30", "format": "hf", "age": 5.0, "incomplete": "it is empty"}
+    view = {"directory": "out/", "node": "n1", "newest": saved, "incomplete": [], "unreadable": ""}
+    pages = {
+        "complete": view,
+        "a later one is torn": {**view, "incomplete": [torn]},
+        "a file": {**view, "newest": {**saved, "name": "ckpt.pt", "step": None, "format": "torch"}},
+        "the folder itself": {**view, "newest": {**saved, "name": ".", "step": None}},
+        "none": {**view, "newest": None},
+        "no answer": {**view, "newest": None, "unreadable": "no worker answers"},
+    }
+    assert checkpoint_lines(None) == []
+    assert sections({title: checkpoint_lines(one) for title, one in pages.items()}) == page

@@ -34,6 +34,8 @@ class RankEnding(Strict):
     """The exit code, or the name of a signal."""
     log: str = ""
     """Its last lines, as published."""
+    pid: int | None = Field(default=None, ge=1)
+    """Its process, where the kernel log names it."""
 
     @field_validator("exit")
     @classmethod
@@ -83,6 +85,16 @@ class Ending(Strict):
         if [one.after for one in self.ranks] != sorted(one.after for one in self.ranks):
             raise ValueError("ranks: expected the order of time")
         return self
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """Return all causes that are right."""
+        return (self.cause, *self.or_causes)
+
+    @property
+    def actions(self) -> tuple[Strategy, ...]:
+        """Return all first actions that are right."""
+        return (self.action, *self.or_actions)
 
 
 def read_ending(path: Path) -> Ending:

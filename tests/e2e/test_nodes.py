@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.world import FLEET, ROOT, Job, World, chaos_policy, eventually
+from tests.doubles.cards import H100, Cards, write
 from tests.doubles.install import build_nvml, calls, install_nvml, install_tool
 from tests.fakes.nodes import Sick
 from tests.fakes.nodes.health import diagnosed
@@ -34,6 +36,8 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory, nvml: Path) -> AsyncIterator[World]:
     async with World(tmp_path_factory.mktemp("e2e") / "world", 117, gpus=1) as made:
+        for name in made.names:  # before it is connected to: then it looks there for network cards
+            Cards(made.node(name) / "sys")
         yield made
 
 
@@ -135,6 +139,21 @@ async def test_s1_5_on_a_healthy_node_the_job_fails_without_reboot(
         before,
     )
     await world.tidy(job)
+
+
+async def test_a_dead_link_makes_a_node_unhealthy(world: World) -> None:
+    cards = Cards(world.node("n1") / "sys")
+    ports = [cards.add_rdma(name) for name in H100[:4]]
+    check = ("nodes", "check", "n1", "--fleet", FLEET, "--level", "0", "--json")
+    status, text = await starter(world, *check)
+    assert (status, json.loads(text)[0]["health"]) == (0, "HEALTHY"), text
+    write(ports[2], {"state": "1: DOWN", "phys_state": "2: Polling"})
+    status, text = await starter(world, *check)
+    (found,) = json.loads(text)
+    assert (status, found["health"]) == (1, "UNHEALTHY"), text
+    assert "mlx5_4 port 1 is DOWN (Polling); its 3 siblings are ACTIVE at 400 Gb/s" in text
+    shutil.rmtree(world.node("n1") / "sys" / "class" / "infiniband")
+    (world.node("n1") / "links.json").unlink()
 
 
 @pytest.mark.parametrize(

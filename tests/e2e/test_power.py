@@ -136,12 +136,11 @@ async def test_a_suspect_that_cannot_reboot_is_power_cycled_and_reused(
     switch(world)
     (world.node("n3") / "reboots.jsonl").mkdir()  # what cannot be written down is not done
     ladder = [{"strategy": "REBOOT_NODE", "tries": 1}, {"strategy": "FAIL"}]
-    policy = chaos_policy(times={"reboot": "60s"}, dcgm_level=0, causes={"APPLICATION": ladder})
+    policy = chaos_policy(times={"reboot": "60s"}, dcgm_level=0, causes={"NODE_FAULT": ladder})
     job = await world.submit(nodes=3, policy=policy)
     await job.until_phase("RUNNING")
     await job.until_steps()
-    slots = [slot.node for slot in (await job.state()).slots]
-    (job.folder / f"fail.{slots.index('n3')}").write_text("ValueError: boom")
+    await asyncio.to_thread(local_power.reboot, world.node("n3"))
     await job.until_phase("RUNNING", generation=2)
     assert cycles(world) == 1
     assert sorted(slot.node for slot in (await job.state()).slots) == ["n1", "n2", "n3"]

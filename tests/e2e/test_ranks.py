@@ -113,6 +113,7 @@ async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
 PRINTS = """
 import os, sys, time
 rank, generation, folder = os.environ["RANK"], os.environ["RELAUNCH_GENERATION"], sys.argv[1]
+print(f"generation {generation} warns", file=sys.stderr)
 for number in range(100_000):
     print(f"generation {generation} prints {number}")
     with open(f"{folder}/printed.{generation}.{rank}", "w") as file:
@@ -131,6 +132,8 @@ async def test_s3_10_output_is_followed_live_and_found_after_a_replacement(
         name="prints",
         policy=chaos_policy(causes={"UNKNOWN": [{"strategy": "REPLACE_NODE", "tries": 2}]}),
         command=[sys.executable, "-S", "-c", PRINTS, str(folder)],
+        output="separate",
+        checkpoint={"directory": str(folder / "out")},
     )
     following = await start_logs(world, job, "--follow")
     assert following.stdout is not None
@@ -143,6 +146,15 @@ async def test_s3_10_output_is_followed_live_and_found_after_a_replacement(
     while "[rank 1] generation 2 prints 5\n" not in seen:
         seen += (line := (await following.stdout.readline()).decode())
         assert line, "the follower ended at the restart"
+    (folder / "out" / "checkpoint-10").mkdir(parents=True)
+    for name in ("model.safetensors", "trainer_state.json"):
+        (folder / "out" / "checkpoint-10" / name).write_text("x")
+    (folder / "out" / "checkpoint-20").mkdir()
+    shown = json.loads("\n".join((await read_page(world, "show", "prints", "--json"))[0]))
+    assert shown["checkpoint"]["newest"]["step"] == 10
+    lines, _, _ = await read_page(world, "history", "prints")
+    assert "checkpoint-10 (step 10, Hugging Face), saved" in lines[-2]
+    assert "checkpoint-20 is not complete: it is empty" in lines[-1]
     job.let_end()
     out, err = await following.communicate()
     assert following.returncode == 0
@@ -157,27 +169,33 @@ async def test_s3_10_output_is_followed_live_and_found_after_a_replacement(
             expected = [
                 f"[rank {rank}] generation {generation} prints {n}" for n in range(last + 1)
             ]
-            own = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+            own = [line for line in lines if line.startswith(f"[rank {rank}] generation")]
             assert own[: last + 1] == expected and len(own) <= last + 2
             assert set(own) <= set((seen + out.decode()).splitlines()), "all of it was followed"
         assert code == 0
     words = ("--generation", "1", "--grep", "prints [02]$", "--rank", "1")
     lines, _, _ = await read_logs(world, job, *words)
     assert lines == [f"[rank 1] generation 1 prints {number}" for number in (0, 2)]
+    lines, _, _ = await read_logs(world, job, "--generation", "1", "--stream", "stderr")
+    assert lines == [f"[rank {rank}] generation 1 warns" for rank in (0, 1)]
+    assert "[rank 1] stderr: generation 2 warns\n" in seen + out.decode()
     (log,) = job.on("n2").glob("*-1/logs/rank_1.log")
     log.unlink()
     lines, err_text, code = await read_logs(world, job, "--generation", "1")
-    assert code == 1 and {line.split("]")[0] for line in lines} == {"[rank 0"}
+    printed = [line for line in lines if "stderr:" not in line]
+    assert code == 1 and {line.split("]")[0] for line in printed} == {"[rank 0"}
     assert "n2: rank 1 " in err_text
     await world.tidy(job)
 
 
 async def start_logs(world: World, job: Job, *words: str) -> asyncio.subprocess.Process:
+    return await start_command(world, "logs", job.name, *words)
+
+
+async def start_command(world: World, *words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         str(ROOT / "starter.py"),
-        "logs",
-        job.name,
         *words,
         env=world.environment,
         stdout=subprocess.PIPE,
@@ -186,7 +204,11 @@ async def start_logs(world: World, job: Job, *words: str) -> asyncio.subprocess.
 
 
 async def read_logs(world: World, job: Job, *words: str) -> tuple[list[str], str, int | None]:
-    process = await start_logs(world, job, *words)
+    return await read_page(world, "logs", job.name, *words)
+
+
+async def read_page(world: World, *words: str) -> tuple[list[str], str, int | None]:
+    process = await start_command(world, *words)
     out, err = await process.communicate()
     return out.decode().splitlines(), err.decode(), process.returncode
 

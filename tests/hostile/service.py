@@ -26,7 +26,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import BackendError
 from relaunch.backends.local import LocalBackend, reboot
-from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
+from relaunch.backends.pipe import ProcessPipe
 from relaunch.job.state import JobState, Phase
 from relaunch.pool.state import FleetState, NodeStatus
 from relaunch.spec.fleet import FleetSpec
@@ -92,16 +92,11 @@ class HostileBackend(LocalBackend):
 
     async def _connect(self, name: str) -> ProcessPipe:
         folder = self.folder(name)
-        process = await asyncio.create_subprocess_exec(
+        return await ProcessPipe.start(
             *(sys.executable, str(LIAR), str(self.liar(name)), str(self.seed)),
             *(sys.executable, str(self._agent), "session"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
             env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "RELAUNCH_AGENT_STATE": str(folder)},
-            limit=LINE_LIMIT,
-            start_new_session=True,
         )
-        return ProcessPipe(process)
 
 
 @dataclass

@@ -43,10 +43,11 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """What was measured, by program and fault; the newest of each is kept."""
+    """What was measured, by two of the fields of a row; the newest of each is kept."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, first: str = "program", second: str = "fault") -> None:
         self.file, self.known = file, dict[tuple[str, str], Row]()
+        self._fields = first, second
         if file.exists():
             # The last line is half where the run was killed.
             for line in file.read_text().splitlines():
@@ -54,12 +55,16 @@ class Rows:
                     row = json.loads(line)
                 except ValueError:
                     continue
-                self.known[row["program"], row["fault"]] = row
+                self._keep(row)
 
     def add(self, row: Row) -> None:
-        self.known[row["program"], row["fault"]] = row
+        self._keep(row)
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _keep(self, row: Row) -> None:
+        first, second = self._fields
+        self.known[row[first], row[second]] = row
 
 
 def run_cell(

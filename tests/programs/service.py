@@ -69,10 +69,15 @@ def end_with_parent() -> None:
 
 
 class Service:
-    """`relaunch up` with a private state folder, and the commands that talk to it."""
+    """`relaunch up` with a private state folder, and the commands that talk to it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: The folder to work in, which may be that of an interrupted run.
+        options: Further options of `up`.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder, self._options = folder, options
         home = folder / "home"
         home.mkdir(parents=True, exist_ok=True)
         self.environment = {
@@ -83,7 +88,7 @@ class Service:
     def __enter__(self) -> Service:
         self._log = (self.folder / "up.log").open("wb")
         self._up = subprocess.Popen(
-            [*RELAUNCH, "up", "--port", "0"],
+            [*RELAUNCH, "up", "--port", "0", *self._options],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,

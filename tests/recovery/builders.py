@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.evidence.observations import RankError, RankExited
+from relaunch.evidence.observations import RankError, RankExited, RanksVanished
 from relaunch.job import step as core
 from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.events import (
@@ -197,6 +197,13 @@ def sick(
     return lambda job: fault(job, exited(rank, node, code=code, kernel=lines))
 
 
+def fallen(node: str = "n2") -> Callable[[JobState], Event]:
+    """The node rebooted: no doing of a program."""
+    return lambda job: FaultObserved(
+        job.generation, (RanksVanished(node, T0, "the node rebooted", rebooted=True),), 0, T0
+    )
+
+
 def hung(*ranks: int) -> Callable[[JobState], Event]:
     return lambda job: RanksHung(
         job.generation, ranks or (0,), "step 7 has not changed for 1800 s", T0
@@ -246,9 +253,8 @@ def this(event: Event) -> Callable[[JobState], Event]:
 
 def rungs(*ladder: dict[str, Any], cause: str = "APPLICATION", **changes: Any) -> Policy:
     """The default policy with this one ladder, and room in all other budgets."""
-    return resolve(
-        {"no_progress_stop": "off", "max_restarts": 100, "causes": {cause: list(ladder)}, **changes}
-    )
+    room = {"no_progress_stop": "off", "startup_stop": "off", "max_restarts": 100}
+    return resolve({**room, "exhaust_restarts": False, "causes": {cause: list(ladder)}, **changes})
 
 
 def suspected(

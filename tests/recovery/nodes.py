@@ -77,6 +77,8 @@ def probe(**changes: Any) -> dict[str, Any]:
         "disks": [disk(), disk("/dev/shm")],
         "gpus": nvml(),
         "kernel": {"lines": []},
+        "links": {"ports": []},
+        "resets": [],
         "jobs": [],
         "held": None,
         "reboots": [],

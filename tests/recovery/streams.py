@@ -545,6 +545,7 @@ ROOTS = (
     ),
     Root(code=1, message="FloatingPointError: loss is nan"),
     Root(code=1, message="OSError: [Errno 116] Stale file handle: '/mnt/nfs/data'"),
+    Root(code=1, message="RuntimeError: CUDA error: uncorrectable ECC error encountered"),
     Root(code=127),
     Root(code=93),
     Root(signal=11),
@@ -555,4 +556,14 @@ ROOTS = (
     Root(signal=6, kernel=xid(31)),
 )
 
-ENDINGS: tuple[Callable[[str, int, datetime], Observation], ...] = (*ROOTS, fenced, vanished)
+
+def shim_killed(node: str, rank: int, at: datetime) -> RanksVanished:
+    return RanksVanished(node, at, "the shim of its ranks has died")
+
+
+ENDINGS: tuple[Callable[[str, int, datetime], Observation], ...] = (
+    *ROOTS,
+    fenced,
+    vanished,
+    shim_killed,
+)

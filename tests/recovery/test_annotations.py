@@ -17,7 +17,18 @@ from relaunch.spec.annotations import (
     apply_annotations,
 )
 from relaunch.spec.policy import Policy, find_ladder_errors, preset, preset_names, resolve
-from tests.recovery.builders import Turn, died, hung, lose, mended, running, sick, walk, xid
+from tests.recovery.builders import (
+    Turn,
+    died,
+    examine,
+    hung,
+    lose,
+    mended,
+    running,
+    sick,
+    walk,
+    xid,
+)
 
 MODELARTS = preset("modelarts")
 RESET = "RESET_GPU n2 0000:05:00"
@@ -51,7 +62,7 @@ def test_job_retry_num_is_max_restarts_under_every_policy(name: str, number: str
     policy = apply_annotations(preset(name), {JOB_RETRIES: number, "jupyter-lab/enable": "true"})
     assert policy.max_restarts == int(number)
     if name != "modelarts":
-        assert policy == preset(name).model_copy(update={"max_restarts": int(number)})
+        assert policy == resolve({"extends": name, "max_restarts": int(number)})
 
 
 @pytest.mark.parametrize(
@@ -145,10 +156,11 @@ def test_s4_8_what_every_combination_decides(
     walk(job, (sick(HEALS), RESET), (mended("refused"), POD if pods else WHOLE_ISOLATED))
     walk(
         job,
-        (sick(USERS), RESET),
+        (sick(USERS), "EXAMINE n2"),
+        (examine(n2="UNHEALTHY"), RESET),
         (mended(), "LAUNCH"),
-        (sick(USERS), RESET),
-        (mended(), "LAUNCH"),
+        (sick(USERS), "EXAMINE n2"),
+        (examine(n2="HEALTHY"), "RESTART_IN_PLACE"),
         (sick(USERS), WHOLE),
     )
     walk(job, (lose(), "WAIT NODE_LOST"), (hung(), POD if pods else WHOLE_ISOLATED))

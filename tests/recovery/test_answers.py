@@ -8,17 +8,40 @@ from datetime import timedelta
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.job.decide import check_answer
+from relaunch.evidence.causes import Cause
+from relaunch.job.decide import check_answer, describe_approval
 from relaunch.job.events import (
     Answered,
     DeadlinePassed,
+    FreeNodesCounted,
+    NodeDeclaredDead,
     NodesMissing,
     NodeUnreachable,
     RetryRequested,
     Submitted,
 )
+from relaunch.job.ladder import launches_without_progress
 from relaunch.job.state import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
-from tests.recovery.builders import at, error, exited, fault, new_job, play, policy, running, step
+from tests.recovery.builders import (
+    at,
+    died,
+    error,
+    examine,
+    exited,
+    fault,
+    hung,
+    new_job,
+    play,
+    policy,
+    raised,
+    rungs,
+    running,
+    sick,
+    step,
+    this,
+    walk,
+    xid,
+)
 
 BUG = exited(2, "n2", code=1, error=error("ValueError: bad batch"))
 ASKS = policy(causes={"APPLICATION": [{"strategy": "ASK"}]})
@@ -36,7 +59,7 @@ def test_approve_launches_a_new_generation_and_names_who_said_so(
     snapshot: SnapshotAssertion,
 ) -> None:
     job, decision = step(asking(), Answered("approve", "the batch is fixed", "ada"), at(20))
-    assert decision == Relaunch(2, decision.reason)
+    assert decision == Relaunch(2, decision.reason, without=("n2",), approved=True)
     assert decision.reason == snapshot
     assert (job.phase, job.generation) == (Phase.LAUNCHING, 2)
 
@@ -49,8 +72,139 @@ def test_approve_while_a_node_is_lost_launches_without_it(snapshot: SnapshotAsse
     job, asked = step(job, DeadlinePassed(), at(4000))
     assert isinstance(asked, Ask)
     _, decision = step(job, Answered("approve", "", ""), at(4001))
-    assert decision == Relaunch(job.generation + 1, decision.reason, without=("n2",))
+    assert decision == Relaunch(job.generation + 1, decision.reason, without=("n2",), approved=True)
     assert decision.reason == snapshot
+
+
+@pytest.mark.parametrize("free", [None, 3, 1, 0])
+def test_a_question_says_on_which_nodes_an_approval_launches(
+    free: int | None, snapshot: SnapshotAssertion
+) -> None:
+    job = asking()
+    if free is not None:
+        job, counted = step(job, FreeNodesCounted(job.generation, free), at(11))
+        assert isinstance(counted, Ignore)
+    assert (job.next.what, describe_approval(job)) == snapshot
+    assert job.next.at == at(10) + ASKS.timeouts.answer_within
+    snoozed, _ = step(job, Answered("snooze", "", "ada", at(60)), at(20))
+    late, _ = step(snoozed, FreeNodesCounted(job.generation, 2), at(21))
+    assert late.next == snoozed.next, "it is asked again later"
+    again, _ = step(late, DeadlinePassed(at(60)), at(60))
+    assert "2 other free nodes" in again.next.what
+
+
+def test_an_elastic_job_needs_no_other_node_for_an_approval() -> None:
+    job = replace(running(nodes={"min": 1, "max": 2}), policy=ASKS)
+    job, _ = play(job, fault(job, BUG), FreeNodesCounted(1, 0))
+    assert describe_approval(job).startswith("without n2")
+
+
+def test_a_question_that_names_no_node_says_nothing_of_nodes() -> None:
+    job = replace(running(), phase=Phase.WAITING_FOR_NODES)
+    job, asked = step(job, DeadlinePassed(), at(99999))
+    assert isinstance(asked, Ask)
+    assert (asked.without, describe_approval(job)) == ((), "")
+    assert step(job, FreeNodesCounted(1, 0))[0].phase is Phase.WAITING_FOR_PERSON
+    job, decision = step(job, Answered("approve", "", "ada"))
+    assert isinstance(decision, Relaunch) and decision.without == ()
+    assert step(job, FreeNodesCounted(2, 5))[0] == job, "the question is answered"
+
+
+def test_an_approval_renews_the_ladder_that_asked_and_no_other() -> None:
+    ladder = [{"strategy": "RESTART_IN_PLACE", "tries": 1}, {"strategy": "ASK"}]
+    causes = {"APPLICATION": ladder, "UNKNOWN": ladder}
+    job = running(policy=policy(no_progress_stop="off", causes=causes))
+    bug, crash = raised(), died(9)
+    job = walk(
+        job,
+        (bug, "RESTART_IN_PLACE"),
+        (crash, "RESTART_IN_PLACE"),
+        (bug, "ASK"),
+        (this(Answered("approve", "", "ada")), "LAUNCH without n2"),
+        (crash, "ASK"),
+        now=at(10),
+    )
+    job = replace(job, approved_at=None, ladders_renewed={Cause.APPLICATION: at(11)})
+    job, _ = step(job, Answered("approve", "", "ada"), at(12))
+    assert job.ladders_renewed == {Cause.APPLICATION: at(11), Cause.UNKNOWN: at(12)}
+    walk(job, (bug, "RESTART_IN_PLACE"), (crash, "RESTART_IN_PLACE"), (bug, "ASK"), now=at(20))
+
+
+def stuck() -> JobState:
+    """A job that asks because two launches in a row brought no progress."""
+    restart = {"strategy": "RESTART_IN_PLACE"}
+    replace_broken = {"strategy": "REPLACE_NODE", "when": ["UNHEALTHY"], "isolate": True}
+    patient = policy(
+        no_progress_ask=2,
+        no_progress_stop="off",
+        startup_stop="off",
+        causes={"APPLICATION": [restart], "HANG": [replace_broken, restart]},
+    )
+    return walk(
+        running(policy=patient),
+        (raised(), "RESTART_IN_PLACE"),
+        (raised(), "RESTART_IN_PLACE"),
+        (raised(), "ASK"),
+    )
+
+
+def test_an_approval_begins_the_count_of_launches_again(snapshot: SnapshotAssertion) -> None:
+    job = stuck()
+    assert job.asked == snapshot(name="question")
+    job, _ = step(job, Answered("approve", "the data is fixed", "ada"), at(10))
+    assert launches_without_progress(job) == 0
+    assert job.incident is not None
+    assert job.incident.decisions[-1].reason == snapshot(name="history")
+    job = walk(
+        job,
+        (sick(xid(94)), "RESTART_IN_PLACE"),
+        (sick(xid(94)), "RESTART_IN_PLACE"),
+        (sick(xid(94)), "ASK"),
+        now=at(20),
+    )
+
+
+def test_a_broken_node_is_replaced_however_often_it_was_launched() -> None:
+    job, _ = step(stuck(), RetryRequested("", "ada"), at(10))
+    job = walk(
+        job,
+        (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
+        (this(NodeDeclaredDead("n1", "no power", "ada")), "REPLACE_NODE without n1"),
+        (hung(), "EXAMINE n1 n2"),
+        (examine(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
+        (hung(), "EXAMINE n1 n2"),
+        (examine(n1="HEALTHY", n2="HEALTHY"), "ASK"),
+        now=at(20),
+    )
+    assert job.asked is not None and job.asked.ladder is None
+
+
+def test_too_many_launches_ask_before_a_ladder_ends_the_job() -> None:
+    used_up = rungs(
+        {"strategy": "RESTART_IN_PLACE", "tries": 1},
+        {"strategy": "REPLACE_NODE", "when": ["UNHEALTHY"]},
+        no_progress_ask=1,
+    )
+    walk(
+        running(policy=used_up),
+        (raised(), "RESTART_IN_PLACE"),
+        (raised(), "EXAMINE n2"),
+        (examine(n2="HEALTHY"), "ASK"),
+    )
+
+
+def test_a_take_over_remembers_the_nodes_and_the_ladder() -> None:
+    taken, ask = step(asking(), Answered("take-over", "", "ada"), at(20))
+    assert isinstance(ask, Ask)
+    assert (ask.without, ask.ladder) == (("n2",), Cause.APPLICATION)
+    assert "without n2" in taken.next.what
+    job = replace(running(), policy=rungs({"strategy": "RESTART_IN_PLACE", "delay": "1h"}))
+    job, _ = play(job, fault(job, BUG), Answered("take-over", "", "ada"))
+    assert job.asked is not None
+    assert (job.asked.without, job.asked.ladder) == (("n2",), None), "of the newest fault"
+    quiet, ask = step(replace(running(), phase=Phase.LAUNCHING), Answered("take-over", "", "ada"))
+    assert isinstance(ask, Ask) and ask.without == ()
+    assert quiet.next.what == ask.question
 
 
 def test_deny_ends_the_job_with_the_reason_for_which_it_asked(snapshot: SnapshotAssertion) -> None:

@@ -127,7 +127,10 @@ def test_every_incident_names_its_nodes_and_only_a_rung_isolates() -> None:
     by_person = replace(job, avoided=(Avoided("n2", "asked for by ada", T0),))
     assert not any(one.isolate for one in suspects(by_person))
     by_rung = replace(job, avoided=(Avoided("n2", "Xid 79", T0, isolated=True),))
-    assert [one.node for one in suspects(by_rung) if one.isolate] == ["n2", "n2"]
+    (isolated,) = (one for one in suspects(by_rung) if one.isolate)
+    assert (isolated.node, isolated.generation) == ("n2", 3), "the fault for which it was left"
+    earlier = replace(job, avoided=(Avoided("n2", "Xid 79", at(-1), isolated=True),))
+    assert not any(one.isolate for one in suspects(earlier)), "its fault is in the archive"
 
 
 def test_a_broken_node_that_ended_a_job_is_isolated() -> None:

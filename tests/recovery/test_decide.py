@@ -11,6 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.job.apply import finish
+from relaunch.job.claim import suspects
 from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
@@ -105,7 +106,9 @@ def test_s3_2_the_ladder_ends_and_the_job_fails_with_its_code() -> None:
         policy=policy(
             causes={
                 "APPLICATION": [{"strategy": "RESTART_IN_PLACE", "tries": 3}, {"strategy": "FAIL"}]
-            }
+            },
+            no_progress_stop="off",
+            startup_stop="off",
         )
     )
     for expected in (2, 3, 4):
@@ -198,20 +201,6 @@ def test_no_progress_counts_known_flat_generations_of_own_faults(
         job, decision = play(job, ProgressSeen(job.generation, 10, T0), fault(job, BUG))
         assert isinstance(decision, expected), decision
     assert decision.reason == snapshot
-
-
-def test_unknown_progress_never_counts_as_flat() -> None:
-    job = running(
-        policy=policy(
-            no_progress_stop=1,
-            max_restarts=50,
-            causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]},
-        )
-    )
-    for _ in range(10):
-        job, decision = step(job, fault(job, BUG))
-        assert isinstance(decision, Relaunch)
-        job = relaunched(job)
 
 
 def test_s2_7_an_unreachable_node_is_no_failure_and_no_stop() -> None:
@@ -335,6 +324,18 @@ def test_declared_dead_is_a_persons_proof() -> None:
     job, decision = play(job, unreachable(job, "n1"), NodeDeclaredDead("n1", "burnt", "ada"))
     assert isinstance(decision, Relaunch) and decision.without == ("n1",)
     assert job.maybe_alive == ()
+
+
+def test_a_node_declared_dead_has_an_incident() -> None:
+    job, decision = step(running(), NodeDeclaredDead("n2", "burnt", "ada"), T0)
+    assert isinstance(decision, Relaunch) and decision.strategy is Strategy.REPLACE_NODE
+    assert job.incident is not None
+    assert (job.incident.cause, job.incident.nodes) == (Cause.NODE_LOST, ("n2",))
+    assert "ada" in job.incident.reason and "burnt" in job.incident.reason
+    assert [one.strategy for one in job.incident.decisions] == [Strategy.REPLACE_NODE]
+    assert [one.node for one in suspects(job)] == ["n2"]
+    ending, _ = play(running(), CancelRequested("", "ada"), NodeDeclaredDead("n2", "", "ada"))
+    assert ending.incident is None
 
 
 def test_a_node_that_never_ran_the_job_needs_no_fence() -> None:

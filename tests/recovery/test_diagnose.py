@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -288,6 +290,92 @@ def test_s3_6_a_clock_that_cannot_be_right_dates_nothing(
     assert (root,) == diagnose(running(), fault(running(), *ended)).ranks
 
 
+EARLY = exited(1, "n2", code=0, seconds=-5)
+WAITED = (
+    "[E ProcessGroupNCCL.cpp:563] [Rank 0] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=4013, Timeout(ms)=600000)",
+)
+PORT = ("NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",)
+
+
+@pytest.mark.parametrize(
+    ("failed", "finished", "cause", "ranks"),
+    [
+        pytest.param(ECHO_BY_LOG, (EARLY,), Cause.APPLICATION, (1,), id="others lost it"),
+        pytest.param(
+            exited(0, "n1", signal=6, log_tail=WAITED),
+            (EARLY,),
+            Cause.APPLICATION,
+            (1,),
+            id="others waited for it",
+        ),
+        pytest.param(
+            ECHO_BY_LOG,
+            (EARLY, exited(7, "n3", code=0)),
+            Cause.APPLICATION,
+            (1,),
+            id="several had ended",
+        ),
+        pytest.param(ECHO_BY_LOG, (), Cause.NETWORK, (1,), id="none had ended"),
+        pytest.param(RAISED, (EARLY,), Cause.APPLICATION, (2,), id="an exception of another rank"),
+        pytest.param(KILLED, (EARLY,), Cause.UNKNOWN, (3,), id="another rank was killed"),
+        pytest.param(
+            exited(0, "n1", code=1, log_tail=PORT), (EARLY,), Cause.NETWORK, (0,), id="a port"
+        ),
+        pytest.param(
+            exited(
+                0, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=("[ 9.1] eth0: Lost carrier",)
+            ),
+            (EARLY,),
+            Cause.NETWORK,
+            (0,),
+            id="a link",
+        ),
+    ],
+)
+def test_a_rank_that_ended_early_is_why_others_lost_it(
+    failed: RankExited,
+    finished: tuple[RankExited, ...],
+    cause: Cause,
+    ranks: tuple[int, ...],
+    snapshot: SnapshotAssertion,
+) -> None:
+    found = diagnose(running(), FaultObserved(1, (failed,), 0, T0, finished=finished))
+    assert (found.cause, found.ranks) == (cause, ranks)
+    assert found.reason == snapshot
+
+
+def test_a_watchdog_that_ended_after_its_peers_is_a_hang() -> None:
+    waited = exited(0, "n1", signal=6, seconds=2.0, log_tail=WAITED, echo=True)
+    lost = exited(1, "n2", code=1, log_tail=("ConnectionResetError: [Errno 104] reset",), echo=True)
+    found = diagnose(running(), FaultObserved(1, (lost, waited), 0, T0))
+    assert (found.cause, found.exit_code) == (Cause.HANG, 134)
+
+
+@pytest.mark.parametrize(
+    ("ending", "seconds", "cause"),
+    [
+        pytest.param({"code": 1}, 0.3, Cause.PREEMPTED, id="it left without a word"),
+        pytest.param({"code": 1}, 0.6, Cause.UNKNOWN, id="but long before"),
+        pytest.param({"signal": 9}, 0.3, Cause.UNKNOWN, id="it was killed"),
+        pytest.param({"code": 1, "log_tail": ("bye",)}, 0.3, Cause.APPLICATION, id="it spoke"),
+    ],
+)
+def test_of_two_that_end_at_once_the_one_that_speaks_is_read(
+    ending: dict[str, Any], seconds: float, cause: Cause
+) -> None:
+    silent = exited(3, "n2", **ending)
+    words = "slurmstepd: error: *** JOB 608 ON n1 CANCELLED AT 02:06:12 DUE TO JOB REQUEUE ***"
+    other = exited(2, "n1", code=1, seconds=seconds, log_tail=(words,))
+    assert diagnose(running(), FaultObserved(1, (silent, other), 0, T0)).cause is cause
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_first_of_a_nodes_ranks_brings_its_kernel_log(order: tuple[int, ...]) -> None:
+    ends = [exited(rank, code=1, seconds=rank, kernel=(xid(79),)) for rank in range(3)]
+    assert diagnose(running(), FaultObserved(1, tuple(ends[n] for n in order), 0, T0)).ranks == (0,)
+
+
 KERNEL_KILLED_IT = (
     "[ 9.1] Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB",
     "[ 9.2] eth0: Lost carrier",
@@ -467,8 +555,9 @@ LATE = RanksFenced(
 )
 
 
-def test_a_launch_that_was_never_watched_accuses_the_controller() -> None:
-    diagnosis = diagnose(running(), FaultObserved(1, (LATE,), 0, T0))
+@pytest.mark.parametrize("why", ["never_watched", "unwatched"])
+def test_a_launch_that_was_never_watched_accuses_the_controller(why: str) -> None:
+    diagnosis = diagnose(running(), FaultObserved(1, (replace(LATE, why=why),), 0, T0))
     assert (diagnosis.cause, diagnosis.nodes, diagnosis.code) == (
         Cause.PLATFORM,
         ("n2",),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from random import Random
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -226,6 +227,104 @@ def test_an_examination_without_time_left_is_not_awaited() -> None:
     )
 
 
+# --- what NVIDIA's catalog asks for
+
+HANGS = {**NO_NVML, "hangs": True}
+HUNG = health(gpus=HANGS)
+FIRST_STEPS: dict[str, Strategy | None] = {
+    "RESET_GPU": Strategy.RESET_GPU,
+    "WORKFLOW_NVLINK_ERR": Strategy.RESET_GPU,
+    "WORKFLOW_NVLINK5_ERR": Strategy.RESET_GPU,
+    "RESTART_VM": Strategy.REBOOT_NODE,
+    "RESTART_BM": Strategy.REBOOT_NODE,
+    # Alone, as here: a field diagnostic is due, which needs the node to itself.
+    "WORKFLOW_XID_48": Strategy.REBOOT_NODE,
+    # Nothing is done to the node; the job is restarted, or the finding is only shown.
+    "RESTART_APP": None,
+    "IGNORE": None,
+    "CONTACT_SUPPORT": None,
+    "CHECK_UVM": None,
+    "WORKFLOW_XID_45": None,
+    "XID_154": None,
+}
+"""The first step of a repair by NVIDIA's immediate action, where no other line says more."""
+OF_PEOPLE = ("CHECK_MECHANICALS", "UPDATE_SWFW")
+WITHOUT_ACTION = {
+    166: Strategy.REBOOT_NODE,
+    167: Strategy.REBOOT_NODE,
+    169: Strategy.RESET_GPU,
+}
+"""Xids for which NVIDIA lists no action and leptonai/gpud asks for a repair; see their notes."""
+
+
+def log_xid(code: int, **facts: Any) -> Health:
+    line = f"[ 1.0] NVRM: Xid (PCI:0000:07:00): {code}, pid=1, name=python, what it says"
+    return health(kernel={"lines": [line]}, **facts)
+
+
+@pytest.mark.parametrize("code", catalog().xids)
+def test_the_first_step_is_nvidias_action(code: int) -> None:
+    row = catalog().xids[code]
+    decision = then(BEGUN, log_xid(code))
+    if row.action in OF_PEOPLE:
+        assert isinstance(decision, ExamineNode)
+        return
+    expected = FIRST_STEPS[row.action] if row.action else WITHOUT_ACTION.get(code)
+    if expected is None:
+        assert end(decision)[:2] == ("done", Verdict.HEALTHY)
+    else:
+        assert isinstance(decision, StartStrategy) and decision.strategy is expected
+        assert decision.gpus == ((bus(2),) if expected is Strategy.RESET_GPU else ())
+
+
+def test_what_only_a_person_mends_is_left_after_three_looks(snapshot: SnapshotAssertion) -> None:
+    plug = log_xid(54)
+    assert then(BEGUN, plug) == ExamineNode(timedelta(minutes=1), then(BEGUN, plug).reason)
+    assert isinstance(then(BEGUN, plug, plug), ExamineNode)
+    outcome, verdict, reason = end(then(BEGUN, plug, plug, plug))
+    assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
+    assert reason == snapshot
+    # a link that comes back, as after the restart of a switch
+    assert end(then(BEGUN, plug, plug, HEALTHY))[0] == "done"
+    assert isinstance(then(BEGUN, plug, HEALTHY, plug, plug), ExamineNode)
+    assert isinstance(then(BEGUN, plug, left=timedelta(minutes=1)), FinishRepair)
+    # after a reset for another fault
+    ended = after(reset(), verdict=Verdict.UNHEALTHY)
+    assert isinstance(choose_next(replace(ended, health=plug), HOURS), ExamineNode)
+
+
+def test_what_a_person_mends_is_not_in_the_way_of_the_rest() -> None:
+    line = "[ 1.0] NVRM: Xid (PCI:0000:07:00): {}, pid=1, name=python, what it says"
+    both = health(kernel={"lines": [line.format(54), line.format(79)]})
+    assert isinstance(then(BEGUN, both), StartStrategy)
+
+
+def test_a_hung_gsp_is_reset_and_then_rebooted() -> None:
+    """Xids 119 and 120, with NVML silent: NVIDIA's action is a reset."""
+    for code in (119, 120):
+        hung = log_xid(code, gpus=HANGS)
+        assert then(BEGUN, hung) == StartStrategy(Strategy.RESET_GPU, (bus(2),), ANY)
+        # the reset is reported as done, and NVML stays silent: the Xid still counts
+        row = {"uptime": 9.0, "id": "r", "gpus": [bus(2)]}
+        still = log_xid(code, gpus=HANGS, resets=[row])
+        assert then(after(reset()), still) == StartStrategy(Strategy.REBOOT_NODE, (), ANY)
+        healed = log_xid(code, resets=[row])
+        assert end(then(BEGUN, healed))[:2] == ("done", Verdict.HEALTHY)
+
+
+def test_a_driver_that_hangs_is_reset_and_then_rebooted(snapshot: SnapshotAssertion) -> None:
+    assert HUNG.verdict is Verdict.UNKNOWN
+    assert isinstance(then(BEGUN, HUNG, HUNG), ExamineNode)
+    decision = then(BEGUN, HUNG, HUNG, HUNG)
+    assert decision == StartStrategy(Strategy.RESET_GPU, (), decision.reason)
+    assert decision.reason == snapshot
+    decision = then(after(reset()), HUNG, HUNG)
+    assert decision == StartStrategy(Strategy.REBOOT_NODE, (), decision.reason)
+    ended = then(after(reboot(), before=after(reset())), HUNG, HUNG, HUNG)
+    assert isinstance(ended, FinishRepair) and ended.outcome == "refused"
+    assert isinstance(then(BEGUN, HUNG, HUNG, HUNG, left=NOTHING), FinishRepair)
+
+
 # --- after a treatment
 
 
@@ -284,10 +383,12 @@ def test_a_node_rebooted_by_others_is_examined_too() -> None:
 
 
 def test_earlier_kernel_evidence_counts_until_proven_healed() -> None:
-    assert after(reset(), proven=False).kernel_from is None
-    escalation = after(reset())
+    assert after(reboot(), proven=False).kernel_from is None
+    escalation = after(reboot())
     assert escalation.kernel_from == at(10)
-    assert after(reboot(), "ambiguous", before=escalation, proven=False).kernel_from == at(10)
+    assert after(reset(), "ambiguous", before=escalation, proven=False).kernel_from == at(10)
+    # what a reset healed, the node reports itself, by GPU
+    assert after(reset()).kernel_from is None
     # this repair ordered no boot, so all kernel evidence counts
     assert after(reset(), attempts=0).kernel_from is None
 

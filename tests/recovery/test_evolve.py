@@ -42,6 +42,7 @@ from tests.recovery.builders import (
     back,
     describe,
     died,
+    fallen,
     lose,
     mended,
     new_job,
@@ -110,16 +111,16 @@ def test_a_long_incident_counts_all_but_first_and_last_decisions() -> None:
     ("before", "after", "keys"),
     [
         pytest.param({}, {}, (), id="nothing"),
-        pytest.param({}, {"max_restarts": 9}, ("max_restarts",), id="a number"),
+        pytest.param({}, {"healthy_for": "2h"}, ("healthy_for",), id="a number"),
         pytest.param({}, {"hang": {"after": "off"}}, ("hang.after",), id="a part of a mapping"),
         pytest.param(
-            {"max_restarts": 9},
+            {"healthy_for": "2h"},
             {
                 "timeouts": {"lease": "90s"},
                 "strict_lease": True,
                 "causes": {"HANG": [{"strategy": "FAIL"}]},
             },
-            ("causes.HANG", "max_restarts", "strict_lease", "timeouts.lease"),
+            ("causes.HANG", "healthy_for", "strict_lease", "timeouts.lease"),
             id="several, in the order of their names",
         ),
     ],
@@ -142,11 +143,13 @@ def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
     assert job.notices == snapshot
 
 
-RESET_ONCE = rungs({"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REPLACE_NODE"})
+RESET_ONCE = rungs(
+    {"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REPLACE_NODE"}, cause="NODE_FAULT"
+)
 
 
 def repairing() -> JobState:
-    return walk(running(policy=RESET_ONCE), (raised(), "RESET_GPU n2"))
+    return walk(running(policy=RESET_ONCE), (fallen(), "RESET_GPU n2"))
 
 
 def losing(node: str) -> JobState:

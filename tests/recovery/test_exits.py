@@ -229,6 +229,41 @@ def test_a_users_row_is_read_by_code_before_by_signal() -> None:
 
 
 LINES: list[tuple[str, str]] = [
+    (
+        "child_sigkill",
+        "[launch.py:321] ['/usr/bin/python', 'train.py'] exits with return code = -9",
+    ),
+    ("child_failed", "subprocess.CalledProcessError: Command '['python', 'train.py']' returned 1"),
+    ("cuda_not_ready", "RuntimeError: No CUDA GPUs are available"),
+    ("cuda_not_ready", "RuntimeError: Found no NVIDIA driver on your system. Please check"),
+    ("cuda_unavailable", "pynvml.NVMLError_Unknown: Unknown Error"),
+    (
+        "cuda_oom",
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp"',
+    ),
+    ("illegal_access", "RuntimeError: CUDA error: hardware stack error"),
+    ("slurm_oom", "srun: error: n1: task 3: Out Of Memory"),
+    ("evicted_memory", "The node was low on resource: memory. Container train was using 100Gi"),
+    ("evicted_disk", "The node was low on resource: ephemeral-storage."),
+    ("object_store", "botocore.errorfactory: An error occurred (503) when calling the PutObject"),
+    ("store_credential", "botocore.exceptions.NoCredentialsError: Unable to locate credentials"),
+    ("write_failed", "[enforce fail at inline_container.cc:672] . unexpected pos 1216 vs 1110"),
+    ("nan_inf", "train_loss: nan"),
+    ("nan_inf", "{'loss': nan, 'grad_norm': nan}"),
+    ("nan_inf", "RuntimeError: Function 'PowBackward0' returned nan values in its 0th output."),
+    ("ray_actor", "ray.exceptions.RayActorError: The actor died unexpectedly"),
+    ("monitored_barrier", "Timed out initializing process group in store based barrier on rank: 0"),
+    ("coordination_service", "XlaRuntimeError: ABORTED: The remote task died"),
+    (
+        "port_in_use",
+        "socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).",
+    ),
+    ("nccl_interface", "NCCL WARN Bootstrap : no socket interface found"),
+    ("ib_completion", "NET/IB : Got completion from peer 10.0.0.1<3333> with status=12 opcode=0"),
+    ("ib_completion", "NET/IB: Got completion from peer 10.0.0.1<3333> with error 12, opcode 0"),
+    ("rdzv_connection", "OSError: [Errno 113] No route to host"),
+    ("http_service", "ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443)"),
+    ("http_service", "requests.exceptions.HTTPError: 503 Server Error: Service Unavailable"),
     ("child_sigkill", "Signal 9 (SIGKILL) received by PID 4242"),
     ("signal_exit", "Signal 11 (SIGSEGV) received by PID 4242"),
     ("outer_signal", "SignalException: Process 2920830 got signal: 1"),
@@ -522,6 +557,9 @@ def test_every_row_of_the_log_table_is_met_by_a_line() -> None:
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
         "Try setting TORCH_NCCL_TRACE_BUFFER_SIZE to see what timed out",
         "loaded 12 infos; epoch 3 done",
+        "step 7 loss: 2.3 best loss: inf",
+        "best_val_loss=inf",
+        "min loss: inf",
     ],
 )
 def test_advice_and_chatter_are_no_evidence(line: str) -> None:

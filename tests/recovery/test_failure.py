@@ -76,6 +76,15 @@ def test_the_fault_that_ended_the_job_is_its_root_cause(page: SnapshotAssertion)
     assert sections(lines) == page
 
 
+def test_an_incomplete_checkpoint_that_is_taken_is_named() -> None:
+    error = "ValueError: Can't find a valid checkpoint at out/checkpoint-20"
+    job, _ = step(running(), raised(running(), *TAIL[:-1], error), at(1))
+    found = find_failure(job)
+    assert found is not None
+    assert found.advice.startswith("out/checkpoint-20 is not complete")
+    assert f"what helps: {found.advice}" in describe_failure(job)
+
+
 def test_only_the_first_and_the_newest_traceback_are_kept() -> None:
     ladders = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
     job = running(policy=policy(causes=ladders))

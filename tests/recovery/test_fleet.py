@@ -30,10 +30,13 @@ from relaunch.pool.events import (
     RepairRequest,
     RunningJobs,
 )
-from relaunch.pool.messages import Claim, DrainRequest, FaultReport, Grant, Place
+from relaunch.pool.messages import Claim, DrainRequest, FaultReport, Grant, Healing, Place
+from relaunch.pool.restore import export_state
 from relaunch.pool.scheduler import apply_event
-from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
+from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus, PastReason
+from relaunch.pool.status import MAX_PAST
 from relaunch.spec.fleet import FleetLimits
+from relaunch.spec.policy import Strategy
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
 
 DRAIN = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
@@ -486,7 +489,85 @@ def test_a_suspect_with_other_evidence_stays_if_a_fault_moves(snapshot: Snapshot
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n1", 1, Cause.HANG),))
     desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n2", 2, Cause.HANG),))
     assert [mark.retracted for mark in desk.node("n1").marks] == snapshot
-    assert desk.node("n1").status is NodeStatus.SUSPECT
+    node = desk.node("n1")
+    assert (node.status, node.by, node.past) == (NodeStatus.SUSPECT, "job b", ())
+    desk.claim("a", 1, seq=3, holds=("n1",), suspects=(suspect("n3", 3, Cause.HANG),))
+    assert desk.node("n2").marks[0].retracted
+    assert desk.node("n2").status is NodeStatus.IN_SERVICE
+
+
+def test_a_suspect_shows_the_reason_that_still_holds_and_whose() -> None:
+    desk = Desk()
+    told = suspect("n1", 1, Cause.HANG, reason="step 7 stood still", isolate=True)
+    desk.claim("b", 1, holds=("n1",), suspects=(suspect("n1", reason="Xid 79", isolate=True),))
+    later = replace(told, at=T0 + timedelta(seconds=1))
+    desk.claim("a", 1, suspects=(later,))
+    assert (desk.node("n1").reason, desk.node("n1").by) == ("Xid 79", "job b")
+    desk = Desk()
+    desk.claim("a", 1, holds=("n1",), suspects=(told,))
+    desk.claim("b", 1, suspects=(suspect("n1", reason="Xid 79", isolate=True),))
+    assert (desk.node("n1").reason, desk.node("n1").by) == ("step 7 stood still", "job a")
+    desk.now += timedelta(minutes=1)
+    desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n2", 2, Cause.HANG),))
+    node = desk.node("n1")
+    assert (node.status, node.reason, node.by) == (NodeStatus.SUSPECT, "Xid 79", "job b")
+    followed = "the fault followed job a to n2"
+    assert node.past == (PastReason("step 7 stood still", "job a", T0, desk.now, followed),)
+
+
+def test_a_later_submission_repeats_faults_that_are_no_news() -> None:
+    desk = Desk()
+    old = suspect("n4", isolate=True)
+    desk.claim("a", 1, suspects=(old,))
+    desk.go(ended("n4"))
+    desk.claim("a", 1, seq=1, submission=2, suspects=(old,))
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
+    assert len(desk.node("n4").marks) == 1
+    new = replace(old, at=T0 + timedelta(hours=1))
+    desk.claim("a", 1, seq=2, submission=2, suspects=(new,))
+    assert desk.node("n4").status is NodeStatus.REPAIRING
+
+
+def test_a_node_keeps_the_reasons_that_no_longer_hold() -> None:
+    desk = Desk()
+    desk.claim("a", 1, suspects=(suspect("n4", reason="Xid 79", isolate=True),))
+    desk.now += timedelta(minutes=5)
+    desk.go(ended("n4", "refused", reason="no sudo"))
+    desk.now += timedelta(minutes=5)
+    desk.go(ReleaseCommand("n4", "new card", "grace"))
+    node = desk.node("n4")
+    assert (node.status, node.reason, node.by) == (NodeStatus.IN_SERVICE, "", "")
+    assert [(one.reason, one.by, one.end) for one in node.past] == [
+        ("Xid 79", "job a", "relaunch quarantined it"),
+        ("repair refused: no sudo", "relaunch", "grace released it: new card"),
+    ]
+    assert [one.until - (one.since or T0) for one in node.past] == [timedelta(minutes=5)] * 2
+    for number in range(MAX_PAST + 1):
+        desk.go(QuarantineCommand("n4", f"try {number}", "ada", None))
+    assert [one.reason for one in desk.node("n4").past] == ["try 0", "try 1", "try 2", "try 3"]
+
+
+def test_what_healed_a_node_is_kept_and_retracts_older_marks() -> None:
+    desk = Desk()
+    first, second = (suspect("n4", number, gpus=(f"0000:0{number}:00",)) for number in (1, 2))
+    later = replace(suspect("n4", 3, gpus=first.gpus), at=T0 + timedelta(hours=1))
+    desk.claim("a", 1, holds=("n4",), suspects=(first, second, suspect("n4", 4), later))
+
+    def heal(strategy: Strategy, minutes: int, *gpus: str) -> Healing:
+        healing = Healing(strategy, T0 + timedelta(minutes=minutes), gpus)
+        desk.go(replace(ended("n4", job="a", run=f"r{minutes}"), healing=healing))
+        return healing
+
+    heal(Strategy.RESET_GPU, 1, *first.gpus)
+    reset = heal(Strategy.RESET_GPU, 2, *first.gpus)
+    assert desk.node("n4").healed == (reset,)
+    assert [bool(mark.retracted) for mark in desk.node("n4").marks] == [True, False, False, False]
+    other = heal(Strategy.RESET_GPU, 3, *second.gpus)
+    assert desk.node("n4").healed == (reset, other)
+    assert export_state(desk.state).nodes[0].healed == (reset, other)
+    reboot = heal(Strategy.REBOOT_NODE, 4)
+    assert desk.node("n4").healed == (reboot,)
+    assert [bool(mark.retracted) for mark in desk.node("n4").marks] == [True, True, True, False]
 
 
 def test_three_jobs_failing_on_a_node_in_a_day_make_it_a_suspect(

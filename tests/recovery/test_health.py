@@ -486,6 +486,7 @@ NEEDED = {
     "memory.total",
     "memory.available",
     "disks",
+    "links.ports",
     *(f"disks.{index}.{key}" for index in (0, 1) for key in ("free", "inodes_free", "writable")),
     "gpus",
     "gpus.gpus",
@@ -520,7 +521,7 @@ def test_no_node_is_healthy_of_which_something_was_not_read(
 ) -> None:
     health = read(changed(SMALL, path, ... if wrong == "missing" else "?"), gpus=1)
     name = ".".join(map(str, path))
-    needed = name in NEEDED or (name in {"disks.0", "disks.1"} and wrong == "mistyped")
+    needed = name in NEEDED or (name in {"disks.0", "disks.1", "links"} and wrong == "mistyped")
     gone = name == "gpus.gpus.0" and wrong == "missing"
     assert health.verdict is (
         Verdict.UNHEALTHY if gone else Verdict.UNKNOWN if needed else Verdict.HEALTHY
@@ -700,3 +701,72 @@ def test_a_node_without_ranks_of_ours_says_its_holder_and_uptime(
     health = read(unprobed(jobs=[job], reboots=journal((WALL, "for r1"))), None)
     assert (health.uptime, health.working, len(health.reboots)) == (5.0, 8, 1)
     assert health.busy == snapshot
+
+
+# --- what a reset has healed
+
+XID_119 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 119, pid=7, name=python, Timeout after 6s of GSP"
+XID_48 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 48, pid=7, name=python, DBE"
+XID_63 = "[  100.6] NVRM: Xid (PCI:0000:06:00): 63, pid=7, name=python, Row Remapper"
+SXID = "[  100.5] nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 11012, Non-fatal, Link 0"
+SWITCH_FATAL = "[  100.5] nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 36"
+UNTIMED = XID_119.partition("] ")[2]
+
+
+def reset(*gpus: Any, uptime: Any = 200.0) -> dict[str, Any]:
+    return {"uptime": uptime, "id": "repair/lab/n1", "gpus": list(gpus)}
+
+
+def after_reset(lines: list[str], *resets: Any, **changes: Any) -> Health:
+    return read(probe(kernel={"lines": lines}, resets=list(resets), **changes))
+
+
+def test_what_a_reset_has_healed_no_longer_counts(snapshot: SnapshotAssertion) -> None:
+    assert after_reset([XID_119]).verdict is Verdict.UNHEALTHY
+    for healed in (reset(bus(1)), reset()):
+        health = after_reset([XID_119], healed)
+        assert health.verdict is Verdict.HEALTHY
+        (finding,) = health.findings
+        assert (finding.role, finding.cause) == (Role.INFORMATION, None)
+        assert finding.reason == snapshot
+
+
+@pytest.mark.parametrize(
+    ("lines", "healed", "changes"),
+    [
+        pytest.param([XID_119], reset(bus(0)), {}, id="another GPU was reset"),
+        pytest.param([XID_119], reset(bus(1), uptime=100.0), {}, id="it came after the reset"),
+        pytest.param([UNTIMED], reset(bus(1)), {}, id="a line without a time"),
+        pytest.param([XID_79], reset(bus(1)), {}, id="it needs more than a reset"),
+        pytest.param([XID_48], reset(bus(1)), {}, id="a field diagnostic is due"),
+        pytest.param([XID_119], reset(bus(1)), {"gpus": NO_NVML}, id="NVML is silent since"),
+        pytest.param([XID_119], reset(), {"gpus": NO_NVML}, id="NVML is silent since, of all"),
+        pytest.param(
+            [XID_119],
+            reset(bus(1)),
+            {"gpus": nvml(gpu(0), gpu(1, ecc={"unreadable": "UNKNOWN"}))},
+            id="the GPU cannot be read in full",
+        ),
+        pytest.param([SWITCH_FATAL], reset(bus(1)), {}, id="a switch, and one GPU was reset"),
+        pytest.param([SWITCH_FATAL], reset(), {"gpus": nvml(gpu(0, ecc="?"))}, id="unread GPUs"),
+        pytest.param([XID_119], reset(bus(1), uptime="?"), {}, id="no time"),
+        pytest.param([XID_119], reset(3), {}, id="no GPU"),
+        pytest.param([XID_119], {"uptime": 200.0}, {}, id="no GPUs"),
+        pytest.param([XID_119], "reset", {}, id="no object"),
+    ],
+)
+def test_what_no_reset_has_healed_counts(
+    lines: list[str], healed: Any, changes: dict[str, Any]
+) -> None:
+    assert after_reset(lines, healed, **changes).verdict is Verdict.UNHEALTHY
+
+
+def test_lines_of_before_a_reset_are_weighed_together() -> None:
+    assert after_reset([XID_48, XID_63], reset(bus(1))).verdict is Verdict.HEALTHY
+    assert after_reset([SXID, NFS, XID_119], reset()).verdict is Verdict.HEALTHY
+    again = after_reset([XID_119, XID_119.replace("100.5", "300.5")], reset(bus(1)))
+    assert again.verdict is Verdict.UNHEALTHY and again.gpus == (bus(1),)
+
+
+def test_resets_that_make_no_sense_heal_nothing() -> None:
+    assert read(probe(kernel={"lines": [XID_119]}, resets=3)).verdict is Verdict.UNHEALTHY

@@ -24,9 +24,11 @@ NVLINK_CRASH = "RLW_REMAP Nonfatal XC0 i0 Link 13 (0x00000082 0x00000001 0x00000
 NVLINK_HOST = "NETIR_LINK_EVT Fatal XC0 i0 Link 01 (0x028001c6 0x00000000 0x00000000)"
 
 
-def xid(code: int, text: str = "Ch 00000008", gpu: str = A, at: int = 0) -> str:
+def xid(
+    code: int, text: str = "Ch 00000008", gpu: str = A, at: int = 0, pid: str = "'<unknown>'"
+) -> str:
     stamp = f"[{at}.5] " if at else ""
-    return f"{stamp}NVRM: Xid (PCI:{gpu}): {code}, pid='<unknown>', name=<unknown>, {text}"
+    return f"{stamp}NVRM: Xid (PCI:{gpu}): {code}, pid={pid}, name=<unknown>, {text}"
 
 
 def action(to: str, gpu: str = A) -> str:
@@ -132,6 +134,16 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
             id="45 on another GPU is alone",
         ),
         pytest.param(
+            [xid(31, pid="4711"), xid(109, pid="4711")],
+            [("Xid 31", "root", "GPU_USER_INDUCED"), ("Xid 109", "cascade", None)],
+            id="109 follows what its process did",
+        ),
+        pytest.param(
+            [xid(31, pid="4711"), xid(109, pid="4712")],
+            [("Xid 31", "root", "GPU_USER_INDUCED"), ("Xid 109", "root", "GPU_RESET")],
+            id="109 of another process does not",
+        ),
+        pytest.param(
             [xid(63), xid(45)],
             [("Xid 63", "information", None), ("Xid 45", "symptom", "GPU_TRANSIENT")],
             id="45 beside mere information is alone",
@@ -150,10 +162,56 @@ def test_a_kill_for_memory_confirms_and_names_the_process() -> None:
             id="48 then 64 needs a reset",
         ),
         pytest.param(
-            [xid(63), xid(48)],
+            [xid(63, at=10), xid(48, at=500)],
             [("Xid 63", "information", None), ("Xid 48", "root", "GPU_FATAL")],
-            id="63 before 48 is of an earlier fault",
+            id="63 long before 48 is of an earlier fault",
         ),
+        pytest.param(
+            [xid(63, at=10), xid(48, at=11)],
+            [("Xid 63", "information", None), ("Xid 48", "root", "GPU_RESET")],
+            id="63 just before 48 is of the same fault",
+        ),
+        pytest.param(
+            [xid(63), xid(48)],
+            [("Xid 63", "information", None), ("Xid 48", "root", "GPU_RESET")],
+            id="63 before 48, without times",
+        ),
+        pytest.param(
+            [xid(45, "Ch 00000001 caused by previous Xid 149")],
+            [("Xid 45", "root", "GPU_RESET")],
+            id="45 that names an Xid whose line is missing",
+        ),
+        pytest.param(
+            [xid(149, NVLINK_FATAL), xid(45, "Ch 00000001 caused by previous Xid 149")],
+            [("Xid 149", "root", "GPU_RESET"), ("Xid 45", "cascade", None)],
+            id="45 that names an Xid whose line is there",
+        ),
+        pytest.param(
+            [xid(45, "channel 0x00000010 caused by previous Xid 45")],
+            [("Xid 45", "symptom", "GPU_TRANSIENT")],
+            id="45 that names itself",
+        ),
+        pytest.param(
+            [xid(74, "link 8(0x800001, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)")],
+            [("Xid 74", "information", None)],
+            id="74 with bits that NVIDIA ignores",
+        ),
+        pytest.param(
+            [xid(74, "link 8(0x100002, 0x0, 0x0, 0x20000, 0x0, 0x0, 0x0)")],
+            [("Xid 74", "symptom", None)],
+            id="74 as a consequence",
+        ),
+        pytest.param(
+            [xid(74, "link 8(0x1, 0x0, 0x0, 0x0, 0x4, 0x0, 0x0)")],
+            [("Xid 74", "root", "GPU_RESET")],
+            id="74 with a bit in another register",
+        ),
+        pytest.param(
+            [xid(74, "link 8(0x0, 0x0, 0x10000, 0x0, 0x0, 0x0, 0x0)")],
+            [("Xid 74", "root", "GPU_RESET")],
+            id="74 with a bit of a fault",
+        ),
+        pytest.param([xid(74)], [("Xid 74", "root", "GPU_RESET")], id="74 without registers"),
         pytest.param(
             [xid(48), xid(63, gpu=B)],
             [("Xid 48", "root", "GPU_FATAL"), ("Xid 63", "information", None)],

@@ -97,11 +97,9 @@ def on(
                 (on("n1"), 0, "RESTART_IN_PLACE"),
                 (on("n1"), 1800, "RESTART_IN_PLACE"),
                 (on("n1"), 3599, "FAILED 1"),
-                (on("n1"), 3600, "RESTART_IN_PLACE"),
-                (on("n1"), 5399, "FAILED 1"),
-                (on("n1"), 5400, "RESTART_IN_PLACE"),
+                (on("n1"), 86_400, "FAILED 1"),
             ],
-            id="a try leaves its window when it is as old as the window, one by one",
+            id="a try without progress leaves no window by time alone",
         ),
         pytest.param(
             counted(RESTART, tries=1, key=["node"]),
@@ -215,6 +213,21 @@ def test_what_tries_count(ladder: list[dict[str, Any]], faults: Faults) -> None:
     for number, (fault, seconds, expected) in enumerate(faults):
         job, decision = climbed(job, fault, at(seconds))
         assert describe(decision) == expected, f"fault {number}: {decision}"
+
+
+def test_without_renewal_a_try_leaves_its_window_by_time() -> None:
+    rung = counted(RESTART, tries=2, window="1h")
+    job = running(policy=rungs(*rung, renewal="never"))
+    for seconds, expected in (
+        (0, "RESTART_IN_PLACE"),
+        (1800, "RESTART_IN_PLACE"),
+        (3599, "FAILED 1"),
+        (3600, "RESTART_IN_PLACE"),
+        (5399, "FAILED 1"),
+        (5400, "RESTART_IN_PLACE"),
+    ):
+        job, decision = climbed(job, on("n1"), at(seconds))
+        assert describe(decision) == expected, seconds
 
 
 def test_key_job_counts_the_tries_of_every_cause() -> None:

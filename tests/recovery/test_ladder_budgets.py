@@ -11,6 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.job.events import DeadlinePassed, StepReached
+from relaunch.job.incidents import record_progress
 from relaunch.job.ladder import list_used_budgets
 from relaunch.job.state import Diagnosis, JobState, Progress, Relaunch, Repair
 from tests.recovery.builders import (
@@ -201,16 +202,22 @@ def test_used_budgets_are_those_of_which_something_is_used(snapshot: SnapshotAss
     job, _ = climbed(job, on())
     assert [one[:3] for one in used(job)] == [("APPLICATION", "RESTART_IN_PLACE", 1)] * 2
     assert [one[3] for one in used(job)] == snapshot
-    # what has left its window is not used any more
-    assert used(job, 3600) == []
+    # what has left its window is not used any more, once training has advanced since
+    assert len(used(job, 3600)) == 2
+    job = record_progress(job, at(1))
+    assert (len(used(job, 3599)), used(job, 3600)) == (2, [])
     job = walk(
         job,
         (raised(), "RESTART_IN_PLACE"),
         (raised(), "EXAMINE n2"),
         (examine(n2="UNHEALTHY"), "REPLACE_NODE without n2"),
+        now=at(3600),
     )
-    job = walk(job, (raised(), "EXAMINE n2"), (examine(n2="HEALTHY"), "RESCHEDULE_JOB"), now=at(1))
-    assert used(job, 3601) == [
+    job = walk(
+        job, (raised(), "EXAMINE n2"), (examine(n2="HEALTHY"), "RESCHEDULE_JOB"), now=at(3601)
+    )
+    assert used(job, 9000) == [
+        ("APPLICATION", "RESTART_IN_PLACE", 1, "n2 log python_bug"),
         ("APPLICATION", "REPLACE_NODE when UNHEALTHY", 1, ""),
         ("APPLICATION", "RESCHEDULE_JOB", 1, "n2"),
     ]

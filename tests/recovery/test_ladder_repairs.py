@@ -20,6 +20,7 @@ from tests.recovery.builders import (
     back,
     climbed,
     examine,
+    fallen,
     hung,
     lose,
     mended,
@@ -244,7 +245,7 @@ REPAIRS = [
 def test_a_failed_repair_goes_on_above_its_rung_and_spends_a_try(
     fails: Any, snapshot: SnapshotAssertion
 ) -> None:
-    job = walk(running(policy=rungs(*REPAIRS)), (raised(), "RESET_GPU n2"))
+    job = walk(running(policy=rungs(*REPAIRS, cause="NODE_FAULT")), (fallen(), "RESET_GPU n2"))
     assert (job.phase, job.next.at, len(job.tries), job.restarts_spent) == (
         Phase.REPAIRING,
         at(1500),
@@ -262,15 +263,15 @@ def test_a_failed_repair_goes_on_above_its_rung_and_spends_a_try(
     # The next fault begins at the bottom again, with what is left there.
     job = walk(
         job,
-        (raised(), "RESET_GPU n2"),
+        (fallen(), "RESET_GPU n2"),
         (fails, "REPLACE_NODE without n2 avoiding n2"),
-        (raised(), "REPLACE_NODE without n2 avoiding n2"),
+        (fallen(), "REPLACE_NODE without n2 avoiding n2"),
     )
     assert len(job.tries) == 6
 
 
 def test_a_repair_that_is_done_relaunches_in_place_for_free(snapshot: SnapshotAssertion) -> None:
-    job = walk(running(policy=rungs(*REPAIRS)), (raised(), "RESET_GPU n2"))
+    job = walk(running(policy=rungs(*REPAIRS, cause="NODE_FAULT")), (fallen(), "RESET_GPU n2"))
     generation = job.generation
     job, decision = step(job, mended()(job))
     assert isinstance(decision, Relaunch)
@@ -286,16 +287,19 @@ def test_a_repair_that_is_done_relaunches_in_place_for_free(snapshot: SnapshotAs
 
 def test_a_rung_whose_repair_failed_is_passed_by_for_one_fault() -> None:
     job = walk(
-        running(policy=rungs({**RESET, "tries": 9}, FAIL)),
-        (raised(), "RESET_GPU n2"),
+        running(policy=rungs({**RESET, "tries": 9}, FAIL, cause="NODE_FAULT")),
+        (fallen(), "RESET_GPU n2"),
         (mended(), "LAUNCH"),
-        (raised(), "RESET_GPU n2"),
+        (fallen(), "RESET_GPU n2"),
     )
     walk(job, (mended("refused"), "FAILED 1"))
 
 
 def test_a_late_end_of_a_repair_is_ignored() -> None:
-    job = walk(running(policy=rungs({**RESET, "tries": 1}, RESTART)), (raised(), "RESET_GPU n2"))
+    job = walk(
+        running(policy=rungs({**RESET, "tries": 1}, RESTART, cause="NODE_FAULT")),
+        (fallen(), "RESET_GPU n2"),
+    )
     late = this(RepairEnded(1, Strategy.RESET_GPU, ("n2",), "done", "reset"))
     walk(job, (this(DeadlinePassed()), "RESTART_IN_PLACE"), (late, "IGNORE"))
 
@@ -304,8 +308,8 @@ def test_a_late_end_of_a_repair_is_ignored() -> None:
 def test_the_late_end_of_one_repair_is_not_that_of_the_next(outcome: Any) -> None:
     """Or ranks would be launched on a node that is being rebooted."""
     job = walk(
-        running(policy=rungs(*REPAIRS)),
-        (raised(), "RESET_GPU n2"),
+        running(policy=rungs(*REPAIRS, cause="NODE_FAULT")),
+        (fallen(), "RESET_GPU n2"),
         (this(DeadlinePassed()), "REBOOT_NODE n2"),
     )
     late = RepairEnded(1, Strategy.RESET_GPU, ("n2",), outcome, "it took its time")
@@ -322,7 +326,10 @@ def test_the_late_end_of_one_repair_is_not_that_of_the_next(outcome: Any) -> Non
         ),
         pytest.param(
             "REPAIRING",
-            walk(running(policy=rungs({**REBOOT, "tries": 1}, FAIL)), (raised(), "REBOOT_NODE n2")),
+            walk(
+                running(policy=rungs({**REBOOT, "tries": 1}, FAIL, cause="NODE_FAULT")),
+                (fallen(), "REBOOT_NODE n2"),
+            ),
             id="while a node is repaired",
         ),
     ],

@@ -22,7 +22,8 @@ from relaunch.evidence.last_words import (
     find_last_words,
     shorten_traceback,
 )
-from relaunch.job.diagnose import CAUSE_LINES, diagnose
+from relaunch.evidence.rank_log import CAUSE_LINES
+from relaunch.job.diagnose import diagnose
 from tests.pages import sections
 from tests.recovery.builders import error, exited, fault, running
 

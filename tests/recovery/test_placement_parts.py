@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+from relaunch.pool.messages import Claim
 from relaunch.pool.placement import Placement
 from relaunch.repair.escalation import Escalation, cancel
+from tests.recovery.fleet_builders import Desk, nodes
 
 
 def shape(gpus: int, with_spares: bool = False) -> Any:
@@ -33,3 +37,20 @@ def test_a_node_reserved_for_another_claim_is_in_no_bucket() -> None:
 def test_the_first_reason_to_cancel_counts() -> None:
     once = cancel(Escalation("n1", "Xid 79"), "first")
     assert cancel(once, "second").cancel_reason == "first"
+
+
+def test_free_nodes_are_counted_beside_those_that_a_claim_avoids() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5"), *nodes("n6", spare=True))
+    desk.claim("b", 1, keep=("n3",), holds=("n3",))
+    desk.silent["n4"] = "no route to host"
+    desk.look()
+    claim = Claim("a", 1, 1, 1, avoid=("n1",), running=True)
+
+    def count(claim: Claim) -> int:
+        return Placement(desk.state, desk.now).count_free(claim)
+
+    assert count(claim) == 3, "n2, n5 and the spare"
+    desk.now += timedelta(minutes=2)
+    assert count(claim) == 3, "their probes are only old"
+    assert count(replace(claim, gpus=16)) == 0
+    assert count(replace(claim, running=False)) == 2

@@ -16,6 +16,7 @@ from relaunch.converter import shared_converter
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
+from relaunch.messages.jobs import overlay
 from relaunch.spec.policy import (
     HangLimits,
     Policy,
@@ -339,6 +340,8 @@ def test_a_cause_without_its_own_ladder_has_that_of_unknown() -> None:
             id="fenced at once",
         ),
         pytest.param({"fence_after": "10s"}, {}, 0, id="fenced as soon as may be"),
+        pytest.param({"unwatched": "9s"}, {}, 1, id="unwatched between two heartbeats"),
+        pytest.param({"unwatched": "10s"}, {}, 0, id="unwatched as short as may be"),
         pytest.param(
             {},
             {"after": "29s"},
@@ -452,10 +455,52 @@ def test_the_presets_are_those_that_are_documented() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_policy_and_can_be_extended(name: str) -> None:
-    base, extended = preset(name), resolve({"extends": name, "max_restarts": 77})
-    assert (base.extends, extended.max_restarts) == (name, 77)
-    assert extended.model_copy(update={"max_restarts": base.max_restarts}) == base
+    base, extended = preset(name), resolve({"extends": name, "strict_lease": True})
+    assert (base.extends, extended.strict_lease) == (name, True)
+    assert extended.model_copy(update={"strict_lease": False}) == base
     assert resolve({"extends": name}) == base
+
+
+def budget(policy: Policy) -> tuple[int, bool, int | str]:
+    return policy.max_restarts, policy.exhaust_restarts, policy.no_progress_stop
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        pytest.param({}, (8, False, 3), id="none stated"),
+        pytest.param({"max_restarts": 8}, (8, True, "off"), id="stated"),
+        pytest.param(
+            {"max_restarts": 9, "no_progress_stop": 3}, (9, True, 3), id="and where to stop"
+        ),
+        pytest.param(
+            {"max_restarts": 9, "exhaust_restarts": False},
+            (9, False, 3),
+            id="and that a ladder ends first",
+        ),
+        pytest.param(
+            {"extends": "modelarts", "max_restarts": 9},
+            (9, False, "off"),
+            id="over a preset that copies a system",
+        ),
+    ],
+)
+def test_a_stated_budget_is_spent_before_the_job_ends(
+    written: dict[str, Any], expected: tuple[int, bool, int | str]
+) -> None:
+    assert budget(resolve(written)) == expected
+    extends, changes = written.get("extends", "default"), {**written}
+    changes.pop("extends", None)
+    assert budget(overlay(preset(extends), changes)) == expected, "the same by `policy change`"
+
+
+def test_a_budget_stated_twice_keeps_what_was_said_between() -> None:
+    first = overlay(preset("default"), {"max_restarts": 9})
+    second = overlay(first, {"no_progress_stop": 3})
+    assert budget(overlay(second, {"max_restarts": 12})) == (12, True, 3)
+    assert budget(overlay(preset("default"), {"max_restarts": 9, "no_progress_stop": 5}))[2] == 5
+    five = overlay(preset("default"), {"no_progress_stop": 5})
+    assert budget(overlay(five, {"max_restarts": 9})) == (9, True, 5)
 
 
 def test_what_names_no_preset_extends_the_default() -> None:

@@ -31,13 +31,13 @@ from relaunch.job.events import (
     RetryRequested,
     StepReached,
 )
+from relaunch.job.ladder import STATED
 from relaunch.job.state import Ignore, JobState, Phase, Relaunch, Repair, Try
-from relaunch.job.step import evaluate_event, step
+from relaunch.job.step import diagnose_event, evaluate_event, step
 from relaunch.spec.policy import Policy, Rung, Strategy, preset, preset_names
 from tests.recovery.generated import (
     NUMBER,
     OFTEN,
-    PRESETS,
     anything,
     likely,
     moves,
@@ -108,25 +108,42 @@ def check_budgets(turns: list[Turn]) -> None:
         take = turn.decision.take if isinstance(turn.decision, Relaunch | Repair) else None
         if take is None:
             continue
-        rung = next(rung for rung in policy.ladder(take.cause) if rung.label == take.rung)
-        counted = naive_count(rung, take, taken, renewed, progressed)
-        assert rung.tries is None or counted < rung.tries, (
-            f"{rung.label} for {take.cause}: try {counted + 1} of {rung.tries}"
-        )
         spent += take.spent
         assert not take.spent or spent <= policy.max_restarts
         assert turn.after.restarts_spent == spent
+        if take.rung == STATED:  # no rung: what bounds it is max_restarts
+            continue
+        rung = next(rung for rung in policy.ladder(take.cause) if rung.label == take.rung)
+        counted = naive_count(rung, take, taken, renewed, progressed, policy.renewal == "progress")
+        assert rung.tries is None or counted < rung.tries, (
+            f"{rung.label} for {take.cause}: try {counted + 1} of {rung.tries}"
+        )
         taken.append((number, take))
 
 
 def passed_what_it_had_reached(turn: Turn) -> bool:
-    closed = turn.before.incident is not None and turn.recorded.incident is None
-    return closed and isinstance(turn.event, ProgressSeen | StepReached | DeadlinePassed)
+    if isinstance(turn.event, DeadlinePassed):
+        incident = turn.before.incident
+        closed = incident is not None and turn.recorded.incident is None
+        return closed and incident is not None and incident.reached is None
+    due = turn.before.report_at_step
+    return (
+        isinstance(turn.event, ProgressSeen | StepReached)
+        and turn.recorded is not turn.before
+        and due is not None
+        and turn.event.step >= due
+    )
 
 
 def naive_count(
-    rung: Rung, take: Try, taken: list[tuple[int, Try]], renewed: int, progressed: int
+    rung: Rung,
+    take: Try,
+    taken: list[tuple[int, Try]],
+    renewed: int,
+    progressed: int,
+    is_vain: bool,
 ) -> int:
+    """Count the tries that count; `is_vain`: those without progress since outlive their window."""
     count = 0
     for number, one in reversed(taken):
         if rung.consecutive:
@@ -135,7 +152,7 @@ def naive_count(
             if number < progressed and (not rung.reset_by or "PROGRESS" in rung.reset_by):
                 break
         elif rung.window is not None:
-            if take.at - one.at >= rung.window:
+            if take.at - one.at >= rung.window and not (is_vain and number >= renewed):
                 break
         elif number < renewed:
             break
@@ -355,7 +372,7 @@ def taken_in(turn: Turn) -> Try | None:
 
 def most_tries(policy: Policy, cause: Cause) -> int | None:
     """What a ladder allows at most; None where a rung is taken for ever."""
-    bound = 0
+    bound = policy.max_restarts if policy.exhaust_restarts else 0
     for rung in policy.ladder(cause):
         if rung.tries is not None:
             bound += rung.tries * (len(INVENTORY) if {"node", "gpu"} & {*rung.key} else 1)
@@ -408,21 +425,22 @@ def test_every_launch_has_its_own_number_and_keeps_avoidances(
 
 
 @searched(100)
-@given(st.sampled_from(PRESETS), likely)
-def test_no_preset_repairs_a_node_for_what_a_program_did(
-    policy: Policy, stream: list[Move]
-) -> None:
+@given(policies, likely)
+def test_no_policy_costs_a_node_for_what_a_program_did(policy: Policy, stream: list[Move]) -> None:
     for turn in walk(policy, stream).turns:
-        if isinstance(turn.decision, Repair):
-            examined = turn.after.recovering
-            if policy.extends == "ecs-reboot-once":
-                assert examined is not None and examined.verdict is Verdict.UNHEALTHY
-            else:
-                assert turn.decision.fault.cause not in PROGRAMS
-                assert (
-                    turn.decision.fault.cause is not Cause.GPU_USER_INDUCED
-                    or policy.extends == "modelarts"
-                )
+        recovering = turn.recorded.recovering
+        fault = (
+            recovering.fault if recovering is not None else diagnose_event(turn.before, turn.event)
+        )
+        if fault is None or not fault.by_program:
+            continue
+        cost = turn.decision.nodes if isinstance(turn.decision, Repair) else ()
+        cost = turn.decision.avoid if isinstance(turn.decision, Relaunch) else cost
+        found = () if recovering is None or recovering.examined is None else recovering.examined
+        sick = {one.node for one in found if one.verdict is Verdict.UNHEALTHY}
+        wished = {rung.label for rung in policy.ladder(fault.cause) if rung.when}
+        take = taken_in(turn)
+        assert {*cost} <= sick or (take is not None and take.rung in wished), turn
 
 
 PROGRAMS = (

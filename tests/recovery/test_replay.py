@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.findings import Verdict
+from relaunch.evidence.observations import RanksVanished
 from relaunch.job.events import (
     CancelRequested,
     Event,
@@ -56,6 +58,11 @@ def boom(generation: int, seconds: float, node: str = "n2") -> FaultObserved:
     )
 
 
+def reboot(generation: int, seconds: float, node: str = "n2") -> FaultObserved:
+    gone = RanksVanished(node, at(seconds), "the node rebooted", rebooted=True)
+    return FaultObserved(generation, (gone,), 0, at(seconds))
+
+
 def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
     """What a job of this policy decided."""
     steps = []
@@ -65,18 +72,22 @@ def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
     return steps
 
 
-def three_faults() -> tuple[tuple[float, Event], ...]:
+def three_faults(
+    happens: Callable[[int, float], FaultObserved] = boom,
+) -> tuple[tuple[float, Event], ...]:
     launches = [
         (g * 100.0, each)
         for g in (1, 2, 3, 4)
         for each in (NodesAcquired(SLOTS), Launched(g, at(g * 100), at(g * 100)))
     ]
-    faults = [(g * 100.0 + 50, boom(g, g * 100 + 50)) for g in (1, 2, 3)]
+    faults = [(g * 100.0 + 50, happens(g, g * 100 + 50)) for g in (1, 2, 3)]
     return ((0.0, Submitted("", "ada")), *sorted((*launches, *faults), key=lambda each: each[0]))
 
 
 def application(*rungs: dict[str, Any], **more: Any) -> Policy:
-    return policy(causes={"APPLICATION": list(rungs)}, no_progress_stop="off", **more)
+    """One ladder for an exception and for a node that reboots."""
+    causes = {cause: list(rungs) for cause in ("APPLICATION", "NODE_FAULT")}
+    return policy(causes=causes, no_progress_stop="off", startup_stop="off", **more)
 
 
 def marked(replayed: tuple[Replayed, ...]) -> list[tuple[str, str]]:
@@ -154,7 +165,7 @@ def test_what_differs_is_said_in_a_clause(
     then: dict[str, Any], now: dict[str, Any], snapshot: SnapshotAssertion
 ) -> None:
     job = new_job(policy=application(then))
-    replayed = replay(application(now), job, record(job, *three_faults()[:4]))
+    replayed = replay(application(now), job, record(job, *three_faults(reboot)[:4]))
     assert replayed[-1].differs == snapshot
 
 
@@ -222,11 +233,11 @@ def test_a_different_repair_is_followed_and_an_equal_one_counted() -> None:
         {"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REBOOT_NODE", "tries": 1}, FAIL
     )
     ended = RepairEnded(1, Strategy.RESET_GPU, ("n2",), "refused", "it is busy")
-    steps = record(new_job(policy=reset), *three_faults()[:4], (160.0, ended))
+    steps = record(new_job(policy=reset), *three_faults(reboot)[:4], (160.0, ended))
     assert marked(replay(reset, new_job(), steps)) == []
-    reboot = application({"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
+    rebooting = application({"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
     # the end of the other repair, which was not asked for, does not count as a difference
-    assert marked(replay(reboot, new_job(), steps)) == [
+    assert marked(replay(rebooting, new_job(), steps)) == [
         ("Repair REBOOT_NODE", "then Repair RESET_GPU")
     ]
 
@@ -324,9 +335,9 @@ def test_a_repair_is_done_unless_a_line_says_it_was_not() -> None:
         (60, "RepairEnded", "Relaunch"),
         (60, "Launched", "Wait RUNNING"),
     ]
-    assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == done
+    assert rehearsed(rules, (60, reboot(CURRENT, 60)))[2:] == done
     refused = RepairEnded(CURRENT, Strategy.REBOOT_NODE, (), "refused", "it did not come back")
-    found = rehearsed(rules, (60, boom(CURRENT, 60)), (300, refused))
+    found = rehearsed(rules, (60, reboot(CURRENT, 60)), (300, refused))
     assert found[3] == (300, "RepairEnded", "Relaunch REPLACE_NODE")
 
 

@@ -34,6 +34,7 @@ from tests.recovery.builders import (
     climbed,
     describe,
     died,
+    examine,
     exited,
     fault,
     hung,
@@ -77,7 +78,7 @@ def rebooted(node: str = "n2") -> Any:
     )
 
 
-@pytest.mark.parametrize("line", [HEALS, HEALS_TOO, USERS])
+@pytest.mark.parametrize("line", [HEALS, HEALS_TOO])
 def test_s4_1_a_chip_that_heals_is_reset_in_place_for_free(
     line: str,
 ) -> None:
@@ -136,14 +137,6 @@ def test_s4_2_a_failed_reset_isolates_the_node_and_reschedules(failure: Any, lin
             "RESET_GPU n2 0000:06:00",
             id="another chip counts by itself",
         ),
-        pytest.param(
-            [(0, USERS), (1, USERS), (2, USERS)],
-            "RESCHEDULE_JOB",
-            id="the user's doing: scheduled again and not isolated",
-        ),
-        pytest.param(
-            [(0, USERS), (1, HEALS), (2, USERS)], RESET, id="the user's doing counts by itself"
-        ),
     ],
 )
 def test_s4_3_a_chips_third_equal_code_in_24_hours_is_not_reset(
@@ -155,6 +148,36 @@ def test_s4_3_a_chips_third_equal_code_in_24_hours_is_not_reset(
     seconds, line = met[-1]
     after = walk(after, (sick(line), expected), now=at(seconds))
     assert [one.node for one in after.avoided] == (["n2"] if "avoiding" in expected else [])
+
+
+USERS_RESET = (examine(n2="UNHEALTHY"), RESET)
+USERS_SPARED = (examine(n2="HEALTHY"), "RESTART_IN_PLACE")
+
+
+@pytest.mark.parametrize(
+    ("turns", "spent"),
+    [
+        pytest.param([(sick(USERS), "EXAMINE n2"), USERS_RESET, RESET_DONE], 0, id="unhealthy"),
+        pytest.param([(sick(USERS), "EXAMINE n2"), USERS_SPARED], 0, id="healthy"),
+        pytest.param(
+            [
+                (sick(USERS), "EXAMINE n2"),
+                (examine(n2="UNKNOWN"), "RESTART_IN_PLACE"),
+                (sick(HEALS), RESET),
+                RESET_DONE,
+                (sick(USERS), "EXAMINE n2"),
+                USERS_SPARED,
+                (sick(USERS), "RESCHEDULE_JOB"),
+            ],
+            1,
+            id="the third: scheduled again and not isolated",
+        ),
+    ],
+)
+def test_s4_3_the_users_doing_costs_no_healthy_chip(turns: list[Turn], spent: int) -> None:
+    """The original resets at once; decision 38 says why this examines first."""
+    after = walk(job(), *turns)
+    assert (after.restarts_spent, after.avoided) == (spent, ())
 
 
 def test_s4_3_one_address_on_another_node_is_another_chip() -> None:
@@ -199,7 +222,7 @@ R: Turn = (died(1), "RESCHEDULE_JOB")
             [R, R, (sick(FATAL), POD), R, R, R, (died(1), "FAILED 1")], id="a fatal one as well"
         ),
         pytest.param(
-            [R, R, (sick(USERS), RESET), RESET_DONE, R, R, R, (died(1), "FAILED 1")],
+            [R, R, (sick(USERS), "EXAMINE n2"), USERS_SPARED, R, R, R, (died(1), "FAILED 1")],
             id="one that the user caused as well",
         ),
         pytest.param(

@@ -90,6 +90,7 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         pytest.param({"nodes": 100_001}, "nodes", id="too many nodes"),
         pytest.param({"env_file": "train.env"}, "env_file", id="an environment file"),
         pytest.param({"umask": 23}, "umask", id="a number as umask"),
+        pytest.param({"checkpoint": {"directory": " "}}, "checkpoint", id="no folder"),
     ],
 )
 def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
@@ -266,8 +267,11 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     assert spec(progress={"preset": None}).progress.pattern is None
     assert named.progress.pattern == PRESETS["nanogpt"]
     assert JobSpec.model_validate_json(named.model_dump_json()) == named
-    whole = spec(env_file="/a", inherit_env=False, umask="027")
+    whole = spec(env_file="/a", inherit_env=False, umask="027", output="separate")
     assert (whole.env_file, whole.inherit_env, whole.umask) == ("/a", False, "027")
+    assert (spec().output, whole.output) == ("merged", "separate")
+    kept = spec(checkpoint={"directory": "out"}).checkpoint
+    assert kept is not None and kept.directory == "out"
     with pytest.raises(ValidationError):
         spec(umask="28")
 

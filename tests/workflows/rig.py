@@ -337,6 +337,7 @@ def activities(
         of_fleet.read_fleet,
         of_fleet.probe_nodes,
         of_fleet.read_last_state,
+        of_fleet.count_free_nodes,
         of_fleet.find_jobs,
         of_fleet.find_closed_jobs,
         of_fleet.reclaim,

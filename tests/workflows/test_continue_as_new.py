@@ -34,7 +34,7 @@ async def test_s5_1_recoveries_over_many_runs_are_counted_exactly(
         then="succeed",
     )
     async with make_short_rig(script) as rig:
-        job = await rig.submit(policy(max_restarts=100, causes=ALWAYS))
+        job = await rig.submit(policy(max_restarts=100, startup_stop="off", causes=ALWAYS))
         result = await job.result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, faults + 1)
         assert result.state.restarts_spent == faults

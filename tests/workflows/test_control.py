@@ -214,7 +214,11 @@ async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: Mak
         assert result.phase is Phase.FAILED
         assert any("ada" in one and "max_restarts" in one for one in result.state.notices)
         (change,) = result.state.policy_changes
-        assert (change.by, change.reason, change.keys) == ("ada", "budget", ("max_restarts",))
+        assert (change.by, change.reason, change.keys) == (
+            "ada",
+            "budget",
+            ("exhaust_restarts", "max_restarts", "no_progress_stop"),
+        )
         decisions = [one for incident in result.incidents for one in incident.decisions]
         # On a slow machine rank 0 may have failed once before the change.
         assert [one.decision for one in decisions if one.at >= change.at] == ["Stop"]
@@ -363,14 +367,40 @@ async def test_a_question_is_snoozed_taken_over_and_approved_by_page(
         )
         assert state.next.at is None
         assert not alive(rig.backend.lives)
-        await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+        # The fleet has no third node, and the page says so before the person answers.
+        assert state.asked is not None and state.asked.without == ("n1",)
+        await job.until(lambda s: s.asked is not None and s.asked.free is not None, "counted")
+        told = await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+        assert "on n1 again" in told and "none" in told
         await job.until_phase(Phase.RUNNING, 2)
+        assert rig.launches()[2] == rig.launches()[1]
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await job.handle.execute_update("answer", {"decision": "deny"})
         assert isinstance(refused.value.cause, ApplicationError)
         message = refused.value.cause.message
         assert message.startswith(job.handle.id.replace("/", " "))
         assert "deny" in message and "RUNNING" in message
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_an_approved_launch_leaves_out_the_named_node(make_rig: MakeRig) -> None:
+    async with make_rig(
+        Script((Exit(generation=1, rank=0),)),
+        spares=2,
+        name=new_fleet(),
+    ) as rig:
+        job = await rig.submit(policy(causes=ASK))
+        state = await job.until(lambda s: s.asked is not None and s.asked.free is not None)
+        assert state.asked is not None and state.asked.free is not None
+        assert (state.asked.without, state.asked.free.count) == (("n1",), 2)
+        assert "without n1" in state.next.what
+        told = await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+        assert "without n1" in told
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert [slot.node for slot in state.slots] == ["n3", "n2"]
+        assert state.incident is not None
+        assert "ada approved a new launch without n1" in state.incident.decisions[-1].reason
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
 
@@ -508,8 +538,13 @@ async def test_an_answer_that_is_none_is_refused_and_changes_nothing(
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         before = await job.until(
-            lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive,
-            "asking, with no rank left",
+            lambda s: (
+                s.phase is Phase.WAITING_FOR_PERSON
+                and not s.maybe_alive
+                and s.asked is not None
+                and s.asked.free is not None
+            ),
+            "asking, with no rank left and the fleet's free nodes counted",
         )
         with pytest.raises(WorkflowUpdateFailedError):
             await job.handle.execute_update("answer", nonsense)

@@ -306,6 +306,20 @@ async def test_a_node_gets_the_repair_its_verdict_asks_then_the_next(
         assert one.told.requests == requests
 
 
+async def test_a_hung_gsp_is_reset_once_and_its_xid_is_over(skipping: WorkflowEnvironment) -> None:
+    xid = "NVRM: Xid (PCI:0000:1b:00): 119, pid=7, name=python, Timeout after 6s of GSP"
+    hung = Sick(node="n1", nvml_unreadable="NVML: UNKNOWN", kernel=(xid,), until="reset")
+    async with world(skipping.client, hung) as one:
+        ended = await one.ended()
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
+        assert one.did == ["diagnose", "reset-gpus", "diagnose"]
+        later = await skipping.get_current_time() + timedelta(hours=2)
+        ended = await one.ended(deadline=later)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
+        assert one.did == ["diagnose", "reset-gpus", "diagnose", "diagnose"]
+        assert one.told.requests == [(1, "reset")]
+
+
 @pytest.mark.parametrize(
     ("happening", "reason"),
     [

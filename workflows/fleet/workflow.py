@@ -51,6 +51,8 @@ with workflow.unsafe.imports_passed_through():
         RepairRequest,
         RunningJobs,
     )
+    from relaunch.pool.messages import Claim
+    from relaunch.pool.placement import Placement
     from relaunch.pool.restore import is_restoring
     from relaunch.pool.scheduler import SWEEP_INTERVAL, apply_event, next_wake, schedule
     from relaunch.pool.state import FleetState
@@ -391,6 +393,13 @@ class Fleet:
     @workflow.query(description="Everything this fleet knows.")
     def state(self) -> FleetState:
         return cast(FleetState, short(self._state))
+
+    @workflow.query(
+        description="How many free nodes a job could have beside those that its claim avoids. Only "
+        "jobs ask it."
+    )
+    def count_free(self, claim: Claim) -> int:
+        return Placement(self._state, workflow.now()).count_free(claim)
 
     @workflow.query(description="What this fleet does next, or what it waits for.")
     def next(self) -> str:

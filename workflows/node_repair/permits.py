@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.fleet import FleetActivities, TellFleetInput
     from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.events import RepairResult, RepairStart
-    from relaunch.pool.messages import Permit, PermitRequest
+    from relaunch.pool.messages import Healing, Permit, PermitRequest
     from relaunch.repair.state import FinishRepair, PermitAnswered, WaitEnded
     from relaunch.workflows.training_job.commands import KEEP_TRYING
 
@@ -64,7 +64,7 @@ class Permits:
         began = RepairStart(repair.node, info.workflow_id, info.run_id, repair.by, repair.reason)
         await self._send("repair_began", began, SEND_TIMEOUT)
 
-    async def report_end(self, end: FinishRepair) -> None:
+    async def report_end(self, end: FinishRepair, healing: Healing | None) -> None:
         repair, info = self._repair, workflow.info()
         ended = RepairResult(
             repair.node,
@@ -75,6 +75,7 @@ class Permits:
             end.outcome,
             end.verdict,
             end.reason,
+            healing,
         )
         await self._send("repair_ended", ended, SEND_END_TIMEOUT)
 

@@ -29,6 +29,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
     from relaunch.messages.jobs import AnswerMessage, NodeRepairInput, NodeRepairResult, explain
+    from relaunch.pool.messages import Healing
     from relaunch.repair.conditions import count_reboots
     from relaunch.repair.escalation import (
         Escalation,
@@ -61,6 +62,7 @@ with workflow.unsafe.imports_passed_through():
         WaitEnded,
         WaitForNode,
     )
+    from relaunch.spec.policy import Strategy
     from relaunch.workflows.node_repair.orders import examine_node, read_terms, send_order
     from relaunch.workflows.node_repair.permits import Permits
     from relaunch.workflows.search_attributes import (
@@ -127,8 +129,16 @@ class NodeRepair:
         return ""
 
     async def _report_end(self, end: FinishRepair) -> NodeRepairResult:
-        await self._run_to_end(self._permits.report_end(end))
+        await self._run_to_end(self._permits.report_end(end, self._find_healing(end)))
         return NodeRepairResult(self._input.node, end.outcome, end.reason, end.verdict)
+
+    def _find_healing(self, end: FinishRepair) -> Healing | None:
+        """Return the last strategy if it was carried out and the node examined healthy since."""
+        state = self._state
+        if end.verdict is not Verdict.HEALTHY or state is None or state.proven_at is None:
+            return None
+        is_reset = state.strategy is Strategy.RESET_GPU
+        return Healing(state.strategy, state.proven_at, state.gpus if is_reset else ())
 
     async def _escalate(self) -> FinishRepair:
         """Examine the node and carry out strategies, until it is healthy or nothing is left to

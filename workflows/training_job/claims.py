@@ -8,12 +8,18 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
 
-    from relaunch.activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
+    from relaunch.activities.fleet import (
+        FLEET_UNKNOWN,
+        CountFreeInput,
+        FleetActivities,
+        TellFleetInput,
+    )
     from relaunch.evidence.causes import OWN_CAUSES
     from relaunch.generation import LaunchedGeneration
     from relaunch.job.claim import (
@@ -25,7 +31,13 @@ with workflow.unsafe.imports_passed_through():
         suspects,
     )
     from relaunch.job.drain import nodes_to_drain
-    from relaunch.job.events import NodesGranted, NodesMissing, RanksFound, SubmissionRaised
+    from relaunch.job.events import (
+        FreeNodesCounted,
+        NodesGranted,
+        NodesMissing,
+        RanksFound,
+        SubmissionRaised,
+    )
     from relaunch.job.places import MOVED, StartedPlaces
     from relaunch.job.ranks import keep_places
     from relaunch.job.state import JobState, Phase, Relaunch, Slot
@@ -37,6 +49,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.session import Session
 
 GRANT = TypeAdapter(Grant)
+COUNT_RETRY = RetryPolicy(maximum_attempts=3)
+"""Of a number that only a sentence for people needs."""
 RESEND, REPORT = "resend the claim", "report faults"
 
 
@@ -320,6 +334,33 @@ class Claims:
                 raise
             return cause.message
         return ""
+
+    # --- what a question says about the fleet
+
+    def start_count(self) -> None:
+        """Count in the background what could replace the nodes that an approval leaves out."""
+        if self._job.asked is not None and self._job.asked.without:
+            self._session.tasks.start("count free nodes", self._count_free())
+
+    async def _count_free(self) -> None:
+        job = self._job
+        own = tuple(slot.node for slot in job.slots)
+        avoid = tuple(dict.fromkeys((*own, *(one.node for one in job.avoided))))
+        try:
+            count = await commands.unless_cancelled(
+                workflow.execute_activity_method(
+                    FleetActivities.count_free_nodes,
+                    CountFreeInput(job.spec.fleet, build_claim(job, self._seq, avoid=avoid)),
+                    start_to_close_timeout=timedelta(seconds=15),
+                    retry_policy=COUNT_RETRY,
+                    summary=f"which nodes of fleet {job.spec.fleet} are free",
+                )
+            )
+        except ActivityError as error:
+            # The question then says what is done in either case.
+            workflow.logger.info("%s", error.cause or error)
+            return
+        self._session.post(FreeNodesCounted(job.generation, count))
 
     # --- faults
 

@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
     from relaunch.fields import duration
-    from relaunch.job.decide import check_answer
+    from relaunch.job.decide import check_answer, describe_approval
     from relaunch.job.drain import describe_next, find_drain, format_time
     from relaunch.job.events import Event, MessageRejected, NodesOffered, PolicyChanged
     from relaunch.job.state import JobState, Phase
@@ -171,8 +171,9 @@ class MessageHandlers:
         self._session.post(answer_event(answered, workflow.now()))
         if answered.node:
             return self._confirm_drain_answer(answered.node, answered.decision == "approve")
+        if answered.decision == "approve":
+            return f"a new generation is launched {describe_approval(self._session.job)}".strip()
         return {
-            "approve": "a new generation is launched",
             "deny": "the job ends as FAILED",
             "snooze": f"it is asked again in {duration(answered.within)}",
             "take-over": "nothing is done until a person says approve, deny, retry or cancel",

@@ -175,6 +175,7 @@ class TrainingJob(MessageHandlers):
                 self._actions.treat(decision)
             case Ask():
                 self._deadline.set(self._session.job.next.at)
+                self._claims.start_count()
                 if self._session.job.lost:
                     self._watches.start()  # a node that comes back answers the question by itself
                 else:

@@ -16,7 +16,7 @@ eight."""
 
 
 def read(state: Path, timeout: float = READ_TIMEOUT, inventory_only: bool = False) -> Json:
-    """Return {"driver", "nvml", "gpus"} or {"unreadable": reason}."""
+    """Return {"driver", "nvml", "gpus"} or {"unreadable": reason}, with "hangs" if it timed out."""
     command = [
         sys.executable,
         "-S",
@@ -28,7 +28,7 @@ def read(state: Path, timeout: float = READ_TIMEOUT, inventory_only: bool = Fals
     result = tools.run(command, timeout)
     if result.exit_code is None:
         stuck = " and does not die" if result.survives else ""
-        return {"unreadable": f"NVML did not answer within {timeout:g} s{stuck}"}
+        return {"unreadable": f"NVML did not answer within {timeout:g} s{stuck}", "hangs": True}
     lines = result.stdout.splitlines()
     answer = parse(lines[-1].encode()) if lines else None
     if result.exit_code == 0 and answer is not None:

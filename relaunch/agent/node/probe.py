@@ -1,6 +1,7 @@
 """The state of this node: boot, load, memory, disks, GPUs, kernel log, jobs, holder, reboots.
 
-It changes nothing except a small file that it writes to test the disk, and does not judge.
+It changes nothing except a small file that it writes to test the disk and the record of network
+ports, and does not judge.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, List, Optional, Tuple
 
 from relaunch.agent import tools
-from relaunch.agent.node import gpu_users, gpus, hold, kernel_log, reboots
+from relaunch.agent.node import gpu_users, gpus, hold, kernel_log, links, reboots, resets
 from relaunch.agent.protocol import Fields, Json, now
 from relaunch.agent.state import read_boot_id
 
@@ -23,9 +24,9 @@ KERNEL_TIMEOUT = 1.0
 """Seconds; the whole ring is read in 0.1 s."""
 DISK_TIMEOUT = 5.0
 """Seconds for a small write to reach the disk: one that needs longer stalls every checkpoint."""
-TIMEOUT_SHARES = (0.5, 0.25)
-"""Shares of the given time for NVML and for the disks, if that is less than their own limits. The
-other checks never wait."""
+TIMEOUT_SHARES = (0.5, 0.25, 0.1)
+"""Shares of the given time for NVML, each disk and the network cards, if that is less than their
+own limits. The other checks never wait."""
 _TIMESTAMP = re.compile(r"(?:^|kernel: )\[ *(\d+\.\d+)\]")
 """Seconds since boot, as printed by `dmesg` and syslog."""
 
@@ -44,7 +45,9 @@ def probe_node(state: Path, order: Fields) -> Json:
         "gpus": gpu_users.add_owners(
             state, gpus.read(state, min(gpus.READ_TIMEOUT, timeout * TIMEOUT_SHARES[0]))
         ),
+        "links": links.read_ports(state, min(links.READ_TIMEOUT, timeout * TIMEOUT_SHARES[2])),
         "kernel": _read_kernel_log(state, since),
+        "resets": resets.list_resets(state),
     }
     jobs, _ = hold.list_living(state)
     answer.update(jobs=jobs, held=hold.read_holder(state), reboots=reboots.list_newest(state))

@@ -16,7 +16,7 @@ from typing import List, Optional
 
 from relaunch.agent import tools
 from relaunch.agent.failpoints import reach_failpoint
-from relaunch.agent.node import gpu_users, gpus, hold, reboots
+from relaunch.agent.node import gpu_users, gpus, hold, reboots, resets
 from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, now, refuse_field
 from relaunch.agent.state import read_boot_id
 
@@ -86,6 +86,8 @@ def reset_gpus(state: Path, order: Fields) -> Json:
             }
         reboots.record_log_position(state)
         result = _run_tool(state, "reset-gpus", [*choose_root_prefix(), *words], until)
+        if result.exit_code == 0:
+            resets.record_reset(state, id, list(ids))
         return {
             "outcome": "done",
             "boot_id": expected,

@@ -68,6 +68,19 @@ def read_tail(
     return lines[-max_lines:]
 
 
+def read_output_tail(generation: Generation, rank: int) -> list[str]:
+    """Return the last lines of a rank's output, where its streams are apart those of stderr last.
+
+    Tracebacks are on stderr, and the last of the lines count most.
+    """
+    errors = generation.log_path(rank, "stderr")
+    if not errors.exists():
+        return read_tail(generation.log_path(rank))
+    half = MAX_TAIL_BYTES // 2
+    lines = [read_tail(path, max_bytes=half) for path in (generation.log_path(rank), errors)]
+    return [*lines[0], *lines[1]][-MAX_TAIL_LINES:]
+
+
 def add_evidence(generation: Generation, observation: Json, kernel: Json | None) -> Json:
     """Return a journaled observation with evidence added.
 
@@ -78,7 +91,7 @@ def add_evidence(generation: Generation, observation: Json, kernel: Json | None)
     if observation["kind"] != "RankExited":
         return explained
     rank = observation["rank"]
-    log_tail = [] if observation["stopped"] else read_tail(generation.log_path(rank))
+    log_tail = [] if observation["stopped"] else read_output_tail(generation, rank)
     report = {**explained, "error": read_error(generation.error_path(rank)), "log_tail": log_tail}
     if observation["stopped"] or observation["exit_code"] == 0 or not observation.get("launcher"):
         return report
@@ -91,7 +104,7 @@ def add_evidence(generation: Generation, observation: Json, kernel: Json | None)
             ),
             "pid": pid,
             "error": read_error(generation.error_path(launched_rank)),
-            "log_tail": read_tail(generation.log_path(launched_rank)),
+            "log_tail": read_output_tail(generation, launched_rank),
         }
         for launched_rank, (pid, _) in generation.launched_ranks.items()
     ]

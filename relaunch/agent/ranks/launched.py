@@ -15,12 +15,23 @@ from relaunch.agent import processes
 from relaunch.agent.protocol import Json, parse_token
 from relaunch.agent.state import Generation, JobState, write_json
 
+SEPARATE_STDERR = "RELAUNCH_SEPARATE_STDERR"
+"""Variable of a rank whose stderr has a separate log."""
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as in a shell. Relaunch reads them as a mistake in the user's command."""
 
 
 class StrayRankError(Exception):
     """This process is not below a launcher that relaunch started. The text says why."""
+
+
+def open_logs(generation: Generation, rank: int, is_separate: bool) -> tuple[int, int]:
+    """Return descriptors for stdout and stderr of a rank: one for both, or one for each."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = os.open(generation.log_path(rank), flags, 0o600)
+    if not is_separate:
+        return log, log
+    return log, os.open(generation.log_path(rank, "stderr"), flags, 0o600)
 
 
 def wrap_command(command: list[str], env: Json) -> list[str]:
@@ -104,10 +115,11 @@ def _set_up(generation: Generation, rank: int, env: dict[str, str]) -> None:
 
     Sets TORCHELASTIC_ERROR_FILE and RELAUNCH_PROGRESS_FILE in `env`.
     """
-    log = os.open(generation.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    outputs = open_logs(generation, rank, SEPARATE_STDERR in os.environ)
+    for log, stream in zip(outputs, (1, 2)):
+        os.dup2(log, stream)
+    for log in set(outputs):
+        os.close(log)
     error = str(generation.error_path(rank))
     requested = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if requested and requested != os.devnull:

@@ -60,17 +60,16 @@ def _append(path: Path, mark: str) -> None:
         os.replace(partial, path)
 
 
-def find_offset(generation: Generation, rank: int, moment: float) -> int:
+def find_offset(generation: Generation, log: Path, moment: float) -> int:
     """Return an offset of a log before which everything was printed before a moment.
 
     It is at most one interval of output too early.
 
     Args:
-        generation: The generation of the rank.
-        rank: Its global rank.
+        generation: The generation of the log.
+        log: Its path.
         moment: Unix time by this node's clock.
     """
-    log = generation.log_path(rank)
     try:
         status = os.stat(log)
     except OSError:

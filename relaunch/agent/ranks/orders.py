@@ -246,6 +246,9 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
     umask = order.get("umask", "octal digits or null", None)
     if umask is not None and not re.fullmatch("[0-7]{3,4}", order.text("umask")):
         refuse_field("umask", umask, "three octal digits")
+    unwatched = order.get("unwatched", "seconds or null", None)
+    if unwatched is not None:
+        unwatched = order.number("unwatched", least=0.001)
     pattern = order.get("log_pattern", "a regular expression or null")
     if pattern is not None:
         order.text("log_pattern")
@@ -268,8 +271,10 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "node": order.text("node"),
         "secret": secret,
         "fences": order.flag("fences"),
+        "unwatched": unwatched,
         "log_pattern": pattern,
         "inherit_env": order.flag("inherit_env", True),
+        "separate_stderr": order.flag("separate_stderr", False),
         "umask": umask,
     }
     if order.order.get("launched") is not None:

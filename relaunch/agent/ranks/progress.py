@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any, List, Optional
 
 from relaunch.agent.protocol import Json, now
@@ -155,12 +156,56 @@ def _parse_matched(name: str, text: Optional[str]) -> int:
     return _parse_step(value, name)
 
 
+class LogReader:
+    """Reads the new lines of one log."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset: int | None = None
+        self._rest = b""
+
+    def read_lines(self) -> list[bytes]:
+        """Return the lines that are new, of a log that has grown much only the newest.
+
+        Raises:
+            OSError: The log cannot be read.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                if self._offset is None or size - self._offset > LOG_CHUNK_BYTES:
+                    self._offset, self._rest = max(0, size - LOG_CHUNK_BYTES), b""
+                if size == self._offset:
+                    return []
+                file.seek(self._offset)
+                data = self._rest + file.read(LOG_CHUNK_BYTES)
+                self._offset = file.tell()
+        except FileNotFoundError:
+            return []
+        data = COLOURS.sub(b"", data)
+        *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
+        self._rest = rest[-MAX_LINE_BYTES:]
+        if data.rfind(b"\r") > data.rfind(b"\n"):
+            # A bar draws a whole line at once, after the return, and may leave it for a long time.
+            lines.append(rest)
+        return lines
+
+    def printed_at(self) -> float:
+        """Return when the rank printed here last, by the wall clock; 0.0: it printed nothing."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return 0.0
+        return status.st_mtime if status.st_size else 0.0
+
+
 class RankProgress:
     """The progress of one rank."""
 
     def __init__(self, generation: Generation, rank: int, pattern: re.Pattern[str] | None) -> None:
         self.file = generation.progress_path(rank)
-        self.log = generation.log_path(rank)
+        # Bars and logging are on stderr, which may have a separate log.
+        self.logs = [LogReader(generation.log_path(rank, name)) for name in ("stdout", "stderr")]
         self.pattern = pattern
         self.reading: Json | None = None
         self.checkpoint: int | None = None
@@ -170,8 +215,6 @@ class RankProgress:
         self._signature: tuple[int, int, int] | None = None
         self._torn_since: float | None = None
         self._doubted_step: int | None = None
-        self._offset: int | None = None
-        self._rest = b""
 
     def read(self) -> bool:
         """Read the progress; return whether the step or the checkpoint changed."""
@@ -195,16 +238,13 @@ class RankProgress:
 
     def printed_at(self) -> float:
         """Return when the rank printed last, by the wall clock; 0.0: it printed nothing."""
-        try:
-            status = os.stat(self.log)
-        except OSError:
-            return 0.0
-        return status.st_mtime if status.st_size else 0.0
+        return max(log.printed_at() for log in self.logs)
 
     def read_tail(self) -> List[str]:
         """Return the last lines that the rank printed, for people: without control characters."""
+        newest = max(self.logs, key=lambda log: log.printed_at())
         try:
-            with open(self.log, "rb") as file:
+            with open(newest.path, "rb") as file:
                 start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
                 file.seek(start)
                 data = file.read(TAIL_BYTES)
@@ -269,26 +309,12 @@ class RankProgress:
 
     def _read_log(self, pattern: re.Pattern[str]) -> None:
         try:
-            with open(self.log, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                if self._offset is None or size - self._offset > LOG_CHUNK_BYTES:
-                    self._offset, self._rest = max(0, size - LOG_CHUNK_BYTES), b""
-                if size == self._offset:
-                    return
-                file.seek(self._offset)
-                data = self._rest + file.read(LOG_CHUNK_BYTES)
-                self._offset = file.tell()
-        except FileNotFoundError:
-            return
+            lines = [line for log in self.logs for line in log.read_lines()]
         except OSError as error:
             self.unreadable = str(error.strerror)
             return
-        data = COLOURS.sub(b"", data)
-        *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
-        self._rest = rest[-MAX_LINE_BYTES:]
-        if data.rfind(b"\r") > data.rfind(b"\n"):
-            # A bar draws a whole line at once, after the return, and may leave it for a long time.
-            lines.append(rest)
+        if not lines:
+            return
         before = signal.signal(signal.SIGVTALRM, _end_match)
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_CPU_S)

@@ -325,8 +325,28 @@ class Shim:
             if fenced is not None:
                 self._fence(*fenced)
 
+    @property
+    def _unwatched_until(self) -> float | None:
+        """Return when to stop ranks that no controller watches; None if never.
+
+        Nothing is launched elsewhere because of it, so a late or a missed stop breaks no promise.
+        """
+        limit = self.start_order["unwatched"] if self.start_order is not None else None
+        if limit is None or self.watchers or self.state != "running":
+            return None
+        return self.used_at + float(limit)
+
+    def _fence_if_unwatched(self) -> None:
+        if self._unwatched_until is not None and now() >= self._unwatched_until:
+            self.link.read_pending()  # a watcher may be waiting unread
+            until = self._unwatched_until
+            if until is not None and now() >= until and self.start_order is not None:
+                limit = self.start_order["unwatched"]
+                self._fence("unwatched", f"no controller has watched its ranks for {limit:g} s")
+
     def _tick(self) -> None:
         self._fence_if_due()
+        self._fence_if_unwatched()
         if (
             self.state == "running"
             and self.launcher_kill_at is not None
@@ -372,6 +392,7 @@ class Shim:
                 for at in (
                     self.launcher_kill_at,
                     self.lease.ends if self.lease is not None else None,
+                    self._unwatched_until,
                 )
                 if at is not None
             ]
@@ -495,6 +516,7 @@ class Shim:
         reach_failpoint(self.generation.state, "start.forked")
         self.started = {"outcome": "done", "pids": pids, "already": False}
         self.start_order = order
+        self.upkeep.has_separate_stderr = order["separate_stderr"] and "launched" not in order
         self.state = "running"
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self._inform_supervisor(begin=True)

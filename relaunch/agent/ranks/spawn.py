@@ -49,6 +49,7 @@ def make_rank_environment(
         "RELAUNCH_PROGRESS_FILE": str(generation.progress_path(rank)),
         "RELAUNCH_TOKEN": token.text,
         "RELAUNCH_NODE_STATE": str(generation.state),
+        **({launched.SEPARATE_STDERR: "1"} if order["separate_stderr"] else {}),
     }
 
 
@@ -56,7 +57,7 @@ def _become(
     order: Json,
     command: list[str],
     environment: dict[str, str],
-    log: int,
+    outputs: tuple[int, int],
     failure: int,
     shim: int,
 ) -> NoReturn:
@@ -66,8 +67,8 @@ def _become(
         os.setsid()
         processes.die_with(shim)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        os.dup2(outputs[0], 1)
+        os.dup2(outputs[1], 2)
         if order["workdir"] is not None:
             step = "workdir"
             os.chdir(order["workdir"])
@@ -121,14 +122,17 @@ def launch(
     try:
         for index, rank in enumerate(ranks):
             environment = make_rank_environment(base, order, generation, token, index, rank)
-            log = os.open(generation.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            # A launcher is not a rank: its own streams stay together.
+            is_separate = order["separate_stderr"] and own is None
+            outputs = launched.open_logs(generation, rank, is_separate)
             reading, writing = os.pipe()
             reports[reading] = rank
             pid = os.fork()
             if pid == 0:
-                _become(order, command, environment, log, writing, shim)
+                _become(order, command, environment, outputs, writing, shim)
             started[rank] = pid
-            os.close(log)
+            for log in set(outputs):
+                os.close(log)
             os.close(writing)
             if index == 0:
                 reach_failpoint(generation.state, "start.forking")

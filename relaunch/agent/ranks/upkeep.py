@@ -33,8 +33,10 @@ class FolderUpkeep:
         """The content of started.json; None before the launch."""
         self.due_at = now() + CHECK_INTERVAL
         self._folder_locks: Dict[Path, int] = {}
-        self._logs: Dict[int, int] = {}
-        """Descriptors of removed logs, by rank.
+        self.has_separate_stderr = False
+        """Whether ranks have a log of their own for stderr."""
+        self._logs: Dict[Path, int] = {}
+        """Descriptors of removed logs, by path.
 
         They keep the output of a rank readable for as long as this process lives.
         """
@@ -127,21 +129,25 @@ class FolderUpkeep:
 
     def _relink_logs(self, alive: Dict[int, int]) -> None:
         """Replace each removed log of a living rank by a symlink to the file it still writes."""
+        streams = {1: "stdout", 2: "stderr"} if self.has_separate_stderr else {1: "stdout"}
         for rank, pid in alive.items():
-            log = self.generation.log_path(rank)
-            if os.path.lexists(log):
-                continue
-            try:
-                handle = os.open(f"/proc/{pid}/fd/1", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-            except OSError:  # the rank ended, or has closed its stdout
-                continue
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                os.close(handle)
-                continue
-            if rank in self._logs:
-                os.close(self._logs[rank])
-            self._logs[rank] = handle
-            os.symlink(f"/proc/{os.getpid()}/fd/{handle}", log)
+            for number, stream in streams.items():
+                self._relink_log(self.generation.log_path(rank, stream), f"/proc/{pid}/fd/{number}")
+
+    def _relink_log(self, log: Path, written: str) -> None:
+        if os.path.lexists(log):
+            return
+        try:
+            handle = os.open(written, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError:  # the rank ended, or has closed this stream
+            return
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            return
+        if log in self._logs:
+            os.close(self._logs[log])
+        self._logs[log] = handle
+        os.symlink(f"/proc/{os.getpid()}/fd/{handle}", log)
 
     def _restore_highest(self) -> None:
         """Write highest.json again, unless an order has written it in the meantime.

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from relaunch.agent.loop import parse, take_line
-from relaunch.agent.node import kernel_log
+from relaunch.agent.node import kernel_log, links
 from relaunch.agent.protocol import Fields, Json, Refused, line, now
 from relaunch.agent.ranks import evidence, journal
 from relaunch.agent.ranks.stop import await_records
@@ -217,4 +217,8 @@ class Watch:
 
 
 def watch(state: Path, order: Fields, reading: int, writing: int) -> None:
-    Watch(state, order, reading, writing).run()
+    watching = Watch(state, order, reading, writing)
+    # How the network ports are now: an examination after a fault compares them with it. Not in the
+    # shim, whose children are taken for ranks: a reader of a card that hangs cannot be killed.
+    links.read_ports(state)
+    watching.run()

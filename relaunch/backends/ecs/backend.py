@@ -46,6 +46,7 @@ from relaunch.backends.ecs.tasks import Task, build_started_by, job_attribute, t
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
+from relaunch.spec.job import OutputStream
 
 LOOK_AGAIN = 1.0
 LAST_LOOK = 20.0
@@ -201,13 +202,14 @@ class EcsBackend:
         wait: float,
         tail: int | None,
         since: float | None = None,
+        stream: OutputStream = "stdout",
     ) -> Logs | Refused:
         task = await self._task(node, token)
         if (agent := self._agents_of(node, task)) is not None:
             # If the task has ended or is unreachable, report where CloudWatch Logs has its output.
             with contextlib.suppress(BackendError):
                 async with agent as session:
-                    return await session.logs(token, offsets, max_bytes, wait, tail, since)
+                    return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
         return Refused(node, "no_such_generation", await self._where(node, token, task))
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
@@ -219,6 +221,12 @@ class EcsBackend:
             "its stacks can be read only if relaunch's agent is in the image"
         )
         return Refused(node, "no_such_generation", reason)
+
+    async def checkpoints(
+        self, node: str, directory: str, workdir: str | None
+    ) -> Mapping[str, Any] | Refused:
+        reason = "the folders of a container on ECS are not looked at"
+        return Refused(node, "bad_order", reason)
 
     async def _task(self, node: str, token: Token) -> Task | None:
         with _convert_errors(node):

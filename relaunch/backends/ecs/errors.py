@@ -91,6 +91,11 @@ def find_order_problem(order: StartOrder) -> str | None:
             "RunTask can only add to the image's environment: leave out inherit_env and umask, or "
             "set them in the command"
         )
+    if order.separate_stderr:
+        return (
+            "the log driver of the container gets both streams of a rank: leave out "
+            "`output: separate`"
+        )
     if order.workdir is not None:
         return (
             f"RunTask cannot set workdir {order.workdir!r}: "

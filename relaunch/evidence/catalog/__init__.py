@@ -32,7 +32,7 @@ from relaunch.evidence.catalog.rows import (
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Role
-from relaunch.fields import compile_pattern
+from relaunch.fields import Pattern, compile_pattern
 
 __all__ = [
     "NO_OVERRIDES",
@@ -68,6 +68,7 @@ def catalog(overrides: CatalogOverrides = NO_OVERRIDES) -> Catalog:
 def _load_tables() -> Catalog:
     xids = _load_table("xids")
     log = _load_table("log_lines")
+    log_lines = tuple(LogRow(**_parse_row(row)) for row in log["rows"])
     return Catalog(
         xids={row["code"]: XidRow(**_parse_row(row)) for row in xids["rows"]},
         recovery_actions={
@@ -75,7 +76,8 @@ def _load_tables() -> Catalog:
         },
         nvlink=tuple(NvlinkRule(**row) for row in _load_table("nvlink")["rows"]),
         exits={row["key"]: ExitRow(**_parse_row(row)) for row in _load_table("exits")["rows"]},
-        log_lines=tuple(LogRow(**_parse_row(row)) for row in log["rows"]),
+        log_lines=log_lines,
+        any_log_line=(_join_patterns(log_lines),),
         advice_lines=tuple(re.compile(row["pattern"]) for row in log["advice"]),
         kernel_lines=tuple(
             KernelRow(**_parse_row(row)) for row in _load_table("kernel_lines")["rows"]
@@ -105,10 +107,27 @@ def _parse_row(row: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _join_patterns(rows: Iterable[LogRow]) -> Pattern:
+    """Return one pattern for all rows. RE2 matches it in one pass, whatever the number of rows."""
+    import re2
+
+    options = re2.Options()
+    options.never_capture = True
+    # Groups of two rows may have one name, which RE2 refuses, as it does look-behind: without that
+    # it matches more lines, of which each row then decides.
+    texts = (
+        re.sub(r"\(\?<![^()]*\)", "", re.sub(r"\(\?P<\w+>", "(?:", row.pattern.pattern))
+        for row in rows
+    )
+    joined: Pattern = re2.compile("|".join(f"(?:{text})" for text in texts), options)
+    return joined
+
+
 @lru_cache(maxsize=64)  # one worker serves a few dozen policies; a miss costs a few milliseconds
 def _apply_overrides(canonical: str) -> Catalog:
     overrides = CatalogOverrides.model_validate_json(canonical)
     tables = _load_tables()
+    log_lines = _override_log_lines(tables.log_lines, overrides.log)
     return replace(
         tables,
         xids=tables.xids
@@ -121,7 +140,12 @@ def _apply_overrides(canonical: str) -> Catalog:
             key: ExitRow(key, wish.cause, wish.role or Role.ROOT, wish.meaning, YOURS)
             for key, wish in overrides.exit.items()
         },
-        log_lines=_override_log_lines(tables.log_lines, overrides.log),
+        log_lines=log_lines,
+        # Joined, 200 rows of a user's could take seconds to compile.
+        any_log_line=(
+            *tables.any_log_line,
+            *(row.pattern for row in log_lines if row.source == YOURS),
+        ),
         dcgm={error: wish.advice for error, wish in overrides.dcgm.items()},
     )
 

@@ -81,6 +81,8 @@ class LogRow:
     cause: Cause | None
     meaning: str
     source: str
+    vague: bool = False
+    """Whether other lines about the same end may say more: a bare exception, `unhandled error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,18 @@ class Catalog:
     nvlink: tuple[NvlinkRule, ...]
     exits: dict[str, ExitRow]
     log_lines: tuple[LogRow, ...]
+    any_log_line: tuple[Pattern, ...]
+    """Patterns of which one matches each line that a row of `log_lines` matches.
+
+    Almost no line is evidence, and to try each row takes time.
+    """
     advice_lines: tuple[re.Pattern[str], ...]
     """Lines that only give advice; they repeat the words of faults, and are ignored."""
     kernel_lines: tuple[KernelRow, ...]
     ecs_stops: tuple[EcsStopRow, ...]
     dcgm: dict[int, Advice]
     """Only the user's overrides; the table itself is in `dcgm_tables`."""
+
+    def may_match(self, line: str) -> bool:
+        """Return whether a row of `log_lines` may match a line."""
+        return any(pattern.search(line) for pattern in self.any_log_line)

@@ -28,6 +28,7 @@ from relaunch.backends.base import (
 )
 from relaunch.generation import Token
 from relaunch.spec.fleet import FleetNode, FleetSpec
+from relaunch.spec.job import OutputStream
 from tests.fakes.nodes.clock import Clock, RealClock, sleep
 from tests.fakes.nodes.machine import NoAnswer
 from tests.fakes.nodes.network import Simulation, outcome
@@ -166,6 +167,7 @@ class SimulatedBackend:
         wait: float,
         tail: int | None,
         since: float | None = None,
+        stream: OutputStream = "stdout",
     ) -> Logs | Refused:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Logs | Refused:
             return await one.logs(token, offsets, max_bytes, wait, tail)
@@ -177,6 +179,11 @@ class SimulatedBackend:
             return one.stacks(token, rank)
 
         return await self._call(node, "stacks", token, rank, ask)
+
+    async def checkpoints(
+        self, node: str, directory: str, workdir: str | None
+    ) -> Mapping[str, Any] | Refused:
+        return Refused(node, "bad_order", "simulated nodes have no folders")
 
     @asynccontextmanager
     async def watch(

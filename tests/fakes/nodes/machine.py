@@ -81,6 +81,7 @@ class Machine:
         self._left: str | None = None
         """The examination that no caller waits for any more."""
         self._kernel: list[tuple[float, str]] = []
+        self._resets: list[dict[str, Any]] = []
         self._reboots: list[dict[str, Any]] = []
         """The node's own journal; it outlives every boot."""
         self._failed: dict[int, int] = {}
@@ -118,7 +119,7 @@ class Machine:
         self._note("rebooted", "reboot", "" if self._rebooting is None else self._rebooting[0])
         self._rebooting = None
         self._preparing = 0
-        self._kernel = []
+        self._kernel, self._resets = [], []
         self.sick = tuple(one for one in self.sick if one.until is None)
 
     # --- the hold ---
@@ -219,7 +220,9 @@ class Machine:
         await self._pass(min(within, self._takes("probe")))
         now, wall = node.clock.time(), node.clock.wall()
         lines = [
-            line for at, line in self._kernel if kernel_since is None or at >= now - kernel_since
+            line if line.startswith("[") else f"[{at:12.6f}] {line}"
+            for at, line in self._kernel
+            if kernel_since is None or at >= now - kernel_since
         ]
         return {
             "outcome": "done",
@@ -229,6 +232,7 @@ class Machine:
             **health.condition(self.sick),
             "gpus": health.gpus(node.name, self._gpus, self.sick, self._processes()),
             "kernel": {"lines": lines[-KERNEL_LINES:]},
+            "resets": list(self._resets),
             "jobs": [asdict(token) for token in node.living()],
             "held": None if self.held is None else self.held.serialize(),
             "reboots": self._reboots[-REBOOTS:],
@@ -317,6 +321,8 @@ class Machine:
             for one in self.sick
             if one.until != "reset" or health.of_gpu(one) not in (None, *done)
         )
+        if code == 0:
+            self._resets.append({"uptime": self._node.clock.time(), "id": "", "gpus": list(named)})
         return {"exit_code": code, "output": output}
 
     async def reboot(self, id: str, boot_id: str, reason: str) -> Mapping[str, Any] | Refused:

@@ -1,0 +1,112 @@
+"""Which checkpoints a node finds in a folder: files as their libraries write them, some torn."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+from real_node import Node, expect_done
+
+from relaunch.agent.checkpoints import TRACKER, find_checkpoints
+
+HF = ("config.json", "model.safetensors", "trainer_state.json")
+ACCELERATE = ("model.safetensors", "random_states_0.pkl")
+DCP = (".metadata", "__0_0.distcp")
+
+
+def write(folder: Path, *files: str, at: int, empty: str = "") -> None:
+    """Write files into a folder, changed at a time; one of them is empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        path = folder / name
+        path.mkdir() if name.endswith("/") else path.write_text("" if name == empty else "x")
+        os.utime(path, (at, at))
+    os.utime(folder, (at, at))
+
+
+def save(path: Path, at: int, cut: int = 0) -> None:
+    """Write a zip file, as torch.save does, without so many bytes of its end."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", b"x" * 1000)
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    os.utime(path, (at, at))
+
+
+def find(folder: Path) -> list[tuple[str, str, str]]:
+    return [(one.name, one.format, one.incomplete) for one in find_checkpoints(str(folder))]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "empty", "kind", "incomplete"),
+    [
+        ("checkpoint-20", HF, "", "hf", ""),
+        ("checkpoint-20", HF[::2], "", "hf", "no model weights"),
+        ("checkpoint-20", HF[:2], "", "hf", "no trainer_state.json"),
+        ("checkpoint-20", HF, "model.safetensors", "hf", "model.safetensors is empty"),
+        ("checkpoint-20", HF, "trainer_state.json", "hf", "trainer_state.json is empty"),
+        ("checkpoint-20", (), "", "hf", "it is empty"),
+        ("checkpoint-20", ("pytorch_model_fsdp_0/", *HF[::2]), "", "hf", ""),
+        ("checkpoint_2", ACCELERATE, "", "accelerate", ""),
+        ("checkpoint_2", ACCELERATE[:1], "", "accelerate", "no random_states_0.pkl"),
+        ("step-20", DCP, "", "dcp", ""),
+        ("step-20", DCP[1:], "", "dcp", "no .metadata"),
+        ("step-20", DCP, ".metadata", "dcp", ".metadata is empty"),
+        ("step-20", DCP[:1], "", "dcp", "no .distcp files"),
+        ("iter_0000020", ("mp_rank_00/",), "", "megatron", ""),
+        ("iter_0000020", DCP, "", "dcp", ""),
+        ("iter_0000020", ("common.pt",), "", "megatron", "no model weights"),
+    ],
+)
+def test_a_folder_is_complete_with_what_is_written_last(
+    name: str, files: tuple[str, ...], empty: str, kind: str, incomplete: str, tmp_path: Path
+) -> None:
+    write(tmp_path / name, *files, at=100, empty=empty)
+    assert find(tmp_path) == [(name, kind, incomplete)]
+
+
+def test_files_of_torch_are_complete_with_their_end(tmp_path: Path) -> None:
+    save(tmp_path / "epoch=1-step=30.ckpt", 300, cut=10)
+    save(tmp_path / "epoch=0-step=20.ckpt", 200)
+    (tmp_path / "last.ckpt").symlink_to("epoch=0-step=20.ckpt")
+    (tmp_path / "ckpt.pt").touch()
+    os.utime(tmp_path / "ckpt.pt", (100, 100))
+    (tmp_path / "train.log").write_text("step 20")
+    (tmp_path / "gone.ckpt").symlink_to("nowhere")
+    (tmp_path / "wandb").mkdir()
+    found = find(tmp_path)
+    assert found[0] == ("epoch=1-step=30.ckpt", "torch", "its end is missing")
+    assert {name for name, _, what in found[1:3]} == {"epoch=0-step=20.ckpt", "last.ckpt"}
+    assert [what for _, _, what in found[1:]] == ["", "", "it is empty"]
+
+
+def test_megatron_resumes_from_the_iteration_that_it_names(tmp_path: Path) -> None:
+    write(tmp_path / "iter_0000010", "mp_rank_00/", at=100)
+    write(tmp_path / "iter_0000020", *DCP, at=200)
+    write(tmp_path, TRACKER, at=150)
+    (tmp_path / TRACKER).write_text("10")
+    torn = f"{TRACKER} still names iteration 10"
+    assert find(tmp_path) == [("iter_0000020", "dcp", torn), ("iter_0000010", "megatron", "")]
+    (tmp_path / TRACKER).write_text("30")
+    missing = f"{TRACKER} names it, but it is missing"
+    assert find(tmp_path)[0] == ("iter_0000030", "megatron", missing)
+    (tmp_path / TRACKER).write_text("release")
+    assert find(tmp_path)[0] == ("iter_0000020", "dcp", "")
+
+
+def test_the_newest_complete_one_is_answered_and_newer_torn_ones(
+    node: Node, tmp_path: Path
+) -> None:
+    # The clock of a file server may be off: a higher step is newer, too.
+    for step, files, at in ((10, HF[:1], 10), (20, HF, 20), (30, HF[:1], 15)):
+        write(tmp_path / "out" / f"checkpoint-{step}", *files, at=at)
+    answer = expect_done(node.order("checkpoints", directory="out", workdir=str(tmp_path)))
+    newest, (torn,) = answer["newest"], answer["incomplete"]
+    assert (newest["name"], newest["step"], newest["incomplete"]) == ("checkpoint-20", 20, "")
+    assert (torn["name"], torn["step"]) == ("checkpoint-30", 30)
+    own = str(tmp_path / "step-5")
+    write(Path(own), *DCP, at=5)
+    assert expect_done(node.order("checkpoints", directory=own))["newest"]["name"] == "."
+    nothing = expect_done(node.order("checkpoints", directory=str(tmp_path / "nothing")))
+    assert nothing["unreadable"] == "No such file or directory"
