@@ -98,6 +98,8 @@ class PreparedNode:
     """The node's contribution to the secret; empty where this is stored in a workflow history."""
     place: str = ""
     """`Place.text`, if the node reports a place."""
+    step: int | None = None
+    """The step that all ranks of the generation before had reached here, or None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ class LaunchRanksOutput:
     """Those of `unreachable` that answer, but not from where older generations were started."""
     places: dict[str, str] = field(default_factory=dict)
     """`Place.text` by node, once `start` was sent to some nodes."""
+    step: int | None = None
+    """The step that all ranks of the generation before had reached, as far as nodes know."""
 
 
 class JobActivities:
@@ -224,7 +228,12 @@ class JobActivities:
                 unreachable=error.nodes, reason=str(error), start_sent=True, places=places
             )
             return _retry_or_return(error, given_up)
-        return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
+        return LaunchRanksOutput(
+            stopped_at=stopped_at,
+            started_at=datetime.now(UTC),
+            places=places,
+            step=min((node.step for node in prepared if node.step is not None), default=None),
+        )
 
     async def _confirm_attempt(self, stamps: dict[str, float], places: dict[str, str]) -> None:
         """Confirm with the server that this attempt is current, between prepare and start.
@@ -266,6 +275,7 @@ class JobActivities:
                 answer.stamp,
                 answer.nonce,
                 answer.place.text if answer.place else "",
+                answer.step,
             )
             for slot, answer in zip(input.slots, answers, strict=True)
             if isinstance(answer, Prepared)
@@ -418,6 +428,7 @@ def _prepare_order(
         valid_for=timeouts.valid_for.total_seconds(),
         heartbeat=timeouts.heartbeat.total_seconds(),
         fleet=identity(input.token.namespace, input.spec.fleet, server),
+        log_pattern=input.spec.progress.pattern,
     )
 
 

@@ -49,6 +49,8 @@ class StopRanksInput:
     places: tuple[StartedPlaces, ...] = ()
     """Where the generations were started, as far as that is known. An answer from another place
     counts as silence."""
+    log_pattern: str | None = None
+    """How steps are read from a rank's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class StopRanksOutput:
     at: datetime
     nodes: tuple[str, ...]
     fenced: tuple[str, ...]
+    step: int | None = None
+    """The step that all ranks of the token had reached, as far as nodes answered."""
 
 
 async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksOutput:
@@ -69,20 +73,24 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
     since = read_boot_clock()
     last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
     generations = list_launches(input)
-    order = StopOrder(input.token, stop_grace=input.timeouts.stop_grace.total_seconds())
+    grace = input.timeouts.stop_grace.total_seconds()
+    order = StopOrder(input.token, stop_grace=grace, log_pattern=input.log_pattern)
     stopped_at: dict[str, float] = {}
     silent: dict[str, str] = {}
+    steps: list[int] = []
     news = asyncio.Event()
 
     async def stop(node: str) -> None:
         while True:
-            reason = await _try_to_stop(backend, node, order, input.places)
-            if reason is None:
+            answer = await _try_to_stop(backend, node, order, input.places)
+            if isinstance(answer, Gone):
                 stopped_at[node] = read_boot_clock()
+                if answer.step is not None:
+                    steps.append(answer.step)
                 silent.pop(node, None)
                 news.set()
                 return
-            silent[node] = reason
+            silent[node] = answer
             news.set()
             if input.once:
                 return
@@ -104,7 +112,8 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
                 done = input.once and all(task.done() for task in tasks.values())
                 if len(fenced) == len(waiting) or done:
                     nodes = (*stopped_at, *fenced)
-                    return StopRanksOutput(at=datetime.now(UTC), nodes=nodes, fenced=fenced)
+                    step = min(steps, default=None)
+                    return StopRanksOutput(datetime.now(UTC), nodes, fenced, step)
                 named = {node: silent.get(node, "no answer yet") for node in waiting[:MAX_NAMED]}
                 shown[:] = [{"waiting for": named, "nodes": len(waiting)}]
                 pause = (
@@ -146,13 +155,15 @@ def list_launches(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:
 
 async def _try_to_stop(
     backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]
-) -> str | None:
-    """Try to stop the ranks of a node. Return None if they are proven gone, else why not."""
+) -> Gone | str:
+    """Try to stop the ranks of a node. Return the proof that they are gone, or why not."""
     try:
         answer = await backend.stop(node, order)
     except BackendError as error:
         return error.reason
-    return find_doubt(places, node, answer.place) if isinstance(answer, Gone) else answer.reason
+    if not isinstance(answer, Gone):
+        return answer.reason
+    return find_doubt(places, node, answer.place) or answer
 
 
 @asynccontextmanager

@@ -141,6 +141,7 @@ class PrepareAnswer(_Answer):
     peer_port: Port
     stamp: Seconds
     nonce: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
+    step: Count | None = None
 
 
 class StartAnswer(_Answer):
@@ -150,6 +151,7 @@ class StartAnswer(_Answer):
 
 class StopAnswer(_Answer):
     stopped: Annotated[list[Pair], Field(max_length=MAX_JOBS, fail_fast=True)]
+    step: Count | None = None
 
 
 class ListedRank(_Answer):

@@ -78,6 +78,8 @@ class PrepareOrder:
     fleet: str = ""
     """The identity of the fleet that gives the order (see `identity`). A node on which ranks of
     another fleet are alive refuses it. Empty: not stated."""
+    log_pattern: str | None = None
+    """How steps are read from a rank's log, to know the last one of the generation before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Prepared:
     same one."""
     place: AgentPlace | None = None
     """Where the ranks will be started; None: this kind of node has no agent that outlives them."""
+    step: int | None = None
+    """The step that all ranks of the generation before had reached here, or None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,8 @@ class StopOrder:
     token: Token
     stop_grace: float
     stuck_after: float = 30.0
+    log_pattern: str | None = None
+    """How steps are read from a rank's log, to know the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +184,8 @@ class Gone:
 
     node: str
     place: AgentPlace | None = field(default=None, compare=False)
+    step: int | None = field(default=None, compare=False)
+    """The step that all ranks of the token had reached here, or None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,7 @@ class AgentSession:
             stamp=prepared.stamp,
             nonce=prepared.nonce,
             place=parse_place(answer.get("place")),
+            step=prepared.step,
         )
 
     async def start(self, order: StartOrder) -> Started | Refused:
@@ -145,12 +146,13 @@ class AgentSession:
             "token": self._token(order.token),
             "stop_grace": order.stop_grace,
             "stuck_after": order.stuck_after,
+            "log_pattern": order.log_pattern,
         }
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
         if answer["outcome"] == "refused":
             return self._read_refusal("stop", answer)
-        answers.parse(self._node, "stop", answers.StopAnswer, answer)
-        return Gone(self._node, parse_place(answer.get("place")))
+        stopped = answers.parse(self._node, "stop", answers.StopAnswer, answer)
+        return Gone(self._node, parse_place(answer.get("place")), stopped.step)
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         if gpus:

@@ -155,6 +155,7 @@ def _apply_event(
         case RanksFound():
             return add_found(job, event.nodes, event.launched)
         case Launched():
+            job = _raise_reached(job, event.step)
             incident = (
                 replace(job.incident, stopped=event.stopped_at, launched=event.started_at)
                 if job.incident
@@ -205,6 +206,7 @@ def _apply_event(
                 lost=(),
             )
         case RanksStopped():
+            job = _raise_reached(job, event.step)
             incident = replace(job.incident, stopped=event.at) if job.incident else None
             return replace(prove_stopped(job, event.nodes), incident=incident)
         case DrainRequested() if event.node in {slot.node for slot in job.slots}:
@@ -610,6 +612,25 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
         # A gang that hangs continues when its lost node does; a rank that failed stays failed.
         job = replace(job, deferred_fault=own)
     return open_incident(job, diagnosis, opened, now)
+
+
+def _raise_reached(job: JobState, step: int | None) -> JobState:
+    """Record the last step of ranks that have ended.
+
+    A watch knows what ranks on other nodes had reached up to a second before the fault. The next
+    generation would pass that step without having advanced. Nor was a fault after it one of the
+    program's start.
+    """
+    if step is None:
+        return job
+    job, incident = replace(job, startup_error="", startup_failures=0), job.incident
+    if incident is not None and (incident.reached is None or incident.reached < step):
+        incident = replace(incident, reached=step)
+    if job.progress is not None:
+        progress = replace(job.progress, step=max(job.progress.step, step))
+        return replace(job, incident=incident, progress=progress)
+    furthest = step if job.furthest_step is None else max(step, job.furthest_step)
+    return replace(job, incident=incident, furthest_step=furthest)
 
 
 def _count_generation(job: JobState) -> JobState:

@@ -91,6 +91,8 @@ class Launched:
     places: dict[str, str] = field(default_factory=dict)
     """`Place.text` by node: where the ranks were started."""
     kind: Literal["Launched"] = "Launched"
+    step: int | None = None
+    """The step that all ranks of the generation before had reached when they were gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,8 @@ class RanksStopped:
     fenced: tuple[str, ...] = ()
     """Those of `nodes` that did not answer and must have stopped their ranks themselves by now."""
     kind: Literal["RanksStopped"] = "RanksStopped"
+    step: int | None = None
+    """The step that all ranks had reached when they were gone, which no heartbeat may have said."""
 
 
 @dataclass(frozen=True, slots=True)

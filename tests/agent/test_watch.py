@@ -182,6 +182,35 @@ print('step 12')"""
     watch.read_observation("RankExited")
 
 
+def test_a_stop_answers_with_the_last_step_of_all_ranks(node: Node) -> None:
+    code = """import os, sys, time
+for step in range(1, 12 + int(os.environ['RANK'])): print('step', step)
+print('ready', flush=True)
+time.sleep(1000)"""
+    ranks, pattern = [{"RANK": str(rank)} for rank in range(2)], r"step (?P<step>\d+)"
+    node.run(1, python_command(code), rank_env=ranks, log_pattern=pattern)
+    for rank in range(2):
+        wait_for(lambda rank=rank: "ready" in node.log(rank))  # type: ignore[misc]
+    assert node.stop(log_pattern=pattern)["step"] == 11
+    assert node.stop(log_pattern=pattern)["step"] == 11
+    assert node.stop()["step"] is None
+    [folder] = node.state.glob("jobs/*/*/progress")
+    (folder / "rank_0").write_text("7")
+    assert node.stop()["step"] == 7
+    assert node.stop(generation=2, log_pattern=pattern)["step"] is None
+
+
+def test_a_preparation_answers_with_the_last_step_of_the_generation_before(node: Node) -> None:
+    pattern = r"step (?P<step>\d+)"
+    code = "import time; print('step', 12, flush=True); time.sleep(1000)"
+    assert node.prepare(1, ranks=[0], log_pattern=pattern)["step"] is None
+    node.start(1, python_command(code), ranks=1, log_pattern=pattern)
+    wait_for(lambda: "12" in node.log())
+    prepared = node.prepare(2, ranks=[0], log_pattern=pattern)
+    assert prepared["step"] == 12
+    assert node.prepare(2, ranks=[0], log_pattern=pattern) == prepared
+
+
 def test_a_pattern_that_never_matches_comes_with_what_is_printed(node: Node) -> None:
     code = """import os, time
 if os.environ['RANK'] == '1': print('iter 10: loss 2.5', flush=True)

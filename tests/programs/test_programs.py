@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import subprocess
 import sys
@@ -61,9 +62,14 @@ def test_a_program_resumes_bit_for_bit_and_says_its_bug(tmp_path: Path) -> None:
             name: run_cell(service, PURE, faults[name], tmp_path, None, untouched, False)
             for name in SHORT
         }
+        incident = json.loads((tmp_path / "cells/pure-keyerror/relaunch/show.json").read_text())[
+            "incident"
+        ]
     found = {name: find_deviations(row) for name, row in rows.items()}
     assert found == {name: [] for name in SHORT}, rows
     assert (rows["kill"]["exit_code"], rows["keyerror"]["exit_code"]) == (0, 1)
+    # Rank 1 fails, and it is rank 0 that prints the steps.
+    assert incident["reached"] == 8
     # What was printed before the kill, by a plain `print`.
     log = (tmp_path / "cells/pure-kill/relaunch/logs-1.txt").read_text()
     assert "[rank 0] step 7: loss " in log and "[rank 0] saving checkpoint 5\n" in log

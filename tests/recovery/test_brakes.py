@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from relaunch.job.events import DeadlinePassed, Event, ProgressSeen, StepReached
+from relaunch.job.events import (
+    DeadlinePassed,
+    Event,
+    Launched,
+    ProgressSeen,
+    RanksStopped,
+    StepReached,
+)
 from relaunch.job.state import Ask, Examine, JobState, Relaunch, Repair, Stop
 from tests.recovery.builders import (
     T0,
@@ -127,6 +134,31 @@ def test_a_step_passed_after_the_incident_is_progress() -> None:
     job, _ = step(job, DeadlinePassed(), at(3600))
     job, _ = step(job, StepReached(job.generation, 501, at(7200)), at(7200))
     assert (job.progressed_at, job.report_at_step) == (at(7200), None)
+
+
+@pytest.mark.parametrize("stopped_by", ["an order", "the next launch"])
+def test_a_step_that_only_the_stop_reveals_was_reached_before(stopped_by: str) -> None:
+    # The rank that prints the steps is not the one that fails: the watch knows of step 7.
+    job = record(replace(running(), startup_failures=2), ProgressSeen(1, 7, T0))
+    job, decision = step(job, at_minute(0, **NETWORK)(job))
+    assert isinstance(decision, Relaunch)
+    if stopped_by == "an order":
+        job = relaunched(record(job, RanksStopped(job.generation, ("n1", "n2"), T0, step=8)))
+    else:
+        job = record(job, Launched(job.generation, T0, T0, step=8))
+    assert (job.report_at_step, job.furthest_step, job.startup_failures) == (9, 8, 0)
+    job = record(job, ProgressSeen(2, 8, T0))
+    assert job.incident is not None and job.incident.reached == 8
+    # A generation that ended earlier changes nothing.
+    job = record(job, RanksStopped(job.generation, ("n1", "n2"), T0, step=6))
+    assert (job.report_at_step, job.progress and job.progress.step) == (9, 8)
+
+
+def test_a_job_that_only_the_stop_reveals_to_have_trained_had_a_start() -> None:
+    job, _ = step(running(), at_minute(0.1, **IMPORT)(running()))
+    assert job.startup_failures == 1
+    job = record(job, RanksStopped(job.generation, ("n1", "n2"), T0, step=3))
+    assert (job.report_at_step, job.startup_failures) == (4, 0)
 
 
 def test_a_spare_that_cannot_start_is_replaced_before_the_job_ends() -> None:

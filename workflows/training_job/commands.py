@@ -201,7 +201,8 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
         )
     stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
     started_at = [output.started_at for output in outputs if output.started_at is not None]
-    return Launched(token.generation, max(stopped), max(started_at), places)
+    step = min((output.step for output in outputs if output.step is not None), default=None)
+    return Launched(token.generation, max(stopped), max(started_at), places, step=step)
 
 
 async def watch(
@@ -286,6 +287,7 @@ async def prove_stopped(
                 once=once,
                 generations=living_generations(job),
                 places=limit_places(job.places, nodes),
+                log_pattern=job.spec.progress.pattern,
             ),
             start_to_close_timeout=FOR_EVER,
             heartbeat_timeout=BEAT,
@@ -294,7 +296,9 @@ async def prove_stopped(
             summary=f"{summary} on {_names(nodes)}{unreachable}",
         )
     )
-    return RanksStopped(job.generation, stopped.nodes, stopped.at, stopped.fenced)
+    return RanksStopped(
+        job.generation, stopped.nodes, stopped.at, stopped.fenced, step=stopped.step
+    )
 
 
 async def examine(job: JobState, decision: Examine) -> NodesExamined:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import time
 from pathlib import Path
-from typing import Sequence, Union
+from typing import Optional, Sequence, Union
 
 from relaunch.agent import disk
 from relaunch.agent.failpoints import reach_failpoint
@@ -30,6 +30,7 @@ from relaunch.agent.protocol import (
     refuse_field,
 )
 from relaunch.agent.ranks import master_port, peers, retention, shim, spawn
+from relaunch.agent.ranks.progress import read_last_step
 from relaunch.agent.ranks.stop import await_records, find_living, stop_all
 from relaunch.agent.state import (
     MAX_GENERATIONS,
@@ -96,6 +97,7 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
         },
         "fleet": order.fleet(),
     }
+    pattern = _parse_pattern(order)
     if not fields["ranks"] or not all(
         isinstance(rank, int) and not isinstance(rank, bool) for rank in fields["ranks"]
     ):
@@ -143,13 +145,12 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
                 job, others, token.order, fields["stop_grace"], fields["stuck_after"], reason
             )
             reach_failpoint(state, "prepare.stopped")
-            return _prepare_shim(
-                job,
-                generation,
-                token,
-                fields,
-                [list(other) for other in stopped if other != token.order],
-            )
+            before = job.generation((token.submission, token.generation - 1))
+            gone: Json = {
+                "stopped": [list(other) for other in stopped if other != token.order],
+                "step": read_last_step(before, pattern),
+            }
+            return _prepare_shim(job, generation, token, fields, gone)
 
 
 def _select_up_to(
@@ -160,10 +161,22 @@ def _select_up_to(
     return [generations[each] for each in sorted(generations)]
 
 
+def _parse_pattern(order: Fields) -> Optional[str]:
+    """Return how steps are read from logs, or None.
+
+    `start` has validated it. Invalid, it stands in the way of nothing here.
+    """
+    if order.get("log_pattern", "a regular expression or null", None) is None:
+        return None
+    return order.text("log_pattern")
+
+
 def _prepare_shim(
-    job: JobState, generation: Generation, token: Token, fields: Json, stopped: list[list[int]]
+    job: JobState, generation: Generation, token: Token, fields: Json, gone: Json
 ) -> ProcessHandover:
     """Create the folder, lock, sockets and records of a shim.
+
+    `gone`: what the answer says of older generations.
 
     The returned `Becoming` turns this process into the shim once the answer was sent.
     """
@@ -180,7 +193,7 @@ def _prepare_shim(
         raise Refused("stuck", f"generation {token.generation} still has a shim", pids=[])
     try:
         with hold.claim_for_fleet(job.state, fields["fleet"], job.path):
-            return _bind_sockets(job, generation, token, fields, stopped, lock)
+            return _bind_sockets(job, generation, token, fields, gone, lock)
     except BaseException:
         os.close(lock)  # this process goes on with other orders and is not the shim
         raise
@@ -191,7 +204,7 @@ def _bind_sockets(
     generation: Generation,
     token: Token,
     fields: Json,
-    stopped: list[list[int]],
+    gone: Json,
     lock: int,
 ) -> ProcessHandover:
     listener = peers.listen(fields["address"])
@@ -208,7 +221,7 @@ def _bind_sockets(
         "master_port": sockets.master.getsockname()[1],
         "peer_port": listener.getsockname()[1],
         "nonce": secrets.token_hex(16),
-        "stopped": stopped,
+        **gone,
         "stamp": stamp,
         "place": job.place,
     }
@@ -360,6 +373,7 @@ def _ask_shim(generation: Generation, order: Json) -> Json:
 def stop(state: Path, order: Fields) -> Json:
     token = order.token()
     grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
+    pattern = _parse_pattern(order)
     job = JobState.from_token(state, token)
 
     def carry_out() -> Json:
@@ -374,6 +388,7 @@ def stop(state: Path, order: Fields) -> Json:
             return {
                 "outcome": "done",
                 "stopped": [list(stopped_order) for stopped_order in stopped],
+                "step": read_last_step(job.generation(token.order), pattern),
                 "place": job.place,
             }
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, List, Optional
 
+from relaunch.agent import tools
 from relaunch.agent.protocol import Json, now
 from relaunch.agent.state import Generation
 
@@ -37,6 +38,8 @@ MAX_TAIL_CHARS = 300
 TAIL_BYTES = 8 * 1024
 COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
 """Colours may stand between a word and its number; other sequences may say where a line belongs."""
+LAST_READ_TIMEOUT = 2.0
+"""Timeout in seconds for the last read of all ranks of a node, whose disk may hang."""
 SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
 """Control sequences of terminals (ECMA-48)."""
 MATCH_CPU_S = 0.5
@@ -359,3 +362,28 @@ class RankProgress:
         if "step" in missing and reading["step"] is not None:
             missing.remove("step")
             self._accept({**reading, "checkpoint": None}, time.time())
+
+
+def read_last_step(generation: Generation, pattern: Optional[str]) -> Optional[int]:
+    """Return the step that all ranks of a generation that report steps have reached.
+
+    To be called once they have ended: it is the last word on what they reached. None: no rank
+    reported a step, or the disk did not answer.
+    """
+    prepared = generation.prepared_order
+    if prepared is None:
+        return None
+    ranks = {*prepared["ranks"], *generation.launched_ranks}
+
+    def read() -> Json:
+        compiled = re.compile(pattern) if pattern is not None else None
+        steps = []
+        for rank in ranks:
+            progress = RankProgress(generation, rank, compiled)
+            progress.read()
+            if progress.reading is not None:
+                steps.append(progress.reading["step"])
+        return {"step": min((step for step in steps if step is not None), default=None)}
+
+    answer = tools.run_bounded(read, LAST_READ_TIMEOUT)
+    return None if answer is None else answer["step"]

@@ -86,6 +86,8 @@ def main() -> None:
                 partial.replace(CHECKPOINT)
             if step == STEPS // 2:
                 fault.evaluating(step)
+        # A barrier: rank 0 has printed the step before another rank fails at it.
+        all_reduce(peers, (0.0, 0.0, 0.0))
         fault.at(step)
     outcome.write([struct.pack("2d", *weights)], loss)
 
