@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,19 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.pages import PageExtension
+
+
+def pytest_configure() -> None:
+    """Let signals do what they do in a terminal, also below nohup or in a script's background.
+
+    Ignored signals are inherited: a command that a test starts would rightly go on after a hangup.
+    """
+    for number, handler in (
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

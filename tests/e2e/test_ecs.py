@@ -105,8 +105,12 @@ async def test_s1_3_s1_5_s1_6_s1_8_ecs_reboot_once_from_fault_to_end(
     aws.instances[
         "n2"
     ].machine.connects = False  # after its reboot, until relaunch has seen it away
+    # Rank 0 waits for its peer, as in a collective. Of two containers that end at once without a
+    # word in ECS, the one that seems to have ended first is examined, and that may be either.
     job = await world.submit(
-        gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1)
+        gpus_per_node=1,
+        policy=policy(extends="ecs-reboot-once", dcgm_level=1),
+        rank=("--stand-still",),
     )
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
