@@ -64,7 +64,8 @@ CLASS = re.compile(r"^\s*class (\w+)[(:]", re.MULTILINE)
 DEFINITION = re.compile(r"^\s*(?:async )?def (\w+)\(", re.MULTILINE)
 TYPE_IGNORE = re.compile(r"  # type: ignore\[[\w, -]+\]$")
 """Is not counted as a part of its line: it can neither be shortened nor wrapped."""
-LIMITS = {"dialect": 0, "class names": 0, "function names": 0, "long lines": 0}
+MAX_TEST_NAME = 60
+LIMITS = {"dialect": 0, "class names": 0, "function names": 0, "test names": 0, "long lines": 0}
 
 
 class Place(NamedTuple):
@@ -153,12 +154,31 @@ def find_function_names() -> Iterator[Place]:
                 yield Place("function names", name, line, match[1])
 
 
+def find_test_names() -> Iterator[Place]:
+    for name in find_files(("tests/",), (".py",)):
+        for match in DEFINITION.finditer(read(name)):
+            if match[1].startswith("test_") and len(match[1]) > MAX_TEST_NAME:
+                line = count_lines(read(name), match.start(1))
+                yield Place("test names", name, line, f"{match[1]}: {len(match[1])} characters")
+
+
 def find_long_lines() -> Iterator[Place]:
-    """Find them in code, decisions and changes. A row of a table is one line."""
-    for name in (*code(), *records()):
+    """Find them in code and in the text of pages.
+
+    A row of a table is one line. A block of a page is what a program prints or reads, as is what
+    a test generates.
+    """
+    for name in (*code(), *pages(), *records()):
+        is_block = is_generated = False
         for number, line in enumerate(read(name).splitlines(), 1):
+            is_fence = name.endswith(".md") and line.lstrip().startswith("```")
+            is_block ^= is_fence
             is_table = name.endswith(".md") and line.startswith("|")
-            if len(line) <= MAX_COLUMNS or "http" in line or is_table:
+            is_generated = line.startswith("<!-- generated") or (
+                is_generated and line != "<!-- end -->"
+            )
+            is_exempt = is_table or is_block or is_fence or is_generated
+            if len(line) <= MAX_COLUMNS or "http" in line or is_exempt:
                 continue
             columns = len(TYPE_IGNORE.sub("", line))
             if columns > MAX_COLUMNS:
@@ -169,7 +189,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--list", action="store_true", help="print every place")
     arguments = parser.parse_args()
-    found = [*find_dialect(), *find_class_names(), *find_function_names(), *find_long_lines()]
+    found = [
+        *find_dialect(),
+        *find_class_names(),
+        *find_function_names(),
+        *find_test_names(),
+        *find_long_lines(),
+    ]
     if arguments.list:
         for place in found:
             print(f"{place.file}:{place.line}: {place.rule}: {place.text}")

@@ -194,7 +194,7 @@ def test_only_an_examination_that_nothing_has_followed_is_health(
         assert (row["health_reason"], cell) == (record.verdict_reason, f"{verdict} 3h ago")
 
 
-def test_nodes_list_says_how_far_each_node_is_known_to_be_healthy(
+def test_nodes_list_says_how_well_each_node_is_known(
     capsys: pytest.CaptureFixture[str], page: SnapshotAssertion
 ) -> None:
     assert listed(capsys, *UNEXAMINED, *EXAMINED_HEALTHY, *EXAMINED_UNHEALTHY) == page
@@ -259,7 +259,7 @@ def test_list_has_the_promised_keys_and_is_json() -> None:
     )
 
 
-def test_the_page_of_a_fleet_says_what_holds_it_up_and_what_ends_that(
+def test_the_page_of_a_fleet_says_what_holds_it_up(
     page: SnapshotAssertion,
 ) -> None:
     assert fleet_notes(fleet(node(1)), T0) == []

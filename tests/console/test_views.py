@@ -287,7 +287,7 @@ def test_lines_of_a_launcher_are_marked_apart_from_its_ranks(
     assert capsys.readouterr().out == page
 
 
-def test_checkpoints_are_named_with_their_age_and_what_is_missing(page: SnapshotAssertion) -> None:
+def test_checkpoints_have_their_age_and_what_is_missing(page: SnapshotAssertion) -> None:
     saved = {"name": "step-20", "format": "dcp", "step": 20, "age": 200.0, "incomplete": ""}
     torn = {"name": "checkpoint-\n30", "format": "hf", "age": 5.0, "incomplete": "it is empty"}
     view = {"directory": "out/", "node": "n1", "newest": saved, "incomplete": [], "unreadable": ""}

@@ -124,7 +124,7 @@ for number in range(100_000):
 """
 
 
-async def test_s3_10_output_is_followed_live_and_found_after_a_replacement(
+async def test_s3_10_output_is_followed_and_found_after_a_replacement(
     world: World,
 ) -> None:
     folder = world.folder / "jobs" / "prints"

@@ -82,7 +82,7 @@ def repair(**changes: Any) -> RepairState:
     return RepairState(**{**made, **known, **times, **changes})
 
 
-def test_the_page_of_a_repair_says_what_is_done_and_what_a_person_can_do(
+def test_the_page_of_a_repair_says_what_a_person_can_do(
     page: SnapshotAssertion,
 ) -> None:
     ask = AskPerson("May relaunch reboot n1?", NOW + timedelta(minutes=5), "it is asked")
@@ -102,7 +102,7 @@ def test_the_page_of_a_repair_says_what_is_done_and_what_a_person_can_do(
     assert sections(pages) == page
 
 
-def test_the_page_of_an_escalation_says_what_was_found_and_comes_next(
+def test_the_page_of_an_escalation_says_what_comes_next(
     page: SnapshotAssertion,
 ) -> None:
     escalation = Escalation("n1", "no answer from the driver")
