@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,15 @@ from tests.pages import PageExtension
 
 
 def pytest_configure() -> None:
-    """Let signals do what they do in a terminal, also below nohup or in a script's background.
+    """Make the surroundings those of a terminal of root or of a user, wherever the tests run.
 
-    Ignored signals are inherited: a command that a test starts would rightly go on after a hangup.
+    Ignored signals are inherited: below nohup or in a script's background, a command that a test
+    starts would rightly go on after a hangup. `mkfs.ext4` and `fsfreeze` are where a user's PATH
+    in Debian does not look.
     """
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    folders += [folder for folder in ("/usr/sbin", "/sbin") if folder not in folders]
+    os.environ["PATH"] = os.pathsep.join(folders)
     for number, handler in (
         (signal.SIGHUP, signal.SIG_DFL),
         (signal.SIGINT, signal.default_int_handler),
