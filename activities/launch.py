@@ -319,6 +319,7 @@ class JobActivities:
                 ecs=spec.ecs,
                 inherit_env=spec.inherit_env,
                 umask=spec.umask,
+                limits=spec.soft_limits,
                 separate_stderr=spec.output == "separate",
             )
         await _call_each(

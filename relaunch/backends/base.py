@@ -146,6 +146,8 @@ class StartOrder:
     inherit_env: bool = True
     """Whether ranks also get the variables that the node itself has."""
     umask: str | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Soft resource limits by name, such as `nofile`; -1: unlimited."""
     """In octal; None: the node's."""
     unwatched: float | None = None
     """Seconds after which ranks that no controller watches stop; None: they do not."""

@@ -122,6 +122,8 @@ class AgentSession:
             body["separate_stderr"] = True
         if order.umask is not None:
             body["umask"] = order.umask
+        if order.limits:
+            body["limits"] = dict(order.limits)
         if order.launched is not None:
             launched = order.launched
             body["launched"] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shutil
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from relaunch.config import ConfigError
 from relaunch.spec.environment import serialize_environment
+from relaunch.spec.job import LIMITS, Limit
 from relaunch.temporal import RETENTION, find_running_up
 
 if TYPE_CHECKING:
@@ -107,6 +109,23 @@ def parse_flags(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
             )
         given[name] = value if equals else ours[name]
     return given
+
+
+def read_limits(up: int | None) -> dict[str, Limit]:
+    """Return the soft limits of this process, at most the hard ones of the `up` that starts ranks.
+
+    Args:
+        up: The process on this machine whose children the ranks are, or None if not known.
+    """
+    limits: dict[str, Limit] = {}
+    for name in LIMITS:
+        kind = getattr(resource, f"RLIMIT_{name.upper()}")
+        soft = resource.getrlimit(kind)[0]
+        with contextlib.suppress(OSError):  # of another user's process
+            hard = resource.prlimit(up, kind)[1] if up is not None else soft
+            soft = min(soft, hard, key=lambda limit: limit if limit >= 0 else float("inf"))
+        limits[name] = "unlimited" if soft == resource.RLIM_INFINITY else soft
+    return limits
 
 
 def measure_terminal(ours: Mapping[str, str], prefix: int) -> dict[str, str]:

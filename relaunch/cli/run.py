@@ -97,7 +97,7 @@ class RunRequest:
 
 
 def give_environment(spec: JobSpec, state: Path) -> JobSpec:
-    """Return the job with the whole environment and the umask of this process, by a file.
+    """Return the job with the whole environment of this process, by a file, its umask and limits.
 
     The worker must be on this machine.
 
@@ -112,12 +112,14 @@ def give_environment(spec: JobSpec, state: Path) -> JobSpec:
     }
     umask = os.umask(0)
     os.umask(umask)
+    up = find_running_up(state)
     return spec.model_copy(
         update={
             "env": {},
             "env_file": str(environment.write_file(state, spec.name, variables)),
             "inherit_env": False,
             "umask": f"{umask:03o}",
+            "limits": environment.read_limits(up.pid if up is not None else None) | spec.limits,
         }
     )
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 from relaunch.cli.warm_client import ANSWER_TIMEOUT, GO, PASSED_ON, PROTOCOL, SOCKET, namespaces
 from relaunch.config import ConfigError
+from relaunch.spec.job import LIMITS
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
@@ -207,7 +209,7 @@ def _run(connection: socket.socket, main: Callable[[], int]) -> NoReturn:
 def _take_over(connection: socket.socket) -> bool:
     """Read the request and take over the client's environment; return False if it is refused."""
     connection.settimeout(ANSWER_TIMEOUT)
-    _, uid, _ = struct.unpack(
+    client, uid, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     if uid != os.geteuid():
@@ -235,6 +237,7 @@ def _take_over(connection: socket.socket) -> bool:
     for descriptor in descriptors:
         os.close(descriptor)
     os.umask(request["umask"])
+    _take_limits(client)
     os.environ.clear()
     os.environb.update(request["environment"])
     time.tzset()
@@ -251,6 +254,17 @@ def _take_over(connection: socket.socket) -> bool:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     return True
+
+
+def _take_limits(client: int) -> None:
+    """Take the soft limits of the client, as far as the hard ones of this process allow."""
+    for name in LIMITS:
+        kind = getattr(resource, f"RLIMIT_{name.upper()}")
+        hard = resource.getrlimit(kind)[1]
+        with contextlib.suppress(OSError):  # the client has just ended
+            wanted = resource.prlimit(client, kind)[0]
+            is_above = hard >= 0 and not 0 <= wanted <= hard
+            resource.setrlimit(kind, (hard if is_above else wanted, hard))
 
 
 def _stream(

@@ -18,6 +18,11 @@ from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
+LIMITS = ("as", "core", "data", "fsize", "memlock", "nofile", "nproc", "stack")
+"""Resource limits that a job may state, as limits.conf(5) names them; sizes are in bytes."""
+Limit = int | Literal["unlimited"]
+MAX_LIMIT = 2**63 - 1
+
 OutputStream = Literal["stdout", "stderr"]
 MAX_NODES = 100_000
 """More is a mistake: no cluster has so many nodes."""
@@ -227,6 +232,9 @@ class JobSpec(Strict):
     workdir: Text | None = None
     umask: Annotated[str, Field(pattern="^0?[0-7]{3}$")] | None = None
     """In octal, such as `027`; None: that of the node's agent."""
+    limits: dict[str, Limit] = Field(default={})
+    """Soft resource limits of each rank, by name (see `LIMITS`). One above the hard limit of the
+    node's agent raises that, which only root can."""
     output: Literal["merged", "separate"] = "merged"
     """Whether a rank's stdout and stderr are one log, in the order of writing, or one each."""
     progress: ProgressSpec = ProgressSpec()
@@ -303,6 +311,17 @@ class JobSpec(Strict):
             )
         return value
 
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _check_limits(cls, value: Any) -> Any:
+        for name, limit in value.items() if isinstance(value, dict) else ():
+            if name not in LIMITS:
+                raise ValueError(f"{name!r} is not a limit: one of {', '.join(LIMITS)}")
+            is_number = isinstance(limit, int) and not isinstance(limit, bool)
+            if not (is_number and 0 <= limit <= MAX_LIMIT) and limit != "unlimited":
+                raise ValueError(f"{name} {limit!r}: a whole number of at least 0, or unlimited")
+        return value
+
     @field_validator("workdir")
     @classmethod
     def _check_workdir(cls, value: str | None) -> str | None:
@@ -332,6 +351,11 @@ class JobSpec(Strict):
                 f" launcher: {self.launcher} puts {self.launcher} before it"
             )
         return self
+
+    @property
+    def soft_limits(self) -> dict[str, int]:
+        """Soft limits by name, as setrlimit(2) takes them; -1: unlimited."""
+        return {name: -1 if limit == "unlimited" else limit for name, limit in self.limits.items()}
 
     @property
     def ranks_per_node(self) -> int:

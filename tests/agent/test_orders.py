@@ -141,15 +141,22 @@ def test_a_shim_that_died_before_the_start_is_not_prepared(node: Node) -> None:
 
 def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: Path) -> None:
     code = (
-        "import json, os; umask = os.umask(0);"
-        " json.dump([dict(os.environ), umask], open('found', 'w'))"
+        "import json, os, resource; umask = os.umask(0);"
+        " limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, 4)];"
+        " json.dump([dict(os.environ), umask, limits], open('found', 'w'))"
     )
     # An absolute path: there is no PATH.
     command = [sys.executable, "-c", code]
-    more = {"inherit_env": False, "umask": "026", "env": {"A": "1"}}
+    more = {
+        "inherit_env": False,
+        "umask": "026",
+        "env": {"A": "1"},
+        "limits": {"nofile": 300, "core": 4096},
+    }
     pid = node.run(1, command, ranks=1, workdir=str(tmp_path), **more)["0"]
     wait_for(lambda: not is_alive(pid))
-    environment, umask = json.loads((tmp_path / "found").read_text())
+    environment, umask, limits = json.loads((tmp_path / "found").read_text())
+    assert limits == [300, 4096]
     ours = {name for name in environment if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))}
     assert (ours - {"LC_CTYPE"}, umask) == ({"A", "PYTHONUNBUFFERED"}, 0o026)  # LC_CTYPE: Python
 
@@ -162,6 +169,7 @@ def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: 
         ({"workdir": "/no/such/folder"}, "workdir_missing"),
         ({"workdir": "/etc/passwd"}, "workdir_missing"),
         ({"command": ["/etc/passwd"]}, "cannot_start"),
+        ({"limits": {"nofile": 2**40}}, "cannot_start"),  # more than the kernel has for root
         ({"rank_env": [{}, {"PATH": "/nowhere"}]}, "command_not_found"),
     ],
 )

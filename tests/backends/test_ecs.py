@@ -395,6 +395,7 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(
         ({"inherit_env": False}, {}, "inherit_env"),
         ({"umask": "027"}, {}, "umask"),
         ({"separate_stderr": True}, {}, "output: separate"),
+        ({"limits": {"nofile": 300}}, {}, "set limits"),
         (
             {},
             {"task_definition": None},

@@ -6,6 +6,7 @@ One real `up`, and real signals.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -158,13 +159,18 @@ def test_output_and_exit_code_are_those_of_a_cold_start(
 def test_run_exits_as_its_job_with_the_callers_environment(
     place: Place,
 ) -> None:
-    line = 'echo "$MARK,$OWN,$OF_UP,$SSH_TTY,$(umask)" && pwd && exit 3'
+    line = 'echo "$MARK,$OWN,$OF_UP,$SSH_TTY,$(umask),$(ulimit -n)" && pwd && exit 3'
     more = {"MARK": "a b", "OWN": "no", "SSH_TTY": "/dev/pts/9"}
     words = ("run", "--name", "own", "--env", "OWN=yes", "--", "sh", "-c", line)
-    done = place.call(*words, umask=0o026, **more)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        done = place.call(*words, umask=0o026, **more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert done.returncode == 3, done
     assert set(done.stdout.splitlines()) == {
-        "[rank 0] a b,yes,,,0026",
+        "[rank 0] a b,yes,,,0026,300",
         f"[rank 0] {place.folder}",
     }
     # The job may be retried, as long as its file is there.

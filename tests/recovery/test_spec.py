@@ -90,6 +90,8 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         pytest.param({"nodes": 100_001}, "nodes", id="too many nodes"),
         pytest.param({"env_file": "train.env"}, "env_file", id="an environment file"),
         pytest.param({"umask": 23}, "umask", id="a number as umask"),
+        pytest.param({"limits": {"files": 1}}, "limits", id="an unknown limit"),
+        pytest.param({"limits": {"nofile": -1}}, "limits", id="a negative limit"),
         pytest.param({"checkpoint": {"directory": " "}}, "checkpoint", id="no folder"),
     ],
 )
@@ -270,6 +272,8 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     whole = spec(env_file="/a", inherit_env=False, umask="027", output="separate")
     assert (whole.env_file, whole.inherit_env, whole.umask) == ("/a", False, "027")
     assert (spec().output, whole.output) == ("merged", "separate")
+    limits = {"nofile": 65536, "memlock": "unlimited"}
+    assert spec(limits=limits).soft_limits == {"nofile": 65536, "memlock": -1}
     kept = spec(checkpoint={"directory": "out"}).checkpoint
     assert kept is not None and kept.directory == "out"
     with pytest.raises(ValidationError):

@@ -289,10 +289,24 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "inherit_env": order.flag("inherit_env", True),
         "separate_stderr": order.flag("separate_stderr", False),
         "umask": umask,
+        "limits": _parse_limits(order),
     }
     if order.order.get("launched") is not None:
         started["launched"] = _parse_launched(Fields(order.order["launched"], "launched."))
     return started
+
+
+def _parse_limits(order: Fields) -> Json:
+    """Return the soft limits by name; -1: unlimited."""
+    limits = order.get("limits", "numbers by name", {})
+    if not isinstance(limits, dict):
+        refuse_field("limits", limits, "numbers by name")
+    for name, value in limits.items():
+        if name not in spawn.LIMITS:
+            refuse_field("limits", name, f"one of {', '.join(spawn.LIMITS)}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+            refuse_field(f"limits.{name}", value, "a whole number, or -1 for unlimited")
+    return limits
 
 
 def _parse_launched(order: Fields) -> Json:

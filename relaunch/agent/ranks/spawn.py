@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import select
 import signal
 import time
@@ -30,6 +31,10 @@ DEFAULTS = {"PYTHONUNBUFFERED": "1"}
 Ranks write into files, so Python would keep up to 8 KiB of their output in memory: seen late, and
 lost by SIGKILL.
 """
+
+
+LIMITS = ("as", "core", "data", "fsize", "memlock", "nofile", "nproc", "stack")
+"""Resource limits that an order may set, as limits.conf(5) names them."""
 
 
 def make_rank_environment(
@@ -74,6 +79,9 @@ def _become(
             os.chdir(order["workdir"])
         if order["umask"] is not None:
             os.umask(int(order["umask"], 8))
+        for name, value in order["limits"].items():
+            step = f"limits.{name}"
+            _set_limit(name, value)
         step = "exec"
         # SIGPIPE is the only signal that the shim ignores. Exec resets signal handlers.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -86,6 +94,23 @@ def _become(
     os._exit(127)
 
 
+def _set_limit(name: str, value: int) -> None:
+    """Set a soft limit, and raise the hard limit where that is below it.
+
+    Raises:
+        PermissionError: The hard limit is below it, and this is not root.
+    """
+    kind = getattr(resource, f"RLIMIT_{name.upper()}")
+    hard = resource.getrlimit(kind)[1]
+    is_above = hard != resource.RLIM_INFINITY and (value == -1 or value > hard)
+    try:
+        resource.setrlimit(kind, (value, value if is_above else hard))
+    except ValueError as error:  # also for EPERM
+        wanted = "unlimited" if value == -1 else value
+        reason = f"{wanted} is above {hard}, the hard limit of this node's agent"
+        raise PermissionError(errno.EPERM, reason if is_above else str(error)) from None
+
+
 def _make_refusal(order: Json, rank: int, report: Json) -> Refused:
     program = order["command"][0]
     if report["step"] == "workdir" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
@@ -96,9 +121,10 @@ def _make_refusal(order: Json, rank: int, report: Json) -> Refused:
         return Refused(
             "command_not_found", f"the command {program} is not found on this node's PATH"
         )
-    subject = (
-        f"the command {program}" if report["step"] == "exec" else f"workdir {order['workdir']}"
-    )
+    subject = {
+        "exec": f"the command {program}",
+        "workdir": f"workdir {order['workdir']}",
+    }.get(report["step"], report["step"])
     return Refused("cannot_start", f"rank {rank} cannot be started: {subject}: {report['text']}")
 
 

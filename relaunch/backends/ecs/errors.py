@@ -91,6 +91,8 @@ def find_order_problem(order: StartOrder) -> str | None:
             "RunTask can only add to the image's environment: leave out inherit_env and umask, or "
             "set them in the command"
         )
+    if order.limits:
+        return "RunTask cannot set limits: write them as `ulimits` into the task definition"
     if order.separate_stderr:
         return (
             "the log driver of the container gets both streams of a rank: leave out "
