@@ -24,7 +24,6 @@ KERNEL_MARKS: tuple[str, ...] = (
     "NV_ERR_GPU_IS_LOST",
     "RmInitAdapter",
     "rm_init_adapter",
-    "NVRM: API mismatch",
     "(Fatal)",
     "AER: device recovery failed",
     "soft lockup",

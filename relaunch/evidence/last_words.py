@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from relaunch.evidence import exits
 from relaunch.evidence.exits import strip_rank
 from relaunch.text import count_noun
 
@@ -29,6 +30,8 @@ LAST_LINES = 6
 NATIVE_LINES = 40
 """Lines before the end among which an abort in native code is looked for."""
 MAX_LINE = 300
+LONGEST = exits.MAX_LINE
+"""Characters of a line that are read at all: patterns may take time by the square of its length."""
 
 AFTER_EXIT_1, AFTER_OTHER, AFTER_SIGNAL = 60, 12, 0
 """Unknown lines that may follow the traceback that ended a process.
@@ -71,7 +74,8 @@ _NOISE = re.compile(
     r"|^\[[WI]\d{3,4} |process group has NOT been destroyed"
     r"|destroy_process_group\(\) was not called"
     r"|^[WE]\d{4} .*torch/distributed/elastic/|^(?:WARNING|ERROR):torch\.distributed\.elastic"
-    r"|^\d*:?\s*\d+%\||\d+%\|.*\||^srun: |^slurmstepd: |^\[rank: \d+\] Child process with PID"
+    r"|^\d{0,9}:?\s{0,9}\d{1,9}%\||\d{1,9}%\|.{0,300}?\||^srun: |^slurmstepd: "
+    r"|^\[rank: \d+\] Child process with PID"
     r"|^(?:\S+: line \d+: +\d+ )?(?:Aborted|Killed|Segmentation fault|Terminated)\b"
     r"|^-{10,}$|^For simplicity, JAX has removed its internal frames"
 )
@@ -152,8 +156,12 @@ def find_last_words(
 
 
 def clean_lines(lines: Iterable[str]) -> list[str]:
-    """Return lines without colors and without the prefix that names a rank."""
-    return [strip_rank(_ANSI.sub("", line)).rstrip() for line in lines]
+    """Return lines without colors and without the prefix that names a rank, cut to `LONGEST`."""
+    return [strip_rank(line) for line in map(_clean_line, lines)]
+
+
+def _clean_line(line: str) -> str:
+    return _ANSI.sub("", line[: 2 * LONGEST])[:LONGEST].rstrip()
 
 
 def find_last_line(lines: Sequence[str]) -> str:
@@ -258,7 +266,7 @@ def _count_unknown(exit_code: int | None, signal: int | None) -> int:
 
 def shorten_traceback(text: str) -> LastWords | None:
     """Return a traceback with its innermost frames; None: the text is empty."""
-    lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
+    lines = [_clean_line(line) for line in text.splitlines()]
     return _find_traceback(lines, len(lines)) or _take_last_lines(lines)
 
 

@@ -19,6 +19,12 @@ NOT_SUPPORTED = "NOT_SUPPORTED"
 """NVML's code for a feature that this GPU does not have, so that no reading is missing."""
 NVML_HANGS = "NVML hangs"
 """Code of the finding that NVML was asked and gave no answer, as where a GPU's firmware hangs."""
+VERSION_MISMATCH = "LIB_RM_VERSION_MISMATCH"
+"""NVML's code where the node's own driver libraries and its kernel module are of two versions.
+
+The kernel's line about that (`NVRM: API mismatch`) is no evidence: it is printed for each client of
+another version, such as an exporter in a container, thousands of times a day while jobs train.
+"""
 
 # nvml.h, nvmlClocksEventReason*. A slowdown by hardware may be a fault of cooling or power; one
 # that software asked for is a setting.
@@ -90,8 +96,16 @@ def read_gpus(answer: object, expected: int, catalog: Catalog) -> GpuReading:
     if not isinstance(rows, list) or len(rows) > MOST_GPUS:
         unread = f"GPUs by NVML: {unreadable(answer if reading is None else rows)}"
         hangs = isinstance(answer, Mapping) and answer.get("hangs") is True
-        found = Finding("nvml", NVML_HANGS, Role.SYMPTOM, unread, Cause.GPU_RESET)
-        return GpuReading((found,) if hangs else (), (unread,))
+        if hangs:
+            found = Finding("nvml", NVML_HANGS, Role.SYMPTOM, unread, Cause.GPU_RESET)
+            return GpuReading((found,), (unread,))
+        if VERSION_MISMATCH in unread:
+            words = "the GPU driver's libraries and its kernel module are of two versions: reboot"
+            found = Finding(
+                "nvml", "driver-mismatch", Role.ROOT, f"{words} ({unread})", Cause.NODE_FAULT
+            )
+            return GpuReading((found,), (unread,))
+        return GpuReading((), (unread,))
     gpus = [_Gpu(row, position, catalog) for position, row in enumerate(rows)]
     findings = [finding for gpu in gpus for finding in gpu.findings]
     if len(gpus) < expected:

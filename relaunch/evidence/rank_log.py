@@ -36,10 +36,19 @@ ECHO_LINES = 3
 TEARDOWN = "log nccl_teardown"
 """The code of what NCCL's watchdog prints before it ends the process, whatever the reason."""
 SURVIVABLE = frozenset(
-    (Cause.APPLICATION, Cause.OUT_OF_MEMORY, Cause.NUMERICS, Cause.STORAGE, Cause.UNKNOWN)
+    (
+        Cause.USER_INPUT,
+        Cause.APPLICATION,
+        Cause.OUT_OF_MEMORY,
+        Cause.NUMERICS,
+        Cause.STORAGE,
+        Cause.PLATFORM,
+        Cause.UNKNOWN,
+    )
 )
 """Causes that a program can handle. After a fault of a GPU or of a link it may go on to print for a
-while, until the next collective."""
+while, until the next collective. So it may after the notice that its node will be taken away: that
+is no fault of the past, unless an exception ends the program first."""
 
 _AFTERMATH = re.compile(
     r"\bNCCL INFO\b|\] INFO \S+:\d+ -> \d|Sending process \d+ closing signal|^\s*frame #\d+: "
@@ -52,9 +61,10 @@ _RECOVERED = re.compile(
     r"|skipp(?:ed|ing)|recovered|ignor(?:ed|ing)|continuing|falling back|reconnecting)\b"
 )
 _PROGRESS = re.compile(
-    r"(?i)\b(?:step|iter(?:ation)?|epoch|batch)s?\b\W{0,4}\d+"
-    r".*(?:loss|\blr\b|tok|sec|\bms\b|it/s|time)"
-    r"|\d+/\d+ \[\d+:\d\d<"
+    # Each repetition is bounded: a line of thousands of digits would take time by its square.
+    r"(?i)\b(?:step|iter(?:ation)?|epoch|batch)s?\b\W{0,4}\d{1,15}"
+    r".{0,200}?(?:loss|\blr\b|tok|sec|\bms\b|it/s|time)"
+    r"|\d{1,15}/\d{1,15} \[\d{1,9}:\d\d<"
 )
 
 
@@ -116,7 +126,13 @@ def read_rank_log(
     if any(one.role is Role.WRAPPER for one in ended.values()):
         # It says only that another process failed, whose exception may stand before it.
         around = dict(sorted({**around, **reader.read(outline.earlier)}.items()))
-    fatal = {n: one for n, one in around.items() if not reader.is_survived(n, one)}
+    trained = reader.find_last_progress()
+    fatal = {
+        n: one
+        for n, one in around.items()
+        if n > trained
+        or not (one.cause in SURVIVABLE or (has_exception and one.cause is Cause.PREEMPTED))
+    }
     lived = {n: one for n, one in fatal.items() if not reader.is_recovered(n, one)}
     if not has_exception and not lived:
         lived = fatal  # the last error of a program that gave up trying again
@@ -179,18 +195,26 @@ class _Reader:
         return {
             n: found
             for n in numbers
-            if (found := read_log_line(self.lines[n][:MAX_LINE], self.catalog)) is not None
+            if (found := read_log_line(self.lines[n], self.catalog)) is not None
         }
 
     def is_recovered(self, number: int, finding: Finding) -> bool:
         """Return whether a line says that the program handles the fault that it names."""
         return finding.cause in SURVIVABLE and bool(_RECOVERED.search(self.lines[number]))
 
-    def is_survived(self, number: int, finding: Finding) -> bool:
-        """Return whether the program went on to train after the fault that a line names."""
-        return finding.cause in SURVIVABLE and any(
-            _PROGRESS.search(line) and read_log_line(line[:MAX_LINE], self.catalog) is None
-            for line in self.lines[number + 1 :]
+    def find_last_progress(self) -> int:
+        """Return the index of the last line that shows a step and no fault; -1: there is none.
+
+        The program went on to train after the faults that lines before it name.
+        """
+        return next(
+            (
+                n
+                for n in reversed(range(len(self.lines)))
+                if _PROGRESS.search(self.lines[n])
+                and read_log_line(self.lines[n], self.catalog) is None
+            ),
+            -1,
         )
 
 

@@ -102,10 +102,14 @@ class RankFailure:
 
 
 FAILURES, ROOT_CAUSE = "Failures:", "Root Cause (first observed failure):"
-RANK = re.compile(r"\s*rank\s*: (\d+) \(local_rank: \d+\)")
-EXIT = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
-FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\) of ")
-LISTED = re.compile(r"(\d+): ProcessFailure\(local_rank=\d+, pid=(\d+), exitcode=(-?\d+)")
+RANK = re.compile(r"\s*rank\s*: (\d{1,10}) \(local_rank: \d{1,10}\)")
+EXIT = re.compile(r"\s*exitcode\s*: (-?\d{1,10}) \(pid: (\d{1,10})\)")
+FIRST = re.compile(
+    r"failed \(exitcode: (-?\d{1,10})\) local_rank: \d{1,10} \(pid: (\d{1,10})\) of "
+)
+LISTED = re.compile(
+    r"(\d{1,10}): ProcessFailure\(local_rank=\d{1,10}, pid=(\d{1,10}), exitcode=(-?\d{1,10})"
+)
 
 
 def parse_failures(lines: Sequence[str]) -> tuple[RankFailure, ...]:

@@ -662,3 +662,25 @@ def test_no_evidence_at_all_says_which_launcher_ended_first(snapshot: SnapshotAs
     event = FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0)
     found = blame_lost_nodes(job, event, diagnose(job, event))
     assert found.reason == snapshot
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: API mismatch: the client 'dcgm-exporter' (pid 777)",
+        "NVRM: API mismatch: the client has the version 550.144, but this kernel module has",
+        "watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [rsync:777]",
+        "watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python3:4711]",
+    ],
+)
+def test_what_a_kernel_prints_on_nodes_that_work_is_no_cause(line: str) -> None:
+    one = exited(3, "n2", code=1, error=error("KeyError: 'x'"), kernel=(line,), pid=4711)
+    found = diagnose(running(), fault(running(), one))
+    assert (found.cause, found.by_program) == (Cause.APPLICATION, True)
+
+
+def test_a_processor_that_answers_no_interrupt_is_a_fault_of_the_node() -> None:
+    line = "NMI watchdog: Watchdog detected hard LOCKUP on cpu 12"
+    one = exited(3, "n2", code=1, error=error("KeyError: 'x'"), kernel=(line,), pid=4711)
+    found = diagnose(running(), fault(running(), one))
+    assert (found.cause, found.code, found.nodes) == (Cause.NODE_FAULT, "lockup", ("n2",))

@@ -319,8 +319,6 @@ KERNEL_CODES = {
     "mce": "mce: Uncorrected hardware memory error in user-access at 2e1f3f0140",
     "edac": "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0",
     "aer": "pcieport 0000:40:01.1: AER: device recovery failed",
-    "driver-mismatch": "NVRM: API mismatch: the client has the version 550.144, but this kernel "
-    "module has the version 550.90",
 }
 """A line of the kernel log for each code that a policy names."""
 

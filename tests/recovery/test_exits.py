@@ -247,6 +247,11 @@ LINES: list[tuple[str, str]] = [
     ("evicted_disk", "The node was low on resource: ephemeral-storage."),
     ("object_store", "botocore.errorfactory: An error occurred (503) when calling the PutObject"),
     ("store_credential", "botocore.exceptions.NoCredentialsError: Unable to locate credentials"),
+    (
+        "store_denied",
+        "botocore.exceptions.ClientError: An error occurred (AccessDenied) when calling the "
+        "PutObject operation: Access Denied",
+    ),
     ("write_failed", "[enforce fail at inline_container.cc:672] . unexpected pos 1216 vs 1110"),
     ("nan_inf", "train_loss: nan"),
     ("nan_inf", "{'loss': nan, 'grad_norm': nan}"),
@@ -258,6 +263,13 @@ LINES: list[tuple[str, str]] = [
         "port_in_use",
         "socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).",
     ),
+    ("port_in_use", "RuntimeError: Address already in use"),
+    (
+        "port_in_use",
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
+        "network address. port: 29500, name: EADDRINUSE, message: address already in use",
+    ),
+    ("address_in_use", "OSError: [Errno 98] Address already in use"),
     ("nccl_interface", "NCCL WARN Bootstrap : no socket interface found"),
     ("ib_completion", "NET/IB : Got completion from peer 10.0.0.1<3333> with status=12 opcode=0"),
     ("ib_completion", "NET/IB: Got completion from peer 10.0.0.1<3333> with error 12, opcode 0"),
@@ -528,6 +540,38 @@ LINES: list[tuple[str, str]] = [
     ("python_bug", "numpy.linalg.LinAlgError: Singular matrix"),
     ("python_bug", "AssertionError"),
 ]
+
+
+PREEMPTIONS = (
+    "Preempted by default/urgent-7 on node gpu-3",
+    "Preempted by a pod on node gpu-3",
+    "Preempted by pod 9b0c4d1e-0000-4a6e-8d8f-0d2f4f3c1a11 on node gpu-3",
+    "Preempted in order to admit critical pod",
+    "Pod was preempted",
+    "Instance train-3 was preempted.",
+    "this node is being preempted",
+    "Job 4711 has been preempted",
+)
+"""As Kubernetes (scheduler, kubelet), Compute Engine and Slurm say it."""
+
+
+@pytest.mark.parametrize("line", PREEMPTIONS)
+def test_a_node_or_job_that_is_preempted_is_read(line: str) -> None:
+    assert [found.code for found in read_log([line], catalog())] == ["log preempt"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING scheduler.py:1057] Sequence group 0 is preempted by PreemptionMode.RECOMPUTE mode "
+        "because there is not enough KV cache space. This can affect the end-to-end performance.",
+        "INFO job 3 rank 0: Sequence group 0 is preempted by PreemptionMode.SWAP mode",
+        "Port 8000: address already in use, trying 8001",
+        "TensorBoard could not bind to port 6006, it was already in use",
+    ],
+)
+def test_words_of_other_things_are_not_read(line: str) -> None:
+    assert read_log([line], catalog()) == ()
 
 
 @pytest.mark.parametrize(

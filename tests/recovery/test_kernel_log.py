@@ -65,6 +65,10 @@ def test_every_mark_and_every_row_is_met_by_a_sample() -> None:
     ] == []
 
 
+def test_a_client_of_another_driver_version_takes_no_room_of_other_lines() -> None:
+    assert not is_kernel_evidence("NVRM: API mismatch: the client 'dcgm-exporter' (pid 777)")
+
+
 def test_what_a_line_names_is_taken_over(snapshot: SnapshotAssertion) -> None:
     (found,) = read(
         "[2397166.983093] NVRM: Xid (PCI:0000:0f:00): 94, pid=2503421, name=python3, Ch 00000008"

@@ -134,3 +134,11 @@ def test_what_is_left_of_a_log_is_believed_and_no_more(
     lines: list[str], expected: tuple[RankFailure, ...]
 ) -> None:
     assert parse_failures(lines) == expected
+
+
+def test_numbers_of_thousands_of_digits_are_no_ranks() -> None:
+    digits = "7" * 5000
+    first = f"failed (exitcode: 1) local_rank: 0 (pid: {digits}) of binary: /usr/bin/python3"
+    listed = f"{digits}: ProcessFailure(local_rank=0, pid={digits}, exitcode=1"
+    block = ["Root Cause (first observed failure):", f"  rank      : {digits} (local_rank: 0)"]
+    assert parse_failures([first, listed]) == parse_failures(block) == ()

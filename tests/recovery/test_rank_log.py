@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 
+from relaunch.evidence import exits, kernel_log, last_words, rank_log
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.observations import RankError
@@ -57,6 +64,88 @@ def chained(*errors: str, by: str = DIRECT) -> list[str]:
             ["NCCL WARN NET/IB : Got async event : port error", STEP, "acme: bye"],
             "NETWORK",
             id="ranks print on for a while after a port is gone",
+        ),
+        pytest.param(
+            ["RuntimeError: Address already in use", STEP, "acme: bye"],
+            "APPLICATION",
+            id="a port was taken, and training went on",
+        ),
+        pytest.param(
+            [
+                "RuntimeError: CUDA error: invalid device ordinal",
+                STEP,
+                *raised("acme.Stop: no more data"),
+            ],
+            "APPLICATION",
+            id="a mistake of the user that training went on after",
+        ),
+        pytest.param(
+            ["Pod was preempted", STEP, "acme: bye"],
+            "PREEMPTED",
+            id="a node is left some time to train after the notice",
+        ),
+        pytest.param(
+            ["Pod was preempted", STEP, *raised("acme.Stop: no more data")],
+            "APPLICATION",
+            id="an exception after a notice",
+        ),
+        pytest.param(
+            [
+                "Sequence group 0 is preempted by PreemptionMode.RECOMPUTE mode because there is "
+                "not enough KV cache space.",
+                *raised("acme.Stop: no more data"),
+            ],
+            "APPLICATION",
+            id="vLLM preempts requests",
+        ),
+        pytest.param(
+            [
+                "ERROR: [Errno 98] address already in use, trying 8001",
+                *raised("acme.Stop: no more data"),
+            ],
+            "APPLICATION",
+            id="a port that a service tries",
+        ),
+        pytest.param(
+            raised("OSError: [Errno 98] Address already in use"),
+            "APPLICATION",
+            id="a port that the program names",
+        ),
+        pytest.param(
+            raised(
+                "torch.distributed.DistNetworkError: The server socket has failed to listen on "
+                "any local network address. port: 29500, name: EADDRINUSE"
+            ),
+            "PLATFORM",
+            id="the port of the store",
+        ),
+        pytest.param(
+            raised("botocore.exceptions.NoCredentialsError: Unable to locate credentials"),
+            "STORAGE",
+            id="credentials that could not be fetched",
+        ),
+        pytest.param(
+            raised("ClientError: An error occurred (ExpiredToken) when calling the PutObject"),
+            "STORAGE",
+            id="credentials that have expired",
+        ),
+        pytest.param(
+            raised("google.auth.exceptions.RefreshError: ('Unexpected response', '503')"),
+            "STORAGE",
+            id="credentials that could not be renewed",
+        ),
+        pytest.param(
+            raised("ClientError: An error occurred (AccessDenied) when calling the PutObject"),
+            "APPLICATION",
+            id="an object store refuses",
+        ),
+        pytest.param(
+            [
+                "NCCL WARN Bootstrap : no socket interface found",
+                *raised("DistBackendError: NCCL error, ncclInternalError: Internal check failed."),
+            ],
+            "NETWORK",
+            id="no network interface",
         ),
         pytest.param(
             raised(KEY_ERROR, "open(path)  # No space left on device"),
@@ -229,3 +318,88 @@ def test_a_jax_process_that_waited_for_others_is_an_echo() -> None:
     assert (found.cause, found.ranks) == (Cause.APPLICATION, (1,))
     assert found.traceback.endswith(KEY_ERROR)
     assert diagnose(running(), fault(running(), waited)).cause is Cause.HANG
+
+
+PARTS = (
+    *(
+        "1",
+        " ",
+        "\t",
+        "step 1 ",
+        "[",
+        "(",
+        "]",
+        "'",
+        '"',
+        "{",
+        "a",
+        "_a",
+        "a ",
+        "0 ",
+        "1/1 [",
+        "1:",
+    ),
+    *("x.y.", "a/b/c", "1%|", "=", "~", "-", "@", ": error: ", "loss ", "nan ", "train loss "),
+    *("Job ", "The node ", "exceeded ", "shape ", "gloo ", "peer_mem ", "TCPStore ", "NCCL WARN "),
+    *("server socket ", "address already in use ", "RESOURCE_EXHAUSTED: ", "HeartbeatMonitor "),
+    *("No space left ", "shared memory ", "DataLoader worker ", "NET/IB : Got completion "),
+    *("NVRM: ", "NVRM: Xid (0:0", "dev ", "EDAC ", "MCE: ", "mce: ", "mlx5_core ", "XFS (a): "),
+    *("oom-kill:", " task=python", "Out of memory ", "Lustre: ", "(0x0, ", "killing a:", "eth0"),
+)
+"""Of which lines are made that patterns may take long for."""
+
+
+def make_line(part: str, length: int) -> str:
+    return (part * (length // len(part) + 1))[:length]
+
+
+def measure(call: Callable[[], object]) -> float:
+    """Return the processor time of a call, the least of three: others use this machine, too."""
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        call()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize("part", ["1", "step 1 ", " ", "x.y.", "[", "a/b/c"])
+@pytest.mark.parametrize("before", [OOM, "x"], ids=["after a fault", "alone"])
+def test_a_long_line_takes_no_more_time_than_the_longest_that_is_read(
+    before: str, part: str
+) -> None:
+    def read(length: int) -> float:
+        log = [before, f"step {make_line(part, length)}", make_line(part, length)]
+        return measure(lambda: diagnose_log(log, 1, catalog()))
+
+    # A line of 64 KiB that is read whole takes a thousand times as long, and minutes in all.
+    assert read(1 << 16) < 10 * read(exits.MAX_LINE) + 0.01
+
+
+def list_patterns() -> dict[str, Any]:
+    tables = catalog()
+    named = {f"log {row.id}": row.pattern for row in tables.log_lines}
+    named |= {f"{n} kernel {row.code}": row.pattern for n, row in enumerate(tables.kernel_lines)}
+    named |= {f"advice {n}": one for n, one in enumerate(tables.advice_lines)}
+    for module in (rank_log, last_words, kernel_log, exits):
+        found = {key: one for key, one in vars(module).items() if isinstance(one, re.Pattern)}
+        named |= {f"{module.__name__} {key}": one for key, one in found.items()}
+    return named
+
+
+def test_no_pattern_takes_long_for_the_longest_line() -> None:
+    """The unit is what a pattern takes whose time grows by the square of a line."""
+    digits = make_line("1", exits.MAX_LINE)
+    limit = 5 * measure(lambda: re.compile("1+2").search(digits))
+    slow = set()
+    for name, pattern in list_patterns().items():
+        length = kernel_log.MAX_LINE if " kernel " in name else exits.MAX_LINE
+        # What `match` reads starts at the first character.
+        read = pattern.match if name.endswith("_HEADER") else pattern.search
+        for part in PARTS:
+            call = partial(read, make_line(part, length))
+            began = time.process_time()
+            call()
+            if time.process_time() - began > limit and measure(call) > limit:
+                slow.add((name, part))
+    assert slow == set()

@@ -42,7 +42,6 @@ MARKS = (
     "NV_ERR_GPU_IS_LOST",
     "RmInitAdapter",
     "rm_init_adapter",
-    "NVRM: API mismatch",
     "(Fatal)",
     "AER: device recovery failed",
     "soft lockup",
