@@ -41,6 +41,8 @@ ERROR_LIMITS = {
 """How much these may grow in an hour. The first is the bit error rate that the InfiniBand
 specification allows; the others grow only when the card's own threshold was exceeded."""
 SHOWN_ERRORS = ("link_error_recovery", "port_rcv_errors")
+LINK_FAULTS = ("port down", "port slow", "port flaps", "port errors", "network card missing")
+"""Of findings that say that a link or a card is at fault."""
 WAITING = ("INIT", "ARMED")
 """The port has a link and waits for the subnet manager."""
 
@@ -108,6 +110,7 @@ def read_links(facts: Mapping[str, Any]) -> LinkReading:
     known = [port for port in ports if port is not None and not port.is_gone]
     findings = [found for port in known for found in _judge_port(port, _list_siblings(port, known))]
     findings += _judge_gone([port for port in ports if port is not None and port.is_gone], known)
+    findings += _check_record(reading.get("record") if reading is not None else None)
     return LinkReading(
         tuple(findings),
         ("a network port cannot be read",) if None in ports else (),
@@ -133,6 +136,14 @@ def _read_port(row: object) -> _Port | None:
         row.get("gone") is True,
         _read_record(row.get("before")),
     )
+
+
+def _check_record(value: object) -> list[Finding]:
+    """Return a note if the node could not read how its ports were before."""
+    if value is None:
+        return []
+    words = f"how the network ports were before cannot be read: {unreadable(value)}"
+    return [_note("port record", words)]
 
 
 def _read_record(value: object) -> _Record | None:

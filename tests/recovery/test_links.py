@@ -203,6 +203,12 @@ def test_ports_that_cannot_be_read_leave_the_health_unknown(links: Any, unread: 
     assert unread in health.reason
 
 
+def test_a_record_that_the_node_cannot_read_is_only_told(snapshot: SnapshotAssertion) -> None:
+    for record in ({"unreadable": "Input/output error"}, 3):
+        health = examine({"ports": cards(), "record": record})
+        assert health.verdict is Verdict.HEALTHY and health.reason == snapshot
+
+
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
