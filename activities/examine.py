@@ -160,7 +160,7 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
     match order.verb:
         case "probe":
             return NodeProbed(
-                await _probe_with_times(backend, order.node, within, order.kernel_since)
+                await _probe_with_context(backend, order.node, within, order.kernel_since)
             )
         case "diagnose":
             return NodeDiagnosed(
@@ -184,13 +184,18 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
     return OrderDone(dict(answer))
 
 
-async def _probe_with_times(
+async def _probe_with_context(
     backend: Backend, node: str, within: float, kernel_since: timedelta | None
 ) -> dict[str, Any]:
-    """Probe a node and record the time here, from which the offset of its clock is computed."""
+    """Probe a node, and add what only this side knows: the time here, from which the offset of its
+    clock is computed, and which of its network ports are unused."""
     sent = time.time()
     answer = await backend.probe(node, within, _seconds(kernel_since))
-    return {**answer, "exchange": {"sent": sent, "received": time.time()}}
+    return {
+        **answer,
+        "exchange": {"sent": sent, "received": time.time()},
+        "unused_ports": list(backend.node(node).unused_ports),
+    }
 
 
 def _identity(backend: Backend, fleet: str) -> str:
@@ -264,7 +269,7 @@ async def _probe(
         if attempt:
             await asyncio.sleep(PROBE_INTERVAL_S)
         try:
-            return await _probe_with_times(backend, node, PROBE_TIMEOUT_S, kernel_since), ""
+            return await _probe_with_context(backend, node, PROBE_TIMEOUT_S, kernel_since), ""
         except BackendError as error:
             unread = f"{node} does not answer: {error.reason}"
     return None, unread

@@ -218,7 +218,11 @@ def kill_leftovers(state: Path) -> List[int]:
 
 
 def run_bounded(work: Callable[[], Json], timeout: float) -> Optional[Json]:
-    """Run in a child what may block in the kernel; return its result, or None without an answer."""
+    """Run in a child what may block in the kernel; return its result, or None without an answer.
+
+    Raises:
+        OSError: no child can be started.
+    """
     reading, writing = os.pipe()
     parent = os.getpid()
 
@@ -229,8 +233,13 @@ def run_bounded(work: Callable[[], Json], timeout: float) -> Optional[Json]:
         while data:
             data = data[os.write(writing, data) :]
 
-    pid = processes.fork(child)
-    os.close(writing)
+    try:
+        pid = processes.fork(child)
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
     received = b""
     deadline = time.monotonic() + timeout
     try:

@@ -64,7 +64,8 @@ class NodePreflight:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The answer to `preflight`."""
     probe: Mapping[str, Any] = field(default_factory=dict)
-    """The answer to `probe`, with the local send and receive times in `exchange`."""
+    """The answer to `probe`, with the local send and receive times in `exchange`, and
+    `unused_ports` of the fleet file."""
     second_login: Mapping[str, Any] | None = None
     """The answer to `meet` in a second login; None if there was no second login, for the reason in
     `reason`."""
@@ -210,7 +211,11 @@ async def _run_first_login(
         )
         sent = time.time()
         seen.probe = await backend.probe(name, EXAMINE_TIMEOUT_S, None)
-        seen.probe = {**seen.probe, "exchange": {"sent": sent, "received": time.time()}}
+        seen.probe = {
+            **seen.probe,
+            "exchange": {"sent": sent, "received": time.time()},
+            "unused_ports": list(seen.node.unused_ports),
+        }
         seen.step = PreflightStep.DONE
     except BackendError as error:
         seen.reason = error.reason

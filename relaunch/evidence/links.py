@@ -41,6 +41,8 @@ ERROR_LIMITS = {
 """How much these may grow in an hour. The first is the bit error rate that the InfiniBand
 specification allows; the others grow only when the card's own threshold was exceeded."""
 SHOWN_ERRORS = ("link_error_recovery", "port_rcv_errors")
+LINK_FAULTS = ("port down", "port slow", "port flaps", "port errors", "network card missing")
+"""Of findings that say that a link or a card is at fault."""
 WAITING = ("INIT", "ARMED")
 """The port has a link and waits for the subnet manager."""
 
@@ -94,7 +96,10 @@ class _Port:
 
 
 def read_links(facts: Mapping[str, Any]) -> LinkReading:
-    """Read the ports of a probe's answer; an answer without any says nothing about them."""
+    """Read the ports of a probe's answer; an answer without any says nothing about them.
+
+    Ports that the fleet file calls unused (`unused_ports`) are left out, also as siblings.
+    """
     answer = facts.get("links")
     if answer is None:
         return LinkReading()
@@ -105,14 +110,22 @@ def read_links(facts: Mapping[str, Any]) -> LinkReading:
             unread=(f"network cards: {unreadable(answer if reading is None else rows)}",)
         )
     ports = [_read_port(row) for row in rows]
-    known = [port for port in ports if port is not None and not port.is_gone]
+    used = [port for port in ports if port is not None and not _is_unused(port, facts)]
+    known = [port for port in used if not port.is_gone]
     findings = [found for port in known for found in _judge_port(port, _list_siblings(port, known))]
-    findings += _judge_gone([port for port in ports if port is not None and port.is_gone], known)
+    findings += _judge_gone([port for port in used if port.is_gone], known)
+    findings += _check_record(reading.get("record") if reading is not None else None)
     return LinkReading(
         tuple(findings),
         ("a network port cannot be read",) if None in ports else (),
         sum(port.is_up for port in known),
     )
+
+
+def _is_unused(port: _Port, facts: Mapping[str, Any]) -> bool:
+    names = facts.get("unused_ports")
+    card = port.name.partition(" ")[0]
+    return isinstance(names, list) and (port.name in names or card in names)
 
 
 def _read_port(row: object) -> _Port | None:
@@ -133,6 +146,14 @@ def _read_port(row: object) -> _Port | None:
         row.get("gone") is True,
         _read_record(row.get("before")),
     )
+
+
+def _check_record(value: object) -> list[Finding]:
+    """Return a note if the node could not read how its ports were before."""
+    if value is None:
+        return []
+    words = f"how the network ports were before cannot be read: {unreadable(value)}"
+    return [_note("port record", words)]
 
 
 def _read_record(value: object) -> _Record | None:

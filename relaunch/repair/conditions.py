@@ -10,7 +10,9 @@ from datetime import datetime, timedelta
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import text
-from relaunch.evidence.health import LONGEST_ID, Health
+from relaunch.evidence.findings import Role
+from relaunch.evidence.health import LONGEST_ID, SICK, Health
+from relaunch.evidence.links import LINK_FAULTS
 from relaunch.evidence.nvml import bus_id
 from relaunch.fields import duration
 from relaunch.repair.state import RepairState, Stage
@@ -23,7 +25,8 @@ FINAL_PROBE_MARGIN = timedelta(minutes=1)
 """Kept free before the end of a repair, so that a probe of the node falls between an unproven
 reboot and the power cycle."""
 DRIVER_START_TIMEOUT = timedelta(minutes=3)
-"""After a boot: agents answer before the driver has found eight GPUs."""
+"""After a boot: agents answer before the driver has found eight GPUs, and before the driver of the
+network cards has started and their links are trained."""
 
 
 def find_objection(state: RepairState, health: Health | None, now: datetime) -> str:
@@ -116,7 +119,7 @@ def has_booted_since_silence(state: RepairState, health: Health, now: datetime) 
 
 
 def has_just_booted(state: RepairState, health: Health, now: datetime) -> bool:
-    """Return whether the driver and DCGM may still be starting after the reboot."""
+    """Return whether the drivers and DCGM may still be starting after the reboot."""
     return (
         health.boot_id != state.boot_id
         and state.proven_at is not None
@@ -126,3 +129,9 @@ def has_just_booted(state: RepairState, health: Health, now: datetime) -> bool:
 
 def lacks_gpus(state: RepairState, health: Health) -> bool:
     return bool(state.rules.expected_gpus) and (health.working or 0) < state.rules.expected_gpus
+
+
+def lacks_only_links(health: Health) -> bool:
+    """Return whether all faults of the node are of its network cards and their links."""
+    faults = [one for one in health.findings if one.role is Role.ROOT and one.cause in SICK]
+    return bool(faults) and all(one.code in LINK_FAULTS for one in faults)

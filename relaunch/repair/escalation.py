@@ -33,8 +33,8 @@ LINK_DELAYS = EXAMINATION_DELAYS[:2]
 """Delays after an examination that found only faults that a person has to mend: a link whose switch
 restarts comes back within minutes, and leptonai/gpud waits four."""
 MAX_HANGS = 3
-"""Inconclusive examinations in a row after which NVML that does not answer is taken for a driver
-that hangs. A busy host answers by then."""
+"""Examinations in a row after which NVML that does not answer is taken for a driver that hangs. A
+busy host answers by then; one that was silent before may only have booted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ class Escalation:
     after_reboot: bool = False
     """The node has been silent since an earlier reboot, which this repair did not order."""
     log: tuple[LogEntry, ...] = ()
+    hangs: int = 0
+    """Number of inconclusive examinations in a row in which NVML did not answer, and the node
+    did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +101,14 @@ def apply_examination(escalation: Escalation, health: Health, now: datetime) -> 
     unknown = escalation.unknown + 1 if health.verdict is Verdict.UNKNOWN else 0
     after_reboot = escalation.after_reboot and not health.boot_id
     unmendable = escalation.unmendable + 1 if _needs_person(health) else 0
+    hangs = escalation.hangs + 1 if unknown and _does_driver_hang(health) else 0
     escalation = replace(
         escalation,
         health=health,
         unknown=unknown,
         unmendable=unmendable,
         after_reboot=after_reboot,
+        hangs=hangs,
     )
     return _log(escalation, now, "Examined", f"{health.verdict}: {health.reason}")
 
@@ -117,6 +122,7 @@ def apply_strategy_end(
     health = escalation.health
     if acted and state.health is not None:
         health = replace(state.health, verdict=end.verdict, reason=end.reason)
+    is_unknown = acted and end.verdict is Verdict.UNKNOWN
     # An order that may not have been carried out has fixed nothing.
     is_rebooted = state.strategy is Strategy.REBOOT_NODE and state.proven_at is not None
     kernel_from = state.ordered_at if is_rebooted else escalation.kernel_from
@@ -126,7 +132,9 @@ def apply_strategy_end(
         last_end=end,
         acted=acted,
         health=health,
-        unknown=int(acted and end.verdict is Verdict.UNKNOWN),
+        unknown=int(is_unknown),
+        unmendable=int(acted and health is not None and _needs_person(health)),
+        hangs=int(is_unknown and health is not None and _does_driver_hang(health)),
         kernel_from=kernel_from,
         cancel_reason=state.cancel_reason or escalation.cancel_reason,
         can_power_cycle=escalation.can_power_cycle and not state.power,
@@ -185,6 +193,9 @@ def _repair_unhealthy(
     if escalation.last_end is None:
         reason = f"{node} is unhealthy: {health.reason}"
     if Strategy.REBOOT_NODE in escalation.tried:
+        # A link may come up later than the node answers.
+        if _needs_person(health) and not escalation.cancel_reason:
+            return _await_person(escalation, reason, left)
         return _finish(escalation, "refused", reason)
     if escalation.cancel_reason:
         return _finish(escalation, "refused", f"cancelled: {escalation.cancel_reason}; {reason}")
@@ -221,7 +232,7 @@ def _examine_again(escalation: Escalation, health: Health, left: timedelta) -> E
         reason = f"the health of {node} is unknown after {examinations}: {reason}"
     if escalation.cancel_reason:
         return _finish(escalation, outcome, f"cancelled: {escalation.cancel_reason}; {reason}")
-    if _does_driver_hang(health) and unknown >= MAX_HANGS and left > timedelta(0):
+    if escalation.hangs >= MAX_HANGS and left > timedelta(0):
         hangs = f"{reason}; its driver hangs"
         if not escalation.tried:
             return StartStrategy(Strategy.RESET_GPU, (), hangs)

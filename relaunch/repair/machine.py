@@ -28,6 +28,7 @@ from relaunch.repair.conditions import (
     is_reboot_overdue,
     is_silent,
     lacks_gpus,
+    lacks_only_links,
 )
 from relaunch.repair.explain import (
     MAX_SENTENCE,
@@ -506,6 +507,9 @@ def _examine(state: RepairState, health: Health, now: datetime) -> RepairState:
     if has_just_booted(state, health, now) and lacks_gpus(state, health):
         some = f"{health.working} of {state.rules.expected_gpus} GPUs answer"
         reason = f"{state.node} has just booted: {some if health.working else 'no GPU answers yet'}"
+        return _wait(state, DRIVER_PROBE_INTERVAL, now, reason)
+    if has_just_booted(state, health, now) and lacks_only_links(health):
+        reason = f"{state.node} has just booted: {health.reason}"
         return _wait(state, DRIVER_PROBE_INTERVAL, now, reason)
     has_diag = state.rules.expected_gpus and state.rules.level
     if has_diag and health.verdict is not Verdict.UNHEALTHY:

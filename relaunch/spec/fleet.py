@@ -75,6 +75,15 @@ def _check_jumps(value: str) -> str:
     return value
 
 
+def _check_port(value: str) -> str:
+    if not re.fullmatch(r"[!-~]{1,40}( port \d{1,3})?", value):
+        raise ValueError(
+            f"{value[:60]!r} is not a network port: write it as a finding names it,"
+            " such as mlx5_3, mlx5_3 port 1 or eno2"
+        )
+    return value
+
+
 class Power(Strict):
     cycle: tuple[str, ...] = Field(min_length=1)
 
@@ -94,6 +103,11 @@ class FleetNode(Strict):
     gpus: int = Field(default=0, ge=0)
     spare: bool = False
     power: Power | None = None
+    unused_ports: tuple[Annotated[str, AfterValidator(_check_port)], ...] = Field(
+        default=(), max_length=64
+    )
+    """Network ports that say nothing about the node's health, for example because they are left
+    unplugged on purpose: `mlx5_3` (all ports of that card), `mlx5_3 port 1`, `eno2`."""
 
     @property
     def login(self) -> str:

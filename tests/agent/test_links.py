@@ -5,6 +5,7 @@ One test reads the machine on which it runs.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from relaunch.agent.node import links, resets
+from relaunch.evidence.links import read_links
 from tests.doubles.cards import COUNTS, H100, Cards, write
 
 
@@ -126,14 +128,140 @@ def test_counters_of_another_boot_are_not_compared(
     assert before["rate"] == 400.0 and "counters" not in before
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"ports": 3}', '{"ports": {"a": {}}}'])
-def test_a_record_that_cannot_be_read_is_none(
-    text: str, system: Cards, read: Read, tmp_path: Path
+def test_a_card_that_was_replaced_is_forgotten(system: Cards, read: Read, tmp_path: Path) -> None:
+    for name in H100[:2]:
+        system.add_rdma(name)
+    system.add_interface("eno1", system.add_device("pci"))
+    read()
+    cards = system.root / "class" / "infiniband"
+    os.rename(cards / "mlx5_1", tmp_path / "away")
+    system.add_rdma("mlx5_1")  # with another GUID
+    os.rename(system.root / "class" / "net" / "eno1", system.root / "class" / "net" / "ens1")
+    first = links.read_ports(tmp_path / "state", 60.0)["ports"]
+    assert [row["name"] for row in first if row.get("gone")] == ["eno1", "mlx5_1 port 1"]
+    assert read_links({"links": {"ports": first}}).findings == ()
+    second = links.read_ports(tmp_path / "state", 60.0)["ports"]
+    assert [row["name"] for row in second] == ["mlx5_0 port 1", "mlx5_1 port 1", "ens1"]
+    assert read_links({"links": {"ports": second}}).findings == ()
+
+
+def test_a_new_card_stands_for_one_of_its_model_and_name(
+    system: Cards, read: Read, tmp_path: Path
 ) -> None:
-    system.add_rdma("mlx5_0", state="", rate="")
-    (tmp_path / "state" / links.RECORD_FILE).write_text(text)
-    row = read()["mlx5_0 port 1"]
-    assert (row["state"], row["rate"], "before" in row) == ("", None, False)
+    for name in H100[:3]:
+        system.add_rdma(name)
+    read()
+    cards = system.root / "class" / "infiniband"
+    for name in H100[1:3]:
+        os.rename(cards / name, tmp_path / name)
+    system.add_rdma(H100[2])
+    write(system.add_rdma(H100[4]).parent.parent, {"board_id": "MT_0000000884"})
+    for _ in range(2):
+        ports = links.read_ports(tmp_path / "state", 60.0)["ports"]
+    assert [row["name"] for row in ports if row.get("gone")] == ["mlx5_1 port 1"]
+
+
+def test_the_best_rate_is_forgotten_after_a_week(
+    system: Cards, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = system.add_rdma("mlx5_0")
+    began = time.time()
+    read()
+    write(port, {"rate": "200 Gb/sec (4X HDR)"})
+    for day, rate in ((3, 400.0), (6, 400.0), (8, None), (9, 200.0)):
+        monkeypatch.setattr(time, "time", lambda now=began + day * 86400: now)
+        assert read()["mlx5_0 port 1"]["before"]["rate"] == rate
+
+
+def make_row(**changes: Any) -> str:
+    row = {
+        **{"key": "eno9", "name": "eno9", "kind": "ethernet", "model": "m", "place": ""},
+        **{"seen": time.time(), "rate": 25.0, "rate_seen": time.time()},
+        **{"boot_id": "b", "since": time.time(), "counters": {}},
+        **changes,
+    }
+    return json.dumps({"ports": {"eno9": row}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[" * 100_000, "[]", '{"ports": 3}', '{"ports": {"a": {}}}'),
+        *(make_row(seen="now"), make_row(seen=True), make_row(since=None), make_row(rate="fast")),
+        *(make_row(rate_seen=float("nan")), make_row(seen=float("inf")), make_row(key="other")),
+        *(make_row(name=None), make_row(counters=[])),
+    ],
+)
+@pytest.mark.parametrize("state", ["", "4: ACTIVE"])
+def test_a_record_that_cannot_be_read_is_reported_and_begun_again(
+    text: str, state: str, system: Cards, tmp_path: Path
+) -> None:
+    system.add_rdma("mlx5_0", state=state)
+    (tmp_path / links.RECORD_FILE).write_text(text)
+    answer = links.read_ports(tmp_path, 60.0)
+    (row,) = answer["ports"]
+    assert "before" not in row and answer["record"]["unreadable"]
+    again = links.read_ports(tmp_path, 60.0)
+    assert "record" not in again and ("before" in again["ports"][0]) is bool(state)
+
+
+def test_a_row_of_the_record_is_readable(tmp_path: Path, system: Cards) -> None:
+    (tmp_path / links.RECORD_FILE).write_text(make_row())
+    answer = links.read_ports(tmp_path, 60.0)
+    assert answer["ports"][0]["gone"] is True and "record" not in answer
+    (tmp_path / links.RECORD_FILE).write_text(make_row(seen=time.time() + 1e9))
+    assert links.read_ports(tmp_path, 60.0) == {"ports": []}, "a clock was set back by years"
+
+
+def test_no_error_of_the_disk_ends_the_reading(
+    system: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch makes the record before its hello: an exception would make the node look lost."""
+    system.add_rdma("mlx5_0")
+    (tmp_path / links.RECORD_FILE).mkdir()
+    for _ in range(2):
+        answer = links.read_ports(tmp_path, 60.0)
+        assert answer["ports"][0]["state"] == "ACTIVE"
+        assert answer["record"] == {"unreadable": "Is a directory"}
+
+    def fail(self: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / links.RECORD_FILE).rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        answer = links.read_ports(tmp_path, 60.0)
+    assert answer["record"] == {"unreadable": "Input/output error"}
+    assert "before" in links.read_ports(tmp_path, 60.0)["ports"][0], "it was begun again"
+
+
+def test_a_host_without_room_for_a_process_is_unreadable(
+    system: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system.add_rdma("mlx5_0")
+
+    def fail() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fail)
+    before = os.listdir("/proc/self/fd")
+    reason = "no process can read them: Resource temporarily unavailable"
+    assert links.read_ports(tmp_path, 60.0) == {"unreadable": reason}
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_folder_that_may_not_be_searched_has_no_ports(
+    system: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Path.exists raises for one in Python before 3.12."""
+    system.add_rdma("mlx5_0")
+    system.add_interface("eno1", system.add_device("pci"))
+
+    def fail(self: Path, **_: Any) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "exists", fail)
+    assert len(links.read_ports(tmp_path, 60.0)["ports"]) == 2
 
 
 def test_cards_that_do_not_answer_are_unreadable(system: Cards, tmp_path: Path) -> None:

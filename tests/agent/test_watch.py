@@ -54,6 +54,12 @@ def test_states_from_prepared_to_gone(node: Node) -> None:
     assert node.watch().read_until("hello")["state"] == "gone"
 
 
+def test_a_record_of_ports_that_cannot_be_read_ends_no_watch(node: Node) -> None:
+    node.prepare(1)
+    (node.state / "links.json").mkdir()
+    assert node.watch().read_until("hello")["state"] == "prepared"
+
+
 def numbers(watch: Stream) -> list[int]:
     return [line["observation"]["seq"] for line in watch.seen if "observation" in line]
 

@@ -32,6 +32,7 @@ from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.generated import searched
 from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, disk, gpu, nvml, probe
+from tests.recovery.test_links import port
 from tests.recovery.test_repair import repair as reboot
 from tests.recovery.test_repair import reset
 
@@ -78,6 +79,7 @@ def after(
     attempts: int = 1,
     proven: bool = True,
     cancel_reason: str = "",
+    found: Health | None = None,
 ) -> Escalation:
     """An escalation whose last strategy has ended so."""
     escalation = apply_examination(BEGUN, RESETTABLE, at(0)) if before is None else before
@@ -86,7 +88,7 @@ def after(
         attempts=attempts,
         ordered_at=at(10) if attempts else None,
         proven_at=at(11) if proven else None,
-        health=HEALTHY,
+        health=found or HEALTHY,
         cancel_reason=cancel_reason,
     )
     return apply_strategy_end(escalation, ended, FinishRepair(outcome, verdict, reason), at(20))
@@ -318,11 +320,41 @@ def test_a_driver_that_hangs_is_reset_and_then_rebooted(snapshot: SnapshotAssert
     decision = then(BEGUN, HUNG, HUNG, HUNG)
     assert decision == StartStrategy(Strategy.RESET_GPU, (), decision.reason)
     assert decision.reason == snapshot
-    decision = then(after(reset()), HUNG, HUNG)
+    was_reset = after(reset(), found=HUNG)
+    assert isinstance(then(was_reset, HUNG), ExamineNode)
+    decision = then(was_reset, HUNG, HUNG)
     assert decision == StartStrategy(Strategy.REBOOT_NODE, (), decision.reason)
-    ended = then(after(reboot(), before=after(reset())), HUNG, HUNG, HUNG)
+    ended = then(after(reboot(), before=was_reset), HUNG, HUNG, HUNG)
     assert isinstance(ended, FinishRepair) and ended.outcome == "refused"
     assert isinstance(then(BEGUN, HUNG, HUNG, HUNG, left=NOTHING), FinishRepair)
+
+
+def test_a_node_that_boots_and_initialises_its_gpus_is_not_reset() -> None:
+    """It was silent while it booted, and NVML does not answer while eight GPUs initialise."""
+    assert isinstance(then(BEGUN, SILENT, SILENT, HUNG), ExamineNode)
+    assert isinstance(then(BEGUN, HUNG, HUNG, UNREAD, HUNG), FinishRepair)
+    assert end(then(BEGUN, SILENT, SILENT, HUNG, HEALTHY))[0] == "done"
+    decision = then(BEGUN, SILENT, HUNG, HUNG, HUNG)
+    assert decision == StartStrategy(Strategy.RESET_GPU, (), ANY)
+    # the state of the node after its reset is not known: that is no hang of NVML
+    assert isinstance(then(after(reset()), HUNG, HUNG), ExamineNode)
+
+
+def test_links_are_awaited_after_a_reboot(snapshot: SnapshotAssertion) -> None:
+    down = {"state": "DOWN", "phys_state": "Polling"}
+    rows = [port(0, **down), *(port(index) for index in range(1, 8))]
+    unlinked = health(links={"ports": rows})
+    fatal = apply_examination(BEGUN, FATAL, at(0))
+    escalation = after(reboot(), verdict=Verdict.UNHEALTHY, before=fatal, found=unlinked)
+    assert choose_next(escalation, HOURS) == ExamineNode(timedelta(minutes=1), CONCLUSION)
+    assert end(then(escalation, HEALTHY))[:2] == ("done", Verdict.HEALTHY)
+    assert then(escalation, unlinked) == ExamineNode(timedelta(minutes=5), unlinked.reason)
+    outcome, verdict, reason = end(then(escalation, unlinked, unlinked))
+    assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
+    assert reason == snapshot
+    assert isinstance(choose_next(replace(escalation, cancel_reason="enough"), HOURS), FinishRepair)
+    assert isinstance(choose_next(escalation, NOTHING), FinishRepair)
+    assert isinstance(then(escalation, FATAL), FinishRepair)
 
 
 # --- after a treatment

@@ -166,6 +166,26 @@ def test_an_ethernet_port_in_an_unknown_state_is_nothing_to_tell() -> None:
     assert judge([ethernet(state="unknown")]) == ()
 
 
+GONE = {"gone": True, "state": ..., "before": BEFORE}
+
+
+@pytest.mark.parametrize(
+    ("name", "unused"), [("mlx5_0", True), ("mlx5_0 port 1", True), ("mlx5_0 port 2", False)]
+)
+@pytest.mark.parametrize("row", [port(**DOWN), port(rate=200.0), port(**GONE)])
+def test_unused_ports_are_left_out(name: str, unused: bool, row: dict[str, Any]) -> None:
+    used = [port(index, before=BEFORE) for index in range(1, 8)]
+    reading = read_links({"links": {"ports": [row, *used]}, "unused_ports": [name]})
+    assert (reading.findings == ()) is unused
+    assert not unused or reading.working == 7
+
+
+def test_unused_ports_are_no_siblings() -> None:
+    facts = {"links": {"ports": cards(port(**DOWN), count=4)}, "unused_ports": ["mlx5_1"]}
+    assert read_links(facts).findings == ()
+    assert read_links({**facts, "unused_ports": 3}).findings != ()
+
+
 # --- the examination
 
 
@@ -201,6 +221,12 @@ def test_ports_that_cannot_be_read_leave_the_health_unknown(links: Any, unread: 
     health = examine(links)
     assert health.verdict is (Verdict.UNKNOWN if unread else Verdict.HEALTHY)
     assert unread in health.reason
+
+
+def test_a_record_that_the_node_cannot_read_is_only_told(snapshot: SnapshotAssertion) -> None:
+    for record in ({"unreadable": "Input/output error"}, 3):
+        health = examine({"ports": cards(), "record": record})
+        assert health.verdict is Verdict.HEALTHY and health.reason == snapshot
 
 
 VALUES = st.one_of(

@@ -41,6 +41,7 @@ from relaunch.repair.state import (
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, disk, gpu, journal, nvml, probe
+from tests.recovery.test_links import port
 
 STATES: TypeAdapter[RepairState] = TypeAdapter(RepairState)
 RESET_OK = OrderDone(
@@ -541,6 +542,27 @@ def test_a_driver_has_three_minutes_after_a_boot(gpus: Any, snapshot: SnapshotAs
     assert isinstance(then(state, WaitEnded(), BOOTED, seconds=20), RunDiag)
     late = then(state, WaitEnded(), early, seconds=180)
     assert isinstance(late, RunDiag) if gpus is NO_NVML else end(late)[1] is Verdict.UNHEALTHY
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        port(0, state="DOWN", phys_state="Polling", rate=10.0),
+        port(0, gone=True, state=..., before={"ago": 600.0, "rate": 400.0}),
+    ],
+    ids=["down", "missing"],
+)
+def test_links_have_three_minutes_after_a_boot(row: Any, snapshot: SnapshotAssertion) -> None:
+    others = [port(index, before={"ago": 600.0, "rate": 400.0}) for index in range(1, 8)]
+    early = NodeProbed(probe(boot_id="boot-2", links={"ports": [row, *others]}))
+    state = after(repair(), SAME, REBOOT_OK, early)
+    decision = decide(state, at(0))
+    assert decision == WaitForNode(timedelta(seconds=10), decision.reason)
+    assert decision.reason == snapshot
+    assert isinstance(then(state, WaitEnded(), BOOTED, seconds=20), RunDiag)
+    assert end(then(state, WaitEnded(), early, seconds=180))[:2] == ("refused", Verdict.UNHEALTHY)
+    broken = probe(boot_id="boot-2", links={"ports": [row, *others]}, disks=[disk(writable=False)])
+    assert isinstance(then(repair(), SAME, REBOOT_OK, NodeProbed(broken)), FinishRepair)
 
 
 def test_an_order_that_never_arrived_is_repeated_after_a_minute(

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.fields import Duration, duration, parse_reason
-from relaunch.spec.fleet import FleetLimits, FleetSpec, parse_jumps
+from relaunch.spec.fleet import FleetLimits, FleetNode, FleetSpec, parse_jumps
 from relaunch.spec.job import JobSpec
 from relaunch.spec.progress import PRESETS
 from tests.recovery.builders import spec
@@ -306,6 +306,16 @@ def test_no_two_nodes_of_a_fleet_are_the_same(
         FleetSpec.model_validate({**FLEET, "nodes": nodes})
     where, said = refusal(error)
     assert where == "nodes" and said == snapshot
+
+
+def test_unused_ports_are_written_as_findings_name_them(snapshot: SnapshotAssertion) -> None:
+    node = {"name": "n1", "address": "10.0.0.1"}
+    names = ["mlx5_3", "mlx5_4 port 2", "enp12s0f1np1"]
+    assert FleetNode.model_validate({**node, "unused_ports": names}).unused_ports == tuple(names)
+    for name in ("", "port 1 of mlx5_3", "mlx5_3, mlx5_4"):
+        with pytest.raises(ValidationError) as error:
+            FleetNode.model_validate({**node, "unused_ports": [name]})
+        assert refusal(error)[1] == snapshot
 
 
 def test_a_fleet_asks_before_it_repairs_unless_it_says_otherwise() -> None:

@@ -12,15 +12,16 @@ kernel log (leptonai/gpud#1164).
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from relaunch.agent import tools
 from relaunch.agent.protocol import Json
-from relaunch.agent.state import read_boot_id, read_json, write_json
+from relaunch.agent.state import read_boot_id, write_json
 
 SYSTEM = "/sys/class"
 RECORD_FILE = "links.json"
@@ -30,8 +31,8 @@ blocks its reader for a minute."""
 MAX_PORTS = 64
 MAX_FILE_BYTES = 256
 RECORD_TTL = 7 * 86400.0
-"""Seconds for which a port that had a link is expected to have one: a week covers a job, and ports
-that were unplugged for good are forgotten after it."""
+"""Seconds for which a port that had a link is expected to have one, as fast: a week covers a job,
+and what was changed for good is forgotten after it."""
 COUNTER_WINDOW = 12 * 3600.0
 """Seconds after which counters are compared with newer values. leptonai/gpud looks for flapping
 ports in as many."""
@@ -44,33 +45,43 @@ COUNTERS = (
     "port_rcv_errors",
 )
 NAMES = ("key", "name", "kind", "model", "place")
-FIELDS = {*NAMES, "seen", "rate", "boot_id", "since", "counters"}
-"""Of an entry of the record."""
+TIMES = ("seen", "rate_seen", "since")
+"""Of an entry of the record: of the last link, of the highest rate, and of the counters."""
 ETHERNET, IFF_UP = "1", 0x1
 """ARPHRD_ETHER of net/if_arp.h, and the flag of net/if.h that an administrator sets."""
 
 
 def read_ports(state: Path, timeout: float = READ_TIMEOUT) -> Json:
-    """Return {"ports": [...]} or {"unreadable": why}, and remember the ports that have a link."""
-    root = Path(os.environ.get("RELAUNCH_SYS_CLASS") or SYSTEM)
+    """Return {"ports": [...]} or {"unreadable": why}, and remember the ports that have a link.
+
+    A record that cannot be read is reported and written again, and is never an exception: it would
+    end a watch, and a node without a watch is taken for lost.
+    """
+    root, now = Path(os.environ.get("RELAUNCH_SYS_CLASS") or SYSTEM), time.time()
     rdma, covered = _list_rdma(root)
     ethernet = [name for name in _list(root / "net") if _is_card(root / "net" / name, covered)]
-    recorded = _load_record(state)
-    if not rdma and not ethernet and not recorded:
+    recorded, unreadable = _load_record(state, now)
+    if not rdma and not ethernet and not recorded and not unreadable:
         return {"ports": []}
-    answer = tools.run_bounded(partial(_read_all, root, rdma, ethernet), timeout)
+    try:
+        answer = tools.run_bounded(partial(_read_all, root, rdma, ethernet), timeout)
+    except OSError as error:  # for example EAGAIN: no process can be started
+        return {"unreadable": f"no process can read them: {error.strerror}"}
     if answer is None:
         return {"unreadable": f"they did not answer within {timeout:g} s"}
-    boot_id, now = read_boot_id(state), time.time()
+    boot_id = read_boot_id(state)
     ports = [_add_record(port, recorded.get(port["key"]), boot_id, now) for port in answer["ports"]]
     present = {port["key"] for port in ports}
     gone = [_describe_gone(recorded[key], now) for key in sorted(set(recorded) - present)]
-    _update_record(state, recorded, ports, boot_id, now)
+    rows = _update_record(recorded, ports, boot_id, now)
+    if rows or unreadable:
+        _save_record(state, rows)
     return {
         "ports": [
             {name: value for name, value in port.items() if name != "key"}
             for port in [*ports, *gone][:MAX_PORTS]
-        ]
+        ],
+        **({"record": {"unreadable": unreadable}} if unreadable else {}),
     }
 
 
@@ -96,7 +107,8 @@ def _list_rdma(root: Path) -> tuple[List[str], List[str]]:
 
 
 def _is_card(interface: Path, covered: List[str]) -> bool:
-    is_wireless = (interface / "wireless").exists() or (interface / "phy80211").exists()
+    # Path.exists raises for a folder that may not be searched.
+    is_wireless = any(os.path.exists(interface / name) for name in ("wireless", "phy80211"))
     return (
         interface.name not in covered
         and _is_on_pci(interface / "device")
@@ -108,7 +120,7 @@ def _is_card(interface: Path, covered: List[str]) -> bool:
 def _is_on_pci(device: Path) -> bool:
     """Return whether it is a PCI device, and no virtual function of a card of this host."""
     bus = os.path.basename(os.path.realpath(device / "subsystem"))
-    return bus == "pci" and not (device / "physfn").exists()
+    return bus == "pci" and not os.path.exists(device / "physfn")
 
 
 # --- reading, in a child
@@ -218,13 +230,41 @@ def _is_up(port: Json) -> bool:
     return port["state"] in ("ACTIVE", "up")
 
 
-def _load_record(state: Path) -> Dict[str, Json]:
-    rows, now = (read_json(state / RECORD_FILE) or {}).get("ports"), time.time()
-    return {
-        key: row
-        for key, row in (rows.items() if isinstance(rows, dict) else ())
-        if isinstance(row, dict) and set(row) >= FIELDS and now - row["seen"] < RECORD_TTL
-    }
+def _load_record(state: Path, now: float) -> Tuple[Dict[str, Json], str]:
+    """Return the rows that still count, and why any cannot be read; empty if all can."""
+    try:
+        record = json.loads((state / RECORD_FILE).read_bytes())
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, error.strerror or str(error)
+    except (ValueError, RecursionError):
+        return {}, "it is no JSON"
+    rows = record.get("ports") if isinstance(record, dict) else None
+    if not isinstance(rows, dict):
+        return {}, "it has no ports"
+    readable = {key: row for key, row in rows.items() if _is_row(key, row)}
+    broken = len(rows) - len(readable)
+    return (
+        # A clock that was set back must not make the record last for ever.
+        {key: row for key, row in readable.items() if abs(now - row["seen"]) < RECORD_TTL},
+        f"{broken} of its {len(rows)} rows make no sense" if broken else "",
+    )
+
+
+def _is_row(key: str, row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and row.get("key") == key
+        and all(isinstance(row.get(name), str) for name in (*NAMES, "boot_id"))
+        and all(_is_number(row.get(name)) for name in TIMES)
+        and (row.get("rate", "") is None or _is_number(row.get("rate")))
+        and isinstance(row.get("counters"), dict)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def _add_record(port: Json, row: Optional[Json], boot_id: str, now: float) -> Json:
@@ -232,10 +272,15 @@ def _add_record(port: Json, row: Optional[Json], boot_id: str, now: float) -> Js
 
 
 def _describe_record(row: Json, boot_id: str, now: float) -> Json:
-    known: Json = {"ago": max(0.0, now - row["seen"]), "rate": row["rate"]}
+    known: Json = {"ago": max(0.0, now - row["seen"]), "rate": _best_rate(row, now)}
     if row["boot_id"] == boot_id:  # a driver that starts may set the counters to zero
         known.update(counters=row["counters"], seconds=max(0.0, now - row["since"]))
     return known
+
+
+def _best_rate(row: Json, now: float) -> Optional[float]:
+    """Return the highest rate within the time for which the record counts."""
+    return row["rate"] if abs(now - row["rate_seen"]) < RECORD_TTL else None
 
 
 def _describe_gone(row: Json, now: float) -> Json:
@@ -247,27 +292,46 @@ def _describe_gone(row: Json, now: float) -> Json:
 
 
 def _update_record(
-    state: Path, recorded: Dict[str, Json], ports: List[Json], boot_id: str, now: float
-) -> None:
+    recorded: Dict[str, Json], ports: List[Json], boot_id: str, now: float
+) -> Dict[str, Json]:
+    """Return the record with the ports that have a link now."""
     rows = dict(recorded)
+    absent = set(recorded) - {port["key"] for port in ports}
     for port in ports:
         if not _is_up(port):
             continue
         row = recorded.get(port["key"])
-        rates = [rate for rate in (port["rate"], row and row["rate"]) if rate]
+        if row is None:
+            replaced = _find_replaced(port, [rows[key] for key in sorted(absent)])
+            if replaced is not None:
+                absent.remove(replaced)
+                del rows[replaced]
+        best = None if row is None else _best_rate(row, now)
+        is_best = best is None or (port["rate"] is not None and port["rate"] >= best)
         is_fresh = (
             row is not None and row["boot_id"] == boot_id and now - row["since"] < COUNTER_WINDOW
         )
         rows[port["key"]] = {
             **{name: port[name] for name in NAMES},
             "seen": now,
-            "rate": max(rates, default=None),
+            "rate": port["rate"] if is_best else best,
+            "rate_seen": now if row is None or is_best else row["rate_seen"],
             "boot_id": boot_id,
             "since": row["since"] if row is not None and is_fresh else now,
             "counters": row["counters"] if row is not None and is_fresh else port["counters"],
         }
-    if not rows:
-        return
+    return rows
+
+
+def _find_replaced(port: Json, absent: List[Json]) -> Optional[str]:
+    """Return the key of the absent port that a new one replaces, if its card was exchanged or its
+    interface renamed: one of its model and place, preferably of its name."""
+    alike = [row for row in absent if all(row[name] == port[name] for name in ("model", "place"))]
+    alike.sort(key=lambda row: (row["name"] != port["name"], row["seen"]))
+    return alike[0]["key"] if alike else None
+
+
+def _save_record(state: Path, rows: Dict[str, Json]) -> None:
     try:
         write_json(state / RECORD_FILE, {"ports": rows}, durable=False)
     except OSError:
