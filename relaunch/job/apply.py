@@ -725,7 +725,7 @@ def list_changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     keys = []
     for key in sorted(old):
-        if old[key] == new[key]:
+        if old[key] == new[key] or key == "stated":
             continue
         if isinstance(old[key], dict) and isinstance(new[key], dict):
             inner = sorted(old[key] | new[key])
