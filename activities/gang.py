@@ -35,7 +35,7 @@ from relaunch.job.events import (
     RanksHung,
     StepReached,
 )
-from relaunch.job.hang import Counter, Pace, advance, hung, rate, update_counter
+from relaunch.job.hang import Counter, Pace, advance, has_restarted, hung, rate, update_counter
 
 GATHER_DELAY_S = 0.005
 """Seconds to wait for the other exits of one fault. A longer wait would only delay the relaunch:
@@ -295,17 +295,20 @@ class WatchedShard:
                 continue
             at = now - timedelta(seconds=float(value.get("age") or 0.0))
             before = view.steps.get(int(rank))
-            counter = update_counter(before.counter if before else None, int(value["step"]))
+            known, step = before.counter if before else None, int(value["step"])
+            if has_restarted(known, step):
+                self._pace = replace(self._pace, restarts=True)
+            counter = update_counter(known, step)
             view.steps[int(rank)] = RankStep(counter, at, value.get("phase"))
             view.values = {
                 k: float(v)
                 for k, v in (value.get("values") or {}).items()
                 if isinstance(v, int | float)
             }
-        known = self._pace.step
+        earlier = self._pace.step
         self._update_pace()
-        report_at, step = self.input.report_at_step, self._pace.step
-        if report_at is not None and step is not None and step >= report_at and known != step:
+        report_at, now_at = self.input.report_at_step, self._pace.step
+        if report_at is not None and now_at is not None and report_at <= now_at != earlier:
             self._news.set()
 
     def _update_pace(self) -> None:
@@ -632,6 +635,7 @@ class WatchedShard:
                     self.generation,
                     self._pace.highest,
                     self._pace.advanced_at or self._pace.started_at,
+                    restarts=self._pace.restarts,
                 )
             )
         # Always include the returns: decisions based on the other events must know that these nodes

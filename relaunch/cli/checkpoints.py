@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
+from temporalio.service import RPCError
 
 from relaunch.messages.logs import ReadCheckpointsInput, ReadCheckpointsOutput
 
@@ -48,4 +49,7 @@ async def read(client: Client, task_queue: str, state: JobState | None) -> dict[
             )
         except ActivityFailureError:
             found = ReadCheckpointsOutput(unreadable="no worker answers")
+        except RPCError as error:
+            reason = f"the Temporal server refused: {error.message} ({error.status.name})"
+            found = ReadCheckpointsOutput(unreadable=reason)
     return {"directory": directory, **asdict(found)}

@@ -340,22 +340,30 @@ async def print_streams(
     over: Callable[[], bool],
     selection: Selection,
 ) -> None:
-    """Print the streams of a generation as they arrive; see `print_logs`."""
+    """Print the streams of a generation as they arrive; see `print_logs`.
+
+    An error of one stream ends them all, and is raised by itself: the pipe of `| head` is closed,
+    or the server refuses.
+    """
     first = next(iter(printers))
-    async with asyncio.TaskGroup() as tasks:
-        for stream, printer in printers.items():
-            tasks.create_task(
-                print_logs(
-                    client,
-                    task_queue,
-                    replace(where, stream=stream),
-                    printer,
-                    # What is missing of the one is missing of the other.
-                    say if stream == first else lambda text: None,
-                    over,
-                    selection,
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for stream, printer in printers.items():
+                tasks.create_task(
+                    print_logs(
+                        client,
+                        task_queue,
+                        replace(where, stream=stream),
+                        printer,
+                        # What is missing of the one is missing of the other.
+                        say if stream == first else lambda text: None,
+                        over,
+                        selection,
+                    )
                 )
-            )
+    except ExceptionGroup as group:
+        # Not `except*`: in Python 3.11.2, that of Debian 12, it wraps what its body raises.
+        raise group.exceptions[0] from None
 
 
 def limit_to_rank(where: Generation, state: JobState, rank: int | None) -> Generation:

@@ -161,7 +161,8 @@ def _budgets(policy: Policy) -> list[str]:
     if policy.startup_stop != "off":
         startup = (
             f"{count_noun(policy.startup_stop, 'launch', 'launches')} in a row that end within a "
-            "minute with the same error of the program: the job fails"
+            "minute with the same error of the program: the job fails; one more, if all name the "
+            "same one of several nodes, or training has advanced"
         )
     restarts = "when they are spent, a rung that spends a restart fails the job instead"
     if policy.exhaust_restarts:
@@ -177,8 +178,8 @@ def _budgets(policy: Policy) -> list[str]:
         ("no_progress_ask", ask),
         (
             "healthy_for",
-            f"{duration(policy.healthy_for)} without a fault counts as progress if none is "
-            "reported",
+            f"{duration(policy.healthy_for)} without a fault counts as progress if no step is "
+            "reported, or the counter starts again in each epoch",
         ),
     )
     return [line for key, text in rows for line in _entry(f"  {key:<18}", text)]

@@ -84,6 +84,8 @@ class LogReading:
     """The exception that ended it, or else its last line; empty: it wrote nothing."""
     first: Finding | None
     """The first one that the process did not survive, whatever its role: of a barrier if one is."""
+    is_wrapper: bool = False
+    """Whether the exception that ended it says only that another process failed."""
 
 
 BARRIER = "log monitored_barrier"
@@ -123,8 +125,9 @@ def read_rank_log(
         ended, message, has_exception = _read_error(error, catalog), {}, True
     others = [n for n in outline.others if not _AFTERMATH.search(reader.lines[n])]
     around = reader.read(others[-CAUSE_LINES:])
-    if any(one.role is Role.WRAPPER for one in ended.values()):
-        # It says only that another process failed, whose exception may stand before it.
+    is_wrapper = any(one.role is Role.WRAPPER for one in ended.values())
+    if is_wrapper:
+        # The exception of the process that failed may stand before it.
         around = dict(sorted({**around, **reader.read(outline.earlier)}.items()))
     trained = reader.find_last_progress()
     fatal = {
@@ -155,6 +158,7 @@ def read_rank_log(
         # Processes that wait at a barrier print first that another one is gone, then for what.
         next((one for one in lived.values() if one.code == BARRIER), None)
         or next((one for one in lived.values() if one.code != TEARDOWN), None),
+        is_wrapper,
     )
 
 

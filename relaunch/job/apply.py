@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import assert_never
@@ -61,6 +62,7 @@ from relaunch.job.incidents import (
     open_incident,
     pass_step,
     record_decision,
+    record_restarting_counter,
     withdraw_loss,
 )
 from relaunch.job.launches import (
@@ -190,10 +192,7 @@ def _apply_event(
         case NodeReturned():
             return _apply_return(job, event, now)
         case ProgressSeen():
-            if job.progress is None or event.step > job.progress.step:
-                job = replace(job, progress=Progress(event.step, event.at))
-            # The same report may carry the next fault: the steps passed before it still count.
-            return pass_step(job, event, now)
+            return _apply_progress(job, event, now)
         case StepReached():
             return pass_step(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
@@ -258,6 +257,15 @@ def _apply_event(
             return job
         case _:
             return job
+
+
+def _apply_progress(job: JobState, event: ProgressSeen, now: datetime) -> JobState:
+    if job.progress is None or event.step > job.progress.step:
+        job = replace(job, progress=Progress(event.step, event.at))
+    if event.restarts:
+        job = record_restarting_counter(job, now)
+    # The same report may carry the next fault: the steps passed before it still count.
+    return pass_step(job, event, now)
 
 
 def _apply_late_event(job: JobState, event: Event) -> JobState:
@@ -588,6 +596,7 @@ def _renew_budgets(job: JobState, now: datetime) -> JobState:
         flat_generations=0,
         startup_error="",
         startup_failures=0,
+        startup_nodes=(),
         tries=(),
     )
 
@@ -623,7 +632,10 @@ def _raise_reached(job: JobState, step: int | None) -> JobState:
     """
     if step is None:
         return job
-    job, incident = replace(job, startup_error="", startup_failures=0), job.incident
+    job, incident = (
+        replace(job, startup_error="", startup_failures=0, startup_nodes=()),
+        job.incident,
+    )
     if incident is not None and (incident.reached is None or incident.reached < step):
         incident = replace(incident, reached=step)
     if job.progress is not None:
@@ -636,14 +648,16 @@ def _raise_reached(job: JobState, step: int | None) -> JobState:
 def _count_generation(job: JobState) -> JobState:
     """Count a generation that ended by a fault of the job: did training advance in it?
 
-    Where it reported no step, that is only known by time (`healthy_for`, which closes the
-    incident): it is taken for a repetition of the fault before it.
+    Where it reported no step, or its counter starts again, that is only known by time
+    (`healthy_for`, which closes the incident): it is taken for a repetition of the fault before it.
     """
     if job.progress is not None:
         if job.furthest_step is None:
             return job
-        is_flat = job.progress.step <= job.furthest_step
-        return replace(job, flat_generations=job.flat_generations + 1 if is_flat else 0)
+        if job.progress.step > job.furthest_step:
+            return replace(job, flat_generations=0)
+        if not job.counter_restarts:
+            return replace(job, flat_generations=job.flat_generations + 1)
     is_repeated = job.incident is not None and any(
         one.cause in OWN_CAUSES and one.generation < job.generation for one in job.incident.faults
     )
@@ -652,7 +666,6 @@ def _count_generation(job: JobState) -> JobState:
 
 def _count_startup(job: JobState, diagnosis: Diagnosis, opened: datetime) -> JobState:
     """Count generations in a row that a program ended at once, with the same error each time."""
-    lines = diagnosis.traceback.splitlines()
     is_startup = (
         job.progress is None
         and job.launched_at is not None
@@ -660,9 +673,24 @@ def _count_startup(job: JobState, diagnosis: Diagnosis, opened: datetime) -> Job
         # A signal (128 and more) may come from outside, and says nothing about the code.
         and (diagnosis.exit_code or SIGNALLED) < SIGNALLED
     )
-    error = lines[-1].strip()[:MAX_ERROR] if is_startup and lines else ""
-    count = job.startup_failures + 1 if error and error == job.startup_error else int(bool(error))
-    return replace(job, startup_error=error, startup_failures=count)
+    error = mask_numbers(diagnosis.error)[:MAX_ERROR] if is_startup else ""
+    count, nodes = int(bool(error)), diagnosis.nodes if error else ()
+    if error and error == job.startup_error:
+        count = job.startup_failures + 1
+        nodes = tuple(node for node in job.startup_nodes if node in nodes)
+    return replace(job, startup_error=error, startup_failures=count, startup_nodes=nodes)
+
+
+def mask_numbers(error: str) -> str:
+    """Return an error without its numbers, which differ between launches of one bug.
+
+    They are sizes, addresses, ports, pids and ranks. Where a number does matter, such as that of a
+    file that is missing, the program still cannot start.
+    """
+    return _NUMBER.sub("N", error.strip())
+
+
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def _apply_loss(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
@@ -725,7 +753,7 @@ def list_changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     keys = []
     for key in sorted(old):
-        if old[key] == new[key]:
+        if old[key] == new[key] or key == "stated":
             continue
         if isinstance(old[key], dict) and isinstance(new[key], dict):
             inner = sorted(old[key] | new[key])

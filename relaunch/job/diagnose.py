@@ -391,6 +391,7 @@ def _diagnose_exits(failed: list[RankExited], more: int, known: _Readers) -> Dia
             do_not_restart=diagnosis.do_not_restart,
             traceback=diagnosis.traceback,
             by_program=True,
+            error=diagnosis.error,
         )
     return diagnosis
 
@@ -538,6 +539,7 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
         do_not_restart=root.exit_code == DO_NOT_RESTART,
         traceback=words.text if words is not None else "",
         by_program=root.ecs is None or root.ecs.stop_code == BY_ITSELF,
+        error=_name_error(reading.log, words),
     )
 
 
@@ -583,6 +585,18 @@ def _detail(
     if root.error_unreadable:
         return f": its error file is unreadable: {root.error_unreadable}"
     return f": {words.error if words is not None else 'it said nothing'}"
+
+
+def _name_error(log: LogReading, words: LastWords | None) -> str:
+    """Return the line that names a rank's error; empty: none does.
+
+    The last line of a message may be advice that many errors share, and a launcher's exception is
+    the same whatever failed below it.
+    """
+    if not log.is_wrapper:
+        return words.error if words is not None else ""
+    found = log.decisive
+    return found.reason if found is not None and found.role is Role.ROOT else ""
 
 
 def _name_unknown(cause: Cause, reading: _Reading) -> str:

@@ -214,6 +214,8 @@ class ProgressSeen:
     step: int
     at: datetime
     kind: Literal["ProgressSeen"] = "ProgressSeen"
+    restarts: bool = False
+    """Whether a rank's counter has started again while the rank lived, as a bar does each epoch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,15 @@ def update_counter(counter: Counter | None, step: int) -> Counter:
     return Counter(step, counter.position + 1 - step)
 
 
+def has_restarted(counter: Counter | None, step: int) -> bool:
+    """Return whether a counter has started again, as a progress bar does in each epoch.
+
+    A program that returns to its checkpoint counts back as well, but to a step that is seldom below
+    half of what it had reached, and it passes that step later.
+    """
+    return counter is not None and 2 * step < counter.step
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How one generation advances, by the watcher's clock.
@@ -78,6 +87,8 @@ class Pace:
     """By how many steps training advanced in each interval: one report may cover many steps."""
     doing: str | None = None
     """What a rank reports to be doing other than stepping: checkpoint, evaluation."""
+    restarts: bool = False
+    """Whether a rank's counter has started again (`has_restarted`)."""
 
 
 def advance(

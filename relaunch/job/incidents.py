@@ -195,13 +195,26 @@ def pass_step(job: JobState, event: ProgressSeen | StepReached, now: datetime) -
 def close_by_time(job: JobState, incident: Incident, now: datetime) -> JobState:
     """Close an incident after `healthy_for` without a fault.
 
-    That counts as progress only where no step was ever reported: a job that runs for hours from an
-    old checkpoint, and fails before it is past what it had reached, has not advanced.
+    That counts as progress only where no step says how far training has come: none was ever
+    reported, or the counter starts again. A job that runs for hours from an old checkpoint, and
+    fails before it is past what it had reached, has not advanced.
     """
     job = close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}")
-    if incident.reached is None:
+    if incident.reached is None or job.counter_restarts:
         return record_progress(job, now)
     return replace(job, unpassed_step=incident.reached)
+
+
+def record_restarting_counter(job: JobState, now: datetime) -> JobState:
+    """Record that the job's step counter starts again while its ranks live.
+
+    It may have been known only by the report of a fault: an incident that closed by time before
+    then was progress.
+    """
+    is_new = not job.counter_restarts
+    job = replace(job, counter_restarts=True)
+    has_been_healthy = is_new and job.incident is None and job.unpassed_step is not None
+    return record_progress(job, now) if has_been_healthy else job
 
 
 def record_progress(job: JobState, now: datetime) -> JobState:
@@ -211,6 +224,7 @@ def record_progress(job: JobState, now: datetime) -> JobState:
         flat_generations=0,
         startup_error="",
         startup_failures=0,
+        startup_nodes=(),
         unpassed_step=None,
     )
     return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)

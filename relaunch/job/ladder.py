@@ -69,7 +69,7 @@ def climb(
         if has_too_many and not (is_unproven or _replaces_broken_node(rung, fault, recovering)):
             return _ask_for_progress(job, fault, vain, named)
         if rung.strategy is Strategy.FAIL:
-            return _end(job, fault, now, without, "has nothing left but to stop")
+            return _end(job, recovering, now, without, "has nothing left but to stop")
         if rung.strategy is Strategy.ASK:
             return Ask(
                 f"{fault.reason}; the ladder of {fault.cause} ends with a person",
@@ -88,16 +88,17 @@ def climb(
         return _relaunch(job, fault, rung, used, now, without)
     if has_too_many:
         return _ask_for_progress(job, fault, vain, named)
-    return _end(job, fault, now, without, "is used up")
+    return _end(job, recovering, now, without, "is used up")
 
 
 def _explain_standstill(job: JobState) -> str:
     """Return why launching again after a fault of the job is useless; empty: it may help."""
     flat, same = job.flat_generations, job.startup_failures
-    # Once training has advanced, it may be a node that came later, with another image: the ladder
-    # tries one without it first.
-    has_advanced = job.progressed_at is not None
-    if (limit := job.policy.startup_stop) != "off" and same >= limit + has_advanced:
+    # It may be one node, on which a file system is not mounted, or that came later, with another
+    # image, to a job that has advanced: the ladder tries one without it first. That all faults name
+    # the only node of a job says nothing.
+    may_be_node = job.progressed_at is not None or (bool(job.startup_nodes) and len(job.slots) > 1)
+    if (limit := job.policy.startup_stop) != "off" and same >= limit + may_be_node:
         return (
             f"{count_noun(same, 'launch', 'launches')} in a row ended at once with the same error"
         )
@@ -105,6 +106,9 @@ def _explain_standstill(job: JobState) -> str:
         generations = f"{count_noun(flat, 'generation')} in a row"
         if job.furthest_step is None:
             return f"{generations} ended like the one before, and no step was ever reported"
+        if job.counter_restarts:
+            healthy = duration(job.policy.healthy_for)
+            return f"{generations} ended like the one before, none after {healthy} without a fault"
         return f"{generations} ended without passing step {job.furthest_step}"
     return ""
 
@@ -116,9 +120,13 @@ def _needs_proof(rung: Rung, fault: Diagnosis) -> bool:
 
 
 def _end(
-    job: JobState, fault: Diagnosis, now: datetime, without: tuple[str, ...], why: str
+    job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...], why: str
 ) -> Decision:
-    """End the job, unless a person gave it restarts that are to be spent first."""
+    """End the job, unless a person gave it restarts that are to be spent first.
+
+    They are not spent on a node that the examination found unhealthy.
+    """
+    fault = _refine_fault(recovering)
     why = f"the ladder of {fault.cause} {why}"
     limit, spent = job.policy.max_restarts, job.restarts_spent
     if not job.policy.exhaust_restarts or fault.cause not in RESTARTABLE:
@@ -126,13 +134,17 @@ def _end(
     if spent >= limit:
         return _fail(fault, f"{why}, and {_describe_spent(limit)}")
     rung = Rung(strategy=Strategy.RESTART_IN_PLACE, tries=None)
+    if recovering.verdict is Verdict.UNHEALTHY:
+        rung = Rung(strategy=Strategy.REPLACE_NODE, tries=None, isolate=True)
+    broken = fault.nodes if rung.isolate else ()
     return Relaunch(
         job.generation + 1,
         f"{fault.reason}; {why}; {rung.strategy}, {spent + 1} of {count_noun(limit, 'restart')}",
         strategy=rung.strategy,
         take=replace(_take(fault, rung, now), rung=STATED),
         left=f"{limit - spent - 1} of {count_noun(limit, 'restart')}",
-        without=without,
+        without=tuple(dict.fromkeys((*without, *broken))),
+        avoid=broken,
     )
 
 

@@ -75,6 +75,8 @@ class Diagnosis:
 
     Such evidence may accuse hardware, but alone never costs a node: see `ladder`.
     """
+    error: str = ""
+    """What names the error: a line of `traceback`, or what failed below a launcher. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,17 +505,21 @@ class JobState:
     flat_generations: int = 0
     """Consecutive generations that ended by a fault of the job without passing `furthest_step`.
 
-    One that reported no step counts where an earlier one of the open incident ended by a fault of
-    the job as well.
+    One that reported no step, or whose counter starts again, counts where an earlier one of the
+    open incident ended by a fault of the job as well.
     """
     startup_error: str = ""
-    """The error of the last generation, if it ended by itself at once; empty: it did not."""
+    """The error of the last generation, if it ended by itself at once; empty: it did not.
+
+    Without its numbers: see `mask_numbers`.
+    """
     startup_failures: int = 0
     """Consecutive generations that ended with `startup_error`."""
     unpassed_step: int | None = None
     """The step that no incident waits for any more and that training has not passed; None: none.
 
-    Set when an incident closes by time alone, which is no progress where steps are reported.
+    Set when an incident closes by time alone, which is no progress where steps say how far training
+    has come.
     """
     furthest_step: int | None = None
     """The furthest step of all earlier generations; None: never reported."""
@@ -532,6 +538,13 @@ class JobState:
     """Set from the decision to stop, and kept after the job has ended."""
     exit_code: int | None = None
     ended_at: datetime | None = None
+    counter_restarts: bool = False
+    """Whether the step counter starts again while ranks live, as a bar does in each epoch.
+
+    Its highest step may never be passed, so `healthy_for` without a fault counts as progress too.
+    """
+    startup_nodes: tuple[str, ...] = ()
+    """The suspects that all generations which ended with `startup_error` have in common."""
 
     @property
     def token(self) -> Token:

@@ -27,7 +27,14 @@ from relaunch.job.events import (
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.pool.messages import DrainRequest, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
-from relaunch.spec.policy import EXHAUST, Policy, Strategy, resolve, state_restarts
+from relaunch.spec.policy import (
+    EXHAUST,
+    Policy,
+    Strategy,
+    list_stated,
+    resolve,
+    state_restarts,
+)
 
 WITHDRAW = TypeAdapter(DrainRequest)
 OFFER = TypeAdapter(Offer)
@@ -246,7 +253,7 @@ def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
         merged[key] = (
             {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
         )
-    return Policy.model_validate(merged)
+    return Policy.model_validate({**merged, "stated": list_stated(changes, policy.stated)})
 
 
 def explain(error: ValidationError) -> str:

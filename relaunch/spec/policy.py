@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from enum import StrEnum
 from functools import cache
@@ -264,11 +265,13 @@ class Policy(Strict):
     startup_stop: Annotated[int, Field(ge=2)] | Literal["off"] = "off"
     """How many launches in a row may end within a minute with the same error of the program.
 
-    More restarts would not help, so the job fails, however many are left. Once training has
-    advanced it is one more, on other nodes.
+    More restarts would not help, so the job fails, however many are left. It is one more, which the
+    ladder may place on other nodes, once training has advanced, or where all of them name the same
+    one of several nodes.
     """
     healthy_for: Duration = timedelta(hours=1)
-    """How long without a fault counts as progress where no step was ever reported."""
+    """How long without a fault counts as progress where no step was ever reported, or where the
+    step counter starts again in each epoch."""
     grow_after: Duration | Literal["off"] = timedelta(minutes=30)
     """How long a generation must run without an incident before it is restarted to use more nodes.
 
@@ -286,6 +289,9 @@ class Policy(Strict):
     hang: HangLimits = HangLimits()
     timeouts: Timeouts = Timeouts()
     strict_lease: bool = False
+    stated: tuple[Literal["exhaust_restarts", "no_progress_stop"], ...] = ()
+    """Not a setting: which of these were written, perhaps with the preset's value. A `max_restarts`
+    that is given later leaves them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -460,7 +466,13 @@ def resolve(source: dict[str, Any]) -> Policy:
         )
     if "max_restarts" in source and extends in STATABLE and source.get(EXHAUST) is not False:
         merged |= {key: value for key, value in STATED_BUDGET.items() if key not in source}
-    return Policy.model_validate(merged)
+    # A policy that was resolved before has all keys, and says itself which were stated.
+    return Policy.model_validate({"stated": list_stated(source), **merged})
+
+
+def list_stated(source: Mapping[str, object], before: Iterable[str] = ()) -> list[str]:
+    """Return which keys of `STATED_BUDGET` a mapping, or one before it, states."""
+    return [key for key in STATED_BUDGET if key in source or key in before]
 
 
 STATABLE = ("default",)
@@ -476,11 +488,10 @@ STATED_BUDGET = {EXHAUST: True, "no_progress_stop": "off"}
 def state_restarts(policy: Policy, count: int) -> Policy:
     """Return a policy with a person's `max_restarts`, given beside the policy.
 
-    A `no_progress_stop` that differs from the preset's was stated, and stays.
+    What was stated before stays, as in `resolve`.
     """
     changes: dict[str, Any] = {"max_restarts": count}
-    if policy.extends in STATABLE and not policy.exhaust_restarts:
-        changes[EXHAUST] = True
-        if policy.no_progress_stop == preset(policy.extends).no_progress_stop:
-            changes["no_progress_stop"] = "off"
+    keeps_ladders = EXHAUST in policy.stated and not policy.exhaust_restarts
+    if policy.extends in STATABLE and not keeps_ladders:
+        changes |= {key: value for key, value in STATED_BUDGET.items() if key not in policy.stated}
     return policy.model_copy(update=changes)

@@ -451,6 +451,30 @@ def test_a_counter_that_starts_again_advances_while_all_do() -> None:
     assert both.pace.steps == (1,)
 
 
+@pytest.mark.parametrize(
+    ("steps", "restarts"),
+    [
+        pytest.param((40, 99, 37), True, id="the next epoch"),
+        pytest.param((99, 0, 60), True, id="it is not forgotten"),
+        pytest.param((40, 99, 80, 100), False, id="back to a checkpoint"),
+        pytest.param((1, 2, 2, 3), False, id="forward"),
+    ],
+)
+async def test_a_report_says_whether_a_counter_starts_again(
+    steps: tuple[int, ...], restarts: bool
+) -> None:
+    watched = WatchedShard(stand().watch_input(), Pace(ago(100), expected=False))
+    for one in steps:
+        progress = {"0": {"step": one}, "1": {"step": 10**6}}
+        watched.process_line("n1", {"heartbeat": {"stamp": 1.0, "progress": progress}})
+    for rank in range(4):
+        watched.add_observation(f"n{1 + rank // 2}", RankExited("", rank, 0, 0, None, ago(0)))
+    report = await watched.report()
+    assert isinstance(report.events[0], ProgressSeen)
+    assert (report.events[0].restarts, report.events[0].step) == (restarts, max(steps))
+    assert watched.heartbeat().pace.restarts == restarts, "its successor knows it as well"
+
+
 def test_a_watch_says_why_no_step_is_known() -> None:
     printed = {"rank": 3, "lines": ["iter 1: loss 2"]}
     silent = {"rank": 0, "lines": []}

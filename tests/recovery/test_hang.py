@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.job.hang import Counter, Pace, advance, hung, limit, rate, update_counter
+from relaunch.job.hang import (
+    Counter,
+    Pace,
+    advance,
+    has_restarted,
+    hung,
+    limit,
+    rate,
+    update_counter,
+)
 from relaunch.spec.policy import HangLimits
 from tests.recovery.builders import T0, at
 
@@ -115,3 +124,18 @@ def test_an_epoch_that_starts_again_is_no_hang() -> None:
         pace = advance(pace, counter.step, at(second), position=counter.position)
     assert (pace.step, pace.highest) == (2, 9), "the highest step is not lowered"
     assert "step 2 has not changed" in (hung(pace, FIXED, at(133)) or "")
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "expected"),
+    [
+        pytest.param(None, 0, False, id="the first report"),
+        pytest.param(Counter(99), 37, True, id="the next epoch, seen late"),
+        pytest.param(Counter(1), 0, True, id="the next of a short one"),
+        pytest.param(Counter(100), 50, False, id="back to a checkpoint"),
+        pytest.param(Counter(0), 0, False, id="no step yet"),
+        pytest.param(Counter(3, base=100), 4, False, id="forward, in a later epoch"),
+    ],
+)
+def test_which_counters_start_again(before: Counter | None, step: int, expected: bool) -> None:
+    assert has_restarted(before, step) == expected

@@ -16,6 +16,7 @@ from relaunch.converter import shared_converter
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
+from relaunch.job.apply import list_changed_keys
 from relaunch.messages.jobs import overlay
 from relaunch.spec.policy import (
     HangLimits,
@@ -28,6 +29,7 @@ from relaunch.spec.policy import (
     preset,
     preset_names,
     resolve,
+    state_restarts,
 )
 
 PRESETS = ("default", "ecs-reboot-once", "gputasker", "modelarts", "torchelastic")
@@ -501,6 +503,28 @@ def test_a_budget_stated_twice_keeps_what_was_said_between() -> None:
     assert budget(overlay(preset("default"), {"max_restarts": 9, "no_progress_stop": 5}))[2] == 5
     five = overlay(preset("default"), {"no_progress_stop": 5})
     assert budget(overlay(five, {"max_restarts": 9})) == (9, True, 5)
+
+
+def test_a_budget_given_beside_a_policy_keeps_what_the_policy_states() -> None:
+    """By `run --max-restarts`, an annotation, or a later `policy change`."""
+
+    def later(written: dict[str, Any]) -> tuple[int, bool, int | str]:
+        given = state_restarts(resolve(written), 20)
+        changed = overlay(resolve(written), {"max_restarts": 20})
+        stored = Policy.model_validate(resolve(written).model_dump(mode="json"))
+        assert budget(given) == budget(changed) == budget(state_restarts(stored, 20))
+        return budget(given)
+
+    assert later({}) == (20, True, "off")
+    assert later({"exhaust_restarts": False}) == (20, False, 3)
+    assert later({"no_progress_stop": 3}) == (20, True, 3)
+    assert later({"no_progress_stop": 3}) == budget(
+        resolve({"max_restarts": 20, "no_progress_stop": 3})
+    )
+    assert later({"max_restarts": 4, "exhaust_restarts": False}) == (20, False, 3)
+    changed = overlay(preset("default"), {"exhaust_restarts": False})
+    assert budget(overlay(changed, {"max_restarts": 9})) == (9, False, 3)
+    assert list_changed_keys(preset("default"), overlay(changed, {"no_progress_stop": 3})) == ()
 
 
 def test_what_names_no_preset_extends_the_default() -> None:

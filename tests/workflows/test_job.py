@@ -152,7 +152,9 @@ async def test_no_progress_ends_a_job_before_its_budget_does(
 
 async def test_one_error_at_each_start_ends_a_job_with_a_budget(make_rig: MakeRig) -> None:
     boom = error_file("ModuleNotFoundError: No module named 'flash_attn'", "Traceback: here")
-    async with make_rig(Script((Exit(rank=0, exit_code=1, error=boom),))) as rig:
+    # On one node alone there would be a fourth launch, without that node.
+    exits = (Exit(generation=g, rank=2 * (g % 2), exit_code=1, error=boom) for g in (1, 2, 3))
+    async with make_rig(Script(tuple(exits))) as rig:
         result = await (await rig.submit(policy(max_restarts=100))).result()
         assert (result.phase, result.generation) == (Phase.FAILED, 3)
         assert (result.state.startup_failures, result.state.restarts_spent) == (3, 2)
