@@ -154,6 +154,17 @@ def test_a_step_that_only_the_stop_reveals_was_reached_before(stopped_by: str) -
     assert (job.report_at_step, job.progress and job.progress.step) == (9, 8)
 
 
+@pytest.mark.parametrize(("before", "failures"), [(1, 0), (2, 2)])
+def test_a_step_of_before_the_last_generation_leaves_the_count_of_equal_starts(
+    before: int, failures: int
+) -> None:
+    job, _ = step(running(), at_minute(0, **NETWORK)(running()))
+    job = replace(job, startup_error="ImportError", startup_failures=2)
+    generation = job.generation
+    job = record(job, Launched(generation, T0, T0, step=8, step_generation=generation - before))
+    assert (job.report_at_step, job.furthest_step, job.startup_failures) == (9, 8, failures)
+
+
 def test_a_job_that_only_the_stop_reveals_to_have_trained_had_a_start() -> None:
     job, _ = step(running(), at_minute(0.1, **IMPORT)(running()))
     assert job.startup_failures == 1
