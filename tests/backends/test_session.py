@@ -237,6 +237,25 @@ async def test_bytes_that_are_no_text_arrive_as_storable_text(opened: Open) -> N
     assert answer["stdout"] == "half ? and \U0001f600"
 
 
+async def test_orders_under_way_fail_with_their_session_while_a_child_has_its_output(
+    opened: Open, tmp_path: Path
+) -> None:
+    # A child has the agent's output open until the test ends.
+    until = tmp_path / "until"
+    os.mkfifo(until)
+    child = f"import subprocess; subprocess.Popen(['cat', {str(until)!r}])\n"
+    session = opened({"list": "die"}, program=child + AGENT, answer_within=900.0)
+    try:
+        async with asyncio.timeout(60.0):
+            orders = ask(session, "probe"), ask(session, "diagnose"), session.list()
+            failed = await asyncio.gather(*orders, return_exceptions=True)
+    finally:
+        until.open("w").close()
+    reasons = [one.reason for one in failed if isinstance(one, Unreachable)]
+    expected = [f"the session has ended (during {name})" for name in ("probe", "diagnose", "list")]
+    assert reasons == expected
+
+
 async def test_a_broken_session_waits_for_no_child_of_its_agent(
     opened: Open, tmp_path: Path
 ) -> None:
