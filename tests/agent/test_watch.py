@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from real_node import Node, Stream, expect_done, is_alive, python_command, token, wait_for
+from real_node import PATIENCE, Node, Stream, expect_done, is_alive, python_command, token, wait_for
 
 REPORT = (
     "import os,sys,time\n"
@@ -294,7 +294,7 @@ def test_list_logs_and_stacks(node: Node) -> None:
     assert first is not None
     assert first["chunks"][0]["next"] == 14
     waiting = node.begin(
-        "logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=10.0, tail=None
+        "logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=100 * PATIENCE, tail=None
     )
     stacks = node.order("stacks", token=token(1), rank=None)
     assert stacks is not None
