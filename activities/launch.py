@@ -99,7 +99,9 @@ class PreparedNode:
     place: str = ""
     """`Place.text`, if the node reports a place."""
     step: int | None = None
-    """The step that all ranks of the generation before had reached here, or None: not known."""
+    """The step that all ranks here had reached in the generation that reported steps here last, or
+    None: not known."""
+    step_generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,23 @@ class LaunchRanksOutput:
     places: dict[str, str] = field(default_factory=dict)
     """`Place.text` by node, once `start` was sent to some nodes."""
     step: int | None = None
-    """The step that all ranks of the generation before had reached, as far as nodes know."""
+    """The step that all ranks had reached in the last generation that nodes know a step of."""
+    step_generation: int | None = None
+
+
+def find_last_step(
+    known: Sequence[PreparedNode] | Sequence[LaunchRanksOutput],
+) -> tuple[int | None, int | None]:
+    """Return the step that all ranks had reached in the newest generation, and that generation.
+
+    A node that was not in the last generations knows of an older one only. Its ranks had reached
+    less then, which says nothing about where the others have got to since.
+    """
+    newest = max(
+        (one.step_generation for one in known if one.step_generation is not None), default=None
+    )
+    steps = [one.step for one in known if one.step is not None and one.step_generation == newest]
+    return (min(steps), newest) if steps else (None, None)
 
 
 class JobActivities:
@@ -228,11 +246,13 @@ class JobActivities:
                 unreachable=error.nodes, reason=str(error), start_sent=True, places=places
             )
             return _retry_or_return(error, given_up)
+        step, step_generation = find_last_step(prepared)
         return LaunchRanksOutput(
             stopped_at=stopped_at,
             started_at=datetime.now(UTC),
             places=places,
-            step=min((node.step for node in prepared if node.step is not None), default=None),
+            step=step,
+            step_generation=step_generation,
         )
 
     async def _confirm_attempt(self, stamps: dict[str, float], places: dict[str, str]) -> None:
@@ -276,6 +296,7 @@ class JobActivities:
                 answer.nonce,
                 answer.place.text if answer.place else "",
                 answer.step,
+                answer.step_generation,
             )
             for slot, answer in zip(input.slots, answers, strict=True)
             if isinstance(answer, Prepared)

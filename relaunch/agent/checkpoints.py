@@ -1,23 +1,34 @@
 """Find checkpoints in a folder, and tell complete from torn ones by the files that they have.
 
 No checkpoint is loaded, and nothing is changed. The folder may be on a network file system that
-hangs, so this runs in a separate process, as all orders do.
+hangs or is slow: a process that can be left behind reads it, one for each folder at a time, and
+asks for the status of few files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
 from itertools import islice
-from typing import Dict, List, NamedTuple, Optional
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from relaunch.agent.protocol import Fields, Json
+from relaunch.agent import tools
+from relaunch.agent.protocol import Fields, Json, Refused
+from relaunch.agent.state import try_lock
 
+READ_TIMEOUT = 2.5
+"""Timeout in seconds for reading a folder."""
+LOCK_TIMEOUT = 1.0
+"""Seconds to wait for another reader of the folder; with READ_TIMEOUT less than callers wait."""
 MAX_ENTRIES = 10_000
 """Most entries of a folder that are looked at."""
 MAX_EXAMINED = 50
-"""Most checkpoints that are examined: those that were changed last."""
+"""Most checkpoints that are examined: those that were changed last, down to a complete one."""
+MAX_SAMPLE = 16
+"""Most entries of a checkpoint whose times are read; those that tell completeness come first."""
 MAX_INCOMPLETE = 4
 """Most incomplete checkpoints in an answer."""
 MAX_NAME = 200
@@ -34,7 +45,11 @@ WEIGHTS = re.compile(
 )
 """What a folder of Hugging Face's Trainer or of Accelerate has of the model: the index of several
 files is written after them."""
+ACCELERATE_FILE = "random_states_0.pkl"
 HF_FILES = ("trainer_state.json", "training_args.bin", "config.json", "optimizer.pt")
+
+
+TORCH_SUFFIXES = (".ckpt", ".pt", ".pth")
 
 
 class Entry(NamedTuple):
@@ -42,7 +57,10 @@ class Entry(NamedTuple):
     """In bytes; of a folder not 0."""
     changed: float
     """Unix time."""
-    is_folder: bool
+
+
+Folder = Dict[str, "os.DirEntry[str]"]
+"""The entries of a folder by name, which were listed and not looked at."""
 
 
 class Found(NamedTuple):
@@ -54,11 +72,40 @@ class Found(NamedTuple):
     """What is missing; empty: nothing."""
 
 
-def read_checkpoints(order: Fields) -> Json:
-    """Return the newest complete checkpoint of a folder, and incomplete ones that are newer."""
+def read_checkpoints(state: Path, order: Fields) -> Json:
+    """Return the newest complete checkpoint of a folder, and incomplete ones that are newer.
+
+    Raises:
+        Refused: The folder is not read within the time, or an earlier reader of it still lives.
+    """
     folder = order.text("directory")
     if order.get("workdir", "a folder or null", None) is not None:
         folder = os.path.join(order.text("workdir"), folder)
+    # The reader holds it, so that readers which cannot be killed do not become more.
+    path = state / f"reading-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.lock"
+    lock = _await_lock(path)
+    if lock is None:
+        raise Refused("still_reading", f"{folder} is still being read: its file system is slow")
+    try:
+        answer = tools.run_bounded(lambda: _read(folder), READ_TIMEOUT, keep=[lock])
+        if answer is None:
+            raise Refused("still_reading", f"{folder} was not read within {READ_TIMEOUT:g} s")
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+    return answer
+
+
+def _await_lock(path: Path) -> Optional[int]:
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    lock = try_lock(path)
+    while lock is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        lock = try_lock(path)
+    return lock
+
+
+def _read(folder: str) -> Json:
     answer: Json = {"outcome": "done", "newest": None, "incomplete": [], "unreadable": None}
     try:
         found = find_checkpoints(folder)
@@ -78,7 +125,11 @@ def read_checkpoints(order: Fields) -> Json:
 def _is_newer(found: Found, other: Optional[Found]) -> bool:
     if other is None or found.changed >= other.changed:
         return True
-    own, others = _parse_step(found.name), _parse_step(other.name)
+    return _has_higher_step(found.name, other.name)
+
+
+def _has_higher_step(name: str, other: str) -> bool:
+    own, others = _parse_step(name), _parse_step(other)
     return own is not None and others is not None and own > others
 
 
@@ -99,76 +150,129 @@ def _serialize(found: Found, now: float) -> Json:
 
 
 def find_checkpoints(folder: str) -> List[Found]:
-    """Return the checkpoints in a folder, the newest first, or the one that it is.
+    """Return the newest checkpoints in a folder, the newest first, or the one that it is.
+
+    They are those down to the newest complete one, and some that are older with a higher step: a
+    program may take the highest, and the clock of a file server may be off.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    entries = _list(folder)
-    own = _examine_folder(os.path.basename(folder), entries, 0.0)
+    listed = _list(folder)
+    own = _examine_folder(os.path.basename(folder), listed, 0.0)
     if own is not None and own.format == "dcp":
         return [own._replace(name=".")]
-    tracked = _read_tracker(folder) if TRACKER in entries else None
-    found = []
-    newest = sorted(entries, key=lambda name: -entries[name].changed)[:MAX_EXAMINED]
-    for name in newest:
-        path, entry = os.path.join(folder, name), entries[name]
-        try:
-            one = (
-                _examine_folder(name, _list(path), entry.changed)
-                if entry.is_folder
-                else _examine_file(path, name, entry)
-            )
-        except OSError:  # it is being removed, as old ones are
-            continue
-        if one is not None:
-            found.append(one if tracked is None else _apply_tracker(one, tracked))
+    tracked = _read_tracker(folder) if TRACKER in listed else None
+    found: List[Found] = []
+    candidates = _sort_candidates(listed)[:MAX_EXAMINED]
+    while candidates and (not found or found[-1].incomplete):
+        found += _examine(listed[candidates.pop(0)], tracked)
+    higher = [name for name in candidates if found and _has_higher_step(name, found[-1].name)]
+    higher.sort(key=lambda name: -(_parse_step(name) or 0))
+    for name in higher[:MAX_INCOMPLETE]:
+        found += _examine(listed[name], tracked)
     found.sort(key=lambda one: -one.changed)
     name = f"iter_{tracked or 0:07d}"
-    if tracked is not None and name not in entries:
-        changed = entries[TRACKER].changed
+    if tracked is not None and name not in listed:
+        changed = listed[TRACKER].stat().st_mtime
         found.insert(0, Found(name, "megatron", changed, f"{TRACKER} names it, but it is missing"))
     return found
 
 
-def _list(folder: str) -> Dict[str, Entry]:
-    entries = {}
+def _list(folder: str) -> Folder:
     with os.scandir(folder) as scan:
-        for entry in islice(scan, MAX_ENTRIES):
-            try:
-                status = entry.stat()
-            except OSError:  # it was removed, or is a link to nothing
-                continue
-            is_folder = entry.is_dir()
-            size = max(1, status.st_size) if is_folder else status.st_size
-            entries[entry.name] = Entry(size, status.st_mtime, is_folder)
-    return entries
+        return {entry.name: entry for entry in islice(scan, MAX_ENTRIES)}
 
 
-def _examine_folder(name: str, entries: Dict[str, Entry], created: float) -> Optional[Found]:
+def _sort_candidates(listed: Folder) -> List[str]:
+    """Return the names of what may be a checkpoint, those that were changed last first.
+
+    A folder is changed when an entry of it is made or renamed, as the one that is written last is.
+    """
+    changed: Dict[str, float] = {}
+    for name, each in listed.items():
+        entry = _look_at(each) if _may_be_checkpoint(each) else None
+        if entry is not None:
+            changed[name] = entry.changed
+    return sorted(changed, key=lambda name: -changed[name])
+
+
+def _may_be_checkpoint(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.name.endswith(TORCH_SUFFIXES) or entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _look_at(entry: os.DirEntry[str]) -> Optional[Entry]:
+    """Return an entry; None: it was removed, or is a link to nothing."""
+    try:
+        status = entry.stat()
+    except OSError:
+        return None
+    size = max(1, status.st_size) if entry.is_dir() else status.st_size
+    return Entry(size, status.st_mtime)
+
+
+def _examine(entry: os.DirEntry[str], tracked: Optional[int]) -> List[Found]:
+    """Return what an entry is, or nothing if it is not a checkpoint."""
+    looked = _look_at(entry)
+    try:
+        if looked is None:
+            one = None
+        elif entry.is_dir():
+            one = _examine_folder(entry.name, _list(entry.path), looked.changed)
+        else:
+            one = _examine_file(entry.path, entry.name, looked)
+    except OSError:  # it is being removed, as old ones are
+        return []
+    if one is None:
+        return []
+    return [one if tracked is None else _apply_tracker(one, tracked)]
+
+
+def _examine_folder(name: str, listed: Folder, created: float) -> Optional[Found]:
     """Return the checkpoint that a folder is; None: it is not one of a known kind."""
-    changed = max((entry.changed for entry in entries.values()), default=created)
-    shards = [each for each in entries if each.endswith(".distcp")]
-    if ".metadata" in entries or shards:
+    shards = [each for each in listed if each.endswith(".distcp")]
+    if ".metadata" in listed or shards:
+        entries, changed = _sample(listed, [".metadata"], created)
         missing = _find_missing(entries, ".metadata")
         return Found(name, "dcp", changed, missing or ("" if shards else "no .distcp files"))
     if re.fullmatch(r"iter_\d{7,}", name):
-        has_model = any(each.startswith("mp_rank_") for each in entries)
-        missing = "" if has_model or "metadata.json" in entries else "no model weights"
-        return Found(name, "megatron", changed, missing)
+        has_model = any(each.startswith("mp_rank_") for each in listed)
+        missing = "" if has_model or "metadata.json" in listed else "no model weights"
+        return Found(name, "megatron", _sample(listed, [], created)[1], missing)
     if re.fullmatch(r"checkpoint[-_]\d+", name):
-        if not entries:
-            return Found(name, "hf" if "-" in name else "accelerate", changed, "it is empty")
-        weights = [each for each in entries if WEIGHTS.match(each)]
+        if not listed:
+            return Found(name, "hf" if "-" in name else "accelerate", created, "it is empty")
+        weights = [each for each in listed if WEIGHTS.match(each)]
+        last = "trainer_state.json" if any(each in listed for each in HF_FILES) else ACCELERATE_FILE
+        entries, changed = _sample(listed, [last, *weights], created)
         missing = "" if weights else "no model weights"
-        missing = missing or next((f"{w} is empty" for w in weights if not entries[w].size), "")
-        if any(each in entries for each in HF_FILES):
-            missing = missing or _find_missing(entries, "trainer_state.json")
+        empty = (
+            f"{each} is empty" for each in weights if each in entries and not entries[each].size
+        )
+        missing = missing or next(empty, "") or _find_missing(entries, last)
+        if last in HF_FILES:
             return Found(name, "hf", changed, missing)
-        if "random_states_0.pkl" in entries or weights:
-            missing = missing or _find_missing(entries, "random_states_0.pkl")
+        if last in listed or weights:
             return Found(name, "accelerate", changed, missing)
     return None
+
+
+def _sample(listed: Folder, first: List[str], created: float) -> Tuple[Dict[str, Entry], float]:
+    """Return some entries of a checkpoint, these first, and when it was changed.
+
+    A checkpoint of a thousand files is changed when those that tell completeness are, and before
+    they are written, some of the others tell whether it still grows.
+    """
+    entries: Dict[str, Entry] = {}
+    present = [name for name in first if name in listed]
+    for name in present or islice(listed, MAX_SAMPLE):
+        entry = _look_at(listed[name])
+        if entry is not None:
+            entries[name] = entry
+    return entries, max((created, *(entry.changed for entry in entries.values())))
 
 
 def _find_missing(entries: Dict[str, Entry], last: str) -> str:
@@ -180,7 +284,7 @@ def _find_missing(entries: Dict[str, Entry], last: str) -> str:
 
 def _examine_file(path: str, name: str, entry: Entry) -> Optional[Found]:
     """Return the checkpoint that a file of torch.save is: a zip file, whose end comes last."""
-    if os.path.splitext(name)[1] not in (".ckpt", ".pt", ".pth"):
+    if not name.endswith(TORCH_SUFFIXES):
         return None
     incomplete = "" if entry.size else "it is empty"
     with open(path, "rb") as file:

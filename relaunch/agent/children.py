@@ -34,7 +34,9 @@ COMMANDS: dict[str, Command] = {
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
     "stacks": lambda state, order, reading, writing: reports.read_stacks(state, order),
-    "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(order),
+    "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(
+        state, order
+    ),
     "probe": lambda state, order, reading, writing: probe.probe_node(state, order),
     "preflight": lambda state, order, reading, writing: preflight.check_node(state, order),
     "meet": lambda state, order, reading, writing: preflight.meet(state, order),

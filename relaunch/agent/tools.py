@@ -29,6 +29,8 @@ ends it."""
 POLL_INTERVAL = 0.02
 """Seconds between checks whether the program has ended: its children may hold its output open
 forever."""
+KILLED_TIMEOUT = 0.5
+"""Seconds for a process to end that blocks in no call of the kernel."""
 MAX_STDOUT_BYTES = 1024 * 1024
 MAX_STDERR_BYTES = 4096
 HOLD_VARIABLE = "RELAUNCH_HOLD"
@@ -217,21 +219,54 @@ def kill_leftovers(state: Path) -> List[int]:
         time.sleep(0.005)
 
 
-def run_bounded(work: Callable[[], Json], timeout: float) -> Optional[Json]:
-    """Run in a child what may block in the kernel; return its result, or None without an answer.
+def run_bounded(
+    work: Callable[[], Json], timeout: float, keep: Sequence[int] = ()
+) -> Optional[Json]:
+    """Run what may block in the kernel in a process; return its result, or None without an answer.
+
+    It is no child of the caller, which may become a shim and would take it for a rank: SIGKILL does
+    not end what blocks in the kernel.
+
+    Args:
+        keep: descriptors that the work has open as long as its process lives.
 
     Raises:
         OSError: no child can be started.
     """
+    parent = os.getpid()
+
+    def relay(writing: int) -> None:
+        processes.die_with(parent)
+        processes.close_all_but([writing, *keep])
+        result = _run_in_child(work, timeout, keep)
+        if result is not None:
+            _write(writing, line(result))
+
+    reading, writing = os.pipe()
+    try:
+        pid = processes.fork(lambda: relay(writing))
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    received = bytearray()
+    with open(reading, "rb", buffering=0) as stream:
+        while data := stream.read(65536):
+            received += data
+    os.waitpid(pid, 0)
+    return parse(bytes(received)) if received.endswith(b"\n") else None
+
+
+def _run_in_child(work: Callable[[], Json], timeout: float, keep: Sequence[int]) -> Optional[Json]:
+    """Run `work` in a child, which is left behind if it cannot be killed."""
     reading, writing = os.pipe()
     parent = os.getpid()
 
     def child() -> None:
         processes.die_with(parent)
-        processes.close_all_but([writing])
-        data = line(work())
-        while data:
-            data = data[os.write(writing, data) :]
+        processes.close_all_but([writing, *keep])
+        _write(writing, line(work()))
 
     try:
         pid = processes.fork(child)
@@ -252,8 +287,12 @@ def run_bounded(work: Callable[[], Json], timeout: float) -> Optional[Json]:
     finally:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
-        # a child that blocks in the kernel stays, and is reaped when this process ends
-        deadline = time.monotonic() + 0.5
+        deadline = time.monotonic() + KILLED_TIMEOUT
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
     return parse(received) if received.endswith(b"\n") else None
+
+
+def _write(handle: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(handle, data) :]

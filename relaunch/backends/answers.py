@@ -142,6 +142,7 @@ class PrepareAnswer(_Answer):
     stamp: Seconds
     nonce: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
     step: Count | None = None
+    step_generation: Count | None = None
 
 
 class StartAnswer(_Answer):

@@ -96,7 +96,9 @@ class Prepared:
     place: AgentPlace | None = None
     """Where the ranks will be started; None: this kind of node has no agent that outlives them."""
     step: int | None = None
-    """The step that all ranks of the generation before had reached here, or None: not known."""
+    """The step that all ranks here had reached in the generation that reported steps here last, or
+    None: not known."""
+    step_generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from typing import Protocol
 LINE_LIMIT = 8 * 1024 * 1024
 """Bytes. A `logs` answer is the longest line; asyncio's default limit is 64 KiB."""
 
+DRAIN_DELAY = 0.2
+"""Seconds to read what a process has left in its pipe when it ends."""
+
 
 class Pipe(Protocol):
     @property
@@ -52,6 +55,25 @@ class Pipe(Protocol):
         ...
 
 
+class _Protocol(SubprocessStreamProtocol):
+    """Ends the pipe soon after its process.
+
+    While a child of the process has the pipe open, its reader would wait for that child, and each
+    command under way for its whole timeout.
+    """
+
+    _subprocess: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._subprocess = transport
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        if self._subprocess is not None:
+            asyncio.get_running_loop().call_later(DRAIN_DELAY, self._subprocess.close)
+
+
 class ProcessPipe:
     """A pipe to an agent that is a child process of this one."""
 
@@ -80,7 +102,7 @@ class ProcessPipe:
         # As `create_subprocess_exec` does, which keeps the transport to itself.
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
-            lambda: SubprocessStreamProtocol(limit=LINE_LIMIT, loop=loop),
+            lambda: _Protocol(limit=LINE_LIMIT, loop=loop),
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

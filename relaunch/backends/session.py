@@ -99,6 +99,7 @@ class AgentSession:
             nonce=prepared.nonce,
             place=parse_place(answer.get("place")),
             step=prepared.step,
+            step_generation=prepared.step_generation,
         )
 
     async def start(self, order: StartOrder) -> Started | Refused:

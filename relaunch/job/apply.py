@@ -157,7 +157,7 @@ def _apply_event(
         case RanksFound():
             return add_found(job, event.nodes, event.launched)
         case Launched():
-            job = _raise_reached(job, event.step)
+            job = _raise_reached(job, event.step, _is_of_last(event))
             incident = (
                 replace(job.incident, stopped=event.stopped_at, launched=event.started_at)
                 if job.incident
@@ -623,19 +623,23 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
     return open_incident(job, diagnosis, opened, now)
 
 
-def _raise_reached(job: JobState, step: int | None) -> JobState:
+def _is_of_last(event: Launched) -> bool:
+    """Return whether the step that a launch found is that of the generation before."""
+    return event.step_generation in (None, event.generation - 1)
+
+
+def _raise_reached(job: JobState, step: int | None, is_of_last: bool = True) -> JobState:
     """Record the last step of ranks that have ended.
 
     A watch knows what ranks on other nodes had reached up to a second before the fault. The next
     generation would pass that step without having advanced. Nor was a fault after it one of the
-    program's start.
+    program's start, if the step `is_of_last`, the generation before.
     """
     if step is None:
         return job
-    job, incident = (
-        replace(job, startup_error="", startup_failures=0, startup_nodes=()),
-        job.incident,
-    )
+    incident = job.incident
+    if is_of_last:
+        job = replace(job, startup_error="", startup_failures=0, startup_nodes=())
     if incident is not None and (incident.reached is None or incident.reached < step):
         incident = replace(incident, reached=step)
     if job.progress is not None:

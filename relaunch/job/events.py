@@ -92,7 +92,9 @@ class Launched:
     """`Place.text` by node: where the ranks were started."""
     kind: Literal["Launched"] = "Launched"
     step: int | None = None
-    """The step that all ranks of the generation before had reached when they were gone."""
+    """The step that all ranks had reached in `step_generation` when they were gone."""
+    step_generation: int | None = None
+    """The newest generation that nodes know a last step of: it may not be the one before."""
 
 
 @dataclass(frozen=True, slots=True)

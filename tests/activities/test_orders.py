@@ -16,7 +16,13 @@ from temporalio.api.common.v1 import Payload
 from temporalio.exceptions import ApplicationError
 
 import relaunch.job.fencing
-from relaunch.activities.launch import LAUNCH_ATTEMPTS, LaunchRanksOutput, make_gang
+from relaunch.activities.launch import (
+    LAUNCH_ATTEMPTS,
+    LaunchRanksOutput,
+    PreparedNode,
+    find_last_step,
+    make_gang,
+)
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.records import (
     ArchiveIncidentsInput,
@@ -25,7 +31,7 @@ from relaunch.activities.records import (
     read_archive,
 )
 from relaunch.activities.stop import StopRanksInput, StopRanksOutput
-from relaunch.backends.base import Prepared, StartOrder
+from relaunch.backends.base import Prepared, PrepareOrder, Refused, StartOrder
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import Incident
 from relaunch.messages.logs import ReadLogsInput
@@ -49,6 +55,44 @@ async def test_a_launch_that_lost_an_answer_starts_nothing_twice() -> None:
     assert isinstance(answer, LaunchRanksOutput)
     assert answer.started_at is not None
     assert len([life for life in fleet.backend.lives if life.kind == "started"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("known", "last"),
+    [
+        ([(12, 4), (11, 4), (None, None)], (11, 4)),
+        ([(900, 7), (100, 3), (901, 7)], (900, 7)),  # a node that was away since generation 3
+        ([(None, None)], (None, None)),
+    ],
+)
+def test_the_last_step_is_of_the_newest_known_generation(
+    known: list[tuple[int | None, int | None]], last: tuple[int | None, int | None]
+) -> None:
+    nodes = [
+        PreparedNode("n", "", 1, 1, 0.0, "", step=step, step_generation=generation)
+        for step, generation in known
+    ]
+    outputs = [
+        LaunchRanksOutput(step=one.step, step_generation=one.step_generation) for one in nodes
+    ]
+    assert find_last_step(nodes) == find_last_step(outputs) == last
+
+
+async def test_a_launch_answers_with_the_last_step_that_its_nodes_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = stand(Script(()))
+    prepare, steps = fleet.backend.prepare, {"n1": (100, 1), "n2": (900, 3)}
+
+    async def prepare_after(node: str, order: PrepareOrder) -> Prepared | Refused:
+        answer = await prepare(node, order)
+        step, generation = steps[node]
+        assert isinstance(answer, Prepared)
+        return replace(answer, step=step, step_generation=generation)
+
+    monkeypatch.setattr(fleet.backend, "prepare", prepare_after)
+    answer = await fleet.launch()
+    assert (answer.step, answer.step_generation) == (900, 3)
 
 
 @pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])

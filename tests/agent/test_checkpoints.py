@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_node import Node, expect_done
+from real_node import Node, expect_done, is_alive, refusal, wait_for
 
+from relaunch.agent import checkpoints, processes
 from relaunch.agent.checkpoints import TRACKER, find_checkpoints
+from relaunch.agent.protocol import Fields, Refused
 
 HF = ("config.json", "model.safetensors", "trainer_state.json")
 ACCELERATE = ("model.safetensors", "random_states_0.pkl")
@@ -71,14 +76,15 @@ def test_files_of_torch_are_complete_with_their_end(tmp_path: Path) -> None:
     save(tmp_path / "epoch=0-step=20.ckpt", 200)
     (tmp_path / "last.ckpt").symlink_to("epoch=0-step=20.ckpt")
     (tmp_path / "ckpt.pt").touch()
-    os.utime(tmp_path / "ckpt.pt", (100, 100))
+    os.utime(tmp_path / "ckpt.pt", (400, 400))
     (tmp_path / "train.log").write_text("step 20")
     (tmp_path / "gone.ckpt").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "wandb").mkdir()
-    found = find(tmp_path)
-    assert found[0] == ("epoch=1-step=30.ckpt", "torch", "its end is missing")
-    assert {name for name, _, what in found[1:3]} == {"epoch=0-step=20.ckpt", "last.ckpt"}
-    assert [what for _, _, what in found[1:]] == ["", "", "it is empty"]
+    empty, torn, (name, *complete) = find(tmp_path)
+    assert empty == ("ckpt.pt", "torch", "it is empty")
+    assert torn == ("epoch=1-step=30.ckpt", "torch", "its end is missing")
+    assert (name in ("epoch=0-step=20.ckpt", "last.ckpt"), complete) == (True, ["torch", ""])
 
 
 def test_megatron_resumes_from_the_iteration_that_it_names(tmp_path: Path) -> None:
@@ -93,6 +99,79 @@ def test_megatron_resumes_from_the_iteration_that_it_names(tmp_path: Path) -> No
     assert find(tmp_path)[0] == ("iter_0000030", "megatron", missing)
     (tmp_path / TRACKER).write_text("release")
     assert find(tmp_path)[0] == ("iter_0000020", "dcp", "")
+
+
+def test_few_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a network file system, the status of each file is a request.
+    looked: list[str] = []
+    look_at = checkpoints._look_at
+    monkeypatch.setattr(
+        checkpoints, "_look_at", lambda entry: (looked.append(entry.path), look_at(entry))[1]
+    )
+    shards = [f"__{rank}_0.distcp" for rank in range(200)]
+    for step in range(10, 30):
+        write(tmp_path / f"step-{step}", ".metadata", *shards, at=step)
+    write(tmp_path / "step-30", *shards, at=30)
+    write(tmp_path / "step-40", *shards, at=9)
+    write(tmp_path, *(f"events.{number}" for number in range(500)), at=50)
+    torn = [("step-30", "dcp", "no .metadata"), ("step-40", "dcp", "no .metadata")]
+    assert sorted(find(tmp_path)) == sorted([*torn, ("step-29", "dcp", "")])
+    assert len(looked) < 22 + 3 + 2 * 20
+
+
+@pytest.fixture
+def unkillable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Make readers as unkillable as if they hung in the kernel; return how they end."""
+    kill, readers = os.kill, tmp_path / "readers"
+    examine = checkpoints._examine_file
+
+    def examine_file(path: str, name: str, entry: checkpoints.Entry) -> object:
+        with readers.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return examine(path, name, entry)
+
+    def end() -> None:
+        for pid in readers.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                kill(int(pid), signal.SIGKILL)
+
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(processes, "die_with", lambda parent: None)
+    monkeypatch.setattr(checkpoints, "_examine_file", examine_file)
+    yield end
+    end()
+
+
+def test_a_folder_that_hangs_has_one_reader(
+    unkillable: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, state = tmp_path / "out", tmp_path / "state"
+    folder.mkdir()
+    state.mkdir()
+    os.mkfifo(folder / "ckpt.pt")  # nothing ever writes into it
+    monkeypatch.setattr(checkpoints, "LOCK_TIMEOUT", 0.1)
+    order = Fields({"directory": str(folder)})
+    with pytest.raises(Refused, match="was not read within"):
+        checkpoints.read_checkpoints(state, order)
+    wait_for((tmp_path / "readers").exists)
+    for _ in range(2):
+        with pytest.raises(Refused, match="still being read"):
+            checkpoints.read_checkpoints(state, order)
+    assert len((tmp_path / "readers").read_text().split()) == 1
+    other = checkpoints.read_checkpoints(state, Fields({"directory": str(state)}))
+    assert other["outcome"] == "done"
+    unkillable()
+    (folder / "ckpt.pt").unlink()
+    monkeypatch.setattr(checkpoints, "LOCK_TIMEOUT", 60.0)  # until the kernel has ended it
+    assert checkpoints.read_checkpoints(state, order)["outcome"] == "done"
+    assert list(state.iterdir()) == []
+
+
+def test_a_folder_that_hangs_ends_with_an_answer(node: Node, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ckpt.pt")
+    assert refusal(node.order("checkpoints", directory=str(tmp_path))) == "still_reading"
+    wait_for(lambda: not any(map(is_alive, node.list_commands())))
+    node.end_session()
 
 
 def test_the_newest_complete_one_is_answered_and_newer_torn_ones(

@@ -12,7 +12,7 @@ import subprocess
 import time
 
 import pytest
-from real_node import Node, expect_done, is_alive, python_command, token, wait_for
+from real_node import PATIENCE, Node, expect_done, is_alive, python_command, token, wait_for
 
 STUBBORN = (
     "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
@@ -102,17 +102,16 @@ def test_a_killed_supervisor_is_replaced_and_nothing_else_is(node: Node, number:
 
 
 def test_a_killed_shim_takes_its_ranks_and_their_children_along(node: Node) -> None:
-    node.run(1, python_command(AWAY))
+    # No lease or fence ends them within the patience of this test.
+    node.run(1, python_command(AWAY), lease=100 * PATIENCE, fence_after=100 * PATIENCE)
     wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     watch = node.watch()
     watch.read_until("heartbeat")
     shim, others = node.pid("shim"), set(node.list_processes())
-    began = time.monotonic()
     os.kill(shim, signal.SIGKILL)
     shims = {shim, node.pid("supervisor"), node.session().pid}
     own = {pid for pid in others - shims if b"RELAUNCH_TOKEN" in _environment(pid)}
     wait_for(lambda: not any(map(is_alive, own)))
-    assert time.monotonic() - began < 10
     reason = watch.read_observation("ShimDied")["reason"]
     assert "[0, 1]" in reason
     assert "end" in watch.read_rest()[-1]

@@ -95,6 +95,16 @@ def test_ranks_that_are_unwatched_for_too_long_stop(node: Node) -> None:
     wait_for(lambda: not any(map(is_alive, pids.values())))
 
 
+def test_the_time_without_a_watch_begins_with_the_ranks(node: Node) -> None:
+    node.prepare(1)
+    prepared = node.stamps[1, 1]
+    wait_for(lambda: boottime() > prepared + 1.5, "other nodes are prepared more slowly")
+    node.start(1, fences=False, unwatched=1.0)
+    fence = wait_for(lambda: find_fence(node))
+    started = json.loads((node.folder() / "started.json").read_text())["stamp"]
+    assert (fence["why"], fence["stamp"] >= started + 1.0) == ("unwatched", True)
+
+
 def test_one_node_that_was_never_watched_stops(node: Node) -> None:
     node.run(1, fences=False, **SHORT)
     wait_for(lambda: find_fence(node).get("why") == "never_watched")

@@ -193,7 +193,7 @@ def make_row(**changes: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("state", ["", "4: ACTIVE"])
-def test_a_record_that_cannot_be_read_is_reported_and_begun_again(
+def test_an_unreadable_record_is_reported_and_begun_again(
     text: str, state: str, system: Cards, tmp_path: Path
 ) -> None:
     system.add_rdma("mlx5_0", state=state)

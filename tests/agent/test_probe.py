@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from real_node import Node, boottime, wait_for
 
-from relaunch.agent import tools
+from relaunch.agent import processes, tools
 from relaunch.agent.node import hold, links, probe, reboots
 from relaunch.agent.state import read_boot_id
 
@@ -117,6 +117,29 @@ def test_work_that_dies_in_its_child_is_no_answer() -> None:
 
     assert tools.run_bounded(dies, 5.0) is None
     assert tools.run_bounded(lambda: {"all": "well"}, 5.0) == {"all": "well"}
+
+
+def test_work_that_sigkill_does_not_end_gets_another_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # What hangs in the kernel looks like this: no signal ends it.
+    kill, written = os.kill, tmp_path / "pid"
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(processes, "die_with", lambda parent: None)
+
+    def hangs() -> dict[str, Any]:
+        written.write_text(str(os.getpid()))
+        time.sleep(1000)
+        return {}
+
+    assert tools.run_bounded(hangs, 1.0) is None
+    left = processes.read_process(int(wait_for(lambda: written.exists() and written.read_text())))
+    assert left is not None and left.is_alive
+    try:
+        # This process may become a shim, which takes its children for ranks.
+        assert left.pid not in {one.pid for one in processes.list_descendants(os.getpid())}
+    finally:
+        kill(left.pid, 9)
 
 
 # --- the kernel log -------------------------------------------------------------------------------

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 from real_node import wait_for
 
-from relaunch.agent.ranks import evidence, journal
-from relaunch.agent.ranks.progress import MATCH_CPU_S, ProgressError, RankProgress, parse_file
+from relaunch.agent.ranks import evidence, journal, progress
+from relaunch.agent.ranks.progress import (
+    LOG_CHUNK_BYTES,
+    MATCH_CPU_S,
+    ProgressError,
+    RankProgress,
+    parse_file,
+    read_last_step,
+)
 from relaunch.agent.state import Generation
 
 
@@ -308,3 +315,66 @@ def test_what_is_reported_beside_a_step_is_bounded() -> None:
         float("inf"),
     )
     assert read["values"]["n" * 256] == 2.0
+
+
+# --- the last step --------------------------------------------------------------------------------
+
+STEP = r"step (?P<step>\d+)"
+
+
+def read_last(generation: Generation, *logs: str, pattern: str = STEP) -> int | None:
+    """Read the last step of ranks with these logs. In them `~` is a part of a log, `=` a line."""
+    record = {"ranks": list(range(len(logs)))}
+    (generation.path / "order.json").write_text(json.dumps(record))
+    noise = "NCCL INFO x\n" * (LOG_CHUNK_BYTES // 12)
+    for rank, log in enumerate(logs):
+        generation.log_path(rank).write_text(
+            log.replace("~", noise).replace("=", "x" * LOG_CHUNK_BYTES)
+        )
+    return read_last_step([generation], pattern)[0]
+
+
+@pytest.mark.parametrize(
+    ("log", "step"),
+    [
+        ("step 7\nstep 8\nend\n", 8),
+        ("step 7\nstep 8", 8),
+        ("step 7\rstep 8", 8),
+        ("step 122\nstep 12", 122),  # killed while it wrote 123
+        ("step \x1b[1m8\x1b[0m\n", 8),
+        ("step 8\n~~", 8),
+        ("step 7~step 8\n~~~x", 8),
+        ("step 8 =\nend", 8),
+        ("nothing\n~", None),
+        ("", None),
+    ],
+)
+def test_the_last_step_is_found_in_what_a_rank_left(
+    log: str, step: int | None, generation: Generation
+) -> None:
+    assert read_last(generation, log) == step
+
+
+def test_the_last_step_is_found_across_the_parts_of_a_log(generation: Generation) -> None:
+    for size in range(12):
+        log = "step 1234\n" + "x" * (LOG_CHUNK_BYTES - size) + "\n"
+        assert read_last(generation, log) == 1234, size
+
+
+def test_the_last_step_is_of_the_slowest_rank_that_reports_steps(generation: Generation) -> None:
+    generation.progress_path(0).write_text("9")
+    generation.log_path(2, "stderr").write_text("step 10\n")
+    # A log whose end has none is not searched further, as other logs have one.
+    assert read_last(generation, "step 5\n", "step 8\n", "step 7\n", "step 6\n~", "\n") == 8
+
+
+def test_the_newest_of_all_logs_is_read_first(
+    generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each match takes some time in which others cannot be read, whatever the machine.
+    monkeypatch.setattr(progress, "LAST_READ_CPU_S", 0.05)
+    monkeypatch.setattr(progress, "LAST_READ_TIMEOUT", 60.0)
+    logs = ["a" * 40 + "\n"] * 2 + ["step 8\n"]
+    slow = r"step (?P<step>\d+)|(a+)+$x"
+    assert read_last(generation, *logs, pattern=slow) is None  # and it ends at all
+    assert read_last(generation, *reversed(logs), pattern=slow) == 8

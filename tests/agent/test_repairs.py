@@ -17,10 +17,11 @@ import pytest
 from real_node import TIMES, Node, expect_done, is_alive, refusal, token, wait_for
 
 from relaunch.agent import processes
-from relaunch.agent.node import reboots, repairs
+from relaunch.agent.node import hold, reboots, repairs
 from relaunch.agent.protocol import Refused
 from relaunch.agent.state import read_boot_id
 from relaunch.backends import local_power
+from relaunch.backends.session import ANSWER_TIMEOUT
 from tests.doubles.install import HEALTHY, calls, install_nvml, install_tool, pids
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
@@ -39,7 +40,9 @@ def read_holder(node: Node) -> Any:
 
 def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout='{"DCGM": 1}', stderr="a warning", exit_code=226)
+    began = time.monotonic()
     answer = expect_done(node.order("diagnose", **diagnosis()))
+    assert 0 <= answer["took"] < time.monotonic() - began
     assert calls(programs, "dcgmi") == [["diag", "-r", "2", "-j"]]
     assert answer["boot_id"] == read_boot_id(node.state)
     assert (answer["exit_code"], answer["stdout"], answer["stderr"]) == (
@@ -47,7 +50,6 @@ def test_a_diagnosis_is_what_dcgmi_printed(node: Node, programs: Path) -> None:
         '{"DCGM": 1}',
         "a warning",
     )
-    assert 0 <= answer["took"] < 10
     assert "cut" not in answer
     assert read_holder(node) is None
     assert not (node.state / "held.json").exists()
@@ -251,9 +253,9 @@ def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
 ) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "hang nvmlInitWithFlags\n")
     before = read_boot_id(node.state)
-    began = time.monotonic()
     expect_done(node.order("reboot", **node.make_reboot_order()))
-    assert time.monotonic() - began < 10, "the order waits for up to ten seconds"
+    # The controller waits twice its timeout for the answer.
+    assert hold.HOLD_TIMEOUT + repairs.REBOOT_NVML_TIMEOUT < 2 * ANSWER_TIMEOUT
     wait_for(lambda: read_boot_id(node.state) != before)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from real_node import Node, Stream, is_alive, python_command, token, wait_for
+from real_node import PATIENCE, Node, Stream, expect_done, is_alive, python_command, token, wait_for
 
 REPORT = (
     "import os,sys,time\n"
@@ -206,7 +206,7 @@ time.sleep(1000)"""
     assert node.stop(generation=2, log_pattern=pattern)["step"] is None
 
 
-def test_a_preparation_answers_with_the_last_step_of_the_generation_before(node: Node) -> None:
+def test_a_preparation_answers_with_the_last_step_before(node: Node) -> None:
     pattern = r"step (?P<step>\d+)"
     code = "import time; print('step', 12, flush=True); time.sleep(1000)"
     assert node.prepare(1, ranks=[0], log_pattern=pattern)["step"] is None
@@ -215,6 +215,24 @@ def test_a_preparation_answers_with_the_last_step_of_the_generation_before(node:
     prepared = node.prepare(2, ranks=[0], log_pattern=pattern)
     assert prepared["step"] == 12
     assert node.prepare(2, ranks=[0], log_pattern=pattern) == prepared
+
+
+def test_the_last_step_outlasts_launches_that_were_not_completed(node: Node) -> None:
+    pattern = r"step (?P<step>\d+)"
+    code = "import time; print('step', 12, flush=True); time.sleep(1000)"
+    node.run(1, python_command(code), ranks=1, log_pattern=pattern)
+    wait_for(lambda: "12" in node.log())
+    # Another node refuses generation 2. Generation 3 is started, but on this node only.
+    node.prepare(2, ranks=[0], log_pattern=pattern)
+    prepared = expect_done(node.prepare(3, ranks=[0], log_pattern=pattern))
+    assert (prepared["step"], prepared["step_generation"]) == (12, 1)
+    node.start(3, ranks=1, log_pattern=pattern)
+    prepared = expect_done(node.prepare(4, ranks=[0], log_pattern=pattern))
+    assert (prepared["step"], prepared["step_generation"]) == (12, 1)
+    again = expect_done(
+        node.prepare(1, ranks=[0], token=token(1, submission=2), log_pattern=pattern)
+    )
+    assert (again["step"], again["step_generation"]) == (None, None)
 
 
 def test_a_pattern_that_never_matches_comes_with_what_is_printed(node: Node) -> None:
@@ -282,7 +300,7 @@ def test_list_logs_and_stacks(node: Node) -> None:
     assert first is not None
     assert first["chunks"][0]["next"] == 14
     waiting = node.begin(
-        "logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=10.0, tail=None
+        "logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=100 * PATIENCE, tail=None
     )
     stacks = node.order("stacks", token=token(1), rank=None)
     assert stacks is not None

@@ -41,6 +41,8 @@ if answer == "echo" else answer}), flush=True)
 """A double of the agent: sends the answers that it was given, is silent on other orders, and exits
 where the answer would be `die`."""
 
+PATIENCE = 60.0
+"""Seconds before a test says that something does not happen: the machine may be busy."""
 Open = Callable[..., AgentSession]
 BOOT = {"outcome": "done", "boot_id": "b1"}
 
@@ -186,10 +188,9 @@ async def test_a_long_diagnosis_of_a_silent_node_is_broken_off(
     opened: Open,
 ) -> None:
     session = opened({}, answer_within=0.5)
-    began = time.monotonic()
-    with pytest.raises(Unreachable):
-        await ask(session, "diagnose", within=900.0)
-    assert time.monotonic() - began < 10.0
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(Unreachable):
+            await ask(session, "diagnose", within=100 * PATIENCE)
 
 
 async def test_a_long_diagnosis_is_awaited_while_the_node_answers(opened: Open) -> None:
@@ -208,15 +209,14 @@ async def test_an_order_as_the_session_dies_waits_for_no_answer(
     for _ in range(20):
         dying = asyncio.create_task(session.list())
         await asyncio.sleep(0)
-        began = time.monotonic()
-        while time.monotonic() - began < 4.0:  # whatever moment of its end an order meets
-            try:
-                await ask(session, "probe", within=900.0)
-            except BackendError:
-                continue
-            else:
-                break
-        assert time.monotonic() - began < 4.0
+        async with asyncio.timeout(PATIENCE):
+            while True:  # whatever moment of its end an order meets
+                try:
+                    await ask(session, "probe", within=100 * PATIENCE)
+                except BackendError:
+                    continue
+                else:
+                    break
         with pytest.raises(Unreachable):
             await dying
 
@@ -237,6 +237,25 @@ async def test_bytes_that_are_no_text_arrive_as_storable_text(opened: Open) -> N
     assert answer["stdout"] == "half ? and \U0001f600"
 
 
+async def test_orders_fail_with_their_session_whose_output_is_held(
+    opened: Open, tmp_path: Path
+) -> None:
+    # A child has the agent's output open until the test ends.
+    until = tmp_path / "until"
+    os.mkfifo(until)
+    child = f"import subprocess; subprocess.Popen(['cat', {str(until)!r}])\n"
+    session = opened({"list": "die"}, program=child + AGENT, answer_within=100 * PATIENCE)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            orders = ask(session, "probe"), ask(session, "diagnose"), session.list()
+            failed = await asyncio.gather(*orders, return_exceptions=True)
+    finally:
+        until.open("w").close()
+    reasons = [one.reason for one in failed if isinstance(one, Unreachable)]
+    expected = [f"the session has ended (during {name})" for name in ("probe", "diagnose", "list")]
+    assert reasons == expected
+
+
 async def test_a_broken_session_waits_for_no_child_of_its_agent(
     opened: Open, tmp_path: Path
 ) -> None:
@@ -252,7 +271,7 @@ async def test_a_broken_session_waits_for_no_child_of_its_agent(
         for _ in range(2):
             with pytest.raises(BackendError):
                 await ask(session, "reboot")
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(PATIENCE):
             await session.close()
             while readers := [
                 task for task in asyncio.all_tasks() if task.get_name() == "session n1"

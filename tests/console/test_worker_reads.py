@@ -54,12 +54,12 @@ async def follow(answer: Any, printer: Printer) -> None:
     )
 
 
-async def test_a_closed_pipe_of_logs_that_are_followed_is_a_broken_pipe() -> None:
+async def test_a_closed_pipe_of_followed_logs_is_a_broken_pipe() -> None:
     piece = ReadLogsOutput(chunks=(LogPiece(0, 3, "hi\n"),), ended=True)
     with pytest.raises(BrokenPipeError):
         await follow(piece, ClosedPipe(1))
 
 
-async def test_what_the_server_refuses_of_logs_that_are_followed_is_its_own_error() -> None:
+async def test_what_the_server_refuses_of_followed_logs_is_its_error() -> None:
     with pytest.raises(RPCError, match="Standalone activity is disabled"):
         await follow(REFUSED, Printer(1))

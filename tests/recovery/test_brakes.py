@@ -169,14 +169,23 @@ def test_a_step_that_only_the_stop_reveals_was_reached_before(stopped_by: str) -
     assert (job.report_at_step, job.progress and job.progress.step) == (9, 8)
 
 
-def test_a_job_that_only_the_stop_reveals_to_have_trained_had_a_start() -> None:
+@pytest.mark.parametrize(("before", "failures"), [(1, 0), (2, 2)])
+def test_an_older_generations_step_leaves_the_equal_starts(before: int, failures: int) -> None:
+    job, _ = step(running(), at_minute(0, **NETWORK)(running()))
+    job = replace(job, startup_error="ImportError", startup_failures=2)
+    generation = job.generation
+    job = record(job, Launched(generation, T0, T0, step=8, step_generation=generation - before))
+    assert (job.report_at_step, job.furthest_step, job.startup_failures) == (9, 8, failures)
+
+
+def test_a_job_that_the_stop_reveals_to_have_trained_started() -> None:
     job, _ = step(running(), at_minute(0.1, **IMPORT)(running()))
     assert job.startup_failures == 1
     job = record(job, RanksStopped(job.generation, ("n1", "n2"), T0, step=3))
     assert (job.report_at_step, job.startup_failures) == (4, 0)
 
 
-def test_a_spare_that_cannot_start_is_replaced_before_the_job_ends() -> None:
+def test_a_spare_that_cannot_start_is_replaced_first() -> None:
     job = replace(running(), progressed_at=T0)
     walk(
         job,
@@ -209,7 +218,7 @@ def killed(job: JobState, now: datetime) -> tuple[JobState, Decision]:
     return step(job, fault(job, exited(2, signal=9), seconds=seconds), now)
 
 
-def test_a_counter_of_epochs_passes_no_highest_step_and_does_not_fail_good_training() -> None:
+def test_a_counter_of_epochs_does_not_fail_good_training() -> None:
     job, now = running(), T0
     for number in range(8):
         job, now = trained(job, now, hours=100)
@@ -220,7 +229,7 @@ def test_a_counter_of_epochs_passes_no_highest_step_and_does_not_fail_good_train
         assert decision.reason.endswith("RESTART_IN_PLACE 1 of 2 for UNKNOWN")
 
 
-def test_a_counter_of_steps_that_is_not_passed_still_fails_the_job() -> None:
+def test_a_counter_that_is_not_passed_still_fails_the_job() -> None:
     job, now = running(), T0
     for expected in ("RESTART_IN_PLACE", "RESTART_IN_PLACE", "EXAMINE n2", "FAILED 137"):
         job, now = trained(job, now, hours=2)
@@ -243,7 +252,7 @@ def test_a_counter_of_epochs_does_not_hide_a_fault_that_repeats() -> None:
     assert "ended like the one before, none after 1h without a fault" in job.reason
 
 
-def test_an_hour_counts_also_if_only_the_next_fault_shows_that_the_counter_starts_again() -> None:
+def test_an_hour_counts_if_only_the_next_fault_shows_epochs() -> None:
     job = epochs(running(), T0, restarts=False)
     job, _ = killed(job, T0)
     job, now = trained(relaunched(job, T0), T0, hours=2)
@@ -257,7 +266,7 @@ def test_an_hour_counts_also_if_only_the_next_fault_shows_that_the_counter_start
 # --- errors at start-up
 
 
-def test_start_ups_that_fail_on_one_node_try_another_before_the_job_ends() -> None:
+def test_start_ups_that_fail_on_one_node_try_another() -> None:
     missing = {
         "code": 1,
         "error": error("FileNotFoundError: [Errno 2] No such file: '/data/train.bin'", None),
@@ -364,7 +373,7 @@ def test_below_a_launcher_it_is_what_failed_there(errors: tuple[str, ...], expec
 # --- a stated budget and a broken node
 
 
-def test_a_stated_budget_is_not_spent_on_a_node_that_is_found_unhealthy() -> None:
+def test_a_stated_budget_is_not_spent_on_an_unhealthy_node() -> None:
     job = running(policy=policy(max_restarts=20))
     job = walk(
         job,

@@ -679,7 +679,7 @@ def test_what_a_kernel_prints_on_nodes_that_work_is_no_cause(line: str) -> None:
     assert (found.cause, found.by_program) == (Cause.APPLICATION, True)
 
 
-def test_a_processor_that_answers_no_interrupt_is_a_fault_of_the_node() -> None:
+def test_a_processor_without_interrupts_is_a_fault_of_the_node() -> None:
     line = "NMI watchdog: Watchdog detected hard LOCKUP on cpu 12"
     one = exited(3, "n2", code=1, error=error("KeyError: 'x'"), kernel=(line,), pid=4711)
     found = diagnose(running(), fault(running(), one))

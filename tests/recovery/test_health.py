@@ -779,11 +779,11 @@ def test_resets_that_make_no_sense_heal_nothing() -> None:
         "watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [rsync:777]",
     ],
 )
-def test_what_a_kernel_prints_on_nodes_that_work_leaves_them_healthy(line: str) -> None:
+def test_what_kernels_print_on_good_nodes_leaves_them_healthy(line: str) -> None:
     assert read(probe(kernel={"lines": [line] * 3})).verdict is Verdict.HEALTHY
 
 
-def test_a_driver_that_does_not_match_by_nvml_is_a_fault_of_the_node() -> None:
+def test_a_driver_that_nvml_does_not_match_is_a_node_fault() -> None:
     health = read(probe(gpus={"unreadable": "NVML: LIB_RM_VERSION_MISMATCH"}))
     assert health.verdict is Verdict.UNHEALTHY
     assert [(found.code, found.cause) for found in health.findings] == [

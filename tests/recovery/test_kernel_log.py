@@ -65,7 +65,7 @@ def test_every_mark_and_every_row_is_met_by_a_sample() -> None:
     ] == []
 
 
-def test_a_client_of_another_driver_version_takes_no_room_of_other_lines() -> None:
+def test_a_client_of_another_version_takes_no_lines_room() -> None:
     assert not is_kernel_evidence("NVRM: API mismatch: the client 'dcgm-exporter' (pid 777)")
 
 

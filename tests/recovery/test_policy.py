@@ -505,7 +505,7 @@ def test_a_budget_stated_twice_keeps_what_was_said_between() -> None:
     assert budget(overlay(five, {"max_restarts": 9})) == (9, True, 5)
 
 
-def test_a_budget_given_beside_a_policy_keeps_what_the_policy_states() -> None:
+def test_a_budget_beside_a_policy_keeps_what_that_states() -> None:
     """By `run --max-restarts`, an annotation, or a later `policy change`."""
 
     def later(written: dict[str, Any]) -> tuple[int, bool, int | str]:

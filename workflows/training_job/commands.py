@@ -31,6 +31,7 @@ with workflow.unsafe.imports_passed_through():
         LaunchRanksInput,
         LaunchRanksOutput,
         PreparedNode,
+        find_last_step,
         make_gang,
     )
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
@@ -201,8 +202,15 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
         )
     stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
     started_at = [output.started_at for output in outputs if output.started_at is not None]
-    step = min((output.step for output in outputs if output.step is not None), default=None)
-    return Launched(token.generation, max(stopped), max(started_at), places, step=step)
+    step, reached_in = find_last_step(outputs)
+    return Launched(
+        token.generation,
+        max(stopped),
+        max(started_at),
+        places,
+        step=step,
+        step_generation=reached_in,
+    )
 
 
 async def watch(

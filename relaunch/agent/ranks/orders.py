@@ -145,12 +145,28 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
                 job, others, token.order, fields["stop_grace"], fields["stuck_after"], reason
             )
             reach_failpoint(state, "prepare.stopped")
-            before = job.generation((token.submission, token.generation - 1))
+            step, reached_in = read_last_step(_list_launched(job, token), pattern)
             gone: Json = {
                 "stopped": [list(other) for other in stopped if other != token.order],
-                "step": read_last_step(before, pattern),
+                "step": step,
+                "step_generation": None if reached_in is None else reached_in[1],
             }
             return _prepare_shim(job, generation, token, fields, gone)
+
+
+def _list_launched(job: JobState, token: Token) -> list[Generation]:
+    """Return the generations of this submission that ranks were started of here, newest first.
+
+    The one before the token may not be one of them: where a node refuses a launch, or does not
+    answer, the others have stopped their ranks for nothing.
+    """
+    return [
+        each
+        for each in reversed(job.list_generations())
+        if (token.submission, 0) <= each.order < token.order
+        and (launch := each.launch) is not None
+        and not launch.get("refused")
+    ]
 
 
 def _select_up_to(
@@ -402,7 +418,7 @@ def stop(state: Path, order: Fields) -> Json:
             return {
                 "outcome": "done",
                 "stopped": [list(stopped_order) for stopped_order in stopped],
-                "step": read_last_step(job.generation(token.order), pattern),
+                "step": read_last_step([job.generation(token.order)], pattern)[0],
                 "place": job.place,
             }
 

@@ -11,10 +11,10 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from relaunch.agent import tools
-from relaunch.agent.protocol import Json, now
+from relaunch.agent.protocol import Json, Order, now
 from relaunch.agent.state import Generation
 
 TORN_TIMEOUT = 2.0
@@ -40,6 +40,16 @@ COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
 """Colours may stand between a word and its number; other sequences may say where a line belongs."""
 LAST_READ_TIMEOUT = 2.0
 """Timeout in seconds for the last read of all ranks of a node, whose disk may hang."""
+LAST_READ_CPU_S = 0.2
+"""Seconds of CPU time for it: the next launch waits for it.
+
+This is enough for some megabytes, with a usual pattern.
+"""
+MAX_LAST_PARTS = 16
+"""Most parts of LOG_CHUNK_BYTES of each log in which the last step is looked for.
+
+The ranks of a failed generation may print megabytes after it, such as traces of NCCL.
+"""
 SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
 """Control sequences of terminals (ECMA-48)."""
 MATCH_CPU_S = 0.5
@@ -222,7 +232,7 @@ class RankProgress:
     def read(self) -> bool:
         """Read the progress; return whether the step or the checkpoint changed."""
         before = (self.reading["step"] if self.reading else None, self.checkpoint)
-        has_file = self._read_file()
+        has_file = self.read_file()
         if not has_file and self.pattern is not None:
             self._read_log(self.pattern)
         return (self.reading["step"] if self.reading else None, self.checkpoint) != before
@@ -276,7 +286,7 @@ class RankProgress:
         if reading["checkpoint"] is not None:
             self.checkpoint = reading["checkpoint"]
 
-    def _read_file(self) -> bool:
+    def read_file(self) -> bool:
         """Read the progress file; return whether it exists, even if it cannot be read."""
         try:
             status = os.stat(self.file)
@@ -364,26 +374,123 @@ class RankProgress:
             self._accept({**reading, "checkpoint": None}, time.time())
 
 
-def read_last_step(generation: Generation, pattern: Optional[str]) -> Optional[int]:
-    """Return the step that all ranks of a generation that report steps have reached.
+class _LogTail:
+    """Reads a log from its end back to its begin, a part at a time."""
 
-    To be called once they have ended: it is the last word on what they reached. None: no rank
-    reported a step, or the disk did not answer.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._end: Optional[int] = None
+        """Where the part that was read last begins; None before the first."""
+        self._continuation = b""
+        """The begin of what follows `_end` up to the end of its line."""
+
+    def read_step(self, pattern: re.Pattern[str]) -> Optional[int]:
+        """Return the newest step in the next part, or None.
+
+        Raises:
+            OSError: The log cannot be read.
+        """
+        is_newest = self._end is None
+        steps: List[int] = []
+        for number, text in enumerate(reversed(self._read_lines())):
+            match = pattern.search(text[:MAX_LINE_BYTES].decode(errors="replace"))
+            try:
+                step = None if match is None else parse_match(match)["step"]
+            except ProgressError:
+                continue
+            if step is not None:
+                steps.append(step)
+                # The last line may have been cut within a number, when its rank was killed.
+                if number > 0 or not is_newest:
+                    break
+        return max(steps, default=None)
+
+    def _read_lines(self) -> List[bytes]:
+        with open(self.path, "rb") as file:
+            end = file.seek(0, os.SEEK_END) if self._end is None else self._end
+            self._end = max(0, end - LOG_CHUNK_BYTES)
+            file.seek(self._end)
+            data = file.read(end - self._end) + self._continuation
+        data = data.replace(b"\r", b"\n")
+        if self._end > 0:
+            head, _, data = data.partition(b"\n")
+            self._continuation = head[:MAX_LINE_BYTES]
+        return COLOURS.sub(b"", data).split(b"\n") if data else []
+
+    @property
+    def is_read(self) -> bool:
+        return self._end == 0
+
+    def skip(self) -> None:
+        self._end = 0
+
+
+def read_last_step(
+    generations: Sequence[Generation], pattern: Optional[str]
+) -> Tuple[Optional[int], Optional[Order]]:
+    """Return the step that all ranks that report steps have reached, and in which generation.
+
+    To be called once they have ended: it is the last word on what they reached. Of several
+    generations it is the first that has a step. None: no rank reported a step, or none in what was
+    read within MAX_LAST_PARTS of each log, LAST_READ_CPU_S and LAST_READ_TIMEOUT.
     """
-    prepared = generation.prepared_order
-    if prepared is None:
-        return None
-    ranks = {*prepared["ranks"], *generation.launched_ranks}
 
     def read() -> Json:
         compiled = re.compile(pattern) if pattern is not None else None
-        steps = []
-        for rank in ranks:
-            progress = RankProgress(generation, rank, compiled)
-            progress.read()
-            if progress.reading is not None:
-                steps.append(progress.reading["step"])
-        return {"step": min((step for step in steps if step is not None), default=None)}
+        steps: Dict[int, int] = {}
+        order: Optional[Order] = None
+        before = signal.signal(signal.SIGPROF, _end_match)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, LAST_READ_CPU_S)
+            for generation in generations:
+                order = generation.order
+                _collect_last_steps(generation, compiled, steps)
+                if steps:
+                    break
+        except _MatchTimeout:  # what was read before counts
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            signal.signal(signal.SIGPROF, before)
+        return {"last": [min(steps.values()), order] if steps else [None, None]}
 
-    answer = tools.run_bounded(read, LAST_READ_TIMEOUT)
-    return None if answer is None else answer["step"]
+    answer = tools.run_bounded(read, LAST_READ_TIMEOUT) if generations else None
+    step, reached_in = answer["last"] if answer is not None else (None, None)
+    return step, None if reached_in is None else (reached_in[0], reached_in[1])
+
+
+def _collect_last_steps(
+    generation: Generation, pattern: Optional[re.Pattern[str]], steps: Dict[int, int]
+) -> None:
+    """Fill in the last steps: of each log the newest part, and older ones while no step is known.
+
+    Most jobs report steps at one rank, and the logs of the others would be searched for nothing.
+    """
+    prepared = generation.prepared_order
+    if prepared is None:
+        return
+    logs: Dict[int, List[_LogTail]] = {}
+    for rank in sorted({*prepared["ranks"], *generation.launched_ranks}):
+        progress = RankProgress(generation, rank, None)
+        if not progress.read_file():
+            logs[rank] = [_LogTail(log.path) for log in progress.logs]
+        elif progress.reading is not None:
+            steps[rank] = progress.reading["step"]
+    if pattern is None:
+        return
+    for _ in range(MAX_LAST_PARTS):
+        for rank, tails in logs.items():
+            found = [_read_part(log, pattern) for log in tails if not log.is_read]
+            known = [step for step in found if step is not None]
+            if known:
+                steps[rank] = max(known)
+        if steps:
+            return
+
+
+def _read_part(log: _LogTail, pattern: re.Pattern[str]) -> Optional[int]:
+    try:
+        return log.read_step(pattern)
+    except OSError:  # the rank has printed nothing into it, or it cannot be read
+        log.skip()
+        return None

@@ -124,7 +124,7 @@ class Shim:
         """Whether the generation was stopped or fenced: the shim exits once the ranks are gone."""
         self.watchers = 0
         self.used_at = now()
-        """When this generation last had a watcher or a renewal."""
+        """When this generation last had a watcher or a renewal, or began to run."""
         self.callers: list[Channel] = []
         self.terminated_groups: set[int] = set()
         """Process groups that got SIGTERM."""
@@ -518,6 +518,7 @@ class Shim:
         self.start_order = order
         self.upkeep.has_separate_stderr = order["separate_stderr"] and "launched" not in order
         self.state = "running"
+        self.used_at = now()  # this node may have waited long for slower ones to be prepared
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self._inform_supervisor(begin=True)
         # Fork helpers that do not run yet at once: the ranks must not run without them.
