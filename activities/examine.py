@@ -17,7 +17,7 @@ from temporalio.exceptions import ApplicationError
 
 from relaunch.activities.power import cycle_power
 from relaunch.activities.stop import send_heartbeats
-from relaunch.backends.base import Backend, BackendError, CyclesPower, Fleets, Refused, identity
+from relaunch.backends.base import Backend, BackendError, CyclesPower, Fleets, Refusal, identity
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.health import Health, read_health
 from relaunch.job.state import ExaminedNode
@@ -156,7 +156,7 @@ class NodeActivities:
 
 async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
     within, fleet = order.within.total_seconds(), _identity(backend, order.fleet)
-    answer: Mapping[str, Any] | Refused
+    answer: Mapping[str, Any] | Refusal
     match order.verb:
         case "probe":
             return NodeProbed(
@@ -179,7 +179,7 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
             return await cycle_power(order.node, power, within)
         case _:
             raise ValueError(f"{order.verb!r} is no step of a repair")
-    if isinstance(answer, Refused):
+    if isinstance(answer, Refusal):
         return OrderRefused(answer.why, answer.reason, answer.boot_id)
     return OrderDone(dict(answer))
 
@@ -223,7 +223,7 @@ async def _diagnose(
             if unanswered == MAX_PROBES or left <= 1.0:
                 raise
         else:
-            if not isinstance(answer, Refused):
+            if not isinstance(answer, Refusal):
                 return dict(answer)
             if answer.why != "held" or answer.held_by != id_ or left <= 1.0:
                 return {"refused": answer.why, "reason": answer.reason}

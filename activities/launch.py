@@ -28,10 +28,10 @@ from relaunch.backends.base import (
     BelowLauncher,
     Fleets,
     Peer,
-    Prepared,
+    Preparation,
     PrepareOrder,
     ProtocolError,
-    Refused,
+    Refusal,
     StartOrder,
     identity,
 )
@@ -299,7 +299,7 @@ class JobActivities:
                 answer.step_generation,
             )
             for slot, answer in zip(input.slots, answers, strict=True)
-            if isinstance(answer, Prepared)
+            if isinstance(answer, Preparation)
         )
 
     async def _start(
@@ -377,7 +377,7 @@ class NodesRefused(Exception):
 Answer = TypeVar("Answer")
 
 
-def _check_highest(refused: Refused, token: Token) -> Refused:
+def _check_highest(refused: Refusal, token: Token) -> Refusal:
     """Return the refusal if its `highest` is plausible: it becomes the number of the next launch.
 
     Raises:
@@ -405,7 +405,7 @@ def _check_highest(refused: Refused, token: Token) -> Refused:
 
 
 async def _call_each(
-    token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]
+    token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refusal]]
 ) -> list[Answer]:
     """Call all nodes in parallel and return the answers in order.
 
@@ -415,17 +415,17 @@ async def _call_each(
     """
     gate = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
-    async def one(node: str) -> Answer | Refused | BackendError:
+    async def one(node: str) -> Answer | Refusal | BackendError:
         async with gate:
             try:
                 answer = await call(node)
-                return answer if not isinstance(answer, Refused) else _check_highest(answer, token)
+                return answer if not isinstance(answer, Refusal) else _check_highest(answer, token)
             except BackendError as error:
                 return error
 
     results = await asyncio.gather(*(one(node) for node in nodes))
     if refusals := tuple(
-        NodeRefusal(r.node, r.why, r.reason, r.highest) for r in results if isinstance(r, Refused)
+        NodeRefusal(r.node, r.why, r.reason, r.highest) for r in results if isinstance(r, Refusal)
     ):
         raise NodesRefused(refusals[:MAX_NAMED])
     if silent := [r for r in results if isinstance(r, BackendError)]:
@@ -433,7 +433,7 @@ async def _call_each(
             tuple(r.node for r in silent),
             join_names(silent, 1),
         )
-    return [r for r in results if not isinstance(r, Refused | BackendError)]
+    return [r for r in results if not isinstance(r, Refusal | BackendError)]
 
 
 def _prepare_order(
@@ -474,7 +474,7 @@ async def _read_secret(
     node, address, _ = gang.members[0]
     order = _prepare_order(input, address, 0, backend.server)
     [answer] = await _call_each(input.token, [node], lambda name: backend.prepare(name, order))
-    assert isinstance(answer, Prepared), "a refusal is raised"
+    assert isinstance(answer, Preparation), "a refusal is raised"
     if answer.stamp != gang.stamp:
         reason = "it was prepared again after other nodes may have been started"
         raise NodesRefused((NodeRefusal(node, "prepared_again", reason),))
@@ -486,7 +486,7 @@ def _read_places(handover: list[Any]) -> dict[str, str]:
     return dict(handover[1]) if handover[1:] else {}
 
 
-def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepared]) -> None:
+def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Preparation]) -> None:
     """Treat a preparation that proves nothing about the node's older ranks as a missing answer.
 
     Raises:

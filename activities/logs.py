@@ -14,7 +14,7 @@ from typing import Any
 from temporalio import activity
 
 from relaunch.activities.records import read_archive
-from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refused
+from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refusal
 from relaunch.generation import Token
 from relaunch.messages.logs import (
     CheckpointFolder,
@@ -85,7 +85,7 @@ class LogActivities:
             refused=tuple(
                 f"{node}: {result.reason}"
                 for node, result in results.items()
-                if isinstance(result, Refused)
+                if isinstance(result, Refusal)
             ),
             begins={rank: offset for part in logs for rank, offset in part.begins.items()},
             sizes={rank: size for part in logs for rank, size in part.sizes.items()},
@@ -132,7 +132,7 @@ class LogActivities:
             except BackendError as error:
                 reasons.append(f"{node}: {error.reason}")
                 continue
-            if isinstance(answer, Refused):
+            if isinstance(answer, Refusal):
                 reasons.append(f"{node}: {answer.reason}")
                 continue
             if answer["unreadable"] is not None:
@@ -154,7 +154,7 @@ class LogActivities:
 
 async def _read(
     backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int
-) -> Logs | Refused | BackendError:
+) -> Logs | Refusal | BackendError:
     try:
         return await backend.logs(
             node, token, input.offsets, share, input.wait, input.tail, input.since, input.stream
@@ -168,7 +168,7 @@ async def _read_stack(backend: Backend, node: str, token: Token, rank: int, most
         answer = await backend.stacks(node, token, rank)
     except BackendError as error:
         return Stack(rank, node, None, f"no answer: {error.reason}")
-    if isinstance(answer, Refused):
+    if isinstance(answer, Refusal):
         return Stack(rank, node, None, answer.reason)
     row = answer["stacks"][0]
     pid = row.get("pid")

@@ -16,7 +16,7 @@ from typing import Any
 from temporalio import activity
 
 from relaunch.activities.clocks import read_boot_clock
-from relaunch.backends.base import Backend, BackendError, Gone, StopOrder
+from relaunch.backends.base import Backend, BackendError, StopOrder, StopProof
 from relaunch.generation import LaunchedGeneration, Token
 from relaunch.job.fencing import safe_launch_at, unknown_generation
 from relaunch.job.places import StartedPlaces, find_doubt
@@ -83,7 +83,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
     async def stop(node: str) -> None:
         while True:
             answer = await _try_to_stop(backend, node, order, input.places)
-            if isinstance(answer, Gone):
+            if isinstance(answer, StopProof):
                 stopped_at[node] = read_boot_clock()
                 if answer.step is not None:
                     steps.append(answer.step)
@@ -155,13 +155,13 @@ def list_launches(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:
 
 async def _try_to_stop(
     backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]
-) -> Gone | str:
+) -> StopProof | str:
     """Try to stop the ranks of a node. Return the proof that they are gone, or why not."""
     try:
         answer = await backend.stop(node, order)
     except BackendError as error:
         return error.reason
-    if not isinstance(answer, Gone):
+    if not isinstance(answer, StopProof):
         return answer.reason
     return find_doubt(places, node, answer.place) or answer
 

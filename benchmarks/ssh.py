@@ -30,7 +30,14 @@ from pathlib import Path
 
 from benchmarks.idle import TICK, pss, ticks
 from relaunch.backends.artifact import build_agent
-from relaunch.backends.base import Backend, Prepared, PrepareOrder, Started, StartOrder, Unreachable
+from relaunch.backends.base import (
+    Backend,
+    Preparation,
+    PrepareOrder,
+    StartedRanks,
+    StartOrder,
+    Unreachable,
+)
 from relaunch.backends.local import LocalBackend
 from relaunch.backends.local_power import signal_all
 from relaunch.generation import Token
@@ -102,7 +109,7 @@ async def launch(backend: Backend, node: str) -> int:
         node,
         PrepareOrder(token=TOKEN, address="127.0.0.1", ranks=(0,), valid_for=120.0, **durations),
     )
-    assert isinstance(prepared, Prepared), prepared
+    assert isinstance(prepared, Preparation), prepared
     order = StartOrder(
         token=TOKEN,
         node=node,
@@ -116,7 +123,7 @@ async def launch(backend: Backend, node: str) -> int:
         fences=False,
     )
     started = await backend.start(node, order)
-    assert isinstance(started, Started), started
+    assert isinstance(started, StartedRanks), started
     return started.pids[0]
 
 

@@ -155,7 +155,7 @@ def compile_pattern(value: str) -> Pattern:
         raise ValueError(f"{value!r} cannot be used as a pattern: {why}; {without}") from None
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base model for data from outside: unknown keys are rejected, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -38,11 +38,11 @@ from rich.table import Table
 
 from relaunch.backends.base import (
     BackendError,
-    Gone,
     PrepareOrder,
-    Refused,
+    Refusal,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.backends.ecs.aws import AwsError
@@ -187,8 +187,8 @@ class Differs(Exception):
     pass
 
 
-def answered(answer: T | Refused) -> T:
-    if isinstance(answer, Refused):
+def answered(answer: T | Refusal) -> T:
+    if isinstance(answer, Refusal):
         raise Differs(f"refused ({answer.why}): {answer.reason}")
     return answer
 
@@ -277,7 +277,7 @@ async def stopped(smoke: Smoke) -> None:
         codes = [one.exit_code for one in task.containers]
         said = f"{task.last_status}, {task.stop_code}, {task.stopped_reason!r}, exit codes {codes}"
         return said, isinstance(
-            answer, Gone
+            answer, StopProof
         ) and task.stopped and task.stopped_reason == reason and task.stop_code == "UserInitiated"
 
     async def late() -> tuple[object, bool]:
@@ -424,8 +424,8 @@ async def opened(given: EcsOptions, ec2_id: str) -> AsyncIterator[Smoke]:
         smoke.say(
             "the tasks of it that are left are stopped",
             "all",
-            "all" if isinstance(gone, Gone) else gone,
-            isinstance(gone, Gone),
+            "all" if isinstance(gone, StopProof) else gone,
+            isinstance(gone, StopProof),
         )
         arn = (await backend.cluster.instance(ec2_id)).arn
         await backend.cluster.put_attributes(arn, {smoke.attribute: None})

@@ -15,11 +15,11 @@ from temporalio.testing import WorkflowEnvironment
 
 from relaunch.backends.base import (
     Backend,
-    Gone,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
+    Refusal,
     StopOrder,
+    StopProof,
     identity,
 )
 from relaunch.cli.service import find_server
@@ -138,18 +138,18 @@ async def test_a_second_controller_of_the_same_names_is_refused(
         return PrepareOrder(token, "127.0.0.2", (0,), 60.0, 60.0, 1.0, 60.0, 1.0, fleet=fleet)
 
     try:
-        assert isinstance(await mine.prepare("n1", order(mine, 1000)), Prepared)
+        assert isinstance(await mine.prepare("n1", order(mine, 1000)), Preparation)
         refused = await others.prepare("n1", order(others, 2000))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, Refusal)
         assert refused.why == "other_fleet"
         assert "(6c1e9ba4, namespace default)" in refused.reason
         namesake = StopOrder(Token("default", "train", 2000, 1), stop_grace=1.0)
-        assert await others.stop("n1", namesake) == Gone("n1")
+        assert await others.stop("n1", namesake) == StopProof("n1")
         (listed,) = [job for job in (await mine.list("n1"))["jobs"] if job["server"] == "6c1e9ba4"]
         assert [generation["state"] for generation in listed["generations"]] == ["prepared"]
         assert isinstance(
             await mine.stop("n1", StopOrder(Token("default", "train", 1000, 1), stop_grace=1.0)),
-            Gone,
+            StopProof,
         )
     finally:
         await one.close()

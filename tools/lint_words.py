@@ -60,6 +60,14 @@ FORBIDDEN_NAMES = frozenset(
     }
 )
 """Past participles, adverbs and prepositions that were function names here; functions are verbs."""
+PARTICIPLE = re.compile(
+    r"_?[A-Z][a-z]+(?:ed|ing)$|_?(?:Gone|Held|Found|Lost|Seen|Told|Known|Through)$"
+)
+"""A class is a noun that says which kind; one word of this form is none."""
+NOUNS = frozenset(
+    {"Finding", "Healing", "Reading", "Recording", "Answered", "Launched", "Submitted"}
+)
+"""Nouns of that form, and events, which are named by what has happened."""
 CLASS = re.compile(r"^\s*class (\w+)[(:]", re.MULTILINE)
 DEFINITION = re.compile(r"^\s*(?:async )?def (\w+)\(", re.MULTILINE)
 TYPE_IGNORE = re.compile(r"  # type: ignore\[[\w, -]+\]$")
@@ -136,10 +144,13 @@ def count_lines(text: str, end: int) -> int:
 
 
 def find_class_names() -> Iterator[Place]:
-    """Find classes that share their name with another one, on the controller or in the agent."""
+    """Find bare participles, and classes of one name on the controller or in the agent."""
     seen: dict[tuple[bool, str], str] = {}
     for name in modules():
         for match in CLASS.finditer(read(name)):
+            if PARTICIPLE.match(match[1]) and match[1].strip("_") not in NOUNS:
+                line = count_lines(read(name), match.start(1))
+                yield Place("class names", name, line, f"{match[1]} is a participle")
             first = seen.setdefault((name.startswith(AGENT), match[1]), name)
             if first != name:
                 line = count_lines(read(name), match.start(1))

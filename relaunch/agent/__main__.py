@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
         return container.main(arguments[1:])
     from relaunch.agent.children import COMMANDS, write
-    from relaunch.agent.protocol import Refused, line
+    from relaunch.agent.protocol import Refusal, line
     from relaunch.agent.session import Session
     from relaunch.agent.state import open_state
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         state = open_state()
-    except Refused as refused:
+    except Refusal as refused:
         write(1, line(refused.answer))
         return 0
     return Session(state, None if arguments[0] == "session" else arguments[0]).run()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from relaunch.agent import tools
-from relaunch.agent.protocol import Fields, Json, Refused
+from relaunch.agent.protocol import Fields, Json, Refusal
 from relaunch.agent.state import try_lock
 
 READ_TIMEOUT = 2.5
@@ -63,7 +63,7 @@ Folder = Dict[str, "os.DirEntry[str]"]
 """The entries of a folder by name, which were listed and not looked at."""
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     name: str
     format: str
     """dcp, hf, accelerate, megatron, or torch for a file of torch.save, as Lightning writes it."""
@@ -76,7 +76,7 @@ def read_checkpoints(state: Path, order: Fields) -> Json:
     """Return the newest complete checkpoint of a folder, and incomplete ones that are newer.
 
     Raises:
-        Refused: The folder is not read within the time, or an earlier reader of it still lives.
+        Refusal: The folder is not read within the time, or an earlier reader of it still lives.
     """
     folder = order.text("directory")
     if order.get("workdir", "a folder or null", None) is not None:
@@ -85,11 +85,11 @@ def read_checkpoints(state: Path, order: Fields) -> Json:
     path = state / f"reading-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.lock"
     lock = _await_lock(path)
     if lock is None:
-        raise Refused("still_reading", f"{folder} is still being read: its file system is slow")
+        raise Refusal("still_reading", f"{folder} is still being read: its file system is slow")
     try:
         answer = tools.run_bounded(lambda: _read(folder), READ_TIMEOUT, keep=[lock])
         if answer is None:
-            raise Refused("still_reading", f"{folder} was not read within {READ_TIMEOUT:g} s")
+            raise Refusal("still_reading", f"{folder} was not read within {READ_TIMEOUT:g} s")
         path.unlink(missing_ok=True)
     finally:
         os.close(lock)
@@ -122,7 +122,7 @@ def _read(folder: str) -> Json:
     }
 
 
-def _is_newer(found: Found, other: Optional[Found]) -> bool:
+def _is_newer(found: FoundCheckpoint, other: Optional[FoundCheckpoint]) -> bool:
     if other is None or found.changed >= other.changed:
         return True
     return _has_higher_step(found.name, other.name)
@@ -139,7 +139,7 @@ def _parse_step(name: str) -> Optional[int]:
     return None if step is None else int(step[:15])
 
 
-def _serialize(found: Found, now: float) -> Json:
+def _serialize(found: FoundCheckpoint, now: float) -> Json:
     return {
         "name": found.name[:MAX_NAME],
         "format": found.format,
@@ -149,7 +149,7 @@ def _serialize(found: Found, now: float) -> Json:
     }
 
 
-def find_checkpoints(folder: str) -> List[Found]:
+def find_checkpoints(folder: str) -> List[FoundCheckpoint]:
     """Return the newest checkpoints in a folder, the newest first, or the one that it is.
 
     They are those down to the newest complete one, and some that are older with a higher step: a
@@ -163,7 +163,7 @@ def find_checkpoints(folder: str) -> List[Found]:
     if own is not None and own.format == "dcp":
         return [own._replace(name=".")]
     tracked = _read_tracker(folder) if TRACKER in listed else None
-    found: List[Found] = []
+    found: List[FoundCheckpoint] = []
     candidates = _sort_candidates(listed)[:MAX_EXAMINED]
     while candidates and (not found or found[-1].incomplete):
         found += _examine(listed[candidates.pop(0)], tracked)
@@ -175,7 +175,9 @@ def find_checkpoints(folder: str) -> List[Found]:
     name = f"iter_{tracked or 0:07d}"
     if tracked is not None and name not in listed:
         changed = listed[TRACKER].stat().st_mtime
-        found.insert(0, Found(name, "megatron", changed, f"{TRACKER} names it, but it is missing"))
+        found.insert(
+            0, FoundCheckpoint(name, "megatron", changed, f"{TRACKER} names it, but it is missing")
+        )
     return found
 
 
@@ -214,7 +216,7 @@ def _look_at(entry: os.DirEntry[str]) -> Optional[Entry]:
     return Entry(size, status.st_mtime)
 
 
-def _examine(entry: os.DirEntry[str], tracked: Optional[int]) -> List[Found]:
+def _examine(entry: os.DirEntry[str], tracked: Optional[int]) -> List[FoundCheckpoint]:
     """Return what an entry is, or nothing if it is not a checkpoint."""
     looked = _look_at(entry)
     try:
@@ -231,20 +233,24 @@ def _examine(entry: os.DirEntry[str], tracked: Optional[int]) -> List[Found]:
     return [one if tracked is None else _apply_tracker(one, tracked)]
 
 
-def _examine_folder(name: str, listed: Folder, created: float) -> Optional[Found]:
+def _examine_folder(name: str, listed: Folder, created: float) -> Optional[FoundCheckpoint]:
     """Return the checkpoint that a folder is; None: it is not one of a known kind."""
     shards = [each for each in listed if each.endswith(".distcp")]
     if ".metadata" in listed or shards:
         entries, changed = _sample(listed, [".metadata"], created)
         missing = _find_missing(entries, ".metadata")
-        return Found(name, "dcp", changed, missing or ("" if shards else "no .distcp files"))
+        return FoundCheckpoint(
+            name, "dcp", changed, missing or ("" if shards else "no .distcp files")
+        )
     if re.fullmatch(r"iter_\d{7,}", name):
         has_model = any(each.startswith("mp_rank_") for each in listed)
         missing = "" if has_model or "metadata.json" in listed else "no model weights"
-        return Found(name, "megatron", _sample(listed, [], created)[1], missing)
+        return FoundCheckpoint(name, "megatron", _sample(listed, [], created)[1], missing)
     if re.fullmatch(r"checkpoint[-_]\d+", name):
         if not listed:
-            return Found(name, "hf" if "-" in name else "accelerate", created, "it is empty")
+            return FoundCheckpoint(
+                name, "hf" if "-" in name else "accelerate", created, "it is empty"
+            )
         weights = [each for each in listed if WEIGHTS.match(each)]
         last = "trainer_state.json" if any(each in listed for each in HF_FILES) else ACCELERATE_FILE
         entries, changed = _sample(listed, [last, *weights], created)
@@ -254,9 +260,9 @@ def _examine_folder(name: str, listed: Folder, created: float) -> Optional[Found
         )
         missing = missing or next(empty, "") or _find_missing(entries, last)
         if last in HF_FILES:
-            return Found(name, "hf", changed, missing)
+            return FoundCheckpoint(name, "hf", changed, missing)
         if last in listed or weights:
-            return Found(name, "accelerate", changed, missing)
+            return FoundCheckpoint(name, "accelerate", changed, missing)
     return None
 
 
@@ -282,7 +288,7 @@ def _find_missing(entries: Dict[str, Entry], last: str) -> str:
     return "" if entries[last].size else f"{last} is empty"
 
 
-def _examine_file(path: str, name: str, entry: Entry) -> Optional[Found]:
+def _examine_file(path: str, name: str, entry: Entry) -> Optional[FoundCheckpoint]:
     """Return the checkpoint that a file of torch.save is: a zip file, whose end comes last."""
     if not name.endswith(TORCH_SUFFIXES):
         return None
@@ -295,7 +301,7 @@ def _examine_file(path: str, name: str, entry: Entry) -> Optional[Found]:
             # Its last field is the length of the comment that follows.
             if at < 0 or len(end) < at + 22 + int.from_bytes(end[at + 20 : at + 22], "little"):
                 incomplete = "its end is missing"
-    return Found(name, "torch", entry.changed, incomplete)
+    return FoundCheckpoint(name, "torch", entry.changed, incomplete)
 
 
 def _read_tracker(folder: str) -> Optional[int]:
@@ -304,7 +310,7 @@ def _read_tracker(folder: str) -> Optional[int]:
     return int(text) if text.isdigit() else None  # `release`: converted weights
 
 
-def _apply_tracker(found: Found, tracked: int) -> Found:
+def _apply_tracker(found: FoundCheckpoint, tracked: int) -> FoundCheckpoint:
     """Return a checkpoint of Megatron-LM as torn if it is newer than what the tracker names."""
     match = re.fullmatch(r"iter_(\d+)", found.name)
     if match is None or int(match[1]) <= tracked or found.incomplete:

@@ -19,7 +19,7 @@ from relaunch.agent.protocol import (
     Json,
     NoAnswer,
     ProcessHandover,
-    Refused,
+    Refusal,
     check_version,
     line,
 )
@@ -64,12 +64,12 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
     answer: Union[Json, ProcessHandover, None]
     try:
         if command not in COMMANDS:
-            raise Refused(
+            raise Refusal(
                 "bad_order",
                 f"command is {str(command)[:40]!r}; expected one of {', '.join(COMMANDS)}",
             )
         answer = COMMANDS[command](state, check_version(order), reading, writing)
-    except Refused as refused:
+    except Refusal as refused:
         answer = refused.answer
     except (NoAnswer, TimeoutError) as error:
         raise SystemExit(f"no answer: {error}") from error

@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from relaunch.agent.protocol import Refused
+from relaunch.agent.protocol import Refusal
 
 MIN_FREE_BYTES = 1024 * 1024
 """Several times what a generation needs in addition to its logs."""
@@ -40,13 +40,13 @@ def is_full(error: OSError) -> bool:
     return error.errno in FULL_ERRNOS
 
 
-def make_refusal(state: Path, consequence: str) -> Refused:
+def make_refusal(state: Path, consequence: str) -> Refusal:
     """Return the refusal of an order for which there is no space.
 
     `consequence` says what was not done.
     """
     free = _describe_free(state)
-    return Refused(
+    return Refusal(
         "disk_full",
         f"the disk of the state folder {state} is full ({free}): {consequence}. "
         f"relaunch repeats the order; remove files there, or give that file system more room",

@@ -17,7 +17,7 @@ Order = Tuple[int, int]
 """(submission, generation), by which the tokens of one job are compared."""
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """An order that this node will not carry out; the answer says why."""
 
     def __init__(self, why: str, reason: str, **extra: Any) -> None:
@@ -121,7 +121,7 @@ def parse_token(text: str) -> Optional[Token]:
 
 
 def refuse_field(name: str, value: Any, expected: str) -> NoReturn:
-    raise Refused(
+    raise Refusal(
         "bad_order",
         f"{name} is {json.dumps(replace_nonfinite(value), default=str)[:120]}; expected {expected}",
     )
@@ -135,14 +135,14 @@ class Fields:
 
     def __init__(self, order: Any, prefix: str = "") -> None:
         if not isinstance(order, dict):
-            raise Refused("bad_order", f"{prefix.rstrip('.') or 'the order'} is not a JSON object")
+            raise Refusal("bad_order", f"{prefix.rstrip('.') or 'the order'} is not a JSON object")
         self.order: Json = order
         self.prefix = prefix
 
     def get(self, name: str, expected: str, default: Any = _REQUIRED) -> Any:
         value = self.order.get(name, default)
         if value is _REQUIRED:
-            raise Refused("bad_order", f"{self.prefix}{name} is missing; expected {expected}")
+            raise Refusal("bad_order", f"{self.prefix}{name} is missing; expected {expected}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, least: float = 0.0) -> float:
@@ -226,5 +226,5 @@ def check_version(order: Any) -> Fields:
     fields = Fields(order)
     version = fields.order.get("protocol")
     if version != VERSION or isinstance(version, bool):
-        raise Refused("protocol", f"protocol is {json.dumps(version)}; this agent speaks {VERSION}")
+        raise Refusal("protocol", f"protocol is {json.dumps(version)}; this agent speaks {VERSION}")
     return fields

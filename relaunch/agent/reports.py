@@ -12,7 +12,7 @@ from typing import Any
 
 from relaunch.agent import processes
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
-from relaunch.agent.protocol import VERSION, Fields, Json, Refused, refuse_field
+from relaunch.agent.protocol import VERSION, Fields, Json, Refusal, refuse_field
 from relaunch.agent.ranks import journal, log_times, retention
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
@@ -118,7 +118,7 @@ def _find_generation(state: Path, order: Fields) -> tuple[Generation, list[int]]
             f"this node has no files of generation {token.generation}: "
             "it did not run here, or they were removed to make room"
         )
-    raise Refused("no_such_generation", reason)
+    raise Refusal("no_such_generation", reason)
 
 
 def _find_tail(path: Path, lines: int, limit: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from relaunch.agent.children import Child, write
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import parse, take_line
-from relaunch.agent.protocol import VERSION, Json, Refused, line
+from relaunch.agent.protocol import VERSION, Json, Refusal, line
 from relaunch.agent.state import read_boot_id
 
 ALWAYS_FINISHED = ("prepare", "start", "stop", "reset-gpus", "reboot")
@@ -134,7 +134,7 @@ class Session:
                     child.send(value)
             return
         if value is None or "id" not in value:
-            refusal = Refused("bad_order", "a line is not a JSON object with an id").answer
+            refusal = Refusal("bad_order", "a line is not a JSON object with an id").answer
             self._print(line({"id": None, "line": refusal}))
             return
         matches = [
@@ -144,7 +144,7 @@ class Session:
         ]
         if "command" in value:
             if matches:
-                refusal = Refused("bad_order", f"id {value['id']} is in use").answer
+                refusal = Refusal("bad_order", f"id {value['id']} is in use").answer
                 self._print(line({"id": value["id"], "line": refusal}))
             else:
                 self._begin(value["id"], value["command"], value.get("order"))

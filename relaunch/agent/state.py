@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 
 from relaunch.agent import disk, folders, processes
-from relaunch.agent.protocol import Json, Order, Refused, Token, job_path
+from relaunch.agent.protocol import Json, Order, Refusal, Token, job_path
 from relaunch.agent.ranks import find_shims
 
 MACHINE_DIGITS = 16
@@ -27,7 +27,7 @@ MAX_GENERATIONS = 10
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise Refused("cannot_start", reason)
+    raise Refusal("cannot_start", reason)
 
 
 def _read_machine_id() -> str:

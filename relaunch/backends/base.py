@@ -1,6 +1,6 @@
 """Defines what the rest of relaunch may ask of nodes, whatever kind of machine they are.
 
-Outcomes are values (`Done`, `Refused`). A missing answer is an exception, because it must not be
+Outcomes are values (`Done`, `Refusal`). A missing answer is an exception, because it must not be
 taken for either:
 
     BackendError
@@ -50,7 +50,7 @@ class ProtocolError(Unreachable):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     node: str
     why: str
     """The agent's code for the reason; docs/reference/agent-protocol.md lists them."""
@@ -83,7 +83,7 @@ class PrepareOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Preparation:
     node: str
     boot_id: str
     master_port: int
@@ -161,7 +161,7 @@ class StartOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedRanks:
     node: str
     pids: Mapping[int, int]
     """Process id by global rank."""
@@ -179,7 +179,7 @@ class StopOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class StopProof:
     """Every rank of the token, and of those below it, is gone from `place` for ever.
 
     It can never be started there. This proves that the ranks are gone from the node if they were
@@ -258,11 +258,11 @@ class Backend(Protocol):
 
     def node(self, name: str) -> FleetNode: ...
 
-    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused: ...
+    async def prepare(self, node: str, order: PrepareOrder) -> Preparation | Refusal: ...
 
-    async def start(self, node: str, order: StartOrder) -> Started | Refused: ...
+    async def start(self, node: str, order: StartOrder) -> StartedRanks | Refusal: ...
 
-    async def stop(self, node: str, order: StopOrder) -> Gone | Refused: ...
+    async def stop(self, node: str, order: StopOrder) -> StopProof | Refusal: ...
 
     def watch(
         self, node: str, token: Token, after_seq: int, heartbeat: float
@@ -293,7 +293,7 @@ class Backend(Protocol):
         tail: int | None,
         since: float | None = None,
         stream: OutputStream = "stdout",
-    ) -> Logs | Refused:
+    ) -> Logs | Refusal:
         """Read what ranks have printed.
 
         Args:
@@ -309,7 +309,7 @@ class Backend(Protocol):
         """
         ...
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
         """Ask for the stacks of a rank.
 
         The answer is that of docs/reference/agent-protocol.md, `stacks`.
@@ -318,7 +318,7 @@ class Backend(Protocol):
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         """Ask which checkpoints a folder has: the newest complete one, and newer incomplete ones.
 
         The answer is that of docs/reference/agent-protocol.md, `checkpoints`.
@@ -347,7 +347,7 @@ class Backend(Protocol):
 
     async def diagnose(
         self, node: str, id: str, level: int, within: float, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         """Run `dcgmi diag -r LEVEL -j` on a node with unused GPUs, and hold the node meanwhile.
 
         Args:
@@ -367,7 +367,7 @@ class Backend(Protocol):
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         """Reset GPUs by bus id, or all GPUs if none is named.
 
         Only if the node still has this boot id and no process uses them.
@@ -376,7 +376,7 @@ class Backend(Protocol):
 
     async def reboot(
         self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         """Order the node to reboot, if it still has this boot id and no ranks are alive there.
 
         A different boot id afterwards is the only proof that it rebooted.

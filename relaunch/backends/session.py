@@ -17,16 +17,16 @@ from typing import Any
 from relaunch.backends import answers
 from relaunch.backends.base import (
     PROTOCOL,
-    Gone,
     LogChunk,
     Logs,
-    Prepared,
+    Preparation,
     PrepareOrder,
     ProtocolError,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.backends.link import Inbox, Link, end
@@ -83,14 +83,14 @@ class AgentSession:
         self._opening = asyncio.Lock()
         self._link: Link | None = None
 
-    async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, order: PrepareOrder) -> Preparation | Refusal:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
         within = order.stop_grace + order.stuck_after + self._within
         answer = await self._call("prepare", {"token": self._token(order.token), **body}, within)
         if answer["outcome"] == "refused":
             return self._read_refusal("prepare", answer)
         prepared = answers.parse(self._node, "prepare", answers.PrepareAnswer, answer)
-        return Prepared(
+        return Preparation(
             self._node,
             boot_id=prepared.boot_id,
             master_port=prepared.master_port,
@@ -102,7 +102,7 @@ class AgentSession:
             step_generation=prepared.step_generation,
         )
 
-    async def start(self, order: StartOrder) -> Started | Refused:
+    async def start(self, order: StartOrder) -> StartedRanks | Refusal:
         body: dict[str, Any] = {
             "node": order.node,
             "command": order.command,
@@ -138,13 +138,13 @@ class AgentSession:
         if answer["outcome"] == "refused":
             return self._read_refusal("start", answer)
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
-        return Started(
+        return StartedRanks(
             self._node,
             {int(rank): pid for rank, pid in started.pids.items()},
             started.already,
         )
 
-    async def stop(self, order: StopOrder) -> Gone | Refused:
+    async def stop(self, order: StopOrder) -> StopProof | Refusal:
         body = {
             "token": self._token(order.token),
             "stop_grace": order.stop_grace,
@@ -155,7 +155,7 @@ class AgentSession:
         if answer["outcome"] == "refused":
             return self._read_refusal("stop", answer)
         stopped = answers.parse(self._node, "stop", answers.StopAnswer, answer)
-        return Gone(self._node, parse_place(answer.get("place")), stopped.step)
+        return StopProof(self._node, parse_place(answer.get("place")), stopped.step)
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         if gpus:
@@ -178,7 +178,7 @@ class AgentSession:
         tail: int | None,
         since: float | None = None,
         stream: OutputStream = "stdout",
-    ) -> Logs | Refused:
+    ) -> Logs | Refusal:
         body = {
             "token": self._token(token),
             "offsets": None
@@ -203,7 +203,7 @@ class AgentSession:
             tuple(logs.missing),
         )
 
-    async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+    async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
         answer = await self._call(
             "stacks", {"token": self._token(token), "rank": rank}, STACKS_TIMEOUT + self._within
         )
@@ -212,7 +212,7 @@ class AgentSession:
         answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
         return answer
 
-    async def checkpoints(self, directory: str, workdir: str | None) -> Mapping[str, Any] | Refused:
+    async def checkpoints(self, directory: str, workdir: str | None) -> Mapping[str, Any] | Refusal:
         answer = await self._call(
             "checkpoints", {"directory": directory, "workdir": workdir}, self._within
         )
@@ -254,7 +254,7 @@ class AgentSession:
 
     async def diagnose(
         self, id: str, level: int, within: float, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "level": level, "within": within, **_whose(fleet)}
         answer = await self._call("diagnose", order, within + self._within)
         if answer["outcome"] == "refused":
@@ -263,7 +263,7 @@ class AgentSession:
 
     async def reset_gpus(
         self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
         answer = await self._call("reset-gpus", order, within + self._within)
         if answer["outcome"] == "refused":
@@ -272,7 +272,7 @@ class AgentSession:
 
     async def reboot(
         self, id: str, boot_id: str, reason: str, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         answer = await self._call(
             "reboot",
             {"id": id, "boot_id": boot_id, "reason": reason, **_whose(fleet)},
@@ -413,10 +413,10 @@ class AgentSession:
     def _token(self, token: Token) -> dict[str, Any]:
         return {**asdict(token), "server": self._server} if self._server else asdict(token)
 
-    def _read_refusal(self, command: str, answer: Mapping[str, Any]) -> Refused:
+    def _read_refusal(self, command: str, answer: Mapping[str, Any]) -> Refusal:
         refusal = answers.parse(self._node, command, answers.RefusalAnswer, answer)
         highest = refusal.highest
-        return Refused(
+        return Refusal(
             self._node,
             refusal.why,
             refusal.reason,

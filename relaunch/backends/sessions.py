@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 from relaunch.backends.base import (
-    Gone,
     Logs,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     WatchStream,
 )
 from relaunch.backends.pipe import Pipe
@@ -58,13 +58,13 @@ class SessionBackend(ABC):
     def node(self, name: str) -> FleetNode:
         return self._nodes[name]
 
-    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, node: str, order: PrepareOrder) -> Preparation | Refusal:
         return await self._session(node).prepare(order)
 
-    async def start(self, node: str, order: StartOrder) -> Started | Refused:
+    async def start(self, node: str, order: StartOrder) -> StartedRanks | Refusal:
         return await self._session(node).start(order)
 
-    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
+    async def stop(self, node: str, order: StopOrder) -> StopProof | Refusal:
         return await self._session(node).stop(order)
 
     def watch(
@@ -85,16 +85,16 @@ class SessionBackend(ABC):
         tail: int | None,
         since: float | None = None,
         stream: OutputStream = "stdout",
-    ) -> Logs | Refused:
+    ) -> Logs | Refusal:
         session = self._session(node)
         return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
         return await self._session(node).stacks(token, rank)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         return await self._session(node).checkpoints(directory, workdir)
 
     async def probe(
@@ -112,7 +112,7 @@ class SessionBackend(ABC):
 
     async def diagnose(
         self, node: str, id: str, level: int, within: float, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         return await self._session(node).diagnose(id, level, within, fleet)
 
     async def reset_gpus(
@@ -123,12 +123,12 @@ class SessionBackend(ABC):
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         return await self._session(node).reset_gpus(id, boot_id, gpus, within, fleet)
 
     async def reboot(
         self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         return await self._session(node).reboot(id, boot_id, reason, fleet)
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from relaunch.config import ConfigError
 from relaunch.fields import duration
-from relaunch.job.replay import Replayed, name_decision, replay, simulate
+from relaunch.job.replay import ReplayedStep, name_decision, replay, simulate
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
 from relaunch.spec.annotations import apply_annotations
 from relaunch.spec.job import JobSpec
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trial:
-    replayed: tuple[Replayed, ...]
+    replayed: tuple[ReplayedStep, ...]
     start: datetime | None = None
     """Set if times are shown relative to the start, for a file that has no time of day."""
     notes: tuple[str, ...] = ()
     """Limitations of this trial, for the reader of the decisions."""
 
     @property
-    def decisions(self) -> tuple[Replayed, ...]:
+    def decisions(self) -> tuple[ReplayedStep, ...]:
         """The decisions, without events that both policies ignore."""
         return tuple(
             r for r in self.replayed if not (isinstance(r.decision, Ignore) and not r.differs)

@@ -77,7 +77,7 @@ from relaunch.job.launches import (
 from relaunch.job.places import StartedPlaces, limit_places, record_places
 from relaunch.job.state import (
     Ask,
-    Avoided,
+    AvoidedNode,
     Decision,
     Diagnosis,
     Examine,
@@ -91,7 +91,7 @@ from relaunch.job.state import (
     Phase,
     PolicyChange,
     Progress,
-    Recovering,
+    Recovery,
     Relaunch,
     Repair,
     RepairQuestion,
@@ -280,7 +280,7 @@ def _apply_late_event(job: JobState, event: Event) -> JobState:
 
 
 def _apply_examination(
-    job: JobState, recovering: Recovering, event: NodesExamined, now: datetime
+    job: JobState, recovering: Recovery, event: NodesExamined, now: datetime
 ) -> JobState:
     unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
     reason = "; ".join(
@@ -305,7 +305,7 @@ def _apply_return(job: JobState, event: NodeReturned, now: datetime) -> JobState
     return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
 
 
-def _apply_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
+def _apply_question(job: JobState, recovering: Recovery, event: RepairAsks) -> JobState:
     """Record a repair's question or its end.
 
     `next` shows the newest open question; when none is open, it shows again what follows the
@@ -390,7 +390,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             avoided = (
                 *job.avoided,
                 *(
-                    Avoided(node, _explain_isolation(job, node, decision), now, by_rung)
+                    AvoidedNode(node, _explain_isolation(job, node, decision), now, by_rung)
                     for node in decision.avoid
                     if node not in known
                 ),
@@ -514,13 +514,13 @@ def _count_try(job: JobState, take: Try) -> JobState:
     )
 
 
-def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
+def _recovering(job: JobState, fault: Diagnosis) -> Recovery:
     """Return the record of a recovery for a fault.
 
     What an ongoing recovery has learned is kept; its open questions are dropped.
     """
     return (
-        Recovering(fault)
+        Recovery(fault)
         if job.recovering is None
         else replace(job.recovering, fault=fault, questions=(), repair=None)
     )
@@ -573,7 +573,7 @@ def resubmit(
         avoided=(
             *previous.avoided,
             *(
-                Avoided(node, f"asked for by {submitted_by}", now)
+                AvoidedNode(node, f"asked for by {submitted_by}", now)
                 for node in avoid
                 if node not in known
             ),

@@ -74,7 +74,7 @@ from relaunch.job.state import (
     Ignore,
     JobState,
     Phase,
-    Recovering,
+    Recovery,
     Relaunch,
     Stop,
     Try,
@@ -162,7 +162,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         ):
             # No rank of this job ever ran there, so there is nothing to fence: take another node
             # at once.
-            return climb(job, Recovering(diagnosis), now, without=event.unreachable)
+            return climb(job, Recovery(diagnosis), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             assert diagnosis is not None, "a fault is diagnosed before it is decided about"
             return _decide_on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
@@ -188,7 +188,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         case NodeReturned() if job.deferred_fault is not None and (
             not job.lost or may_leave_lost_behind(job)
         ):
-            return climb(job, Recovering(job.deferred_fault), now, without=job.lost_names)
+            return climb(job, Recovery(job.deferred_fault), now, without=job.lost_names)
         case NodeReturned():
             if job.lost:
                 return Wait(
@@ -607,7 +607,7 @@ def _decide_on_answer(job: JobState, event: Answered, now: datetime) -> Decision
 def _decide_on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:
     if event.node not in {slot.node for slot in job.slots}:
         return Ignore(f"{event.node} is none of this job's nodes")
-    return climb(job, Recovering(diagnose_declaration(event)), now, without=(event.node,))
+    return climb(job, Recovery(diagnose_declaration(event)), now, without=(event.node,))
 
 
 def diagnose_declaration(event: NodeDeclaredDead) -> Diagnosis:
@@ -659,7 +659,7 @@ def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Deci
             until=now + job.policy.timeouts.ask_after,
         )
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
-    return climb(job, Recovering(diagnosis), now, without=without)
+    return climb(job, Recovery(diagnosis), now, without=without)
 
 
 def _names(names: tuple[str, ...]) -> str:

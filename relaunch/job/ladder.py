@@ -23,7 +23,7 @@ from relaunch.job.state import (
     Examine,
     JobState,
     Phase,
-    Recovering,
+    Recovery,
     Relaunch,
     Repair,
     Slot,
@@ -38,9 +38,7 @@ NAMED = 4
 """Maximum number of nodes that a reason names: a gang may have thousands."""
 
 
-def climb(
-    job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]
-) -> Decision:
+def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str, ...]) -> Decision:
     """Return the decision of the first rung of the ladder that applies and has a try left."""
     fault = _refine_fault(recovering)
     if fault.cause in OWN_CAUSES and (why := _explain_standstill(job)):
@@ -120,7 +118,7 @@ def _needs_proof(rung: Rung, fault: Diagnosis) -> bool:
 
 
 def _end(
-    job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...], why: str
+    job: JobState, recovering: Recovery, now: datetime, without: tuple[str, ...], why: str
 ) -> Decision:
     """End the job, unless a person gave it restarts that are to be spent first.
 
@@ -158,7 +156,7 @@ def _describe_spent(limit: int) -> str:
     return "the only restart is spent" if limit == 1 else f"all {limit} restarts are spent"
 
 
-def _replaces_broken_node(rung: Rung, fault: Diagnosis, recovering: Recovering) -> bool:
+def _replaces_broken_node(rung: Rung, fault: Diagnosis, recovering: Recovery) -> bool:
     """Return whether the rung treats a node that is proven broken: that needs no person, however
     often the job was launched. The rung's own tries and the fleet's breaker limit it."""
     if not (rung.strategy.repairs or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK)):
@@ -280,7 +278,7 @@ def explain_shrink(job: JobState, left: tuple[Slot, ...]) -> str:
 
 
 def _applies(
-    job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering, without: tuple[str, ...]
+    job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovery, without: tuple[str, ...]
 ) -> bool:
     if rung.label in recovering.failed:
         return False
@@ -299,7 +297,7 @@ def _applies(
     return rung.strategy is not Strategy.REPLACE_NODE or bool(fault.nodes or without)
 
 
-def _refine_fault(recovering: Recovering) -> Diagnosis:
+def _refine_fault(recovering: Recovery) -> Diagnosis:
     """Return the fault after the examination: its suspects are the unhealthy nodes, if any."""
     fault, examined = recovering.fault, recovering.examined
     if examined is None:

@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedStep:
     """One step with the decision of the tested policy beside the recorded one."""
 
     at: datetime
@@ -83,7 +83,7 @@ class Replayed:
     """A clause that says how the recorded decision differs; empty: it does not."""
 
 
-def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replayed, ...]:
+def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[ReplayedStep, ...]:
     """Replay recorded steps under another policy, from the state in which the recording begins.
 
     Policy changes in the recording are ignored.
@@ -96,7 +96,7 @@ def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replay
     return tuple(done)
 
 
-def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[Replayed, ...]:
+def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[ReplayedStep, ...]:
     """Run hand-written events through a policy, in the order of their times.
 
     What the events leave out succeeds: launches and repairs are done, and deadlines pass when no
@@ -107,7 +107,7 @@ def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[Rep
     waiting = deque(events)
     if not waiting or not isinstance(waiting[0].event, Submitted):
         waiting.appendleft(Step(job.submitted_at, Submitted("", job.submitted_by)))
-    done: list[Replayed] = []
+    done: list[ReplayedStep] = []
     deadline: datetime | None = None
     repair: Repair | None = None
     while waiting:
@@ -130,7 +130,7 @@ def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[Rep
     return tuple(done)
 
 
-def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
+def _turn(job: JobState, step: Step) -> tuple[JobState, ReplayedStep]:
     event = (
         replace(step.event, policy=job.policy)
         if isinstance(step.event, PolicyChanged)
@@ -140,7 +140,7 @@ def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
     taken, differs = decision, ""
     if step.decided is not None:
         taken, differs = _choose_course(decision, step.decided), difference(decision, step.decided)
-    return apply_decision(job, taken, step.at), Replayed(
+    return apply_decision(job, taken, step.at), ReplayedStep(
         step.at, event.kind, decision, step.decided, differs
     )
 

@@ -266,7 +266,7 @@ class LostNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Avoided:
+class AvoidedNode:
     """A node that the job does not use again."""
 
     node: str
@@ -406,7 +406,7 @@ class RepairQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovering:
+class Recovery:
     """What is known about a fault while its suspects are examined or repaired."""
 
     fault: Diagnosis
@@ -485,9 +485,9 @@ class JobState:
     """Whether a person snoozed the question; at the end of the wait it is asked again."""
     deferred_fault: Diagnosis | None = None
     """A fault that waits for a lost node: nothing can be launched while ranks there may run."""
-    recovering: Recovering | None = None
+    recovering: Recovery | None = None
     """Set from the decision to examine or repair until the next launch is decided."""
-    avoided: tuple[Avoided, ...] = ()
+    avoided: tuple[AvoidedNode, ...] = ()
     drains: tuple[NodeDrain, ...] = ()
     tries: tuple[Try, ...] = ()
     """Newest last. Each rung defines which of them count."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from relaunch.fields import Duration, Reason, Strict, parse_name
+from relaunch.fields import Duration, Reason, StrictModel, parse_name
 from relaunch.messages.jobs import explain
 from relaunch.pool.events import (
     ClaimEvent,
@@ -76,7 +76,7 @@ class FleetFile:
     """Why `applied` is None."""
 
 
-class QuarantineMessage(Strict):
+class QuarantineMessage(StrictModel):
     node: str = ""
     reason: Reason = ""
     by: str = ""
@@ -84,7 +84,7 @@ class QuarantineMessage(Strict):
     within: Duration | None = None
 
 
-class ReleaseMessage(Strict):
+class ReleaseMessage(StrictModel):
     """The message of `release` and `declare_dead`."""
 
     node: str = ""
@@ -92,14 +92,14 @@ class ReleaseMessage(Strict):
     by: str = ""
 
 
-class ReasonMessage(Strict):
+class ReasonMessage(StrictModel):
     """The message of `pause` and `resume`."""
 
     reason: Reason = ""
     by: str = ""
 
 
-class ApplyMessage(Strict):
+class ApplyMessage(StrictModel):
     reason: str = ""
     by: str = ""
 

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from relaunch.evidence.findings import Verdict
-from relaunch.fields import Duration, Name, Reason, Strict
+from relaunch.fields import Duration, Name, Reason, StrictModel
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.decide import check_declaration
 from relaunch.job.events import (
@@ -60,7 +60,7 @@ class ClaimsCarried:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedState:
     """What a run passes to the run that continues it, in addition to the state."""
 
     inbox: tuple[Event, ...] = ()
@@ -89,7 +89,7 @@ class TrainingJobInput:
     avoid_nodes: tuple[str, ...] = ()
     resume: JobState | None = None
     """Set by continue-as-new only."""
-    carried: Carried = Carried()
+    carried: CarriedState = CarriedState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class NodeRepairResult:
 SNOOZE = timedelta(hours=1)
 
 
-class AnswerMessage(Strict):
+class AnswerMessage(StrictModel):
     decision: Literal["", "approve", "deny", "snooze", "take-over"] = ""
     reason: Reason = ""
     by: str = ""
@@ -153,25 +153,25 @@ class AnswerMessage(Strict):
     """The node, if this answers a request to leave it and not the job's own question."""
 
 
-class RepairAsksMessage(Strict):
+class RepairAsksMessage(StrictModel):
     node: str = ""
     question: str = ""
     until: datetime | None = None
 
 
-class CancelMessage(Strict):
+class CancelMessage(StrictModel):
     reason: str = ""
     by: str = ""
 
 
-class RetryMessage(Strict):
+class RetryMessage(StrictModel):
     reason: str = ""
     by: str = ""
     avoid_nodes: tuple[Name, ...] = ()
     renew_budgets: bool = False
 
 
-class ReportMessage(Strict):
+class ReportMessage(StrictModel):
     node: Name | None = None
     declared: Literal["dead"] = "dead"
     force: bool = False
@@ -180,7 +180,7 @@ class ReportMessage(Strict):
     by: str = ""
 
 
-class HintMessage(Strict):
+class HintMessage(StrictModel):
     """A hint that something may have happened to a rank; it triggers a check and is not trusted."""
 
     what: str = ""
@@ -191,7 +191,7 @@ class HintMessage(Strict):
     generation: int = 0
 
 
-class PolicyMessage(Strict):
+class PolicyMessage(StrictModel):
     policy: dict[str, object] = Field(default_factory=dict)
     """Keys as in a policy file, laid over the policy the job has."""
     reason: Reason = ""

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from relaunch.fields import Duration, Name, Strict
+from relaunch.fields import Duration, Name, StrictModel
 from relaunch.spec.job import EcsTask, SecretReference
 
 
@@ -84,11 +84,11 @@ def _check_port(value: str) -> str:
     return value
 
 
-class Power(Strict):
+class Power(StrictModel):
     cycle: tuple[str, ...] = Field(min_length=1)
 
 
-class FleetNode(Strict):
+class FleetNode(StrictModel):
     name: Name
     address: Annotated[str, AfterValidator(_check_address)]
     """Where its controller reaches it.
@@ -116,7 +116,7 @@ class FleetNode(Strict):
         return f"{login}:{self.port}" if self.port else login
 
 
-class FleetLimits(Strict):
+class FleetLimits(StrictModel):
     """Limits that keep one mistake from taking a whole fleet down.
 
     A share is of the fleet's nodes, rounded down, and at least one node.
@@ -150,7 +150,7 @@ class FleetLimits(Strict):
         )
 
 
-class SshOptions(Strict):
+class SshOptions(StrictModel):
     """How to log in to the nodes.
 
     Options not given here come from ~/.ssh/config, or else are OpenSSH's defaults.
@@ -184,7 +184,7 @@ class SshOptions(Strict):
         return value
 
 
-class EcsTables(Strict):
+class EcsTables(StrictModel):
     """DynamoDB tables that mirror the state for dashboards: written, never read."""
 
     task: str | None = None
@@ -225,7 +225,7 @@ class EcsOptions(EcsTask):
     """Interval between two polls of the tasks of running jobs; events cause earlier ones."""
 
 
-class FleetSpec(Strict):
+class FleetSpec(StrictModel):
     """A fleet file."""
 
     name: Name

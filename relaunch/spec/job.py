@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from relaunch.fields import Name, Strict, Text, compile_pattern
+from relaunch.fields import Name, StrictModel, Text, compile_pattern
 from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
@@ -59,7 +59,7 @@ def find_launcher(command: Sequence[str]) -> str | None:
     return None
 
 
-class NodeRange(Strict):
+class NodeRange(StrictModel):
     min: int
     max: int
 
@@ -97,7 +97,7 @@ def parse_nodes(value: Any) -> Any:
     )
 
 
-class ProgressSpec(Strict):
+class ProgressSpec(StrictModel):
     """How the step is found in what ranks print; as text, the name of a preset."""
 
     preset: str | None = None
@@ -152,7 +152,7 @@ class ProgressSpec(Strict):
         return PRESETS[self.preset] if self.preset is not None else self.log_pattern
 
 
-class CheckpointSpec(Strict):
+class CheckpointSpec(StrictModel):
     """Where the program keeps its checkpoints. relaunch only looks at them, for people."""
 
     directory: Text
@@ -166,7 +166,7 @@ class CheckpointSpec(Strict):
         return value
 
 
-class SecretReference(Strict):
+class SecretReference(StrictModel):
     """Where the worker reads a secret at launch; the secret itself is never stored."""
 
     file: Text | None = None
@@ -190,7 +190,7 @@ class SecretReference(Strict):
         return self
 
 
-class EcsTask(Strict):
+class EcsTask(StrictModel):
     """The task that a fleet of Amazon ECS runs as one rank.
 
     RunTask overrides its command, environment and GPUs with the job's.
@@ -202,11 +202,11 @@ class EcsTask(Strict):
     """The name of its container that trains; None: the only essential one."""
 
 
-class Metadata(Strict):
+class Metadata(StrictModel):
     annotations: dict[str, str] = Field(default={})
 
 
-class JobSpec(Strict):
+class JobSpec(StrictModel):
     """A job file."""
 
     name: Name

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.fields import Duration, Strict, duration
+from relaunch.fields import Duration, StrictModel, duration
 
 PRESETS = Path(__file__).with_name("presets")
 
@@ -65,7 +65,7 @@ def _make_list(value: Any) -> Any:
 Key = Literal["job", "cause", "node", "gpu", "code"]
 
 
-class Rung(Strict):
+class Rung(StrictModel):
     """One way to recover, and how often it is tried before the next rung."""
 
     strategy: Strategy
@@ -189,14 +189,14 @@ class Rung(Strict):
         return self
 
 
-class HangLimits(Strict):
+class HangLimits(StrictModel):
     after: Literal["learned", "off"] | Duration = "learned"
     first_step: Duration = timedelta(minutes=30)
     checkpoint: Duration = timedelta(minutes=20)
     evaluation: Duration = timedelta(minutes=60)
 
 
-class Timeouts(Strict):
+class Timeouts(StrictModel):
     heartbeat: Duration = timedelta(seconds=10)
     lease: Duration = timedelta(seconds=60)
     lost_after: Duration = timedelta(seconds=180)
@@ -238,7 +238,7 @@ class Timeouts(Strict):
         return self.lease + 2 * self.stop_grace
 
 
-class Policy(Strict):
+class Policy(StrictModel):
     extends: str = "default"
     """The preset that these keys override."""
     max_restarts: int = Field(default=8, ge=0)

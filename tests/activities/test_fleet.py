@@ -30,7 +30,7 @@ from relaunch.activities.fleet import (
     TellFleetInput,
 )
 from relaunch.activities.launch import LaunchRanksOutput
-from relaunch.backends.base import Prepared, PrepareOrder, Started, StartOrder
+from relaunch.backends.base import Preparation, PrepareOrder, StartedRanks, StartOrder
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.pool.events import FleetFileContent
@@ -433,14 +433,14 @@ async def launched_by_another(fleet: Stand, node: str, generation: int) -> None:
     token = Token("default", "llama", 1000, generation)
     order = PrepareOrder(token, "10.0.0.1", (0,), 20.0, 1.0, 0.2, 60.0, 0.2, fleet="default/other")
     prepared = await fleet.backend.prepare(node, order)
-    assert isinstance(prepared, Prepared)
+    assert isinstance(prepared, Preparation)
     started = await fleet.backend.start(
         node,
         StartOrder(
             token, node, ("train",), None, {}, ({},), (), prepared.stamp, "c0ffee", fences=False
         ),
     )
-    assert isinstance(started, Started)
+    assert isinstance(started, StartedRanks)
 
 
 async def test_ranks_of_another_fleet_are_in_the_way_and_not_stopped() -> None:

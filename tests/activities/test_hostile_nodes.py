@@ -18,7 +18,7 @@ from relaunch.activities import gang as gang_module
 from relaunch.activities.fleet import FleetActivities, LookInput
 from relaunch.activities.launch import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
 from relaunch.activities.reports import WatchHeartbeat
-from relaunch.backends.base import Prepared, PrepareOrder, Refused
+from relaunch.backends.base import Preparation, PrepareOrder, Refusal
 from relaunch.evidence.observations import RankExited
 from relaunch.generation import Token
 from relaunch.job.events import FaultObserved, NodeReturned, NodeUnreachable
@@ -54,7 +54,7 @@ class Liar:
 
 class HostileBackend(SimulatedBackend):
     liar: Liar
-    refusal: Refused | None = None
+    refusal: Refusal | None = None
     listed: Any = None
 
     def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> Any:
@@ -68,7 +68,7 @@ class HostileBackend(SimulatedBackend):
 
         return connected()
 
-    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, node: str, order: PrepareOrder) -> Preparation | Refusal:
         return (
             self.refusal
             if self.refusal is not None and node == "n2"
@@ -201,7 +201,7 @@ async def test_a_token_higher_than_any_of_the_job_is_a_lie_of_one_node(
     highest: tuple[int, int], named: str
 ) -> None:
     fleet, backend = hostile()
-    backend.refusal = Refused("n2", "not_above", "seen higher", highest)
+    backend.refusal = Refusal("n2", "not_above", "seen higher", highest)
     launched: LaunchRanksOutput = await fleet.launch(attempt=3)
     assert (launched.unreachable, launched.refusals) == (("n2",), ())
     assert "node n2" in launched.reason and named in launched.reason
@@ -210,7 +210,7 @@ async def test_a_token_higher_than_any_of_the_job_is_a_lie_of_one_node(
 @pytest.mark.parametrize("highest", [(1000, 1), (1000, 2), (1000, 1 + MAX_GENERATIONS_AHEAD), None])
 async def test_a_number_that_a_reset_explains_is_believed(highest: tuple[int, int] | None) -> None:
     fleet, backend = hostile()
-    backend.refusal = Refused("n2", "not_above", "seen higher", highest)
+    backend.refusal = Refusal("n2", "not_above", "seen higher", highest)
     launched: LaunchRanksOutput = await fleet.launch()
     assert [(one.node, one.highest) for one in launched.refusals] == [("n2", highest)]
 

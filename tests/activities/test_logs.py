@@ -8,7 +8,7 @@ from typing import Any
 from temporalio.testing import ActivityEnvironment
 
 from relaunch.activities.logs import LogActivities
-from relaunch.backends.base import LogChunk, Logs, Refused, Unreachable
+from relaunch.backends.base import LogChunk, Logs, Refusal, Unreachable
 from relaunch.messages.logs import (
     CheckpointFolder,
     LogPiece,
@@ -25,11 +25,11 @@ class ThreeNodes:
     def backend(self, fleet: str) -> ThreeNodes:
         return self
 
-    async def logs(self, node: str, *rest: Any) -> Logs | Refused:
+    async def logs(self, node: str, *rest: Any) -> Logs | Refusal:
         if node == "cut-off":
             raise Unreachable(node, "no answer to logs within 5 s")
         if node == "reinstalled":
-            return Refused(
+            return Refusal(
                 node, "no_such_generation", "generation 1 was never prepared on this node"
             )
         return Logs((LogChunk(0, 0, 3, "hi\n"),), True)
@@ -38,7 +38,7 @@ class ThreeNodes:
         if node == "cut-off":
             raise Unreachable(node, "no answer")
         if node == "old":
-            return Refused(node, "bad_order", "command is 'checkpoints'")
+            return Refusal(node, "bad_order", "command is 'checkpoints'")
         missing = "No such file or directory" if directory == "nothing" else None
         return {"newest": SAVED, "incomplete": [SAVED], "unreadable": missing}
 

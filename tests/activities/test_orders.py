@@ -31,7 +31,7 @@ from relaunch.activities.records import (
     read_archive,
 )
 from relaunch.activities.stop import StopRanksInput, StopRanksOutput
-from relaunch.backends.base import Prepared, PrepareOrder, Refused, StartOrder
+from relaunch.backends.base import Preparation, PrepareOrder, Refusal, StartOrder
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import Incident
 from relaunch.messages.logs import ReadLogsInput
@@ -84,10 +84,10 @@ async def test_a_launch_answers_with_the_last_step_that_its_nodes_know(
     fleet = stand(Script(()))
     prepare, steps = fleet.backend.prepare, {"n1": (100, 1), "n2": (900, 3)}
 
-    async def prepare_after(node: str, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare_after(node: str, order: PrepareOrder) -> Preparation | Refusal:
         answer = await prepare(node, order)
         step, generation = steps[node]
-        assert isinstance(answer, Prepared)
+        assert isinstance(answer, Preparation)
         return replace(answer, step=step, step_generation=generation)
 
     monkeypatch.setattr(fleet.backend, "prepare", prepare_after)
@@ -301,7 +301,7 @@ async def prepared_in_shards(fleet: Stand) -> tuple[list[dict[str, Any]], list[L
     return orders, outputs
 
 
-def answers(fleet: Stand) -> list[Prepared]:
+def answers(fleet: Stand) -> list[Preparation]:
     generations = [
         fleet.backend._node(node.name).job(TOKEN).generations[TOKEN]
         for node in fleet.fleets.known.nodes

@@ -9,7 +9,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from relaunch.activities.logs import LogActivities, format_stacks
-from relaunch.backends.base import Backend, Refused, Unreachable
+from relaunch.backends.base import Backend, Refusal, Unreachable
 from relaunch.messages.logs import ReadStacksInput, Stack
 from tests.backends.fleets import RUNS
 from tests.backends.test_contract import Make, agent, launch, make, pytest_generate_tests, token
@@ -63,7 +63,7 @@ class Doubles:
         if node == "cut-off":
             raise Unreachable(node, "no answer to stacks within 25 s")
         if node == "reinstalled":
-            return Refused(
+            return Refusal(
                 node, "no_such_generation", "generation 1 was never prepared on this node"
             )
         return {

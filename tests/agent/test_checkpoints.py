@@ -14,7 +14,7 @@ from real_node import Node, expect_done, is_alive, refusal, wait_for
 
 from relaunch.agent import checkpoints, processes
 from relaunch.agent.checkpoints import TRACKER, find_checkpoints
-from relaunch.agent.protocol import Fields, Refused
+from relaunch.agent.protocol import Fields, Refusal
 
 HF = ("config.json", "model.safetensors", "trainer_state.json")
 ACCELERATE = ("model.safetensors", "random_states_0.pkl")
@@ -151,11 +151,11 @@ def test_a_folder_that_hangs_has_one_reader(
     os.mkfifo(folder / "ckpt.pt")  # nothing ever writes into it
     monkeypatch.setattr(checkpoints, "LOCK_TIMEOUT", 0.1)
     order = Fields({"directory": str(folder)})
-    with pytest.raises(Refused, match="was not read within"):
+    with pytest.raises(Refusal, match="was not read within"):
         checkpoints.read_checkpoints(state, order)
     wait_for((tmp_path / "readers").exists)
     for _ in range(2):
-        with pytest.raises(Refused, match="still being read"):
+        with pytest.raises(Refusal, match="still being read"):
             checkpoints.read_checkpoints(state, order)
     assert len((tmp_path / "readers").read_text().split()) == 1
     other = checkpoints.read_checkpoints(state, Fields({"directory": str(state)}))

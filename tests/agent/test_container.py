@@ -29,7 +29,7 @@ from real_node import PATIENCE, is_alive, python_command, wait_for
 from relaunch.agent.container.container import ASKED_TO_GO, MISUSED, NOT_FOUND
 from relaunch.agent.container.port import HANDSHAKE_TIMEOUT
 from relaunch.agent.container.tls import Secret
-from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.base import Refusal, Unreachable
 from relaunch.backends.ecs import wire
 from relaunch.backends.local_power import processes_of, signal_all
 from relaunch.backends.session import AgentSession
@@ -362,9 +362,9 @@ async def test_a_client_can_read_logs_stacks_and_probes_but_not_order(make: Make
     session = container.session()
     async with asyncio.timeout(PATIENCE):
         logs = await session.logs(TOKEN, None, 65536, 5.0, None)
-        assert not isinstance(logs, Refused) and [chunk.data for chunk in logs.chunks] == ["one\n"]
+        assert not isinstance(logs, Refusal) and [chunk.data for chunk in logs.chunks] == ["one\n"]
         stacks = await session.stacks(TOKEN, 4)
-        assert not isinstance(stacks, Refused) and stacks["stacks"][0]["pid"] == pid
+        assert not isinstance(stacks, Refusal) and stacks["stacks"][0]["pid"] == pid
         assert (await session.list())["jobs"][0]["generations"][0]["ranks"] == [
             {"rank": 4, "pid": pid, "alive": True}
         ]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relaunch.agent import folders
-from relaunch.agent.protocol import Refused
+from relaunch.agent.protocol import Refusal
 from relaunch.agent.ranks import find_shims
 from relaunch.agent.state import open_state
 from relaunch.backends.ssh import bootstrap
@@ -95,7 +95,7 @@ def test_a_node_on_which_every_name_is_taken_says_what_to_do(
     for path in folders.list_candidates(os.geteuid()):
         path.mkdir()
         os.chown(path, OTHER_UID, OTHER_UID)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refusal) as refused:
         open_state()
     answer = refused.value.answer
     assert answer["why"] == "cannot_start"
@@ -110,7 +110,7 @@ def test_a_parent_in_which_every_user_can_rename_is_refused(
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
     monkeypatch.setenv("RELAUNCH_AGENT_STATE", str(open_to_all / "state"))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refusal) as refused:
         open_state()
     assert "world-writable" in refused.value.answer["reason"]
     assert not (open_to_all / "state").exists()
@@ -128,7 +128,7 @@ def test_only_a_link_of_the_same_owner_to_a_folder_is_followed(
     monkeypatch.setenv("RELAUNCH_AGENT_STATE", str(link))
     assert open_state() == target
     os.chown(link, OTHER_UID, OTHER_UID, follow_symlinks=False)
-    with pytest.raises(Refused, match=f"a link that uid {OTHER_UID} made"):
+    with pytest.raises(Refusal, match=f"a link that uid {OTHER_UID} made"):
         open_state()
 
 

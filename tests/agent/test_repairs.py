@@ -18,7 +18,7 @@ from real_node import TIMES, Node, expect_done, is_alive, refusal, token, wait_f
 
 from relaunch.agent import processes
 from relaunch.agent.node import hold, reboots, repairs
-from relaunch.agent.protocol import Refused
+from relaunch.agent.protocol import Refusal
 from relaunch.agent.state import read_boot_id
 from relaunch.backends import local_power
 from relaunch.backends.session import ANSWER_TIMEOUT
@@ -369,7 +369,7 @@ def test_sudo_is_used_only_where_the_fleet_file_allows_it(
     if reboots_by is not None:
         assert repairs.reboot_command() == reboots_by
         return
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refusal) as refused:
         repairs.reboot_command()
     assert refused.value.answer["why"] == "cannot_reboot"
     assert all(word in refused.value.answer["reason"] for word in ("uid 1000", "sudo: true"))

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from relaunch.backends.artifact import build_agent
-from relaunch.backends.base import Refused
+from relaunch.backends.base import Refusal
 from relaunch.backends.ecs import aws as aws_module
 from relaunch.backends.ecs import batch as batch_module
 from relaunch.backends.ecs import cluster as cluster_module
@@ -142,7 +142,7 @@ class Site:
 
     async def reboot(
         self, boot_id: str | None = None, id: str = REPAIR
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         return await self.repairs.reboot(
             "n1", self.ec2_id, id, boot_id or self.instance.boot_id, "Xid 79", self.facts
         )
@@ -157,7 +157,7 @@ class Site:
         return await self.tasks.diagnose(self.ec2_id, "n1", id, 2, within, gpus)
 
     def health(self, facts: Mapping[str, Any], diag: Any, gpus: int = 0) -> Health:
-        if isinstance(diag, Refused):
+        if isinstance(diag, Refusal):
             diag = {"refused": diag.why, "reason": diag.reason}
         return read_health(facts, diag, expected_gpus=gpus, level=2, catalog=catalog())
 

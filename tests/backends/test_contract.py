@@ -15,15 +15,15 @@ import pytest_asyncio
 
 from relaunch.backends.base import (
     Backend,
-    Gone,
     Logs,
     Peer,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.generation import Token
@@ -137,9 +137,9 @@ def start_order(
 
 async def prepare(
     fleet: Fleet, node: str, order: PrepareOrder, backend: Backend | None = None
-) -> Prepared | Refused:
+) -> Preparation | Refusal:
     answer = await (backend or fleet.backend).prepare(node, order)
-    if isinstance(answer, Prepared):
+    if isinstance(answer, Preparation):
         fleet.stamps[node, order.token] = answer.stamp
     return answer
 
@@ -148,17 +148,17 @@ def stop_order(of: Token) -> StopOrder:
     return StopOrder(of, stop_grace=5.0)
 
 
-def done(answer: T | Refused) -> T:
-    assert not isinstance(answer, Refused), answer
+def done(answer: T | Refusal) -> T:
+    assert not isinstance(answer, Refusal), answer
     return answer
 
 
-def refusal(answer: object) -> Refused:
-    assert isinstance(answer, Refused), answer
+def refusal(answer: object) -> Refusal:
+    assert isinstance(answer, Refusal), answer
     return answer
 
 
-async def launch(fleet: Fleet, generation: int = 1, **changes: Any) -> Started:
+async def launch(fleet: Fleet, generation: int = 1, **changes: Any) -> StartedRanks:
     done(await prepare(fleet, "n1", prepare_order(token(generation), **changes)))
     return done(await fleet.backend.start("n1", start_order(fleet, token(generation))))
 
@@ -265,7 +265,7 @@ async def test_ranks_that_succeed_do_not_take_the_others_with_them(make: Make) -
 async def test_prepare_is_idempotent(make: Make) -> None:
     fleet = make()
     first = done(await prepare(fleet, "n1", prepare_order(token(1))))
-    assert isinstance(first, Prepared) and first.boot_id and first.nonce
+    assert isinstance(first, Preparation) and first.boot_id and first.nonce
     assert first.master_port != first.peer_port
     assert await prepare(fleet, "n1", prepare_order(token(1))) == first
     await fleet.backend.start("n1", start_order(fleet, token(1)))
@@ -278,20 +278,20 @@ async def test_start_is_idempotent_also_when_the_ranks_have_ended(make: Make) ->
     fleet = make({1: RUNS, 2: Does(exits={0: 0, 1: 0})})
     started = await launch(fleet)
     again = done(await fleet.backend.start("n1", start_order(fleet, token(1))))
-    assert again == Started("n1", started.pids, already=True)
+    assert again == StartedRanks("n1", started.pids, already=True)
     short = await launch(fleet, 2)
     await read(fleet.backend, token(2), both_exited)
     again = done(await fleet.backend.start("n1", start_order(fleet, token(2))))
-    assert again == Started("n1", short.pids, already=True)
+    assert again == StartedRanks("n1", short.pids, already=True)
 
 
 @pytest.mark.also_ecs
 async def test_stop_is_idempotent_and_what_is_gone_is_done(make: Make) -> None:
     fleet = make()
     await launch(fleet)
-    assert await fleet.backend.stop("n1", stop_order(token(1))) == Gone("n1")
+    assert await fleet.backend.stop("n1", stop_order(token(1))) == StopProof("n1")
     assert await alive(fleet.backend, 1) == []
-    assert await fleet.backend.stop("n1", stop_order(token(1))) == Gone("n1")
+    assert await fleet.backend.stop("n1", stop_order(token(1))) == StopProof("n1")
 
 
 @pytest.mark.also_ecs
@@ -324,7 +324,7 @@ async def test_a_token_below_the_highest_prepared_is_refused_with_it(make: Make)
 async def test_a_stop_forbids_a_generation_and_all_below_for_ever(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS, 3: RUNS})
     await launch(fleet, 1)
-    assert await fleet.backend.stop("n1", stop_order(token(2))) == Gone("n1")
+    assert await fleet.backend.stop("n1", stop_order(token(2))) == StopProof("n1")
     assert await alive(fleet.backend, 1) == []
     for backend in (fleet.backend, fleet.again()):
         for forbidden in (1, 2):
@@ -452,7 +452,7 @@ async def test_a_stopped_generation_says_why_and_ends_its_watch(make: Make) -> N
         await anext(lines)
         stopping = asyncio.create_task(fleet.backend.stop("n1", stop_order(token(1))))
         seen = [line async for line in lines]
-        assert await stopping == Gone("n1")
+        assert await stopping == StopProof("n1")
     assert "end" in seen[-1]
     assert [one["kind"] for one in observed(seen)] == ["Stopped", "RankExited", "RankExited"]
     assert all(one["stopped"] for one in exits(seen).values())
@@ -622,7 +622,7 @@ async def test_closing_leaves_the_ranks_running(make: Make) -> None:
     await fleet.backend.close()
     other = fleet.again()
     assert await alive(other, 1) == [0, 1]
-    assert done(await other.start("n1", start_order(fleet, token(1)))) == Started(
+    assert done(await other.start("n1", start_order(fleet, token(1)))) == StartedRanks(
         "n1", started.pids, already=True
     )
 
@@ -656,7 +656,7 @@ async def test_list_tells_every_generation_of_every_job(make: Make) -> None:
     await launch(fleet, 1)
     started = await launch(fleet, 2)
     done(await prepare(fleet, "n1", prepare_order(Token("default", "other", 5, 1))))
-    assert await fleet.backend.stop("n1", stop_order(token(1))) == Gone("n1")
+    assert await fleet.backend.stop("n1", stop_order(token(1))) == StopProof("n1")
     listed = await fleet.backend.list("n1")
     assert listed["boot_id"] and listed["protocol"] == 1
     jobs = {job["job"]: job for job in listed["jobs"]}

@@ -16,12 +16,12 @@ import pytest
 import pytest_asyncio
 
 from relaunch.backends.base import (
-    Gone,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.backends.ecs import aws as aws_module
@@ -207,19 +207,19 @@ async def launch(
     backend: EcsBackend | None = None,
     node: str = "n1",
     **changes: Any,
-) -> Started:
+) -> StartedRanks:
     backend, token = backend or site.backend, site.token(generation)
     done(await backend.prepare(node, prepare_order(token)))
     return done(await backend.start(node, start_order(token, node, **changes)))
 
 
-def done(answer: T | Refused) -> T:
-    assert not isinstance(answer, Refused), answer
+def done(answer: T | Refusal) -> T:
+    assert not isinstance(answer, Refusal), answer
     return answer
 
 
-def refusal(answer: object) -> Refused:
-    assert isinstance(answer, Refused), answer
+def refusal(answer: object) -> Refusal:
+    assert isinstance(answer, Refusal), answer
     return answer
 
 
@@ -549,7 +549,7 @@ async def test_a_task_missing_in_lists_is_found_by_its_client_token(
         # Other words under the same name: for an attempt before this one, rank 0 had another
         # address.
         assert isinstance(
-            await site.again().start("n1", start_order(site.token(), command=command)), Started
+            await site.again().start("n1", start_order(site.token(), command=command)), StartedRanks
         )
     assert len(site.tasks(living=False)) == 1
     assert aws.calls["RunTask"] >= 3
@@ -567,7 +567,7 @@ async def test_a_new_task_missing_in_lists_is_watched_and_stopped(
         assert lines[0]["hello"]["ranks"] == [0]
     done(await site.backend.prepare("n1", prepare_order(site.token(2))))
     done(await site.backend.start("n1", start_order(site.token(2))))
-    assert isinstance(await site.again().stop("n1", stop_order(site.token(2))), Gone)
+    assert isinstance(await site.again().stop("n1", stop_order(site.token(2))), StopProof)
     assert site.tasks() == []
     await launch(site, 3)
     done(await site.again().prepare("n1", prepare_order(site.token(4))))
@@ -592,7 +592,7 @@ async def test_s1_9_an_answer_that_aws_does_not_give_is_never_assumed(
         aws.faults.add(operation, fault)
         with pytest.raises(Unreachable):
             await site.backend.stop("n1", stop_order(site.token()))
-    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), Gone)
+    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), StopProof)
     assert site.tasks() == [] and len(site.tasks(living=False)) == 1
 
 
@@ -633,7 +633,7 @@ async def test_a_run_task_that_arrives_after_a_stop_places_nothing(
     done(await slow.prepare("n1", prepare_order(site.token())))
     starting = asyncio.create_task(slow.start("n1", start_order(site.token())))
     await held.wait()
-    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), Gone)
+    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), StopProof)
     go_on.set()
     assert refusal(await starting).why == "stopped"
     assert site.tasks(living=False) == []
@@ -674,7 +674,7 @@ async def _life(site: Site, backend: EcsBackend, stages: list[str]) -> None:
     stages.append("prepared")
     done(await backend.start("n1", start_order(site.token(2))))
     stages.append("started")
-    assert isinstance(await backend.stop("n1", stop_order(site.token(2))), Gone)
+    assert isinstance(await backend.stop("n1", stop_order(site.token(2))), StopProof)
 
 
 async def _dies_and_is_replaced(site: Site, call: int | str, applied: bool) -> None:
@@ -689,7 +689,7 @@ async def _dies_and_is_replaced(site: Site, call: int | str, applied: bool) -> N
         assert site.tasks(1) == []
         done(await second.start("n1", start_order(site.token(2))))
         assert len(site.tasks(2, living=False)) == 1, f"{call} applied={applied}"
-    assert isinstance(await second.stop("n1", stop_order(site.token(2))), Gone)
+    assert isinstance(await second.stop("n1", stop_order(site.token(2))), StopProof)
     assert site.tasks() == [], f"{call} applied={applied}"
     assert len(site.tasks(2, living=False)) == 1
 
@@ -724,11 +724,11 @@ async def test_a_launch_that_died_before_any_task_is_stopped_for_ever(
 ) -> None:
     site = make()
     done(await site.backend.prepare("n1", prepare_order(site.token())))
-    assert isinstance(await site.again().stop("n1", stop_order(site.token())), Gone)
+    assert isinstance(await site.again().stop("n1", stop_order(site.token())), StopProof)
     assert refusal(await site.backend.start("n1", start_order(site.token()))).why == "stopped"
     assert refusal(await site.backend.prepare("n1", prepare_order(site.token()))).why == "stopped"
     await launch(site, 2)
-    assert isinstance(await site.backend.stop("n1", stop_order(site.token(1))), Gone)
+    assert isinstance(await site.backend.stop("n1", stop_order(site.token(1))), StopProof)
     assert len(site.tasks(2)) == 1
 
 
@@ -740,10 +740,10 @@ async def test_s1_2_a_stop_ends_when_ecs_says_stopped_or_knows_no_task(
 ) -> None:
     site = make()
     await launch(site)
-    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), Gone)
+    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), StopProof)
     (task,) = site.tasks(living=False)
     assert (task["lastStatus"], task["stoppedReason"]) == ("STOPPED", f"relaunch: {site.token()}")
-    assert isinstance(await site.again().stop("n1", stop_order(site.token())), Gone)
+    assert isinstance(await site.again().stop("n1", stop_order(site.token())), StopProof)
 
 
 async def test_a_task_that_sigkill_does_not_end_is_stuck(
@@ -776,7 +776,7 @@ async def test_a_stop_on_a_silent_machine_is_ambiguous_until_it_ends(
 
 async def _is_gone(site: Site, order: StopOrder) -> bool:
     try:
-        return isinstance(await site.backend.stop("n1", order), Gone)
+        return isinstance(await site.backend.stop("n1", order), StopProof)
     except Unreachable:
         return False
 
@@ -859,7 +859,7 @@ async def test_s1_1_a_stop_by_a_user_is_distinguished_from_ours(
         "need the node"
     )
     await launch(site, 2)
-    assert isinstance(await site.again().stop("n1", stop_order(site.token(2))), Gone)
+    assert isinstance(await site.again().stop("n1", stop_order(site.token(2))), StopProof)
     ours = await end_of(site.backend, site.token(2))
     assert (ours["kind"], ours["stopped"]) == ("RankExited", True)
 
@@ -1066,7 +1066,7 @@ async def test_a_list_has_ranks_of_every_controller_and_unknown_gpus(
         }
     ]
     assert listed["held"] is None and "unreadable" in listed["gpus"]
-    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), Gone)
+    assert isinstance(await site.backend.stop("n1", stop_order(site.token())), StopProof)
     (after,) = (await site.backend.list("n1"))["jobs"]
     assert (after["prepared"], after["stopped"]) == (None, [1763000000000, 1])
     assert not after["generations"][0]["ranks"][0]["alive"]

@@ -20,13 +20,13 @@ import pytest_asyncio
 from relaunch.backends import session as session_module
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import (
-    Gone,
     Logs,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.backends.ecs import aws as aws_module
@@ -137,11 +137,11 @@ class Site:
 
     async def launch(
         self, command: Sequence[str], ranks: int = 1, **rank_env: str
-    ) -> Started | Refused:
+    ) -> StartedRanks | Refusal:
         order = PrepareOrder(
             self.token, "10.0.0.1", tuple(range(ranks)), 60.0, 60.0, 1.0, 60.0, 0.2, 5.0
         )
-        assert not isinstance(await self.backend.prepare("n1", order), Refused)
+        assert not isinstance(await self.backend.prepare("n1", order), Refusal)
         own = tuple(
             {"RANK": str(rank), "LOCAL_RANK": str(rank), "RELAUNCH_NODE": "n1", **rank_env}
             for rank in range(ranks)
@@ -236,7 +236,7 @@ with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file: \
 json.dump({{'message': 'of rank 1'}}, file)
 os._exit(3)
 """
-    assert isinstance(await site.launch(python(code), ranks=2), Started)
+    assert isinstance(await site.launch(python(code), ranks=2), StartedRanks)
 
     def enough(line: Line) -> bool:
         if steps(line) == {"0": 12, "1": 11}:
@@ -417,7 +417,7 @@ async def test_ranks_that_relaunch_stops_are_reported_as_stopped(make: Callable[
     watching = asyncio.create_task(site.watch(enough))
     async with asyncio.timeout(PATIENCE):
         await ready.wait()
-    assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), Gone)
+    assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), StopProof)
     assert [(one["kind"], one["stopped"]) for one in observations(await watching)] == [
         ("RankExited", True)
     ]
@@ -450,11 +450,11 @@ async def test_logs_and_stacks_are_the_agents_while_it_lives(make: Callable[...,
     logs = await site.backend.logs("n1", site.token, None, 65536, 5.0, None)
     assert isinstance(logs, Logs) and [chunk.data for chunk in logs.chunks] == ["step 1\n"]
     stacks = await site.backend.stacks("n1", site.token, 0)
-    assert not isinstance(stacks, Refused) and stacks["stacks"][0]["rank"] == 0
-    assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), Gone)
+    assert not isinstance(stacks, Refusal) and stacks["stacks"][0]["rank"] == 0
+    assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), StopProof)
     gone = await site.backend.logs("n1", site.token, None, 65536, 0.0, None)
-    assert isinstance(gone, Refused) and "CloudWatch Logs" in gone.reason
-    assert isinstance(await site.backend.stacks("n1", site.token, 0), Refused)
+    assert isinstance(gone, Refusal) and "CloudWatch Logs" in gone.reason
+    assert isinstance(await site.backend.stacks("n1", site.token, 0), Refusal)
 
 
 # --- what is ordered
@@ -462,7 +462,7 @@ async def test_logs_and_stacks_are_the_agents_while_it_lives(make: Callable[...,
 
 async def test_what_does_not_fit_is_refused_in_a_sentence(make: Callable[..., Site]) -> None:
     refused = await make().launch(FOR_EVER, ranks=200)
-    assert isinstance(refused, Refused) and " 8192" in refused.reason
+    assert isinstance(refused, Refusal) and " 8192" in refused.reason
 
 
 def test_an_order_says_what_the_environment_does_not() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.base import Refusal, Unreachable
 from relaunch.backends.ecs import examine as node_tasks_module
 from relaunch.backends.ecs.occupants import node_task
 from relaunch.backends.ecs.tasks import build_started_by
@@ -208,7 +208,7 @@ async def test_s1_3_gpus_that_are_never_free_are_called_busy_in_time(make: Make)
     site.double.script("train", after=None)
     await site.run("airflow", gpus=1)
     answer = await site.diagnose(within=0.5)
-    assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
+    assert isinstance(answer, Refusal) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
 
 
 async def test_s1_6_an_examination_of_a_dead_worker_is_found_untagged(

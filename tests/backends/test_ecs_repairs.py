@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.base import Refusal, Unreachable
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.quarantine import Marks
 from relaunch.backends.ecs.reboots import (
@@ -128,7 +128,7 @@ async def test_s1_6_a_reboot_needs_a_new_boot_id_and_its_agent_back(
     assert (entry["id"], entry["boot_id"]) == (REPAIR, before["boot_id"])
     assert site.health(after, None).reboots[0].id == REPAIR
     again = await site.reboot(before["boot_id"], id="repair/other")
-    assert isinstance(again, Refused) and (again.why, again.boot_id) == (
+    assert isinstance(again, Refusal) and (again.why, again.boot_id) == (
         "boot_changed",
         site.instance.boot_id,
     )
@@ -154,7 +154,7 @@ async def test_the_same_order_twice_is_one_reboot(make: Make) -> None:
         "already": True,
     }
     other = await site.reboot(boot, id="repair/other")
-    assert isinstance(other, Refused) and other.why == "held"
+    assert isinstance(other, Refusal) and other.why == "held"
     await _booted(site)
     await site.settled()
     assert (await site.reboot(boot))["already"] is True  # type: ignore[index]
@@ -175,11 +175,11 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
         await facts(held={"by": "diagnose", "id": "r9"}),
         await facts(gpus={"gpus": [{"bus_id": "0", "processes": [{"pid": 42}]}]}),
     ):
-        assert isinstance(refused, Refused) and refused.why == "busy"
+        assert isinstance(refused, Refusal) and refused.why == "busy"
     await site.run("ecs-svc/1")
     await site.run(build_started_by(Token("default", "j", 1, 2)))
     late = await facts()  # it was placed after the probe
-    assert isinstance(late, Refused) and "job j generation 2" in late.reason
+    assert isinstance(late, Refusal) and "job j generation 2" in late.reason
     assert (site.status, site.count_requests("RebootInstances")) == ("ACTIVE", 0)
     assert (await Journal.read(site.aws, site.ec2_id)).entries == ()
 
@@ -194,7 +194,7 @@ async def test_an_instance_that_ec2_gives_up_is_not_rebooted_but_moved(make: Mak
     retired.instance.status(event="instance-retirement")
     for site in (impaired, retired, unproven):
         refused = await site.reboot()
-        assert isinstance(refused, Refused) and refused.why == "cannot_reboot", (
+        assert isinstance(refused, Refusal) and refused.why == "cannot_reboot", (
             "recovery cycles its power then"
         )
         assert site.count_requests("RebootInstances") == 0
@@ -205,7 +205,7 @@ async def test_a_refused_order_is_withdrawn_and_an_unanswered_one_not(make: Make
     site = denied
     site.double.faults.add("RebootInstances", error("UnauthorizedOperation", "no", 403))
     refused = await denied.reboot()
-    assert isinstance(refused, Refused) and (refused.why, denied.status) == (
+    assert isinstance(refused, Refusal) and (refused.why, denied.status) == (
         "cannot_reboot",
         "ACTIVE",
     )
@@ -369,14 +369,14 @@ async def _carry_out(site: Site, decision: Any) -> RepairEvent:
                 found = await site.diagnose()
                 return (
                     OrderRefused(found.why, found.reason)
-                    if isinstance(found, Refused)
+                    if isinstance(found, Refusal)
                     else NodeDiagnosed(dict(found))
                 )
             case "RebootNode":
                 answer = await site.reboot(decision.boot_id)
                 return (
                     OrderRefused(answer.why, answer.reason)
-                    if isinstance(answer, Refused)
+                    if isinstance(answer, Refusal)
                     else OrderDone(dict(answer))
                 )
             case "PowerCycleNode":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.base import Backend, Gone, Refused, Unreachable
+from relaunch.backends.base import Backend, Refusal, StopProof, Unreachable
 from relaunch.evidence.dcgm import read_diag
 from relaunch.evidence.findings import Verdict
 from tests.backends.fleets import (
@@ -258,7 +258,7 @@ async def test_of_two_orders_for_one_node_the_second_waits_briefly(make: Make) -
     first, second = await asyncio.gather(
         *(fleet.backend.diagnose("n1", f"r{number}", 1, 3.5) for number in range(2))
     )
-    refused, answered = (first, second) if isinstance(first, Refused) else (second, first)
+    refused, answered = (first, second) if isinstance(first, Refusal) else (second, first)
     assert refusal(refused).why == "held" and done(answered)["exit_code"] is None
 
 
@@ -275,7 +275,7 @@ async def test_nothing_is_examined_reset_or_rebooted_while_ranks_live(make: Make
         assert refused.why == "busy" and "contract generation 1" in refused.reason
     assert await alive(fleet.backend, 1) == [0, 1]
     assert (await probe(fleet.backend))["reboots"] == []
-    assert await fleet.backend.stop("n1", stop_order(token(1))) == Gone("n1")
+    assert await fleet.backend.stop("n1", stop_order(token(1))) == StopProof("n1")
     assert done(await fleet.backend.diagnose("n1", "r1", 1, 30.0))["exit_code"] == 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.base import BackendError, ProtocolError, Refused, StartOrder, Unreachable
+from relaunch.backends.base import BackendError, ProtocolError, Refusal, StartOrder, Unreachable
 from relaunch.backends.pipe import ProcessPipe
 from relaunch.backends.session import AgentSession
 from relaunch.generation import Token
@@ -93,7 +93,7 @@ async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> 
         secrets={"B": "2"},
     )
     answer = await session.start(start)
-    assert isinstance(answer, Refused) and json.loads(answer.reason) == {"A": "1", "B": "2"}
+    assert isinstance(answer, Refusal) and json.loads(answer.reason) == {"A": "1", "B": "2"}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ async def test_a_refusal_carries_the_present_boot_id(opened: Open) -> None:
         "reason": "this node runs boot b2",
         "boot_id": "b2",
     }
-    assert await ask(opened({"reboot": answer}), "reboot") == Refused(
+    assert await ask(opened({"reboot": answer}), "reboot") == Refusal(
         "n1", "boot_changed", "this node runs boot b2", boot_id="b2"
     )
 

@@ -14,9 +14,9 @@ import pytest
 
 from relaunch.backends.base import (
     Peer,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
+    Refusal,
     StartOrder,
     StopOrder,
     Unreachable,
@@ -67,7 +67,7 @@ def prepare_order(
 def start_order(
     generation: int, node: str, gang: tuple[str, ...], ranks: int, prepared: object
 ) -> StartOrder:
-    assert isinstance(prepared, Prepared), prepared
+    assert isinstance(prepared, Preparation), prepared
     peers = tuple(Peer(other, "10.0.0.1", 1) for other in gang[:17] if other != node)[:16]
     return StartOrder(
         token(generation),
@@ -97,7 +97,7 @@ async def launch(
     for node in nodes:
         assert not isinstance(
             await backend.start(node, start_order(generation, node, nodes, ranks, prepared[node])),
-            Refused,
+            Refusal,
         )
 
 
@@ -206,8 +206,8 @@ async def test_a_scripted_refusal_ends_when_its_times_are_over() -> None:
         fleet(1), Script((Refuse(node="n1", command="prepare", why="stuck", times=1),))
     )
     first = await backend.prepare("n1", prepare_order(1, 0))
-    assert isinstance(first, Refused) and first.why == "stuck"
-    assert isinstance(await backend.prepare("n1", prepare_order(1, 0)), Prepared)
+    assert isinstance(first, Refusal) and first.why == "stuck"
+    assert isinstance(await backend.prepare("n1", prepare_order(1, 0)), Preparation)
     assert [call.outcome for call in backend.calls] == ["refused:stuck", "done"]
 
 
@@ -270,7 +270,7 @@ async def test_lingering_ranks_delay_a_prepare_stuck_ones_refuse_it() -> None:
     preparing = asyncio.create_task(backend.prepare("n1", prepare_order(3, 0, 1)))
     await clock.advance(45.0)
     answer = await preparing
-    assert isinstance(answer, Refused) and answer.why == "stuck"
+    assert isinstance(answer, Refusal) and answer.why == "stuck"
     assert [rank for _, _, rank in alive(backend.lives)] == [1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.backends.base import Prepared, Refused, StopOrder, Unreachable
+from relaunch.backends.base import Preparation, Refusal, StopOrder, Unreachable
 from relaunch.evidence.dcgm import read_diag
 from relaunch.evidence.findings import Verdict
 from relaunch.spec.fleet import FleetSpec
@@ -73,12 +73,12 @@ async def gpu(backend: SimulatedBackend, index: int) -> Mapping[str, Any]:
 
 async def diagnosed(backend: SimulatedBackend, level: int = 2) -> Verdict:
     answer = await backend.diagnose("n1", "r1", level, WITHIN)
-    assert not isinstance(answer, Refused), answer
+    assert not isinstance(answer, Refusal), answer
     return read_diag(answer["stdout"], answer["exit_code"], level=level).verdict
 
 
 def why(answer: object) -> str:
-    assert isinstance(answer, Refused), answer
+    assert isinstance(answer, Refusal), answer
     return answer.why
 
 
@@ -184,7 +184,7 @@ async def reset(backend: SimulatedBackend, *gpus: int, id: str = "r1") -> Mappin
     answer = await backend.reset_gpus(
         "n1", id, boot, tuple(bus_id(index) for index in gpus), WITHIN
     )
-    assert not isinstance(answer, Refused), answer
+    assert not isinstance(answer, Refusal), answer
     return answer
 
 
@@ -202,7 +202,7 @@ async def test_a_reset_misses_a_lost_gpu_and_a_reboot_restores_it() -> None:
     backend = simulated(Sick(gpu_lost=5, until="reboot"), Sick(remap_failed=6))
     answer = await reset(backend, 5)
     assert answer["exit_code"] == 15 and "GPU is lost" in answer["output"]
-    assert not isinstance(await backend.reboot("n1", "r1", "n1-boot-1", "GPU 5 is lost"), Refused)
+    assert not isinstance(await backend.reboot("n1", "r1", "n1-boot-1", "GPU 5 is lost"), Refusal)
     assert "lost" not in await gpu(backend, 5)
     assert (await gpu(backend, 6))["remapped"]["failed"] is True
     assert await diagnosed(backend) is Verdict.UNHEALTHY
@@ -211,7 +211,7 @@ async def test_a_reset_misses_a_lost_gpu_and_a_reboot_restores_it() -> None:
 async def test_a_gpu_that_is_not_there_cannot_be_reset() -> None:
     backend = simulated()
     answer = await backend.reset_gpus("n1", "r1", "n1-boot-1", ("00000000:00:00.0",), WITHIN)
-    assert not isinstance(answer, Refused) and answer["exit_code"] == 6
+    assert not isinstance(answer, Refusal) and answer["exit_code"] == 6
 
 
 async def test_resets_and_reboots_fail_as_often_as_scripted() -> None:
@@ -225,7 +225,7 @@ async def test_resets_and_reboots_fail_as_often_as_scripted() -> None:
     assert (await probe(backend))["reboots"] == []
     await launch(backend, 1, ("n1",))
     await backend.stop("n1", StopOrder(token(1), 15.0))
-    assert not isinstance(await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79"), Refused)
+    assert not isinstance(await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79"), Refusal)
     assert [one["id"] for one in (await probe(backend))["reboots"]] == ["r1"]
     assert_upkeep(backend)
 
@@ -257,7 +257,7 @@ async def test_a_reboot_that_hangs_never_comes_back_by_itself() -> None:
         await probe(backend)
     backend.lose_power("n1")
     assert (await probe(backend))["boot_id"] == "n1-boot-2"
-    assert not isinstance(await backend.reboot("n1", "r2", "n1-boot-2", "once more"), Refused)
+    assert not isinstance(await backend.reboot("n1", "r2", "n1-boot-2", "once more"), Refusal)
     assert (await probe(backend))["boot_id"] == "n1-boot-3"
 
 
@@ -295,12 +295,12 @@ async def test_a_launch_waits_two_seconds_for_a_diagnosis_then_refuses() -> None
     assert not early.done()
     await clock.advance(0.1)
     answer = await early
-    assert isinstance(answer, Refused) and answer.why == "held"
+    assert isinstance(answer, Refusal) and answer.why == "held"
     assert "(diagnose, r1)" in answer.reason
     await clock.advance(2.0)
     late = asyncio.create_task(backend.prepare("n1", prepare_order(1, 0)))
     await clock.advance(1.0)
-    assert isinstance(await late, Prepared)
+    assert isinstance(await late, Preparation)
     assert isinstance(await diagnosing, dict)
     assert_upkeep(backend)
 
@@ -314,10 +314,10 @@ async def test_a_diagnosis_waits_for_a_prepare_and_is_then_refused() -> None:
     diagnosing = asyncio.create_task(backend.diagnose("n1", "r1", 1, WITHIN))
     await clock.advance(2.0)
     answer = await diagnosing
-    assert isinstance(answer, Refused) and answer.why == "held"
+    assert isinstance(answer, Refusal) and answer.why == "held"
     assert "launch" in answer.reason
     await clock.advance(5.0)
-    assert isinstance(await preparing, Prepared)
+    assert isinstance(await preparing, Preparation)
 
 
 async def test_a_generation_that_has_ended_does_not_keep_its_node() -> None:
@@ -325,7 +325,7 @@ async def test_a_generation_that_has_ended_does_not_keep_its_node() -> None:
     await launch(backend, 1, ("n1",))
     assert (await probe(backend))["jobs"] == []
     assert await diagnosed(backend) is Verdict.HEALTHY
-    assert not isinstance(await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79"), Refused)
+    assert not isinstance(await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79"), Refusal)
     assert_upkeep(backend)
 
 
@@ -337,7 +337,7 @@ async def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over() -> None:
     assert not diagnosing.done() and (await probe(backend))["held"]["by"] == "diagnose"
     await clock.advance(1.0)
     answer = await diagnosing
-    assert not isinstance(answer, Refused) and (
+    assert not isinstance(answer, Refusal) and (
         answer["exit_code"],
         answer["stdout"],
         answer["took"],
@@ -373,7 +373,7 @@ async def test_an_order_of_a_repair_is_refused_as_scripted() -> None:
         )
     )
     answer = await backend.reset_gpus("n1", "r1", "n1-boot-1", (), WITHIN)
-    assert isinstance(answer, Refused) and (answer.why, "4242" in answer.reason) == ("busy", True)
+    assert isinstance(answer, Refusal) and (answer.why, "4242" in answer.reason) == ("busy", True)
     assert (await reset(backend))["exit_code"] == 0
     assert moments(backend)[0] == ("refused", "reset-gpus", "r1", "busy")
 
@@ -388,7 +388,7 @@ async def test_boot_id_and_journal_prove_a_reboot_with_a_lost_answer() -> None:
     facts = await probe(backend)
     assert (facts["boot_id"], [one["id"] for one in facts["reboots"]]) == ("n1-boot-2", ["r1"])
     refused = await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
-    assert isinstance(refused, Refused) and (refused.why, refused.boot_id) == (
+    assert isinstance(refused, Refusal) and (refused.why, refused.boot_id) == (
         "boot_changed",
         "n1-boot-2",
     )
@@ -442,12 +442,12 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
     async def train() -> None:
         for generation in range(1, 9):
             prepared: object = None
-            while not isinstance(prepared, Prepared):
+            while not isinstance(prepared, Preparation):
                 prepared = await answered(backend.prepare, "n1", prepare_order(generation, 0))
             started = await answered(
                 backend.start, "n1", start_order(generation, "n1", ("n1",), 1, prepared)
             )
-            assert not isinstance(started, Refused), started
+            assert not isinstance(started, Refusal), started
             await answered(backend.stop, "n1", StopOrder(token(generation), 15.0))
 
     async def repair(name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.backends.base import Prepared, Started, StartOrder
+from relaunch.backends.base import Preparation, StartedRanks, StartOrder
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
@@ -46,7 +46,7 @@ async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
     host = site.host()
     backend = site.backend(host)
     prepared = await backend.prepare("n1", prepare_order(token(1), (0,), address=host.address))
-    assert isinstance(prepared, Prepared)
+    assert isinstance(prepared, Preparation)
     what: dict[str, Any] = {
         "command": ("sleep", "600"),
         "workdir": None,
@@ -58,7 +58,7 @@ async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
         token=token(1), node="n1", prepared=prepared.stamp, secret="5ec7e7", fences=True, **what
     )
     started = await backend.start("n1", order)
-    assert isinstance(started, Started)
+    assert isinstance(started, StartedRanks)
     environment = Path(f"/proc/{started.pids[0]}/environ").read_bytes().split(b"\0")
     assert b"RELAUNCH_NODE_STATE=" + os.fsencode(host.state) in environment
     assert host.logins() == 1, "one connection carries everything"

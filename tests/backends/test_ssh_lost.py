@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from relaunch.backends.base import Backend, Prepared, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import (
+    Backend,
+    Preparation,
+    StartedRanks,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
 from tests.backends.ssh_site import Site, agent, reason, site
 from tests.backends.sshd import Sshd
 from tests.backends.test_contract import heartbeats, observed, prepare_order, reached, read, token
@@ -34,7 +41,7 @@ async def train(backend: Backend, address: str, command: str = "exec sleep 600")
     prepared = await reached(
         lambda: backend.prepare("n1", prepare_order(token(1), (0,), address=address))
     )
-    assert isinstance(prepared, Prepared)
+    assert isinstance(prepared, Preparation)
     what: dict[str, Any] = {
         "workdir": None,
         "env": {},
@@ -51,7 +58,7 @@ async def train(backend: Backend, address: str, command: str = "exec sleep 600")
         **what,
     )
     started = await reached(lambda: backend.start("n1", order))
-    assert isinstance(started, Started)
+    assert isinstance(started, StartedRanks)
     return started.pids[0]
 
 

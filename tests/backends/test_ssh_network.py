@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.backends.base import Peer, Prepared, StartOrder, Unreachable
+from relaunch.backends.base import Peer, Preparation, StartOrder, Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import SshBackend
@@ -197,7 +197,7 @@ def test_s2_4_peers_meet_on_the_training_network_in_a_cut(lab: Lab) -> None:
             assert address is not None
             order = prepare_order(token(1), (rank,), address=address, lease=2.0, fence_after=2.0)
             prepared = await backend.prepare(node, order)
-            assert isinstance(prepared, Prepared)
+            assert isinstance(prepared, Preparation)
             peers[node], stamps[node] = Peer(node, address, prepared.peer_port), prepared.stamp
         pids = {}
         for rank, (node, other) in enumerate((("n1", "n2"), ("n2", "n1"))):

@@ -17,14 +17,14 @@ import yaml
 from pydantic import Field, HttpUrl, field_validator, model_validator
 
 from relaunch.evidence.causes import Cause
-from relaunch.fields import Strict
+from relaunch.fields import StrictModel
 from relaunch.spec.policy import Strategy
 
 ENDINGS = Path(__file__).parent / "endings"
 MAX_LOG_LINES = 200
 
 
-class RankEnding(Strict):
+class RankEnding(StrictModel):
     """How one rank ended."""
 
     rank: int = Field(ge=0)
@@ -52,7 +52,7 @@ class RankEnding(Strict):
         return value
 
 
-class Ending(Strict):
+class Ending(StrictModel):
     """One ending of a job."""
 
     source: HttpUrl

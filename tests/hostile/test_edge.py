@@ -25,7 +25,7 @@ from relaunch.backends.answers import (
     parse_list,
     parse_watch_line,
 )
-from relaunch.backends.base import ProtocolError, Refused
+from relaunch.backends.base import ProtocolError, Refusal
 from relaunch.backends.link import _writable
 from relaunch.converter import SharedPayloadConverter
 from relaunch.generation import Token
@@ -172,7 +172,7 @@ def refuse(answer: object) -> None:
     refusal = parse("n2", "prepare", RefusalAnswer, answer)
     highest = refusal.highest
     refused = _check_highest(
-        Refused("n2", refusal.why, refusal.reason, (highest[0], highest[1]) if highest else None),
+        Refusal("n2", refusal.why, refusal.reason, (highest[0], highest[1]) if highest else None),
         TOKEN,
     )
     cross(

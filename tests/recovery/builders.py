@@ -37,7 +37,7 @@ from relaunch.job.state import (
     Ignore,
     JobState,
     Phase,
-    Recovering,
+    Recovery,
     Relaunch,
     Repair,
     Slot,
@@ -271,5 +271,5 @@ def climbed(
     job: JobState, fault: Diagnosis, now: datetime = T0, without: tuple[str, ...] = ()
 ) -> tuple[JobState, Decision]:
     """Take the first rung for a fault as if just diagnosed, and write the decision down."""
-    decision = climb(job, Recovering(fault), now, without)
+    decision = climb(job, Recovery(fault), now, without)
     return apply_decision(replace(job, recovering=None), decision, now), decision

@@ -27,7 +27,7 @@ from relaunch.job.events import (
 from relaunch.job.incidents import MAX_FAULTS, add_unhealthy_nodes, open_incident
 from relaunch.job.ranks import keep_places, rank_environments, seat
 from relaunch.job.state import (
-    Avoided,
+    AvoidedNode,
     Diagnosis,
     FaultRecord,
     Ignore,
@@ -124,12 +124,12 @@ def test_every_incident_names_its_nodes_and_only_a_rung_isolates() -> None:
         ("n2", 1, (), False),
         ("n2", 3, ("0000:05:00",), False),
     ]
-    by_person = replace(job, avoided=(Avoided("n2", "asked for by ada", T0),))
+    by_person = replace(job, avoided=(AvoidedNode("n2", "asked for by ada", T0),))
     assert not any(one.isolate for one in suspects(by_person))
-    by_rung = replace(job, avoided=(Avoided("n2", "Xid 79", T0, isolated=True),))
+    by_rung = replace(job, avoided=(AvoidedNode("n2", "Xid 79", T0, isolated=True),))
     (isolated,) = (one for one in suspects(by_rung) if one.isolate)
     assert (isolated.node, isolated.generation) == ("n2", 3), "the fault for which it was left"
-    earlier = replace(job, avoided=(Avoided("n2", "Xid 79", at(-1), isolated=True),))
+    earlier = replace(job, avoided=(AvoidedNode("n2", "Xid 79", at(-1), isolated=True),))
     assert not any(one.isolate for one in suspects(earlier)), "its fault is in the archive"
 
 
@@ -244,8 +244,8 @@ def test_a_node_to_examine_is_reported_whatever_faults_follow() -> None:
         running(),
         incidents=tuple(incident(number, nodes=(f"n{number}",)) for number in range(1, 30)),
         avoided=(
-            Avoided("n3", "Xid 79", T0, isolated=True),
-            Avoided("n29", "Xid 79", T0, isolated=True),
+            AvoidedNode("n3", "Xid 79", T0, isolated=True),
+            AvoidedNode("n29", "Xid 79", T0, isolated=True),
         ),
     )
     assert [one.node for one in suspects(job)] == [

@@ -30,7 +30,7 @@ from relaunch.job.fencing import fences
 from relaunch.job.ladder import explain_shrink, remaining_slots
 from relaunch.job.ranks import common_environment, keep_places, seat
 from relaunch.job.replay import Step, name_decision, simulate
-from relaunch.job.state import Avoided, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
+from relaunch.job.state import AvoidedNode, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy, preset, resolve
 from tests.recovery.builders import (
@@ -162,7 +162,7 @@ def test_nodes_to_leave_or_avoid_do_not_count_as_left(snapshot: SnapshotAssertio
     leaving, _ = step(job, DrainRequested("n4", "a fan", "grace", at(60)))
     assert [slot.node for slot in remaining_slots(leaving, ("n2",))] == ["n1", "n3"]
     assert explain_shrink(job, remaining_slots(leaving, ("n2",))) == snapshot
-    avoiding = replace(leaving, avoided=(Avoided("n3", "so", T0),))
+    avoiding = replace(leaving, avoided=(AvoidedNode("n3", "so", T0),))
     # only n1 would be left
     assert describe(climbed(avoiding, suspected(Cause.APPLICATION, "n2"))[1]) == "RESTART_IN_PLACE"
 
@@ -360,7 +360,7 @@ def test_it_wants_its_fewest_and_takes_its_most() -> None:
 
 
 def test_what_runs_says_what_it_has_and_when_it_would_take_more() -> None:
-    job = replace(elastic(3), avoided=(Avoided("n8", "so", T0),))
+    job = replace(elastic(3), avoided=(AvoidedNode("n8", "so", T0),))
     said = build_current_claim(job, 3, ("n1", "n2", "n3"))
     assert (said.nodes, said.most, said.max_nodes, said.more_at, said.avoid) == (
         3,

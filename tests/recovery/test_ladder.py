@@ -21,7 +21,7 @@ from relaunch.job.state import (
     Examine,
     ExaminedNode,
     Phase,
-    Recovering,
+    Recovery,
     Relaunch,
     Repair,
     Stop,
@@ -516,5 +516,5 @@ def test_a_decision_after_an_examination_names_what_was_found(
     verdicts: list[tuple[str, Verdict]], snapshot: SnapshotAssertion
 ) -> None:
     examined = tuple(ExaminedNode(node, verdict, "said so") for node, verdict in verdicts)
-    decision = climb(running(policy=rungs(FAIL)), Recovering(on("n1", "n2"), examined), T0, ())
+    decision = climb(running(policy=rungs(FAIL)), Recovery(on("n1", "n2"), examined), T0, ())
     assert decision.reason == snapshot

@@ -28,7 +28,15 @@ from relaunch.job.events import (
     RetryRequested,
     Submitted,
 )
-from relaunch.job.replay import CURRENT, Replayed, Step, difference, name_decision, replay, simulate
+from relaunch.job.replay import (
+    CURRENT,
+    ReplayedStep,
+    Step,
+    difference,
+    name_decision,
+    replay,
+    simulate,
+)
 from relaunch.job.state import (
     Decision,
     Diagnosis,
@@ -90,7 +98,7 @@ def application(*rungs: dict[str, Any], **more: Any) -> Policy:
     return policy(causes=causes, no_progress_stop="off", startup_stop="off", **more)
 
 
-def marked(replayed: tuple[Replayed, ...]) -> list[tuple[str, str]]:
+def marked(replayed: tuple[ReplayedStep, ...]) -> list[tuple[str, str]]:
     return [(name_decision(one.decision), one.differs) for one in replayed if one.differs]
 
 

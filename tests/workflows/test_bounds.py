@@ -23,7 +23,7 @@ from relaunch.job.events import FaultObserved, NodesAcquired, NodeUnreachable, R
 from relaunch.job.hang import Pace
 from relaunch.job.state import JobState, Phase, Slot
 from relaunch.job.step import evaluate_event
-from relaunch.messages.jobs import Carried, TrainingJobInput
+from relaunch.messages.jobs import CarriedState, TrainingJobInput
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.commands import SHARD, start_orders
 from relaunch.workflows.training_job.workflow import MAX_INCIDENTS
@@ -149,7 +149,7 @@ def test_a_run_with_all_nodes_lost_hands_on_less_than_a_payload() -> None:
     assert len(job.lost) == NODES
     job, _ = play(job, RanksHung(job.generation, tuple(range(16)), "step 5 has not changed", T0))
     exited = {slot.node: tuple(range(8 * i, 8 * i + 8)) for i, slot in enumerate(job.slots)}
-    carried = Carried((), {slot.node: 2**40 for slot in job.slots}, exited, (), T0)
+    carried = CarriedState((), {slot.node: 2**40 for slot in job.slots}, exited, (), T0)
     assert size(job) <= 1 * MIB
     assert (
         size(TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried))

@@ -39,7 +39,7 @@ with workflow.unsafe.imports_passed_through():
         Wait,
     )
     from relaunch.job.step import step
-    from relaunch.messages.jobs import Carried, JobResult, TrainingJobInput
+    from relaunch.messages.jobs import CarriedState, JobResult, TrainingJobInput
     from relaunch.spec.policy import Strategy
     from relaunch.workflows.search_attributes import attributes, current_details, memo, updates
     from relaunch.workflows.training_job import commands
@@ -261,7 +261,7 @@ class TrainingJob(MessageHandlers):
             tasks = session.tasks.busy
             if not tasks:
                 break
-        carried = Carried(
+        carried = CarriedState(
             tuple(session.inbox),
             self._watches.after_seq,
             self._watches.exited,

@@ -22,7 +22,7 @@ from relaunch.agent import processes
 from relaunch.agent.children import Child
 from relaunch.agent.container import stdout
 from relaunch.agent.loop import parse, take_line
-from relaunch.agent.protocol import VERSION, Fields, Json, Refused
+from relaunch.agent.protocol import VERSION, Fields, Json, Refusal
 from relaunch.agent.state import JobState, open_state
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class _Container:
         os.environ.setdefault("RELAUNCH_AGENT_STATE", STATE)
         try:
             self._launch(text)
-        except Refused as refused:
+        except Refusal as refused:
             _say(str(refused.answer["reason"]))
             return {"command_not_found": NOT_FOUND, "bad_order": MISUSED}.get(
                 refused.answer["why"], NOT_RUN
@@ -160,7 +160,7 @@ class _Container:
     def _launch(self, text: str) -> None:
         value = parse(text.encode())
         if value is None:
-            raise Refused("bad_order", f"RELAUNCH_ORDER is {text[:40]!r}; expected a JSON object")
+            raise Refusal("bad_order", f"RELAUNCH_ORDER is {text[:40]!r}; expected a JSON object")
         order = Fields(value, "RELAUNCH_ORDER.")
         self.token, self.ranks = order.token().json, order.items("ranks")
         number = None
@@ -198,9 +198,9 @@ class _Container:
     def _carry_out(self, command: str, /, **order: Any) -> Json:
         answer = self._ask(command, **order)
         if answer is None:
-            raise Refused("cannot_start", f"the agent could not {command} the ranks")
+            raise Refusal("cannot_start", f"the agent could not {command} the ranks")
         if answer["outcome"] != "done":
-            raise Refused(
+            raise Refusal(
                 answer["why"], f"the agent could not {command} the ranks: {answer['reason']}"
             )
         return answer

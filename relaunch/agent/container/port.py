@@ -23,7 +23,7 @@ from relaunch.agent import processes
 from relaunch.agent.children import write
 from relaunch.agent.container.tls import AuthenticationError, Secret, SecretError
 from relaunch.agent.loop import parse, take_line
-from relaunch.agent.protocol import Json, Refused, line
+from relaunch.agent.protocol import Json, Refusal, line
 from relaunch.agent.session import Session
 
 TELLS = ("watch", "list", "logs", "stacks", "probe")
@@ -263,7 +263,7 @@ def _refusal(value: Json) -> Optional[Json]:
     command = value.get("command")
     if "command" not in value or command in TELLS:
         return None
-    return Refused(
+    return Refusal(
         "bad_order",
         f"an agent in a container only answers questions: {str(command)[:40]!r} is none of "
         f"{', '.join(TELLS)}",

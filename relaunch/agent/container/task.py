@@ -19,7 +19,7 @@ from typing import Any, Iterator, List, Optional
 
 from relaunch.agent.children import COMMANDS, write
 from relaunch.agent.loop import parse
-from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, check_version, line
+from relaunch.agent.protocol import Fields, Json, NoAnswer, Refusal, check_version, line
 from relaunch.agent.state import open_state
 
 KINDS = ("probe", "diagnose")
@@ -68,7 +68,7 @@ def _carry_out(command: str, text: str) -> Optional[Json]:
         answer = COMMANDS[command](open_state(), _order(text), caller, 1)
         assert isinstance(answer, dict)  # neither of these two commands returns a Becoming
         return answer
-    except Refused as refused:
+    except Refusal as refused:
         return refused.answer
     except (NoAnswer, TimeoutError) as error:
         sys.stderr.write(f"no answer: {error}\n")
@@ -78,7 +78,7 @@ def _carry_out(command: str, text: str) -> Optional[Json]:
 def _order(text: str) -> Fields:
     order = parse(text.encode())
     if order is None:
-        raise Refused("bad_order", "the order is no JSON object")
+        raise Refusal("bad_order", "the order is no JSON object")
     return check_version(order)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from relaunch.agent import processes, tools
 from relaunch.agent.node import hold
-from relaunch.agent.protocol import Json, Refused, parse_token
+from relaunch.agent.protocol import Json, Refusal, parse_token
 from relaunch.agent.state import Generation, JobState
 
 NAMES_TIMEOUT = 1.0
@@ -65,7 +65,7 @@ def refuse_if_used(users: List[Tuple[int, str]]) -> None:
         reason = ", ".join(
             f"pid {pid} uses GPU {bus_id}" for pid, bus_id in users[: hold.MAX_NAMED_PIDS]
         )
-        raise Refused("busy", reason, pids=sorted({pid for pid, _ in users}))
+        raise Refusal("busy", reason, pids=sorted({pid for pid, _ in users}))
 
 
 def add_owners(state: Path, reading: Json) -> Json:

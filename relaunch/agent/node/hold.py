@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from relaunch.agent import processes, tools
 from relaunch.agent.node import reboots
-from relaunch.agent.protocol import Json, Refused, Token, now, parse_token
+from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
 from relaunch.agent.ranks import journal
 from relaunch.agent.state import Generation, JobState, read_json, write_json
 
@@ -45,7 +45,7 @@ def _open_lock(state: Path) -> int:
             # a disk that became read-only is a reason to repair, not an obstacle
             return os.open(path, os.O_RDONLY)
         except OSError:
-            raise Refused("cannot_start", f"{path} cannot be opened: {error.strerror}") from error
+            raise Refusal("cannot_start", f"{path} cannot be opened: {error.strerror}") from error
 
 
 def _take_lock(state: Path, how: int) -> Optional[int]:
@@ -85,16 +85,16 @@ def read_holder(state: Path) -> Optional[Json]:
         os.close(handle)
 
 
-def _make_refusal(state: Path, fleet: str) -> Refused:
+def _make_refusal(state: Path, fleet: str) -> Refusal:
     holder = read_holder(state)
     if holder is None:
-        return Refused("held", "a launch is being prepared on this node")
+        return Refusal("held", "a launch is being prepared on this node")
     doing = _ACTIVITIES.get(holder["by"], "this node is held")
     other = holder.get("fleet", "")
     if is_other(other, fleet):
         reason = f"{doing} for {_describe_fleet(other, fleet)} ({holder['by']}, {holder['id']})"
-        return Refused("other_fleet", reason, fleet=other, held=holder)
-    return Refused("held", f"{doing} ({holder['by']}, {holder['id']})", held=holder)
+        return Refusal("other_fleet", reason, fleet=other, held=holder)
+    return Refusal("held", f"{doing} ({holder['by']}, {holder['id']})", held=holder)
 
 
 @contextmanager
@@ -106,14 +106,14 @@ def hold_shared(state: Path, fleet: str = "") -> Iterator[None]:
     try:
         reboot = reboots.read_current(state)
         if reboot is not None:
-            raise Refused(
+            raise Refusal(
                 "rebooting",
                 f"this node was ordered to reboot ({reboot['id']}) and has not yet",
                 id=reboot["id"],
             )
         left = _end_leftovers(state)
         if left:
-            raise Refused(
+            raise Refusal(
                 "stuck",
                 f"processes {left[:MAX_NAMED_PIDS]} of an examination that was killed do not die",
                 pids=left,
@@ -285,7 +285,7 @@ def refuse_if_busy(state: Path, include_doomed: bool = True, fleet: str = "") ->
         ", ".join(f"job {each['job']} generation {each['generation']}" for each in jobs)
         or "something that a rank started"
     )
-    raise Refused("busy", f"{names} runs on this node{few}", jobs=jobs, pids=pids)
+    raise Refusal("busy", f"{names} runs on this node{few}", jobs=jobs, pids=pids)
 
 
 # --- one address in two fleets --------------------------------------------------------------------
@@ -315,11 +315,11 @@ def _describe_fleet(other: str, mine: str) -> str:
     return f"fleet {name} of another Temporal server ({server_name}, namespace {namespace})"
 
 
-def _make_fleet_refusal(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
+def _make_fleet_refusal(row: Json, mine: str, few: str = "", **more: Any) -> Refusal:
     reason = (
         f"ranks of job {row['job']} of {_describe_fleet(row['fleet'], mine)} live on this node{few}"
     )
-    return Refused("other_fleet", reason, fleet=row["fleet"], **more)
+    return Refusal("other_fleet", reason, fleet=row["fleet"], **more)
 
 
 @contextmanager

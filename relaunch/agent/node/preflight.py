@@ -22,7 +22,7 @@ from typing import List, Optional
 from relaunch.agent import processes, tools
 from relaunch.agent.folders import find_mount
 from relaunch.agent.node import repairs
-from relaunch.agent.protocol import Fields, Json, Refused, refuse_field
+from relaunch.agent.protocol import Fields, Json, Refusal, refuse_field
 from relaunch.agent.ranks.master_port import hold_port
 from relaunch.agent.ranks.peers import resolve
 from relaunch.agent.state import read_boot_id
@@ -105,7 +105,7 @@ def _try_tool(command: List[str], until: float) -> Json:
 def _check_reboot(until: float) -> Json:
     try:
         command = repairs.reboot_command()
-    except Refused as refused:
+    except Refusal as refused:
         return {"command": "systemctl reboot", "cannot": refused.answer["reason"]}
     return _check_permission(command, until)
 
@@ -154,7 +154,7 @@ def _leave_listener(address: str, stay: float) -> Json:
     try:
         listener = hold_port(address)
         listener.listen(16)
-    except Refused as refused:
+    except Refusal as refused:
         return {"cannot": refused.answer["reason"]}
     except OSError as error:
         return {"cannot": f"nothing can listen at {address}: {error.strerror}"}
@@ -233,7 +233,7 @@ def _connect(address: str, port: int, word: str) -> Json:
     started_at = time.monotonic()
     try:
         family, target = resolve(address, port)
-    except Refused as refused:
+    except Refusal as refused:
         return {"cannot": refused.answer["reason"]}
     with socket.socket(family, socket.SOCK_STREAM) as caller:
         caller.settimeout(PEER_TIMEOUT)

@@ -17,7 +17,7 @@ from typing import List, Optional
 from relaunch.agent import tools
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.node import gpu_users, gpus, hold, reboots, resets
-from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, now, refuse_field
+from relaunch.agent.protocol import Fields, Json, NoAnswer, Refusal, now, refuse_field
 from relaunch.agent.state import read_boot_id
 
 REBOOT_NVML_TIMEOUT = 3.0
@@ -117,7 +117,7 @@ def reboot(state: Path, order: Fields) -> Json:
         ):
             if current["id"] == id:
                 return {**answer, "already": True}
-            raise Refused("held", f"this node is being rebooted (reboot, {current['id']})")
+            raise Refusal("held", f"this node is being rebooted (reboot, {current['id']})")
         hold.refuse_if_busy(state, include_doomed=False, fleet=fleet)
         gpu_users.refuse_if_used(
             gpu_users.list_users(gpus.read(state, REBOOT_NVML_TIMEOUT), living_only=True)
@@ -125,7 +125,7 @@ def reboot(state: Path, order: Fields) -> Json:
         try:
             reboots.record(state, id, reason)
         except OSError as error:
-            raise Refused(
+            raise Refusal(
                 "cannot_reboot",
                 f"the journal of reboots cannot be written: {error.strerror or error}",
             ) from error
@@ -133,7 +133,7 @@ def reboot(state: Path, order: Fields) -> Json:
         failed = _order_reboot(command)
         if failed is not None:
             reboots.cancel(state, id, failed)
-            raise Refused("cannot_reboot", failed)
+            raise Refusal("cannot_reboot", failed)
         reboots.record_run(state, id)
         return answer
 
@@ -154,21 +154,21 @@ def _run_tool(
             caller,
         )
     except OSError as error:
-        raise Refused("cannot_start", f"{words[0]} cannot be run: {error.strerror}") from error
+        raise Refusal("cannot_start", f"{words[0]} cannot be run: {error.strerror}") from error
 
 
 def _refuse_another_boot(state: Path, expected: str) -> None:
     boot_id = read_boot_id(state)
     if boot_id != expected:
         reason = f"this node runs boot {boot_id}; the order was decided on boot {expected}"
-        raise Refused("boot_changed", reason, boot_id=boot_id)
+        raise Refusal("boot_changed", reason, boot_id=boot_id)
 
 
 def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> None:
     """Refuse while ranks live here or a GPU is in use; without NVML, the tool decides."""
     hold.refuse_if_busy(state, fleet=fleet)
     if left:
-        raise Refused(
+        raise Refusal(
             "busy",
             f"processes {left[: hold.MAX_NAMED_PIDS]} of an examination that was killed do not die",
             pids=left,
@@ -192,14 +192,14 @@ def reboot_command() -> List[str]:
             or not words
             or not all(isinstance(word, str) and word for word in words)
         ):
-            raise Refused(
+            raise Refusal(
                 "cannot_reboot",
                 f"RELAUNCH_REBOOT_COMMAND is {configured[:120]!r}; expected a JSON list of words",
             )
         return list(words)
     if os.geteuid() != 0 and not choose_root_prefix():
         name = f"uid {os.geteuid()}"
-        raise Refused(
+        raise Refusal(
             "cannot_reboot",
             f"the agent runs as {name}, which may not reboot this node: "
             "log in as root, or write sudo: true under ssh: in the fleet file",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-from relaunch.agent.protocol import Refused
+from relaunch.agent.protocol import Refusal
 from relaunch.agent.ranks import peers
 
 
@@ -13,7 +13,7 @@ def hold_port(address: str) -> socket.socket:
     """Bind a free port for MASTER_PORT, preferably below the kernel's ephemeral port range.
 
     Raises:
-        Refused: No port is free.
+        Refusal: No port is free.
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         lowest = int(file.read().split()[0])
@@ -27,7 +27,7 @@ def hold_port(address: str) -> socket.socket:
             holder.close()
             continue
         return holder
-    raise Refused("cannot_start", f"no port is free on {address}")
+    raise Refusal("cannot_start", f"no port is free on {address}")
 
 
 def release_port(holder: socket.socket) -> None:

@@ -22,7 +22,7 @@ from relaunch.agent.protocol import (
     Json,
     NoAnswer,
     ProcessHandover,
-    Refused,
+    Refusal,
     Token,
     line,
     now,
@@ -65,13 +65,13 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
             prepared.
 
     Raises:
-        Refused: The generation was stopped, or a higher one was prepared here.
+        Refusal: The generation was stopped, or a higher one was prepared here.
     """
     highest = job.read_highest()
     stopped = highest.stopped
     prepared = max(filter(None, (highest.prepared, *(each.order for each in living))), default=None)
     if stopped is not None and token.order <= stopped:
-        raise Refused(
+        raise Refusal(
             "stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped)
         )
     if prepared is not None and token.order < prepared:
@@ -79,9 +79,9 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
     return prepared == token.order
 
 
-def _make_not_above(token: Token, highest: tuple[int, int], reason: str) -> Refused:
+def _make_not_above(token: Token, highest: tuple[int, int], reason: str) -> Refusal:
     text = f"generation {token.generation} of submission {token.submission}: {reason}"
-    return Refused("not_above", text, highest=list(highest))
+    return Refusal("not_above", text, highest=list(highest))
 
 
 def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
@@ -206,7 +206,7 @@ def _prepare_shim(
         time.sleep(0.005)
         lock = try_lock(generation.path / "shim.lock")
     if lock is None:
-        raise Refused("stuck", f"generation {token.generation} still has a shim", pids=[])
+        raise Refusal("stuck", f"generation {token.generation} still has a shim", pids=[])
     try:
         with hold.claim_for_fleet(job.state, fields["fleet"], job.path):
             return _bind_sockets(job, generation, token, fields, gone, lock)
@@ -256,7 +256,7 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         refuse_field("command", command, "a program and its arguments")
     own = order.items("rank_env")
     if count is not None and len(own) != count:
-        raise Refused(
+        raise Refusal(
             "bad_order",
             f"rank_env has {len(own)} entries; expected {count}, one for each prepared rank",
         )
@@ -267,10 +267,10 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         _, target = peers.resolve(fields.text("address"), port)
         others.append({"node": fields.text("node"), "address": target[0], "port": port})
     if len(others) > MAX_PEERS:
-        raise Refused("bad_order", f"peers has {len(others)} entries; expected at most {MAX_PEERS}")
+        raise Refusal("bad_order", f"peers has {len(others)} entries; expected at most {MAX_PEERS}")
     secret = order.text("secret")
     if not re.fullmatch("([0-9a-fA-F]{2})+", secret):
-        raise Refused("bad_order", "secret is not hex")
+        raise Refusal("bad_order", "secret is not hex")
     workdir = order.get("workdir", "a folder or null")
     umask = order.get("umask", "octal digits or null", None)
     if umask is not None and not re.fullmatch("[0-7]{3,4}", order.text("umask")):
@@ -351,7 +351,7 @@ def start(state: Path, order: Fields) -> Json:
         prepared = generation.prepared_order
         launch_order = _parse_start_order(order, len(prepared["ranks"]) if prepared else None)
         if not _refuse_lower(job, token) or prepared is None:
-            raise Refused(
+            raise Refusal(
                 "not_prepared", f"generation {token.generation} was not prepared on this node"
             )
         launch = generation.launch
@@ -362,10 +362,10 @@ def start(state: Path, order: Fields) -> Json:
                 prepared["answer"]["boot_id"] == read_boot_id(state)
                 and now() > prepared["valid_until"]
             ):
-                raise Refused(
+                raise Refusal(
                     "expired", f"it was prepared more than {prepared['valid_for']:g} s ago"
                 )
-            raise Refused(
+            raise Refusal(
                 "not_prepared",
                 f"generation {token.generation} was prepared, but its shim is gone",
             )
@@ -374,7 +374,7 @@ def start(state: Path, order: Fields) -> Json:
         if launch["pids"] is None:
             if generation.has_live_shim():
                 return _ask_shim(generation, launch_order)
-            raise Refused(
+            raise Refusal(
                 "cannot_start",
                 "its shim died while it was starting ranks; a generation is launched once",
             )

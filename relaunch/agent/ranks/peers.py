@@ -21,7 +21,7 @@ from typing import Any, Callable
 
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import Channel, Loop
-from relaunch.agent.protocol import Fields, Json, Order, Refused, Token, now
+from relaunch.agent.protocol import Fields, Json, Order, Refusal, Token, now
 from relaunch.agent.state import JobState
 
 QUESTION_TIMEOUT = 1.0
@@ -60,7 +60,7 @@ def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, .
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise Refused(
+        raise Refusal(
             "cannot_start", f"the address {address} cannot be resolved: {error}"
         ) from None
     return family, target
@@ -229,7 +229,7 @@ class Peers:
             token, nonce = fields.token(), fields.text("nonce")
             proof = compute_mac(self.order["secret"], "ask", token.text, fields.text("from"), nonce)
             claimed_mac = fields.text("mac")
-        except Refused:
+        except Refusal:
             channel.drop()
             return
         if token.job_path != self.token.job_path or not hmac.compare_digest(proof, claimed_mac):
@@ -257,7 +257,7 @@ def listen(address: str) -> socket.socket:
     """Bind and return a listening socket for questions from peers.
 
     Raises:
-        Refused: No port can be bound on the address.
+        Refusal: No port can be bound on the address.
     """
     family, target = resolve(address, 0)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -265,7 +265,7 @@ def listen(address: str) -> socket.socket:
         listener.bind(target)
     except OSError as error:
         listener.close()
-        raise Refused(
+        raise Refusal(
             "cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}"
         ) from None
     listener.listen(MAX_CALLERS)

@@ -19,7 +19,7 @@ from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.folders import FolderError
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.node import kernel_log
-from relaunch.agent.protocol import Json, Refused, Token, now
+from relaunch.agent.protocol import Json, Refusal, Token, now
 from relaunch.agent.ranks import cgroup, guard, journal, spawn, supervisor
 from relaunch.agent.ranks.journal import Journal
 from relaunch.agent.ranks.lease import Lease
@@ -461,13 +461,13 @@ class Shim:
                 else self.started
             )
         if self.is_ending:
-            return Refused("expired", "an order to stop came first").answer
+            return Refusal("expired", "an order to stop came first").answer
         if order["prepared"] != self.order["answer"]["stamp"]:
-            return Refused(
+            return Refusal(
                 "expired", "this order goes with another preparation of the generation"
             ).answer
         if now() > self.order["valid_until"]:
-            return Refused(
+            return Refusal(
                 "expired", f"prepared more than {self.order['valid_for']:g} s ago"
             ).answer
         reach_failpoint(self.generation.state, "start.received")
@@ -485,7 +485,7 @@ class Shim:
         }
         try:
             self._record_launch(launching)
-        except Refused as refused:
+        except Refusal as refused:
             return refused.answer
         release_port(self.sockets.master)
         begins = min(spawn.EXEC_TIMEOUT, self.order["fence_after"])
@@ -502,11 +502,11 @@ class Shim:
             }
             self.groups = list(identities.values())
             self._record_launch({**launching, "stamp": now(), "pids": identities})
-        except Refused as refused:
+        except Refusal as refused:
             self.started = refused.answer
             try:
                 self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
-            except Refused as unwritten:  # started.json exists, so the launch is not repeated
+            except Refusal as unwritten:  # started.json exists, so the launch is not repeated
                 disk.log(unwritten.answer["reason"])
             self.state, self.is_ending, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
@@ -554,7 +554,7 @@ class Shim:
         """Write started.json.
 
         Raises:
-            Refused: The disk is full.
+            Refusal: The disk is full.
         """
         try:
             write_json(self.generation.path / "started.json", record, durable=False)

@@ -16,7 +16,7 @@ from typing import Dict, NoReturn
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
-from relaunch.agent.protocol import Json, Refused, Token
+from relaunch.agent.protocol import Json, Refusal, Token
 from relaunch.agent.ranks import launched
 from relaunch.agent.state import Generation
 
@@ -111,21 +111,21 @@ def _set_limit(name: str, value: int) -> None:
         raise PermissionError(errno.EPERM, reason if is_above else str(error)) from None
 
 
-def _make_refusal(order: Json, rank: int, report: Json) -> Refused:
+def _make_refusal(order: Json, rank: int, report: Json) -> Refusal:
     program = order["command"][0]
     if report["step"] == "workdir" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
-        return Refused(
+        return Refusal(
             "workdir_missing", f"workdir {order['workdir']} is not a folder on this node"
         )
     if report["step"] == "exec" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
-        return Refused(
+        return Refusal(
             "command_not_found", f"the command {program} is not found on this node's PATH"
         )
     subject = {
         "exec": f"the command {program}",
         "workdir": f"workdir {order['workdir']}",
     }.get(report["step"], report["step"])
-    return Refused("cannot_start", f"rank {rank} cannot be started: {subject}: {report['text']}")
+    return Refusal("cannot_start", f"rank {rank} cannot be started: {subject}: {report['text']}")
 
 
 def launch(
@@ -134,7 +134,7 @@ def launch(
     """Start all ranks, and add each to `started` as soon as it is forked.
 
     Raises:
-        Refused: A rank cannot be started. Those in `started` may be running.
+        Refusal: A rank cannot be started. Those in `started` may be running.
     """
     shim = os.getpid()
     base = dict(os.environ)
@@ -166,7 +166,7 @@ def launch(
     except OSError as error:
         if disk.is_full(error):
             raise disk.make_refusal(generation.state, "ranks cannot be started") from error
-        raise Refused("cannot_start", f"ranks cannot be started: {error.strerror}") from error
+        raise Refusal("cannot_start", f"ranks cannot be started: {error.strerror}") from error
     finally:
         for reading in reports:
             os.close(reading)
@@ -176,7 +176,7 @@ def _await_exec(order: Json, waiting: dict[int, int]) -> None:
     """Wait until exec has closed the pipe of every rank.
 
     Raises:
-        Refused: A rank reported an error, or no exec succeeded within the timeout.
+        Refusal: A rank reported an error, or no exec succeeded within the timeout.
     """
     deadline = time.monotonic() + EXEC_TIMEOUT
     while waiting:
@@ -185,7 +185,7 @@ def _await_exec(order: Json, waiting: dict[int, int]) -> None:
             poll.register(reading, select.POLLIN)
         ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not ready:
-            raise Refused(
+            raise Refusal(
                 "cannot_start",
                 f"the command {order['command'][0]} was not begun within {EXEC_TIMEOUT:g} s",
             )

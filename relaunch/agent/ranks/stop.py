@@ -15,7 +15,7 @@ from typing import BinaryIO
 from relaunch.agent import processes, tools
 from relaunch.agent.loop import parse
 from relaunch.agent.node import gpu_users
-from relaunch.agent.protocol import Json, Order, Refused, line
+from relaunch.agent.protocol import Json, Order, Refusal, line
 from relaunch.agent.ranks import cgroup, find_shims
 from relaunch.agent.state import Generation, JobState
 
@@ -45,7 +45,7 @@ def stop_all(
     Return the generations that were alive.
 
     Raises:
-        Refused: Something does not die within `stuck_after` seconds.
+        Refusal: Something does not die within `stuck_after` seconds.
     """
     alive: set[Order] = set()
     unproven = []
@@ -63,7 +63,7 @@ def stop_all(
                 groups.update(_list_groups_below(generation))
             try:
                 _end_shim(generation)
-            except Refused:  # the shim hangs, such as in a write: kill its ranks all the same
+            except Refusal:  # the shim hangs, such as in a write: kill its ranks all the same
                 _kill_rest(job, [generation], groups, below, stuck_after)
                 raise
         _end_supervisor(generation)
@@ -160,7 +160,7 @@ def _ask_shim(generation: Generation, grace: float, stuck_after: float, reason: 
     """Have the shim stop its ranks; return its confirmation that none is left, or None.
 
     Raises:
-        Refused: The shim reports processes that do not die. The shim is left alive, because it may
+        Refusal: The shim reports processes that do not die. The shim is left alive, because it may
             be the only way to find them.
     """
     for attempt in range(2):
@@ -194,7 +194,7 @@ def _await_end(
     """Wait for the shim's confirmation that nothing is left; `message` is its latest one.
 
     Raises:
-        Refused: Something is left after `stuck_after` seconds.
+        Refusal: Something is left after `stuck_after` seconds.
     """
     deadline = time.monotonic() + stuck_after
     answer: Json | None = message
@@ -208,7 +208,7 @@ def _await_end(
     return answer
 
 
-def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refused:
+def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refusal:
     """Return the refusal that names the processes that do not die, and the remedy."""
     foreign = [pid for pid in pids if not processes.can_signal(pid)]
     if foreign:
@@ -221,7 +221,7 @@ def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refused:
             f"{stuck_after:g} s after SIGKILL there still is {gpu_users.describe(pids)}; "
             "this node needs a reboot"
         )
-    return Refused("stuck", text, pids=pids)
+    return Refusal("stuck", text, pids=pids)
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:
@@ -242,7 +242,7 @@ def _end_shim(generation: Generation) -> None:
     """Kill a shim that did not exit when ordered to. Its ranks die with it.
 
     Raises:
-        Refused: The shim does not die.
+        Refusal: The shim does not die.
     """
     deadline = time.monotonic() + SHIM_EXIT_TIMEOUT
     while generation.has_live_shim():
@@ -250,7 +250,7 @@ def _end_shim(generation: Generation) -> None:
         _signal(identity, signal.SIGKILL)
         if time.monotonic() > deadline:
             number = generation.order[1]
-            raise Refused(
+            raise Refusal(
                 "stuck",
                 f"the shim of generation {number} does not die",
                 pids=[identity[0]] if identity else [],
@@ -288,7 +288,7 @@ def _kill_rest(
     Return the orders of the tokens and control groups that had processes.
 
     Raises:
-        Refused: Something is left after `stuck_after` seconds.
+        Refusal: Something is left after `stuck_after` seconds.
     """
     found_orders: set[Order] = set()
     groups = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.node import kernel_log, links
-from relaunch.agent.protocol import Fields, Json, Refused, line, now
+from relaunch.agent.protocol import Fields, Json, Refusal, line, now
 from relaunch.agent.ranks import evidence, journal
 from relaunch.agent.ranks.stop import await_records
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
@@ -47,7 +47,7 @@ class Watch:
         prepared = self.generation.prepared_order
         if prepared is None or not self._is_ours(prepared):
             reason = f"generation {self.token.generation} was never prepared on this node"
-            raise Refused("no_such_generation", reason, place=self.job.place)
+            raise Refusal("no_such_generation", reason, place=self.job.place)
         self.ranks: list[int] = prepared["ranks"]
 
     def _is_ours(self, prepared: Json) -> bool:

@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 from relaunch.backends.base import (
     PROTOCOL,
     BackendError,
-    Gone,
     Logs,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
     WatchStream,
 )
@@ -115,13 +115,13 @@ class EcsBackend:
 
     # --- ranks
 
-    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, node: str, order: PrepareOrder) -> Preparation | Refusal:
         return await self._launcher.prepare(node, self._ec2_id(node), order)
 
-    async def start(self, node: str, order: StartOrder) -> Started | Refused:
+    async def start(self, node: str, order: StartOrder) -> StartedRanks | Refusal:
         return await self._launcher.start(node, self._ec2_id(node), order)
 
-    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
+    async def stop(self, node: str, order: StopOrder) -> StopProof | Refusal:
         return await self._launcher.stop(node, self._ec2_id(node), order)
 
     @asynccontextmanager
@@ -203,16 +203,16 @@ class EcsBackend:
         tail: int | None,
         since: float | None = None,
         stream: OutputStream = "stdout",
-    ) -> Logs | Refused:
+    ) -> Logs | Refusal:
         task = await self._task(node, token)
         if (agent := self._agents_of(node, task)) is not None:
             # If the task has ended or is unreachable, report where CloudWatch Logs has its output.
             with contextlib.suppress(BackendError):
                 async with agent as session:
                     return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
-        return Refused(node, "no_such_generation", await self._where(node, token, task))
+        return Refusal(node, "no_such_generation", await self._where(node, token, task))
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
         if (agent := self._agents_of(node, await self._task(node, token))) is not None:
             async with agent as session:
                 return await session.stacks(token, rank)
@@ -220,13 +220,13 @@ class EcsBackend:
             "a rank that is an ECS task runs in its own container: "
             "its stacks can be read only if relaunch's agent is in the image"
         )
-        return Refused(node, "no_such_generation", reason)
+        return Refusal(node, "no_such_generation", reason)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         reason = "the folders of a container on ECS are not looked at"
-        return Refused(node, "bad_order", reason)
+        return Refusal(node, "bad_order", reason)
 
     async def _task(self, node: str, token: Token) -> Task | None:
         with _convert_errors(node):
@@ -275,7 +275,7 @@ class EcsBackend:
 
     async def diagnose(
         self, node: str, id: str, level: int, within: float, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         with _convert_errors(node):
             return await self._node_tasks.diagnose(
                 self._ec2_id(node), node, id, level, within, self._nodes[node].gpus
@@ -289,12 +289,12 @@ class EcsBackend:
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         return self.repairs.reset_gpus(node)
 
     async def reboot(
         self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         ec2_id = self._ec2_id(node)
 
         def probe() -> Awaitable[Mapping[str, Any]]:

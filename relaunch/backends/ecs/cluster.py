@@ -16,7 +16,7 @@ from typing import Any
 
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.batch import Batch
-from relaunch.backends.ecs.follow import Followed, Follower
+from relaunch.backends.ecs.follow import FollowedTask, Follower
 from relaunch.backends.ecs.tasks import (
     Definition,
     Instance,
@@ -247,7 +247,7 @@ class Cluster:
         return self._follower.hint(arn)
 
     @contextmanager
-    def follow(self, arn: str) -> Iterator[Followed]:
+    def follow(self, arn: str) -> Iterator[FollowedTask]:
         """Poll a task now and repeatedly while the context is open."""
         followed = self._follower.add(arn)
         try:

@@ -23,7 +23,7 @@ from relaunch.agent.container.tls import Secret, SecretError
 from relaunch.backends.answers import parse_watch_line
 from relaunch.backends.base import BackendError, StartOrder, Unreachable
 from relaunch.backends.ecs import wire
-from relaunch.backends.ecs.follow import Followed
+from relaunch.backends.ecs.follow import FollowedTask
 from relaunch.backends.ecs.tasks import Definition, Task
 from relaunch.backends.session import SILENT_BEATS, AgentSession
 from relaunch.generation import Token
@@ -202,7 +202,7 @@ class Feed:
     def __init__(
         self,
         agents: Agents,
-        followed: Followed,
+        followed: FollowedTask,
         node: str,
         token: Token,
         after_seq: int,

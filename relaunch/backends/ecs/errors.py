@@ -6,7 +6,7 @@ sentence for people.
 
 from __future__ import annotations
 
-from relaunch.backends.base import Refused, StartOrder, Unreachable
+from relaunch.backends.base import Refusal, StartOrder, Unreachable
 from relaunch.backends.ecs import fence
 from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.backends.ecs.fence import Fence
@@ -21,7 +21,7 @@ permissions, unrelated to the job or the node.
 """
 
 
-def convert_aws_error(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
+def convert_aws_error(node: str, error: AwsError, why: str = BY_AWS) -> Refusal:
     """Return the refusal that corresponds to an AWS error.
 
     Raises:
@@ -29,10 +29,10 @@ def convert_aws_error(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
     """
     if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
         raise Unreachable(node, error.reason) from error
-    return Refused(node, why if error.kind is Kind.REFUSED else BY_AWS, error.reason)
+    return Refusal(node, why if error.kind is Kind.REFUSED else BY_AWS, error.reason)
 
 
-def refuse_unfit(node: str, instance: Instance) -> Refused | None:
+def refuse_unfit(node: str, instance: Instance) -> Refusal | None:
     """Return why a container instance takes no ranks; None if it takes them.
 
     Raises:
@@ -41,21 +41,21 @@ def refuse_unfit(node: str, instance: Instance) -> Refused | None:
     if not instance.agent_connected:
         raise Unreachable(node, f"the ECS agent of {instance.ec2_id} is not connected")
     if instance.status != "ACTIVE":
-        return Refused(
+        return Refusal(
             node, "held", f"{instance.ec2_id} is {instance.status} in ECS and takes no tasks"
         )
     if QUARANTINE in instance.attributes:
-        return Refused(
+        return Refusal(
             node, "held", f"{instance.ec2_id} has the attribute {QUARANTINE} and takes no ranks"
         )
     return None
 
 
-def refuse_forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
+def refuse_forbidden(node: str, set_: Fence | None, token: Token) -> Refusal | None:
     if set_ is None or set_.highest < fence.key(token):
         return None
     if set_.state == "stopped":
-        return Refused(
+        return Refusal(
             node,
             "stopped",
             f"generation {token.generation} was stopped on {node} for ever",
@@ -66,12 +66,12 @@ def refuse_forbidden(node: str, set_: Fence | None, token: Token) -> Refused | N
     )
 
 
-def refuse_lower_token(node: str, token: Token, highest: tuple[int, int]) -> Refused:
+def refuse_lower_token(node: str, token: Token, highest: tuple[int, int]) -> Refusal:
     reason = (
         f"{node} was prepared for generation {highest[1]} of submission {highest[0]},"
         f" and this is {token.generation} of {token.submission}"
     )
-    return Refused(node, "not_above", reason, highest)
+    return Refusal(node, "not_above", reason, highest)
 
 
 def find_order_problem(order: StartOrder) -> str | None:
@@ -123,7 +123,7 @@ def _nodes(order: StartOrder) -> int:
     return int(said) if said.isdecimal() else len(order.peers) + 1
 
 
-def refuse_unplaced(node: str, ec2_id: str, failure: RunTaskFailure) -> Refused:
+def refuse_unplaced(node: str, ec2_id: str, failure: RunTaskFailure) -> Refusal:
     """Return the refusal for a task that ECS did not place.
 
     Raises:
@@ -133,7 +133,7 @@ def refuse_unplaced(node: str, ec2_id: str, failure: RunTaskFailure) -> Refused:
     if failure.reason in GONE_AGENT:
         raise Unreachable(node, f"ECS cannot reach {ec2_id}: {said}")
     if failure.reason.startswith("RESOURCE"):
-        return Refused(
+        return Refusal(
             node, "held", f"{ec2_id} has not what the task needs, or others have it: {said}"
         )
-    return Refused(node, "held", f"ECS places no task on {ec2_id}: {said}")
+    return Refusal(node, "held", f"ECS places no task on {ec2_id}: {said}")

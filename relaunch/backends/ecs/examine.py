@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from relaunch.backends.base import PROTOCOL, Refused, Unreachable
+from relaunch.backends.base import PROTOCOL, Refusal, Unreachable
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import examination, node_task, occupants
@@ -103,7 +103,7 @@ class NodeTasks:
 
     async def diagnose(
         self, ec2_id: str, node: str, id: str, level: int, within: float, gpus: int
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         """Examine the GPUs of a node by a task that reserves all of them.
 
         If an examination with this id is already running, wait for it.
@@ -114,7 +114,7 @@ class NodeTasks:
         until = time.monotonic() + within
         name = self._options.health_check or self._options.node_task
         if name is None:
-            return Refused(
+            return Refusal(
                 node,
                 "cannot_start",
                 "neither ecs.node_task nor ecs.health_check is set in the fleet file",
@@ -125,7 +125,7 @@ class NodeTasks:
             definition = await self._cluster.definition(name)
             if (container := _examiner(definition)) is None:
                 several = ", ".join(definition.essential) or "none"
-                return Refused(
+                return Refusal(
                     node,
                     "cannot_start",
                     f"{definition.arn} has not one essential container, but {several}: "
@@ -141,7 +141,7 @@ class NodeTasks:
             task = await self._alone(
                 node, instance, id, definition, container, command, gpus, until
             )
-            if isinstance(task, Refused):
+            if isinstance(task, Refusal):
                 return task
             try:
                 ended = await self._wait_or_stop(task, until)
@@ -150,7 +150,7 @@ class NodeTasks:
             if ended is None:
                 return _inconclusive("ECS does not know its task any more")
             if ended.started_at is None and _code(ended, container) is None:
-                return Refused(node, "cannot_start", f"the examination never ran: {_words(ended)}")
+                return Refusal(node, "cannot_start", f"the examination never ran: {_words(ended)}")
             answer = (
                 await self._read(
                     definition, container, ended, min(until, time.monotonic() + LOG_TIMEOUT)
@@ -161,7 +161,7 @@ class NodeTasks:
             if answer is None:
                 return await self._judge_exit_code(ec2_id, ended, container)
         if answer.get("outcome") == "refused":
-            return Refused(
+            return Refusal(
                 node,
                 str(answer.get("why") or "cannot_start"),
                 str(answer.get("reason") or "it does not say why"),
@@ -298,7 +298,7 @@ class NodeTasks:
         command: tuple[str, ...],
         gpus: int,
         until: float,
-    ) -> Task | Refused:
+    ) -> Task | Refusal:
         """Return the task that examines a node for this id, and run it if there is none.
 
         ECS places it only when no other task has reserved the GPUs.
@@ -311,7 +311,7 @@ class NodeTasks:
                 if task.started_by == started_by:
                     return task
                 if kind == "diagnose":
-                    return Refused(
+                    return Refusal(
                         node,
                         "held",
                         f"this node is being examined (diagnose, {other})",
@@ -335,13 +335,13 @@ class NodeTasks:
                     node, f"ECS placed no task to examine it: {_describe_failure(placed)}"
                 )
             if not placed.reason.startswith("RESOURCE:"):
-                return Refused(
+                return Refusal(
                     node,
                     "cannot_start",
                     f"ECS placed no task to examine it: {_describe_failure(placed)}",
                 )
             if time.monotonic() + FREE_LOOK >= free_until:
-                return Refused(
+                return Refusal(
                     node,
                     "busy",
                     f"ECS has not its GPUs free to examine it: {_describe_failure(placed)}",

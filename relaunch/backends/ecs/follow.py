@@ -19,7 +19,7 @@ AT_ONCE = 100
 """Tasks per poll that fail or succeed together: as many as one call describes."""
 
 
-class Looks(Protocol):
+class TaskReader(Protocol):
     """Calls to ECS that a follower makes."""
 
     async def describe_tasks(self, arns: Iterable[str]) -> Mapping[str, Task | None]: ...
@@ -27,7 +27,7 @@ class Looks(Protocol):
     async def describe_instances(self, arns: Iterable[str]) -> Mapping[str, Instance | None]: ...
 
 
-class Followed:
+class FollowedTask:
     """Newest observation of one task."""
 
     def __init__(self, arn: str) -> None:
@@ -76,23 +76,23 @@ class Followed:
 
 
 class Follower:
-    def __init__(self, looks: Looks, poll: float) -> None:
+    def __init__(self, looks: TaskReader, poll: float) -> None:
         self._looks = looks
         self._poll = poll
-        self._followed: dict[str, list[Followed]] = {}
+        self._followed: dict[str, list[FollowedTask]] = {}
         self._hinted: dict[str, None] = {}
         self._woken = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
 
-    def add(self, arn: str) -> Followed:
-        followed = Followed(arn)
+    def add(self, arn: str) -> FollowedTask:
+        followed = FollowedTask(arn)
         self._followed.setdefault(arn, []).append(followed)
         self.hint(arn)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
         return followed
 
-    def remove(self, followed: Followed) -> None:
+    def remove(self, followed: FollowedTask) -> None:
         several = self._followed[followed.arn]
         several.remove(followed)
         if not several:
@@ -155,5 +155,5 @@ class Follower:
                 task, instances.get(task.instance_arn) if task is not None else None
             )
 
-    def _list_followed(self, arns: list[str]) -> list[Followed]:
+    def _list_followed(self, arns: list[str]) -> list[FollowedTask]:
         return [followed for arn in arns for followed in self._followed.get(arn, ())]

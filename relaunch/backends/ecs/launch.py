@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from relaunch.backends.base import (
-    Gone,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.backends.ecs import container as inside
@@ -85,12 +85,12 @@ class Launcher:
         newest = self._ran.get((ec2_id, token.namespace, token.job))
         return newest[1] if newest is not None and newest[0] == token else None
 
-    async def prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Preparation | Refusal:
         token = order.token
         try:
             build_started_by(token)
         except ValueError as error:
-            return Refused(node, "cannot_start", str(error))
+            return Refusal(node, "cannot_start", str(error))
         self._wanted[ec2_id] = order
         try:
             return await self._prepare(node, ec2_id, order)
@@ -99,7 +99,7 @@ class Launcher:
         except AwsError as error:
             return convert_aws_error(node, error)
 
-    async def _prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Prepared | Refused:
+    async def _prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Preparation | Refusal:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
         instance = await self._cluster.instance(ec2_id)
         if (refused := refuse_unfit(node, instance)) is not None:
@@ -128,13 +128,13 @@ class Launcher:
                 f"generation {token.generation} was started on {node} already and has ended:"
                 " a generation is launched once"
             )
-            return Refused(node, "not_above", reason, fence.key(token))
+            return Refusal(node, "not_above", reason, fence.key(token))
         older = [task for task in own if not task.stopped and task not in mine]
         if (
             refused := await self._end(node, ec2_id, older, order.stop_grace + order.stuck_after)
         ) is not None:
             return refused
-        return Prepared(
+        return Preparation(
             node,
             boot_id=instance.arn.rpartition("/")[2],
             master_port=FIRST_PORT + _number(str(token), node) % PORTS,
@@ -164,16 +164,16 @@ class Launcher:
 
     # --- start
 
-    async def start(self, node: str, ec2_id: str, order: StartOrder) -> Started | Refused:
+    async def start(self, node: str, ec2_id: str, order: StartOrder) -> StartedRanks | Refusal:
         token = order.token
         if order.prepared != stamp(token, node):
-            return Refused(
+            return Refusal(
                 node,
                 "expired",
                 f"the order to start {token} belongs to another preparation of {node}",
             )
         if (reason := find_order_problem(order)) is not None:
-            return Refused(node, "cannot_start", reason)
+            return Refusal(node, "cannot_start", reason)
         given = order.ecs
         name = (given.task_definition if given else None) or self._options.task_definition
         if name is None:
@@ -181,12 +181,12 @@ class Launcher:
                 "neither the job file nor the fleet file says what a rank is run as:"
                 " write `ecs: {task_definition: FAMILY}`"
             )
-            return Refused(node, "cannot_start", reason)
+            return Refusal(node, "cannot_start", reason)
         try:
             definition = await self._cluster.definition(name)
         except AwsError as error:
             if error.kind is Kind.REFUSED:
-                return Refused(node, "cannot_start", f"task definition {name!r}: {error.reason}")
+                return Refusal(node, "cannot_start", f"task definition {name!r}: {error.reason}")
             return convert_aws_error(node, error)
         try:
             container = the_container(
@@ -194,15 +194,15 @@ class Launcher:
             )
             port = inside.port_of(definition, container)
         except ValueError as error:
-            return Refused(node, "cannot_start", str(error))
+            return Refusal(node, "cannot_start", str(error))
         if port is None and len(order.rank_env) != 1:
             reason = (
                 f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must"
                 f" be 1, unless the agent is in the image and {inside.PORT} in {definition.arn}"
             )
-            return Refused(node, "cannot_start", reason)
+            return Refusal(node, "cannot_start", reason)
         if (reason := find_network_problem(definition, order)) is not None:
-            return Refused(node, "cannot_start", reason)
+            return Refusal(node, "cannot_start", reason)
         request = run_task(
             self._cluster.name,
             ec2_id,
@@ -227,7 +227,7 @@ class Launcher:
                 f"command and environment are {length} characters, of which ECS takes"
                 f" {LONGEST_OVERRIDES}: put what is constant into {name}"
             )
-            return Refused(node, "cannot_start", reason)
+            return Refusal(node, "cannot_start", reason)
         try:
             return await self._run(node, ec2_id, token, request)
         except UnknownInstance as error:
@@ -249,14 +249,14 @@ class Launcher:
 
     async def _run(
         self, node: str, ec2_id: str, token: Token, request: dict[str, Any]
-    ) -> Started | Refused:
+    ) -> StartedRanks | Refusal:
         # Look for the task before running it: ECS forgets a client token an hour after its task has
         # ended.
         known = await self._cluster.task_of(ec2_id, build_started_by(token))
         # `task_of` has just read the instance too.
         instance = await self._cluster.instance(ec2_id, max_age=JUST_NOW)
         until = time.monotonic() + self._settles
-        unplaced: Refused | None = None
+        unplaced: Refusal | None = None
         while True:
             set_ = Fence.read(instance.attributes.get(job_attribute(token.namespace, token.job)))
             if (refused := refuse_forbidden(node, set_, token)) is not None:
@@ -265,7 +265,7 @@ class Launcher:
                 arn = known.arn
                 break
             if set_ != Fence.from_token(token, "prepared") and time.monotonic() >= until:
-                return Refused(node, "not_prepared", f"{node} was not prepared for {token}")
+                return Refusal(node, "not_prepared", f"{node} was not prepared for {token}")
             try:
                 answer = await self._cluster.run(request, at=instance.arn)
             except AwsError as error:
@@ -277,7 +277,7 @@ class Launcher:
                 break
             if isinstance(answer, Task):
                 self._ran[ec2_id, token.namespace, token.job] = token, answer.arn
-                return Started(node, {}, already=False)
+                return StartedRanks(node, {}, already=False)
             if not answer.reason.startswith("MemberOf"):
                 return refuse_unplaced(node, ec2_id, answer)
             if unplaced is not None and time.monotonic() >= until:
@@ -288,7 +288,7 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
             instance = await self._cluster.instance(ec2_id)
         self._ran[ec2_id, token.namespace, token.job] = token, arn
-        return Started(node, {}, already=True)
+        return StartedRanks(node, {}, already=True)
 
     async def _conflicting(self, ec2_id: str, token: Token, error: AwsError) -> str:
         """Return the ARN of the task that has the client token already.
@@ -303,7 +303,7 @@ class Launcher:
 
     # --- stop
 
-    async def stop(self, node: str, ec2_id: str, order: StopOrder) -> Gone | Refused:
+    async def stop(self, node: str, ec2_id: str, order: StopOrder) -> StopProof | Refusal:
         token = order.token
         try:
             return await self._stop(node, ec2_id, order)
@@ -312,7 +312,7 @@ class Launcher:
         except AwsError as error:
             return convert_aws_error(node, error)
 
-    async def _stop(self, node: str, ec2_id: str, order: StopOrder) -> Gone | Refused:
+    async def _stop(self, node: str, ec2_id: str, order: StopOrder) -> StopProof | Refusal:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
         instance = await self._cluster.instance(ec2_id)
         before = Fence.read(instance.attributes.get(attribute))
@@ -325,7 +325,7 @@ class Launcher:
         own = await self._own(ec2_id, token, before or Fence.from_token(token, "prepared"))
         living = [task for task in own if not task.stopped and _key(task) <= fence.key(token)]
         refused = await self._end(node, ec2_id, living, order.stop_grace + order.stuck_after)
-        return Gone(node) if refused is None else refused
+        return StopProof(node) if refused is None else refused
 
     async def _own(self, ec2_id: str, token: Token, before: Fence | None) -> list[Task]:
         """Return the tasks of a job on a machine, with those stopped within the last hour.
@@ -350,13 +350,13 @@ class Launcher:
 
     async def _stop_with_machine(
         self, node: str, ec2_id: str, token: Token, error: UnknownInstance
-    ) -> Gone:
+    ) -> StopProof:
         try:
             machine = await self._cluster.machine(ec2_id)
         except AwsError as failed:
             raise Unreachable(node, failed.reason) from failed
         if machine.state in GONE or not machine.state:
-            return Gone(node)
+            return StopProof(node)
         raise Unreachable(
             node,
             f"{error.reason}, and it is {_describe_state(machine)}: what runs there cannot be seen",
@@ -364,7 +364,7 @@ class Launcher:
 
     async def _end(
         self, node: str, ec2_id: str, tasks: Iterable[Task], within: float
-    ) -> Refused | None:
+    ) -> Refusal | None:
         """Stop tasks and wait until they have stopped; return a refusal if ECS cannot stop them.
 
         Raises:
@@ -392,7 +392,7 @@ class Launcher:
                     node, f"{ec2_id} is {_describe_state(machine)}, {reason}"
                 ) from None
             names = ", ".join(task.short for task in living[:4])
-            return Refused(
+            return Refusal(
                 node,
                 "stuck",
                 f"ECS could not stop task {names} within {within:g} s: {node} needs a reboot",

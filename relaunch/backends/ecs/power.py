@@ -24,7 +24,7 @@ FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class UnfinishedCycle:
     """A power cycle that is not finished."""
 
     reason: str
@@ -38,11 +38,12 @@ class PowerCycle:
         self._aws = aws
         self._now = now
 
-    async def step(self, journal: Journal, entry: JournalEntry) -> Waiting | None:
+    async def step(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle | None:
         """Take the next step. Return None once the instance runs again and its agent is connected.
 
         Raises:
-            AwsError: A call failed whose failure is not returned as `Waiting`: a read, for example.
+            AwsError: A call failed whose failure is not returned as `UnfinishedCycle`, such as a
+                read.
         """
         machine = await self._cluster.machine(journal.ec2_id)
         match machine.state:
@@ -55,12 +56,12 @@ class PowerCycle:
             case "stopped":
                 return await self._start(journal, entry)
             case "pending":
-                return Waiting("EC2 starts it")
+                return UnfinishedCycle("EC2 starts it")
             case state:
                 await journal.write(entry.advance(JournalPhase.DONE))
-                return Waiting(f"EC2 says that it is {state or 'unknown'}", FAILED)
+                return UnfinishedCycle(f"EC2 says that it is {state or 'unknown'}", FAILED)
 
-    async def _stop(self, journal: Journal, entry: JournalEntry) -> Waiting:
+    async def _stop(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle:
         group, state = await self._group(journal.ec2_id)
         if state == "InService":
             # An Auto Scaling group terminates an instance that was stopped, and starts another.
@@ -73,7 +74,7 @@ class PowerCycle:
             except AwsError as error:
                 return await self._give_up(journal, replace(entry, standby=False), error)
         if state not in ("", "Standby"):
-            return Waiting(
+            return UnfinishedCycle(
                 f"its Auto Scaling group {group} has it {state}; "
                 "it is stopped when that says Standby"
             )
@@ -83,47 +84,51 @@ class PowerCycle:
             return await self._give_up(journal, entry, error)
         if not entry.sent:
             await journal.write(replace(entry, phase=JournalPhase.SENT, sent=True))
-        return Waiting("EC2 was asked to stop it")
+        return UnfinishedCycle("EC2 was asked to stop it")
 
-    async def _give_up(self, journal: Journal, entry: JournalEntry, error: AwsError) -> Waiting:
+    async def _give_up(
+        self, journal: Journal, entry: JournalEntry, error: AwsError
+    ) -> UnfinishedCycle:
         if error.kind not in (Kind.REFUSED, Kind.DENIED):
-            return Waiting(error.reason)
+            return UnfinishedCycle(error.reason)
         await self._leave_standby(journal, entry)
         await journal.write(entry.advance(JournalPhase.DONE))
-        return Waiting(f"it was not stopped: {error.reason}", FAILED)
+        return UnfinishedCycle(f"it was not stopped: {error.reason}", FAILED)
 
-    async def _stopping(self, journal: Journal, entry: JournalEntry) -> Waiting:
+    async def _stopping(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle:
         since = self._now() - entry.at
         if since < FORCE_AFTER or entry.forced:
-            return Waiting(
+            return UnfinishedCycle(
                 f"EC2 has been stopping it for {since:.0f} s{' by force' if entry.forced else ''}"
             )
         await journal.write(replace(entry, forced=True))
         await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id], Force=True)
-        return Waiting(
+        return UnfinishedCycle(
             f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was asked to stop it by force"
         )
 
-    async def _start(self, journal: Journal, entry: JournalEntry) -> Waiting:
+    async def _start(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle:
         try:
             await self._aws.call("ec2", "StartInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
             if error.code.startswith("Insufficient"):
-                return Waiting(
+                return UnfinishedCycle(
                     f"it is stopped, and EC2 cannot start it: {error.reason}", NO_CAPACITY
                 )
             if error.kind in (Kind.REFUSED, Kind.DENIED) and error.code != "IncorrectInstanceState":
-                return Waiting(f"it is stopped, and was not started: {error.reason}", FAILED)
-            return Waiting(error.reason)
-        return Waiting("EC2 was asked to start it")
+                return UnfinishedCycle(
+                    f"it is stopped, and was not started: {error.reason}", FAILED
+                )
+            return UnfinishedCycle(error.reason)
+        return UnfinishedCycle("EC2 was asked to start it")
 
-    async def _back(self, journal: Journal, entry: JournalEntry) -> Waiting | None:
+    async def _back(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle | None:
         try:
             instance = await self._cluster.instance(journal.ec2_id)
         except UnknownInstance as error:
-            return Waiting(f"it runs, and {error.reason} yet")
+            return UnfinishedCycle(f"it runs, and {error.reason} yet")
         if not instance.agent_connected:
-            return Waiting("it runs, and its ECS agent is not connected yet")
+            return UnfinishedCycle("it runs, and its ECS agent is not connected yet")
         await self._leave_standby(journal, entry)
         await journal.write(entry.advance(JournalPhase.DONE))
         return None

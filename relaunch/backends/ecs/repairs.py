@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.base import Refusal, Unreachable
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import names, occupants
@@ -65,7 +65,7 @@ class Repairs:
         boot_id: str,
         reason: str,
         probe: Callable[[], Awaitable[Mapping[str, Any]]],
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         """Tell EC2 to reboot an instance if it still runs this boot and nothing runs there.
 
         Only a different boot id afterwards proves that the reboot happened.
@@ -75,18 +75,18 @@ class Repairs:
                 "nothing on it could report a boot id, which alone proves a reboot: "
                 "set ecs.node_task in the fleet file"
             )
-            return Refused(node, "cannot_reboot", why)
+            return Refusal(node, "cannot_reboot", why)
         with _asking(node):
             journal = await Journal.read(self._aws, ec2_id)
             going = journal.find_unfinished(Way.REBOOT)
             if going is not None and going.id != id and self._age(going) < HARD_RESET:
-                return Refused(node, "held", f"it is being rebooted (reboot, {going.id})")
+                return Refusal(node, "held", f"it is being rebooted (reboot, {going.id})")
             mine = journal.find_entry(Way.REBOOT, id)
             if mine is not None and (mine.sent or not mine.over) and self._age(mine) < HARD_RESET:
                 return {"outcome": "done", "boot_id": mine.before, "already": True}
             instance = await self._cluster.instance(ec2_id)
             if instance.status != "ACTIVE" and going is None:
-                return Refused(
+                return Refusal(
                     node,
                     "held",
                     f"its container instance is {instance.status}, which relaunch did not make it",
@@ -102,14 +102,14 @@ class Repairs:
 
     async def _order(
         self, node: str, journal: Journal, entry: JournalEntry
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         instance = await self._cluster.instance(journal.ec2_id)
         await journal.write(entry)
         await self._set_state(instance, "DRAINING")
         # From here on ECS places nothing there: only tasks that are there now could be lost.
         if on_it := _busy(await self._cluster.tasks_on(journal.ec2_id)):
             await self._undo(journal, entry, instance)
-            return Refused(node, "busy", on_it)
+            return Refusal(node, "busy", on_it)
         try:
             await self._aws.call("ec2", "RebootInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
@@ -119,7 +119,7 @@ class Repairs:
             await self._undo(journal, entry, instance)
             if error.kind is Kind.THROTTLED:
                 raise
-            return Refused(node, "cannot_reboot", error.reason)
+            return Refusal(node, "cannot_reboot", error.reason)
         await journal.write(entry.advance(JournalPhase.SENT))
         return {"outcome": "done", "boot_id": entry.before}
 
@@ -131,7 +131,7 @@ class Repairs:
         request = {"cluster": self._cluster.name, "containerInstances": [instance.arn]}
         await self._aws.call("ecs", "UpdateContainerInstancesState", status=status, **request)
 
-    async def _cannot(self, node: str, ec2_id: str) -> Refused | None:
+    async def _cannot(self, node: str, ec2_id: str) -> Refusal | None:
         """Return a refusal if EC2 reports the instance's hardware as broken.
 
         A reboot would leave the instance on the same hardware.
@@ -141,7 +141,7 @@ class Repairs:
         )
         for one in answer.get("InstanceStatuses") or ():
             if (one.get("SystemStatus") or {}).get("Status") == "impaired":
-                return Refused(
+                return Refusal(
                     node,
                     "cannot_reboot",
                     "EC2 says that the system below it is impaired: it needs other hardware",
@@ -150,7 +150,7 @@ class Repairs:
                 if event.get("Code") in RETIRED and not str(
                     event.get("Description") or ""
                 ).startswith("[Completed]"):
-                    return Refused(
+                    return Refusal(
                         node,
                         "cannot_reboot",
                         f"EC2 has scheduled its {event['Code']}: it needs other hardware",
@@ -264,25 +264,25 @@ class Repairs:
 
     # --- the rest
 
-    def reset_gpus(self, node: str) -> Refused:
+    def reset_gpus(self, node: str) -> Refusal:
         reason = (
             "relaunch does not reset GPUs of an ECS instance: "
             "ECS and its GPU runtime hold them open; reboot it instead"
         )
-        return Refused(node, "cannot_reset", reason)
+        return Refusal(node, "cannot_reset", reason)
 
 
-def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refused | None:
+def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refusal | None:
     """Return a refusal if the answer of a probe rules out a reboot."""
     present = str(facts.get("boot_id") or "")
     if present != boot_id:
         reason = (
             f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
         )
-        return Refused(node, "boot_changed", reason, boot_id=present)
+        return Refusal(node, "boot_changed", reason, boot_id=present)
     using = [*(facts.get("jobs") or ()), *filter(None, [facts.get("held")])]
     if using:
-        return Refused(
+        return Refusal(
             node, "busy", f"{', '.join(names(one) for one in using[:8])} runs on this node"
         )
     gpus = facts.get("gpus")
@@ -292,7 +292,7 @@ def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refused | None
         for row in rows
         for one in _processes(row)
     ]
-    return Refused(node, "busy", ", ".join(pids[:8])) if pids else None
+    return Refusal(node, "busy", ", ".join(pids[:8])) if pids else None
 
 
 def _processes(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.ecs.aws import AwsError
 from relaunch.backends.ecs.cluster import GONE, Cluster
 from relaunch.backends.ecs.container import Feed
-from relaunch.backends.ecs.follow import Followed
+from relaunch.backends.ecs.follow import FollowedTask
 from relaunch.backends.ecs.tasks import Task, is_ours
 from relaunch.generation import Token
 
@@ -52,7 +52,7 @@ class TaskStream:
     def __init__(
         self,
         cluster: Cluster,
-        followed: Followed,
+        followed: FollowedTask,
         node: str,
         ec2_id: str,
         token: Token,

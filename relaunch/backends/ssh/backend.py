@@ -29,8 +29,8 @@ from relaunch.backends.ssh.connection import (
     KEY_EXCHANGE,
     LOGINS,
     TCP,
+    ConnectError,
     Connection,
-    Failed,
     connect,
 )
 from relaunch.backends.ssh.route import Hop, SshConfigError, check, read_config, route
@@ -130,7 +130,7 @@ class SshBackend(SessionBackend):
         began = loop.time()
         try:
             self._newest[name] = await self._open(self._nodes[name])
-        except Failed as failed:
+        except ConnectError as failed:
             kind = (
                 NeedsPerson
                 if failed.lasting
@@ -189,7 +189,7 @@ class SshBackend(SessionBackend):
             ) from None
         except ConnectionError as error:
             connection.abort()
-            raise Failed(str(error)) from error
+            raise ConnectError(str(error)) from error
         except BaseException:
             connection.abort()
             raise
@@ -214,7 +214,7 @@ class SshBackend(SessionBackend):
             # restart of the worker.
             way = route(self._options, node, read_config(self._options))
         except SshConfigError as error:
-            raise Failed(str(error), lasting=True) from error
+            raise ConnectError(str(error), lasting=True) from error
         within = len(way.hops) * (TCP + BANNER + KEY_EXCHANGE + AUTHENTICATION) + TCP
         watchdog = threading.Timer(
             within, connection.abort, (f"it took more than {within:g} s to log in",)
@@ -229,10 +229,10 @@ class SshBackend(SessionBackend):
             return channel
         except (paramiko.SSHException, EOFError, OSError) as error:
             connection.abort()
-            raise Failed(
+            raise ConnectError(
                 f"{way.node.user} is logged in, and may run no command: {error}"
             ) from error
-        except Failed:
+        except ConnectError:
             connection.abort()
             raise
         finally:

@@ -21,7 +21,7 @@ UNUSED_FOR = 30 * 24 * 3600
 was away may come back and need its version."""
 
 
-class Cannot(Exception):
+class BootstrapError(Exception):
     pass
 
 
@@ -41,9 +41,9 @@ def own(folder: str) -> None:
         os.mkdir(folder, 0o700)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        raise Cannot(f"{folder} is no folder")
+        raise BootstrapError(f"{folder} is no folder")
     if found.st_uid != os.geteuid():
-        raise Cannot(
+        raise BootstrapError(
             f"the folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
         )
     if found.st_mode & 0o077:
@@ -59,7 +59,7 @@ def place() -> str:
     if given:
         os.makedirs(os.path.dirname(os.path.abspath(given)), exist_ok=True)
         if os.path.islink(given) and os.lstat(given).st_uid not in (0, os.geteuid()):
-            raise Cannot(f"{given} is a link that uid {os.lstat(given).st_uid} made")
+            raise BootstrapError(f"{given} is a link that uid {os.lstat(given).st_uid} made")
         parent = os.path.realpath(given)
     else:
         parent = choose()
@@ -77,9 +77,9 @@ def choose() -> str:
         try:
             own(path)
             return path
-        except (Cannot, OSError) as error:
+        except (BootstrapError, OSError) as error:
             last = error
-    raise Cannot(f"no folder for the agent can be made on this node: {last}")
+    raise BootstrapError(f"no folder for the agent can be made on this node: {last}")
 
 
 def is_own(path: str) -> bool:
@@ -113,14 +113,16 @@ def receive(path: str, size: int, sha256: str) -> None:
         while left:
             data = os.read(0, min(left, 65536))
             if not data:
-                raise Cannot("the connection ended while the agent was sent")
+                raise BootstrapError("the connection ended while the agent was sent")
             digest.update(data)
             left -= len(data)
             while data:
                 data = data[os.write(handle, data) :]
         os.fsync(handle)
         if digest.hexdigest() != sha256:
-            raise Cannot(f"the agent came broken: sha256 {digest.hexdigest()}, expected {sha256}")
+            raise BootstrapError(
+                f"the agent came broken: sha256 {digest.hexdigest()}, expected {sha256}"
+            )
         os.rename(partial, path)
     except BaseException:
         os.unlink(partial)
@@ -170,7 +172,7 @@ def main(
         os.utime(path)
         if os.listdir(folder) != [name]:
             sweep(folder, path)
-    except Cannot as error:
+    except BootstrapError as error:
         say({"cannot": str(error)})
         return
     except OSError as error:

@@ -47,7 +47,7 @@ LOGINS = 6
 counts a login for slightly longer than it takes."""
 
 
-class Failed(Exception):
+class ConnectError(Exception):
     """A connection could not be made. `reason` is a clause for a person."""
 
     def __init__(self, reason: str, lasting: bool = False) -> None:
@@ -57,7 +57,7 @@ class Failed(Exception):
         """Whether the failure persists until a person changes something."""
 
 
-class Bounded(socket.socket):
+class BoundedSocket(socket.socket):
     """A socket that refuses packets larger than PACKET."""
 
     def recv(self, size: int, flags: int = 0) -> bytes:
@@ -66,7 +66,7 @@ class Bounded(socket.socket):
         return super().recv(size, flags)
 
 
-class Through:
+class HopStream:
     """A stream through the connection to the previous hop, with paramiko's socket interface."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
@@ -110,7 +110,7 @@ class Connection:
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
-        self._streams: list[socket.socket | Through] = []
+        self._streams: list[socket.socket | HopStream] = []
         self._transports: list[paramiko.Transport] = []
         self._aborted: str | None = None
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class Connection:
             self._sockets.remove(raw)
         raw.close()
 
-    def add(self, transport: paramiko.Transport, stream: socket.socket | Through) -> None:
+    def add(self, transport: paramiko.Transport, stream: socket.socket | HopStream) -> None:
         with self._lock:
             self._transports.append(transport)
             self._streams.append(stream)
@@ -218,8 +218,8 @@ def _pass(connection: Connection, route: Route, gate: Callable[[Hop], threading.
         try:
             with gate(hop):
                 _log_in(connection, hop, f"ssh {hop.name}")
-        except Failed as failed:
-            raise Failed(
+        except ConnectError as failed:
+            raise ConnectError(
                 f"the jump host {hop.name} failed: {failed.reason}", failed.lasting
             ) from failed
 
@@ -236,27 +236,31 @@ def _entries(hop: Hop) -> tuple[Entry, ...]:
     try:
         return known_hosts.read(hop.known_hosts)
     except OSError as error:
-        raise Failed(f"{error.filename} cannot be read: {error.strerror}", lasting=True) from error
+        raise ConnectError(
+            f"{error.filename} cannot be read: {error.strerror}", lasting=True
+        ) from error
 
 
 # --- TCP
 
 
-def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
+def _reach(connection: Connection, hop: Hop) -> socket.socket | HopStream:
     """Return a stream to a host, directly or through the previous hop."""
     if not connection._transports:
         return _dial(connection, hop)
     before = connection.transport
     try:
-        return Through(
+        return HopStream(
             before.open_channel("direct-tcpip", (hop.host, hop.port), ("127.0.0.1", 0), timeout=TCP)
         )
     except paramiko.ChannelException as error:
-        raise Failed(f"the jump host cannot reach {hop.place}: {error.text}") from error
+        raise ConnectError(f"the jump host cannot reach {hop.place}: {error.text}") from error
     except (paramiko.SSHException, EOFError, OSError) as error:
         if not before.is_active():
-            raise Failed(connection.find_loss() or "the connection was lost") from error
-        raise Failed(f"{hop.place} gave the jump host no answer to TCP within {TCP:g} s") from error
+            raise ConnectError(connection.find_loss() or "the connection was lost") from error
+        raise ConnectError(
+            f"{hop.place} gave the jump host no answer to TCP within {TCP:g} s"
+        ) from error
 
 
 def _dial(connection: Connection, hop: Hop) -> socket.socket:
@@ -264,21 +268,21 @@ def _dial(connection: Connection, hop: Hop) -> socket.socket:
         found = socket.getaddrinfo(hop.host, hop.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         lasting = error.errno != socket.EAI_AGAIN
-        raise Failed(
+        raise ConnectError(
             f"the name {hop.host!r} does not resolve: {error.strerror}", lasting
         ) from error
     except UnicodeError as error:
-        raise Failed(
+        raise ConnectError(
             f"the name {hop.host!r} does not resolve: it is no name of a host", lasting=True
         ) from error
     until = time.monotonic() + TCP
-    failed = Failed(f"{hop.place} gave no answer to TCP within {TCP:g} s")
+    failed = ConnectError(f"{hop.place} gave no answer to TCP within {TCP:g} s")
     for position, (family, kind_, protocol, _, address) in enumerate(found):
         # An address that does not answer must not use up the time of those after it.
         within = (until - time.monotonic()) / (len(found) - position)
         if within <= 0 or connection.aborted is not None:
             break
-        raw = Bounded(family, kind_, protocol)
+        raw = BoundedSocket(family, kind_, protocol)
         try:
             raw.settimeout(within)
             connection.add_socket(raw)
@@ -294,12 +298,12 @@ def _dial(connection: Connection, hop: Hop) -> socket.socket:
     raise failed
 
 
-def _not_reached(hop: Hop, error: OSError) -> Failed:
+def _not_reached(hop: Hop, error: OSError) -> ConnectError:
     if isinstance(error, ConnectionRefusedError):
-        return Failed(f"{hop.place} refused the connection: nothing listens there")
+        return ConnectError(f"{hop.place} refused the connection: nothing listens there")
     if isinstance(error, TimeoutError):
-        return Failed(f"{hop.place} gave no answer to TCP within {TCP:g} s")
-    return Failed(f"there is no way to {hop.place}: {error.strerror or error}")
+        return ConnectError(f"{hop.place} gave no answer to TCP within {TCP:g} s")
+    return ConnectError(f"there is no way to {hop.place}: {error.strerror or error}")
 
 
 # --- key exchange and host key
@@ -325,7 +329,7 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
     transport.start_client(event=done)
     ended = done.wait(BANNER + KEY_EXCHANGE)
     if connection.aborted is not None:
-        raise Failed(connection.aborted)
+        raise ConnectError(connection.aborted)
     if not ended or not transport.is_active():
         failed = _no_exchange(hop, transport)
         transport.close()
@@ -346,23 +350,25 @@ def _order_key_types(offered: tuple[str, ...], known: Iterable[str]) -> tuple[st
     return (*wanted, *(name for name in offered if name not in wanted))
 
 
-def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
+def _no_exchange(hop: Hop, transport: paramiko.Transport) -> ConnectError:
     error = transport.get_exception()
     if transport.remote_version:
         if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
-            return Failed(f"its sshd and we have no algorithm in common: {error}", lasting=True)
+            return ConnectError(
+                f"its sshd and we have no algorithm in common: {error}", lasting=True
+            )
         if error is None or isinstance(error, EOFError):
-            return Failed(
+            return ConnectError(
                 f"{hop.place} said that it speaks SSH and nothing more: "
                 "the exchange of keys did not end"
             )
-        return Failed(f"the exchange of keys with {hop.place} failed: {error}")
+        return ConnectError(f"the exchange of keys with {hop.place} failed: {error}")
     if error is not None and isinstance(error.__context__, EOFError | ConnectionResetError):
         why = "too many logins at once (MaxStartups), not allowed, or it only begins to run"
-        return Failed(f"{hop.place} closed the connection before it said who it is: {why}")
+        return ConnectError(f"{hop.place} closed the connection before it said who it is: {why}")
     if error is not None and error.__context__ is None:
-        return Failed(f"what listens at {hop.place} is no SSH server")
-    return Failed(
+        return ConnectError(f"what listens at {hop.place} is no SSH server")
+    return ConnectError(
         f"{hop.place} answers to TCP but says nothing: its sshd hangs, "
         f"or something else listens there (waited {BANNER:g} s)"
     )
@@ -382,7 +388,7 @@ def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
             f"its host key ({key.text}) is not in {file}: "
             f"compare it with the machine's own, then `{trusted_by}`"
         )
-        raise Failed(reason, lasting=True)
+        raise ConnectError(reason, lasting=True)
     if key.standing is KeyStatus.CHANGED and key.entry is not None:
         expected = fingerprint(key.entry.blob)
         if kind(key.entry.blob) != kind(key.blob):
@@ -392,9 +398,9 @@ def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
             "the connection may be intercepted, or the machine was reinstalled; "
             f"if you know that it was, remove that line, then `{trusted_by}`"
         )
-        raise Failed(reason, lasting=True)
+        raise ConnectError(reason, lasting=True)
     if key.standing is KeyStatus.REVOKED:
-        raise Failed(f"its host key ({key.text}) is revoked by {where}", lasting=True)
+        raise ConnectError(f"its host key ({key.text}) is revoked by {where}", lasting=True)
 
 
 # --- authentication
@@ -415,7 +421,7 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                 break
             except paramiko.AuthenticationException as error:
                 if _silent(transport, error):
-                    raise Failed(
+                    raise ConnectError(
                         f"no answer to the authentication of {hop.user} within {AUTHENTICATION:g} s"
                     ) from error
                 if not transport.is_active():
@@ -423,7 +429,7 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                 continue
             if not rest:
                 return
-            raise Failed(
+            raise ConnectError(
                 f"{hop.user} is asked for {' and '.join(rest)} after the key: "
                 "expected a login by key alone",
                 lasting=True,
@@ -438,9 +444,9 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                 allowed = error.allowed_types
     except (paramiko.SSHException, EOFError, OSError) as error:
         if connection.aborted is not None:
-            raise Failed(connection.aborted) from error
+            raise ConnectError(connection.aborted) from error
         if not isinstance(error, paramiko.AuthenticationException) and not offered:
-            raise Failed(
+            raise ConnectError(
                 f"the connection was lost during the authentication: {_how(error, 'the node')}"
             ) from error
     finally:
@@ -450,7 +456,7 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
         f"; {'; '.join(found.unusable)}" if found.unusable and (hop.chosen or not offered) else ""
     )
     takes = f"; it takes {', '.join(allowed)}" if allowed and "publickey" not in allowed else ""
-    raise Failed(
+    raise ConnectError(
         f"the login of {hop.user} was refused: offered {tried}{beside}{takes}", lasting=True
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaunch.backends.ssh.channel import ChannelPipe
-from relaunch.backends.ssh.connection import Failed
+from relaunch.backends.ssh.connection import ConnectError
 
 MARK = b"relaunch-agent "
 NOISE = 64 * 1024
@@ -40,7 +40,7 @@ def remote_command(python: str) -> str:
     return f"exec {python} -E -S -c '{STUB}'"
 
 
-class NotStarted(Failed):
+class NotStarted(ConnectError):
     """The login worked, but the agent does not run on the node."""
 
 

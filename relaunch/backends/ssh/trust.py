@@ -15,7 +15,7 @@ import paramiko
 
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import known_hosts
-from relaunch.backends.ssh.connection import LOGINS, Connection, Failed, look, refuse
+from relaunch.backends.ssh.connection import LOGINS, ConnectError, Connection, look, refuse
 from relaunch.backends.ssh.known_hosts import KeyStatus
 from relaunch.backends.ssh.route import Hop, Route, SshConfigError, read_config, route
 from relaunch.spec.fleet import FleetNode, FleetSpec
@@ -72,7 +72,7 @@ async def host_key(spec: FleetSpec, node: FleetNode, gates: Gates | None = None)
     )
     try:
         return await asyncio.shield(asked)
-    except Failed as failed:
+    except ConnectError as failed:
         raise Unreachable(node.name, failed.reason) from failed
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise Unreachable(node.name, str(error)) from error
@@ -87,7 +87,7 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
     reason = ""
     try:
         refuse(way.node, key, f"relaunch nodes trust {node.name}")
-    except Failed as failed:
+    except ConnectError as failed:
         reason = failed.reason
     line = known_hosts.line_for(
         way.node.known_as, way.node.port, key.algorithm, key.blob, way.node.hash_known_hosts

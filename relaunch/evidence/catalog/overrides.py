@@ -14,7 +14,7 @@ from relaunch.evidence.catalog.dcgm_tables import Advice
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Role
-from relaunch.fields import Strict, compile_pattern
+from relaunch.fields import StrictModel, compile_pattern
 
 MAX_ENTRIES = 200
 """Maximum number of overrides. They are in the job's state: 200 of the longest take 100 KiB."""
@@ -59,7 +59,7 @@ def _check_cause(role: Role, cause: Cause | None, what: str) -> None:
 Clause = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
-class XidOverride(Strict):
+class XidOverride(StrictModel):
     """`63: {cause: GPU_RESET, reason: "our fleet resets at once"}`."""
 
     cause: Cause | None = None
@@ -79,7 +79,7 @@ class XidOverride(Strict):
         return self
 
 
-class ExitOverride(Strict):
+class ExitOverride(StrictModel):
     """`"exit 42": {cause: PREEMPTED, meaning: "our scheduler took the node"}`."""
 
     cause: Cause
@@ -88,7 +88,7 @@ class ExitOverride(Strict):
     """Default: root."""
 
 
-class LogOverride(Strict):
+class LogOverride(StrictModel):
     """A row for a line of a rank's log.
 
     A row with an id of the catalog replaces that row; a new one is matched before all others.
@@ -129,13 +129,13 @@ class LogOverride(Strict):
         return self
 
 
-class DcgmOverride(Strict):
+class DcgmOverride(StrictModel):
     """`80: {advice: rma}`."""
 
     advice: Advice
 
 
-class CatalogOverrides(Strict):
+class CatalogOverrides(StrictModel):
     xid: dict[Annotated[int, AfterValidator(_check_xid_code)], XidOverride] = Field(
         default_factory=dict
     )

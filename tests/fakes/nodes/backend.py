@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 from relaunch.backends.base import (
     BackendError,
-    Gone,
     Logs,
-    Prepared,
+    Preparation,
     PrepareOrder,
     ProtocolError,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
     Unreachable,
 )
 from relaunch.generation import Token
@@ -140,15 +140,15 @@ class SimulatedBackend:
             )
         return self._specs[name]
 
-    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, node: str, order: PrepareOrder) -> Preparation | Refusal:
         return await self._order(
             node, "prepare", order.token, order, lambda one: one.prepare(order)
         )
 
-    async def start(self, node: str, order: StartOrder) -> Started | Refused:
+    async def start(self, node: str, order: StartOrder) -> StartedRanks | Refusal:
         return await self._order(node, "start", order.token, order, lambda one: one.start(order))
 
-    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
+    async def stop(self, node: str, order: StopOrder) -> StopProof | Refusal:
         return await self._order(node, "stop", order.token, order, lambda one: one.stop(order))
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
@@ -168,22 +168,22 @@ class SimulatedBackend:
         tail: int | None,
         since: float | None = None,
         stream: OutputStream = "stdout",
-    ) -> Logs | Refused:
-        async def ask(one: Node, faults: tuple[Fault, ...]) -> Logs | Refused:
+    ) -> Logs | Refusal:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Logs | Refusal:
             return await one.logs(token, offsets, max_bytes, wait, tail)
 
         return await self._call(node, "logs", token, offsets, ask)
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
-        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any] | Refused:
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any] | Refusal:
             return one.stacks(token, rank)
 
         return await self._call(node, "stacks", token, rank, ask)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None
-    ) -> Mapping[str, Any] | Refused:
-        return Refused(node, "bad_order", "simulated nodes have no folders")
+    ) -> Mapping[str, Any] | Refusal:
+        return Refusal(node, "bad_order", "simulated nodes have no folders")
 
     @asynccontextmanager
     async def watch(
@@ -213,7 +213,7 @@ class SimulatedBackend:
 
     async def diagnose(
         self, node: str, id: str, level: int, within: float, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "level": level, "within": within}
         try:
             return await self._order(
@@ -231,7 +231,7 @@ class SimulatedBackend:
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
         return await self._order(
             node,
@@ -243,7 +243,7 @@ class SimulatedBackend:
 
     async def reboot(
         self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "boot_id": boot_id, "reason": reason}
         return await self._order(
             node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, reason)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from relaunch.backends.base import BelowLauncher, PrepareOrder, Refused, Started, StartOrder
+from relaunch.backends.base import BelowLauncher, PrepareOrder, Refusal, StartedRanks, StartOrder
 from relaunch.generation import Token
 from tests.fakes.nodes import launcher
 from tests.fakes.nodes.clock import Timer, wait_for
@@ -36,7 +36,7 @@ class Generation:
         self.state: Literal["prepared", "running", "stopping", "ended", "gone"] = "prepared"
         self.boot = node.boot
         self.answer = node.take_answer(token, node.stamp())
-        self.started: Started | Refused | None = None
+        self.started: StartedRanks | Refusal | None = None
         self.start_order: StartOrder | None = None
         self.ranks: dict[int, Rank] = {}
         self.journal: list[dict[str, Any]] = []
@@ -58,17 +58,17 @@ class Generation:
 
     # --- orders ---
 
-    def start(self, order: StartOrder) -> Started | Refused:
-        if isinstance(self.started, Started):
-            return Started(self.node.name, self.started.pids, True)
+    def start(self, order: StartOrder) -> StartedRanks | Refusal:
+        if isinstance(self.started, StartedRanks):
+            return StartedRanks(self.node.name, self.started.pids, True)
         if self.started is not None:
             return self.started
         if self.state != "prepared":
             if self.node.clock.time() >= self._valid_until:
-                return Refused(
+                return Refusal(
                     self.node.name, "expired", f"prepared more than {self.order.valid_for:g} s ago"
                 )
-            return Refused(self.node.name, "not_prepared", "it was prepared, but its shim is gone")
+            return Refusal(self.node.name, "not_prepared", "it was prepared, but its shim is gone")
         refused = self.node.scripted_refusal("start", self.token.generation)
         if refused is not None:
             self.started = refused
@@ -78,7 +78,7 @@ class Generation:
         for local, rank in enumerate(self.order.ranks):
             self.ranks[rank] = Rank(rank, local, self.node.take_pid(), now)
             self._live("started", rank)
-        self.started = Started(
+        self.started = StartedRanks(
             self.node.name, {rank: one.pid for rank, one in self.ranks.items()}, False
         )
         self.start_order = order

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from relaunch.backends.base import Refused
+from relaunch.backends.base import Refusal
 from tests.fakes.nodes import health
 from tests.fakes.nodes.clock import wait_for
 from tests.fakes.nodes.script import (
@@ -125,7 +125,7 @@ class Machine:
     # --- the hold ---
 
     @asynccontextmanager
-    async def preparing(self) -> AsyncIterator[Refused | None]:
+    async def preparing(self) -> AsyncIterator[Refusal | None]:
         """Keep the node from being held, from before a generation is reserved until it lives.
 
         Yields why it cannot be had.
@@ -134,7 +134,7 @@ class Machine:
         if not await self._comes_true(lambda: self.held is None):
             yield self._refused_because_held()
         elif self._rebooting is not None:
-            yield Refused(
+            yield Refusal(
                 node.name,
                 "rebooting",
                 f"this node was ordered to reboot ({self._rebooting[0]}) and has not yet",
@@ -150,7 +150,7 @@ class Machine:
 
     async def _take(
         self, command: RepairCommand, id: str, boot_id: str | None = None
-    ) -> Refused | None:
+    ) -> Refusal | None:
         node = self._node
         refused = node.scripted_refusal(command, 0)
         if refused is None and not await self._comes_true(
@@ -159,21 +159,21 @@ class Machine:
             refused = self._refused_because_held()
         if refused is None and boot_id not in (None, node.boot_id):
             reason = f"this node runs boot {node.boot_id}; the order was decided on boot {boot_id}"
-            refused = Refused(node.name, "boot_changed", reason, boot_id=node.boot_id)
+            refused = Refusal(node.name, "boot_changed", reason, boot_id=node.boot_id)
         if (
             refused is None
             and command == "reboot"
             and (lately := self._ordered_lately()) not in (None, id)
         ):
-            refused = Refused(node.name, "held", f"this node is being rebooted (reboot, {lately})")
+            refused = Refusal(node.name, "held", f"this node is being rebooted (reboot, {lately})")
         if refused is None and (living := node.living()):
             names = ", ".join(f"job {token.job} generation {token.generation}" for token in living)
-            refused = Refused(node.name, "busy", f"{names} runs on this node")
+            refused = Refusal(node.name, "busy", f"{names} runs on this node")
         if refused is None and self._strangers:
             uses = ", ".join(
                 f"pid {each.pid} uses GPU {health.bus_id(each.gpu)}" for each in self._strangers
             )
-            refused = Refused(node.name, "busy", uses)
+            refused = Refusal(node.name, "busy", uses)
         if refused is None:
             self.held = Held(command, id, node.stamp())
             self._note("began", command, id)
@@ -202,11 +202,11 @@ class Machine:
                 self.held = None
                 self._wake()
 
-    def _refused_because_held(self) -> Refused:
+    def _refused_because_held(self) -> Refusal:
         if self.held is None:
-            return Refused(self._node.name, "held", "a launch is being prepared on this node")
+            return Refusal(self._node.name, "held", "a launch is being prepared on this node")
         doing = _DOING[self.held.by]
-        return Refused(
+        return Refusal(
             self._node.name,
             "held",
             f"{doing} ({self.held.by}, {self.held.id})",
@@ -264,7 +264,7 @@ class Machine:
             self._left = id
             self._wake()
 
-    async def diagnose(self, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+    async def diagnose(self, id: str, level: int, within: float) -> Mapping[str, Any] | Refusal:
         if refused := await self._take("diagnose", id):
             return refused
         with self._holding("diagnose", id) as ended:
@@ -296,7 +296,7 @@ class Machine:
 
     async def reset_gpus(
         self, id: str, boot_id: str, gpus: tuple[str, ...], within: float
-    ) -> Mapping[str, Any] | Refused:
+    ) -> Mapping[str, Any] | Refusal:
         if refused := await self._take("reset-gpus", id, boot_id):
             return refused
         with self._holding("reset-gpus", id) as ended:
@@ -325,7 +325,7 @@ class Machine:
             self._resets.append({"uptime": self._node.clock.time(), "id": "", "gpus": list(named)})
         return {"exit_code": code, "output": output}
 
-    async def reboot(self, id: str, boot_id: str, reason: str) -> Mapping[str, Any] | Refused:
+    async def reboot(self, id: str, boot_id: str, reason: str) -> Mapping[str, Any] | Refusal:
         node = self._node
         if refused := await self._take("reboot", id, boot_id):
             return refused
@@ -337,7 +337,7 @@ class Machine:
             if (fails := self._fails(RebootFails)) is not None:
                 self._reboots, self._rebooting = entries, None
                 ended("refused:cannot_reboot")
-                return Refused(node.name, "cannot_reboot", fails.reason)
+                return Refusal(node.name, "cannot_reboot", fails.reason)
             if len(entries) == len(self._reboots):
                 self._reboots.append(
                     {"at": node.clock.wall(), "id": id, "reason": reason, "boot_id": boot_id}

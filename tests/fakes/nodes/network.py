@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from relaunch.backends.base import Refused
+from relaunch.backends.base import Refusal
 from relaunch.generation import Token
 from relaunch.spec.fleet import FleetSpec
 from tests.fakes.nodes.clock import Clock, sleep
@@ -124,4 +124,4 @@ def _line(node: Node, token: Token | None) -> tuple[str, ...]:
 
 
 def outcome(answer: object) -> str:
-    return f"refused:{answer.why}" if isinstance(answer, Refused) else "done"
+    return f"refused:{answer.why}" if isinstance(answer, Refusal) else "done"

@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any, Literal
 
 from relaunch.backends.base import (
-    Gone,
     LogChunk,
     Logs,
-    Prepared,
+    Preparation,
     PrepareOrder,
-    Refused,
-    Started,
+    Refusal,
+    StartedRanks,
     StartOrder,
     StopOrder,
+    StopProof,
 )
 from relaunch.generation import Token
 from relaunch.job.places import parse_place
@@ -113,10 +113,10 @@ class Node:
     def take_pid(self) -> int:
         return next(self._pids)
 
-    def take_answer(self, token: Token, stamp: float) -> Prepared:
+    def take_answer(self, token: Token, stamp: float) -> Preparation:
         nonce = hashlib.sha256(f"{self.name}/{token}/{stamp}".encode()).hexdigest()[:32]
         ports = next(self._ports), next(self._ports)
-        return Prepared(
+        return Preparation(
             self.name, self.boot_id, *ports, stamp, nonce, parse_place(self.place(token))
         )
 
@@ -218,7 +218,7 @@ class Node:
         job = self.jobs.get((token.namespace, token.job))
         return None if job is None else job.generations.get(token)
 
-    async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
+    async def prepare(self, order: PrepareOrder) -> Preparation | Refusal:
         token, job = order.token, self.job(order.token)
         async with job.lock:
             if job.stopped is not None and token <= job.stopped:
@@ -237,7 +237,7 @@ class Node:
             async with self.machine.preparing() as refused:
                 return refused or await self._take_up(job, order)
 
-    async def _take_up(self, job: Job, order: PrepareOrder) -> Prepared | Refused:
+    async def _take_up(self, job: Job, order: PrepareOrder) -> Preparation | Refusal:
         token = job.prepared = order.token
         refused = self.scripted_refusal("prepare", token.generation)
         if refused is None:
@@ -252,7 +252,7 @@ class Node:
         job.generations[token] = Generation(self, token, order)
         return job.generations[token].answer
 
-    async def start(self, order: StartOrder) -> Started | Refused:
+    async def start(self, order: StartOrder) -> StartedRanks | Refusal:
         token, job = order.token, self.job(order.token)
         async with job.lock:
             if job.stopped is not None and token <= job.stopped:
@@ -271,11 +271,11 @@ class Node:
             if generation.started is None and order.prepared != generation.answer.stamp:
                 return self._refuse("expired", "this order belongs to an earlier preparation")
             answer = generation.start(order)
-            if isinstance(answer, Started) and not answer.already:
+            if isinstance(answer, StartedRanks) and not answer.already:
                 self.inject("running", token.generation)
             return answer
 
-    async def stop(self, order: StopOrder) -> Gone | Refused:
+    async def stop(self, order: StopOrder) -> StopProof | Refusal:
         token, job = order.token, self.job(order.token)
         async with job.lock:
             job.stopped = token if job.stopped is None else max(job.stopped, token)
@@ -285,11 +285,11 @@ class Node:
                 refused = await self._stop(
                     which, order.stop_grace, order.stuck_after, "an order came"
                 )
-            return refused or Gone(self.name, parse_place(self.place(token)))
+            return refused or StopProof(self.name, parse_place(self.place(token)))
 
     async def _stop(
         self, which: list[Generation], grace: float, stuck_after: float, reason: str
-    ) -> Refused | None:
+    ) -> Refusal | None:
         boot = self.boot
         living = [one for one in which if one.state != "gone"]
         for one in living:
@@ -352,7 +352,7 @@ class Node:
         wait: float,
         tail: int | None,
         since: float | None = None,
-    ) -> Logs | Refused:
+    ) -> Logs | Refusal:
         generation = self.generation(token)
         if generation is None:
             return self._refuse("no_such_generation", f"{token} was never prepared here")
@@ -380,7 +380,7 @@ class Node:
                 return Logs(tuple(chunks), over and not unread)
             await self._log_grows(generation, now, deadline)
 
-    def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+    def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
         if self.generation(token) is None:
             return self._refuse("no_such_generation", f"{token} was never prepared here")
         return {
@@ -444,7 +444,7 @@ class Node:
 
     def scripted_refusal(
         self, command: Literal["prepare", "start", "stop"] | RepairCommand, generation: int
-    ) -> Refused | None:
+    ) -> Refusal | None:
         for refusal in self.script.of(Refuse, generation, self.name):
             count = self._refused.get(id(refusal), 0)
             if refusal.command == command and count < (
@@ -454,10 +454,10 @@ class Node:
                 return self._refuse(refusal.why, refusal.reason)
         return None
 
-    def _refuse(self, why: str, reason: str, highest: Token | None = None) -> Refused:
-        return Refused(self.name, why, reason, _order(highest))
+    def _refuse(self, why: str, reason: str, highest: Token | None = None) -> Refusal:
+        return Refusal(self.name, why, reason, _order(highest))
 
-    def _not_above(self, highest: Token) -> Refused:
+    def _not_above(self, highest: Token) -> Refusal:
         return self._refuse("not_above", f"{highest} has been seen here", highest)
 
 
