@@ -65,7 +65,7 @@ PARTICIPLE = re.compile(
 )
 """A class is a noun that says which kind; one word of this form is none."""
 NOUNS = frozenset(
-    {"Finding", "Healing", "Reading", "Recording", "Answered", "Launched", "Submitted"}
+    {"Feed", "Finding", "Healing", "Reading", "Recording", "Answered", "Launched", "Submitted"}
 )
 """Nouns of that form, and events, which are named by what has happened."""
 CLASS = re.compile(r"^\s*class (\w+)[(:]", re.MULTILINE)
