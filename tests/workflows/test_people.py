@@ -49,6 +49,7 @@ async def test_s1_7_people_hear_of_a_question_and_after_a_snooze_again(
         assert state.asked is not None
         assert (
             state.reason in text
+            and "\n| ValueError: so the script says\n" in text  # its traceback
             and f"Without an answer: {state.asked.question}" in text
             and f"relaunch answer {state.name} approve|deny|snooze|take-over" in text
         )
