@@ -67,6 +67,7 @@ RIVALS = 8
 
 A program that puts its rank into its messages has thousands.
 """
+UNEXPLAINED = "no row of the catalog explains its last line"
 MAX_UNKNOWN = 200
 """Characters of a line that nothing explains."""
 NAMED = 16
@@ -604,7 +605,7 @@ def _name_unknown(cause: Cause, reading: _Reading) -> str:
     line = reading.log.last_line
     if cause is not Cause.UNKNOWN or reading.log.decisive is not None or not line:
         return ""
-    return f"; no row of the catalog explains its last line: {line[:MAX_UNKNOWN]}"
+    return f"; {UNEXPLAINED}: {line[:MAX_UNKNOWN]}"
 
 
 def _find_words(one: RankExited) -> LastWords | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from relaunch.job.diagnose import UNEXPLAINED
 from relaunch.job.state import FaultRecord, Incident, JobState, Phase
 from relaunch.text import count_noun, join_names
 
@@ -27,7 +28,13 @@ class Failure:
 
     @property
     def advice(self) -> str:
-        """Return what helps against a fault that no further launch mends; empty: not known."""
+        """Return what helps against a fault that no further launch mends, or that no row of the
+        catalog explains; empty: not known."""
+        if self.logs and UNEXPLAINED in self.fault.reason:
+            return (
+                f"if that line names the cause, `{self.logs} | relaunch explain log -` prints a "
+                "row for it, to add to the policy's catalog"
+            )
         found = NO_VALID_CHECKPOINT.search(self.fault.traceback or self.fault.reason)
         if found is None:
             return ""

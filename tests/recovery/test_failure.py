@@ -85,6 +85,16 @@ def test_an_incomplete_checkpoint_that_is_taken_is_named() -> None:
     assert f"what helps: {found.advice}" in describe_failure(job)
 
 
+def test_a_line_that_no_row_explains_comes_with_the_command() -> None:
+    job = running()
+    killed = exited(3, "n2", signal=9, log_tail=("frobnicator: lost the flux",))
+    job, _ = step(job, fault(job, killed), at(1))
+    found = find_failure(job)
+    assert found is not None and found.fault.cause is Cause.UNKNOWN
+    command = "relaunch logs llama --rank 3 --generation 1 | relaunch explain log -"
+    assert f"`{command}`" in found.advice
+
+
 def test_only_the_first_and_the_newest_traceback_are_kept() -> None:
     ladders = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
     job = running(policy=policy(causes=ladders))
