@@ -237,8 +237,10 @@ def explain_log(path: str, exit_code: int | None, policy: Policy | None) -> Expl
 
 def _suggest_row(line: str) -> tuple[str, ...]:
     """Return how a team tells relaunch what a line means that no row of the catalog matches."""
+    from relaunch.evidence.exits import strip_rank
+
     # Escaped for RE2, which refuses what `re.escape` writes for a space.
-    pattern = re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", line[:MAX_ROW])
+    pattern = re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", strip_rank(line)[:MAX_ROW])
     pattern = re.sub(r"\d+", r"\\d+", pattern).replace("'", "''")
     return (
         "",

@@ -21,8 +21,8 @@ MAX_LINE = 2000
 """Characters of a line that are searched: faults are named near its start; matching takes time."""
 EXCERPT = 200
 
-_RANK = re.compile(r"^\s*(?:\[(?:rank|default)\d+\]:\s?)+")
-"""The prefix with which torch and torchrun mark a rank's line."""
+_RANK = re.compile(r"^\s*(?:\[(?:rank|default)\d+\]:\s?|\[rank \d+\] )+")
+"""The prefix with which torch, torchrun and `relaunch logs` mark a rank's line."""
 
 
 def read_exit(
@@ -120,7 +120,7 @@ def signal_name(number: int) -> str:
 
 
 def strip_rank(line: str) -> str:
-    """Return a line without the prefix with which torch and torchrun mark its rank."""
+    """Return a line without the prefix with which torch, torchrun or `logs` marks its rank."""
     return _RANK.sub("", line)
 
 

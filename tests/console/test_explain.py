@@ -164,6 +164,10 @@ def test_a_line_that_no_row_knows_comes_with_a_row_for_it(
     assert [each.id for each in ours.catalog.log] == ["our_error"]
     again = explain("log", log, code, ours)
     assert (again.cause, again.root and again.root.line) == ("APPLICATION", 2)
+    # As `relaunch logs` prints it: the row is for the line that the rank wrote.
+    printed = "".join(f"[rank 0] {line}\n" for line in Path(log).read_text().splitlines())
+    piped = explain("log", write(tmp_path, printed), code, None)
+    assert lines_of(piped, None, None)[-6:] == lines[-6:]
 
 
 def test_only_the_end_of_a_log_counts_as_in_a_job(tmp_path: Path) -> None:
