@@ -310,6 +310,16 @@ EXCEPTIONS: Mapping[tuple[str, str], Expected] = {
         None,
         "No such file or directory",
     ),
+    ("trainer", "late"): Expected(
+        "SUCCEEDED", 1, None, "the rank comes within the 30 minutes of `ddp_timeout`"
+    ),
+    ("lightning-rich", "loader_hang"): Expected(
+        "CANCELLED",
+        1,
+        None,
+        "Rich draws no step into a file, so nothing tells a hang from work; callbacks would",
+        None,
+    ),
     ("trainer", "disk_full"): Expected(
         "FAILED",
         3,
