@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,9 @@ class Service:
             self.call("cancel", name, "--reason", f"no end after {fault.limit:.0f} s")
             self.call("follow", name)
         (folder / "follow.txt").write_text(out + errors)
-        return {"job": name, "exit_code": code, "seconds": seconds, **self.read(name, folder)}
+        row = {"job": name, "exit_code": code, "seconds": seconds, **self.read(name, folder)}
+        row["unreadable"] += find_unread_end(row, out + errors)
+        return row
 
     def read(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the fields of `show`, `history` and `logs` that a row has.
@@ -227,6 +229,25 @@ class Service:
             "lines": len(texts["logs"].splitlines()),
             "unreadable": unreadable,
         }
+
+
+def find_unread_end(row: Mapping[str, Any], text: str) -> list[str]:
+    """Return what `submit --follow` does not say of a job's end, as sentences.
+
+    It says how the job ended and exits with 0 only for success. Of a failure it ends with the cause
+    and the last line of the traceback, as `show` does.
+    """
+    phase, code = row["phase"], row["exit_code"]
+    if code == -1:
+        return []  # it was ended from outside
+    found = []
+    if (code == 0) != (phase == "SUCCEEDED"):
+        found.append(f"submit --follow exits with {code} for a job that is {phase}")
+    wanted = [f"{row['job']} {phase}"]
+    if phase == "FAILED":
+        wanted += [f"root cause: {row['cause']} in generation {row['generations']}"]
+        wanted += [f"| {row['traceback']}"] if row["traceback"] else []
+    return found + [f"submit --follow does not say {one!r}" for one in wanted if one not in text]
 
 
 def run_torchrun(

@@ -1,4 +1,4 @@
-"""The program that needs no library, with three faults, as a new user runs it.
+"""The program that needs no library, and one with torch, with two faults, as a new user runs them.
 
 `make programs` has the other programs and faults: docs/programs.md.
 """
@@ -15,11 +15,26 @@ from pathlib import Path
 import pytest
 
 from tests.programs import cases
-from tests.programs.cases import FAULTS, PROGRAMS, PURE, Known, find_deviations, has_place
-from tests.programs.run import Row, run_cell
-from tests.programs.service import Service, command_of, read_outcome
+from tests.programs.cases import (
+    FAULTS,
+    NANOGPT,
+    PROGRAMS,
+    PURE,
+    Known,
+    find_deviations,
+    has_place,
+)
+from tests.programs.run import PYTHON, Row, run_cell
+from tests.programs.service import (
+    Service,
+    command_of,
+    find_missing,
+    find_unread_end,
+    read_outcome,
+)
 
 SHORT = ("kill", "keyerror")
+NO_TORCH = find_missing(PYTHON, NANOGPT)
 RIGHT: Row = {
     "program": "pure",
     "fault": "kill",
@@ -73,6 +88,33 @@ def test_a_program_resumes_bit_for_bit_and_says_its_bug(tmp_path: Path) -> None:
     # What was printed before the kill, by a plain `print`.
     log = (tmp_path / "cells/pure-kill/relaunch/logs-1.txt").read_text()
     assert "[rank 0] step 7: loss " in log and "[rank 0] saving checkpoint 5\n" in log
+
+
+@pytest.mark.skipif(bool(NO_TORCH), reason=f"{NO_TORCH}: RELAUNCH_TORCH_PYTHON names one that has")
+@pytest.mark.timeout(600)
+def test_a_program_of_torch_resumes_and_says_its_bug(tmp_path: Path) -> None:
+    faults = {fault.name: fault for fault in FAULTS}
+    with Service(tmp_path / "service") as service:
+        untouched = run_cell(service, NANOGPT, faults["none"], tmp_path, None, None, False)
+        rows = {
+            name: run_cell(
+                service, NANOGPT, faults[name], tmp_path, None, untouched["outcome"], False
+            )
+            for name in SHORT
+        }
+    rows["none"] = untouched
+    found = {name: find_deviations(row) for name, row in rows.items()}
+    assert found == {name: [] for name in rows}, rows
+
+
+def test_a_follower_that_does_not_say_the_end_is_named() -> None:
+    row = {**RIGHT, "job": "a", "exit_code": 0}
+    assert find_unread_end(row, "job a SUCCEEDED: all ranks exited with 0") == []
+    failed = {**row, "phase": "FAILED", "cause": "HANG", "traceback": "KeyError: 'x'"}
+    assert find_unread_end(failed, "job a FAILED: no step\n  | KeyError: 'x'") == [
+        "submit --follow exits with 0 for a job that is FAILED",
+        "submit --follow does not say 'root cause: HANG in generation 2'",
+    ]
 
 
 def test_a_row_that_differs_is_named() -> None:
