@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from real_node import Node, expect_done, is_alive, python_command, read_name, token, wait_for
 
+from relaunch.agent.ranks import spawn
+from relaunch.spec import job
+
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 
 
@@ -137,6 +140,11 @@ def test_a_shim_that_died_before_the_start_is_not_prepared(node: Node) -> None:
     wait_for(lambda: not is_alive(node.pid("shim")))
     assert why(node.start(1)) == "refused not_prepared"
     assert why(node.prepare(1)) == "done"
+
+
+def test_a_job_may_state_the_limits_that_an_agent_sets() -> None:
+    # Twice, because the agent has the standard library only.
+    assert spawn.LIMITS == job.LIMITS
 
 
 def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: Path) -> None:
