@@ -125,7 +125,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         case NodesAcquired():
             return Wait(
                 Phase.LAUNCHING,
-                f"there are nodes: {_names(tuple(slot.node for slot in event.slots))}",
+                f"there are nodes: {join_names((slot.node for slot in event.slots), NAMED)}",
                 next="ranks are started",
             )
         case NodesMissing(hopeless=True):
@@ -177,7 +177,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         case RepairEnded(outcome="done") if answers(job, event):
             return Relaunch(
                 job.generation + 1,
-                f"{event.strategy} of {_names(event.nodes)} is done: {event.reason}",
+                f"{event.strategy} of {join_names(event.nodes, NAMED)} is done: {event.reason}",
             )
         case RepairEnded() if answers(job, event) and job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
@@ -193,7 +193,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             if job.lost:
                 return Wait(
                     Phase.NODE_LOST,
-                    f"{event.node} answers again, {_names(job.lost_names)} not yet",
+                    f"{event.node} answers again, {join_names(job.lost_names, NAMED)} not yet",
                     next=_explain_lost_next(job),
                 )
             return _running(job, f"{event.node} answers again and its ranks had gone on", now)
@@ -312,7 +312,8 @@ def _while_ending(job: JobState, event: Event) -> Decision:
 
 
 def _runs(job: JobState) -> str:
-    runs = f"generation {job.generation} runs on {_names(tuple(slot.node for slot in job.slots))}"
+    nodes = join_names((slot.node for slot in job.slots), NAMED)
+    runs = f"generation {job.generation} runs on {nodes}"
     if not job.fewer:
         return runs
     grows = (
@@ -373,7 +374,8 @@ def _decide_on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decis
     """
     at = more_at(job)
     if at is None or now < at or now >= event.until:
-        return Ignore(f"the fleet offers {_names(event.nodes)}, and it is not the time to grow")
+        offered = join_names(event.nodes, NAMED)
+        return Ignore(f"the fleet offers {offered}, and it is not the time to grow")
     return Wait(
         Phase.RUNNING,
         _describe_offer(job, event.nodes),
@@ -400,7 +402,8 @@ def _not_grown(more: tuple[str, ...]) -> str:
 
 def _describe_offer(job: JobState, more: tuple[str, ...]) -> str:
     return (
-        f"the fleet offers {_names(more)}: {len(job.slots)} -> {len(job.slots) + len(more)} nodes"
+        f"the fleet offers {join_names(more, NAMED)}: "
+        f"{len(job.slots)} -> {len(job.slots) + len(more)} nodes"
     )
 
 
@@ -420,7 +423,7 @@ def explain_unreachable(event: NodeUnreachable) -> str:
 def _describe_lost(job: JobState, how: str) -> str:
     """Return a clause about the lost nodes: no answer, or something else answers for them."""
     silent = tuple(lost.node for lost in job.lost if not lost.is_elsewhere)
-    clauses = [f"{_names(silent)} {how}"] if silent else []
+    clauses = [f"{join_names(silent, NAMED)} {how}"] if silent else []
     elsewhere = [lost.reason for lost in job.lost if lost.is_elsewhere]
     more = [f"and {len(elsewhere) - 2} more answer from elsewhere"] if len(elsewhere) > 2 else []
     return "; ".join([*clauses, *elsewhere[:2], *more])
@@ -660,9 +663,3 @@ def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Deci
         )
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
     return climb(job, Recovery(diagnosis), now, without=without)
-
-
-def _names(names: tuple[str, ...]) -> str:
-    """Return at most four names and the number of the others: a gang may have thousands."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -26,6 +26,7 @@ from relaunch.evidence.rank_log import (
 from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from relaunch.job.fencing import fences
 from relaunch.job.state import Certainty, Diagnosis, JobState
+from relaunch.text import join_names
 
 DO_NOT_RESTART = 93
 """Exit code by which a rank asks not to be restarted (nvidia-resiliency-ext's default for this)."""
@@ -164,9 +165,7 @@ def blame_lost_nodes(job: JobState, fault: Fault, diagnosis: Diagnosis) -> Diagn
     """
     if not job.lost or isinstance(fault, LaunchFailed | LaunchRefused):
         return diagnosis
-    silent = ", ".join(job.lost_names[:4]) + (
-        f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else ""
-    )
+    silent = join_names(job.lost_names, 4)
     then = fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
     return Diagnosis(
         Cause.NODE_LOST,

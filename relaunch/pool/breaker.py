@@ -22,6 +22,7 @@ from relaunch.pool.messages import Permit, PermitRequest
 from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
+from relaunch.text import join_names
 
 REBOOT_WINDOW = timedelta(hours=1)
 """The window over which `reboots_per_hour` counts."""
@@ -53,12 +54,11 @@ def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
         state = replace(state, out_when_resumed=0)
     if state.breaker.is_open or len(out) <= max(most, state.out_when_resumed):
         return state
-    more = f" and {len(out) - MAX_NAMED} more" if len(out) > MAX_NAMED else ""
     known = (
         f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
     )
     reason = (
-        f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:MAX_NAMED])}{more}); "
+        f"{len(out)} of {_size(state)} nodes are out ({join_names(out, MAX_NAMED)}); "
         f"limits.nodes_out allows {most}{known}"
     )
     return _open(state, reason, now)

@@ -18,6 +18,7 @@ from relaunch.pool.nodes import FLEET, is_awaiting, put_node
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.pool.status import set_status
+from relaunch.text import join_names
 
 MAX_NAMED = 4
 
@@ -168,9 +169,7 @@ def drain_shared_node(
         node = replace(node, repair_drain=_make_repair_drain(state, node, now))
     jobs = [record.claim.job for record in others]
     many = len(jobs) > 1
-    named = ", ".join(jobs[:MAX_NAMED]) + (
-        f" and {len(jobs) - MAX_NAMED} more" if len(jobs) > MAX_NAMED else ""
-    )
+    named = join_names(jobs, MAX_NAMED)
     has = f"job{'s' * many} {named} {'have' if many else 'has'} a part of {node.name} too"
     if (wish := node.drain or node.repair_drain) is None:
         return put_node(state, node), f"{has}: drain the node to have it left"

@@ -16,7 +16,7 @@ from relaunch.pool.nodes import is_awaiting
 from relaunch.pool.placement import Choice, NodeUse, Placement, Shape
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
-from relaunch.text import count_noun
+from relaunch.text import count_noun, join_names
 
 MAX_NAMED = 3
 """Items of each kind that are named; the rest is counted."""
@@ -36,17 +36,12 @@ def why_closed(state: FleetState, now: datetime) -> str:
     if state.awaited_jobs is None:
         return started + "checks which jobs run"
     if is_awaiting(state, now):
-        return started + f"asks the jobs what they hold: {list_names(state.awaited_jobs)}"
+        return started + f"asks the jobs what they hold: {join_names(state.awaited_jobs)}"
     if is_restoring(state, now):
         return started + "asks the run before it which nodes are out of service"
     if not state.is_probed:
         return started + f"probes its {count_noun(len(state.nodes), 'node')}"
     return ""
-
-
-def list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +79,7 @@ class Explainer:
     def why_unknown(self, record: ClaimRecord, nodes: Sequence[NodeUse]) -> str:
         """Return why a claim waits for nodes that have not answered since the fleet began."""
         placement = self._placement
-        names = list_names([node.name for node in nodes])
+        names = join_names([node.name for node in nodes])
         error = placement.state.restore_error
         return text(
             f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered "
@@ -148,7 +143,7 @@ class Explainer:
             for node in known
             if shape.fits(node, with_avoided=True) and node.status is NodeStatus.IN_SERVICE
         ]
-        parts.append(f"it avoids {list_names(avoided)}" if avoided else "")
+        parts.append(f"it avoids {join_names(avoided)}" if avoided else "")
         idle = survey.spares
         parts.append(
             f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else ""

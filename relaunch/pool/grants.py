@@ -11,7 +11,6 @@ limited time. Whether a job takes it is its own decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -21,7 +20,7 @@ from relaunch.pool.messages import Grant
 from relaunch.pool.nodes import PROBE_LIFETIME, is_probe_due
 from relaunch.pool.placement import Choice, NodeUse, Placement, Shape, is_reserved
 from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus, OfferRecord
-from relaunch.text import count_noun
+from relaunch.text import count_noun, join_names
 
 MAX_PROBES = 512
 """Nodes probed for waiting claims at a time: two rounds of the probes that a worker runs in
@@ -215,9 +214,9 @@ class Allocation:
         holding = self.placement.find_earlier_ranks(record)
         places = self.placement.grant(record, choice)
         names = [node.name for node in choice.new]
-        reason = f"{_list_names(names)} joined" if names else "it goes on with what it has"
+        reason = f"{join_names(names)} joined" if names else "it goes on with what it has"
         if holding:
-            reason += f"; ranks of an earlier submission may live on {_list_names(holding)}"
+            reason += f"; ranks of an earlier submission may live on {join_names(holding)}"
         return Grant(
             claim.submission,
             claim.seq,
@@ -324,12 +323,6 @@ def yield_time(state: FleetState) -> datetime | None:
     if len(since) < 2:
         return None
     return max(sorted(since)[1], state.progress_at or since[0]) + state.limits.replacement_wait
-
-
-def _list_names(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - 4} more" if len(every) > 4 else ""
-    return ", ".join(every[:4]) + more
 
 
 # --- offers

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relaunch.evidence.fields import MOST_GPUS, count, fields, text, unreadable
+from relaunch.text import join_names
 
 MAX_NAMED = 3
 """Users and lost GPUs that are named; the rest is counted. A fleet keeps this for 2,048 nodes, and
@@ -160,7 +161,5 @@ def shortage(inventory: Inventory, expected: int) -> str:
     said = (
         f"{inventory.count} of {max(expected, inventory.count + len(inventory.lost))} GPUs answer"
     )
-    lost = ", ".join(inventory.lost[:MAX_NAMED]) + (
-        f" and {len(inventory.lost) - MAX_NAMED} more" if len(inventory.lost) > MAX_NAMED else ""
-    )
+    lost = join_names(inventory.lost, MAX_NAMED)
     return f"{said}; {lost} {'is' if len(inventory.lost) == 1 else 'are'} lost" if lost else said

@@ -11,6 +11,7 @@ from relaunch.evidence.health import Health
 from relaunch.evidence.nvml import short
 from relaunch.repair.state import MAX_ORDERS, FinishRepair, RepairState, Stage
 from relaunch.spec.policy import Strategy
+from relaunch.text import join_names
 
 MAX_NAMED_GPUS = 8
 MAX_SENTENCE = 600
@@ -50,9 +51,8 @@ def describe_result(state: RepairState) -> str:
 def _name_gpus(state: RepairState) -> str:
     if not state.gpus:
         return "all GPUs"
-    names = ", ".join(short(gpu) for gpu in state.gpus[:MAX_NAMED_GPUS])
-    more = len(state.gpus) - MAX_NAMED_GPUS
-    return f"GPU{'s' * (len(state.gpus) > 1)} {names}{f' and {more} more' if more > 0 else ''}"
+    names = join_names(map(short, state.gpus), MAX_NAMED_GPUS)
+    return f"GPU{'s' * (len(state.gpus) > 1)} {names}"
 
 
 # --- questions and answers

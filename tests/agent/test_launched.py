@@ -182,7 +182,7 @@ def token_pids(node: Node) -> list[int]:
 
 
 @every_launcher
-def test_each_rank_has_its_own_files_and_knows_its_launch(launch: Launch, kind: str) -> None:
+def test_s3_1_launched_ranks_have_own_files_and_know_the_launch(launch: Launch, kind: str) -> None:
     launch.kind = kind
     tells = STEPS.replace(
         "time.sleep(1000)",

@@ -17,7 +17,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_settings_rank_command_line_then_environment_then_file(
+def test_s2_11_settings_rank_options_environment_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "relaunch.toml").write_text('jobs = 7\nlog_level = "debug"\nstate = "/from/file"\n')

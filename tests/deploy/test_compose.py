@@ -128,7 +128,7 @@ def test_services_have_health_checks_and_setup_is_waited_for() -> None:
         )
 
 
-def test_it_starts_from_the_database_to_the_workers() -> None:
+def test_s5_5_it_starts_from_the_database_to_the_workers() -> None:
     order = ["postgres", "schema", "temporal", "namespace", "worker-a"]
     assert [list(SERVICES[name]["depends_on"]) for name in order[1:]] == [
         [name] for name in order[:-1]

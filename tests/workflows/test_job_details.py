@@ -56,7 +56,7 @@ def test_the_page_of_a_job_names_wanted_nodes_and_how_to_answer(page: SnapshotAs
     assert sections({"running": plain, "a node is wanted": asked, "it has ended": ended}) == page
 
 
-def test_the_page_of_a_job_is_its_incident_report(page: SnapshotAssertion) -> None:
+def test_s5_3_the_page_of_a_job_is_its_incident_report(page: SnapshotAssertion) -> None:
     closed = incident(closed=T0, recovered=T0, outcome="training passed step 10")
     notices = ("ada changed the policy (max_restarts): budget",)
     states = {

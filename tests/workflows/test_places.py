@@ -13,7 +13,10 @@ import relaunch.activities.launch
 import relaunch.job.fencing
 from relaunch.job.fencing import fence_wait
 from relaunch.job.state import Phase
+from relaunch.pool.state import FleetState
+from relaunch.spec.fleet import FleetNode
 from tests.fakes.nodes import Progress, Script
+from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
 
@@ -45,6 +48,10 @@ def begins(rig: Rig, generation: int = 2) -> list[float]:
         for life in rig.backend.lives
         if life.kind == "started" and life.token.generation == generation
     ]
+
+
+def fleet_file(fleet: FleetState) -> tuple[FleetNode, ...]:
+    return tuple(record.spec for record in fleet.nodes)
 
 
 def is_renewed(rig: Rig, node: str) -> bool:
@@ -126,10 +133,11 @@ async def test_a_later_submission_distrusts_a_node_that_moved_before(
     make_rig: MakeRig, fleet_ends: bool
 ) -> None:
     async with make_rig(Script((RUNS,)), nodes=3, all_ended=False) as rig:
-        first = await rig.submit(policy(FENCING), ranks=1, name="llama")
+        # Longer than the test: the job must not react to the move before it is terminated.
+        patient = {**FENCING, "lost_after": "5m"}
+        first = await rig.submit(policy(patient), ranks=1, name="llama")
         await first.until(lambda _: is_renewed(rig, "n2"), "a renewal")
         submission = (await first.state()).submission
-        await first.handle.terminate("an operator")
         rig.backend.move("n2", 1)
         specs = rig.fleets.known.nodes
         moved = tuple(
@@ -137,10 +145,14 @@ async def test_a_later_submission_distrusts_a_node_that_moved_before(
             for spec in specs
         )
         rig.fleets.known = rig.fleets.known.model_copy(update={"nodes": moved})
+        # The job still holds n2 when the file changes. Once it is terminated, the fleet may take an
+        # answer of the new machine for proof at any moment, if it still knows the old address.
         if fleet_ends:
             await rig.end_fleet()
         else:
             await rig.tell_fleet("apply", {"reason": "n2 has another address", "by": "ada"})
+            await until_fleet(rig, lambda fleet: moved == fleet_file(fleet), "the new address")
+        await first.handle.terminate("an operator")
         second = await rig.submit(policy(FENCING), ranks=1, name="llama")
         await second.until(lambda state: state.launched_at is not None, "a launch")
         old = [
