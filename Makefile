@@ -1,6 +1,6 @@
 # setup demo test lint types long bench chaos programs corpus vm-test: nothing else to remember.
 PY := .venv/bin/python
-WORKERS ?= 3
+WORKERS ?= 4
 
 .PHONY: setup demo test lint types long bench chaos programs corpus vm-test aws-smoke lock
 
@@ -29,13 +29,15 @@ setup: .venv/.installed
 demo: setup
 	$(PY) examples/demo.py
 
-# The pure core only computes and the rest waits most of the time, so they run side by side, and the core gives way. Its tables
-# alone take every branch of it; counting branches elsewhere costs a third more.
-test: lint types
+# Types and the pure core are only computed, and the other tests wait most of the time, so they run side by side, and what
+# computes gives way. The core's tables alone take every branch of it; counting branches elsewhere costs a third more.
+test: lint
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	nice -n 10 $(PY) -m pytest -n 1 -m "not long" --timeout 600 tests/recovery --cov > "$$log" 2>&1 & core=$$!; \
+	(nice -n 10 $(PY) -m mypy & \
+	nice -n 10 $(PY) -m pytest -n 1 -m "not long" --timeout 600 tests/recovery --cov; core=$$?; \
+	wait $$! || exit 1; exit $$core) > "$$log" 2>&1 & pure=$$!; \
 	$(PY) -m pytest -n $(WORKERS) -m "not long" --ignore tests/recovery; rest=$$?; \
-	wait $$core; core=$$?; cat "$$log"; exit $$((rest + core))
+	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
 
 long: setup
 	$(PY) -m pytest -n $(WORKERS) -m long --timeout 600
