@@ -2,7 +2,8 @@
 
     python -m benchmarks.output
 
-That is PYTHONUNBUFFERED=1 for Python, and `stdbuf -oL` for a program in C (it needs gcc).
+That is PYTHONUNBUFFERED=1 for Python, and for a program in C (it needs gcc) `stdbuf -oL` or a
+pseudo-terminal, which util-linux's `script` makes.
 Counted is the processor time of ranks that print lines of 100 bytes into a file, as under the
 agent: all that they use, less what they use when they print nothing.
 """
@@ -79,6 +80,9 @@ def make_kinds(folder: Path) -> list[Kind]:
             Kind("C", (str(program),)),
             Kind("C, stdbuf -oL", ("stdbuf", "-oL", str(program))),
         ]
+        if shutil.which("script") is not None:
+            below = ("sh", "-c", 'exec script -qec "$0 $1 $2" /dev/null', str(program))
+            kinds.append(Kind("C, pseudo-terminal", below))
     return kinds
 
 
@@ -91,7 +95,9 @@ def measure(kind: Kind, ranks: int, seconds: float, lines: int) -> float:
         started = []
         for rank in range(ranks):
             with Path(folder, f"rank_{rank}.log").open("ab") as log:
-                started.append(subprocess.Popen(command, env=environment, stdout=log))
+                started.append(
+                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log)
+                )
         for process in started:
             if process.wait() != 0:
                 raise SystemExit(f"a rank ended with {process.returncode}")

@@ -169,6 +169,28 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(
     await place.client.get_workflow_handle("job/llama").terminate()
 
 
+async def test_what_follows_a_job_prints_at_once_into_a_pipe(place: Place) -> None:
+    job = place.write_job("llama")
+    followers = []
+    for words in (("submit", job, "--follow"), ("follow", "llama")):
+        follower = await asyncio.create_subprocess_exec(
+            sys.executable,
+            STARTER,
+            *words,
+            cwd=place.folder,
+            env=bare_environment({"TEMPORAL_ADDRESS": place.address}),
+            stdout=subprocess.PIPE,
+        )
+        followers.append(follower)
+        assert follower.stdout is not None
+        while b"RUNNING" not in (line := await follower.stdout.readline()):
+            assert line, "it ended"
+    await place.starter("cancel", "llama", "--reason", "enough")
+    for follower in followers:
+        assert b"CANCELLED" in (await follower.communicate())[0]
+        assert follower.returncode == 143
+
+
 async def test_names_of_nothing_and_odd_names_are_one_sentence(place: Place) -> None:
     one_sentence(await place.starter("show", "missing"), "'missing'", "namespace default")
     one_sentence(await place.starter("cancel", "../x y"), "'../x y'")

@@ -26,9 +26,10 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
 SECRET = "hush-4711"
 PROGRAM = """
-import os, sys, time
+import os, resource, sys, time
 print("warned", file=sys.stderr)
 print("folder", os.getcwd(), flush=True)
+print("nofile", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
 print("columns", os.environ.get("COLUMNS"), flush=True)
 print("variables", sorted(os.environ), flush=True)
 open("pid.new", "w").write(str(os.getpid()))
@@ -95,7 +96,7 @@ def up_of(shell: Shell) -> int:
 
 def test_a_killed_run_stops_its_ranks_and_leaks_no_variable(shell: Shell) -> None:
     process = subprocess.Popen(
-        shell.command,
+        ["sh", "-c", 'ulimit -Sn 777 && exec "$@"', "sh", *shell.command],
         cwd=shell.folder,
         env=shell.environment,
         stdout=subprocess.PIPE,
@@ -104,12 +105,13 @@ def test_a_killed_run_stops_its_ranks_and_leaks_no_variable(shell: Shell) -> Non
     )
     assert process.stdout is not None
     found: dict[str, str] = {}
-    while not {"folder", "columns", "variables"} <= found.keys():
+    while not {"folder", "nofile", "columns", "variables"} <= found.keys():
         name, _, value = process.stdout.readline().removeprefix("[rank 0] ").partition(" ")
         assert name, "it ended"
         found[name] = value.strip()
     rank, up = shell.wait_for_rank(), up_of(shell)
     assert (found["folder"], found["columns"]) == (str(shell.folder), "None")
+    assert found["nofile"] == "777", "the limit of the shell"
     assert "'API_KEY'" in found["variables"] and "'SSH_TTY'" not in found["variables"]
 
     holders = [
