@@ -39,6 +39,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_test_that_a_page_names_is_there(page: Path) -> None:
+    for name, test in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text()):
+        assert f"def {test}(" in (ROOT / "tests" / name).read_text(), f"{name}::{test}"
+
+
 def test_the_index_has_every_page() -> None:
     listed = set(re.findall(r"\]\(([^)#\s]+)\)", (ROOT / "docs" / "index.md").read_text()))
     here = {
