@@ -346,11 +346,10 @@ def _read_rank(pid: int) -> Optional[int]:
 def shorten(rows: List[Json], limit: int = MAX_ANSWER_BYTES) -> None:
     """Leave out what matters least until the answer is small enough.
 
-    That is the other threads of descendants, then their other frames, then the other threads of
-    ranks, then the outer frames of their main threads.
+    That is the other threads of descendants, then their outer frames, then the other threads of
+    ranks, then the outer frames of their main threads, then the descendants.
     """
-    steps = ((False, 1, 64), (False, 1, 8), (True, 1, 64), (True, 1, 16), (False, 0, 0))
-    for is_own, threads, frames in steps:
+    for is_own, threads, frames in ((False, 1, 64), (False, 1, 8), (True, 1, 64), (True, 1, 16)):
         if len(line({"": rows})) <= limit:
             return
         for row in rows:
@@ -359,3 +358,7 @@ def shorten(rows: List[Json], limit: int = MAX_ANSWER_BYTES) -> None:
                 process["threads"] = process["threads"][:threads]
                 for thread in process["threads"]:
                     thread["frames"] = thread["frames"][:frames]
+    if len(line({"": rows})) > limit:
+        for row in rows:
+            if "processes" in row:
+                row["processes"] = row["processes"][:1]

@@ -256,7 +256,7 @@ Frame = Annotated[FrameRow, BeforeValidator(_read_frame), PlainSerializer(_seria
 
 
 class ThreadRow(_Closed):
-    tid: Pid
+    tid: Annotated[int, Field(ge=0, le=2**31)]
     name: ShortLine = ""
     frames: Annotated[list[Frame], Field(max_length=MAX_FRAMES, fail_fast=True)]
 
