@@ -1,8 +1,8 @@
 """Reads the Python stacks of a process: with py-spy, else as the process itself has allowed it.
 
 Nothing is stopped or traced: py-spy only reads the memory of the process (`--nonblocking`). A
-tracer would let a process that was stopped (SIGSTOP) run on, and would wait for ever for a thread
-that is blocked in the kernel.
+tracer would let a process that was stopped (SIGSTOP) run on, and would wait without end for a
+thread that is blocked in the kernel.
 """
 
 from __future__ import annotations

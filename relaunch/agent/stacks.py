@@ -1,8 +1,8 @@
 """The order `stacks`: what the processes of ranks do, and where their Python code is.
 
 Changes nothing: no process is stopped or traced while it is read. Whatever may hang in the kernel
-(files of /proc that need the memory lock of a process, py-spy) is done by readers: processes of
-their own, of which one that hangs delays no other. What the answer means is judged elsewhere.
+(files of /proc that need the memory lock of a process, py-spy) is done by readers: separate
+processes, of which one that hangs delays no other. What the answer means is judged elsewhere.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def read_stacks(state: Path, order: Fields) -> Json:
     until = time.monotonic() + within - ANSWER_DELAY
 
     def work() -> Json:
-        return {"rows": _Looks(generation, rows, frames, program, until).run()}
+        return {"rows": _NodeScan(generation, rows, frames, program, until).run()}
 
-    # In a process of its own, whose readers are not children of this one: it may become a shim, and
+    # In a separate process, whose readers are not children of this one: it may become a shim, and
     # would take a reader that cannot be killed for a rank.
     found = tools.run_bounded(work, within)
     if found is None:
@@ -117,8 +117,8 @@ _Task = Tuple[str, Json, int, int]
 and the rank that has the process."""
 
 
-class _Looks:
-    """Looks at all ranks, then at the Python stacks of each, then at those of their descendants."""
+class _NodeScan:
+    """Reads all ranks of a node: looks at each, then at the Python stacks of each, then at those of their descendants."""
 
     def __init__(
         self,
