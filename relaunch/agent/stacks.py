@@ -118,7 +118,7 @@ and the rank that has the process."""
 
 
 class _NodeScan:
-    """Reads all ranks of a node: looks at each, then at the Python stacks of each, then at those of their descendants."""
+    """Looks at all ranks, then reads the Python stacks of each, then those of their descendants."""
 
     def __init__(
         self,
