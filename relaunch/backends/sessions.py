@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from relaunch.backends.base import (
+    STACKS_WITHIN,
     Logs,
     Preparation,
     PrepareOrder,
@@ -89,8 +90,15 @@ class SessionBackend(ABC):
         session = self._session(node)
         return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
-        return await self._session(node).stacks(token, rank)
+    async def stacks(
+        self,
+        node: str,
+        token: Token,
+        rank: int | None = None,
+        frames: bool = True,
+        within: float = STACKS_WITHIN,
+    ) -> Mapping[str, Any] | Refusal:
+        return await self._session(node).stacks(token, rank, frames, within)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None
@@ -140,7 +148,13 @@ class SessionBackend(ABC):
             connect = partial(self._connect, name)
             started = partial(self._start_timeout, name)
             session = AgentSession(
-                name, connect, self._answer_within, self.silence_breaks, self.server, started
+                name,
+                connect,
+                self._answer_within,
+                self.silence_breaks,
+                self.server,
+                started,
+                sends_py_spy=True,
             )
             self._sessions[name] = session
         return self._sessions[name]
