@@ -26,6 +26,20 @@ from relaunch.agent.protocol import (
 from relaunch.agent.ranks import orders, watch
 
 Command = Callable[[Path, Fields, int, int], Union[Json, ProcessHandover, None]]
+
+
+def _read_stacks(state: Path, order: Fields) -> Json:
+    from relaunch.agent import stacks  # most sessions never need it
+
+    return stacks.read_stacks(state, order)
+
+
+def _receive_py_spy(state: Path, order: Fields) -> Json:
+    from relaunch.agent import py_spy
+
+    return py_spy.receive(state, order)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": lambda state, order, reading, writing: orders.prepare(state, order),
     "start": lambda state, order, reading, writing: orders.start(state, order),
@@ -33,7 +47,8 @@ COMMANDS: dict[str, Command] = {
     "watch": watch.watch,
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
-    "stacks": lambda state, order, reading, writing: reports.read_stacks(state, order),
+    "stacks": lambda state, order, reading, writing: _read_stacks(state, order),
+    "py-spy": lambda state, order, reading, writing: _receive_py_spy(state, order),
     "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(
         state, order
     ),

@@ -19,7 +19,7 @@ import socket
 import stat
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NoReturn, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Tuple
 
 from relaunch.agent import tools
 from relaunch.agent.protocol import Json
@@ -40,7 +40,7 @@ CLOCK_TICK = 0.01
 MAX_PIPES = 32
 MAX_GROUPS, MAX_RECENT = 32, 16
 """Process groups in an answer, those used last, and collectives of each."""
-MAX_FRAMES, MAX_NAME, MAX_SIZES = 8, 200, 16
+MAX_FRAMES, MAX_NAME, MAX_SIZES, MAX_REASON = 8, 200, 16, 300
 MAX_ENVIRONMENT_BYTES = 1024 * 1024
 PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 SERVER_VARIABLE = "TORCH_WORKER_SERVER_SOCKET"
@@ -53,54 +53,122 @@ class UnreadableError(Exception):
     """There is no record. The text says why."""
 
 
-def read_flight(generation: Generation, rank: int, pid: int, within: float = READ_TIMEOUT) -> Json:
-    """Have a rank write its record, and return the newest of each process group.
+class Request(NamedTuple):
+    """Which dumps a rank was asked for, and since when they count as new."""
 
-    Returns the field `flight` of the order `stacks`: see docs/reference/agent-protocol.md.
+    since: float
+    """Unix time."""
+    awaited: List[str]
+    """Files that are being written."""
+
+
+def request_dumps(generation: Generation, rank: int, pid: int) -> Request:
+    """Ask a rank for dumps by every pipe that it reads; they are written meanwhile.
 
     Args:
         generation: Its folder has the dumps and the pipes.
         rank: The global rank.
         pid: Its process, whose environment may name other files.
-        within: Seconds. If no new record is written within, the newest that is there is read.
     """
-    answer = tools.run_bounded(
-        lambda: _read_limited(generation, rank, pid, within), within + MARGIN
-    )
+    since = time.time() - CLOCK_TICK
+    environment = _read_environment(pid)
+    folder = generation.flight_folder
+    awaited = []
+    for pipe in sorted(folder.glob(f"rank_{rank}.*.pipe"))[:MAX_PIPES]:
+        if _request(pipe):
+            awaited.append(str(pipe.with_suffix(".dump")))
+        else:
+            _remove(pipe)  # its process is gone, and had no time to remove it
+    named = _find_prefix(pid, environment, (PIPE_VARIABLE,)) or f"{folder}/rank_"
+    if _request(Path(f"{named}{rank}.pipe")):
+        awaited.append(_find_dump(generation, rank, pid, environment))
+    return Request(since, awaited)
+
+
+def read_flight(
+    generation: Generation,
+    rank: int,
+    pid: int,
+    request: Optional[Request] = None,
+    within: float = READ_TIMEOUT,
+) -> Json:
+    """Return the newest record of each process group: the field `flight` of the order `stacks`.
+
+    Args:
+        generation: as for `request_dumps`, like `rank` and `pid`.
+        rank: The global rank.
+        pid: Its process.
+        request: What the rank was asked for; None asks it now.
+        within: Seconds from the request. If nothing new is written within, what was written
+            before is read: on a time-out of a collective, for example.
+    """
+
+    def work() -> Json:
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY,) * 2)
+        try:
+            asked = request or request_dumps(generation, rank, pid)
+            return _read(generation, rank, pid, asked, time.monotonic() + left)
+        except UnreadableError as error:
+            return {"unreadable": str(error)}
+        except (OSError, MemoryError) as error:
+            return {"unreadable": f"{type(error).__name__}: {error}"}
+
+    passed = 0.0 if request is None else time.time() - request.since
+    left = min(within, max(0.0, within - passed))
+    answer = tools.run_bounded(work, left + MARGIN)
     return answer if answer is not None else {"unreadable": f"not read within {within:g} s"}
 
 
-def _read_limited(generation: Generation, rank: int, pid: int, within: float) -> Json:
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY,) * 2)
-    try:
-        return _read(generation, rank, pid, time.monotonic() + within)
-    except UnreadableError as error:
-        return {"unreadable": str(error)}
-    except (OSError, MemoryError) as error:
-        return {"unreadable": f"{type(error).__name__}: {error}"}
-
-
-def _read(generation: Generation, rank: int, pid: int, deadline: float) -> Json:
+def _read(generation: Generation, rank: int, pid: int, request: Request, deadline: float) -> Json:
     environment = _read_environment(pid)
-    dumps, errors = [], []
+    dumps: List[Json] = []
+    errors: List[str] = []
     server = environment.get(SERVER_VARIABLE, "")
-    if server:
-        for handler in ("fr_trace_json", "dump_nccl_trace_json"):
+    for handler in ("fr_trace_json", "dump_nccl_trace_json") if server else ():
+        try:
+            dumps.append(_ask_server(server, handler, deadline))
+        except (UnreadableError, OSError, http.client.HTTPException) as error:
+            errors.append(f"{server}: {error}")
+    dumps += _await_dumps(request, deadline)
+    if not dumps:
+        # Nothing answers. What was dumped before tells something still.
+        folder = generation.flight_folder
+        files = {Path(_find_dump(generation, rank, pid, environment)), folder / f"rank_{rank}"}
+        for path in sorted(files.union(folder.glob(f"rank_{rank}.*.dump"))):
             try:
-                found = _ask_server(server, handler, deadline)
-            except (UnreadableError, OSError, http.client.HTTPException) as error:
-                errors.append(f"{server}: {error}")
-            else:
-                dumps.append(found)
-    dumps += _read_files(generation, rank, pid, environment, deadline, errors)
+                dumps.append(_read_dump(path))
+            except FileNotFoundError:
+                continue
+            except (UnreadableError, OSError) as error:
+                errors.append(f"{path}: {error}")
     # Of a rank that has entered no collective yet, the answer is a record without any.
     answer = _join([dump for dump in dumps if dump["last"]] or dumps)
     if answer is None:
         why = f"no dump of it in {generation.flight_folder}"
-        raise UnreadableError("; ".join(errors)[:MAX_NAME] if errors else why)
+        raise UnreadableError("; ".join(errors)[:MAX_REASON] if errors else why)
     return answer
+
+
+def _await_dumps(request: Request, deadline: float) -> List[Json]:
+    awaited = {Path(name): False for name in request.awaited}
+    found = []
+    while True:
+        for path in [path for path, is_read in awaited.items() if not is_read]:
+            dump = _read_if_newer(path, request.since)
+            if dump is not None:
+                found.append(dump)
+                awaited[path] = True
+        if all(awaited.values()) or time.monotonic() > deadline:
+            return found
+        time.sleep(POLL_INTERVAL)
+
+
+def _find_dump(generation: Generation, rank: int, pid: int, environment: Environment) -> str:
+    """Return where torch dumps what NCCL did: where the user's variable says, or in our folder."""
+    prefix = _find_prefix(pid, environment, FILE_VARIABLES)
+    return f"{prefix or f'{generation.flight_folder}/rank_'}{rank}"
 
 
 def _join(dumps: List[Json]) -> Optional[Json]:
@@ -141,52 +209,6 @@ def _find_prefix(pid: int, environment: Environment, names: Tuple[str, ...]) -> 
         return None
 
 
-def _read_files(
-    generation: Generation,
-    rank: int,
-    pid: int,
-    environment: Environment,
-    deadline: float,
-    errors: List[str],
-) -> List[Json]:
-    """Request dumps by every pipe, wait for them, and read those that are there."""
-    folder = generation.flight_folder
-    since = time.time() - CLOCK_TICK
-    awaited: Dict[Path, None] = {}
-    own = sorted(folder.glob(f"rank_{rank}.*.pipe"))[:MAX_PIPES] if folder.is_dir() else []
-    for pipe in own:
-        if _request(pipe):
-            awaited[pipe.with_suffix(".dump")] = None
-        else:
-            pipe.unlink(missing_ok=True)  # its process is gone, and had no time to remove it
-    prefix = _find_prefix(pid, environment, FILE_VARIABLES) or str(folder / "rank_")
-    files = {Path(f"{prefix}{rank}"), folder / f"rank_{rank}"}
-    named = _find_prefix(pid, environment, (PIPE_VARIABLE,)) or str(folder / "rank_")
-    if _request(Path(f"{named}{rank}.pipe")):
-        awaited[Path(f"{prefix}{rank}")] = None
-    found: Dict[Path, Json] = {}
-    while awaited and time.monotonic() < deadline:
-        for path in list(awaited):
-            dump = _read_if_newer(path, since)
-            if dump is not None:
-                found[path] = dump
-                del awaited[path]
-        if awaited:
-            time.sleep(POLL_INTERVAL)
-    if found:
-        return list(found.values())
-    # Nothing answers. What was dumped before, on a time-out for example, tells something still.
-    files |= set(folder.glob(f"rank_{rank}.*.dump")) if folder.is_dir() else set()
-    for path in sorted(files):
-        try:
-            found[path] = _read_dump(path)
-        except FileNotFoundError:
-            continue
-        except (UnreadableError, OSError) as error:
-            errors.append(f"{path}: {error}")
-    return list(found.values())
-
-
 def _request(pipe: Path) -> bool:
     """Write into a pipe; return whether a process has it open to read it."""
     try:
@@ -204,6 +226,13 @@ def _request(pipe: Path) -> bool:
         return error.errno == errno.EAGAIN
     finally:
         os.close(handle)
+
+
+def _remove(pipe: Path) -> None:
+    try:
+        pipe.unlink()
+    except OSError:  # gone meanwhile, or the folder is of another user: it is left there
+        return
 
 
 def _read_if_newer(path: Path, since: float) -> Optional[Json]:
