@@ -299,7 +299,7 @@ def _compare_one(
         against = f"it with {count_noun(expected.elements or 0, 'element')}"
     return FlightFinding(
         FlightKind.DIFFERENT,
-        # As many as the others: nobody knows whose program is right.
+        # As many as the others: it is not known whose program is right.
         tuple(rank for rank in sorted(entered) if rank not in right or len(right) == len(wrong)),
         tuple(group.waiting),
         unrecorded,
@@ -315,7 +315,7 @@ def _find_missing(groups: Sequence[_Group], unrecorded: tuple[int, ...]) -> Flig
     crossed: list[FlightFinding] = []
     for group in groups:
         entered, waiting = group.entered, group.waiting
-        # The oldest collective that somebody waits in and somebody else has not entered.
+        # The oldest collective that one rank waits in and another has not entered.
         behind = min(entered.values(), default=0)
         sequence = min((each for each in waiting.values() if each > behind), default=None)
         if sequence is None:

@@ -238,7 +238,7 @@ def test_nonsense_in_a_dump_is_passed_over(generation: Generation) -> None:
 
 def test_a_rank_without_a_dump_is_unreadable(generation: Generation) -> None:
     assert read(generation) == {"unreadable": f"no dump of it in {generation.flight_folder}"}
-    os.mkfifo(generation.flight_folder / "rank_3")  # would block whoever opens it
+    os.mkfifo(generation.flight_folder / "rank_3")  # an open of it would block
     assert "no regular file" in read(generation)["unreadable"]
 
 
@@ -270,7 +270,7 @@ def test_a_rank_is_asked_by_its_pipe(generation: Generation) -> None:
     assert not (folder / "rank_3.99.pipe").exists()
 
 
-def test_a_rank_that_does_not_answer_keeps_nobody(generation: Generation) -> None:
+def test_a_rank_that_does_not_answer_is_not_awaited_for_long(generation: Generation) -> None:
     folder = generation.flight_folder
     os.mkfifo(folder / "rank_3.7.pipe")
     pipe = os.open(folder / "rank_3.7.pipe", os.O_RDWR | os.O_NONBLOCK)
@@ -336,7 +336,7 @@ def test_gloo_ranks_tell_which_one_does_not_enter(node: Node) -> None:
         ranks=3,
         env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"},
         rank_env=[{"RANK": str(rank)} for rank in range(3)],
-        lease=300.0,  # nobody watches
+        lease=300.0,  # it is not watched
     )
     wait_for(lambda: "away" in node.log(2), timeout=120.0)
 
@@ -344,11 +344,11 @@ def test_gloo_ranks_tell_which_one_does_not_enter(node: Node) -> None:
         answer = expect_done(node.order("stacks", token=token(1), frames=True, within=60.0))
         return {row["rank"]: parse_flight(row.get("flight")) for row in answer["stacks"]}
 
-    def found() -> Any:
+    def compare() -> Any:
         finding = compare_flights(look())
         return finding if finding is not None and len(finding.waiting) == 2 else None
 
-    finding = wait_for(found, timeout=120.0)
+    finding = wait_for(compare, timeout=120.0)
     assert (finding.kind, finding.suspects) == (FlightKind.MISSING, (2,))
     assert (finding.collective.operation, finding.collective.sequence) == ("all_reduce", 6)
     # A stopped rank cannot answer. Once it goes on it does.

@@ -85,7 +85,7 @@ KINDS: dict[str, dict[int, Flight]] = {
         **{rank: flight(record(7)) for rank in (0, 1, 2)},
         3: flight(record(7, elements=64)),
     },
-    "two programs, nobody knows which is right": {
+    "two programs, one of them wrong": {
         0: flight(record(7)),
         1: flight(record(7, "barrier")),
     },
@@ -113,7 +113,7 @@ KINDS: dict[str, dict[int, Flight]] = {
         ("its peer waits elsewhere", FlightKind.MISSING, (1,)),
         ("all operations enqueued ahead", FlightKind.MISSING, (1,)),
         ("another size", FlightKind.DIFFERENT, (3,)),
-        ("two programs, nobody knows which is right", FlightKind.DIFFERENT, (0, 1)),
+        ("two programs, one of them wrong", FlightKind.DIFFERENT, (0, 1)),
         ("one gives no record", FlightKind.SILENT, ()),
         ("two give no record, one an old one", FlightKind.SILENT, ()),
     ],
@@ -143,7 +143,7 @@ def test_a_finding_tells_who_waits_in_what() -> None:
         {},
         sample("healthy"),
         {0: UNREADABLE, 1: UNREADABLE},
-        {0: flight(record(7)), 1: flight(record(7))},  # all wait in the same: nobody is at fault
+        {0: flight(record(7)), 1: flight(record(7))},  # all wait in the same: none is at fault
         {0: flight(record(7)), 1: flight(record(8, is_over=True))},
         # All_to_all takes other sizes from each rank.
         {0: flight(record(7, "all_to_all")), 1: flight(record(7, "all_to_all", 64))},
