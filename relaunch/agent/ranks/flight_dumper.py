@@ -19,7 +19,7 @@ FOLDER_VARIABLE = "RELAUNCH_FLIGHT_FOLDER"
 NEW_SIZE, OLD_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 MIN_INTERVAL = 0.2
-"""Seconds between two dumps, however often a dump is requested: a dump of 2,000 entries takes 11 ms."""
+"""Seconds between two dumps, however often one is requested. One of 2,000 entries takes 11 ms."""
 
 
 def begin() -> None:
