@@ -28,6 +28,7 @@ from relaunch.agent.state import Generation
 from relaunch.evidence.flight import FlightKind, compare_flights, parse_flight
 
 Json = dict[str, Any]
+ASKED = {flight.ASK_VARIABLE: "1"}
 SAMPLES = Path(__file__).parents[1] / "recovery/samples/flight"
 PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 
@@ -105,13 +106,13 @@ def test_the_record_is_set_up_unless_job_or_node_did(
         "RELAUNCH_FLIGHT_FOLDER": folder,
         "PYTHONPATH": f"{folder}/python",
     }
-    own = flight.make_environment(generation, given)
+    own = flight.make_environment(generation, {**ASKED, **given})
     assert own == {name: value for name, value in every.items() if name not in missing}
 
 
 def test_the_folder_comes_after_those_of_the_job(generation: Generation) -> None:
     flight.write_dumper(generation)
-    own = flight.make_environment(generation, {"PYTHONPATH": "/a:/b"})
+    own = flight.make_environment(generation, {**ASKED, "PYTHONPATH": "/a:/b"})
     assert own["PYTHONPATH"] == f"/a:/b:{generation.flight_folder}/python"
 
 
@@ -119,7 +120,13 @@ def test_without_room_for_the_module_ranks_start(generation: Generation) -> None
     generation.flight_folder.rmdir()
     generation.flight_folder.touch()
     flight.write_dumper(generation)
-    assert "PYTHONPATH" not in flight.make_environment(generation, {})
+    assert "PYTHONPATH" not in flight.make_environment(generation, ASKED)
+
+
+def test_a_job_that_does_not_ask_has_no_module_in_its_ranks(generation: Generation) -> None:
+    flight.write_dumper(generation)
+    own = flight.make_environment(generation, {})
+    assert not {"PYTHONPATH", "RELAUNCH_FLIGHT_FOLDER"} & set(own)
 
 
 def test_both_sides_name_the_same_variables() -> None:
@@ -334,7 +341,7 @@ def test_gloo_ranks_tell_which_one_does_not_enter(node: Node) -> None:
         1,
         [PYTHON, str(SAMPLES / "record.py"), "rank", "missing"],
         ranks=3,
-        env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"},
+        env={**ASKED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"},
         rank_env=[{"RANK": str(rank)} for rank in range(3)],
         lease=300.0,  # it is not watched
     )

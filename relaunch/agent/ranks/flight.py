@@ -1,8 +1,8 @@
 """Torch's flight recorder: set it up for the ranks of a generation.
 
 Torch keeps a record of the collectives that a rank enters. Variables say how long it is and where
-torch dumps it; a module that torch loads in the rank dumps it when the agent asks
-(`flight_dumper`). This reads no record: `flight_records` does.
+torch dumps it. If the job asks for it, torch loads a module in the rank, which dumps it when the
+agent asks (`flight_dumper`). This reads no record: `flight_records` does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """The new name and the old one, as below."""
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 ON_TIMEOUT_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+ASK_VARIABLE = "RELAUNCH_FLIGHT_RECORD"
+"""Set by a job that lets torch load the module: without it only what torch dumps by itself is read.
+"""
 FOLDER_VARIABLE = "RELAUNCH_FLIGHT_FOLDER"
 PYTHON_FOLDER = "python"
 _MODULE = "relaunch_flight"
@@ -46,7 +49,8 @@ def make_environment(generation: Generation, given: Environment) -> Dict[str, st
         own[ON_TIMEOUT_VARIABLES[1]] = "1"
     size = next((given[name] for name in SIZE_VARIABLES if name in given), BUFFER_SIZE)
     python = generation.flight_folder / PYTHON_FOLDER
-    if size.isdigit() and int(size) > 0 and (python / f"{_MODULE}.py").exists():
+    is_kept = size.isdigit() and int(size) > 0
+    if given.get(ASK_VARIABLE) == "1" and is_kept and (python / f"{_MODULE}.py").exists():
         own[FOLDER_VARIABLE] = str(generation.flight_folder)
         path = given.get("PYTHONPATH", "")
         own["PYTHONPATH"] = f"{path}{os.pathsep if path else ''}{python}"

@@ -150,7 +150,8 @@ def launch(
         else [*order["command"], *launched.wrap_command(own["command"], own["env"])]
     )
     reports: dict[int, int] = {}
-    flight.write_dumper(generation)
+    if order["env"].get(flight.ASK_VARIABLE) == "1":
+        flight.write_dumper(generation)
     try:
         for index, rank in enumerate(ranks):
             environment = make_rank_environment(base, order, generation, token, index, rank)
