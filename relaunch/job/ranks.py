@@ -43,6 +43,8 @@ def common_environment(
     Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py.
     """
     ours = {"RELAUNCH_JOB": token.job, "RELAUNCH_GENERATION": str(token.generation)}
+    if spec.flight_record:
+        ours["RELAUNCH_FLIGHT_RECORD"] = "1"
     if spec.launcher != "none":
         return {**spec.env, **ours}  # the launcher sets the rest, from its flags
     world_size = str(nodes * spec.ranks_per_node)

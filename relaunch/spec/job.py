@@ -238,6 +238,9 @@ class JobSpec(StrictModel):
     output: Literal["merged", "separate"] = "merged"
     """Whether a rank's stdout and stderr are one log, in the order of writing, or one each."""
     progress: ProgressSpec = ProgressSpec()
+    flight_record: bool = False
+    """Whether torch loads a module of relaunch in each rank, which writes the record of its last
+    collectives when it is asked (decision 45)."""
     checkpoint: CheckpointSpec | None = None
     policy: str | dict[str, Any] = "default"
     """A preset's name, a file, or a mapping; the submitting client resolves it."""
