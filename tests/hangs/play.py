@@ -34,6 +34,7 @@ TORCH_TIMEOUT_S = 1800.0
 """Seconds for which torch's gloo waits for a collective, by default."""
 NVRX_HEARTBEAT_TIMEOUT_S = 2700.0
 """Seconds between two heartbeats of a rank that nvidia-resiliency-ext allows, by default."""
+DAY_S = 86400.0
 FINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 Row = dict[str, Any]
@@ -284,16 +285,31 @@ def play_beside(
     text = (folder / "output.txt").read_text(errors="replace")
     starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
     again = [one["at"] for one in starts if one["restart"] > 0]
+    decided, named = find_report(text, mark["at"] if mark else 0.0)
     return {
         "exit_code": code,
         "began": mark,
-        "seconds": round(min(again) - mark["at"], 2) if mark and again else None,
-        "named": find_blamed(text),
+        "seconds": None if mark is None or decided is None else round(decided - mark["at"], 2),
+        "restart_s": round(min(again) - mark["at"], 2) if mark and again else None,
+        "named": named,
         "waits_s": launcher.default_s,
     }
 
 
-def find_blamed(text: str) -> list[int]:
-    """Return the ranks that a launcher's first report of a failure names."""
-    found = re.search(r"failed \(exitcode: .*?\) local_rank: (\d+)", text)
-    return [int(found[1])] if found else []
+def find_report(text: str, after: float) -> tuple[float | None, list[int]]:
+    """Return when a launcher first reported a failure, and the ranks that the report names.
+
+    Args:
+        text: What it wrote, with times of day.
+        after: The beginning of the hang, since the epoch; the failure is within a day after it.
+    """
+    found = re.search(
+        r"(\d\d):(\d\d):(\d\d)[.,](\d+).*failed \(exitcode: .*local_rank: (\d+)", text
+    )
+    if found is None:
+        return None, []
+    hour, minute, second = (int(one) for one in found.groups()[:3])
+    begun = datetime.fromtimestamp(after).astimezone()
+    at = begun.replace(hour=hour, minute=minute, second=second, microsecond=0).timestamp()
+    at += float(f"0.{found[4]}")
+    return (at if at >= after else at + DAY_S), [int(found[5])]

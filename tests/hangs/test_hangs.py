@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.hangs.kinds import BY_NAME, CONTROLS, KINDS, find_mistakes, make_case
 from tests.hangs.play import (
     Settings,
     environment_of,
-    find_blamed,
+    find_report,
     judge,
     list_launchers,
     prepare,
@@ -105,8 +106,13 @@ def test_a_default_time_out_is_not_given_to_torch() -> None:
 
 
 def test_torchrun_names_the_rank_that_it_saw_first() -> None:
-    said = "E1123 failed (exitcode: 1) local_rank: 3 (pid: 12) of binary: python\nlocal_rank: 1"
-    assert find_blamed(said) == [3] and find_blamed("") == []
+    begun = datetime(2027, 1, 15, 23, 59, 50).astimezone().timestamp()
+    said = "E0116 00:00:20.500000 12 api.py:988] failed (exitcode: 1) local_rank: 3 (pid: 12)"
+    assert find_report(said + "\nE0116 00:00:21.0 failed (exitcode: 1) local_rank: 1", begun) == (
+        begun + 30.5,
+        [3],
+    )
+    assert find_report("", begun) == (None, [])
 
 
 def test_tables_count_what_was_named(tmp_path: Path) -> None:

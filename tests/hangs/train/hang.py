@@ -168,7 +168,7 @@ def fill_pipe() -> None:
 
 
 def sleep_in_upload() -> None:
-    """Wait as a client does whose server has asked it to try again later: no CPU, no I/O, one stack."""
+    """Wait as before a second attempt to upload: no CPU, no I/O, one stack."""
     time.sleep(PAUSE)
 
 
