@@ -30,6 +30,8 @@ MANY_RANKS = 8
 BEGIN_TIMEOUT = 300.0
 """Seconds for training to come to the step where it happens; it takes a tenth, or a fifth of that
 with several jobs at once."""
+BEGIN_TIMEOUT_PER_RANK = 15.0
+"""Seconds more for each rank: each loads torch, which takes 1.5 s of CPU."""
 TORCH_TIMEOUT_S = 1800.0
 """Seconds for which torch's gloo waits for a collective, by default."""
 NVRX_HEARTBEAT_TIMEOUT_S = 2700.0
@@ -92,9 +94,9 @@ def read_mark(folder: Path) -> Row | None:
     return None
 
 
-def await_mark(folder: Path, has_ended: Any, cut: Cut | None) -> Row | None:
+def await_mark(case: Case, folder: Path, has_ended: Any, cut: Cut | None) -> Row | None:
     """Wait until it happens, and cut what is to be cut then; return the mark."""
-    deadline = time.monotonic() + BEGIN_TIMEOUT
+    deadline = time.monotonic() + BEGIN_TIMEOUT + case.ranks * BEGIN_TIMEOUT_PER_RANK
     while (mark := read_mark(folder)) is None:
         if time.monotonic() > deadline or has_ended():
             return None
@@ -148,7 +150,7 @@ def run_job(
         asked = time.monotonic()
         return service.read_json("show", job)["phase"] in FINAL
 
-    mark = await_mark(folder, has_ended, cut)
+    mark = await_mark(case, folder, has_ended, cut)
     row: Row = {}
     if settings.stacks and mark is not None and case.kind.hangs:
         begun = time.monotonic()
@@ -223,6 +225,8 @@ class Launcher:
     command: tuple[str, ...]
     default_s: float
     """Seconds for which it, or torch below it, waits by default."""
+    scale: float
+    """By how much that is divided in this run."""
     env: Mapping[str, str]
 
 
@@ -237,13 +241,13 @@ def list_launchers(settings: Settings, scale: float, nvrx: str) -> Iterator[Laun
     # The default of a run with the default is not given to torch at all.
     timeout = {} if scale == 1 else {"COLLECTIVE_TIMEOUT_S": str(TORCH_TIMEOUT_S / scale)}
     command = (settings.python, "-m", "torch.distributed.run")
-    yield Launcher("torchrun", command, TORCH_TIMEOUT_S, timeout)
+    yield Launcher("torchrun", command, TORCH_TIMEOUT_S, scale, timeout)
     script = nvrx and shutil.which("ft_launcher", path=str(Path(nvrx).parent))
     if script:
         limit = NVRX_HEARTBEAT_TIMEOUT_S / scale
         ft = (f"--ft-rank-heartbeat-timeout={limit}", "--ft-enable-nic-monitor=False")
         # torch's own time-out is left at its default: this is about the heartbeat.
-        yield Launcher("nvrx", (nvrx, script, *ft), NVRX_HEARTBEAT_TIMEOUT_S, {})
+        yield Launcher("nvrx", (nvrx, script, *ft), NVRX_HEARTBEAT_TIMEOUT_S, scale, {})
 
 
 def play_beside(
@@ -273,7 +277,7 @@ def play_beside(
             start_new_session=True,
         )
         try:
-            mark = await_mark(folder, lambda: process.poll() is not None, cut)
+            mark = await_mark(case, folder, lambda: process.poll() is not None, cut)
             code: int | None = process.wait(settings.limit if mark else 1.0)
         except subprocess.TimeoutExpired:
             code = None
@@ -292,7 +296,8 @@ def play_beside(
         "seconds": None if mark is None or decided is None else round(decided - mark["at"], 2),
         "restart_s": round(min(again) - mark["at"], 2) if mark and again else None,
         "named": named,
-        "waits_s": launcher.default_s,
+        "default_s": launcher.default_s,
+        "scale": launcher.scale,
     }
 
 

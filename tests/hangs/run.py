@@ -205,7 +205,7 @@ def main() -> int:
         parser.error(f"--work {work} cannot be made: {error.strerror}")
     rows = Rows(work / "rows.jsonl")
     if options.table:
-        print(render(list(rows.known.values()), options.scale))
+        print(render(list(rows.known.values())))
         return 0
     if missing := find_missing(PYTHON, NEEDED):
         parser.error(f"{missing}: RELAUNCH_TORCH_PYTHON names a Python that has it")
@@ -235,7 +235,7 @@ def main() -> int:
         print(f"left out: {name}: {reason}")
     if left:
         print(f"left out: {left} cases found no time, `--work` goes on with them")
-    page = render(list(rows.known.values()), options.scale)
+    page = render(list(rows.known.values()))
     (work / "hangs.md").write_text(page + "\n")
     print(page)
     played = [rows.known[case.name] for case in chosen if case.name in rows.known]

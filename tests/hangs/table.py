@@ -40,15 +40,27 @@ def describe_hang(kind: Kind, rows: Sequence[Row]) -> str:
         middle,
         worst,
     ]
-    for launcher in ("torchrun", "nvrx"):
-        beside = [row[launcher] for row in rows if launcher in row]
-        right = sum(one["named"] == [row["rank"]] for row in rows if (one := row.get(launcher)))
-        cells.append(
-            f"{seconds(one['seconds'] for one in beside)[0]} ({right}/{len(beside)})"
-            if beside
-            else "not run"
-        )
+    cells += [describe_beside(launcher, rows) for launcher in ("torchrun", "nvrx")]
     return f"| {' | '.join(cells)} |"
+
+
+def describe_beside(launcher: str, rows: Sequence[Row]) -> str:
+    """Return what another launcher made of the same hangs.
+
+    With divided time-outs: also after how long it would have been by default, where nothing but the
+    waiting takes longer.
+    """
+    played = [(row["rank"], row[launcher]) for row in rows if launcher in row]
+    if not played:
+        return "not run"
+    right = sum(one["named"] == [rank] for rank, one in played)
+    known = [one for _, one in played if one["seconds"] is not None]
+    text = seconds(one["seconds"] for one in known)[0]
+    if any(one["scale"] != 1 for one in known):
+        text += " → " + seconds(
+            one["seconds"] + one["default_s"] * (1 - 1 / one["scale"]) for one in known
+        )[0].removesuffix(".0")
+    return f"{text} ({right}/{len(played)})"
 
 
 def describe_healthy(kind: Kind, rows: Sequence[Row]) -> str:
@@ -57,7 +69,7 @@ def describe_healthy(kind: Kind, rows: Sequence[Row]) -> str:
     return f"| {kind.name} | {kind.what} | {len(rows)} | {restarted} | {causes} |"
 
 
-def render(rows: Sequence[Row], scale: float) -> str:
+def render(rows: Sequence[Row]) -> str:
     """Return the tables of hangs and of healthy runs, of each number of ranks."""
     lines: list[str] = []
     for ranks in sorted({row["ranks"] for row in rows}):
@@ -68,8 +80,8 @@ def render(rows: Sequence[Row], scale: float) -> str:
         hangs = [kind for kind in KINDS if kind.hangs and of_kind[kind.name]]
         if hangs:
             lines += [
-                f"{ranks} ranks, hangs; times in seconds from the beginning to the decision,"
-                f" torchrun's and nvrx's with time-outs divided by {scale:g} (ranks named right):",
+                f"{ranks} ranks, hangs. Seconds are from the beginning to the decision; of torchrun"
+                " and nvrx (ranks named right) as measured → with their default time-outs.",
                 "",
                 "| kind | seen | named right | wrong rank | by rule | cause | median | worst"
                 " | torchrun | nvrx |",

@@ -118,14 +118,16 @@ def test_torchrun_names_the_rank_that_it_saw_first() -> None:
 def test_tables_count_what_was_named(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows.jsonl")
     rows.add(make_row(suspects=[SUSPECT], rule="stopped"))
-    rows.add(make_row("order"))
+    beside = {"named": [1], "seconds": 31.0, "default_s": 1800.0, "scale": 60.0}
+    rows.add({**make_row("order"), "torchrun": beside})
     rows.add({**make_row("eval_all"), **judge(MARK, []), "phase": "SUCCEEDED"})
     again = Rows(tmp_path / "rows.jsonl")
     assert again.known == rows.known
-    lines = render(list(again.known.values()), 1.0).splitlines()
+    lines = render(list(again.known.values())).splitlines()
     cells = {line.split(" | ")[0]: line.split(" | ")[1:4] for line in lines if line[:2] == "| "}
     assert cells["| stopped"] == ["1/1", "1/1", "0"]
     assert cells["| order"] == ["1/1", "0/1", "0"]
+    assert "31.0 → 1801 (0/1) | not run |" in next(one for one in lines if "| order |" in one)
     assert cells["| eval_all"][1:] == ["1", "0"]
 
 
