@@ -4,7 +4,7 @@
 
 Each round runs `pair.py` alone and then as a job, and compares the median step. Meanwhile every
 process of this machine is looked at, ten times a second: whether something traces a rank
-(`TracerPid`), and whether something reads stacks (py-spy, or an agent's `stacks`).
+(`TracerPid`), and whether py-spy or another program was started with the number of a rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Lookout(threading.Thread):
     ranks_seen: set[int] = field(default_factory=set)
     traced: int = 0
     readers: set[str] = field(default_factory=set)
-    """Commands of processes that read stacks."""
+    """Commands of processes that were started with the number of a rank."""
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
@@ -61,8 +61,7 @@ class Lookout(threading.Thread):
                 continue
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                name = Path(words[0]).name
-                if name == "py-spy" or (name.startswith("python") and "stacks" in words[1:4]):
+                if any(word.isdigit() and int(word) in self.ranks_seen for word in words):
                     self.readers.add(" ".join(words)[:200])
                 if (entry / "cwd").readlink() != self.folder:
                     continue
@@ -149,7 +148,7 @@ def main() -> int:
     print(
         f"median step: alone {median(alone):.3f} ms, as a job {median(watched):.3f} ms;"
         f" {looks} looks at {ranks} processes of ranks: traced {traced} times;"
-        f" processes that read stacks: {', '.join(sorted(readers)) or 'none'}"
+        f" processes started for one: {', '.join(sorted(readers)) or 'none'}"
     )
     return 1 if traced or readers else 0
 
