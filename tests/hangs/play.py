@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,12 +11,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from temporalio.client import Client
+
+from relaunch.temporal import UP_FILE
 from tests.hangs.disturbances import Cut, disturb
 from tests.hangs.kinds import LAST_STEP, Case
 from tests.programs.service import Service, kill_all_in, plain_environment
@@ -166,15 +170,49 @@ def run_job(
     shown, history = service.read_json("show", job), service.read_json("history", job)
     for name, found in (("show", shown), ("history", history)):
         (folder / f"{name}.json").write_text(json.dumps(found, indent=1))
-    ended = {"job": job, "phase": shown["phase"], "generations": shown["generation"]}
-    return row | ended | {"wall_s": round(time.time() - submitted, 1)} | judge(mark, history)
+    ended: Row = {"job": job, "phase": shown["phase"], "generations": shown["generation"]}
+    ended["wall_s"] = round(time.time() - submitted, 1)
+    return row | ended | judge(mark, history, read_hang_events(service, job))
 
 
-def judge(mark: Row | None, history: list[Row]) -> Row:
-    """Return what relaunch made of a case, by the incidents of its job.
+async def fetch_answers(address: str, job: str) -> list[Any]:
+    """Return what activities have answered to the workflow of a job, as JSON."""
+    client = await Client.connect(address)
+    events = client.get_workflow_handle(f"job/{job}").fetch_history_events()
+    return [
+        json.loads(payload.data)
+        async for event in events
+        for payload in event.activity_task_completed_event_attributes.result.payloads
+        if payload.metadata["encoding"] == b"json/plain"
+    ]
 
-    `suspects`, `rule` and `groups` are read where an incident or its first fault has them. Without
-    them an incident that accuses no node names no rank: its ranks are then only the slowest ones.
+
+def find_hang_events(value: Any) -> Iterator[Row]:
+    """Yield the events `RanksHung` within a value of JSON."""
+    if isinstance(value, dict) and value.get("kind") == "RanksHung":
+        yield value
+        return
+    for one in value.values() if isinstance(value, dict) else value:
+        if isinstance(one, dict | list):
+            yield from find_hang_events(one)
+
+
+def read_hang_events(service: Service, job: str) -> list[Row]:
+    """Return the events `RanksHung` of a job, the oldest first."""
+    up = json.loads((Path(service.environment["RELAUNCH_STATE"]) / UP_FILE).read_text())
+    return list(find_hang_events(asyncio.run(fetch_answers(up["address"], job))))
+
+
+def judge(mark: Row | None, history: list[Row], events: Sequence[Row] = ()) -> Row:
+    """Return what relaunch made of a case.
+
+    Without `suspects` an incident that accuses no node names no rank: its ranks are then only the
+    slowest ones.
+
+    Args:
+        mark: What the program wrote as it happened.
+        history: The incidents of the job.
+        events: Its events `RanksHung`, with `suspects`, `rule` and `groups` where they have them.
     """
     found: Row = {
         "began": mark,
@@ -188,13 +226,9 @@ def judge(mark: Row | None, history: list[Row]) -> Row:
     if not history:
         return found
     first = history[0]
-    fault = first["faults"][0] if first["faults"] else {}
-
-    def read(name: str) -> Any:
-        return first.get(name) or fault.get(name)
-
-    suspects = read("suspects")
-    if suspects is not None:
+    event = events[0] if events else {}
+    suspects = event.get("suspects")
+    if suspects:
         named = [one["rank"] for one in suspects]
         nodes = [one["node"] for one in suspects]
     else:
@@ -205,8 +239,8 @@ def judge(mark: Row | None, history: list[Row]) -> Row:
         "cause": first["cause"],
         "code": first["code"],
         "reason": first["reason"],
-        "rule": read("rule"),
-        "groups": read("groups"),
+        "rule": event.get("rule"),
+        "groups": event.get("groups"),
         "where": [one.get("where") for one in suspects or ()],
         "named": sorted(set(named)),
         "named_nodes": sorted(set(nodes)),

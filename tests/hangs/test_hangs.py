@@ -16,6 +16,7 @@ from tests.hangs.kinds import BY_NAME, CONTROLS, KINDS, find_mistakes, make_case
 from tests.hangs.play import (
     Settings,
     environment_of,
+    find_hang_events,
     find_report,
     judge,
     list_launchers,
@@ -41,9 +42,9 @@ INCIDENT: dict[str, Any] = {
 SETTINGS = Settings("python3", 60.0, 10.0)
 
 
-def make_row(kind: str = "stopped", **found: Any) -> dict[str, Any]:
+def make_row(kind: str = "stopped", event: Any = None, **found: Any) -> dict[str, Any]:
     row = {"case": f"{kind}-4-0", "kind": kind, "ranks": 4, "phase": "FAILED", "generations": 1}
-    return row | judge(MARK, [INCIDENT | found])
+    return row | judge(MARK, [INCIDENT | found], [event] if event else [])
 
 
 def test_ranks_of_a_hang_that_accuses_no_node_are_not_named() -> None:
@@ -52,10 +53,10 @@ def test_ranks_of_a_hang_that_accuses_no_node_are_not_named() -> None:
     assert find_mistakes(row, BY_NAME["stopped"]) == ["no rank named"]
 
 
-@pytest.mark.parametrize("where", ["incident", "fault"])
-def test_suspects_are_read_of_the_incident_or_its_fault(where: str) -> None:
-    more = {"suspects": [SUSPECT], "rule": "stopped"}
-    row = make_row(**(more if where == "incident" else {"faults": [more]}))
+def test_suspects_and_rule_are_those_of_the_event() -> None:
+    event = {"kind": "RanksHung", "suspects": [SUSPECT], "rule": "stopped"}
+    answers = [{"step": 3}, {"events": [event], "cursor": None}]
+    row = make_row(event=next(find_hang_events(answers)))
     assert (row["named"], row["rule"], row["right_node"]) == ([2], "stopped", True)
     assert row["seconds"] == 4.5
     assert find_mistakes(row, BY_NAME["stopped"]) == []
@@ -68,7 +69,7 @@ def test_accused_nodes_count_where_there_are_no_suspects() -> None:
 
 
 def test_what_is_decided_before_the_hang_is_wrong() -> None:
-    row = make_row(opened="2027-01-15T07:59:00+00:00", suspects=[SUSPECT])
+    row = make_row(opened="2027-01-15T07:59:00+00:00", event={"suspects": [SUSPECT]})
     assert find_mistakes(row, BY_NAME["stopped"]) == ["restarted before it hung"]
 
 
@@ -117,7 +118,7 @@ def test_torchrun_names_the_rank_that_it_saw_first() -> None:
 
 def test_tables_count_what_was_named(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows.jsonl")
-    rows.add(make_row(suspects=[SUSPECT], rule="stopped"))
+    rows.add(make_row(event={"suspects": [SUSPECT], "rule": "stopped"}))
     beside = {"named": [1], "seconds": 31.0, "default_s": 1800.0, "scale": 60.0}
     rows.add({**make_row("order"), "torchrun": beside})
     rows.add({**make_row("eval_all"), **judge(MARK, []), "phase": "SUCCEEDED"})
