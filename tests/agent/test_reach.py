@@ -72,6 +72,17 @@ def test_a_port_that_refuses_is_a_peer_not_reached(node: Node, listening: Json) 
     assert "255.255.255.255" in row["cannot"]
 
 
+def test_a_port_whose_packets_get_lost_is_a_peer_not_reached(node: Node, listening: Json) -> None:
+    """As behind a firewall that drops what comes to some ports: here the kernel drops it."""
+    with socket.socket() as server, socket.socket() as first:
+        server.bind((HOME, 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        first.connect((HOME, port))  # the one caller that may wait; packets of others get lost
+        (row,) = call(node, peer(listening, ports=[*listening["ports"], port]))
+    assert row["cannot"] == f"no answer from {HOME} port {port}"
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [(b"word\n", "full-size"), (b"other\n", "another process"), (b"", "nothing was heard")],
@@ -120,7 +131,7 @@ def test_a_call_that_failed_is_repeated(
 
     one.begin = lose_first  # type: ignore[method-assign]
     reach._carry_out([one], 60.0)
-    assert one.took is not None and len(begun) == 4
+    assert one.took is not None and len(begun) >= 4
 
 
 def test_an_address_that_is_not_the_node_is_said(node: Node) -> None:

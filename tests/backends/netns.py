@@ -162,15 +162,6 @@ class Network:
         wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "training")
         ip(*inside, "neigh", "replace", f"{TRAINING}.{10 + other}", *wrong)
 
-    def degrade(self, number: int, *how: str) -> None:
-        """Change what a node sends over the training network as `tc … netem` says: slower, less."""
-        words = ["tc", "qdisc", "replace", "dev", "training", "root", "netem", *how]
-        done = subprocess.run(
-            [*self.inside(number), *words], capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            pytest.skip(f"no network can be slowed down here: {done.stderr.strip()}")
-
     def unplug(self, number: int) -> None:
         ip("-n", self.switch, "link", "set", f"c{number}", "down")
 

@@ -56,11 +56,9 @@ def test_two_nodes_that_lost_each_other_are_a_pair(lab: Lab) -> None:
     assert found.broken[0].nodes == ("n1", "n2")
 
 
-@pytest.mark.long
-def test_whole_links_break_nothing_and_slow_ones_neither(lab: Lab) -> None:
-    assert check(lab).suspects == ()
-    lab.network.degrade(1, "delay", "500ms", "loss", "30%")
-    assert check(lab).suspects == ()
+def test_whole_links_break_nothing(lab: Lab) -> None:
+    found = check(lab)
+    assert (found.suspects, found.broken) == ((), ())
 
 
 @pytest.mark.long
@@ -78,31 +76,5 @@ def test_a_node_without_its_network_is_at_fault_itself(lab: Lab) -> None:
     lab.network.heal(1, "training")
     ip = [*lab.network.inside(2), "ip", "addr", "flush", "dev", "training"]
     subprocess.run(ip, check=True)
-    found = check(lab)
-    assert (found.suspects, found.code) == (("n2",), NODE_LINK)
-
-
-@pytest.mark.long
-def test_large_packets_that_get_lost_break_a_link(lab: Lab) -> None:
-    """The switch passes less than the nodes send, and says so to none of them."""
-    for name in ("t1", "t2", "t3"):
-        words = ["ip", "-n", lab.network.switch, "link", "set", name, "mtu", "9000"]
-        subprocess.run(words, check=True)
-    for number in (1, 2, 3):
-        words = [*lab.network.inside(number), "ip", "link", "set", "training", "mtu", "9000"]
-        subprocess.run(words, check=True)
-    subprocess.run(["ip", "-n", lab.network.switch, "link", "set", "t2", "mtu", "1500"], check=True)
-    found = check(lab)
-    assert (found.suspects, found.code) == (("n2",), NODE_LINK)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ports", ["1024:32767", "32768:65535"])
-def test_a_firewall_for_some_ports_breaks_a_link(lab: Lab, ports: str) -> None:
-    rule = ["-A", "INPUT", "-i", "training", "-p", "tcp", "--dport", ports, "-j", "DROP"]
-    try:
-        subprocess.run([*lab.network.inside(2), "iptables", *rule], check=True, capture_output=True)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no firewall can be set here: {error.stderr.decode().strip()}")
     found = check(lab)
     assert (found.suspects, found.code) == (("n2",), NODE_LINK)
