@@ -13,7 +13,7 @@ from relaunch.text import count_noun, join_names
 
 ALL_PAIRS_UP_TO = 16
 """Number of nodes up to which each calls every other. In larger gangs each calls those that are 1,
-2, 4, … places away in both directions, which are the neighbours of rings and trees: 22 calls per
+2, 4, … places away in both directions, which are the neighbours of rings and trees: 21 calls per
 node in a gang of 2,048, where all pairs were 4 million."""
 MAX_LINKS = 16
 """Most broken links that are kept; more than a person reads."""
