@@ -276,7 +276,7 @@ class JobActivities:
     async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
         orders = {
             slot.node: _prepare_order(
-                input, _find_address(backend, slot), input.first_group_rank + index, backend.server
+                input, find_address(backend, slot), input.first_group_rank + index, backend.server
             )
             for index, slot in enumerate(input.slots)
         }
@@ -289,7 +289,7 @@ class JobActivities:
         return tuple(
             PreparedNode(
                 slot.node,
-                _find_address(backend, slot),
+                find_address(backend, slot),
                 answer.master_port,
                 answer.peer_port,
                 answer.stamp,
@@ -534,7 +534,7 @@ def _make_command(
     return commands.launcher, BelowLauncher(commands.rank, ranks_of(group_rank, spec), env)
 
 
-def _find_address(backend: Backend, slot: Slot) -> str:
+def find_address(backend: Backend, slot: Slot) -> str:
     """Return the address at which other ranks find a node.
 
     It is the node's address on the ranks' network if it has one, else the address that the

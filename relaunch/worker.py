@@ -23,6 +23,7 @@ from temporalio.worker import PollerBehaviorAutoscaling, UnsandboxedWorkflowRunn
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities
 from relaunch.activities.launch import JobActivities
+from relaunch.activities.links import LinkActivities
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
@@ -220,6 +221,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             nodes.check_nodes,
             nodes.read_terms,
             nodes.order_repair,
+            LinkActivities(fleets).check_links,
             fleet.read_fleet,
             fleet.probe_nodes,
             fleet.read_last_state,

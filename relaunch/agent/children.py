@@ -13,7 +13,7 @@ from typing import Any, Callable, Union
 
 from relaunch.agent import checkpoints, disk, processes, reports
 from relaunch.agent.loop import parse
-from relaunch.agent.node import preflight, probe, repairs
+from relaunch.agent.node import preflight, probe, reach, repairs
 from relaunch.agent.protocol import (
     Fields,
     Json,
@@ -55,6 +55,7 @@ COMMANDS: dict[str, Command] = {
     "probe": lambda state, order, reading, writing: probe.probe_node(state, order),
     "preflight": lambda state, order, reading, writing: preflight.check_node(state, order),
     "meet": lambda state, order, reading, writing: preflight.meet(state, order),
+    "reach": lambda state, order, reading, writing: reach.reach(state, order),
     "diagnose": lambda state, order, reading, writing: repairs.diagnose(state, order, reading),
     "reset-gpus": lambda state, order, reading, writing: repairs.reset_gpus(state, order),
     "reboot": lambda state, order, reading, writing: repairs.reboot(state, order),

@@ -338,6 +338,22 @@ class MeetAnswer(BootAnswer):
     met: MeetingRow | FailureAnswer | None = None
 
 
+class ListeningAnswer(BootAnswer):
+    cannot: Reason | None = None
+    ports: Annotated[list[Port], Field(max_length=8)] = []
+    word: Annotated[str, Field(max_length=256)] = ""
+
+
+class ReachedRow(_Answer):
+    node: Annotated[str, Field(max_length=256)]
+    took: Seconds = 0.0
+    cannot: Reason | None = None
+
+
+class ReachAnswer(BootAnswer):
+    reached: Annotated[list[ReachedRow], Field(max_length=256, fail_fast=True)]
+
+
 class MissingTool(_Answer):
     missing: Reason
 

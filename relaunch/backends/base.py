@@ -413,6 +413,44 @@ class SeesPeople(Protocol):
     sees_people: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LinkListener:
+    """A process that a node has left for a while, to be called over the job's network."""
+
+    node: str
+    address: str
+    ports: tuple[int, ...]
+    word: str
+    """What it says to each caller."""
+
+
+@runtime_checkable
+class CallsPeers(Protocol):
+    """A backend whose nodes can check whether they reach each other."""
+
+    async def listen_for_peers(self, node: str, address: str, stay: float) -> LinkListener | str:
+        """Have a node listen at an address for `stay` seconds.
+
+        Return a clause instead where the node cannot use that address.
+
+        Raises:
+            Unreachable: the node did not answer.
+        """
+        ...
+
+    async def call_peers(
+        self, node: str, peers: Sequence[LinkListener], within: float
+    ) -> Mapping[str, str]:
+        """Have a node call others for at most `within` seconds.
+
+        Return by node why it was not reached; empty: it was.
+
+        Raises:
+            Unreachable: the node that is to call did not answer.
+        """
+        ...
+
+
 @runtime_checkable
 class CyclesPower(Protocol):
     """A backend that can power-cycle its nodes without a command from the fleet file."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +18,7 @@ from relaunch.backends import answers, py_spy
 from relaunch.backends.base import (
     PROTOCOL,
     STACKS_WITHIN,
+    LinkListener,
     LogChunk,
     Logs,
     Preparation,
@@ -284,6 +285,25 @@ class AgentSession:
 
     async def meet(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
         return await self._ask("meet", order, within, answers.MeetAnswer)
+
+    async def listen_for_peers(self, address: str, stay: float) -> LinkListener | str:
+        order = {"listen": address, "stay": stay}
+        answer = await self._ask("reach", order, 0.0, answers.ListeningAnswer)
+        read = answers.parse(self._node, "reach", answers.ListeningAnswer, answer)
+        if read.cannot is not None:
+            return read.cannot
+        return LinkListener(self._node, address, tuple(read.ports), read.word)
+
+    async def call_peers(self, peers: Sequence[LinkListener], within: float) -> Mapping[str, str]:
+        listed = [
+            {"node": one.node, "address": one.address, "ports": one.ports, "word": one.word}
+            for one in peers
+        ]
+        order = {"peers": listed, "within": within}
+        answer = await self._ask("reach", order, within, answers.ReachAnswer)
+        read = answers.parse(self._node, "reach", answers.ReachAnswer, answer)
+        asked = {one.node for one in peers}
+        return {row.node: row.cannot or "" for row in read.reached if row.node in asked}
 
     async def _ask(
         self,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, ClassVar
 
 from relaunch.backends.base import (
     STACKS_WITHIN,
+    LinkListener,
     Logs,
     Preparation,
     PrepareOrder,
@@ -117,6 +118,14 @@ class SessionBackend(ABC):
 
     async def meet(self, node: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
         return await self._session(node).meet(order, within)
+
+    async def listen_for_peers(self, node: str, address: str, stay: float) -> LinkListener | str:
+        return await self._session(node).listen_for_peers(address, stay)
+
+    async def call_peers(
+        self, node: str, peers: Sequence[LinkListener], within: float
+    ) -> Mapping[str, str]:
+        return await self._session(node).call_peers(peers, within)
 
     async def diagnose(
         self, node: str, id: str, level: int, within: float, fleet: str = ""

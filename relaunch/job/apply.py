@@ -13,6 +13,7 @@ from typing import assert_never
 
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
+from relaunch.evidence.reachability import MAX_LINKS, LinkFindings
 from relaunch.fields import duration
 from relaunch.job.decide import (
     answers,
@@ -65,6 +66,7 @@ from relaunch.job.incidents import (
     record_restarting_counter,
     withdraw_loss,
 )
+from relaunch.job.ladder import LINKS_TIMEOUT
 from relaunch.job.launches import (
     add_found,
     complete_launch,
@@ -78,6 +80,7 @@ from relaunch.job.places import StartedPlaces, limit_places, record_places
 from relaunch.job.state import (
     Ask,
     AvoidedNode,
+    Certainty,
     Decision,
     Diagnosis,
     Examine,
@@ -168,10 +171,7 @@ def _apply_event(
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
             return _apply_examination(job, job.recovering, event, now)
         case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
-            late = f"no answer within {duration(job.policy.timeouts.examination)}"
-            nodes = job.recovering.fault.nodes or tuple(slot.node for slot in job.slots)
-            examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
-            return replace(job, recovering=replace(job.recovering, examined=examined))
+            return _apply_late_examination(job, job.recovering, now)
         case RepairEnded() if event.outcome != "done" and answers(job, event):
             return _apply_failed_repair(job, f"{event.strategy} {event.outcome}: {event.reason}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
@@ -282,6 +282,8 @@ def _apply_late_event(job: JobState, event: Event) -> JobState:
 def _apply_examination(
     job: JobState, recovering: Recovery, event: NodesExamined, now: datetime
 ) -> JobState:
+    if event.links is not None:
+        return _apply_links(job, recovering, event.links, now)
     unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
     reason = "; ".join(
         f"{one.node} examined: {one.verdict}, {one.reason}" for one in unhealthy[:NAMED_VERDICTS]
@@ -290,6 +292,38 @@ def _apply_examination(
     return add_unhealthy_nodes(
         job, recovering.fault, tuple(one.node for one in unhealthy), reason, now
     )
+
+
+def _apply_late_examination(job: JobState, recovering: Recovery, now: datetime) -> JobState:
+    if recovering.links == "asked":
+        late = f"its nodes did not call each other within {duration(LINKS_TIMEOUT)}"
+        return _apply_links(job, recovering, LinkFindings(late), now)
+    late = f"no answer within {duration(job.policy.timeouts.examination)}"
+    nodes = recovering.fault.nodes or tuple(slot.node for slot in job.slots)
+    examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
+    return replace(job, recovering=replace(recovering, examined=examined))
+
+
+def _apply_links(
+    job: JobState, recovering: Recovery, links: LinkFindings, now: datetime
+) -> JobState:
+    """Record which nodes cannot reach each other: that is the fault then, and not the program's."""
+    fault = replace(recovering.fault, reason=f"{recovering.fault.reason}; {links.reason}")
+    pairs = (*job.broken_links, *(one.nodes for one in links.broken))
+    job = replace(job, broken_links=tuple(dict.fromkeys(pairs))[-MAX_LINKS:])
+    if links.suspects:
+        fault = replace(
+            fault,
+            cause=Cause.NETWORK,
+            reason=f"{links.reason}; before that: {recovering.fault.reason}",
+            nodes=links.suspects,
+            gpus=(),
+            code=links.code,
+            certainty=Certainty.CERTAIN if links.proven else Certainty.LIKELY,
+            by_program=False,
+        )
+        job = open_incident(job, fault, now, now)
+    return replace(job, recovering=replace(recovering, fault=fault, links="known"))
 
 
 def _apply_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
@@ -433,7 +467,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
                 phase=Phase.EXAMINING,
                 reason=decision.reason,
                 next=Next(decision.next, decision.until),
-                recovering=_recovering(job, decision.fault),
+                recovering=_begin_check(job, decision),
                 deferred_fault=None,
             )
         case Repair():
@@ -526,6 +560,11 @@ def _recovering(job: JobState, fault: Diagnosis) -> Recovery:
     )
 
 
+def _begin_check(job: JobState, decision: Examine) -> Recovery:
+    recovering = _recovering(job, decision.fault)
+    return replace(recovering, links="asked") if decision.links else recovering
+
+
 def finish(job: JobState, now: datetime) -> JobState:
     """Return the final state of a job that is ending and has no rank left."""
     assert job.ending is not None
@@ -570,6 +609,7 @@ def resubmit(
         lost=(),
         deferred_fault=None,
         recovering=None,
+        broken_links=(),
         avoided=(
             *previous.avoided,
             *(

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relaunch.evidence.observations import Observation, RankExited
+from relaunch.evidence.reachability import LinkFindings
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.places import StartedPlaces
 from relaunch.job.state import ExaminedNode, Slot
@@ -263,6 +264,8 @@ class NodesExamined:
     examined: tuple[ExaminedNode, ...]
     """One for each examined suspect; a node that did not answer has the verdict UNKNOWN."""
     kind: Literal["NodesExamined"] = "NodesExamined"
+    links: LinkFindings | None = None
+    """What was found out about their links, where that was asked, and not the nodes examined."""
 
 
 @dataclass(frozen=True, slots=True)

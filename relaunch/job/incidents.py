@@ -226,6 +226,7 @@ def record_progress(job: JobState, now: datetime) -> JobState:
         startup_failures=0,
         startup_nodes=(),
         unpassed_step=None,
+        broken_links=(),
     )
     return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)
 

@@ -9,7 +9,7 @@ found unhealthy. Otherwise it launches as it would have, and leaves the nodes al
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import assert_never
 
 from relaunch.evidence.causes import HARDWARE_CAUSES, OWN_CAUSES, Cause
@@ -43,6 +43,8 @@ def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str
     fault = _refine_fault(recovering)
     if fault.cause in OWN_CAUSES and (why := _explain_standstill(job)):
         return _fail(fault, why)
+    if _must_check_links(job, fault, recovering):
+        return _check_links(job, recovering.fault, now)
     vain = launches_without_progress(job)
     has_too_many = job.policy.no_progress_ask != "off" and vain >= job.policy.no_progress_ask
     named = tuple(dict.fromkeys((*without, *fault.nodes)))
@@ -109,6 +111,49 @@ def _explain_standstill(job: JobState) -> str:
             return f"{generations} ended like the one before, none after {healthy} without a fault"
         return f"{generations} ended without passing step {job.furthest_step}"
     return ""
+
+
+def _must_check_links(job: JobState, fault: Diagnosis, recovering: Recovery) -> bool:
+    """Return whether a link between two nodes may be the cause, and is looked for first.
+
+    Not before the first restart of an incident: most such faults are over by then, and it is to be
+    fast.
+    """
+    match fault.cause:
+        case Cause.HANG:
+            is_named = bool(fault.nodes)
+        case Cause.NETWORK:
+            # A lost connection is seen by ranks on healthy nodes, too, so their words name no node.
+            is_named = not fault.by_program
+        case _:
+            return False
+    return (
+        job.policy.check_links
+        and not is_named
+        and not recovering.links
+        and not job.lost
+        and len(job.slots) > 1
+        and job.incident is not None
+        and any(one.decision == "Relaunch" for one in job.incident.decisions)
+    )
+
+
+LINKS_TIMEOUT = timedelta(minutes=5)
+"""How long the nodes may take to stop their ranks and to call each other."""
+
+
+def _check_links(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
+    nodes = tuple(slot.node for slot in job.slots)
+    names = join_names(nodes, NAMED)
+    return Examine(
+        nodes=nodes,
+        fault=fault,
+        reason=f"{fault.reason}; before another restart {names} call each other",
+        next=f"{names} call each other over the job's network; without an answer after "
+        f"{duration(LINKS_TIMEOUT)} the ladder of {fault.cause} goes on",
+        until=now + LINKS_TIMEOUT,
+        links=True,
+    )
 
 
 def _needs_proof(rung: Rung, fault: Diagnosis) -> bool:

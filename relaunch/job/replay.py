@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from relaunch.evidence.findings import Verdict
+from relaunch.evidence.reachability import LinkFindings
 from relaunch.fields import duration
 from relaunch.job.apply import apply_decision, finish
 from relaunch.job.events import (
@@ -161,7 +162,7 @@ def _course(decision: Decision) -> tuple[object, ...]:
         case Wait() | Stop():
             return decision.kind, decision.phase
         case Examine():
-            return decision.kind, decision.nodes
+            return decision.kind, decision.nodes, decision.links
         case Repair():
             return decision.kind, decision.strategy, decision.nodes, decision.gpus
         case _:
@@ -171,6 +172,8 @@ def _course(decision: Decision) -> tuple[object, ...]:
 def name_decision(decision: Decision) -> str:
     """Return a decision's kind and strategy or phase: `Relaunch REPLACE_NODE`, `Wait NODE_LOST`."""
     match decision:
+        case Examine(links=True):
+            return f"{decision.kind} links"
         case Relaunch() | Repair():
             return f"{decision.kind} {decision.strategy}" if decision.strategy else decision.kind
         case Wait() | Stop():
@@ -283,6 +286,13 @@ def _consequences(
                         seat(job.slots, _places(job, decision), reassign=not decision.keep_nodes)
                     ),
                 ),
+            )
+        case Examine(links=True) if not (
+            isinstance(answer, DeadlinePassed)
+            or (isinstance(answer, NodesExamined) and answer.links is not None)
+        ):
+            return (
+                Step(at, NodesExamined(job.generation, (), links=LinkFindings("no link is given"))),
             )
         case Examine() if not isinstance(answer, NodesExamined | DeadlinePassed):
             examined = tuple(

@@ -146,6 +146,8 @@ class Examine:
     until: datetime
     """The deadline, after which the verdict counts as unknown."""
     kind: Literal["Examine"] = "Examine"
+    links: bool = False
+    """Whether the nodes are not examined themselves, but asked whether they reach each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +420,8 @@ class Recovery:
     """Questions of repairs that are not answered yet."""
     repair: Next | None = None
     """What comes next, and when, once no question is open."""
+    links: Literal["", "asked", "known"] = ""
+    """Whether the links between the nodes are being checked, or were since the fault."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -545,6 +549,8 @@ class JobState:
     """
     startup_nodes: tuple[str, ...] = ()
     """The suspects that all generations which ended with `startup_error` have in common."""
+    broken_links: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that could not reach each other, since training last advanced."""
 
     @property
     def token(self) -> Token:

@@ -289,6 +289,13 @@ class Policy(StrictModel):
     hang: HangLimits = HangLimits()
     timeouts: Timeouts = Timeouts()
     strict_lease: bool = False
+    check_links: bool = True
+    """Whether the nodes of a gang are asked whether they reach each other, before it is launched
+    again a second time for a HANG or a NETWORK fault that names no node.
+
+    A node that others cannot reach is then the suspect of a NETWORK fault with the code `link`, or
+    `node_link` where several others cannot reach it.
+    """
     stated: tuple[Literal["exhaust_restarts", "no_progress_stop"], ...] = ()
     """Not a setting: which of these were written, perhaps with the preset's value. A `max_restarts`
     that is given later leaves them."""

@@ -156,6 +156,12 @@ class Network:
             "control",
         )
 
+    def part(self, number: int, other: int) -> None:
+        """What a node sends to another over the training network gets lost, and nothing else."""
+        inside = ("-n", self.nodes[number - 1])
+        wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "training")
+        ip(*inside, "neigh", "replace", f"{TRAINING}.{10 + other}", *wrong)
+
     def unplug(self, number: int) -> None:
         ip("-n", self.switch, "link", "set", f"c{number}", "down")
 

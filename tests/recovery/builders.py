@@ -10,6 +10,7 @@ from typing import Any, Literal
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import RankError, RankExited, RanksVanished
+from relaunch.evidence.reachability import LinkFindings
 from relaunch.job import step as core
 from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.events import (
@@ -143,7 +144,7 @@ def describe(decision: Decision) -> str:
             text += f" without {' '.join(decision.without)}" if decision.without else ""
             return text + (f" avoiding {' '.join(decision.avoid)}" if decision.avoid else "")
         case Examine():
-            return f"EXAMINE {' '.join(decision.nodes)}"
+            return f"{'CALL' if decision.links else 'EXAMINE'} {' '.join(decision.nodes)}"
         case Repair():
             return " ".join((decision.strategy, *decision.nodes, *decision.gpus))
         case Stop():
@@ -227,6 +228,13 @@ def examine(**verdicts: str) -> Callable[[JobState], Event]:
         for node, verdict in verdicts.items()
     )
     return lambda job: NodesExamined(job.generation, nodes)
+
+
+def called(links: LinkFindings | None = None) -> Callable[[JobState], Event]:
+    """The nodes have called each other; without findings, all were answered."""
+    return lambda job: NodesExamined(
+        job.generation, (), links=links or LinkFindings("n1, n2 reach each other")
+    )
 
 
 def mended(

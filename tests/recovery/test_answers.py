@@ -24,6 +24,7 @@ from relaunch.job.ladder import launches_without_progress
 from relaunch.job.state import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
 from tests.recovery.builders import (
     at,
+    called,
     died,
     error,
     examine,
@@ -170,9 +171,11 @@ def test_a_broken_node_is_replaced_however_often_it_was_launched() -> None:
         job,
         (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
         (this(NodeDeclaredDead("n1", "no power", "ada")), "REPLACE_NODE without n1"),
-        (hung(), "EXAMINE n1 n2"),
+        (hung(), "CALL n1 n2"),
+        (called(), "EXAMINE n1 n2"),
         (examine(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
-        (hung(), "EXAMINE n1 n2"),
+        (hung(), "CALL n1 n2"),
+        (called(), "EXAMINE n1 n2"),
         (examine(n1="HEALTHY", n2="HEALTHY"), "ASK"),
         now=at(20),
     )

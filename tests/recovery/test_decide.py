@@ -50,6 +50,7 @@ from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
     at,
+    called,
     error,
     exited,
     fault,
@@ -485,11 +486,13 @@ def test_a_second_fault_before_recovery_joins_the_same_incident() -> None:
 
 def test_a_hang_has_its_own_budget() -> None:
     job = running(policy=policy(max_restarts=0))
-    for _ in range(2):
-        job, decision = step(job, RanksHung(job.generation, (1,), "flat", T0))
-        assert isinstance(decision, Relaunch) and not decision.spent
-        job = relaunched(job)
     job, decision = step(job, RanksHung(job.generation, (1,), "flat", T0))
+    assert isinstance(decision, Relaunch) and not decision.spent
+    job, _ = step(relaunched(job), RanksHung(2, (1,), "flat", T0))
+    job, decision = step(job, called()(job))
+    assert isinstance(decision, Relaunch) and not decision.spent
+    job, _ = step(relaunched(job), RanksHung(3, (1,), "flat", T0))
+    job, decision = step(job, called()(job))
     assert isinstance(decision, Examine) and decision.nodes == ("n1", "n2")
     well = tuple(ExaminedNode(node, Verdict.HEALTHY, "dcgmi diag") for node in decision.nodes)
     _, decision = step(job, NodesExamined(job.generation, well))

@@ -18,6 +18,7 @@ from tests.recovery.builders import (
     T0,
     at,
     back,
+    called,
     climbed,
     examine,
     fallen,
@@ -171,7 +172,8 @@ def test_a_rung_on_nodes_is_passed_by_if_no_node_is_found_sick(
         job,
         (hung(), "EXAMINE n1 n2"),
         (well, "RESTART_IN_PLACE"),
-        (hung(), "EXAMINE n1 n2"),
+        (hung(), "CALL n1 n2"),
+        (called(), "EXAMINE n1 n2"),
         (well, "FAILED 1"),
     )
 
@@ -189,7 +191,8 @@ def test_an_examination_never_sends_the_ladder_back_down() -> None:
             cause="HANG",
         )
     )
-    job = walk(job, (hung(), "RESTART_IN_PLACE"), (hung(), "EXAMINE n1 n2"))
+    job = walk(job, (hung(), "RESTART_IN_PLACE"), (hung(), "CALL n1 n2"))
+    job = walk(job, (called(), "EXAMINE n1 n2"))
     walk(job, (examine(n1="HEALTHY", n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"))
 
 

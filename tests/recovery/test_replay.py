@@ -379,8 +379,9 @@ def test_a_delayed_launch_is_over_once_a_line_has_its_ranks() -> None:
     found = rehearsed(rules, (60, boom(CURRENT, 60)), (90, hung))
     assert found[3:5] == [
         (90, "Launched", "Wait RUNNING"),
-        (90, "RanksHung", "Relaunch RESTART_IN_PLACE"),
+        (90, "RanksHung", "Examine links"),
     ]
+    assert found[5] == (90, "NodesExamined", "Relaunch RESTART_IN_PLACE")
     assert rehearsed(rules, (60, boom(CURRENT, 60)))[-1] == (660, "Launched", "Wait RUNNING")
 
 

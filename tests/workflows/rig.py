@@ -30,6 +30,7 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxR
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities, TellFleetInput
 from relaunch.activities.launch import JobActivities
+from relaunch.activities.links import LinkActivities
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
@@ -334,6 +335,7 @@ def activities(
         nodes.check_nodes,
         nodes.read_terms,
         nodes.order_repair,
+        LinkActivities(fleets).check_links,
         of_fleet.read_fleet,
         of_fleet.probe_nodes,
         of_fleet.read_last_state,

@@ -220,7 +220,10 @@ class Actions:
     # --- examining, repairing, stopping
 
     async def _treat(self, decision: Examine | Repair) -> None:
-        """Free the GPUs, which an examination and a repair both need, then order it."""
+        """Free the GPUs, which an examination and a repair both need, then order it.
+
+        A check of links comes before a launch, which would stop the ranks as well.
+        """
         generation = self._job.generation
         if self._job.maybe_alive:
             what = "examining" if isinstance(decision, Examine) else decision.strategy
@@ -231,7 +234,9 @@ class Actions:
                 f"stop generation {generation} before {what}",
             )
             self._session.post(stopped)
-        if isinstance(decision, Examine):
+        if isinstance(decision, Examine) and decision.links:
+            self._session.post(await commands.check_links(self._job))
+        elif isinstance(decision, Examine):
             self._session.post(await commands.examine(self._job, decision))
         else:
             self._session.post(await commands.repair(self._job, decision))

@@ -34,6 +34,7 @@ with workflow.unsafe.imports_passed_through():
         find_last_step,
         make_gang,
     )
+    from relaunch.activities.links import CheckLinksInput, LinkActivities
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
     from relaunch.activities.reports import WatchRanksInput, WatchReport
     from relaunch.activities.stop import StopRanksInput
@@ -51,6 +52,7 @@ with workflow.unsafe.imports_passed_through():
         RepairEnded,
     )
     from relaunch.job.fencing import living_generations, running_timeouts, will_fence
+    from relaunch.job.ladder import LINKS_TIMEOUT
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
     from relaunch.job.state import Examine, Incident, JobState, Repair, Slot
@@ -336,6 +338,23 @@ async def examine(job: JobState, decision: Examine) -> NodesExamined:
         )
     )
     return NodesExamined(job.generation, examined)
+
+
+async def check_links(job: JobState) -> NodesExamined:
+    """Have the nodes of the gang, which have no ranks any more, call each other."""
+    names = tuple(slot.node for slot in job.slots)
+    links = await unless_cancelled(
+        workflow.execute_activity_method(
+            LinkActivities.check_links,
+            CheckLinksInput(job.spec.fleet, job.slots, job.broken_links),
+            start_to_close_timeout=LINKS_TIMEOUT,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"have {_names(names)} call each other",
+        )
+    )
+    return NodesExamined(job.generation, (), links=links)
 
 
 async def repair(job: JobState, decision: Repair) -> RepairEnded:

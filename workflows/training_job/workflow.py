@@ -52,6 +52,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
 
+LINKS_PATCH = "check-links"
+"""Marks histories in which links between nodes are checked before a second restart."""
 MAX_INCIDENTS = 10
 """Closed incidents kept in the state; beyond that the older half is archived. A state must stay
 below 512 KiB."""
@@ -118,7 +120,7 @@ class TrainingJob(MessageHandlers):
     def _take(self, event: Event) -> None:
         session = self._session
         waited_for = session.job.maybe_alive
-        session.job, decision = step(session.job, event, workflow.now())
+        session.job, decision = self._step(event)
         if not isinstance(decision, Ignore):
             workflow.logger.info(
                 "%s -> %s: %s",
@@ -143,6 +145,16 @@ class TrainingJob(MessageHandlers):
                 self._watches.start()  # the watch that saw the checkpoint has ended
         if len(session.job.incidents) > MAX_INCIDENTS and self._archiving is None:
             self._archiving = session.tasks.start("archive incidents", self._archive())
+
+    def _step(self, event: Event) -> tuple[JobState, Decision]:
+        job, now = self._session.job, workflow.now()
+        after, decision = step(job, event, now)
+        if not (isinstance(decision, Examine) and decision.links) or workflow.patched(LINKS_PATCH):
+            return after, decision
+        # A history of before links were checked: decide as it was decided then.
+        unchecked = job.policy.model_copy(update={"check_links": False})
+        after, decision = step(replace(job, policy=unchecked), event, now)
+        return replace(after, policy=job.policy), decision
 
     def _act_without(self, node: str, decision: Decision, waited_for: tuple[str, ...]) -> None:
         """Begin an action again that waits for a node which a person has declared dead."""

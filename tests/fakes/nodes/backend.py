@@ -9,7 +9,7 @@ has thrown away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from relaunch.backends.answers import parse_stacks
 from relaunch.backends.base import (
     STACKS_WITHIN,
     BackendError,
+    LinkListener,
     Logs,
     Preparation,
     PrepareOrder,
@@ -222,6 +223,27 @@ class SimulatedBackend:
             return await one.machine.probe(within, kernel_since)
 
         return await self._call(node, "probe", None, kernel_since, ask)
+
+    async def listen_for_peers(self, node: str, address: str, stay: float) -> LinkListener | str:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> LinkListener:
+            return LinkListener(node, address, (40000,), node)
+
+        return await self._call(node, "reach", None, address, ask)
+
+    async def call_peers(
+        self, node: str, peers: Sequence[LinkListener], within: float
+    ) -> Mapping[str, str]:
+        broken = self._world.script.broken_links
+
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, str]:
+            return {
+                peer.node: f"no answer from {peer.address} port 40000"
+                if (node, peer.node) in broken
+                else ""
+                for peer in peers
+            }
+
+        return await self._call(node, "reach", None, tuple(one.node for one in peers), ask)
 
     # A simulated node is of one fleet: whose order it is makes no difference to it.
 

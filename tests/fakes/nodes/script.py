@@ -24,6 +24,7 @@ Command = Literal[
     "logs",
     "stacks",
     "probe",
+    "reach",
     "diagnose",
     "reset-gpus",
     "reboot",
@@ -311,6 +312,8 @@ class Script:
     """What ranks do for whom nothing else is scripted: run until stopped, or exit with 0 at once
     (after their last listed step). In a generation for which an exit, a cut, a reboot, a hang or
     the death of a shim is scripted they run until stopped."""
+    broken_links: tuple[tuple[str, str], ...] = ()
+    """Caller and target of calls between nodes that get no answer; ranks do not notice."""
     timeout: float = 30.0
     """A delay beyond this is a missing answer, and the order arrives nevertheless. No caller waits
     for a message that is lost."""
