@@ -6,8 +6,7 @@ Starts and changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from relaunch.messages.logs import (
     ReadStacksOutput,
     Stack,
 )
-from relaunch.text import count_noun
 
 GATHER_DELAY_S = 0.03
 """Seconds to wait for lines of other nodes once one node has some: all ranks print a step at about
@@ -99,10 +97,9 @@ class LogActivities:
 
     @activity.defn
     async def read_stacks(self, input: ReadStacksInput) -> ReadStacksOutput:
-        """Read the stacks of ranks.
+        """Read the stacks of ranks, all nodes in parallel.
 
-        Nodes are read in parallel, the ranks of one node in turn, because each costs the node a
-        process.
+        Each node is asked once, and reads its ranks in parallel.
         """
         backend = self._fleets.backend(input.fleet)
         token = Token(input.namespace, input.job, input.submission, input.generation)
@@ -110,12 +107,8 @@ class LogActivities:
         nodes: dict[str, list[int]] = {}
         for node, rank in input.places:
             nodes.setdefault(node, []).append(rank)
-
-        async def read_stacks_of_node(node: str, ranks: list[int]) -> list[Stack]:
-            return [await _read_stack(backend, node, token, rank, most) for rank in ranks]
-
         found = await asyncio.gather(
-            *(read_stacks_of_node(node, ranks) for node, ranks in nodes.items())
+            *(_read_stacks(backend, node, token, ranks, most) for node, ranks in nodes.items())
         )
         return ReadStacksOutput(
             tuple(sorted((one for part in found for one in part), key=lambda one: one.rank))
@@ -163,54 +156,44 @@ async def _read(
         return error
 
 
-async def _read_stack(backend: Backend, node: str, token: Token, rank: int, most: int) -> Stack:
+async def _read_stacks(
+    backend: Backend, node: str, token: Token, ranks: Sequence[int], most: int
+) -> list[Stack]:
     try:
-        answer = await backend.stacks(node, token, rank)
+        answer = await backend.stacks(node, token, ranks[0] if len(ranks) == 1 else None)
     except BackendError as error:
-        return Stack(rank, node, None, f"no answer: {error.reason}")
+        return [Stack(rank, node, None, f"no answer: {error.reason}") for rank in ranks]
     if isinstance(answer, Refusal):
-        return Stack(rank, node, None, answer.reason)
-    row = answer["stacks"][0]
-    pid = row.get("pid")
-    return Stack(rank, node, pid if isinstance(pid, int) else None, format_stacks(row)[:most])
+        return [Stack(rank, node, None, answer.reason) for rank in ranks]
+    rows = {row["rank"]: row for row in answer["stacks"]}
+    return [
+        Stack(rank, node, rows[rank]["pid"], format_stacks(rows[rank])[:most])
+        if rank in rows
+        else Stack(rank, node, None, "the node has no such rank")
+        for rank in ranks
+    ]
 
 
 def format_stacks(row: Mapping[str, Any]) -> str:
-    """Return the stacks that an agent found for one rank, as text.
+    """Return the stacks that an agent found for the processes of one rank, as text.
 
-    They are Python's own stacks, or else where its threads are in the kernel.
+    `row` is one of docs/reference/agent-protocol.md, `stacks`.
     """
-    if "unreadable" in row:
+    if row.get("unreadable") is not None:
         return str(row["unreadable"])
-    py_spy = row.get("py_spy")
-    if isinstance(py_spy, str):
-        return py_spy.rstrip()
-    why = (
-        f"py-spy: {py_spy['unreadable']}"
-        if isinstance(py_spy, Mapping)
-        else "py-spy is not on the node's PATH"
-    )
-    threads = Counter(
-        _format_thread(one) for one in row.get("threads", ()) if isinstance(one, Mapping)
-    )
-    lines = [f"{count_noun(count, 'thread')} {where}" for where, count in threads.most_common()]
-    return "\n".join([f"{' '.join(why.split())[:300]}; in the kernel:", *lines])
+    return "\n".join(line for process in row["processes"] for line in _format_process(process))
 
 
-def _format_thread(thread: Mapping[str, Any]) -> str:
-    status = thread.get("status")
-    state = next(
-        (
-            line.partition(":")[2].strip()
-            for line in str(status).splitlines()
-            if line.startswith("State:")
-        ),
-        "in no state that can be read",
-    )
-    wchan, stack = thread.get("wchan"), thread.get("stack")
-    # 0: the thread is running, or the kernel hides this from the agent's user.
-    where = f" at {wchan}" if isinstance(wchan, str) and wchan not in ("", "0") else ""
-    below = (
-        "".join(f"\n    {line}" for line in stack.splitlines()) if isinstance(stack, str) else ""
-    )
-    return f"{state}{where}{below}"
+def _format_process(process: Mapping[str, Any]) -> list[str]:
+    where = f", in the kernel at {process['wchan']}" if process["wchan"] else ""
+    lines = [
+        f"Process {process['pid']}: {process['command']}",
+        f"state {process['state']}{where}; {process['cpu_s']:.1f} s of CPU so far",
+    ]
+    lines += [f"    {name} (kernel)" for name in process["kernel"]]
+    if process["unreadable"] is not None:
+        lines.append(f"no Python stack: {process['unreadable']}")
+    for thread in process["threads"]:
+        lines.append(f"Thread {thread['tid']}: {thread['name']}")
+        lines += [f"    {function} ({file}:{line})" for function, file, line in thread["frames"]]
+    return lines

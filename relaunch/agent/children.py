@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Union
 
-from relaunch.agent import checkpoints, disk, processes, reports
+from relaunch.agent import checkpoints, disk, processes, py_spy, reports, stacks
 from relaunch.agent.loop import parse
 from relaunch.agent.node import preflight, probe, repairs
 from relaunch.agent.protocol import (
@@ -33,7 +33,8 @@ COMMANDS: dict[str, Command] = {
     "watch": watch.watch,
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
-    "stacks": lambda state, order, reading, writing: reports.read_stacks(state, order),
+    "stacks": lambda state, order, reading, writing: stacks.read_stacks(state, order),
+    "py-spy": lambda state, order, reading, writing: py_spy.receive(state, order),
     "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(
         state, order
     ),

@@ -16,6 +16,7 @@ from relaunch.agent.folders import list_places
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
 
 
 def _prctl(option: int, value: int) -> None:
@@ -53,6 +54,16 @@ def die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def allow_reading() -> None:
+    """Let other processes of this user read the memory of this one, also after an exec.
+
+    Where Yama's ptrace_scope is 1 (Ubuntu's default), only ancestors may, and py-spy is none. The
+    permission is of this process: its children do not inherit it. Kernels without Yama allow it
+    anyway, and do not know the option.
+    """
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
 
 
 def reset_signals() -> None:

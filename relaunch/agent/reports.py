@@ -1,14 +1,11 @@
-"""Read-only reports of a node: its jobs, its logs, the stacks of its ranks."""
+"""Read-only reports of a node: its jobs and its logs."""
 
 from __future__ import annotations
 
 import os
 import select
-import shutil
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 from relaunch.agent import processes
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
@@ -18,9 +15,6 @@ from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
 POLL_INTERVAL = 0.05
 """Seconds between checks for new log lines while a caller waits."""
-MAX_THREADS = 256
-"""Maximum number of threads of one rank that are examined."""
-PY_SPY_TIMEOUT = 20.0
 MAX_LOOK_BACK_BYTES = 65536
 """Bytes before an offset in which the begin of its line is looked for."""
 
@@ -99,7 +93,12 @@ def list_jobs(state: Path, order: Fields) -> Json:
     return {**answer, "gpus": gpu_users.add_owners(state, gpus.read(state, inventory_only=True))}
 
 
-def _find_generation(state: Path, order: Fields) -> tuple[Generation, list[int]]:
+def find_generation(state: Path, order: Fields) -> tuple[Generation, list[int]]:
+    """Return the generation that an order names, and its ranks here.
+
+    Raises:
+        Refusal: This node knows nothing of it.
+    """
     token = order.token()
     job = JobState.from_token(state, token)
     generation = job.generation(token.order)
@@ -192,7 +191,7 @@ def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> 
 
 
 def read_logs(state: Path, order: Fields, reading: int) -> Json:
-    generation, ranks = _find_generation(state, order)
+    generation, ranks = find_generation(state, order)
     stream = order.text("stream", "stdout")
     if stream not in ("stdout", "stderr"):
         refuse_field("stream", stream, "stdout or stderr")
@@ -268,68 +267,3 @@ def _find_size(log: Path) -> int:
         return log.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _read_text(path: str) -> Any:
-    try:
-        with open(path, "rb") as file:
-            return file.read(16384).decode(errors="replace").rstrip()
-    except OSError as error:
-        return {"unreadable": str(error.strerror)}
-
-
-def _run_py_spy(pid: int) -> Any:
-    program = shutil.which("py-spy")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)],
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PY_SPY_TIMEOUT,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"unreadable": str(error)}
-    if done.returncode != 0:
-        return {"unreadable": done.stderr.decode(errors="replace")[-500:]}
-    return done.stdout.decode(errors="replace")[:65536]
-
-
-def read_stacks(state: Path, order: Fields) -> Json:
-    generation, processes_here = _find_generation(state, order)
-    launched = generation.launched_ranks
-    ranks = [*launched] or processes_here
-    if order.order.get("rank") is not None:
-        rank = order.whole("rank")
-        if rank not in ranks:
-            refuse_field("rank", rank, f"one of {ranks}")
-        ranks = [rank]
-    pids, groups = {**generation.pids, **launched}, generation.groups
-    if groups:  # otherwise the node has rebooted, and the pids mean nothing
-        groups.update(launched.values())
-    rows: list[Json] = []
-    for rank in ranks:
-        pid = pids[rank][0] if rank in pids else None
-        if pid is None or pid not in groups or not processes.is_alive(pid, groups[pid]):
-            rows.append({"rank": rank, "pid": pid, "unreadable": "the rank does not run"})
-            continue
-        threads = []
-        try:
-            tasks = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:MAX_THREADS]
-        except FileNotFoundError:
-            tasks = []
-        for task in tasks:
-            folder = f"/proc/{pid}/task/{task}"
-            threads.append(
-                {
-                    "tid": task,
-                    **{
-                        name: _read_text(f"{folder}/{name}")
-                        for name in ("wchan", "status", "stack")
-                    },
-                }
-            )
-        rows.append({"rank": rank, "pid": pid, "threads": threads, "py_spy": _run_py_spy(pid)})
-    return {"outcome": "done", "stacks": rows}

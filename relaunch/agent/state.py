@@ -161,6 +161,10 @@ class Generation:
     def progress_path(self, rank: int) -> Path:
         return self.path / "progress" / f"rank_{rank}"
 
+    def stacks_path(self, rank: int, pid: int) -> Path:
+        """Return where a process of a rank writes its stacks (relaunch.callbacks.allow_stacks)."""
+        return self.path / "progress" / f"rank_{rank}.stacks.{pid}"
+
     def rank_record_path(self, rank: int) -> Path:
         return self.path / "launched" / f"rank_{rank}.json"
 

@@ -44,7 +44,7 @@ class ToolResult:
     """None: it was killed here. Negative: the number of the signal, from another sender, that
     killed it."""
     stdout: str
-    """At most the first megabyte."""
+    """The beginning: a megabyte, unless the caller wants more."""
     stderr: str
     """At most the last 4 KiB."""
     is_truncated: bool
@@ -67,11 +67,13 @@ def run(
     timeout: float,
     environment: Optional[Dict[str, str]] = None,
     caller: Optional[int] = None,
+    max_stdout: int = MAX_STDOUT_BYTES,
 ) -> ToolResult:
     """Run a program in its own process group; kill the group when it ends or times out.
 
     Args:
         caller: a pipe; the program is killed when its other end closes.
+        max_stdout: bytes that are kept of what it prints.
 
     Raises:
         OSError: it cannot be started.
@@ -91,7 +93,7 @@ def run(
     assert program.stderr is not None
     with program.stdout, program.stderr:
         out, err = (
-            _Head(program.stdout.fileno(), MAX_STDOUT_BYTES),
+            _Head(program.stdout.fileno(), max_stdout),
             _Tail(program.stderr.fileno(), MAX_STDERR_BYTES),
         )
         ended = _follow(program.pid, [out, err], started_at + timeout, caller)
@@ -240,7 +242,7 @@ def run_bounded(
         processes.close_all_but([writing, *keep])
         result = _run_in_child(work, timeout, keep)
         if result is not None:
-            _write(writing, line(result))
+            write(writing, line(result))
 
     reading, writing = os.pipe()
     try:
@@ -266,7 +268,7 @@ def _run_in_child(work: Callable[[], Json], timeout: float, keep: Sequence[int])
     def child() -> None:
         processes.die_with(parent)
         processes.close_all_but([writing, *keep])
-        _write(writing, line(work()))
+        write(writing, line(work()))
 
     try:
         pid = processes.fork(child)
@@ -293,6 +295,6 @@ def _run_in_child(work: Callable[[], Json], timeout: float, keep: Sequence[int])
     return parse(received) if received.endswith(b"\n") else None
 
 
-def _write(handle: int, data: bytes) -> None:
+def write(handle: int, data: bytes) -> None:
     while data:
         data = data[os.write(handle, data) :]

@@ -11,9 +11,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
 
 from relaunch.backends.base import ProtocolError
 from relaunch.evidence.fields import text
@@ -49,6 +57,11 @@ MAX_PROBE_BYTES = 1_500_000
 MAX_VALUES_REPORTED = 64
 """Most values that a rank reports beside its step."""
 MAX_SIGNAL = 64
+MAX_PROCESSES = 32
+"""Most processes of one rank whose stacks are read: itself and, say, its data loader's workers."""
+MAX_THREADS = 16
+MAX_FRAMES = 64
+MAX_KERNEL_FRAMES = 16
 STOPPED_BY_USER = "StoppedByUser"
 
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -96,6 +109,12 @@ class _Answer(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
+class _Closed(BaseModel):
+    """An object that becomes evidence: fields that are not named here are left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
 def _cut(reason: str) -> str:
     return reason[:MAX_REASON]
 
@@ -119,6 +138,8 @@ Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 RankNumber = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Ranks = Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)]
 PrintedLine = Annotated[str, Field(max_length=512), AfterValidator(_replace_controls)]
+ShortLine = Annotated[str, Field(max_length=256), AfterValidator(_replace_controls)]
+Bytes = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Lines = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
 
 
@@ -213,20 +234,60 @@ class LogsAnswer(_Answer):
     missing: Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)] = []
 
 
-class UnreadableRow(_Answer):
-    unreadable: Reason
+class FrameRow(_Closed):
+    """One frame of a Python stack: what is a triple in the answer."""
+
+    function: Annotated[str, Field(max_length=256), AfterValidator(_replace_controls)]
+    file: Annotated[str, Field(max_length=512), AfterValidator(_replace_controls)]
+    line: Annotated[int, Field(ge=0, le=2**31)]
 
 
-class StackRow(_Answer):
+def _serialize_frame(frame: FrameRow) -> list[Any]:
+    return [frame.function, frame.file, frame.line]
+
+
+def _read_frame(raw: object) -> object:
+    if not isinstance(raw, list) or len(raw) != 3:
+        raise ValueError("expected [function, file, line]")
+    return dict(zip(("function", "file", "line"), raw, strict=True))
+
+
+Frame = Annotated[FrameRow, BeforeValidator(_read_frame), PlainSerializer(_serialize_frame)]
+
+
+class ThreadRow(_Closed):
+    tid: Pid
+    name: ShortLine = ""
+    frames: Annotated[list[Frame], Field(max_length=MAX_FRAMES, fail_fast=True)]
+
+
+class ProcessRow(_Closed):
+    pid: Pid
+    parent: Annotated[int, Field(ge=0, le=2**31)]
+    rank: Count | None = None
+    command: ShortLine
+    state: Annotated[str, Field(pattern=r"^[A-Za-z?]$")]
+    blocked: Count = 0
+    cpu_s: Seconds
+    read_bytes: Bytes | None = None
+    written_bytes: Bytes | None = None
+    wchan: ShortLine | None = None
+    kernel: Annotated[list[ShortLine], Field(max_length=MAX_KERNEL_FRAMES, fail_fast=True)] = []
+    threads: Annotated[list[ThreadRow], Field(max_length=MAX_THREADS, fail_fast=True)] = []
+    source: Literal["py-spy", "faulthandler"] | None = None
+    unreadable: Reason | None = None
+
+
+class StackRow(_Closed):
     rank: Count
     pid: Pid | None = None
     unreadable: Reason | None = None
-    py_spy: str | UnreadableRow | None = None
-    threads: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
+    processes: Annotated[list[ProcessRow], Field(max_length=MAX_PROCESSES, fail_fast=True)] = []
+    flight: dict[str, Any] | None = None
 
 
 class StacksAnswer(_Answer):
-    stacks: Annotated[list[StackRow], Field(min_length=1, max_length=1)]
+    stacks: Annotated[list[StackRow], Field(max_length=MAX_RANKS, fail_fast=True)]
 
 
 class CheckpointRow(_Answer):
@@ -402,6 +463,31 @@ def parse_list(node: str, answer: object) -> dict[str, Any]:
         ProtocolError: it does not fit.
     """
     return parse(node, "list", ListAnswer, answer).model_dump()
+
+
+def parse_stacks(node: str, rank: int | None, answer: object) -> dict[str, Any]:
+    """Return the answer to `stacks`, all of it checked, and with nothing that is not named.
+
+    Args:
+        node: The node that sent it.
+        rank: The rank that was asked for; None: all of the node.
+        answer: The answer as decoded from JSON.
+
+    Raises:
+        ProtocolError: It does not fit, or is of other ranks.
+    """
+    parsed = parse(node, "stacks", StacksAnswer, answer)
+    ranks = [row.rank for row in parsed.stacks]
+    if len(set(ranks)) != len(ranks) or (rank is not None and ranks != [rank]):
+        expected = "each rank once" if rank is None else f"rank {rank} alone"
+        raise ProtocolError(
+            node, f"its answer to stacks is of ranks {_shorten(ranks)}, expected {expected}"
+        )
+    rows = parsed.model_dump()
+    for row in rows["stacks"]:
+        if not row["processes"] and row["unreadable"] is None:
+            row["unreadable"] = "the agent of the node is too old to say"
+    return rows
 
 
 def check_output(node: str, command: str, answer: Json, name: str) -> Json:

@@ -21,6 +21,8 @@ from relaunch.spec.fleet import FleetNode, FleetSpec
 from relaunch.spec.job import EcsTask, OutputStream
 
 PROTOCOL = 1
+STACKS_WITHIN = 20.0
+"""Seconds in which a node reads the stacks of its ranks, unless the caller says otherwise."""
 
 
 def identity(namespace: str, fleet: str, server: str) -> str:
@@ -309,10 +311,25 @@ class Backend(Protocol):
         """
         ...
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
-        """Ask for the stacks of a rank.
+    async def stacks(
+        self,
+        node: str,
+        token: Token,
+        rank: int | None = None,
+        frames: bool = True,
+        within: float = STACKS_WITHIN,
+    ) -> Mapping[str, Any] | Refusal:
+        """Ask what the processes of a generation's ranks do, and where their Python code is.
 
         The answer is that of docs/reference/agent-protocol.md, `stacks`.
+
+        Args:
+            node: Its name.
+            token: The generation.
+            rank: One rank; None: all of them on this node, which are read in parallel.
+            frames: Whether Python's stacks are read, which costs the node a process for each
+                process of a rank; without them it is a cheap look into /proc.
+            within: Seconds that the node may take. What it has not read by then says so.
         """
         ...
 

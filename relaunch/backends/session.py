@@ -17,6 +17,7 @@ from typing import Any
 from relaunch.backends import answers
 from relaunch.backends.base import (
     PROTOCOL,
+    STACKS_WITHIN,
     LogChunk,
     Logs,
     Preparation,
@@ -41,8 +42,6 @@ milliseconds."""
 GPU_READ_TIMEOUT = 14.0
 """Seconds for a `list` with GPUs: the agent gives NVML ten, then kills the process, then looks up
 user names."""
-STACKS_TIMEOUT = 20.0
-"""Seconds that the agent gives py-spy."""
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
 """Heartbeats that may be missing before a watch counts as broken."""
@@ -203,14 +202,18 @@ class AgentSession:
             tuple(logs.missing),
         )
 
-    async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
-        answer = await self._call(
-            "stacks", {"token": self._token(token), "rank": rank}, STACKS_TIMEOUT + self._within
-        )
+    async def stacks(
+        self,
+        token: Token,
+        rank: int | None = None,
+        frames: bool = True,
+        within: float = STACKS_WITHIN,
+    ) -> Mapping[str, Any] | Refusal:
+        order = {"token": self._token(token), "rank": rank, "frames": frames, "within": within}
+        answer = await self._call("stacks", order, within + self._within)
         if answer["outcome"] == "refused":
             return self._read_refusal("stacks", answer)
-        answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
-        return answer
+        return answers.parse_stacks(self._node, rank, answer)
 
     async def checkpoints(self, directory: str, workdir: str | None) -> Mapping[str, Any] | Refusal:
         answer = await self._call(

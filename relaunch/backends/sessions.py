@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from relaunch.backends.base import (
+    STACKS_WITHIN,
     Logs,
     Preparation,
     PrepareOrder,
@@ -89,8 +90,15 @@ class SessionBackend(ABC):
         session = self._session(node)
         return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
-        return await self._session(node).stacks(token, rank)
+    async def stacks(
+        self,
+        node: str,
+        token: Token,
+        rank: int | None = None,
+        frames: bool = True,
+        within: float = STACKS_WITHIN,
+    ) -> Mapping[str, Any] | Refusal:
+        return await self._session(node).stacks(token, rank, frames, within)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None

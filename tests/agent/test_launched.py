@@ -372,7 +372,7 @@ def test_stacks_and_logs_are_those_of_the_ranks(launch: Launch) -> None:
     pids = launch.ranks()
     answer = expect_done(launch.node.order("stacks", token=token(1), rank=1))
     assert [(one["rank"], one["pid"]) for one in answer["stacks"]] == [(1, pids[1])]
-    assert answer["stacks"][0]["threads"]
+    assert answer["stacks"][0]["processes"][0]["pid"] == pids[1]
     answer = expect_done(
         launch.node.order("logs", token=token(1), offsets=None, max_bytes=1000, wait=0.0)
     )

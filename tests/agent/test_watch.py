@@ -305,7 +305,7 @@ def test_list_logs_and_stacks(node: Node) -> None:
     stacks = node.order("stacks", token=token(1), rank=None)
     assert stacks is not None
     assert stacks["stacks"][0]["pid"] == pids["0"]
-    assert "State:" in stacks["stacks"][0]["threads"][0]["status"]
+    assert stacks["stacks"][0]["processes"][0]["state"] == "S"
     listed = node.order("list")
     assert listed is not None
     job = listed["jobs"][0]

@@ -141,6 +141,7 @@ def _set_up(generation: Generation, rank: int, env: dict[str, str]) -> None:
 
 
 def _become(command: list[str], env: dict[str, str]) -> int:
+    processes.allow_reading()
     processes.reset_signals()  # Python ignores some signals, and exec would keep them ignored
     try:
         os.execvpe(command[0], command, {**os.environ, **env})

@@ -71,6 +71,7 @@ def _become(
     try:
         os.setsid()
         processes.die_with(shim)
+        processes.allow_reading()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(outputs[0], 1)
         os.dup2(outputs[1], 2)

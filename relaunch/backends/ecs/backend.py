@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from relaunch.backends.base import (
     PROTOCOL,
+    STACKS_WITHIN,
     BackendError,
     Logs,
     Preparation,
@@ -212,10 +213,17 @@ class EcsBackend:
                     return await session.logs(token, offsets, max_bytes, wait, tail, since, stream)
         return Refusal(node, "no_such_generation", await self._where(node, token, task))
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
+    async def stacks(
+        self,
+        node: str,
+        token: Token,
+        rank: int | None = None,
+        frames: bool = True,
+        within: float = STACKS_WITHIN,
+    ) -> Mapping[str, Any] | Refusal:
         if (agent := self._agents_of(node, await self._task(node, token))) is not None:
             async with agent as session:
-                return await session.stacks(token, rank)
+                return await session.stacks(token, rank, frames, within)
         reason = (
             "a rank that is an ECS task runs in its own container: "
             "its stacks can be read only if relaunch's agent is in the image"

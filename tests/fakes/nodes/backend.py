@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from relaunch.backends.answers import parse_stacks
 from relaunch.backends.base import (
+    STACKS_WITHIN,
     BackendError,
     Logs,
     Preparation,
@@ -34,7 +36,7 @@ from tests.fakes.nodes.machine import NoAnswer
 from tests.fakes.nodes.network import Simulation, outcome
 from tests.fakes.nodes.node import Node
 from tests.fakes.nodes.record import Call, Life, Obeyed, Upkeep
-from tests.fakes.nodes.script import Command, Fault, Script, Stranger
+from tests.fakes.nodes.script import Command, Fault, Script, Stack, Stranger
 from tests.fakes.nodes.stream import Stream
 
 T = TypeVar("T")
@@ -116,6 +118,10 @@ class SimulatedBackend:
         """Let all such programs end."""
         self._node(node).machine.leave()
 
+    def set_stack(self, node: str, stack: Stack) -> None:
+        """Let a look at ranks of a node find this from now on, instead of what the script says."""
+        self._node(node).set_stack(stack)
+
     async def settled(self) -> None:
         """Wait until no order is on its way.
 
@@ -174,11 +180,19 @@ class SimulatedBackend:
 
         return await self._call(node, "logs", token, offsets, ask)
 
-    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
+    async def stacks(
+        self,
+        node: str,
+        token: Token,
+        rank: int | None = None,
+        frames: bool = True,
+        within: float = STACKS_WITHIN,
+    ) -> Mapping[str, Any] | Refusal:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any] | Refusal:
-            return one.stacks(token, rank)
+            return one.stacks(token, rank, frames)
 
-        return await self._call(node, "stacks", token, rank, ask)
+        found = await self._call(node, "stacks", token, {"rank": rank, "frames": frames}, ask)
+        return found if isinstance(found, Refusal) else parse_stacks(node, rank, found)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None

@@ -27,6 +27,7 @@ from relaunch.backends.base import (
 )
 from relaunch.generation import Token
 from relaunch.job.places import parse_place
+from tests.fakes.nodes import stacks
 from tests.fakes.nodes.clock import Clock, wait_for
 from tests.fakes.nodes.generation import Generation
 from tests.fakes.nodes.machine import Machine, NoAnswer
@@ -40,6 +41,7 @@ from tests.fakes.nodes.script import (
     RepairCommand,
     Script,
     Sick,
+    Stack,
     Stranger,
     When,
 )
@@ -87,6 +89,7 @@ class Node:
         self._ports = itertools.count(20000)
         self._refused: dict[int, int] = {}
         self._fired: set[tuple[int, int]] = set()
+        self._stacks: list[tuple[float, Stack]] = []
         self.host = 0
         """Which machine answers under this name."""
         self._elsewhere: dict[int, dict[tuple[str, str], Job]] = {}
@@ -380,13 +383,37 @@ class Node:
                 return Logs(tuple(chunks), over and not unread)
             await self._log_grows(generation, now, deadline)
 
-    def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refusal:
-        if self.generation(token) is None:
+    def set_stack(self, stack: Stack) -> None:
+        self._stacks.insert(0, (self.clock.time(), stack))
+
+    def stacks(self, token: Token, rank: int | None, frames: bool) -> Mapping[str, Any] | Refusal:
+        generation = self.generation(token)
+        if generation is None:
             return self._refuse("no_such_generation", f"{token} was never prepared here")
-        return {
-            "outcome": "done",
-            "stacks": [{"rank": rank, "pid": None, "unreadable": "a simulated rank is nowhere"}],
-        }
+        ranks = generation.ranks
+        if rank is not None and rank not in ranks:
+            return self._refuse("bad_order", f"rank is {rank}; expected one of {list(ranks)}")
+        now = self.clock.time()
+        rows = [
+            stacks.read_rank(one, now, self._select_stacks(token, one), frames)
+            for one in ranks.values()
+            if rank in (None, one.rank)
+        ]
+        return {"outcome": "done", "stacks": rows}
+
+    def _select_stacks(self, token: Token, rank: Rank) -> list[tuple[float, Stack]]:
+        """Return the stacks of a rank, each with the time from which it counts, newest first."""
+        scripted = [
+            (rank.started + one.after, one)
+            for one in self.script.of(Stack, token.generation, self.name)
+        ]
+        scripted.sort(key=lambda entry: -entry[0])
+        by_hand = [
+            (max(at, rank.started), one)
+            for at, one in self._stacks
+            if one.generation in (None, token.generation)
+        ]
+        return [entry for entry in (*by_hand, *scripted) if entry[1].rank in (None, rank.rank)]
 
     async def _log_grows(self, generation: Generation, now: float, deadline: float) -> None:
         due = deadline

@@ -90,6 +90,30 @@ class Prints(_MatchesRank):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stack(_MatchesRank):
+    """What a look at the rank finds from `after` seconds after its start, until a later one."""
+
+    frames: tuple[tuple[str, str, int], ...] = (
+        ("forward", "model.py", 30),
+        ("<module>", "train.py", 20),
+    )
+    """Of the main thread, the innermost first."""
+    state: str = "R"
+    cpu: float = 1.0
+    """Cores that it keeps busy meanwhile."""
+    written: float = 0.0
+    """Bytes that it writes a second meanwhile."""
+    wchan: str | None = None
+    kernel: tuple[str, ...] = ()
+    unreadable: str | None = None
+    """Why there are no Python frames."""
+    children: tuple[Mapping[str, Any], ...] = ()
+    """Processes below it, as rows of the answer; what they leave out is filled in."""
+    flight: Mapping[str, Any] | None = None
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lingers(_MatchesRank):
     """The rank takes this long to obey SIGTERM.
 
@@ -221,7 +245,7 @@ class RebootHangs(_Matches):
 
 Befalls = Cut | Reboot | Sick | Stranger
 Fails = DiagHangs | ResetFails | RebootFails | RebootHangs
-Happening = Exit | Progress | Prints | Lingers | Refuse | ShimDies | Takes | Befalls | Fails
+Happening = Exit | Progress | Prints | Stack | Lingers | Refuse | ShimDies | Takes | Befalls | Fails
 T = TypeVar("T", bound=Happening)
 
 
