@@ -43,8 +43,8 @@ Requests to a remote service end or time out within one or two.
 STILL_LOOKS = 4
 """Looks in a row in which no rank works, which make a learned limit count."""
 WORK_CPU = 0.02
-"""CPUs that a rank's processes use together, above which it works. A rank that idles in a collective
-uses 0.001; an upload with TLS uses 0.01 for each MB/s."""
+"""CPUs that one of a rank's processes uses, above which it works. A rank that idles in a
+collective uses 0.001; an upload with TLS uses 0.01 for each MB/s."""
 WORK_IO = 32 * 1024
 """Bytes a second that they read and write, above which it works. A monitor that a program starts
 reads some KB/s of /proc."""
@@ -74,7 +74,8 @@ class RankStreak:
     idle: int = 0
     """Nearly no CPU and I/O, the same processes."""
     quiet: int = 0
-    """Idle, with the same stacks of all threads, and not in a sleep."""
+    """Idle, with the same stacks of all threads, not in a sleep, and no thread blocked in the
+    kernel: that one writes or reads, perhaps slowly."""
     still: int = 0
     """No work, as far as CPU, I/O and stacks show."""
 
@@ -133,13 +134,16 @@ def _follow(before: RankStreak | None, look: RankLook, at: float, framed: bool) 
         is_idle
         and bool(look.frames)
         and SLEEP not in look.main.wchan
+        and not is_blocked
         and all(old.threads == new.threads for old, new in pairs)
     )
     return RankStreak(
         look,
         at,
         framed,
-        before.stopped + 1 if has_stopped and (is_idle or look.main.state == "T") else first.stopped,
+        before.stopped + 1
+        if has_stopped and (is_idle or look.main.state == "T")
+        else first.stopped,
         before.blocked + 1 if is_blocked and not cpu and not io else first.blocked,
         before.idle + 1 if is_idle else 1,
         before.quiet + 1 if both and is_quiet else 1,
@@ -190,24 +194,35 @@ def find_hung_ranks(
         rules: Which of `RULES` apply; one that is left out does.
         missing: Who did not enter a collective, by the ranks' own records.
     """
-    if rules.get("stopped", True):
-        found = [one for one in streaks.values() if one.stopped >= STOPPED_LOOKS]
-        if found:
-            looks = STOPPED_LOOKS
-            return _make_finding("stopped", [one.look for one in found], f"in {looks} looks")
-    if rules.get("blocked", True):
-        found = [one for one in streaks.values() if one.blocked >= BLOCKED_LOOKS]
-        if found:
-            kernel = next((one.look.main.wchan for one in found if one.look.main.wchan), "")
-            how = f"blocked in the kernel{f' ({kernel})' if kernel else ''}, nothing changes"
-            return _make_finding("blocked", [one.look for one in found], how)
-    if rules.get("missing_rank", True) and missing is not None:
-        looks = [streaks[rank].look for rank in missing.ranks if rank in streaks]
-        if looks:
-            return _make_finding("missing_rank", looks, missing.reason)
-    if rules.get("odd_one_out", True):
-        return _find_odd_one(streaks, expected)
-    return None
+    found = {
+        "stopped": lambda: _find_stopped(streaks),
+        "blocked": lambda: _find_blocked(streaks),
+        "missing_rank": lambda: _find_missing(streaks, missing),
+        "odd_one_out": lambda: _find_odd_one(streaks, expected),
+    }
+    findings = (found[rule]() for rule in RULES if rules.get(rule, True))
+    return next((one for one in findings if one is not None), None)
+
+
+def _find_stopped(streaks: Mapping[int, RankStreak]) -> HangFinding | None:
+    looks = [one.look for one in streaks.values() if one.stopped >= STOPPED_LOOKS]
+    clause = f"in {STOPPED_LOOKS} looks in a row"
+    return _make_finding("stopped", looks, clause) if looks else None
+
+
+def _find_blocked(streaks: Mapping[int, RankStreak]) -> HangFinding | None:
+    looks = [one.look for one in streaks.values() if one.blocked >= BLOCKED_LOOKS]
+    clause = f"blocked in the kernel in {BLOCKED_LOOKS} looks in a row, and nothing changes"
+    return _make_finding("blocked", looks, clause) if looks else None
+
+
+def _find_missing(
+    streaks: Mapping[int, RankStreak], missing: MissingRanks | None
+) -> HangFinding | None:
+    if missing is None:
+        return None
+    looks = [streaks[rank].look for rank in missing.ranks if rank in streaks]
+    return _make_finding("missing_rank", looks, missing.reason) if looks else None
 
 
 def _find_odd_one(
@@ -231,9 +246,7 @@ def _find_odd_one(
     if any(one.quiet < ODD_LOOKS for one in odd):
         return None
     waiting = [streaks[rank].look for rank in expected if streaks[rank] not in odd]
-    return _make_finding(
-        "odd_one_out", [one.look for one in odd], _describe_wait(waiting, "other")
-    )
+    return _make_finding("odd_one_out", [one.look for one in odd], _describe_wait(waiting, "other"))
 
 
 def _make_finding(rule: Rule, looks: Sequence[RankLook], clause: str) -> HangFinding:

@@ -1,7 +1,7 @@
 """Reads what the processes of ranks do, and groups ranks by where their Python code is.
 
-A node's answer to `stacks` (docs/reference/agent-protocol.md) is read into `RankLook`s. Nothing here
-says whether training hangs: that is the question of `hung_ranks`.
+A node's answer to `stacks` (docs/reference/agent-protocol.md) is read into `RankLook`s. Whether
+training hangs is the question of `hung_ranks`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from relaunch.evidence.waits import PLUMBING, TRANSPARENT, WAITS, WaitRow
@@ -36,21 +37,51 @@ class Frame:
     @property
     def short_file(self) -> str:
         """The path from a library's package on; of the program, only the file's name."""
-        file = LIBRARY_FOLDER.sub("", self.file)
-        return file.rpartition("/")[2] if file.startswith("/") else file
+        return _shorten(self.file)
 
     @property
     def is_library(self) -> bool:
         """Whether it is none of the program's own code."""
-        if LIBRARY_FOLDER.match(self.file) or self.file.startswith("<frozen"):
-            return True
-        if self.file.startswith("/"):
-            return False
-        package = self.file.partition("/")[0].removesuffix(".py")
-        return package in sys.stdlib_module_names or package in TRANSPARENT
+        return _is_library(self.file)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.short_file}:{self.line})"
+
+
+# The ranks of a job, of which there may be thousands, are in the same few files and functions.
+
+
+@lru_cache(4096)
+def _shorten(file: str) -> str:
+    file = LIBRARY_FOLDER.sub("", file)
+    return file.rpartition("/")[2] if file.startswith("/") else file
+
+
+@lru_cache(4096)
+def _is_library(file: str) -> bool:
+    if LIBRARY_FOLDER.match(file) or file.startswith("<frozen"):
+        return True
+    if file.startswith("/"):
+        return False
+    package = file.partition("/")[0].removesuffix(".py")
+    return package in sys.stdlib_module_names or package in TRANSPARENT
+
+
+@lru_cache(4096)
+def _is_transparent(file: str) -> bool:
+    """Return whether a collective may have called a function of this file."""
+    short = _shorten(file)
+    return any(short == one or short.startswith(f"{one}/") for one in TRANSPARENT)
+
+
+@lru_cache(4096)
+def _find_row(file: str, name: str) -> WaitRow | None:
+    short = _shorten(file)
+    for row in WAITS:
+        is_same = short == row.file or file.endswith(f"/{row.file}")
+        if is_same and (not row.functions or name in row.functions):
+            return row
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,26 +219,14 @@ def find_wait(frames: Sequence[Frame]) -> Wait | None:
     None as well if it runs code of another kind below it, such as the handler of a signal.
     """
     for index, frame in enumerate(frames):
-        if (row := _find_row(frame)) is not None and not (row.innermost and index):
+        if (row := _find_row(frame.file, frame.name)) is not None and not (row.innermost and index):
             depth = index + 1
             while depth < len(frames) and frames[depth].is_library:
                 depth += 1
             return Wait(row.name or frame.name, depth)
-        if not any(_is_within(frame.short_file, one) for one in TRANSPARENT):
+        if not _is_transparent(frame.file):
             return None
     return None
-
-
-def _find_row(frame: Frame) -> WaitRow | None:
-    for row in WAITS:
-        same = frame.short_file == row.file or frame.file.endswith(f"/{row.file}")
-        if same and (not row.functions or frame.name in row.functions):
-            return row
-    return None
-
-
-def _is_within(file: str, package: str) -> bool:
-    return file == package or file.startswith(f"{package}/")
 
 
 def make_signature(frames: Sequence[Frame]) -> tuple[tuple[str, str, int], ...]:
@@ -229,7 +248,7 @@ def describe_stack(frames: Sequence[Frame]) -> str:
         inner += 1
     caller = f", called from {frames[inner]}" if 0 < inner < len(frames) else ""
     if (wait := find_wait(frames)) is not None:
-        at = next(one for one in frames if _find_row(one) is not None)
+        at = next(one for one in frames if _find_row(one.file, one.name) is not None)
         where = f"{wait.operation} ({at.short_file}:{at.line})"
     elif inner:
         named = [one for one in frames[:inner] if not _is_plumbing(one)] or [frames[0]]
@@ -240,19 +259,19 @@ def describe_stack(frames: Sequence[Frame]) -> str:
 
 
 def _is_plumbing(frame: Frame) -> bool:
-    return any(
-        frame.short_file == file and frame.name in functions for file, functions in PLUMBING
-    )
+    return any(frame.short_file == file and frame.name in functions for file, functions in PLUMBING)
 
 
 def describe_rank(look: RankLook) -> str:
-    """Return where a rank is, with a verb: `is in __next__ (…), called from train (train.py:88)`."""
+    """Return where a rank is: `is in __next__ (…), called from train (train.py:88)`."""
     if look.unreadable:
         return printable(f"cannot be read: {look.unreadable}", MAX_PLACE)
     stopped = next((one for one in look.processes if one.state == "T"), None)
     if stopped is not None:
         whose = "" if stopped.pid == look.main.pid else f"has process {stopped.pid}, which "
-        at = f" in {describe_stack(stopped.frames)}" if stopped.frames else ""
+        frames = stopped.frames or look.frames
+        at = f" in {describe_stack(frames)}" if frames else ""
+        at = f"; it is{at}" if whose and at else at
         return printable(f"{whose}is stopped (state T){at}", MAX_PLACE)
     if not look.frames:
         kernel = f" at {look.main.wchan}" if look.main.wchan else ""
@@ -278,18 +297,18 @@ class StackGroup:
 
     @property
     def where(self) -> str:
-        """Where they are, with a verb in the singular."""
-        return describe_rank(self.looks[0])
+        """Where they are, with a verb."""
+        where = describe_rank(self.looks[0])
+        if len(self.looks) > 1:
+            for singular, plural in PLURALS.items():
+                if where.startswith(singular):
+                    return plural + where.removeprefix(singular)
+        return where
 
     @property
     def sentence(self) -> str:
         """Who is where: `rank 63 on n8 is in __next__ (…), called from train (train.py:88)`."""
-        where = self.where
-        if len(self.looks) > 1:
-            for singular, plural in PLURALS.items():
-                if where.startswith(singular):
-                    where = plural + where.removeprefix(singular)
-        return f"{self._who} {where}"
+        return f"{self._who} {self.where}"
 
     @property
     def _who(self) -> str:
