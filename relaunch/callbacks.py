@@ -8,12 +8,16 @@ variable nothing is written, so that the script also runs by itself.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 from typing import Any
 
 PROGRESS_FILE = "RELAUNCH_PROGRESS_FILE"
 
+_files: list[Any] = []
+"""What faulthandler writes to: closed, its number might become that of another file."""
 _kept: dict[str, int] = {}
 """What every further report repeats: the newest checkpoint."""
 
@@ -47,6 +51,52 @@ def report(
         os.replace(part, path)
     except OSError:
         pass  # training is worth more than a report of it: the disk may be full
+
+
+def allow_stacks(number: int = signal.SIGRTMAX - 4) -> None:
+    """Let the node read the Python stacks of this process where py-spy may not.
+
+    That is in a container that forbids it, and for processes that this one forks where the kernel
+    lets only ancestors read (Yama's ptrace_scope 1). The node sends the signal only when training
+    seems to hang; Python's faulthandler then writes the stacks of all threads to a file beside the
+    progress file. Processes that are forked later allow it too.
+
+    Args:
+        number: A signal that nothing else in this process uses.
+
+    Raises:
+        ValueError: The signal has a handler already.
+    """
+    path = os.environ.get(PROGRESS_FILE)
+    if not path:
+        return
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        raise ValueError(
+            f"signal {number} has a handler already: expected one that nothing else uses"
+        )
+    _register_stacks(path, number)
+    os.register_at_fork(after_in_child=lambda: _register_stacks(path, number))
+
+
+def _register_stacks(path: str, number: int) -> None:
+    own = f"{path}.stacks.{os.getpid()}"
+    part = f"{own}.part"
+    try:
+        folder, name = os.path.split(f"{path}.stacks.")
+        for other in os.listdir(folder):
+            if other.startswith(name) and not os.path.exists(f"/proc/{other.split('.')[2]}"):
+                os.unlink(f"{folder}/{other}")  # of a worker that has ended
+        with open("/proc/self/stat", "rb") as stat:
+            started = int(stat.read().rpartition(b")")[2].split()[19])
+        file = open(part, "w")  # noqa: SIM115  (it stays open as long as this process lives)
+        file.write(json.dumps({"signal": int(number), "started": started}) + "\n")
+        file.flush()
+        faulthandler.register(number, file, all_threads=True, chain=False)
+        # The node sends the signal only where this file is, so it comes last.
+        os.replace(part, own)
+    except OSError:
+        return  # training is worth more than this: the disk may be full
+    _files.append(file)
 
 
 def make_trainer_callback() -> Any:

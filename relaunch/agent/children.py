@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Union
 
-from relaunch.agent import checkpoints, disk, processes, py_spy, reports, stacks
+from relaunch.agent import checkpoints, disk, processes, reports
 from relaunch.agent.loop import parse
 from relaunch.agent.node import preflight, probe, repairs
 from relaunch.agent.protocol import (
@@ -26,6 +26,20 @@ from relaunch.agent.protocol import (
 from relaunch.agent.ranks import orders, watch
 
 Command = Callable[[Path, Fields, int, int], Union[Json, ProcessHandover, None]]
+
+
+def _read_stacks(state: Path, order: Fields) -> Json:
+    from relaunch.agent import stacks  # most sessions never need it
+
+    return stacks.read_stacks(state, order)
+
+
+def _receive_py_spy(state: Path, order: Fields) -> Json:
+    from relaunch.agent import py_spy
+
+    return py_spy.receive(state, order)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": lambda state, order, reading, writing: orders.prepare(state, order),
     "start": lambda state, order, reading, writing: orders.start(state, order),
@@ -33,8 +47,8 @@ COMMANDS: dict[str, Command] = {
     "watch": watch.watch,
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
-    "stacks": lambda state, order, reading, writing: stacks.read_stacks(state, order),
-    "py-spy": lambda state, order, reading, writing: py_spy.receive(state, order),
+    "stacks": lambda state, order, reading, writing: _read_stacks(state, order),
+    "py-spy": lambda state, order, reading, writing: _receive_py_spy(state, order),
     "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(
         state, order
     ),

@@ -1,8 +1,8 @@
 """Reads the Python stacks of a process: with py-spy, else as the process itself has allowed it.
 
 Nothing is stopped or traced: py-spy only reads the memory of the process (`--nonblocking`). A
-tracer would let a process that was stopped (SIGSTOP) run on, and would wait for ever for a thread
-that is blocked in the kernel.
+tracer would let a process that was stopped (SIGSTOP) run on, and would wait without end for a
+thread that is blocked in the kernel.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ PROGRAM_VARIABLE = "RELAUNCH_PY_SPY"
 """Path of a py-spy that is on the node already, so that none is sent."""
 PY_SPY_TIMEOUT = 10.0
 MIN_TIMEOUT = 0.2
+KILL_DELAY = 1.2
+"""Seconds left for killing one that hangs, and for the answer."""
 TRIES = 3
 """A process that computes changes its memory while that is read, so one try may fail."""
 MAX_OUTPUT_BYTES = 8 * 1024 * 1024
@@ -126,7 +128,9 @@ def _decode(text: str) -> bytes:
     import zlib  # a Python without it can do everything else
 
     try:
-        unpacked = zlib.decompressobj().decompress(base64.b64decode(text), MAX_CHUNK_BYTES)
+        unpacked = zlib.decompressobj().decompress(
+            base64.b64decode(text, validate=True), MAX_CHUNK_BYTES
+        )
     except (ValueError, zlib.error):
         refuse_field("data", text[:20], "bytes that zlib has packed, as base64")
     return unpacked
@@ -184,7 +188,7 @@ def _run(pid: int, program: Path, until: float) -> Union[List[Json], Problem]:
     """Run py-spy, and return the threads, the main thread first, or why it cannot read them."""
     reason = "py-spy had no time left"
     for _ in range(TRIES):
-        left = min(PY_SPY_TIMEOUT, until - time.monotonic())
+        left = min(PY_SPY_TIMEOUT, until - KILL_DELAY - time.monotonic())
         if left < MIN_TIMEOUT:
             return reason
         command = [str(program), "dump", "--nonblocking", "--json", "--pid", str(pid)]
@@ -293,17 +297,20 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 def parse_dump(pid: int, text: str) -> List[Json]:
     """Return the threads of what faulthandler wrote, the main thread first.
 
-    faulthandler does not name the threads by their tid; the main thread is the last.
+    faulthandler does not name the threads by their tid. The kernel gives the signal to the main
+    thread if it can, which is then the current one; else it is the last, being the oldest.
     """
     rows: List[Json] = []
+    main = -1
     for row in text.splitlines():
         thread, frame = _THREAD.match(row), _FRAME.match(row)
         if thread is not None:
+            main = len(rows) if row.startswith("Current") else main
             rows.append({"tid": 0, "name": (thread.group(1) or "")[:MAX_NAME], "frames": []})
         elif frame is not None and rows and len(rows[-1]["frames"]) < MAX_FRAMES:
             file, number, function = frame.groups()
             number_or_none = int(number) if number.isdigit() else None
             rows[-1]["frames"].append(make_frame(function, file, number_or_none))
     if rows:
-        rows.insert(0, {**rows.pop(), "tid": pid, "name": "MainThread"})
+        rows.insert(0, {**rows.pop(main), "tid": pid, "name": "MainThread"})
     return rows[:MAX_THREADS]

@@ -1,8 +1,8 @@
 """The order `stacks`: what the processes of ranks do, and where their Python code is.
 
 Changes nothing: no process is stopped or traced while it is read. Whatever may hang in the kernel
-(files of /proc that need the memory lock of a process, py-spy) is done by readers: processes of
-their own, of which one that hangs delays no other. What the answer means is judged elsewhere.
+(files of /proc that need the memory lock of a process, py-spy) is done by readers: separate
+processes, of which one that hangs delays no other. What the answer means is judged elsewhere.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def read_stacks(state: Path, order: Fields) -> Json:
     until = time.monotonic() + within - ANSWER_DELAY
 
     def work() -> Json:
-        return {"rows": _Looks(generation, rows, frames, program, until).run()}
+        return {"rows": _NodeScan(generation, rows, frames, program, until).run()}
 
-    # In a process of its own, whose readers are not children of this one: it may become a shim, and
+    # In a separate process, whose readers are not children of this one: it may become a shim, and
     # would take a reader that cannot be killed for a rank.
     found = tools.run_bounded(work, within)
     if found is None:
@@ -117,8 +117,8 @@ _Task = Tuple[str, Json, int, int]
 and the rank that has the process."""
 
 
-class _Looks:
-    """Looks at all ranks, then at the Python stacks of each, then at those of their descendants."""
+class _NodeScan:
+    """Reads all ranks of a node: looks at each, then at the Python stacks of each, then at those of their descendants."""
 
     def __init__(
         self,
@@ -346,11 +346,10 @@ def _read_rank(pid: int) -> Optional[int]:
 def shorten(rows: List[Json], limit: int = MAX_ANSWER_BYTES) -> None:
     """Leave out what matters least until the answer is small enough.
 
-    That is the other threads of descendants, then their other frames, then the other threads of
-    ranks, then the outer frames of their main threads.
+    That is the other threads of descendants, then their outer frames, then the other threads of
+    ranks, then the outer frames of their main threads, then the descendants.
     """
-    steps = ((False, 1, 64), (False, 1, 8), (True, 1, 64), (True, 1, 16), (False, 0, 0))
-    for is_own, threads, frames in steps:
+    for is_own, threads, frames in ((False, 1, 64), (False, 1, 8), (True, 1, 64), (True, 1, 16)):
         if len(line({"": rows})) <= limit:
             return
         for row in rows:
@@ -359,3 +358,7 @@ def shorten(rows: List[Json], limit: int = MAX_ANSWER_BYTES) -> None:
                 process["threads"] = process["threads"][:threads]
                 for thread in process["threads"]:
                     thread["frames"] = thread["frames"][:frames]
+    if len(line({"": rows})) > limit:
+        for row in rows:
+            if "processes" in row:
+                row["processes"] = row["processes"][:1]

@@ -109,7 +109,7 @@ class _Answer(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
-class _Closed(BaseModel):
+class _Row(BaseModel):
     """An object that becomes evidence: fields that are not named here are left out."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
@@ -234,7 +234,7 @@ class LogsAnswer(_Answer):
     missing: Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)] = []
 
 
-class FrameRow(_Closed):
+class FrameRow(_Row):
     """One frame of a Python stack: what is a triple in the answer."""
 
     function: Annotated[str, Field(max_length=256), AfterValidator(_replace_controls)]
@@ -255,13 +255,13 @@ def _read_frame(raw: object) -> object:
 Frame = Annotated[FrameRow, BeforeValidator(_read_frame), PlainSerializer(_serialize_frame)]
 
 
-class ThreadRow(_Closed):
-    tid: Pid
+class ThreadRow(_Row):
+    tid: Annotated[int, Field(ge=0, le=2**31)]
     name: ShortLine = ""
     frames: Annotated[list[Frame], Field(max_length=MAX_FRAMES, fail_fast=True)]
 
 
-class ProcessRow(_Closed):
+class ProcessRow(_Row):
     pid: Pid
     parent: Annotated[int, Field(ge=0, le=2**31)]
     rank: Count | None = None
@@ -278,7 +278,7 @@ class ProcessRow(_Closed):
     unreadable: Reason | None = None
 
 
-class StackRow(_Closed):
+class StackRow(_Row):
     rank: Count
     pid: Pid | None = None
     unreadable: Reason | None = None

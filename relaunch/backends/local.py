@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relaunch.backends import local_power
+from relaunch.backends import local_power, py_spy
 from relaunch.backends.base import PROTOCOL
 from relaunch.backends.local_power import processes_of, reboot, signal_all
 from relaunch.backends.pipe import ProcessPipe
@@ -117,6 +117,9 @@ class LocalBackend(SessionBackend):
                 environment[variable] = os.pathsep.join(
                     filter(None, (str(own), environment.get(variable)))
                 )
+        program = py_spy.find_program()
+        if program is not None:  # on this machine, so that it need not be sent to each node
+            environment["RELAUNCH_PY_SPY"] = str(program)
         environment["RELAUNCH_AGENT_STATE"] = str(folder)
         return await ProcessPipe.start(sys.executable, str(self._agent), "session", env=environment)
 

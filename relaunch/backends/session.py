@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from relaunch.backends import answers
+from relaunch.backends import answers, py_spy
 from relaunch.backends.base import (
     PROTOCOL,
     STACKS_WITHIN,
@@ -42,6 +42,9 @@ milliseconds."""
 GPU_READ_TIMEOUT = 14.0
 """Seconds for a `list` with GPUs: the agent gives NVML ten, then kills the process, then looks up
 user names."""
+SEND_TIMEOUT = 30.0
+"""Seconds for py-spy to reach a node: 3 MB, once for each version."""
+MAX_MISSING = 300
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
 """Heartbeats that may be missing before a watch counts as broken."""
@@ -60,6 +63,7 @@ class AgentSession:
         silence_breaks: bool = False,
         server: str = "",
         started_within: Callable[[], float] | None = None,
+        sends_py_spy: bool = True,
     ) -> None:
         """Create a session without opening it.
 
@@ -72,6 +76,7 @@ class AgentSession:
             server: The id of the Temporal server that gives the orders, as tokens name it.
             started_within: Returns the seconds that a started agent has for its first line; None:
                 twice `answer_within`.
+            sends_py_spy: Whether the agent accepts py-spy; else it uses one on its PATH.
         """
         self._node = node
         self._server = server
@@ -80,6 +85,10 @@ class AgentSession:
         self._started_within = started_within or (lambda: 2 * answer_within)
         self._silence_breaks = silence_breaks
         self._opening = asyncio.Lock()
+        self._sends_py_spy = sends_py_spy
+        self._sending = asyncio.Lock()
+        self._sent_over: Link | None = None
+        """The connection over which the node has said that py-spy is there."""
         self._link: Link | None = None
 
     async def prepare(self, order: PrepareOrder) -> Preparation | Refusal:
@@ -209,11 +218,46 @@ class AgentSession:
         frames: bool = True,
         within: float = STACKS_WITHIN,
     ) -> Mapping[str, Any] | Refusal:
-        order = {"token": self._token(token), "rank": rank, "frames": frames, "within": within}
+        order: dict[str, Any] = {
+            "token": self._token(token),
+            "rank": rank,
+            "frames": frames,
+            "within": within,
+        }
+        if frames and self._sends_py_spy:
+            order["py_spy"] = await self._send_py_spy()
         answer = await self._call("stacks", order, within + self._within)
         if answer["outcome"] == "refused":
             return self._read_refusal("stacks", answer)
         return answers.parse_stacks(self._node, rank, answer)
+
+    async def _send_py_spy(self) -> Mapping[str, str]:
+        """Send py-spy to the node unless it is there, and return what `stacks` says of it."""
+        try:
+            program = await asyncio.to_thread(py_spy.read_program)
+        except py_spy.NoProgramError as error:
+            return {"missing": str(error)}
+        async with self._sending:
+            if self._link is not None and self._link is self._sent_over:
+                return {"sha256": program.sha256}
+            order = {
+                "sha256": program.sha256,
+                "size": len(program.data),
+                "machine": program.machine,
+            }
+            until = asyncio.get_running_loop().time() + SEND_TIMEOUT
+            answer = await self._call("py-spy", order, self._within)
+            parts = program.pack()
+            while answer["outcome"] == "done" and answer.get("complete") is not True:
+                part = await asyncio.to_thread(next, parts, None)
+                if part is None or asyncio.get_running_loop().time() > until:
+                    return {"missing": f"it was not received within {SEND_TIMEOUT:g} s"}
+                order_of_part = {**order, "offset": part[0], "data": part[1]}
+                answer = await self._call("py-spy", order_of_part, SEND_TIMEOUT)
+            if answer["outcome"] == "refused":
+                return {"missing": self._read_refusal("py-spy", answer).reason[:MAX_MISSING]}
+            self._sent_over = self._link
+            return {"sha256": program.sha256}
 
     async def checkpoints(self, directory: str, workdir: str | None) -> Mapping[str, Any] | Refusal:
         answer = await self._call(

@@ -471,8 +471,7 @@ def stacks(
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show where the ranks of a job are executing now. Python stacks if py-spy is on the node, else
-    kernel stacks."""
+    """Show where the ranks of a job are executing now: the Python stacks of their processes."""
 
     async def work(client: Client, settings: Settings) -> tuple[Stack, ...]:
         from relaunch.cli import stacks as reading

@@ -11,15 +11,16 @@ from typing import Any
 from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
 
+from relaunch.backends.base import STACKS_WITHIN
 from relaunch.cli import jobs
 from relaunch.config import ConfigError
 from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
 
 START_TIMEOUT = 10.0
 """Seconds for a worker to start the activity."""
-EACH = 30.0
-"""Seconds per rank: py-spy has 20 of them. The ranks of one node are examined one after the other.
-"""
+READ_TIMEOUT = STACKS_WITHIN + 40.0
+"""Seconds for all nodes, which are asked in parallel: they may have to be reached and be sent
+py-spy first."""
 
 
 async def read(client: Client, task_queue: str, job: str, rank: int | None) -> tuple[Stack, ...]:
@@ -45,7 +46,7 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
         raise ConfigError(
             f"job {job} has no rank {rank}: expected 0 to {each * len(state.slots) - 1}"
         )
-    within = timedelta(seconds=EACH * min(each, len(ranks)))
+    within = timedelta(seconds=READ_TIMEOUT)
     try:
         answer: ReadStacksOutput = await client.execute_activity(
             "read_stacks",

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from real_node import Node, expect_done, is_alive, refusal, token, wait_for
 
+from relaunch.backends.py_spy import find_program
+
 USER = 65534
 """The agent's. It owns nothing."""
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -153,3 +155,33 @@ def test_a_root_process_that_ends_in_time_only_delays_a_stop(ordinary: OrdinaryN
     end(stray)
     answer = stopping.read_rest()[-1]
     assert (answer["outcome"], answer["stopped"]) == ("done", [[1, 1]])
+
+
+def test_an_ordinary_user_reads_its_own_ranks_only(
+    ordinary: OrdinaryNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find_program()
+    if found is None:
+        pytest.skip("py-spy is not installed")
+    program = ordinary.agent.parent / "py-spy"
+    shutil.copy(found, program)
+    program.chmod(0o755)
+    monkeypatch.setenv("RELAUNCH_PY_SPY", str(program))
+    code = "import time; print(flush=True); time.sleep(1000)"
+    own = f"{SYSTEM_PYTHON} -c '{code}'"
+    ordinary.run(1, ["sh", "-c", f"{own} & {ordinary.sudo} {own} & wait"], ranks=1)
+    try:
+        wait_for(lambda: ordinary.log().count("\n") == 2)
+        (row,) = expect_done(ordinary.order("stacks", token=token(1), rank=None))["stacks"]
+        shell, *below = row["processes"]
+        assert shell["unreadable"] == "it is not a Python program"
+        below.sort(key=lambda process: process["source"] is None)
+        mine, other = below
+        assert [frame[0] for frame in mine["threads"][0]["frames"]] == ["<module>"]
+        assert mine["written_bytes"] is not None
+        assert (other["source"], other["written_bytes"], other["rank"]) == (None, None, None)
+        assert other["unreadable"].startswith("py-spy: ")
+        assert (other["state"], other["command"]) == ("S", mine["command"])
+    finally:
+        for process in below:
+            end(process["pid"])

@@ -21,6 +21,7 @@ from relaunch.backends.answers import (
     has_too_many_values,
     parse,
     parse_list,
+    parse_stacks,
     parse_watch_line,
 )
 from relaunch.backends.base import ProtocolError, Unreachable
@@ -288,3 +289,76 @@ def test_an_answer_that_becomes_a_payload_is_no_longer_than_one() -> None:
 def test_values_are_counted_outside_of_texts() -> None:
     assert not has_too_many_values(json.dumps({"data": '",[{' * MAX_VALUES}).encode())
     assert has_too_many_values(b'{"id": 1, "line": [' + b"{}," * MAX_VALUES + b"1]}")
+
+
+THREAD = {"tid": 7, "name": "MainThread", "frames": [["step", "train.py", 3]]}
+PROCESS = {
+    "pid": 7,
+    "parent": 1,
+    "rank": 0,
+    "command": "python train.py",
+    "state": "S",
+    "cpu_s": 1.5,
+    "threads": [THREAD],
+    "source": "py-spy",
+    "unreadable": None,
+}
+STACKS = {"rank": 0, "pid": 7, "processes": [PROCESS], "flight": None}
+
+
+def test_stacks_that_fit_keep_what_is_named_and_nothing_else() -> None:
+    lied = {**PROCESS, "command": "a\x1b[2Jb", "payload": ["x"] * 9, "kernel": ["nv_ioctl"]}
+    (row,) = parse_stacks("n2", 0, {"stacks": [{**STACKS, "processes": [lied], "evil": 1}]})[
+        "stacks"
+    ]
+    assert (row["pid"], row["unreadable"], "evil" in row) == (7, None, False)
+    (process,) = row["processes"]
+    assert process["command"] == "a [2Jb", "no escape sequence reaches a terminal"
+    assert process["threads"] == [THREAD]
+    assert (process["kernel"], process["blocked"], "payload" in process) == (["nv_ioctl"], 0, False)
+    (old,) = parse_stacks("n2", 0, {"stacks": [{"rank": 0, "pid": 7, "threads": [{}]}]})["stacks"]
+    assert "too old" in old["unreadable"]
+
+
+def _row(**more: Any) -> dict[str, Any]:
+    return {**STACKS, "processes": [{**PROCESS, **more}]}
+
+
+def _threads(**more: Any) -> dict[str, Any]:
+    return _row(threads=[{**THREAD, **more}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (None, "stacks is None"),
+        ([STACKS, STACKS], "ranks [0, 0], expected rank 0 alone"),
+        ([{**STACKS, "rank": 1}], "ranks [1], expected rank 0 alone"),
+        ([], "ranks [], expected rank 0 alone"),
+        ([{**STACKS, "rank": -1}], "stacks.0.rank is -1"),
+        ([{**STACKS, "pid": "7"}], "stacks.0.pid is '7'"),
+        ([{**STACKS, "processes": [PROCESS] * 33}], "stacks.0.processes"),
+        ([{**STACKS, "flight": "x"}], "stacks.0.flight is 'x'"),
+        ([_row(state="running")], "state is 'running'"),
+        ([_row(cpu_s=-1.0)], "cpu_s is -1.0"),
+        ([_row(cpu_s=float("nan"))], "expected finite numbers"),
+        ([_row(command="x" * 300)], "command"),
+        ([_row(rank=True)], "rank is True"),
+        ([_row(written_bytes=2**65)], "of 66 bits"),
+        ([_row(source="gdb")], "source is 'gdb'"),
+        ([_row(kernel=["x"] * 17)], "kernel"),
+        ([_row(threads=[THREAD] * 17)], "threads"),
+        ([_threads(tid=-1)], "tid is -1"),
+        ([_threads(frames=[["step", "train.py", 3]] * 65)], "frames"),
+        ([_threads(frames=[["step", "train.py"]])], "[function, file, line]"),
+        ([_threads(frames=[["step", "train.py", "3"]])], "frames.0.line is '3'"),
+        ([_threads(frames=[[7, "train.py", 3]])], "frames.0.function is 7"),
+        ([_threads(frames=[["s" * 300, "train.py", 3]])], "frames.0.function"),
+        ([_threads(frames=["step"])], "[function, file, line]"),
+    ],
+)
+def test_stacks_that_do_not_fit_are_the_fault_of_their_node(rows: object, named: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        parse_stacks("n2", 0, {"outcome": "done", "stacks": rows})
+    assert named in refused.value.reason
+    assert len(refused.value.reason) < 400
