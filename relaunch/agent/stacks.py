@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import Deque, List, Optional, Tuple, Union
 
-from relaunch.agent import processes, py_spy, reports, tools
+from relaunch.agent import flight_records, processes, py_spy, reports, tools
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import Fields, Json, line, refuse_field
 from relaunch.agent.state import Generation
@@ -101,7 +101,12 @@ class _Reader:
 
     def begin(self, task: _Task) -> None:
         self.task, self.since = task, time.monotonic()
-        os.write(self.to_child, line({"kind": task[0], "pid": task[2], "rank": task[3]}))
+        os.write(
+            self.to_child,
+            line(
+                {"kind": task[0], "pid": task[2], "rank": task[3], "request": task[1].get("flight")}
+            ),
+        )
 
     def is_busy(self, now: float) -> bool:
         return self.task is not None and now < self.since + STALL_TIMEOUT
@@ -113,12 +118,13 @@ class _Reader:
 
 
 _Task = Tuple[str, Json, int, int]
-"""What is read ("look" or "frames"), the row that it is for (of a rank, or of a process), the pid,
-and the rank that has the process."""
+"""What is read, the row that it is for (of a rank, or of a process), the pid, and the rank that has
+the process. Read are "look", "ask" (which also asks the rank for its flight record), "frames" and
+"flight"."""
 
 
 class _NodeScan:
-    """Reads all ranks of a node: looks at each, then at the Python stacks of each, then at those of their descendants."""
+    """Looks at all ranks, then at the Python stacks of each, then at those of their descendants."""
 
     def __init__(
         self,
@@ -136,7 +142,9 @@ class _NodeScan:
         self.slots = max(2, len(os.sched_getaffinity(0)))
         self.readers: List[_Reader] = []
         self.tasks: Deque[_Task] = deque(
-            ("look", row, row["pid"], row["rank"]) for row in rows if "unreadable" not in row
+            ("ask" if frames else "look", row, row["pid"], row["rank"])
+            for row in rows
+            if "unreadable" not in row
         )
 
     def run(self) -> List[Json]:
@@ -152,6 +160,10 @@ class _NodeScan:
             found.sort(key=lambda entry: entry[1] > 0)
             self.tasks.extend(
                 ("frames", process, process["pid"], row["rank"]) for row, _, process in found
+            )
+            # Last, so that dumps were written meanwhile.
+            self.tasks.extend(
+                ("flight", row, row["pid"], row["rank"]) for row in self.rows if row.get("flight")
             )
             self._carry_out()
         for reader in self.readers:
@@ -214,6 +226,9 @@ class _NodeScan:
 
 def _give_up(task: _Task, reason: str) -> None:
     kind, row, pid, _ = task
+    if kind == "flight":
+        row["flight"] = {"unreadable": reason}
+        return
     if kind == "frames":
         row["unreadable"] = reason
         return
@@ -233,8 +248,19 @@ def _serve(
         buffer += data
         while (text := take_line(buffer)) is not None:
             task = parse(text) or {}
-            if task["kind"] == "look":
+            if task["kind"] in ("look", "ask"):
                 answer = _look_at_rank(task["pid"])
+                if task["kind"] == "ask" and "processes" in answer:
+                    answer["flight"] = flight_records.request_dumps(
+                        generation, task["rank"], task["pid"]
+                    )._asdict()
+            elif task["kind"] == "flight":
+                request = flight_records.Request(**task["request"])
+                answer = {
+                    "flight": flight_records.read_flight(
+                        generation, task["rank"], task["pid"], request
+                    )
+                }
             else:
                 path = generation.stacks_path(task["rank"], task["pid"])
                 answer = py_spy.read_threads(task["pid"], program, until, path)
@@ -360,5 +386,7 @@ def shorten(rows: List[Json], limit: int = MAX_ANSWER_BYTES) -> None:
                     thread["frames"] = thread["frames"][:frames]
     if len(line({"": rows})) > limit:
         for row in rows:
+            for group in (row.get("flight") or {}).get("last", []):
+                group["recent"] = group["recent"][-2:]
             if "processes" in row:
                 row["processes"] = row["processes"][:1]

@@ -143,6 +143,7 @@ class Generation:
             self.path / "errors",
             self.path / "progress",
             self.path / "launched",
+            self.flight_folder,
         ):
             folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -160,6 +161,11 @@ class Generation:
 
     def progress_path(self, rank: int) -> Path:
         return self.path / "progress" / f"rank_{rank}"
+
+    @property
+    def flight_folder(self) -> Path:
+        """Where torch dumps the flight records of ranks, and where they are asked for them."""
+        return self.path / "flight"
 
     def stacks_path(self, rank: int, pid: int) -> Path:
         """Return where a process of a rank writes its stacks (relaunch.callbacks.allow_stacks)."""

@@ -165,8 +165,9 @@ def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: 
     wait_for(lambda: not is_alive(pid))
     environment, umask, limits = json.loads((tmp_path / "found").read_text())
     assert limits == [300, 4096]
-    ours = {name for name in environment if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))}
-    assert (ours - {"LC_CTYPE"}, umask) == ({"A", "PYTHONUNBUFFERED"}, 0o026)  # LC_CTYPE: Python
+    ours = {name for name in environment if not name.startswith(("RELAUNCH_", "TORCH"))}
+    # LC_CTYPE: Python
+    assert (ours - {"LC_CTYPE"}, umask) == ({"A", "PYTHONPATH", "PYTHONUNBUFFERED"}, 0o026)
 
 
 @pytest.mark.parametrize(

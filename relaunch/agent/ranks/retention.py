@@ -38,7 +38,7 @@ REMOVAL_TIMEOUT = 1.0
 class GenerationLogs(NamedTuple):
     since: float
     size: int
-    """Bytes that its logs take on the disk."""
+    """Bytes that its logs and flight records take on the disk."""
     generation: Generation
     job: Path
     newest: bool
@@ -130,7 +130,7 @@ def _list_generations(state: Path) -> List[GenerationLogs]:
             logs.append(
                 GenerationLogs(
                     since,
-                    _measure_logs(generation.path / "logs"),
+                    _measure(generation.path / "logs") + _measure(generation.flight_folder),
                     generation,
                     folder,
                     generation is generations[-1],
@@ -139,9 +139,9 @@ def _list_generations(state: Path) -> List[GenerationLogs]:
     return logs
 
 
-def _measure_logs(logs: Path) -> int:
+def _measure(folder: Path) -> int:
     try:
-        with os.scandir(logs) as files:
+        with os.scandir(folder) as files:
             return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)
     except FileNotFoundError:
         return 0

@@ -17,7 +17,7 @@ from typing import Dict, NoReturn
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json, Refusal, Token
-from relaunch.agent.ranks import launched
+from relaunch.agent.ranks import flight, launched
 from relaunch.agent.state import Generation
 
 EXEC_TIMEOUT = 30.0
@@ -45,11 +45,15 @@ def make_rank_environment(
         for name, value in base.items()
         if order["inherit_env"] and not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
     }
-    return {
+    given = {
         **DEFAULTS,
         **inherited,
         **order["env"],
         **launched.leave_tracker(order["rank_env"][index], inherited),
+    }
+    return {
+        **given,
+        **flight.make_environment(generation, given),
         "TORCHELASTIC_ERROR_FILE": str(generation.error_path(rank)),
         "RELAUNCH_PROGRESS_FILE": str(generation.progress_path(rank)),
         "RELAUNCH_TOKEN": token.text,
@@ -146,6 +150,7 @@ def launch(
         else [*order["command"], *launched.wrap_command(own["command"], own["env"])]
     )
     reports: dict[int, int] = {}
+    flight.write_dumper(generation)
     try:
         for index, rank in enumerate(ranks):
             environment = make_rank_environment(base, order, generation, token, index, rank)
