@@ -19,6 +19,7 @@ from datetime import datetime
 
 from relaunch.activities.reports import WatchRanksInput
 from relaunch.backends.base import Backend, BackendError, Refusal
+from relaunch.evidence.flight import FlightKind, compare_flights, parse_flight
 from relaunch.evidence.hung_ranks import (
     MissingRanks,
     RankStreak,
@@ -109,11 +110,12 @@ class HangLooks:
             positions: How far ranks have come, of those that report it.
             now: The watcher's time.
         """
-        limits, missing = self.input.hang, self._find_missing()
+        limits = self.input.hang
         if self.input.judges and limits.after != "off" and self.is_new:
             self.is_new = False
             rules = limits.rules.model_dump()
-            finding = find_hung_ranks(self.streaks, (*expected, *silent), rules, missing)
+            ranks = (*expected, *silent)
+            finding = find_hung_ranks(self.streaks, ranks, rules, self._find_missing())
             if finding is not None:
                 reason = f"{finding.reason}; {describe_standstill(pace, now)}"
                 return HangVerdict(finding.rule, reason, finding.suspects, self._list_groups())
@@ -129,7 +131,7 @@ class HangLooks:
             return None
         elif any(not one.look.frames for one in self.streaks.values()):
             note = "CPU and I/O show that no rank works, not all stacks could be read"
-        suspects, who = name_suspects(self.streaks, missing, positions)
+        suspects, who = name_suspects(self.streaks, self._find_missing(), positions)
         reason = "; ".join(part for part in (who, overdue.reason, note) if part)
         return HangVerdict(rule, reason, suspects, self._list_groups())
 
@@ -152,7 +154,17 @@ class HangLooks:
         return f"rank {working[0]} still works" if working else UNPROVEN
 
     def _find_missing(self) -> MissingRanks | None:
-        return None
+        """Return who did not enter a collective, by torch's own records of the newest looks."""
+        flights = {
+            rank: parse_flight(one.look.flight)
+            for rank, one in self.streaks.items()
+            if one.look.flight is not None
+        }
+        found = compare_flights(flights) if flights else None
+        if found is None or not found.suspects:
+            return None
+        is_certain = found.kind is not FlightKind.MISSING and not found.unrecorded
+        return MissingRanks(found.suspects, found.reason, is_certain)
 
 
 async def read_looks(

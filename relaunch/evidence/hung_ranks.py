@@ -12,6 +12,7 @@ minutes, and one that sleeps by a timer is never judged by its stillness alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,9 @@ class MissingRanks:
     ranks: tuple[int, ...]
     reason: str
     """A clause: `rank 3 has not entered all_reduce #288686`."""
+    is_certain: bool = False
+    """Whether the record alone shows a deadlock: the ranks' collectives differ. A rank that is only
+    missing may be about to come, from an evaluation that it does alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ def _works(before: ProcessLook, now: ProcessLook, seconds: float) -> bool:
     burns = now.cpu_s - before.cpu_s > WORK_CPU * seconds
     if not now.frames or not before.frames:
         return burns
-    if make_signature(now.frames) != make_signature(before.frames):
+    if now.frames != before.frames and make_signature(now.frames) != make_signature(before.frames):
         return True
     return burns and find_wait(now.frames) is None and now.threads != before.threads
 
@@ -221,8 +225,14 @@ def _find_missing(
 ) -> HangFinding | None:
     if missing is None:
         return None
-    looks = [streaks[rank].look for rank in missing.ranks if rank in streaks]
-    return _make_finding("missing_rank", looks, missing.reason) if looks else None
+    found = [streaks[rank] for rank in missing.ranks if rank in streaks]
+    if missing.is_certain:
+        is_hang = all(one.still >= STILL_LOOKS for one in found)
+    else:
+        is_hang = all(one.quiet >= ODD_LOOKS for one in found)
+    if not found or not is_hang:
+        return None
+    return _make_finding("missing_rank", [one.look for one in found], missing.reason)
 
 
 def _find_odd_one(
@@ -316,16 +326,13 @@ def _describe_wait(waiting: Sequence[RankLook], noun: str) -> str:
     counts = _count_operations(waiting)
     if not counts:
         return ""
-    operation, count = max(counts.items(), key=lambda each: each[1])
+    operation, count = counts.most_common(1)[0]
     return f"{count_noun(count, noun)} {'wait' if count > 1 else 'waits'} in {operation}"
 
 
-def _count_operations(waiting: Iterable[RankLook]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for one in waiting:
-        if (wait := find_wait(one.frames)) is not None:
-            counts[wait.operation] = counts.get(wait.operation, 0) + 1
-    return counts
+def _count_operations(waiting: Iterable[RankLook]) -> Counter[str]:
+    waits = (find_wait(one.frames) for one in waiting)
+    return Counter(wait.operation for wait in waits if wait is not None)
 
 
 def _find_other_operation(waiting: Sequence[RankLook], total: int) -> list[RankLook]:

@@ -155,7 +155,7 @@ class HungRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class StackWait:
     """A thread waits for other ranks or for its GPU."""
 
     operation: str
@@ -213,7 +213,7 @@ def split_launcher(look: RankLook) -> tuple[RankLook, ...]:
     )
 
 
-def find_wait(frames: Sequence[Frame]) -> Wait | None:
+def find_wait(frames: Sequence[Frame]) -> StackWait | None:
     """Return the operation in which a stack waits, or None.
 
     None as well if it runs code of another kind below it, such as the handler of a signal.
@@ -223,7 +223,7 @@ def find_wait(frames: Sequence[Frame]) -> Wait | None:
             depth = index + 1
             while depth < len(frames) and frames[depth].is_library:
                 depth += 1
-            return Wait(row.name or frame.name, depth)
+            return StackWait(row.name or frame.name, depth)
         if not _is_transparent(frame.file):
             return None
     return None
@@ -289,7 +289,7 @@ class StackGroup:
     """By rank."""
     frames: tuple[Frame, ...] = ()
     """Of the first one."""
-    wait: Wait | None = None
+    wait: StackWait | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -183,6 +183,11 @@ def test_groups_are_listed_with_the_widest_first(page: SnapshotAssertion) -> Non
     assert sections(shown) == page
 
 
+def test_ranks_that_cannot_be_read_are_one_group() -> None:
+    gone = [RankLook(number, "n1", unreadable="the rank does not run") for number in range(2)]
+    assert list_groups(gone) == ("ranks 0-1 on n1 (2): cannot be read: the rank does not run",)
+
+
 def test_many_groups_are_counted() -> None:
     looks = [rank(number, (replace(TRAIN, line=number),)) for number in range(MAX_GROUPS + 3)]
     lines = list_groups(looks)
@@ -357,13 +362,29 @@ def test_a_rank_blocked_for_minutes_is_a_hang(known: dict[str, Any]) -> None:
 
 def test_a_record_that_shows_who_is_missing_decides() -> None:
     missing = MissingRanks((3,), "rank 3 has not entered all_reduce #288686")
-    scene = idle(rank(3, EVALUATION, cpu_s=1.0))
-    found = find(scene, 1, missing=missing)
+    scene = idle(rank(3, EVALUATION))
+    rules = {"odd_one_out": False}
+    assert find(scene, ODD_LOOKS - 1, missing=missing, rules=rules) is None
+    found = find(scene, ODD_LOOKS, missing=missing, rules=rules)
     assert found is not None and found.rule == "missing_rank"
     assert "#288686" in found.reason
-    assert find(scene, 1, missing=replace(missing, ranks=(9,))) is None
-    assert find(scene, 1, missing=missing, rules={"missing_rank": False}) is None
+    assert find(scene, ODD_LOOKS, missing=replace(missing, ranks=(9,)), rules=rules) is None
+    assert find(scene, ODD_LOOKS, missing=missing, rules={**rules, "missing_rank": False}) is None
     assert set(RULES) == set(HangLimits().rules.model_dump())
+
+
+def test_collectives_that_differ_decide_after_a_standstill() -> None:
+    missing = MissingRanks((3,), "rank 3 has entered barrier #7", is_certain=True)
+    scene = idle(rank(3, collective("barrier"), cpu_s=1.0))
+    assert find(scene, STILL_LOOKS - 1, missing=missing) is None
+    found = find(scene, STILL_LOOKS, missing=missing)
+    assert found is not None and found.rule == "missing_rank"
+
+
+@pytest.mark.parametrize("busy", ["its stack changes", "it reads", "it sleeps", "a child writes"])
+def test_a_missing_rank_that_may_work_is_not_accused(busy: str) -> None:
+    missing = MissingRanks((3,), "rank 3 has not entered barrier #7")
+    assert find(lambda i: waiting(BUSY[busy](i)), 2 * ODD_LOOKS, missing=missing) is None
 
 
 # --- whether any rank works, once the limit has passed
@@ -429,37 +450,39 @@ def test_stacks_are_read_once_a_rank_does_nothing() -> None:
 # --- who is named once the limit has passed
 
 
-def named(*looks: RankLook, **known: Any) -> list[int]:
+def list_named(*looks: RankLook, **known: Any) -> list[int]:
     return [one.rank for one in name_suspects(watch(lambda _: looks, 1), **known)[0]]
 
 
 def test_ranks_in_another_collective_than_most_are_named() -> None:
     other = rank(3, collective("all_gather"))
-    assert named(*waiting(other)) == [3]
-    assert named(*waiting(rank(2, collective("barrier")), other)) == []
+    assert list_named(*waiting(other)) == [3]
+    assert list_named(*waiting(rank(2, collective("barrier")), other)) == []
 
 
 def test_ranks_that_called_the_collective_elsewhere_are_named() -> None:
-    assert named(*waiting(rank(3, (*ALL_REDUCE[:-1], replace(TRAIN, line=3))))) == [3]
+    assert list_named(*waiting(rank(3, (*ALL_REDUCE[:-1], replace(TRAIN, line=3))))) == [3]
 
 
 def test_where_no_wait_is_known_three_quarters_name_the_rest() -> None:
     item = [rank(number, (TRAIN,)) for number in range(4)]
-    assert named(*item[:3], rank(3, LOADER)) == [3]
-    assert named(*item[:2], rank(2, LOADER)) == []
-    assert named(*item) == []
+    assert list_named(*item[:3], rank(3, LOADER)) == [3]
+    assert list_named(*item[:2], rank(2, LOADER)) == []
+    assert list_named(*item) == []
 
 
-def test_a_tie_names_nobody_without_another_fact() -> None:
+def test_a_tie_names_none_without_another_fact() -> None:
     tie = (rank(0, ALL_REDUCE), rank(1, LOADER))
-    assert named(*tie) == []
-    assert named(*tie, missing=MissingRanks((1,), "rank 1 is missing")) == [1]
-    assert named(rank(0, ALL_REDUCE), rank(1, LOADER), rank(2, ALL_REDUCE), rank(3, LOADER)) == []
+    assert list_named(*tie) == []
+    assert list_named(*tie, missing=MissingRanks((1,), "rank 1 is missing")) == [1]
+    assert (
+        list_named(rank(0, ALL_REDUCE), rank(1, LOADER), rank(2, ALL_REDUCE), rank(3, LOADER)) == []
+    )
     all_waiting = [rank(number, ALL_REDUCE) for number in range(4)]
-    assert named(*all_waiting) == []
-    assert named(*all_waiting, positions={0: 9, 1: 9, 2: 8, 3: 9}) == [2]
-    assert named(*all_waiting, positions={0: 9, 1: 9, 2: 8, 3: 8}) == []
-    assert named(*all_waiting, positions={0: 9}) == []
+    assert list_named(*all_waiting) == []
+    assert list_named(*all_waiting, positions={0: 9, 1: 9, 2: 8, 3: 9}) == [2]
+    assert list_named(*all_waiting, positions={0: 9, 1: 9, 2: 8, 3: 8}) == []
+    assert list_named(*all_waiting, positions={0: 9}) == []
     assert name_suspects({}) == ((), "")
     _, reason = name_suspects(watch(lambda _: all_waiting, 1))
     assert reason == "4 ranks wait in all_reduce"
@@ -474,7 +497,7 @@ def test_a_rank_that_is_often_blocked_is_named() -> None:
 
 def test_missing_ranks_that_were_not_seen_change_nothing() -> None:
     missing = MissingRanks((9,), "rank 9 is missing")
-    assert named(*waiting(rank(3, LOADER)), missing=missing) == [3]
+    assert list_named(*waiting(rank(3, LOADER)), missing=missing) == [3]
 
 
 # --- healthy runs
