@@ -124,7 +124,7 @@ the process. Read are "look", "ask" (which also asks the rank for its flight rec
 
 
 class _NodeScan:
-    """Looks at all ranks, then at the Python stacks of each, then at those of their descendants."""
+    """Looks at all ranks, then reads the Python stacks of each, then those of their descendants."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class AgentSession:
         silence_breaks: bool = False,
         server: str = "",
         started_within: Callable[[], float] | None = None,
-        sends_py_spy: bool = True,
+        sends_py_spy: bool = False,
     ) -> None:
         """Create a session without opening it.
 
@@ -76,7 +76,7 @@ class AgentSession:
             server: The id of the Temporal server that gives the orders, as tokens name it.
             started_within: Returns the seconds that a started agent has for its first line; None:
                 twice `answer_within`.
-            sends_py_spy: Whether the agent accepts py-spy; else it uses one on its PATH.
+            sends_py_spy: Whether py-spy is sent; an agent in a container does not accept it.
         """
         self._node = node
         self._server = server

@@ -148,7 +148,13 @@ class SessionBackend(ABC):
             connect = partial(self._connect, name)
             started = partial(self._start_timeout, name)
             session = AgentSession(
-                name, connect, self._answer_within, self.silence_breaks, self.server, started
+                name,
+                connect,
+                self._answer_within,
+                self.silence_breaks,
+                self.server,
+                started,
+                sends_py_spy=True,
             )
             self._sessions[name] = session
         return self._sessions[name]

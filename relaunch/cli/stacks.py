@@ -10,16 +10,15 @@ from typing import Any
 from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
 
-from relaunch.backends.base import STACKS_WITHIN
 from relaunch.cli import jobs
 from relaunch.config import ConfigError
 from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
 
 START_TIMEOUT = 10.0
 """Seconds for a worker to start the activity."""
-READ_TIMEOUT = STACKS_WITHIN + 40.0
-"""Seconds for all nodes, which are asked in parallel: they may have to be reached and be sent
-py-spy first."""
+READ_TIMEOUT = 60.0
+"""Seconds for all nodes, which are asked in parallel. Each has 20 to read its ranks, and may have
+to be reached and be sent py-spy first."""
 
 
 async def read(client: Client, task_queue: str, job: str, rank: int | None) -> ReadStacksOutput:

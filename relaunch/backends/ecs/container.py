@@ -143,10 +143,7 @@ class Agents:
             async def connect() -> wire.WirePipe:
                 return await self._connect(node, await self._address(node), port)
 
-            self._sessions[name] = (
-                AgentSession(node, connect, silence_breaks=True, sends_py_spy=False),
-                0,
-            )
+            self._sessions[name] = AgentSession(node, connect, silence_breaks=True), 0
         session, users = self._sessions[name]
         self._sessions[name] = session, users + 1
         try:
