@@ -49,6 +49,9 @@ collective uses 0.001; an upload with TLS uses 0.01 for each MB/s."""
 WORK_IO = 32 * 1024
 """Bytes a second that they read and write, above which it works. A monitor that a program starts
 reads some KB/s of /proc."""
+TICKS_S = 0.03
+"""Seconds of CPU that are nothing in the shortest time: the kernel counts a process's in ticks of
+0.01."""
 IDLE_CPU, IDLE_IO = 0.01, 4 * 1024
 """At most so much is nothing, where a rank is accused before the limit."""
 SLEEP = "nanosleep"
@@ -130,7 +133,7 @@ def _follow(before: RankStreak | None, look: RankLook, at: float, framed: bool) 
         return first  # a child that began or ended is work
     cpu = sum(max(0.0, one.cpu_s - theirs[pid].cpu_s) for pid, one in mine.items())
     io = sum(max(0, one.io_bytes - theirs[pid].io_bytes) for pid, one in mine.items())
-    is_idle = cpu <= IDLE_CPU * seconds and io <= IDLE_IO * seconds
+    is_idle = cpu <= IDLE_CPU * seconds + TICKS_S and io <= IDLE_IO * seconds
     both = framed and before.framed
     pairs = [(theirs[pid], one) for pid, one in mine.items()]
     is_still = io <= WORK_IO * seconds and not any(_works(*pair, seconds) for pair in pairs)
@@ -161,7 +164,7 @@ def _by_pid(look: RankLook) -> dict[int, ProcessLook]:
 
 def _works(before: ProcessLook, now: ProcessLook, seconds: float) -> bool:
     """Return whether a process did work between two looks, not counting what it read and wrote."""
-    burns = now.cpu_s - before.cpu_s > WORK_CPU * seconds
+    burns = now.cpu_s - before.cpu_s > WORK_CPU * seconds + TICKS_S
     if not now.frames or not before.frames:
         return burns
     if now.frames != before.frames and make_signature(now.frames) != make_signature(before.frames):
@@ -304,17 +307,18 @@ def name_suspects(
     waiting = [one for one in read if find_wait(one.frames) is not None]
     if missing is not None and (found := [one for one in looks if one.rank in missing.ranks]):
         return _accuse(found), f"{_describe(found)}; {missing.reason}"
+    outside = [one for one in looks if one not in waiting]
+    is_plain = 2 * len(waiting) > len(looks) or (bool(waiting) and len(outside) == 1)
     for accused in (
         [one for one in looks if any(process.state == "T" for process in one.processes)],
         [one.look for one in streaks.values() if one.blocked >= STOPPED_LOOKS],
-        # Those for which the others wait.
-        [one for one in looks if one not in waiting] if 2 * len(waiting) > len(looks) else [],
+        outside if is_plain else [],  # those for which the others wait
         _find_other_operation(waiting, len(looks)),
         _find_minority(group_stacks(waiting), len(looks), waits=True),
-        _find_minority(group_stacks(read), len(looks), waits=False),
+        [] if waiting else _find_minority(group_stacks(read), len(looks), waits=False),
         _find_behind(looks, positions or {}),
     ):
-        if accused and 2 * len(accused) < len(looks):
+        if 0 < len(accused) < len(looks):
             named = {one.rank for one in accused}
             others = _describe_wait([one for one in waiting if one.rank not in named], "other")
             return _accuse(accused), "; ".join(filter(None, (_describe(accused), others)))

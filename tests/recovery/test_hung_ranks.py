@@ -472,12 +472,12 @@ def test_where_no_wait_is_known_three_quarters_name_the_rest() -> None:
 
 
 def test_a_tie_names_none_without_another_fact() -> None:
-    tie = (rank(0, ALL_REDUCE), rank(1, LOADER))
+    assert list_named(rank(0, ALL_REDUCE), rank(1, LOADER)) == [1], "all but one wait"
+    tie = (rank(0, ALL_REDUCE), rank(1, LOADER), rank(2, ALL_REDUCE), rank(3, LOADER))
     assert list_named(*tie) == []
     assert list_named(*tie, missing=MissingRanks((1,), "rank 1 is missing")) == [1]
-    assert (
-        list_named(rank(0, ALL_REDUCE), rank(1, LOADER), rank(2, ALL_REDUCE), rank(3, LOADER)) == []
-    )
+    at_item = [rank(number, (TRAIN,)) for number in range(3)]
+    assert list_named(*at_item, rank(3, ALL_REDUCE)) == [], "they may wait for the GPU"
     all_waiting = [rank(number, ALL_REDUCE) for number in range(4)]
     assert list_named(*all_waiting) == []
     assert list_named(*all_waiting, positions={0: 9, 1: 9, 2: 8, 3: 9}) == [2]
