@@ -709,5 +709,5 @@ def test_a_hang_suspects_only_the_nodes_of_named_ranks() -> None:
         "rank 3 on n2:",
         "  select (selectors.py:415)",
     ]
-    long = diagnose(running(nodes=2), replace(hang, groups=tuple("x" * 240 for _ in range(16))))
+    long = diagnose(running(nodes=2), replace(hang, groups=tuple("x" * 240 for _ in range(20))))
     assert 3500 < len(long.traceback) <= 4000
