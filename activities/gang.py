@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from relaunch.activities.clocks import read_boot_clock
+from relaunch.activities.hangs import HangLooks, read_looks
 from relaunch.activities.observations import MESSAGE_LIMIT, read_observations
 from relaunch.activities.reports import (
     MissingProgress,
@@ -21,7 +22,7 @@ from relaunch.activities.reports import (
     WatchRanksInput,
     WatchReport,
 )
-from relaunch.backends.base import BackendError, ProtocolError, WatchStream
+from relaunch.backends.base import Backend, BackendError, ProtocolError, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
 from relaunch.job.diagnose import is_root
 from relaunch.job.events import (
@@ -35,7 +36,17 @@ from relaunch.job.events import (
     RanksHung,
     StepReached,
 )
-from relaunch.job.hang import Counter, Pace, advance, has_restarted, hung, rate, update_counter
+from relaunch.job.hang import (
+    Counter,
+    Overdue,
+    Pace,
+    advance,
+    find_late_exit,
+    find_overdue,
+    has_restarted,
+    rate,
+    update_counter,
+)
 
 GATHER_DELAY_S = 0.005
 """Seconds to wait for the other exits of one fault. A longer wait would only delay the relaunch:
@@ -158,11 +169,17 @@ class WatchedShard:
             self._nodes[node].finished = [
                 RankExited(node, rank, 0, 0, None, datetime.now(UTC)) for rank in ranks
             ]
+        self._looks = HangLooks(input)
         self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 
     @property
     def generation(self) -> int:
         return self.input.token.generation
+
+    @property
+    def _tick(self) -> float:
+        """Seconds after which time limits are checked without news."""
+        return max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
 
     # --- facts in
 
@@ -328,6 +345,7 @@ class WatchedShard:
         if not living:
             return
         position = min(value.counter.position for value in living)
+        before = self._pace.position
         self._pace = advance(
             self._pace,
             min(value.counter.step for value in living),
@@ -335,6 +353,8 @@ class WatchedShard:
             next((value.phase for value in living if value.phase), None),
             position,
         )
+        if self._pace.position != before:
+            self._looks.clear()
 
     def _find_checkpoint(self) -> int | None:
         """Return the newest checkpoint that is finished by all ranks that report theirs.
@@ -438,7 +458,6 @@ class WatchedShard:
 
     async def report(self) -> WatchReport:
         """Wait until there is something to decide, and return the report."""
-        tick = max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
         while True:
             if self._faults and self._cancelled is None:
                 await self._gather()
@@ -464,7 +483,7 @@ class WatchedShard:
                 return self._make_report(hang)
             self._news.clear()
             try:
-                async with asyncio.timeout(tick):
+                async with asyncio.timeout(self._tick):
                     await self._news.wait()
             except TimeoutError:
                 continue  # time limits may pass without news
@@ -589,43 +608,93 @@ class WatchedShard:
         now = datetime.now(UTC)
         if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # if no node is heard, none can be judged as hung
-        reason = hung(self._pace, self.input.hang, now) or self._explain_late_exit(now)
-        if reason is None:
-            return None
-        steps = {
-            rank: value
+        positions = {
+            rank: value.counter.position
             for view in self._nodes.values()
             for rank, value in view.steps.items()
             if rank not in view.exited
         }
-        slowest = sorted(steps, key=lambda rank: (steps[rank].counter.position, rank))[:MAX_NAMED]
+        overdue = self._find_overdue(now)
+        expected, silent = self._list_expected()
+        hang = self._looks.judge(self._pace, overdue, expected, silent, positions, now)
+        if hang is None:
+            return None
+        slowest = sorted(positions, key=lambda rank: (positions[rank], rank))
+        ranks = dict.fromkeys((*(one.rank for one in hang.suspects), *slowest))
         return RanksHung(
             self.generation,
-            tuple(slowest),
-            reason,
+            tuple(ranks)[:MAX_NAMED],
+            hang.reason,
             now,
             self._list_silent(),
             unheard=self._list_lost(),
+            suspects=hang.suspects,
+            groups=hang.groups,
+            rule=hang.rule,
         )
 
-    def _explain_late_exit(self, now: datetime) -> str | None:
-        """Return why ranks are late at the exit barrier, or None.
+    def _find_overdue(self, now: datetime) -> Overdue | None:
+        finished = self._first_success
+        return find_overdue(self._pace, self.input.hang, now) or find_late_exit(
+            None if finished is None else timedelta(seconds=time.monotonic() - finished),
+            self._pace,
+            self.input.timeouts.exit_barrier,
+            now,
+        )
 
-        Once one rank has finished, the others must finish or advance within
-        `timeouts.exit_barrier`.
+    def _list_ranks(self) -> dict[str, range]:
+        """Return the ranks of each node of the job; of this shard's nodes, if it does not judge."""
+        count = self.input.training_ranks_per_node or self.input.ranks_per_node
+        per_process = count // self.input.ranks_per_node
+        first = 0
+        if not self.input.judges and self.input.first_rank is not None:
+            first = self.input.first_rank
+            if per_process > 1:  # a launcher, numbered after all ranks
+                first = (first - self.input.world_size) * count
+        return {
+            node: range(first + index * count, first + (index + 1) * count)
+            for index, node in enumerate((*self._nodes, *self.input.others))
+        }
+
+    def _list_expected(self) -> tuple[list[int], list[int]]:
+        """Return the ranks of the job that have not ended, and those of them on silent nodes."""
+        expected: list[int] = []
+        silent: list[int] = []
+        for node, ranks in self._list_ranks().items():
+            view = self._nodes.get(node)
+            if view is None:
+                expected += ranks
+            elif not self._all_exited(view):
+                kept = silent if self._is_stale(view) else expected
+                kept += (rank for rank in ranks if rank not in view.exited)
+        return expected, silent
+
+    # --- looks at ranks that are late
+
+    async def keep_looking(self, reach: Callable[[str], Backend]) -> None:
+        """Look at the ranks while their step stays the same for long.
+
+        Args:
+            reach: Returns the backend of a node.
         """
-        barrier = self.input.timeouts.exit_barrier
-        if (
-            self._first_success is None
-            or time.monotonic() - self._first_success <= barrier.total_seconds()
-        ):
-            return None
-        if self._pace.advanced_at is not None and now - self._pace.advanced_at <= barrier:
-            return None
-        return (
-            f"a rank finished {barrier.total_seconds():g} s ago"
-            " and others neither finish nor advance"
-        )
+        while True:
+            now = datetime.now(UTC)
+            overdue = self._find_overdue(now)
+            is_watched = self._first_stamps.is_set() and not self.input.hang_known
+            if not is_watched or not self._looks.are_wanted(self._pace, overdue, now):
+                await asyncio.sleep(self._tick)
+                continue
+            begun, advanced = time.monotonic(), self._pace.position
+            framed = self._looks.needs_frames(overdue)
+            looks = await read_looks(reach, self.input.token, self._list_ranks(), framed=framed)
+            if self._pace.position == advanced:
+                self._looks.add(looks, begun, framed=framed)
+                self._news.set()
+            until = begun + self._looks.interval
+            while (left := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left, self._tick))
+                if not framed and self._find_overdue(datetime.now(UTC)) is not None:
+                    break  # the limit has passed in between: now stacks are needed
 
     def _make_report(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
         seen: list[Event] = []

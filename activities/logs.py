@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,19 @@ from temporalio import activity
 
 from relaunch.activities.records import read_archive
 from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refusal
+from relaunch.evidence.stacks import (
+    RankLook,
+    StackGroup,
+    describe_rank,
+    group_stacks,
+    read_rank_looks,
+)
 from relaunch.generation import Token
 from relaunch.messages.logs import (
     CheckpointFolder,
     LogPiece,
     MissingLog,
+    RankGroup,
     ReadCheckpointsInput,
     ReadCheckpointsOutput,
     ReadIncidentsInput,
@@ -29,6 +38,7 @@ from relaunch.messages.logs import (
     ReadStacksOutput,
     Stack,
 )
+from relaunch.text import count_noun, printable
 
 GATHER_DELAY_S = 0.03
 """Seconds to wait for lines of other nodes once one node has some: all ranks print a step at about
@@ -38,6 +48,8 @@ the same time."""
 MAX_STACK_CHARACTERS = 1_000_000
 """Characters of all stacks together, below the 2 MiB limit of a payload."""
 MIN_STACK_CHARACTERS = 300
+MAX_GROUPS, MAX_FRAME_CHARACTERS = 32, 200
+"""Groups of ranks that are sent, and characters of each of their frames; a hung job has a few."""
 
 
 class LogActivities:
@@ -110,8 +122,22 @@ class LogActivities:
         found = await asyncio.gather(
             *(_read_stacks(backend, node, token, ranks, most) for node, ranks in nodes.items())
         )
+        looks = [look for part, _ in found for look in part]
+        stacks = sorted((one for _, part in found for one in part), key=lambda one: one.rank)
+        groups = group_stacks(looks)
+        places = {
+            look.rank: (describe_rank(look), index)
+            for index, group in enumerate(groups)
+            for look in group.looks
+        }
         return ReadStacksOutput(
-            tuple(sorted((one for part in found for one in part), key=lambda one: one.rank))
+            tuple(
+                replace(one, where=places[one.rank][0], group=places[one.rank][1])
+                if one.rank in places
+                else one
+                for one in stacks
+            ),
+            _describe_groups(groups),
         )
 
     @activity.defn
@@ -158,20 +184,43 @@ async def _read(
 
 async def _read_stacks(
     backend: Backend, node: str, token: Token, ranks: Sequence[int], most: int
-) -> list[Stack]:
+) -> tuple[tuple[RankLook, ...], list[Stack]]:
+    """Return what a node's ranks do, for groups and for people."""
     try:
         answer = await backend.stacks(node, token, ranks[0] if len(ranks) == 1 else None)
     except BackendError as error:
-        return [Stack(rank, node, None, f"no answer: {error.reason}") for rank in ranks]
+        return _miss_all(node, ranks, f"no answer: {error.reason}")
     if isinstance(answer, Refusal):
-        return [Stack(rank, node, None, answer.reason) for rank in ranks]
+        return _miss_all(node, ranks, answer.reason)
     rows = {row["rank"]: row for row in answer["stacks"]}
-    return [
+    return read_rank_looks(node, rows.values()), [
         Stack(rank, node, rows[rank]["pid"], format_stacks(rows[rank])[:most])
         if rank in rows
         else Stack(rank, node, None, "the node has no such rank")
         for rank in ranks
     ]
+
+
+def _describe_groups(groups: Sequence[StackGroup]) -> tuple[RankGroup, ...]:
+    shown = tuple(
+        RankGroup(
+            str(group),
+            tuple(printable(str(frame), MAX_FRAME_CHARACTERS) for frame in group.frames),
+        )
+        for group in groups[:MAX_GROUPS]
+    )
+    if (more := len(groups) - len(shown)) > 0:
+        return (*shown, RankGroup(f"and {count_noun(more, 'more group')}"))
+    return shown
+
+
+def _miss_all(
+    node: str, ranks: Sequence[int], reason: str
+) -> tuple[tuple[RankLook, ...], list[Stack]]:
+    return (
+        tuple(RankLook(rank, node, unreadable=reason) for rank in ranks),
+        [Stack(rank, node, None, reason) for rank in ranks],
+    )
 
 
 def format_stacks(row: Mapping[str, Any]) -> str:

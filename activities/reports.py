@@ -47,6 +47,14 @@ class WatchRanksInput:
     places: tuple[StartedPlaces, ...] = ()
     """Where ranks may be alive on these nodes, as far as that is known. An answer from another
     place counts as silence."""
+    training_ranks_per_node: int = 0
+    """Ranks per node, also where a launcher starts them; 0: `ranks_per_node`."""
+    others: tuple[str, ...] = ()
+    """The job's nodes in other shards. The ranks there are looked at as well before training counts
+    as hung."""
+    judges: bool = True
+    """Whether this watch may decide a hang by what ranks do. Of several shards one does, with the
+    job's first node: it looks at all ranks, and a shard whose ranks all wait knows nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,9 @@ class WatchActivities:
                 self._keep_leases(gang, task_token, renewal_interval(input.timeouts))
             )
             reporting = tasks.create_task(gang.report())
+            looking = tasks.create_task(
+                gang.keep_looking(lambda node: self._reach(input.fleet, node, None))
+            )
             leaving = tasks.create_task(activity.wait_for_worker_shutdown())
             try:
                 await asyncio.wait({reporting, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +103,7 @@ class WatchActivities:
                     )
                 return await reporting
             finally:
-                for task in (*watchers, beating, lease, reporting, leaving):
+                for task in (*watchers, beating, lease, reporting, looking, leaving):
                     task.cancel()
 
     async def _keep_leases(self, gang: WatchedShard, task_token: bytes, interval: float) -> None:

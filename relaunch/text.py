@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
 def join_names(names: Iterable[object], most: int = 3) -> str:
@@ -13,6 +17,29 @@ def join_names(names: Iterable[object], most: int = 3) -> str:
     listed = [str(name) for name in names]
     shown = ", ".join(listed[:most])
     return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown
+
+
+def join_ranges(numbers: Iterable[int], most: int = 8) -> str:
+    """Return numbers in their order, runs as `0-62`: `0-3, 5`, and at most `most` runs."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return join_names(("-".join(map(str, run)) for run in runs), most)
+
+
+def join_node_ranges(names: Iterable[str], most: int = 3) -> str:
+    """Return names as `join_names` does, or as `n1-n8` if they differ by consecutive numbers."""
+    listed = list(names)
+    parts = [NUMBERED.fullmatch(name) for name in listed]
+    found = [(part[1], int(part[2])) for part in parts if part]
+    if len(found) == len(listed) > 2 and all(
+        (before[0], before[1] + 1) == after for before, after in pairwise(found)
+    ):
+        return f"{listed[0]}-{listed[-1]}"
+    return join_names(listed, most)
 
 
 def join_clauses(clauses: Sequence[str], most: int = 2) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from temporalio.client import Client
 
     from relaunch.cli.jobs import JobSnapshot
-    from relaunch.messages.logs import Stack
+    from relaunch.messages.logs import ReadStacksOutput
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__
@@ -471,9 +471,10 @@ def stacks(
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show where the ranks of a job are executing now: the Python stacks of their processes."""
+    """Show where the ranks of a job are executing now, grouped by place, the widest group first;
+    with --rank, all threads and processes of that rank."""
 
-    async def work(client: Client, settings: Settings) -> tuple[Stack, ...]:
+    async def work(client: Client, settings: Settings) -> ReadStacksOutput:
         from relaunch.cli import stacks as reading
 
         return await reading.read(client, settings.task_queue, job, rank)
@@ -481,7 +482,7 @@ def stacks(
     from relaunch.cli import stacks as printing
 
     found = run_with_client(work)
-    print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found)))
+    print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found, rank)))
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,7 @@ READ_TIMEOUT = 60.0
 to be reached and be sent py-spy first."""
 
 
-async def read(client: Client, task_queue: str, job: str, rank: int | None) -> tuple[Stack, ...]:
+async def read(client: Client, task_queue: str, job: str, rank: int | None) -> ReadStacksOutput:
     """Read the stacks of the ranks of a job's newest generation.
 
     Raises:
@@ -71,19 +70,28 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
             f"job {job}: no worker answers: "
             f"{getattr(error.cause, 'message', '') or error.cause or error}"
         ) from None
-    return answer.stacks
+    return answer
 
 
-def rows(found: Sequence[Stack]) -> list[dict[str, Any]]:
+def rows(found: ReadStacksOutput) -> list[dict[str, Any]]:
     """Return the value of `stacks --json`; its keys are a stable interface."""
-    return [asdict(one) for one in found]
+    return [asdict(one) for one in found.stacks]
 
 
-def lines(found: Sequence[Stack]) -> list[str]:
-    told: list[str] = []
-    for one in found:
-        told += [
-            f"[rank {one.rank}] {one.node}" + (f", pid {one.pid}" if one.pid is not None else "")
+def lines(found: ReadStacksOutput, rank: int | None) -> list[str]:
+    """Return the groups of ranks, the widest first; of a single rank, all that is known."""
+    if rank is None and found.groups:
+        return [
+            line
+            for group in found.groups
+            for line in (group.title, *(f"    {frame}" for frame in group.frames))
         ]
-        told += [f"    {line}" for line in one.text.splitlines()]
-    return told
+    return [line for one in found.stacks for line in _format_rank(one)]
+
+
+def _format_rank(one: Stack) -> list[str]:
+    pid = f", pid {one.pid}" if one.pid is not None else ""
+    return [
+        f"[rank {one.rank}] {one.node}{pid}",
+        *(f"    {line}" for line in one.text.splitlines()),
+    ]

@@ -73,6 +73,9 @@ MAX_UNKNOWN = 200
 """Characters of a line that nothing explains."""
 NAMED = 16
 """Maximum number of suspects named in a diagnosis."""
+MAX_STACKS = 4000
+"""Characters kept of where the ranks of a hang were: fewer than an incident keeps of a traceback,
+whose end it keeps."""
 REFUSAL_CAUSES = {
     "command_not_found": Cause.USER_INPUT,
     "workdir_missing": Cause.USER_INPUT,
@@ -121,7 +124,16 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
                 nodes=nodes,
             )
         case RanksHung():
-            return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks, by_program=True)
+            return Diagnosis(
+                Cause.HANG,
+                fault.reason,
+                # A stack accuses: the examination and the ladder concern only these nodes. It is
+                # what a program does, so alone it never costs a node.
+                nodes=tuple(dict.fromkeys(one.node for one in fault.suspects))[:NAMED],
+                ranks=tuple(one.rank for one in fault.suspects) or fault.ranks,
+                traceback=_describe_stacks(fault),
+                by_program=True,
+            )
         case FaultObserved():
             known = _Readers(catalog(job.policy.catalog))
             diagnosis = _diagnose_observations(fault.observations, fault.more, known)
@@ -136,6 +148,25 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
             return diagnosis
         case _:
             assert_never(fault)
+
+
+def _describe_stacks(fault: RanksHung) -> str:
+    """Return where all ranks were, and the stacks of the suspects, as lines."""
+    lines = [
+        *fault.groups,
+        *(
+            line
+            for one in fault.suspects
+            if one.frames
+            for line in (f"rank {one.rank} on {one.node}:", *(f"  {line}" for line in one.frames))
+        ),
+    ]
+    kept: list[str] = []
+    for line in lines:
+        if sum(map(len, kept)) + len(kept) + len(line) > MAX_STACKS:
+            break
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def diagnose_log(

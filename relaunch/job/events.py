@@ -10,6 +10,7 @@ from pydantic import Field
 
 from relaunch.evidence.observations import Observation, RankExited
 from relaunch.evidence.reachability import LinkFindings
+from relaunch.evidence.stacks import HungRank
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.places import StartedPlaces
 from relaunch.job.state import ExaminedNode, Slot
@@ -199,7 +200,7 @@ class NodeReturned:
 class RanksHung:
     generation: int
     ranks: tuple[int, ...]
-    """The slowest ranks, at most 16."""
+    """The suspects, then the slowest ranks, at most 16."""
     reason: str
     opened_at: datetime
     silent: tuple[tuple[str, timedelta], ...] = ()
@@ -207,6 +208,12 @@ class RanksHung:
     unheard: tuple[tuple[str, timedelta], ...] = ()
     """As in FaultObserved."""
     kind: Literal["RanksHung"] = "RanksHung"
+    suspects: tuple[HungRank, ...] = ()
+    """The ranks for which the others wait, as far as their stacks show, at most 16."""
+    groups: tuple[str, ...] = ()
+    """Where all ranks were, in lines for people, the widest group first."""
+    rule: str = "limit"
+    """What decided it: `limit`, `at_most`, or one of `hang.rules`."""
 
 
 @dataclass(frozen=True, slots=True)

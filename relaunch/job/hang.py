@@ -1,6 +1,7 @@
 """Detect training that no longer advances.
 
-A job that never reported progress is not called hung for missing progress.
+A job that never reported progress is not called hung for missing progress. What the ranks do while
+the step stays the same is judged by `relaunch.evidence.hung_ranks`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from relaunch.spec.policy import HangLimits
+from relaunch.spec.policy import HangLimits, Timeouts
 
 SAFETY_FACTOR = 5
 """A step may take this many times the longest one seen.
@@ -27,6 +28,14 @@ LEARNED_FLOOR = timedelta(minutes=15)
 An evaluation or a checkpoint that the program does not announce takes minutes, and the times of
 steps do not show how many.
 """
+LATE_FACTOR, LATE_BEATS = 3, 3
+"""Progress is late after this many times the longest step seen, and this many heartbeats.
+
+Steps are seen once a heartbeat, so one that takes less seems to take as long. Nothing is decided by
+this: from then on the ranks are looked at. Their looks cost less than a step in a hundred.
+"""
+DEFAULT_LIMITS = HangLimits()
+DEFAULT_EXIT_BARRIER = Timeouts().exit_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +157,89 @@ def limit(pace: Pace, limits: HangLimits) -> timedelta | None:
     return limits.after
 
 
-def hung(pace: Pace, limits: HangLimits, now: datetime) -> str | None:
-    """Return why training counts as hung, or None."""
+def is_late(pace: Pace, limits: HangLimits, heartbeat: timedelta, now: datetime) -> bool:
+    """Return whether the step has stayed the same for so long that the ranks are worth a look.
+
+    Where a rank says that it saves or evaluates, only its limit makes it late. Where the time of a
+    step is not known yet, half of the limit does.
+    """
     allowed = limit(pace, limits)
-    since = pace.advanced_at or pace.started_at
-    if allowed is None or now - since <= allowed:
+    if allowed is None:
+        return False
+    if pace.doing is None and not pace.intervals:
+        allowed /= 2
+    elif pace.doing is None:
+        longest = timedelta(seconds=max(pace.intervals))
+        allowed = min(allowed, max(LATE_BEATS * heartbeat, LATE_FACTOR * longest))
+    return now - (pace.advanced_at or pace.started_at) > allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """The step has stayed the same for longer than it may."""
+
+    reason: str
+    is_stated: bool
+    """Whether a person chose the limit, so that it counts without a proof that no rank works."""
+    past: timedelta
+    """How long ago the limit passed."""
+
+
+def find_overdue(pace: Pace, limits: HangLimits, now: datetime) -> Overdue | None:
+    """Return why and since when the step should have changed, or None."""
+    allowed = limit(pace, limits)
+    waited = now - (pace.advanced_at or pace.started_at)
+    if allowed is None or waited <= allowed:
         return None
+    reason = f"{describe_standstill(pace, now)}, allowed are {allowed.total_seconds():.0f} s"
+    return Overdue(reason, _is_stated(pace, limits), waited - allowed)
+
+
+def find_late_exit(
+    finished: timedelta | None, pace: Pace, barrier: timedelta, now: datetime
+) -> Overdue | None:
+    """Return why ranks are late at the exit barrier, or None.
+
+    Once one rank has finished, the others must finish or advance within `timeouts.exit_barrier`.
+
+    Args:
+        finished: How long ago the first rank finished; None: none has.
+        pace: How training advances.
+        barrier: `timeouts.exit_barrier`.
+        now: The watcher's time.
+    """
+    if finished is None or finished <= barrier:
+        return None
+    if pace.advanced_at is not None and now - pace.advanced_at <= barrier:
+        return None
+    past = finished - barrier
+    if pace.advanced_at is not None:
+        past = min(past, now - pace.advanced_at - barrier)
+    reason = (
+        f"a rank finished {barrier.total_seconds():g} s ago and others neither finish nor advance"
+    )
+    return Overdue(reason, barrier != DEFAULT_EXIT_BARRIER, past)
+
+
+def describe_standstill(pace: Pace, now: datetime) -> str:
+    """Return a clause about how long the step has stayed the same."""
     where = "no step was reported" if pace.step is None else f"step {pace.step} has not changed"
-    waited = (now - since).total_seconds()
-    return f"{where} for {waited:.0f} s, allowed are {allowed.total_seconds():.0f} s"
+    return f"{where} for {(now - (pace.advanced_at or pace.started_at)).total_seconds():.0f} s"
+
+
+def _is_stated(pace: Pace, limits: HangLimits) -> bool:
+    """Return whether a person chose the limit that applies now."""
+    if pace.doing == "checkpoint":
+        return limits.checkpoint != DEFAULT_LIMITS.checkpoint
+    if pace.doing == "evaluation":
+        return limits.evaluation != DEFAULT_LIMITS.evaluation
+    is_early = limits.after == "learned" and len(pace.intervals) < LEARNED_FROM
+    if pace.step is None or is_early:
+        return limits.first_step != DEFAULT_LIMITS.first_step
+    return limits.after != "learned"
+
+
+def hung(pace: Pace, limits: HangLimits, now: datetime) -> str | None:
+    """Return why the step has stayed the same for longer than it may, or None."""
+    overdue = find_overdue(pace, limits, now)
+    return None if overdue is None else overdue.reason

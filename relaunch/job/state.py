@@ -69,7 +69,10 @@ class Diagnosis:
     do_not_restart: bool = False
     """The rank itself asked for it (exit code 93, as NVIDIA's resiliency extension defines it)."""
     traceback: str = ""
-    """What the rank of the root cause wrote last: its traceback, shortened, or its last lines."""
+    """What the rank of the root cause wrote last: its traceback, shortened, or its last lines.
+
+    Of a hang: where all ranks were, the widest group first, and the stacks of the suspects.
+    """
     by_program: bool = False
     """Whether all evidence is what a program did: how it ended, what it printed, a full disk.
 

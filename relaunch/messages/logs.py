@@ -93,12 +93,28 @@ class Stack:
     text: str
     """The rank's stack for people: from py-spy, otherwise from the kernel, otherwise why it is
     unknown."""
+    where: str = ""
+    """Where its main thread is, in one line; empty: the worker is too old to say."""
+    group: int | None = None
+    """Which of the groups it belongs to: 0 is the widest."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that are at the same place."""
+
+    title: str
+    """Who is where: `ranks 0-62 on n1-n8 (63): wait in all_reduce (…)`."""
+    frames: tuple[str, ...] = ()
+    """The stack of the first one's main thread, the innermost frame first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStacksOutput:
     stacks: tuple[Stack, ...] = ()
     """One stack for each rank that was requested, by rank."""
+    groups: tuple[RankGroup, ...] = ()
+    """The widest first."""
 
 
 @dataclass(frozen=True, slots=True)

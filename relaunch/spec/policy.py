@@ -189,11 +189,33 @@ class Rung(StrictModel):
         return self
 
 
+class HangRules(StrictModel):
+    """What decides that training hangs before its limit has passed. docs/hangs.md says when."""
+
+    stopped: bool = True
+    """A process of a rank is stopped (state T)."""
+    blocked: bool = True
+    """A rank is blocked in the kernel (state D) and nothing about it changes."""
+    missing_rank: bool = True
+    """torch's records of collectives show a rank that has not entered the one of the others."""
+    odd_one_out: bool = True
+    """All ranks but one wait in the same collective, and that one does nothing."""
+
+
 class HangLimits(StrictModel):
+    """How long the step may stay the same.
+
+    A limit that is not the default counts as written. The defaults, and what is learned, count only
+    once it is proven that no rank works, or after `at_most`.
+    """
+
     after: Literal["learned", "off"] | Duration = "learned"
     first_step: Duration = timedelta(minutes=30)
     checkpoint: Duration = timedelta(minutes=20)
     evaluation: Duration = timedelta(minutes=60)
+    at_most: Duration = timedelta(hours=2)
+    """How long past such a limit training counts as hung, whatever its ranks do."""
+    rules: HangRules = HangRules()
 
 
 class Timeouts(StrictModel):

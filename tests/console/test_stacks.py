@@ -11,18 +11,28 @@ from temporalio import activity
 from temporalio.worker import Worker
 
 from relaunch.messages.ids import TASK_QUEUE
-from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
+from relaunch.messages.logs import RankGroup, ReadStacksInput, ReadStacksOutput, Stack
 from relaunch.temporal import ensure_namespace
 from tests.console.commands import Place, one_sentence
 from tests.console.fake_job import FakeTrainingJob
+from tests.pages import sections
 
 
 @activity.defn
 async def read_stacks(input: ReadStacksInput) -> ReadStacksOutput:
     return ReadStacksOutput(
         tuple(
-            Stack(rank, node, 40 + rank, f"Thread {rank}\n  forward") for node, rank in input.places
-        )
+            Stack(
+                rank, node, 40 + rank, f"Thread {rank}\n  forward", "is in forward (model.py:3)", 0
+            )
+            for node, rank in input.places
+        ),
+        (
+            RankGroup(
+                "ranks 0-1 on local-1, local-2 (2): are in forward (model.py:3)",
+                ("forward (model.py:3)", "train (train.py:9)"),
+            ),
+        ),
     )
 
 
@@ -40,10 +50,12 @@ async def test_stacks_are_printed_by_rank_with_the_node_and_the_pid(
 ) -> None:
     assert (await place.starter("submit", place.write_job("llama"))).code == 0
     done = await place.starter("stacks", "llama")
-    assert done.out == page, done.err
+    whole = await place.starter("stacks", "llama", "--rank", "1")
+    assert sections({"all": done.out, "--rank 1": whole.out}) == page, done.err
     one = await place.starter("stacks", "llama", "--rank", "1", "--json")
     (stack,) = json.loads(one.out)
     assert (stack["rank"], stack["node"], stack["pid"]) == (1, "local-2", 41)
+    assert (stack["where"], stack["group"]) == ("is in forward (model.py:3)", 0)
     assert stack["text"].splitlines()[0] == "Thread 1"
     one_sentence(
         await place.starter("stacks", "llama", "--rank", "2"),

@@ -6,12 +6,13 @@ A small world answers each decision.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Literal, TypeVar, cast
 
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.evidence.stacks import HungRank
 from relaunch.job.apply import apply_decision, finish
 from relaunch.job.events import (
     CancelRequested,
@@ -333,7 +334,9 @@ class Run:
                 )
             case "hung":
                 silent = ((node, silence),) if choice.once_in(4) else ()
-                return (RanksHung(generation, (1, 3), "no step for 30 minutes", self.now, silent),)
+                hang = RanksHung(generation, (1, 3), "no step for 30 minutes", self.now, silent)
+                suspects = (HungRank(3, node, "is in __next__"),) if choice.once_in(2) else ()
+                return (replace(hang, suspects=suspects),)
             case "unreachable":
                 return (NodeUnreachable(generation, node, silence, "connection refused"),)
             case "returned":

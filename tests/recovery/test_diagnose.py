@@ -17,6 +17,7 @@ from relaunch.evidence.observations import (
     RanksFenced,
     RanksVanished,
 )
+from relaunch.evidence.stacks import HungRank
 from relaunch.job.diagnose import (
     AHEAD,
     BEHIND,
@@ -684,3 +685,29 @@ def test_a_processor_without_interrupts_is_a_fault_of_the_node() -> None:
     one = exited(3, "n2", code=1, error=error("KeyError: 'x'"), kernel=(line,), pid=4711)
     found = diagnose(running(), fault(running(), one))
     assert (found.cause, found.code, found.nodes) == (Cause.NODE_FAULT, "lockup", ("n2",))
+
+
+def test_a_hang_suspects_only_the_nodes_of_named_ranks() -> None:
+    suspects = (
+        HungRank(3, "n2", "is in __next__ (dataloader.py:725)", ("select (selectors.py:415)",)),
+        HungRank(2, "n2", "is in __next__ (dataloader.py:725)"),
+    )
+    hang = RanksHung(
+        1,
+        (3, 2, 0),
+        "rank 3 on n2 is in __next__",
+        T0,
+        suspects=suspects,
+        groups=("ranks 0-1 on n1 (2): wait in all_reduce", "ranks 2-3 on n2 (2): are in __next__"),
+        rule="odd_one_out",
+    )
+    found = diagnose(running(nodes=2), hang)
+    assert (found.cause, found.nodes, found.ranks) == (Cause.HANG, ("n2",), (3, 2))
+    assert found.by_program, "a stack alone never costs a node"
+    assert found.traceback.splitlines() == [
+        *hang.groups,
+        "rank 3 on n2:",
+        "  select (selectors.py:415)",
+    ]
+    long = diagnose(running(nodes=2), replace(hang, groups=tuple("x" * 240 for _ in range(20))))
+    assert 3500 < len(long.traceback) <= 4000

@@ -15,8 +15,11 @@ from relaunch.job.hang import (
     Counter,
     Pace,
     advance,
+    find_late_exit,
+    find_overdue,
     has_restarted,
     hung,
+    is_late,
     limit,
     rate,
     update_counter,
@@ -139,3 +142,84 @@ def test_an_epoch_that_starts_again_is_no_hang() -> None:
 )
 def test_which_counters_start_again(before: Counter | None, step: int, expected: bool) -> None:
     assert has_restarted(before, step) == expected
+
+
+# --- late, and past the limit
+
+BEAT = timedelta(seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("pace", "late_after"),
+    [
+        (stepping(10, 1.0), 30.0),
+        (stepping(10, 20.0), 60.0),
+        (stepping(10, 400.0), 1200.0),
+        (advance(stepping(10, 1.0), 11, at(10), "checkpoint"), 20 * 60.0),
+        (advance(stepping(10, 1.0), 11, at(10), "warm-up"), 15 * 60.0),
+        (stepping(0, 1.0), 15 * 60.0),
+        (Pace(T0, expected=True), 15 * 60.0),
+    ],
+)
+def test_progress_is_late_after_3_of_the_longest_steps(pace: Pace, late_after: float) -> None:
+    since = pace.advanced_at or T0
+    assert not is_late(pace, LEARNED, BEAT, since + timedelta(seconds=late_after))
+    assert is_late(pace, LEARNED, BEAT, since + timedelta(seconds=late_after + 1))
+
+
+def test_late_is_no_later_than_the_limit() -> None:
+    assert is_late(stepping(10, 20.0), FIXED, BEAT, at(231))
+    assert not is_late(stepping(10, 1.0), HangLimits(after="off"), BEAT, at(10**6))
+
+
+STATED = HangLimits(
+    first_step=timedelta(minutes=1),
+    checkpoint=timedelta(minutes=1),
+    evaluation=timedelta(minutes=1),
+)
+
+
+@pytest.mark.parametrize("doing", ["checkpoint", "evaluation"])
+def test_a_limit_of_a_phase_is_stated_unless_it_is_the_default(doing: str) -> None:
+    pace = advance(stepping(10, 1.0), 11, at(11), doing)
+    for limits, stated in ((LEARNED, False), (STATED, True)):
+        overdue = find_overdue(pace, limits, at(10**5))
+        assert overdue is not None and overdue.is_stated is stated
+
+
+def test_a_first_step_is_stated_unless_it_is_the_default() -> None:
+    for pace in (Pace(T0, expected=True), stepping(2, 1.0)):
+        for limits, stated in ((LEARNED, False), (STATED, True)):
+            overdue = find_overdue(pace, limits, at(10**5))
+            assert overdue is not None and overdue.is_stated is stated
+
+
+def test_a_learned_limit_is_not_stated_and_a_fixed_one_is() -> None:
+    learned = find_overdue(stepping(10, 1.0), LEARNED, at(10 + 15 * 60 + 7))
+    assert learned is not None and not learned.is_stated
+    assert learned.past == timedelta(seconds=7)
+    fixed = find_overdue(stepping(10, 1.0), FIXED, at(50))
+    assert fixed is not None and fixed.is_stated
+
+
+BARRIER = timedelta(seconds=300)
+
+
+@pytest.mark.parametrize(
+    ("finished", "advanced", "past"),
+    [(None, None, None), (300, None, None), (310, None, 10), (400, 200, None), (400, 90, 10)],
+)
+def test_ranks_are_late_at_the_exit_barrier(
+    finished: float | None, advanced: float | None, past: float | None
+) -> None:
+    pace = Pace(T0, expected=True)
+    if advanced is not None:
+        pace = advance(pace, 3, at(advanced))
+    age = None if finished is None else timedelta(seconds=finished)
+    overdue = find_late_exit(age, pace, BARRIER, at(400))
+    assert (overdue and overdue.past) == (None if past is None else timedelta(seconds=past))
+    assert overdue is None or not overdue.is_stated
+    stated = find_late_exit(
+        timedelta(hours=1), Pace(T0, expected=True), timedelta(minutes=1), at(0)
+    )
+    assert stated is not None and stated.is_stated

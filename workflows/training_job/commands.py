@@ -248,6 +248,11 @@ async def watch(
             first_rank=_first_rank(job, nodes[0]),
             world_size=job.spec.world_size,
             places=limit_places(job.places, nodes),
+            training_ranks_per_node=job.spec.ranks_per_node,
+            others=tuple(slot.node for slot in job.slots if slot.node not in names)
+            if nodes[0] == job.slots[0].node
+            else (),
+            judges=nodes[0] == job.slots[0].node,
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),

@@ -1,0 +1,180 @@
+"""A watch looks at ranks whose step stays the same, and says which one hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from relaunch.activities import hangs
+from relaunch.backends.base import Refusal, Unreachable
+from relaunch.job.events import RanksHung
+from relaunch.spec.policy import HangLimits
+from tests.activities.harness import Stand, ago, environment, eventually, stand
+from tests.fakes.nodes import Progress, Script
+from tests.fakes.nodes.script import Stack
+
+BEAT = "80ms"
+C10D = "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py"
+WAITS = (("barrier", C10D, 5356), ("train", "/home/u/train.py", 27))
+LOADER = (
+    ("__next__", "/usr/lib/python3/dist-packages/torch/utils/data/dataloader.py", 725),
+    ("train", "/home/u/train.py", 20),
+)
+STEPS = tuple((0.2 * index, index) for index in range(3))
+PROGRESS = tuple(Progress(rank=rank, steps=STEPS, hangs=True) for rank in range(4))
+
+
+def gang(*stacks: Stack, **known: Any) -> Stand:
+    """Four ranks on two nodes: they take three steps, then none."""
+    quick = {"heartbeat": BEAT, "lease": "60s", "lost_after": "30s"}
+    waits = tuple(Stack(rank=rank, frames=WAITS, state="S", cpu=1.0) for rank in range(4))
+    return stand(Script((*PROGRESS, *stacks, *waits)), timeouts={**quick, **known})
+
+
+async def watch(fleet: Stand, **hang: Any) -> RanksHung:
+    await fleet.launch()
+    report = await fleet.watch(hang=HangLimits.model_validate(hang))
+    found = report.events[-1]
+    assert isinstance(found, RanksHung)
+    return found
+
+
+def calls(fleet: Stand) -> int:
+    return sum(call.command == "stacks" for call in fleet.backend.calls)
+
+
+@pytest.mark.parametrize(
+    ("odd", "rule"),
+    [
+        (Stack(rank=3, frames=LOADER, state="T", cpu=0.0), "stopped"),
+        (Stack(rank=3, frames=LOADER, state="D", cpu=0.0), "blocked"),
+        (Stack(rank=3, frames=LOADER, state="S", cpu=0.0), "odd_one_out"),
+    ],
+)
+async def test_a_rank_that_hangs_is_named_long_before_the_limit(odd: Stack, rule: str) -> None:
+    hang = await watch(gang(odd))
+    assert (hang.rule, hang.ranks[0]) == (rule, 3)
+    assert [(one.rank, one.node) for one in hang.suspects] == [(3, "n2")]
+    assert len(hang.groups) == 2 and hang.groups[0].startswith("ranks 0-2 on n1, n2 (3): ")
+    assert "step 2 has not changed" in hang.reason
+
+
+async def test_a_stated_limit_acts_as_written_and_names_the_rank() -> None:
+    busy = Stack(rank=3, frames=LOADER, state="R", cpu=1.0, written=10**6)
+    hang = await watch(gang(busy), after="0.6s", rules={"odd_one_out": False})
+    assert hang.rule == "limit" and [one.rank for one in hang.suspects] == [3]
+
+
+async def test_a_stated_limit_does_not_wait_for_a_silent_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hangs, "LOOK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hangs, "ANSWER_MARGIN_S", 0.1)
+    fleet = gang()
+
+    async def silence(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(fleet.backend, "stacks", silence)
+    hang = await watch(fleet, after="0.6s")
+    assert hang.suspects == () and hang.groups == ()
+
+
+@pytest.mark.parametrize(
+    "answer", [Refusal("n1", "no_such_generation", "none"), Unreachable("n1", "cut")]
+)
+async def test_ranks_that_cannot_be_seen_hang_after_at_most(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = silent_gang()
+
+    async def stacks(*_: Any) -> Any:
+        if isinstance(answer, Refusal):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(fleet.backend, "stacks", stacks)
+    hang = await learned(fleet, at_most="61s")
+    assert hang.rule == "at_most" and hang.reason.endswith(hangs.UNPROVEN)
+
+
+async def learned(fleet: Stand, **hang: Any) -> RanksHung:
+    """Watch a gang whose first step is a minute overdue."""
+    await fleet.launch()
+    report = await fleet.watch(
+        hang=HangLimits.model_validate(hang), launched_at=ago(31 * 60), progress_expected=True
+    )
+    found = report.events[-1]
+    assert isinstance(found, RanksHung)
+    return found
+
+
+def silent_gang(*stacks: Stack) -> Stand:
+    """As `gang`, but no rank reports a step in this generation: the first one is overdue."""
+    quick = {"heartbeat": BEAT, "lease": "60s", "lost_after": "30s"}
+    waits = tuple(Stack(rank=rank, frames=WAITS, state="S", cpu=1.0) for rank in range(4))
+    return stand(Script((*stacks, *waits)), timeouts=quick)
+
+
+async def test_a_learned_limit_counts_once_no_rank_works() -> None:
+    hang = await learned(silent_gang(), rules={"odd_one_out": False})
+    assert hang.rule == "limit" and hang.suspects == ()
+    assert "4 ranks wait in barrier" in hang.reason
+
+
+async def test_a_rank_that_works_postpones_a_learned_limit() -> None:
+    busy = Stack(rank=0, frames=LOADER, state="R", cpu=1.0, written=10**6)
+    hang = await learned(silent_gang(busy), at_most="61s")
+    assert hang.rule == "at_most" and "rank 0 still works" in hang.reason
+
+
+async def test_stacks_that_cannot_be_read_leave_cpu_and_io() -> None:
+    odd = Stack(rank=3, state="S", cpu=0.0, unreadable="ptrace is refused")
+    hang = await learned(silent_gang(odd))
+    assert hang.rule == "limit" and "not all stacks could be read" in hang.reason
+
+
+async def test_nothing_is_looked_at_while_training_advances() -> None:
+    fleet = stand(
+        Script(tuple(Progress(rank=rank, rate=20.0) for rank in range(4))),
+        timeouts={"heartbeat": "200ms"},
+    )
+    await fleet.launch()
+    running = environment()
+    watching = asyncio.create_task(fleet.watch(running, hang=HangLimits()))
+    await eventually(lambda: fleet.renewals() > 0 and len(fleet.server.beats) > 1, "watched")
+    await asyncio.sleep(0)
+    assert calls(fleet) == 0
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+
+
+async def test_a_shard_that_does_not_judge_leaves_it_to_the_first() -> None:
+    fleet = silent_gang()
+    await fleet.launch()
+    hang = HangLimits.model_validate({"at_most": "1s"})
+    shard = {"nodes": ("n2",), "judges": False, "first_rank": 2, "world_size": 4}
+    report = await fleet.watch(
+        hang=hang, launched_at=ago(30 * 60 + 2), progress_expected=True, **shard
+    )
+    found = report.events[-1]
+    assert isinstance(found, RanksHung) and found.rule == "at_most"
+
+
+async def test_the_first_shard_sees_a_rank_that_works_in_another() -> None:
+    busy = Stack(rank=3, frames=LOADER, state="R", cpu=1.0, written=10**6)
+    fleet = silent_gang(busy)
+    await fleet.launch()
+    hang = HangLimits.model_validate({"at_most": "61s"})
+    report = await fleet.watch(
+        hang=hang,
+        launched_at=ago(31 * 60),
+        progress_expected=True,
+        nodes=("n1",),
+        others=("n2",),
+    )
+    found = report.events[-1]
+    assert isinstance(found, RanksHung) and "rank 3 still works" in found.reason
