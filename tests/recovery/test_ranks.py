@@ -61,6 +61,12 @@ def test_what_relaunch_starts_itself_has_its_own_number(
     assert numbers == [processes_of(group_rank, spec(**written)) for group_rank in (0, 1)]
 
 
+def test_a_job_that_asks_has_its_flight_records_written() -> None:
+    asking = spec(flight_record=True)
+    asked = common_environment(TOKEN, asking, 2, 8, "10.0.0.1", 29500)
+    assert asked["RELAUNCH_FLIGHT_RECORD"] == "1"
+
+
 def test_a_launcher_gets_the_variables_that_it_does_not_set() -> None:
     below = spec(nproc_per_node=8, launcher="torchrun", env={"NCCL_DEBUG": "WARN"})
     shared = common_environment(TOKEN, below, 2, 8, "10.0.0.1", 29500)
