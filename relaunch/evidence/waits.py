@@ -86,30 +86,30 @@ WAITS = (
             "scatter",
             "send",
         ),
-        "deepspeed 0.17: the backend that calls torch",
+        "deepspeed 0.19: the backend that calls torch",
     ),
     WaitRow(
         "accelerate/utils/operations.py",
         ("_gpu_gather", "_gpu_broadcast", "gather", "gather_object", "broadcast", "reduce"),
-        "accelerate 1.10",
+        "accelerate 1.15",
     ),
-    WaitRow("accelerate/state.py", ("wait_for_everyone",), "accelerate 1.10"),
+    WaitRow("accelerate/state.py", ("wait_for_everyone",), "accelerate 1.15"),
     WaitRow("horovod/torch/mpi_ops.py", ("synchronize", "barrier", "join"), "horovod 0.28"),
     WaitRow(
         "jax/experimental/multihost_utils.py",
         (),
-        "jax 0.7: sync_global_devices, process_allgather, broadcast_one_to_all",
+        "jax 0.10: sync_global_devices, process_allgather, broadcast_one_to_all",
     ),
     WaitRow(
-        "jax/_src/distributed.py", ("initialize",), "jax 0.7: waits until all processes are there"
+        "jax/_src/distributed.py", ("initialize",), "jax 0.10: waits until all processes are there"
     ),
     WaitRow(
-        "jax/_src/api.py", ("block_until_ready",), "jax 0.7: waits for the device", innermost=True
+        "jax/_src/api.py", ("block_until_ready",), "jax 0.10: waits for the device", innermost=True
     ),
     WaitRow(
         "jax/_src/array.py",
         ("block_until_ready", "_value"),
-        "jax 0.7: waits for the device",
+        "jax 0.10: waits for the device",
         innermost=True,
     ),
 )
