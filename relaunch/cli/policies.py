@@ -104,8 +104,8 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
         parts = path.split(".")
         if len(parts) > 2:
             raise ConfigError(
-                f"--set: {path} has too many levels: {parts[0]}.{parts[1]} is replaced as a "
-                "whole; write it in a file"
+                f"--set: {path} has too many levels: {parts[0]}.{parts[1]} is replaced as a whole, "
+                f"such as '{parts[0]}.{parts[1]}={{{parts[2]}: {written}}}'"
             )
         if len(parts) == 1:
             keys[path] = value

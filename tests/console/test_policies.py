@@ -207,6 +207,7 @@ def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
     [
         (None, (), "--set KEY=VALUE"),
         ("torchelastic", ("max_restarts=3",), "file or --set"),
+        (None, ("hang.rules.blocked=false",), "'hang.rules={blocked: false}'"),
         ("none.yaml", (), "'none.yaml'"),
         (None, ("max_restarts",), "'max_restarts'"),
         (None, ("max_restarts=[1",), "not YAML"),
