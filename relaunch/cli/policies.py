@@ -103,9 +103,11 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
         value = Document(written, f"--set {path}").content
         parts = path.split(".")
         if len(parts) > 2:
+            upper, rest = ".".join(parts[:2]), parts[2:]
+            is_key = len(rest) == 1 and not rest[0].isdigit()
+            how = f"write '{upper}={{{rest[0]}: {written}}}'" if is_key else "write it in a file"
             raise ConfigError(
-                f"--set: {path} has too many levels: {parts[0]}.{parts[1]} is replaced as a whole, "
-                f"such as '{parts[0]}.{parts[1]}={{{parts[2]}: {written}}}'"
+                f"--set: {path} has too many levels: {upper} is replaced as a whole; {how}"
             )
         if len(parts) == 1:
             keys[path] = value
