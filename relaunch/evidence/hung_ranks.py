@@ -34,7 +34,8 @@ BLOCKED_LOOKS = 21
 """Looks in a row that find a rank in state D with the same counters: five minutes by default.
 
 A hard NFS mount waits out the grace period of a server that restarts (90 s), and a checkpoint of
-60 GB that is flushed at 200 MB/s at the end of a write is in state D for as long, changing nothing.
+60 GB that is flushed at 200 MB/s at the end of a write is in state D for as long, with some ticks
+of CPU. A thread that keeps time (NCCL's watchdog) ticks as well: then only the limit decides.
 """
 ODD_LOOKS = 13
 """Looks in a row in which a rank that all others wait for does nothing: three minutes by default.
@@ -243,21 +244,24 @@ def _find_odd_one(
 ) -> HangFinding | None:
     if len(expected) < 2 or any(rank not in streaks for rank in expected):
         return None
-    odd, operations = [], set()
+    operations = _count_operations(streaks[rank].look for rank in expected)
+    if not operations:
+        return None
+    operation, count = operations.most_common(1)[0]
+    # Of a node with eight ranks one may hold up the others in turn.
+    if not 1 <= len(expected) - count <= max(1, len(expected) // 8):
+        return None
+    odd = []
     for rank in expected:
         one = streaks[rank]
-        if (wait := find_wait(one.look.frames)) is None:
-            odd.append(one)
-        elif one.still < ODD_LOOKS:
+        wait = find_wait(one.look.frames)
+        is_odd = wait is None or wait.operation != operation
+        if (one.quiet if is_odd else one.still) < ODD_LOOKS:
             return None
-        else:
-            operations.add(wait.operation)
-    # Of a node with eight ranks one may hold up the others in turn.
-    few = max(1, len(expected) // 8)
-    if not 1 <= len(odd) <= few or len(operations) != 1:
-        return None
-    if any(one.quiet < ODD_LOOKS for one in odd):
-        return None
+        if is_odd and wait is not None and 2 * count <= len(expected):
+            return None  # of two ranks in two collectives either may be in the wrong one
+        if is_odd:
+            odd.append(one)
     waiting = [streaks[rank].look for rank in expected if streaks[rank] not in odd]
     return _make_finding("odd_one_out", [one.look for one in odd], _describe_wait(waiting, "other"))
 

@@ -61,6 +61,9 @@ class Settings:
     """Whether a job goes on after a hang by the default policy; else it fails at once."""
     stacks: bool = False
     """Whether `relaunch stacks` is timed while the ranks hang."""
+    heartbeat: str = ""
+    """`timeouts.heartbeat` of the policy, which the times of all rules follow; empty: the default.
+    """
 
 
 def prepare(folder: Path, fleets: int) -> list[str]:
@@ -121,6 +124,8 @@ def play_job(service: Service, fleet: str, case: Case, folder: Path, settings: S
             policy = {"max_restarts": 0, "causes": {"HANG": [{"strategy": "FAIL"}]}}
         if settings.after:
             policy["hang"] = {"after": settings.after}
+        if settings.heartbeat:
+            policy["timeouts"] = {"heartbeat": settings.heartbeat}
         spec = {
             "name": job,
             "fleet": fleet,

@@ -161,6 +161,11 @@ def main() -> int:
     )
     parser.add_argument("--after", default="", help="hang.after of the policy (default: learned)")
     parser.add_argument(
+        "--heartbeat",
+        default="",
+        help="timeouts.heartbeat of the policy (default: 10s); the rules' times follow it",
+    )
+    parser.add_argument(
         "--recover", action="store_true", help="restart after a hang (default: the job fails)"
     )
     parser.add_argument(
@@ -228,7 +233,13 @@ def main() -> int:
         if case.name not in obstacles and (options.again or case.name not in rows.known)
     ]
     settings = Settings(
-        PYTHON, options.limit, options.pause, options.after, options.recover, options.stacks
+        PYTHON,
+        options.limit,
+        options.pause,
+        options.after,
+        options.recover,
+        options.stacks,
+        options.heartbeat,
     )
     left = play_cases(cases, rows, work, settings, options) if cases else 0
     for name, reason in obstacles.items():

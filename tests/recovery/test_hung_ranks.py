@@ -265,6 +265,7 @@ def test_the_odd_one_out_is_a_hang_once_it_has_done_nothing() -> None:
     assert find(scene, ODD_LOOKS, ranks=5) is None, "one was not seen"
     assert find(scene, ODD_LOOKS, rules={"odd_one_out": False}) is None
     assert find(lambda _: [rank(0, LOADER)], ODD_LOOKS, ranks=1) is None
+    assert find(lambda _: [rank(n, LOADER) for n in range(4)], ODD_LOOKS) is None, "none waits"
 
 
 def test_one_of_8_may_be_odd_and_a_quarter_not() -> None:
@@ -277,6 +278,13 @@ def test_one_of_8_may_be_odd_and_a_quarter_not() -> None:
     assert find(scene, ODD_LOOKS, ranks=16) is None
     odd = ()
     assert find(scene, ODD_LOOKS, ranks=16) is None
+
+
+def test_a_rank_in_another_collective_is_the_odd_one_out() -> None:
+    found = find(idle(rank(3, collective("broadcast"))), ODD_LOOKS)
+    assert found is not None and [one.rank for one in found.suspects] == [3]
+    pair = [rank(0, collective("all_reduce")), rank(1, collective("broadcast"))]
+    assert find(lambda _: pair, ODD_LOOKS, ranks=2) is None, "either may be wrong"
 
 
 def test_ranks_in_two_collectives_are_left_to_the_limit() -> None:
