@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from temporalio.client import Client
-from temporalio.testing import WorkflowEnvironment
 
 from relaunch.backends.base import (
     Backend,
@@ -22,11 +21,11 @@ from relaunch.backends.base import (
     StopProof,
     identity,
 )
-from relaunch.cli.service import find_server
 from relaunch.config import Settings
 from relaunch.generation import Token
 from relaunch.temporal import read_server_id
 from relaunch.worker import WorkerFleets, make_fleets
+from tests.servers import start_dev_server
 
 FLEET = """\
 name: lab
@@ -158,11 +157,7 @@ async def test_a_second_controller_of_the_same_names_is_refused(
 
 @asynccontextmanager
 async def server_on(database: Path) -> AsyncIterator[Client]:
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()),
-        dev_server_log_level="error",
-        dev_server_database_filename=str(database),
-    )
+    environment = await start_dev_server(dev_server_database_filename=str(database))
     async with environment:
         yield environment.client
 

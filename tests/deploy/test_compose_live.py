@@ -22,14 +22,13 @@ from temporalio.api.operatorservice.v1 import ListSearchAttributesRequest
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
-from temporalio.testing import WorkflowEnvironment
 
 from deploy.compose.namespace import prepare
 from deploy.compose.polling import FRESH, judge, last_poll
-from relaunch.cli.service import find_server
 from relaunch.temporal import RETENTION, SEARCH_ATTRIBUTES, data_converter, ensure_namespace
 from tests.chaos.world import QUEUE, Process, World, eventually
 from tests.deploy.compose import ROOT, SERVICES, double, seconds, typed
+from tests.servers import start_dev_server
 
 NAMESPACE = "fresh"
 FLEET = "name: lab\nbackend: local\nnodes:\n  - {name: n1, address: 127.0.0.2}\n"
@@ -38,11 +37,7 @@ AT = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[Client]:
-    environment = await WorkflowEnvironment.start_local(
-        dev_server_existing_path=str(find_server()),
-        dev_server_log_level="error",
-        data_converter=data_converter(),
-    )
+    environment = await start_dev_server(data_converter=data_converter())
     try:
         config = environment.client.service_client.config
         yield await Client.connect(

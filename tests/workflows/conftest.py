@@ -18,6 +18,7 @@ from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
 from relaunch.temporal import SEARCH_ATTRIBUTES, data_converter, ensure_namespace
+from tests.servers import start_dev_server, start_time_skipping_server
 from tests.workflows.rig import Rig, rig
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +30,8 @@ FAST = ("history.transferProcessorMaxPollRPS=1000", "history.timerProcessorMaxPo
 
 
 async def _skipping() -> WorkflowEnvironment:
-    environment = await WorkflowEnvironment.start_time_skipping(
-        test_server_existing_path=str(BIN / "temporal-test-server"), data_converter=data_converter()
+    environment = await start_time_skipping_server(
+        BIN / "temporal-test-server", data_converter=data_converter()
     )
     types = {"Keyword": 2, "Int": 3, "KeywordList": 7}
     wanted: Any = {name: types[kind] for name, kind in SEARCH_ATTRIBUTES.items()}
@@ -82,11 +83,8 @@ class _dev:
         self._extra = extra
 
     async def __aenter__(self) -> Client:
-        self._environment = await WorkflowEnvironment.start_local(
-            dev_server_existing_path=str(BIN / "temporal"),
-            dev_server_log_level="error",
-            dev_server_extra_args=self._extra,
-            data_converter=data_converter(),
+        self._environment = await start_dev_server(
+            dev_server_extra_args=self._extra, data_converter=data_converter()
         )
         await ensure_namespace(self._environment.client)
         return self._environment.client

@@ -364,6 +364,8 @@ def worker(
         activities=activities(fleets, client, archive, queue),
         # As the real worker does; each history is replayed in the sandbox at the end.
         workflow_runner=UnsandboxedWorkflowRunner(),
+        # Without the limit of 2 s for a workflow task, which a busy machine exceeds.
+        debug_mode=True,
         max_cached_workflows=cached,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
@@ -429,5 +431,8 @@ async def replay(history: WorkflowHistory) -> None:
     )
     workflows = [TrainingJob, NodeRepair, Fleet]
     await Replayer(
-        workflows=workflows, workflow_runner=runner, data_converter=data_converter()
+        workflows=workflows,
+        workflow_runner=runner,
+        data_converter=data_converter(),
+        debug_mode=True,  # without a limit of 2 s for a task
     ).replay_workflow(history)

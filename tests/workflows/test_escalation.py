@@ -232,6 +232,7 @@ async def world(
             made.told.tell_fleet,
         ],
         workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
+        debug_mode=True,  # without a limit of 2 s for a task
         max_cached_workflows=0,  # each task replays the repair from its beginning
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
