@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import Deque, List, Optional, Tuple, Union
 
-from relaunch.agent import flight_records, processes, py_spy, reports, tools
+from relaunch.agent import connections, flight_records, processes, py_spy, reports, tools
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import Fields, Json, line, refuse_field
 from relaunch.agent.state import Generation
@@ -251,6 +251,7 @@ def _serve(
             if task["kind"] in ("look", "ask"):
                 answer = _look_at_rank(task["pid"])
                 if task["kind"] == "ask" and "processes" in answer:
+                    answer["network"] = connections.read_connections(task["pid"])
                     answer["flight"] = flight_records.request_dumps(
                         generation, task["rank"], task["pid"]
                     )._asdict()

@@ -255,6 +255,11 @@ def _read_frame(raw: object) -> object:
 Frame = Annotated[FrameRow, BeforeValidator(_read_frame), PlainSerializer(_serialize_frame)]
 
 
+Address = Annotated[str, Field(max_length=45, pattern=r"^[0-9a-fA-F.:]+$")]
+"""Of IPv4 or IPv6, without a port."""
+MAX_ADDRESSES, MAX_STUCK = 8, 16
+
+
 class ThreadRow(_Row):
     tid: Annotated[int, Field(ge=0, le=2**31)]
     name: ShortLine = ""
@@ -278,12 +283,25 @@ class ProcessRow(_Row):
     unreadable: Reason | None = None
 
 
+class StuckConnectionRow(_Row):
+    local: Address
+    remote: Address
+    retries: Count
+    unacknowledged: Bytes
+
+
+class NetworkRow(_Row):
+    addresses: Annotated[list[Address], Field(max_length=MAX_ADDRESSES, fail_fast=True)]
+    stuck: Annotated[list[StuckConnectionRow], Field(max_length=MAX_STUCK, fail_fast=True)]
+
+
 class StackRow(_Row):
     rank: Count
     pid: Pid | None = None
     unreadable: Reason | None = None
     processes: Annotated[list[ProcessRow], Field(max_length=MAX_PROCESSES, fail_fast=True)] = []
     flight: dict[str, Any] | None = None
+    network: NetworkRow | None = None
 
 
 class StacksAnswer(_Answer):

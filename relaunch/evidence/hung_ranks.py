@@ -311,6 +311,9 @@ def name_suspects(
     waiting = [one for one in read if find_wait(one.frames) is not None]
     if missing is not None and (found := [one for one in looks if one.rank in missing.ranks]):
         return _accuse(found), f"{_describe(found)}; {missing.reason}"
+    cut_off, silence = _find_cut_off(looks)
+    if cut_off:
+        return _accuse(cut_off), f"{_describe(cut_off)}; {silence}"
     outside = [one for one in looks if one not in waiting]
     is_plain = 2 * len(waiting) > len(looks) or (bool(waiting) and len(outside) == 1)
     for accused in (
@@ -326,7 +329,39 @@ def name_suspects(
             named = {one.rank for one in accused}
             others = _describe_wait([one for one in waiting if one.rank not in named], "other")
             return _accuse(accused), "; ".join(filter(None, (_describe(accused), others)))
-    return (), _describe_wait(waiting, "rank")
+    return (), "; ".join(filter(None, (_describe_wait(waiting, "rank"), silence)))
+
+
+def _find_cut_off(looks: Sequence[RankLook]) -> tuple[list[RankLook], str]:
+    """Return the ranks at the address that is at one end of all stuck connections, and a clause.
+
+    With a single pair of addresses either end may be the one that is cut off: none is returned.
+    Connections to what is no rank of the job, such as a file store, do not count.
+    """
+    owners: dict[str, list[RankLook]] = {}
+    for look in looks:
+        for address in look.addresses:
+            owners.setdefault(address, []).append(look)
+    pairs = {
+        frozenset((one.local, one.remote))
+        for look in looks
+        for one in look.stuck
+        if one.local != one.remote and one.local in owners and one.remote in owners
+    }
+    if not pairs:
+        return [], ""
+    common = frozenset.intersection(*pairs)
+    if len(common) == 1:
+        (address,) = common
+        others = count_noun(len(pairs), "other address", "other addresses")
+        return owners[address], f"no packet passes between {address} and {others}"
+    one, other = sorted(min(pairs, key=sorted))
+    more = (
+        f" and {count_noun(len(pairs) - 1, 'other pair')}"
+        if pairs - {frozenset((one, other))}
+        else ""
+    )
+    return [], f"no packet passes between {one} and {other}{more}"
 
 
 def _describe_wait(waiting: Sequence[RankLook], noun: str) -> str:

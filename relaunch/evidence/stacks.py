@@ -121,6 +121,15 @@ class ProcessLook:
 
 
 @dataclass(frozen=True, slots=True)
+class StuckConnection:
+    """A TCP connection whose other end acknowledges nothing any more, however often it is sent."""
+
+    local: str
+    """An address without its port."""
+    remote: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankLook:
     """What one rank was doing: its own process first, then those below it."""
 
@@ -131,6 +140,9 @@ class RankLook:
     """Why nothing is known; empty: something is."""
     flight: Mapping[str, Any] | None = None
     """torch's record of its collectives, as the node read it."""
+    addresses: tuple[str, ...] = ()
+    """Its own ends of its TCP connections."""
+    stuck: tuple[StuckConnection, ...] = ()
 
     @property
     def main(self) -> ProcessLook:
@@ -175,7 +187,15 @@ def read_rank_looks(node: str, rows: Iterable[Mapping[str, Any]]) -> tuple[RankL
         if not processes:
             looks.append(RankLook(row["rank"], node, unreadable=row.get("unreadable") or "unknown"))
             continue
-        look = RankLook(row["rank"], node, processes, flight=row.get("flight"))
+        network = row.get("network") or {"addresses": (), "stuck": ()}
+        look = RankLook(
+            row["rank"],
+            node,
+            processes,
+            flight=row.get("flight"),
+            addresses=tuple(network["addresses"]),
+            stuck=tuple(StuckConnection(one["local"], one["remote"]) for one in network["stuck"]),
+        )
         looks += split_launcher(look)
     return tuple(sorted(looks, key=lambda one: one.rank))
 

@@ -32,6 +32,7 @@ from relaunch.evidence.stacks import (
     Frame,
     ProcessLook,
     RankLook,
+    StuckConnection,
     ThreadStack,
     describe_rank,
     describe_stack,
@@ -494,6 +495,30 @@ def test_a_tie_names_none_without_another_fact() -> None:
     assert name_suspects({}) == ((), "")
     _, reason = name_suspects(watch(lambda _: all_waiting, 1))
     assert reason == "4 ranks wait in all_reduce"
+
+
+def on_network(number: int, *stuck: str) -> RankLook:
+    """A rank that waits in all_reduce, at the address 10.0.0.NUMBER."""
+    own = f"10.0.0.{number}"
+    return replace(
+        rank(number, ALL_REDUCE),
+        addresses=(own,),
+        stuck=tuple(StuckConnection(own, other) for other in stuck),
+    )
+
+
+def test_the_rank_that_no_packet_reaches_is_named(snapshot: SnapshotAssertion) -> None:
+    def name(*looks: RankLook) -> tuple[list[int], str]:
+        suspects, reason = name_suspects(watch(lambda _: looks, 3))
+        return [one.rank for one in suspects], reason
+
+    others = (on_network(0), on_network(1, "10.0.0.2"))
+    cut_off = name(*others, on_network(2, "10.0.0.3"), on_network(3))
+    pair = name(on_network(0), on_network(1, "10.0.0.2"), on_network(2, "10.0.0.1"))
+    two = name(on_network(0, "10.0.0.3"), on_network(1, "10.0.0.2"), on_network(2), on_network(3))
+    outside = name(on_network(0, "52.0.0.1"), on_network(1, "10.0.0.1"), on_network(2))
+    assert (cut_off[0], pair[0], two[0], outside[0]) == ([2], [], [], [])
+    assert [cut_off[1], pair[1], two[1], outside[1]] == snapshot
 
 
 def test_a_rank_that_is_often_blocked_is_named() -> None:
