@@ -17,7 +17,7 @@ from relaunch.evidence.stragglers import WINDOWS, Measure, SlowNode, find_slow_n
 from relaunch.spec.policy import StragglerLimits
 
 BUSY = "busy_s"
-"""The name under which a rank reports the seconds of its own work in a step."""
+"""The name under which a rank reports the seconds of its work in a step."""
 WINDOW_BEATS = 3
 """Heartbeats in a window, at least: each brings one value of each rank."""
 MEASURES: tuple[Measure, ...] = ("busy", "step")

@@ -1,7 +1,7 @@
 """Find nodes whose steps take longer than those of the others, for long.
 
 In lockstep all ranks wait for the slowest one, so the time of a whole step is the same everywhere:
-only what a rank reports of its own work differs (`busy_s`). Ranks that do not wait for each other
+only what a rank reports about its work differs (`busy_s`). Ranks that do not wait for each other
 differ in the time of a whole step. Both are compared alike.
 """
 
@@ -96,7 +96,7 @@ def _is_slower(
 
 def describe_slow_node(slow: SlowNode) -> str:
     """Return a clause with the numbers, for people."""
-    what = "of its own work a step" if slow.measure == "busy" else "a step"
+    what = "of work a step" if slow.measure == "busy" else "a step"
     return (
         f"node {slow.node} is {slow.ratio:.1f} times slower than the others: "
         f"{_format(slow.seconds)} {what}, median {_format(slow.others)} "

@@ -222,7 +222,7 @@ class StragglerLimits(StrictModel):
     """When a node counts as slower than the others, and what follows. docs/stragglers.md."""
 
     action: Literal["report", "examine", "off"] = "report"
-    """report: people are told. examine: the ranks are stopped and the node is examined, once."""
+    """report: people are notified. examine: also, ranks are stopped and the node is examined."""
     slower_by: float = Field(default=1.2, ge=1.05, le=100.0)
     """How many times slower than the median of the others, at least."""
     over: Duration = timedelta(minutes=10)

@@ -34,7 +34,7 @@ def windows(*rows: dict[str, float]) -> list[dict[str, float]]:
     return list(rows) if len(rows) > 1 else [*rows] * WINDOWS
 
 
-def named(*rows: dict[str, float], slower_by: float = 1.2) -> list[str]:
+def list_named(*rows: dict[str, float], slower_by: float = 1.2) -> list[str]:
     return [one.node for one in find_slow_nodes(windows(*rows), slower_by)]
 
 
@@ -62,19 +62,19 @@ def times(*seconds: float) -> dict[str, float]:
 def test_a_node_is_named_that_is_slower_for_long(
     rows: tuple[dict[str, float], ...], expected: list[str]
 ) -> None:
-    assert named(*rows) == expected
+    assert list_named(*rows) == expected
 
 
 def test_the_limit_is_that_of_the_policy() -> None:
     row = times(0.25, 0.25, 0.25, 0.4)
-    assert named(row, slower_by=1.5) == ["n4"] and named(row, slower_by=1.7) == []
+    assert list_named(row, slower_by=1.5) == ["n4"] and list_named(row, slower_by=1.7) == []
     (found,) = find_slow_nodes(windows(row), 1.2)
     assert (found.seconds, found.others, found.nodes) == (0.4, 0.25, 4)
 
 
-def test_the_numbers_are_told() -> None:
+def test_a_report_has_the_numbers() -> None:
     assert describe_slow_node(SLOW) == (
-        "node n2 is 1.6 times slower than the others: 412 ms of its own work a step, "
+        "node n2 is 1.6 times slower than the others: 412 ms of work a step, "
         "median 258 ms (of 64 ranks on 4 nodes, over the last 10 min)"
     )
     slow = SlowNode("n2", 30.0, 15.0, 2, 2, 90.0, "step")
@@ -125,7 +125,7 @@ def test_so_many_slow_nodes_are_kept() -> None:
         ("n3", 0, None),
     ],
 )
-def test_it_is_told_whether_slowness_follows_the_node(
+def test_a_report_says_whether_slowness_follows_the_node(
     node: str, place: int, said: str | None
 ) -> None:
     """Node n2 was slow in the second place."""

@@ -79,7 +79,7 @@ class Progress(_MatchesRank):
     """It goes on running at its last step, also where ranks without a script succeed."""
     phase: str | None = None
     busy: float | None = None
-    """Seconds of its own work in a step, as it reports them."""
+    """Seconds of work in a step, as it reports them."""
     checkpoints: tuple[tuple[float, int], ...] = ()
     """Finished ones, as (seconds, step)."""
     unreadable: str | None = None
