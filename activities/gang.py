@@ -22,8 +22,10 @@ from relaunch.activities.reports import (
     WatchRanksInput,
     WatchReport,
 )
+from relaunch.activities.stragglers import StepTimes
 from relaunch.backends.base import Backend, BackendError, ProtocolError, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
+from relaunch.evidence.stragglers import SlowNode
 from relaunch.job.diagnose import is_root
 from relaunch.job.events import (
     CancelRequested,
@@ -31,6 +33,7 @@ from relaunch.job.events import (
     Event,
     FaultObserved,
     NodeReturned,
+    NodesSlow,
     NodeUnreachable,
     ProgressSeen,
     RanksHung,
@@ -170,6 +173,9 @@ class WatchedShard:
                 RankExited(node, rank, 0, 0, None, datetime.now(UTC)) for rank in ranks
             ]
         self._looks = HangLooks(input)
+        self._step_times = StepTimes(
+            input.stragglers, input.timeouts.heartbeat.total_seconds(), time.monotonic()
+        )
         self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 
     @property
@@ -240,7 +246,7 @@ class WatchedShard:
             view.is_stalled = heartbeat.get("shim_silent") is not None
             self._note_answer(node)
             self._first_stamps.set()
-            self._update_progress(view, heartbeat.get("progress") or {}, now)
+            self._update_progress(node, view, heartbeat.get("progress") or {}, now)
             view.missing = _find_missing(node, heartbeat)
             self._unspoken.discard(node)
             if node in self._unheard:
@@ -302,7 +308,9 @@ class WatchedShard:
         self._faults.append((observation, is_root(observation)))
         self._news.set()
 
-    def _update_progress(self, view: NodeView, progress: Mapping[str, Any], now: datetime) -> None:
+    def _update_progress(
+        self, node: str, view: NodeView, progress: Mapping[str, Any], now: datetime
+    ) -> None:
         for rank, value in progress.items():
             if not isinstance(value, dict):
                 continue
@@ -317,6 +325,7 @@ class WatchedShard:
                 self._pace = replace(self._pace, restarts=True)
             counter = update_counter(known, step)
             view.steps[int(rank)] = RankStep(counter, at, value.get("phase"))
+            self._step_times.add(node, int(rank), counter.position, at, value)
             view.values = {
                 k: float(v)
                 for k, v in (value.get("values") or {}).items()
@@ -481,6 +490,8 @@ class WatchedShard:
                 return self._make_report(*reached)
             if (hang := self._find_hang()) is not None:
                 return self._make_report(hang)
+            if slow := self._find_slow():
+                return self._make_report(NodesSlow(self.generation, slow))
             self._news.clear()
             try:
                 async with asyncio.timeout(self._tick):
@@ -632,6 +643,13 @@ class WatchedShard:
             groups=hang.groups,
             rule=hang.rule,
         )
+
+    def _find_slow(self) -> tuple[SlowNode, ...]:
+        """Return nodes that are slow and were not reported yet; looked for once in a window."""
+        if not self._step_times.close_window(time.monotonic()):
+            return ()
+        found = [one for one in self._step_times.find() if one.node not in self.input.slow]
+        return tuple(found[:MAX_NAMED])
 
     def _find_overdue(self, now: datetime) -> Overdue | None:
         finished = self._first_success

@@ -9,7 +9,7 @@ from relaunch.generation import Token
 from relaunch.job.events import Event
 from relaunch.job.hang import Pace
 from relaunch.job.places import StartedPlaces
-from relaunch.spec.policy import HangLimits, Timeouts
+from relaunch.spec.policy import HangLimits, StragglerLimits, Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class WatchRanksInput:
     judges: bool = True
     """Whether this watch may decide a hang by what ranks do. Of several shards one does, with the
     job's first node: it looks at all ranks, and a shard whose ranks all wait knows nothing."""
+    stragglers: StragglerLimits = field(default_factory=lambda: StragglerLimits(action="off"))
+    """When to report nodes that are slower than the others of the shard."""
+    slow: tuple[str, ...] = ()
+    """Nodes already reported as slow, of this generation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import faulthandler
 import json
 import os
 import signal
+import sys
+import time
 from typing import Any
 
 PROGRESS_FILE = "RELAUNCH_PROGRESS_FILE"
@@ -20,6 +22,74 @@ _files: list[Any] = []
 """What faulthandler writes to: closed, its number might become that of another file."""
 _kept: dict[str, int] = {}
 """What every further report repeats: the newest checkpoint."""
+BUSY = "busy_s"
+MAX_PENDING = 64
+"""Most pieces of work on a GPU whose end is waited for; older ones are dropped."""
+
+
+class _Work:
+    """Times the work of a rank in each step, between two reports of different steps."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.seconds: float | None = None
+        """Of the newest step whose time is known."""
+        self._current = 0.0
+        self._events: list[tuple[Any, Any]] = []
+        """CUDA events around the pieces of work of the present step."""
+        self._pending: list[list[tuple[Any, Any]]] = []
+        """The same of earlier steps, whose work the GPU may not have done yet."""
+
+    def add(self, seconds: float, events: tuple[Any, Any] | None) -> None:
+        if events is None:
+            self._current += seconds
+        else:
+            self._events.append(events)
+
+    def end_step(self, step: int) -> float | None:
+        """Return the seconds of the newest step whose time is known."""
+        if step != self.step:
+            if self._events:
+                self._pending = [*self._pending, self._events][-MAX_PENDING:]
+            elif self._current:
+                self.seconds = self._current
+            self.step, self._current, self._events = step, 0.0, []
+        while self._pending and all(end.query() for _, end in self._pending[0]):
+            events = self._pending.pop(0)
+            self.seconds = sum(begin.elapsed_time(end) for begin, end in events) / 1000
+        return self.seconds
+
+
+_work = _Work()
+
+
+class time_work:
+    """Time what this rank does by itself in a step, for `with`, so that a slow node is seen.
+
+    Put it around the part of a step before the first wait for other ranks: loading the batch and
+    the forward pass, not `backward()` of DistributedDataParallel. Several parts of a step add up.
+    `report` says the seconds as `busy_s`. On a GPU two CUDA events are recorded, and nothing waits
+    for them; they are read once the GPU has passed them.
+    """
+
+    def __enter__(self) -> None:
+        torch = sys.modules.get("torch")
+        cuda = getattr(torch, "cuda", None)
+        self._begin: Any = None
+        if cuda is not None and cuda.is_initialized() and not cuda.is_current_stream_capturing():
+            self._end = cuda.Event(enable_timing=True)
+            self._begin = cuda.Event(enable_timing=True)
+            self._begin.record()
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        if any(error):
+            return
+        if self._begin is None:
+            _work.add(time.perf_counter() - self._begun, None)
+            return
+        self._end.record()
+        _work.add(0.0, (self._begin, self._end))
 
 
 def report(
@@ -33,7 +103,8 @@ def report(
             later reports, as the node does not read every one.
         phase: "checkpoint" or "evaluation" while training does that and not steps: it then has the
             time that the policy allows for it.
-        **values: Numbers to show beside the step, such as the loss.
+        **values: Numbers to show beside the step, such as the loss. `busy_s` is compared over the
+            nodes: the seconds of this step in which the rank did not wait for others (`time_work`).
     """
     if checkpoint is not None:
         _kept["checkpoint"] = int(checkpoint)
@@ -41,6 +112,9 @@ def report(
     if not path:
         return
     written: dict[str, Any] = {name: float(value) for name, value in values.items()}
+    busy = _work.end_step(int(step))
+    if busy is not None:
+        written.setdefault(BUSY, busy)
     written.update(_kept, step=int(step))
     if phase is not None:
         written["phase"] = phase
@@ -149,7 +223,8 @@ def make_lightning_callback() -> Any:
     """Return a callback for the Trainer of Lightning, also under its name pytorch_lightning.
 
     It reports steps (`trainer.global_step`), evaluations, and checkpoints once they are saved; not
-    those of AsyncCheckpointIO, whose end it cannot see. Every rank needs it.
+    those of AsyncCheckpointIO, whose end it cannot see. It times the work of a step from its batch
+    to `backward()` (`time_work`). Every rank needs it.
 
     Raises:
         ImportError: Neither is installed.
@@ -162,6 +237,7 @@ def make_lightning_callback() -> Any:
     class ProgressCallback(Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             self.saving: int | None = None
+            self.work: time_work | None = None
 
         def _report(self, trainer: Any, phase: str | None = None) -> None:
             # A checkpoint is written between two calls of this callback.
@@ -176,6 +252,13 @@ def make_lightning_callback() -> Any:
         ) -> None:
             if self.saving is not None:
                 self._report(trainer)
+            self.work = time_work()
+            self.work.__enter__()
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            if self.work is not None:  # with several optimizers the first one counts
+                self.work.__exit__()
+                self.work = None
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

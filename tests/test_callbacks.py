@@ -26,6 +26,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankProgress:
     generation.make_folders()
     monkeypatch.setenv(callbacks.PROGRESS_FILE, str(generation.progress_path(0)))
     monkeypatch.setattr(callbacks, "_kept", {})
+    monkeypatch.setattr(callbacks, "_work", callbacks._Work())
     return RankProgress(generation, 0, re.compile("(?P<step>x)"))
 
 
@@ -47,6 +48,67 @@ def test_a_report_is_read_with_all_that_it_says(rank: RankProgress) -> None:
     callbacks.report(9)
     assert read(rank) == (9, None, 8), "the node may not have read the report before"
     assert [path.name for path in rank.file.parent.iterdir()] == ["rank_0"]
+
+
+def busy(rank: RankProgress) -> float | None:
+    rank.read()
+    return ((rank.report() or {})["values"]).get("busy_s")
+
+
+def test_the_work_of_a_step_is_reported_with_it(
+    rank: RankProgress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    callbacks.report(1)
+    assert busy(rank) is None
+    for seconds in (0.25, 0.5):
+        with callbacks.time_work():
+            now[0] += seconds
+    now[0] += 10.0  # the others are waited for
+    callbacks.report(2)
+    assert busy(rank) == 0.75
+    callbacks.report(2, phase="evaluation")
+    assert busy(rank) == 0.75
+    callbacks.report(3, busy_s=0.5)
+    assert busy(rank) == 0.5
+
+
+class Event:
+    """A CUDA event on a GPU that lags behind."""
+
+    passed: float = 0.0
+    clock: float = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Event.clock
+
+    def query(self) -> bool:
+        return self.at <= Event.passed
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def test_work_on_a_gpu_is_read_once_it_is_done(
+    rank: RankProgress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = SimpleNamespace(
+        Event=Event, is_initialized=lambda: True, is_current_stream_capturing=lambda: False
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    callbacks.report(1)
+    for step in (2, 3, 4):
+        with callbacks.time_work():
+            Event.clock += step
+        callbacks.report(step)
+    assert busy(rank) is None
+    Event.passed = 5.0
+    callbacks.report(5)
+    assert busy(rank) == 3.0
 
 
 def test_a_report_never_stops_training(
@@ -114,6 +176,9 @@ def test_lightning_reports_a_checkpoint_once_it_is_saved(
 
     assert call("on_train_start") == (0, None, None)
     assert call("on_train_epoch_start") == (0, None, None)
+    assert call("on_train_batch_start", None, 9) == (0, None, None)
+    assert call("on_before_backward", None) == (0, None, None)
+    assert call("on_before_backward", None) == (0, None, None), "of a second optimizer"
     trainer.global_step = 10
     assert call("on_train_batch_end", None, None, 9) == (10, None, None)
     assert call("on_validation_start") == (10, "evaluation", None)

@@ -123,6 +123,7 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
     from relaunch.job.drain import describe_next
     from relaunch.job.failure import find_failure
+    from relaunch.job.slow_nodes import list_slow
 
     incident = state.incident
     shown = incident or (state.incidents[-1] if state.incidents else None)
@@ -173,6 +174,18 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         ],
         "avoided": [{"node": a.node, "reason": a.reason, "at": _iso(a.at)} for a in state.avoided],
         "notices": list(state.notices),
+        "slow": [
+            {
+                "node": one.slow.node,
+                "at": _iso(one.at),
+                "seconds": one.slow.seconds,
+                "others": one.slow.others,
+                "ranks": one.slow.ranks,
+                "span_s": one.slow.span_s,
+                "measure": one.slow.measure,
+            }
+            for one in list_slow(state)
+        ],
         "policy_changes": [
             {"at": _iso(c.at), "by": c.by, "reason": c.reason, "keys": list(c.keys)}
             for c in state.policy_changes

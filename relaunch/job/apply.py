@@ -43,6 +43,7 @@ from relaunch.job.events import (
     NodeReturned,
     NodesAcquired,
     NodesExamined,
+    NodesSlow,
     NodeUnreachable,
     PolicyChanged,
     ProgressSeen,
@@ -77,6 +78,7 @@ from relaunch.job.launches import (
     settle_given_up_launch,
 )
 from relaunch.job.places import StartedPlaces, limit_places, record_places
+from relaunch.job.slow_nodes import record_slow_nodes
 from relaunch.job.state import (
     Ask,
     AvoidedNode,
@@ -193,6 +195,11 @@ def _apply_event(
             return _apply_return(job, event, now)
         case ProgressSeen():
             return _apply_progress(job, event, now)
+        case NodesSlow():
+            job, sentences = record_slow_nodes(job, event, diagnosis, now)
+            for sentence in sentences:
+                job = _notice(job, sentence)
+            return job if diagnosis is None else open_incident(job, diagnosis, now, now)
         case StepReached():
             return pass_step(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:

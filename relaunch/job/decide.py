@@ -50,6 +50,7 @@ from relaunch.job.events import (
     NodesGranted,
     NodesMissing,
     NodesOffered,
+    NodesSlow,
     NodeUnreachable,
     PolicyChanged,
     ProgressSeen,
@@ -183,6 +184,8 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             return climb(job, job.recovering, now, without=job.lost_names)
         case NodesExamined() | RepairEnded():
             return Ignore(f"{event.kind} answers a question that is no longer asked")
+        case NodesSlow() if diagnosis is not None:
+            return climb(job, Recovery(diagnosis), now, without=())
         case NodeUnreachable():
             return _decide_on_unreachable(job, event, now)
         case NodeReturned() if job.deferred_fault is not None and (
@@ -233,6 +236,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             )
         case (
             ProgressSeen()
+            | NodesSlow()
             | LaunchOrdered()
             | RanksFound()
             | RanksStopped()
@@ -281,6 +285,7 @@ def is_echo(job: JobState, event: Event) -> bool:
         | RanksHung
         | NodeUnreachable
         | NodeReturned
+        | NodesSlow
         | StepReached
         | RanksSucceeded
         | Launched

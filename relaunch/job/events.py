@@ -11,6 +11,7 @@ from pydantic import Field
 from relaunch.evidence.observations import Observation, RankExited
 from relaunch.evidence.reachability import LinkFindings
 from relaunch.evidence.stacks import HungRank
+from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.places import StartedPlaces
 from relaunch.job.state import ExaminedNode, Slot
@@ -214,6 +215,16 @@ class RanksHung:
     """Where all ranks were, in lines for people, the widest group first."""
     rule: str = "limit"
     """What decided it: `limit`, `at_most`, or one of `hang.rules`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodesSlow:
+    """Nodes are slower than the others, for long. Each is reported once in a generation."""
+
+    generation: int
+    slow: tuple[SlowNode, ...]
+    """The slowest first, at most 16."""
+    kind: Literal["NodesSlow"] = "NodesSlow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +448,7 @@ Event = Annotated[
     | NodeUnreachable
     | NodeReturned
     | RanksHung
+    | NodesSlow
     | ProgressSeen
     | StepReached
     | CheckpointSaved

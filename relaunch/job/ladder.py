@@ -15,6 +15,7 @@ from typing import assert_never
 from relaunch.evidence.causes import HARDWARE_CAUSES, OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
+from relaunch.job.slow_nodes import SLOW_NODE
 from relaunch.job.state import (
     Ask,
     Certainty,
@@ -41,6 +42,8 @@ NAMED = 4
 def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str, ...]) -> Decision:
     """Return the decision of the first rung of the ladder that applies and has a try left."""
     fault = _refine_fault(recovering)
+    if fault.code == SLOW_NODE:
+        return _settle_slow_node(job, fault, recovering, now, without)
     if fault.cause in OWN_CAUSES and (why := _explain_standstill(job)):
         return _fail(fault, why)
     if _must_check_links(job, fault, recovering):
@@ -89,6 +92,21 @@ def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str
     if has_too_many:
         return _ask_for_progress(job, fault, vain, named)
     return _end(job, recovering, now, without, "is used up")
+
+
+def _settle_slow_node(
+    job: JobState, fault: Diagnosis, recovering: Recovery, now: datetime, without: tuple[str, ...]
+) -> Decision:
+    """Examine a slow node; replace it only if that finds it unhealthy. No ladder ends for it."""
+    if recovering.verdict is None:
+        return _examine(job, fault, now)
+    strategy, is_broken = Strategy.RESTART_IN_PLACE, recovering.verdict is Verdict.UNHEALTHY
+    if is_broken:
+        strategy = Strategy.REPLACE_NODE
+    rung = Rung(strategy=strategy, isolate=is_broken, spends=False)
+    decision = _relaunch(job, fault, rung, 0, now, without)
+    # Under its own name, so that it is no try of a ladder.
+    return replace(decision, take=replace(_take(fault, rung, now), rung=SLOW_NODE))
 
 
 def _explain_standstill(job: JobState) -> str:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
+from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration, Token
 from relaunch.job.generation_nodes import GenerationNodes
 from relaunch.job.places import StartedPlaces
@@ -450,6 +451,19 @@ class PolicyChange:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRecord:
+    """A node that was slower than the others of its generation."""
+
+    at: datetime
+    generation: int
+    place: int
+    """Its index in `JobState.slots`: which ranks it had."""
+    slow: SlowNode
+    examined: bool = False
+    """Whether it was examined for that."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """The complete state of a job.
 
@@ -554,6 +568,8 @@ class JobState:
     """The suspects that all generations which ended with `startup_error` have in common."""
     broken_links: tuple[tuple[str, str], ...] = ()
     """Pairs of nodes that could not reach each other, since training last advanced."""
+    slow_nodes: tuple[SlowRecord, ...] = ()
+    """Nodes that were slower than the others, oldest first."""
 
     @property
     def token(self) -> Token:

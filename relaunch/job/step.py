@@ -11,7 +11,8 @@ from datetime import datetime
 from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide, is_late
 from relaunch.job.diagnose import Fault, diagnose
-from relaunch.job.events import Event
+from relaunch.job.events import Event, NodesSlow
+from relaunch.job.slow_nodes import diagnose_slow_nodes
 from relaunch.job.state import Decision, Diagnosis, JobState
 
 
@@ -36,6 +37,8 @@ def evaluate_event(job: JobState, event: Event, now: datetime) -> tuple[JobState
 
 def diagnose_event(job: JobState, event: Event) -> Diagnosis | None:
     """Return the root cause of a fault; None where the event is no fault, or comes too late."""
-    if not isinstance(event, Fault) or is_late(job, event):
+    if not isinstance(event, Fault | NodesSlow) or is_late(job, event):
         return None
+    if isinstance(event, NodesSlow):
+        return diagnose_slow_nodes(job, event)
     return diagnose(job, event)

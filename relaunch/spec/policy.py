@@ -218,6 +218,17 @@ class HangLimits(StrictModel):
     rules: HangRules = HangRules()
 
 
+class StragglerLimits(StrictModel):
+    """When a node counts as slower than the others, and what follows. docs/stragglers.md."""
+
+    action: Literal["report", "examine", "off"] = "report"
+    """report: people are notified. examine: also, ranks are stopped and the node is examined."""
+    slower_by: float = Field(default=1.2, ge=1.05, le=100.0)
+    """How many times slower than the median of the others, at least."""
+    over: Duration = timedelta(minutes=10)
+    """For how long, at least; not less than 30 heartbeats."""
+
+
 class Timeouts(StrictModel):
     heartbeat: Duration = timedelta(seconds=10)
     lease: Duration = timedelta(seconds=60)
@@ -321,6 +332,7 @@ class Policy(StrictModel):
     stated: tuple[Literal["exhaust_restarts", "no_progress_stop"], ...] = ()
     """Not a setting: which of these were written, perhaps with the preset's value. A `max_restarts`
     that is given later leaves them."""
+    stragglers: StragglerLimits = StragglerLimits()
 
     @model_validator(mode="before")
     @classmethod
@@ -338,6 +350,9 @@ class Policy(StrictModel):
             hang = value.get("hang")
             if isinstance(hang, dict) and hang.get("after") is False:
                 value = {**value, "hang": {**hang, "after": "off"}}
+            slow = value.get("stragglers")
+            if isinstance(slow, dict) and slow.get("action") is False:
+                value = {**value, "stragglers": {**slow, "action": "off"}}
         return value
 
     @model_validator(mode="after")

@@ -55,10 +55,12 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.ladder import LINKS_TIMEOUT
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
+    from relaunch.job.slow_nodes import MAX_OF_GENERATION, list_slow
     from relaunch.job.state import Examine, Incident, JobState, Repair, Slot
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
     from relaunch.messages.nodes import ExamineNodesInput
+    from relaunch.spec.policy import StragglerLimits
 
 Answer = TypeVar("Answer")
 SHARD = 256
@@ -253,6 +255,10 @@ async def watch(
             if nodes[0] == job.slots[0].node
             else (),
             judges=nodes[0] == job.slots[0].node,
+            stragglers=job.policy.stragglers
+            if len(list_slow(job)) < MAX_OF_GENERATION
+            else StragglerLimits(action="off"),
+            slow=tuple(one.slow.node for one in list_slow(job)),
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),

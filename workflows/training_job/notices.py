@@ -14,8 +14,11 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.notify import Notice, PeopleActivities
+    from relaunch.evidence.stragglers import describe_slow_node
     from relaunch.job.failure import describe_failure, list_commands
+    from relaunch.job.slow_nodes import list_slow
     from relaunch.job.state import JobState, Phase
+    from relaunch.text import count_noun
     from relaunch.workflows.training_job.session import Session
 
 NOTICE_TIMEOUT = timedelta(minutes=2)
@@ -57,12 +60,28 @@ class Notices:
         if (news := _news_key(job)) is None or news == self.last:
             return
         self.last = news
-        self.sending = self._session.tasks.start("notify people", self._send(self.sending, job))
+        self.sending = self._session.tasks.start(
+            "notify people", self._send(self.sending, job, _subject(job), _text(job))
+        )
 
-    async def _send(self, before: asyncio.Task[None] | None, job: JobState) -> None:
+    def report_slow_nodes(self) -> None:
+        """Send a notice of the nodes that were recorded as slow just now, after the one before."""
+        job = self._session.job
+        new = [one for one in list_slow(job) if one.at == job.slow_nodes[-1].at]
+        subject = f"relaunch: job {job.name} has {count_noun(len(new), 'slow node')}"
+        lines = [describe_slow_node(one.slow) for one in new]
+        lines += ["", f"generation {job.generation}", f"Details: relaunch show {job.name}"]
+        self.sending = self._session.tasks.start(
+            "notify people of slow nodes",
+            self._send(self.sending, job, subject, "\n".join(lines)),
+        )
+
+    async def _send(
+        self, before: asyncio.Task[None] | None, job: JobState, subject: str, text: str
+    ) -> None:
         if before is not None:
             await workflow.wait([before])
-        await notify_people(job.spec.fleet, _subject(job), _text(job))
+        await notify_people(job.spec.fleet, subject, text)
 
 
 def _news_key(job: JobState) -> str | None:

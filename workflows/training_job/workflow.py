@@ -24,6 +24,7 @@ with workflow.unsafe.imports_passed_through():
         NodesAcquired,
         NodesGranted,
         NodesOffered,
+        NodesSlow,
         Submitted,
     )
     from relaunch.job.state import (
@@ -120,6 +121,7 @@ class TrainingJob(MessageHandlers):
     def _take(self, event: Event) -> None:
         session = self._session
         waited_for = session.job.maybe_alive
+        known = session.job.slow_nodes
         session.job, decision = self._step(event)
         if not isinstance(decision, Ignore):
             workflow.logger.info(
@@ -138,11 +140,13 @@ class TrainingJob(MessageHandlers):
         if _ends_growth(event, decision):
             self._claims.cancel_growth()
         self._carry_out(decision)
+        if session.job.slow_nodes != known:
+            self._notices.report_slow_nodes()
         match event:
             case NodesOffered() if isinstance(decision, Wait):
                 self._claims.start_growth()
-            case CheckpointSaved() if isinstance(decision, Ignore):
-                self._watches.start()  # the watch that saw the checkpoint has ended
+            case CheckpointSaved() | NodesSlow() if isinstance(decision, Ignore):
+                self._watches.start()  # the watch that saw it has ended
         if len(session.job.incidents) > MAX_INCIDENTS and self._archiving is None:
             self._archiving = session.tasks.start("archive incidents", self._archive())
 

@@ -155,7 +155,7 @@ class Generation:
                 told[str(one.rank)] = {
                     "step": reached[0],
                     "age": reached[1],
-                    "values": {},
+                    "values": {} if (busy := one.progress.busy) is None else {"busy_s": busy},
                     "phase": one.progress.phase,
                     "checkpoint": saved,
                 }

@@ -78,6 +78,8 @@ class Progress(_MatchesRank):
     hangs: bool = False
     """It goes on running at its last step, also where ranks without a script succeed."""
     phase: str | None = None
+    busy: float | None = None
+    """Seconds of work in a step, as it reports them."""
     checkpoints: tuple[tuple[float, int], ...] = ()
     """Finished ones, as (seconds, step)."""
     unreadable: str | None = None
