@@ -393,6 +393,8 @@ async def rig(
     backend = SimulatedBackend(spec, script, clock)
     fleets = SimulatedFleets(spec, backend)
     made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)
+    await end_unserved_fleet(made)
+    SERVED.add(made.queue)
     try:
         async with worker(client, made.queue, fleets, archive, cached=cached):
             try:
@@ -401,9 +403,9 @@ async def rig(
                 await made.end_jobs()
                 await made.end_fleet()
     finally:
-        # An activity that ended with the worker may have started the fleet again. The next rig's
-        # fleet may have the same name, and no worker serves this one's queue any more.
+        # An activity that ended with the worker may have started the fleet again.
         await made.end_fleet()
+        SERVED.discard(made.queue)
     for history in [
         *made.fleet_histories,
         *[history for job in made.jobs for history in await job.runs()],
@@ -416,6 +418,28 @@ async def rig(
             call for call in backend.calls if call.command not in ("prepare", "start")
         ]
     assert_invariants(backend, all_ended=all_ended)
+
+
+SERVED: set[str] = set()
+"""The task queues of the rigs that are open: each has a worker."""
+
+
+async def end_unserved_fleet(rig_: Rig) -> None:
+    """Terminate the fleet of this name that an earlier rig has left running.
+
+    On a busy machine an activity of that rig may have started it after its end. No worker serves it
+    any more, and every job would wait for it without end.
+    """
+    try:
+        described = await rig_.fleet.describe()
+        if (
+            described.status is WorkflowExecutionStatus.RUNNING
+            and described.task_queue not in SERVED
+        ):
+            await rig_.fleet.terminate("its rig has ended")
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:
+            raise
 
 
 async def replay(history: WorkflowHistory) -> None:
