@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,13 @@ def test_a_container_has_its_own_environment_and_command(
     )
 
 
+def ignores_term(aws: AwsDouble, arn: str) -> bool:
+    (pid,) = aws.pids(arn).values()
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line for line in status if line.startswith("SigIgn")).split()[1]
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_stop_is_asynchronous_and_says_who_and_why(
     aws: AwsDouble, caller: Caller, node: str
 ) -> None:
@@ -66,6 +74,7 @@ def test_a_stop_is_asynchronous_and_says_who_and_why(
     task = caller.run(node, family, tags=[{"key": "job", "value": "x"}])["tasks"][0]
     assert task["tags"] == [{"key": "job", "value": "x"}]
     caller.until(task["taskArn"], "RUNNING")
+    until(lambda: ignores_term(aws, task["taskArn"]))  # its shell has come to `trap`
     asked = caller.ecs.stop_task(
         cluster="training", task=task["taskArn"], reason="relaunch: a/b/1/2"
     )["task"]

@@ -109,7 +109,7 @@ class NodeRepair:
             else:
                 ordered = StartStrategy(start.strategy, start.gpus, start.reason, start.power)
                 _, end = await self._run_strategy(ordered, start.deadline)
-        except BaseException as error:
+        except Exception as error:
             if workflow.is_failure_exception(error):
                 reason = f"the repair failed: {error}"
                 await self._report_end(FinishRepair("ambiguous", Verdict.UNKNOWN, reason))
