@@ -161,8 +161,7 @@ def test_an_ordinary_user_reads_its_own_ranks_only(
     ordinary: OrdinaryNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = find_program()
-    if found is None:
-        pytest.skip("py-spy is not installed")
+    assert found is not None, "py-spy is installed with relaunch"
     program = ordinary.agent.parent / "py-spy"
     shutil.copy(found, program)
     program.chmod(0o755)

@@ -21,7 +21,6 @@ from relaunch.agent import py_spy, stacks
 from relaunch.backends.py_spy import find_program
 
 PROGRAM = find_program()
-needs_py_spy = pytest.mark.skipif(PROGRAM is None, reason="py-spy is not installed")
 ROOT = Path(__file__).parents[2]
 
 TRAIN = """
@@ -84,10 +83,10 @@ def state_of(pid: int) -> str:
 
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PROGRAM is not None, "py-spy is installed with relaunch"
     monkeypatch.setenv(py_spy.PROGRAM_VARIABLE, str(PROGRAM))
 
 
-@needs_py_spy
 @pytest.mark.usefixtures("real")
 def test_each_process_of_a_rank_is_read_with_its_threads(node: Node) -> None:
     pids = run(node, TRAIN, 2, rank_env=[{"RANK": "0"}, {"RANK": "1"}])
@@ -107,7 +106,6 @@ def test_each_process_of_a_rank_is_read_with_its_threads(node: Node) -> None:
     assert {(one["source"], one["unreadable"]) for one in alone["processes"]} == {(None, None)}
 
 
-@needs_py_spy
 @pytest.mark.usefixtures("real")
 def test_a_stopped_rank_is_read_and_stays_stopped(node: Node) -> None:
     (pid,) = run(node, TRAIN)
@@ -118,7 +116,6 @@ def test_a_stopped_rank_is_read_and_stays_stopped(node: Node) -> None:
     assert state_of(pid) == "T", "a tracer would have let it run on"
 
 
-@needs_py_spy
 @pytest.mark.usefixtures("real")
 def test_a_rank_blocked_in_the_kernel_is_read(node: Node, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
