@@ -237,9 +237,3 @@ def _is_stated(pace: Pace, limits: HangLimits) -> bool:
     if pace.step is None or is_early:
         return limits.first_step != DEFAULT_LIMITS.first_step
     return limits.after != "learned"
-
-
-def hung(pace: Pace, limits: HangLimits, now: datetime) -> str | None:
-    """Return why the step has stayed the same for longer than it may, or None."""
-    overdue = find_overdue(pace, limits, now)
-    return None if overdue is None else overdue.reason

@@ -97,11 +97,14 @@ def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str
 def _settle_slow_node(
     job: JobState, fault: Diagnosis, recovering: Recovery, now: datetime, without: tuple[str, ...]
 ) -> Decision:
-    """Examine a slow node; replace it only if that finds it unhealthy. No ladder ends for it."""
+    """Examine a slow node; replace it if that finds it unhealthy, or the policy says so.
+
+    Only an unhealthy one is isolated. No ladder ends for a slow node.
+    """
     if recovering.verdict is None:
         return _examine(job, fault, now)
     strategy, is_broken = Strategy.RESTART_IN_PLACE, recovering.verdict is Verdict.UNHEALTHY
-    if is_broken:
+    if is_broken or job.policy.stragglers.action == "replace":
         strategy = Strategy.REPLACE_NODE
     rung = Rung(strategy=strategy, isolate=is_broken, spends=False)
     decision = _relaunch(job, fault, rung, 0, now, without)

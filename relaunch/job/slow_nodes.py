@@ -1,7 +1,8 @@
 """Record nodes that are slower than the others, and decide which of them is examined for that.
 
 That a node is slow is what a program says or does: its ranks may have more data, or the longest
-stage of a pipeline. So it costs a node nothing but an examination, where the policy asks for one.
+stage of a pipeline. So it costs a node nothing but an examination, where the policy asks for one,
+and `replace` moves the job away from it without a word against it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def diagnose_slow_nodes(job: JobState, event: NodesSlow) -> Diagnosis | None:
     """Return the fault for which a slow node is examined; None: it is only reported."""
     examined = [one.slow.node for one in job.slow_nodes if one.examined]
     if (
-        job.policy.stragglers.action != "examine"
+        job.policy.stragglers.action not in ("examine", "replace")
         or job.phase is not Phase.RUNNING
         or job.incident is not None
         or len(examined) >= MAX_EXAMINATIONS

@@ -221,8 +221,9 @@ class HangLimits(StrictModel):
 class StragglerLimits(StrictModel):
     """When a node counts as slower than the others, and what follows. docs/stragglers.md."""
 
-    action: Literal["report", "examine", "off"] = "report"
-    """report: people are notified. examine: also, ranks are stopped and the node is examined."""
+    action: Literal["report", "examine", "replace", "off"] = "report"
+    """report: people are notified. examine: also, ranks are stopped and the node is examined.
+    replace: also, the ranks go on without it, whatever the examination finds."""
     slower_by: float = Field(default=1.2, ge=1.05, le=100.0)
     """How many times slower than the median of the others, at least."""
     over: Duration = timedelta(minutes=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,6 @@ from relaunch.job.hang import (
     find_late_exit,
     find_overdue,
     has_restarted,
-    hung,
     is_late,
     limit,
     rate,
@@ -36,6 +35,12 @@ def stepping(steps: int, seconds: float, by: int = 1) -> Pace:
     for index in range(steps + 1):
         pace = advance(pace, index * by, at(index * seconds))
     return pace
+
+
+def hung(pace: Pace, limits: HangLimits, now: datetime) -> str | None:
+    """Return why the step has stayed the same for longer than it may, or None."""
+    overdue = find_overdue(pace, limits, now)
+    return None if overdue is None else overdue.reason
 
 
 def test_what_never_reported_is_never_called_hung() -> None:

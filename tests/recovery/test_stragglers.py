@@ -184,6 +184,16 @@ def test_a_slow_node_that_is_unhealthy_is_replaced() -> None:
     assert [one.node for one in after.avoided if one.isolated] == ["n2"]
 
 
+@pytest.mark.parametrize("verdict", [Verdict.HEALTHY, Verdict.UNKNOWN, None])
+def test_the_policy_can_replace_a_slow_node(verdict: Verdict | None) -> None:
+    after, decision = examine(job("replace"), "n2", verdict)
+    assert decision.strategy is Strategy.REPLACE_NODE
+    assert (decision.without, decision.avoid, decision.spent) == (("n2",), (), False)
+    assert (after.avoided, after.restarts_spent) == ((), 0)
+    _, decision = examine(job("replace"), "n2", Verdict.UNHEALTHY)
+    assert decision.avoid == ("n2",)
+
+
 def test_examinations_of_slow_nodes_are_few() -> None:
     now = job("examine")
     for number in range(1, MAX_EXAMINATIONS + 1):

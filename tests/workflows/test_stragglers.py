@@ -43,16 +43,26 @@ async def test_a_slow_node_is_reported_to_people_once(make_rig: MakeRig) -> None
         await replay(await job.history())
 
 
-@pytest.mark.parametrize("is_sick", [False, True])
-async def test_a_slow_node_is_replaced_only_if_unhealthy(make_rig: MakeRig, is_sick: bool) -> None:
+@pytest.mark.parametrize(
+    ("action", "is_sick", "spares", "used"),
+    [
+        ("examine", False, 1, "n2"),
+        ("examine", True, 1, "n4"),
+        ("replace", False, 1, "n4"),
+        ("replace", False, 0, "n2"),
+    ],
+)
+async def test_a_slow_node_is_replaced_by_verdict_or_policy(
+    make_rig: MakeRig, action: str, is_sick: bool, spares: int, used: str
+) -> None:
     sick = (Sick(node="n2", remap_failed=0, when="running"),) if is_sick else ()
     script = Script((*SLOW, *sick), then="succeed")
     name = f"f-{uuid.uuid4().hex[:8]}"
-    async with make_rig(script, nodes=3, spares=1, gpus=1, name=name) as rig:
-        result = await (await rig.submit(rules("examine"), nodes=3)).result()
+    async with make_rig(script, nodes=3, spares=spares, gpus=1, name=name) as rig:
+        result = await (await rig.submit(rules(action), nodes=3)).result()
     assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
-    assert rig.launches()[2] == ["n1", "n4" if is_sick else "n2", "n3"]
+    assert rig.launches()[2] == ["n1", used, "n3"]
     (incident,) = result.incidents
     assert incident.code == SLOW_NODE
-    assert [one.decision for one in incident.decisions] == ["Examine", "Relaunch"]
+    assert [one.decision for one in incident.decisions][:2] == ["Examine", "Relaunch"]
     assert [one.node for one in result.state.avoided] == (["n2"] if is_sick else [])
