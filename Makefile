@@ -34,9 +34,9 @@ demo: setup
 test: lint
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	(nice -n 10 $(PY) -m mypy & \
-	nice -n 10 $(PY) -m pytest -n 1 -m "not long" --timeout 600 tests/recovery --cov; core=$$?; \
+	nice -n 10 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery --cov; core=$$?; \
 	wait $$! || exit 1; exit $$core) > "$$log" 2>&1 & pure=$$!; \
-	$(PY) -m pytest -n $(WORKERS) -m "not long" --ignore tests/recovery; rest=$$?; \
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" --ignore tests/recovery; rest=$$?; \
 	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
 
 long: setup

@@ -55,13 +55,22 @@ def pytest_runtest_makereport() -> Iterator[Any]:
             gc.enable()
 
 
+LONGEST = ("test_demo.py", "e2e", "workflows", "console")
+"""Files and folders whose tests take longest: begun last, they would leave all but one process
+idle at the end."""
+
+
+def _order(item: pytest.Item) -> int:
+    return next((n for n, name in enumerate(LONGEST) if name in item.path.parts), len(LONGEST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Count no branch that a property test takes, and begin with the longest test.
+    """Count no branch that a property test takes, and begin with the longest tests.
 
     Which examples it draws depends on its name and on hypothesis: a branch that only such a test
     takes may be one that no test takes after a renaming. And counting makes them twice as slow.
     """
-    items.sort(key=lambda item: item.path.name != "test_demo.py")
+    items.sort(key=_order)
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.no_cover)
