@@ -64,6 +64,8 @@ class Settings:
     heartbeat: str = ""
     """`timeouts.heartbeat` of the policy, which the times of all rules follow; empty: the default.
     """
+    flight_record: bool = False
+    """Whether ranks are asked for torch's record while they hang (`flight_record` of the job)."""
 
 
 def prepare(folder: Path, fleets: int) -> list[str]:
@@ -134,6 +136,7 @@ def play_job(service: Service, fleet: str, case: Case, folder: Path, settings: S
             "nodes": NODES,
             "nproc_per_node": case.ranks // NODES,
             "progress": PROGRESS,
+            "flight_record": settings.flight_record,
             "env": environment_of(case, settings) | env,
             "policy": policy,
         }

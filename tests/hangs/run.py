@@ -169,6 +169,11 @@ def main() -> int:
         "--recover", action="store_true", help="restart after a hang (default: the job fails)"
     )
     parser.add_argument(
+        "--flight-record",
+        action="store_true",
+        help="ask ranks for torch's record while they hang (default: not asked)",
+    )
+    parser.add_argument(
         "--stacks", action="store_true", help="time `relaunch stacks` while ranks hang"
     )
     parser.add_argument(
@@ -240,6 +245,7 @@ def main() -> int:
         options.recover,
         options.stacks,
         options.heartbeat,
+        options.flight_record,
     )
     left = play_cases(cases, rows, work, settings, options) if cases else 0
     for name, reason in obstacles.items():

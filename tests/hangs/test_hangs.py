@@ -152,4 +152,4 @@ def test_a_stopped_rank_is_a_hang_and_no_other_rank_is_named(tmp_path: Path) -> 
         settings = replace(SETTINGS, limit=200.0)
         row = run_job(service, "pair", case, folder, settings, None)
     assert (row["phase"], row["cause"], row["early"]) == ("FAILED", "HANG", False)
-    assert set(row["named"]) <= {case.rank}
+    assert (row["rule"], row["named"]) == ("stopped", [case.rank])
