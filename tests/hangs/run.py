@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="folder of a run that can be interrupted")
     parser.add_argument("--kinds", help="comma-separated; default: all, and the healthy pauses")
     parser.add_argument("--seeds", type=int, default=1, help="of each kind (default: 1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the lowest (default: 0)")
     parser.add_argument("--ranks", type=int, default=4, help="on two nodes (default: 4)")
     parser.add_argument("--jobs", type=int, default=2, help="at once (default: 2)")
     parser.add_argument(
@@ -201,9 +202,9 @@ def main() -> int:
         return 0
     if options.ranks < 2 * NODES or options.ranks % NODES:
         parser.error(f"--ranks {options.ranks}: expected an even number of at least {2 * NODES}")
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: expected at least 1")
+    for name, least in (("seeds", 1), ("jobs", 1), ("first_seed", 0)):
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected at least {least}")
     try:
         kinds = choose(options.kinds, list(BY_NAME), "kind")
     except ValueError as error:
@@ -228,7 +229,7 @@ def main() -> int:
     print(f"rows and logs: {work}", flush=True)
     chosen = [
         make_case(BY_NAME[kind], seed, options.ranks)
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
         for kind in kinds
     ]
     obstacles = {case.name: reason for case in chosen if (reason := find_obstacle(case))}
