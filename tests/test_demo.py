@@ -66,6 +66,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * PATIENCE)
 def test_three_faults_change_no_bit_and_leave_nothing_behind(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]

@@ -128,6 +128,7 @@ def test_a_killed_run_stops_its_ranks_and_leaks_no_variable(shell: Shell) -> Non
     assert "cancelling the job" in (shell.state / "up.log").read_text()
 
 
+@pytest.mark.long
 def test_ranks_outlive_a_killed_run_and_server_only_briefly(shell: Shell) -> None:
     short = shell.folder / "policy.yaml"
     short.write_text("timeouts: {heartbeat: 1s, lease: 3s}\n")
@@ -149,6 +150,7 @@ def test_ranks_outlive_a_killed_run_and_server_only_briefly(shell: Shell) -> Non
     shell.wait_until_stopped(rank, up)
 
 
+@pytest.mark.long
 def test_a_closed_terminal_stops_the_ranks_after_a_killed_server(shell: Shell) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))

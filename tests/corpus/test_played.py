@@ -26,16 +26,12 @@ from tests.programs.service import Service
 SAMPLE = (
     ("app_deepspeed_recursion_rank1", "torchrun"),
     ("app_swift_oom_fragmented_rank11", "after-echo"),
-    ("app_vlpd_argparse_local_rank", "before-echo"),
     ("dist_gloo_closed_by_peer_at_load", "alone"),
-    ("dist_nccl_oom_enqueue", "alone"),
-    ("dist_port_in_use_second_job", "after-echo"),
-    ("dist_watchdog_torch22_entire_process_down", "alone"),
     ("node_xid79_overheated_titan", "alone"),
     ("node_xid94_contained_documented", "before-echo"),
     ("site_quota_sample_image", "error-file"),
 )
-"""Causes of all kinds, each way, ranks with and without a kernel log. Half a minute in all."""
+"""Causes of all kinds, each way, ranks with and without a kernel log."""
 
 
 def make_ending(*ranks: dict[str, object], **fields: object) -> Ending:

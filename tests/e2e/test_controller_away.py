@@ -40,6 +40,7 @@ async def trained(job: Job) -> None:
     await job.until_watched()
 
 
+@pytest.mark.long
 async def test_a_worker_that_is_asked_to_end_relaunches_nothing(
     world: World,
 ) -> None:
@@ -80,6 +81,7 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
     await finish(gang)
 
 
+@pytest.mark.long
 async def test_s2_4_a_server_away_longer_than_the_lease_costs_nothing(
     world: World,
 ) -> None:
@@ -92,6 +94,7 @@ async def test_s2_4_a_server_away_longer_than_the_lease_costs_nothing(
     await finish(job)
 
 
+@pytest.mark.long
 async def test_s2_7_s2_8_a_lost_node_goes_on_when_it_is_heard_again(
     world: World,
 ) -> None:

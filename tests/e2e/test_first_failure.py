@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.pages import sections
@@ -57,6 +58,7 @@ def page_of(folder: Path, text: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 async def test_s16_a_key_error_is_shown_first_and_kept(
     tmp_path: Path, page: SnapshotAssertion
 ) -> None:

@@ -115,6 +115,7 @@ async def test_a_job_waits_for_a_quarantined_node_until_its_release(
     await end(world, job)
 
 
+@pytest.mark.long
 async def test_a_drained_node_is_left_for_a_spare_and_not_granted(world: World) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)

@@ -156,6 +156,7 @@ async def test_a_dead_link_makes_a_node_unhealthy(world: World) -> None:
     (world.node("n1") / "links.json").unlink()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moment", [pytest.param("while it is examined", marks=pytest.mark.long), "while it reboots"]
 )

@@ -130,6 +130,7 @@ async def test_a_node_that_a_job_has_keeps_its_power(world: World) -> None:
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_a_suspect_that_cannot_reboot_is_power_cycled_and_reused(
     world: World,
 ) -> None:

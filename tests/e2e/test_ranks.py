@@ -32,6 +32,7 @@ def environment(job: Job, generation: int, rank: int) -> dict[str, str]:
     return dict(json.loads((job.folder / "env" / f"{generation}.{rank}.json").read_text()))
 
 
+@pytest.mark.long
 async def test_s3_11_s4_9_each_rank_finds_its_place_in_its_environment(
     world: World,
 ) -> None:

@@ -142,6 +142,7 @@ async def test_s2_1_a_job_over_ssh_on_two_nodes_survives_a_lost_rank(
     assert logins(world) == [1, 1]
 
 
+@pytest.mark.long
 async def test_s2_4_an_sshd_that_dies_under_a_job_stops_nothing(
     world: World,
 ) -> None:
@@ -163,6 +164,7 @@ async def connected(world: World, *nodes: str) -> bool:
     return all(len(world.sessions(node)) == 1 for node in nodes)
 
 
+@pytest.mark.long
 async def test_s2_4_a_killed_worker_leaves_the_ranks_to_the_next(
     world: World,
 ) -> None:
@@ -274,6 +276,7 @@ async def test_output_of_ranks_is_read_from_nodes_and_followed(
     assert (status, text) == (0, "[rank 1] rank 1 of generation 1 starts\n")
 
 
+@pytest.mark.long
 async def test_s2_7_s2_8_a_node_only_the_controller_lost_trains_on(
     lab: World,
 ) -> None:

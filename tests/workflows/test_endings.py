@@ -148,6 +148,7 @@ def searched(examples: int) -> settings:
     )
 
 
+@pytest.mark.long
 @searched(2)
 @given(seed=SEEDS)
 async def test_no_ending_of_a_program_costs_a_node(make_rig: MakeRig, seed: int) -> None:
