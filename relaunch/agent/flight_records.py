@@ -131,7 +131,8 @@ def _read(generation: Generation, rank: int, pid: int, request: Request, deadlin
             dumps.append(_ask_server(server, handler, deadline))
         except (UnreadableError, OSError, http.client.HTTPException) as error:
             errors.append(f"{server}: {error}")
-    dumps += _await_dumps(request, deadline)
+    written = _await_dumps(request, deadline)
+    dumps += written
     if not dumps:
         # Nothing answers. What was dumped before tells something still.
         folder = generation.flight_folder
@@ -148,7 +149,8 @@ def _read(generation: Generation, rank: int, pid: int, request: Request, deadlin
     if answer is None:
         why = f"no dump of it in {generation.flight_folder}"
         raise UnreadableError("; ".join(errors)[:MAX_REASON] if errors else why)
-    return answer
+    # Else the rank would seem to work, because we ask it to write.
+    return {**answer, "bytes": sum(dump["bytes"] for dump in written)}
 
 
 def _await_dumps(request: Request, deadline: float) -> List[Json]:
@@ -250,7 +252,8 @@ def _read_dump(path: Path) -> Json:
         if not stat.S_ISREG(status.st_mode):
             raise UnreadableError("it is no regular file")
         data = file.read(MAX_BYTES + 1)
-    return summarize(parse_dump(data), str(path), status.st_mtime)
+    summary = summarize(parse_dump(data), str(path), status.st_mtime)
+    return {**summary, "bytes": status.st_size}
 
 
 class _ServerConnection(http.client.HTTPConnection):

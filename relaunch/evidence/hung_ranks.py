@@ -134,6 +134,7 @@ def _follow(before: RankStreak | None, look: RankLook, at: float, framed: bool) 
         return first  # a child that began or ended is work
     cpu = sum(max(0.0, one.cpu_s - theirs[pid].cpu_s) for pid, one in mine.items())
     io = sum(max(0, one.io_bytes - theirs[pid].io_bytes) for pid, one in mine.items())
+    io = max(0, io - before.look.dumped_bytes)
     is_idle = cpu <= IDLE_CPU * seconds + TICKS_S and io <= IDLE_IO * seconds
     both = framed and before.framed
     pairs = [(theirs[pid], one) for pid, one in mine.items()]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from relaunch.evidence.fields import count
 from relaunch.evidence.waits import PLUMBING, TRANSPARENT, WAITS, WaitRow
 from relaunch.text import join_node_ranges, join_ranges, printable
 
@@ -147,6 +148,12 @@ class RankLook:
     @property
     def main(self) -> ProcessLook:
         return self.processes[0]
+
+    @property
+    def dumped_bytes(self) -> int:
+        """What the rank wrote after its counters were read, because this look asked for it."""
+        size = count((self.flight or {}).get("bytes"))
+        return size or 0
 
     @property
     def frames(self) -> tuple[Frame, ...]:

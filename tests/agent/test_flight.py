@@ -274,6 +274,7 @@ def test_a_rank_is_asked_by_its_pipe(generation: Generation) -> None:
     asked.join()
     os.close(pipe)
     assert found["last"][0]["sequence"] == 2
+    assert found["bytes"] == (folder / "rank_3").stat().st_size
     assert not (folder / "rank_3.99.pipe").exists()
 
 
@@ -286,7 +287,7 @@ def test_a_rank_that_does_not_answer_is_not_awaited_for_long(generation: Generat
     os.utime(folder / "rank_3.7.dump", (1000, 1000))
     found = read_flight(generation, 3, os.getpid(), within=0.1)
     os.close(pipe)
-    assert found["at"] == 1000
+    assert (found["at"], found["bytes"]) == (1000, 0)
 
 
 def test_the_worker_server_of_a_program_is_asked(generation: Generation, tmp_path: Path) -> None:

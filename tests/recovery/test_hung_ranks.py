@@ -269,6 +269,18 @@ def test_the_odd_one_out_is_a_hang_once_it_has_done_nothing() -> None:
     assert find(lambda _: [rank(n, LOADER) for n in range(4)], ODD_LOOKS) is None, "none waits"
 
 
+@pytest.mark.parametrize(("told", "is_hang"), [(230_000, True), (None, False), ("many", False)])
+def test_what_a_rank_dumps_because_it_is_asked_is_no_work(told: object, is_hang: bool) -> None:
+    """A whole record of 2,000 entries at each look, as torch writes it."""
+
+    def scene(index: int) -> list[RankLook]:
+        dumped = {"flight": {"at": 1.0, "last": [], "bytes": told}}
+        odd = replace(rank(3, LOADER, io_bytes=230_000 * index), **dumped)
+        return [*waiting(count=3), odd]
+
+    assert (find(scene, ODD_LOOKS) is not None) is is_hang
+
+
 def test_one_of_8_may_be_odd_and_a_quarter_not() -> None:
     def scene(index: int) -> list[RankLook]:
         return waiting(*(rank(n, LOADER) for n in odd), count=16)
