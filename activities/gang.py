@@ -642,6 +642,7 @@ class WatchedShard:
             suspects=hang.suspects,
             groups=hang.groups,
             rule=hang.rule,
+            is_cut_off=hang.is_cut_off,
         )
 
     def _find_slow(self) -> tuple[SlowNode, ...]:

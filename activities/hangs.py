@@ -1,8 +1,9 @@
 """Looks at what the ranks of a gang do while its step stays the same, and judges whether they hang.
 
 Nothing is looked at while progress is on time (`relaunch.job.hang.is_late`). From then on a look is
-taken every 1.5 heartbeats: first a cheap one (state, CPU, I/O of each process), with Python's
-stacks once a rank does next to nothing, or the limit has passed. All nodes are asked in parallel.
+taken every 1.5 heartbeats: first a cheap one (state, CPU, I/O of each process, connections), with
+Python's stacks once a rank does next to nothing, a connection between ranks is silent, or the limit
+has passed. All nodes are asked in parallel.
 
 Nothing of this is stored: a watch that takes over starts to look again, which delays a decision and
 changes none. With several shards, the watch of the first one looks at all ranks of the job and
@@ -25,6 +26,7 @@ from relaunch.evidence.hung_ranks import (
     RankStreak,
     find_hung_ranks,
     follow_ranks,
+    is_any_cut_off,
     is_any_idle,
     is_standstill,
     list_groups,
@@ -52,6 +54,8 @@ class HangVerdict:
     reason: str
     suspects: tuple[HungRank, ...]
     groups: tuple[str, ...]
+    is_cut_off: bool = False
+    """Whether nothing is acknowledged on a connection between two ranks."""
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ class HangLooks:
         return self.input.judges and is_late(pace, limits, heartbeat, now)
 
     def needs_frames(self, overdue: Overdue | None) -> bool:
-        return overdue is not None or is_any_idle(self.streaks)
+        return overdue is not None or is_any_idle(self.streaks) or is_any_cut_off(self.streaks)
 
     def judge(
         self,
@@ -118,7 +122,7 @@ class HangLooks:
             finding = find_hung_ranks(self.streaks, ranks, rules, self._find_missing())
             if finding is not None:
                 reason = f"{finding.reason}; {describe_standstill(pace, now)}"
-                return HangVerdict(finding.rule, reason, finding.suspects, self._list_groups())
+                return self._make_verdict(finding.rule, reason, finding.suspects)
         if overdue is None:
             return None
         rule, note = "limit", ""
@@ -133,10 +137,11 @@ class HangLooks:
             note = "CPU and I/O show that no rank works, not all stacks could be read"
         suspects, who = name_suspects(self.streaks, self._find_missing(), positions)
         reason = "; ".join(part for part in (who, overdue.reason, note) if part)
-        return HangVerdict(rule, reason, suspects, self._list_groups())
+        return self._make_verdict(rule, reason, suspects)
 
-    def _list_groups(self) -> tuple[str, ...]:
-        return list_groups(one.look for one in self.streaks.values())
+    def _make_verdict(self, rule: str, reason: str, suspects: tuple[HungRank, ...]) -> HangVerdict:
+        groups = list_groups(one.look for one in self.streaks.values())
+        return HangVerdict(rule, reason, suspects, groups, is_any_cut_off(self.streaks))
 
     def _has_looked(self) -> bool:
         """Return whether the ranks were looked at lately, or have been waited for long enough."""

@@ -250,8 +250,9 @@ def _serve(
             task = parse(text) or {}
             if task["kind"] in ("look", "ask"):
                 answer = _look_at_rank(task["pid"])
-                if task["kind"] == "ask" and "processes" in answer:
+                if "processes" in answer:
                     answer["network"] = connections.read_connections(task["pid"])
+                if task["kind"] == "ask" and "processes" in answer:
                     answer["flight"] = flight_records.request_dumps(
                         generation, task["rank"], task["pid"]
                     )._asdict()

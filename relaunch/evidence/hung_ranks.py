@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaunch.evidence.stacks import (
     HungRank,
@@ -42,6 +42,11 @@ ODD_LOOKS = 13
 
 Requests to a remote service end or time out within one or two.
 """
+CUT_OFF_LOOKS = 21
+"""Looks in a row that find connections between ranks on which nothing is acknowledged, while no
+rank works: five minutes by default. TCP itself goes on for 15 (Linux, tcp_retries2) and continues
+where it was if the line comes back: most switches start again within these five.
+"""
 STILL_LOOKS = 4
 """Looks in a row in which no rank works, which make a learned limit count."""
 WORK_CPU = 0.02
@@ -61,7 +66,7 @@ MAX_SUSPECTS, MAX_GROUPS, MAX_STACKS, MAX_STACK = 16, 16, 2, 16
 MAX_LINE = 240
 
 Rule = str
-RULES = ("stopped", "blocked", "missing_rank", "odd_one_out")
+RULES = ("stopped", "blocked", "missing_rank", "odd_one_out", "cut_off")
 """What decides before the limit, in the order of precedence."""
 
 
@@ -83,6 +88,8 @@ class RankStreak:
     kernel: that one writes or reads, perhaps slowly."""
     still: int = 0
     """No work, as far as CPU, I/O and stacks show."""
+    cut_off: int = 0
+    """A connection of it on which nothing is acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +132,15 @@ def _follow(before: RankStreak | None, look: RankLook, at: float, framed: bool) 
         return RankStreak(look, at, framed)
     has_stopped = any(one.state == "T" for one in look.processes)
     is_blocked = any(one.state == "D" or one.blocked for one in look.processes)
-    first = RankStreak(look, at, framed, int(has_stopped), int(is_blocked), 1, 1, 1)
+    is_cut_off = bool(look.stuck)
+    first = RankStreak(
+        look, at, framed, int(has_stopped), int(is_blocked), 1, 1, 1, int(is_cut_off)
+    )
     if before is None or before.look.unreadable or at <= before.at:
         return first
     seconds = at - before.at
+    if is_cut_off:
+        first = replace(first, cut_off=before.cut_off + 1)
     mine, theirs = _by_pid(look), _by_pid(before.look)
     if mine.keys() != theirs.keys():
         return first  # a child that began or ended is work
@@ -157,6 +169,7 @@ def _follow(before: RankStreak | None, look: RankLook, at: float, framed: bool) 
         before.idle + 1 if is_idle else 1,
         before.quiet + 1 if both and is_quiet else 1,
         before.still + 1 if both and is_still else 1,
+        first.cut_off,
     )
 
 
@@ -208,6 +221,7 @@ def find_hung_ranks(
         "blocked": lambda: _find_blocked(streaks),
         "missing_rank": lambda: _find_missing(streaks, missing),
         "odd_one_out": lambda: _find_odd_one(streaks, expected),
+        "cut_off": lambda: _find_unreached(streaks, expected),
     }
     findings = (found[rule]() for rule in RULES if rules.get(rule, True))
     return next((one for one in findings if one is not None), None)
@@ -265,6 +279,29 @@ def _find_odd_one(
             odd.append(one)
     waiting = [streaks[rank].look for rank in expected if streaks[rank] not in odd]
     return _make_finding("odd_one_out", [one.look for one in odd], _describe_wait(waiting, "other"))
+
+
+def _find_unreached(
+    streaks: Mapping[int, RankStreak], expected: Collection[int]
+) -> HangFinding | None:
+    if not is_standstill(streaks, expected):
+        return None
+    for_long = [
+        one.look if one.cut_off >= CUT_OFF_LOOKS else replace(one.look, stuck=())
+        for one in streaks.values()
+    ]
+    cut_off, silence = _find_cut_off(for_long)
+    if not silence:
+        return None
+    if cut_off:
+        return _make_finding("cut_off", cut_off, silence)
+    waiting = _describe_wait([one for one in for_long if find_wait(one.frames)], "rank")
+    return HangFinding("cut_off", (), "; ".join(filter(None, (waiting, silence))))
+
+
+def is_any_cut_off(streaks: Mapping[int, RankStreak]) -> bool:
+    """Return whether nothing is acknowledged on a connection between two ranks."""
+    return bool(_find_cut_off([one.look for one in streaks.values()])[1])
 
 
 def _make_finding(rule: Rule, looks: Sequence[RankLook], clause: str) -> HangFinding:

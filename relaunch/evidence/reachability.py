@@ -25,6 +25,8 @@ LINK = "link"
 """The code of a fault of two nodes of which either may be at fault."""
 NODE_LINK = "node_link"
 """The code of a fault of nodes that fail with several others."""
+CUT_OFF = "cut_off"
+"""The code of a hang in which nothing is acknowledged on a connection between two ranks."""
 
 
 @dataclass(frozen=True, slots=True)

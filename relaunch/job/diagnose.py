@@ -23,6 +23,7 @@ from relaunch.evidence.rank_log import (
     name_cause,
     read_rank_log,
 )
+from relaunch.evidence.reachability import CUT_OFF
 from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from relaunch.job.fencing import fences
 from relaunch.job.state import Certainty, Diagnosis, JobState
@@ -131,6 +132,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
                 # what a program does, so alone it never costs a node.
                 nodes=tuple(dict.fromkeys(one.node for one in fault.suspects))[:NAMED],
                 ranks=tuple(one.rank for one in fault.suspects) or fault.ranks,
+                code=CUT_OFF if fault.is_cut_off else "",
                 traceback=_describe_stacks(fault),
                 by_program=True,
             )

@@ -215,6 +215,8 @@ class RanksHung:
     """Where all ranks were, in lines for people, the widest group first."""
     rule: str = "limit"
     """What decided it: `limit`, `at_most`, or one of `hang.rules`."""
+    is_cut_off: bool = False
+    """Whether nothing is acknowledged on a connection between two ranks."""
 
 
 @dataclass(frozen=True, slots=True)

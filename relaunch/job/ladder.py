@@ -14,6 +14,7 @@ from typing import assert_never
 
 from relaunch.evidence.causes import HARDWARE_CAUSES, OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
+from relaunch.evidence.reachability import CUT_OFF
 from relaunch.fields import duration
 from relaunch.job.slow_nodes import SLOW_NODE
 from relaunch.job.state import (
@@ -138,11 +139,14 @@ def _must_check_links(job: JobState, fault: Diagnosis, recovering: Recovery) -> 
     """Return whether a link between two nodes may be the cause, and is looked for first.
 
     Not before the first restart of an incident: most such faults are over by then, and it is to be
-    fast.
+    fast. But a hang in which a connection is silent has lasted for minutes, and an examination of
+    the node that its ranks' connections name would not see the network between nodes.
     """
+    is_cut_off = False
     match fault.cause:
         case Cause.HANG:
-            is_named = bool(fault.nodes)
+            is_cut_off = fault.code == CUT_OFF
+            is_named = bool(fault.nodes) and not is_cut_off
         case Cause.NETWORK:
             # A lost connection is seen by ranks on healthy nodes, too, so their words name no node.
             is_named = not fault.by_program
@@ -155,7 +159,7 @@ def _must_check_links(job: JobState, fault: Diagnosis, recovering: Recovery) -> 
         and not job.lost
         and len(job.slots) > 1
         and job.incident is not None
-        and any(one.decision == "Relaunch" for one in job.incident.decisions)
+        and (is_cut_off or any(one.decision == "Relaunch" for one in job.incident.decisions))
     )
 
 

@@ -200,6 +200,8 @@ class HangRules(StrictModel):
     """torch's records of collectives show a rank that has not entered the one of the others."""
     odd_one_out: bool = True
     """All ranks but one wait in the same collective, and that one does nothing."""
+    cut_off: bool = True
+    """On connections between ranks nothing is acknowledged, and no rank works."""
 
 
 class HangLimits(StrictModel):

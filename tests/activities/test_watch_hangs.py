@@ -61,6 +61,42 @@ async def test_a_rank_that_hangs_is_named_long_before_the_limit(odd: Stack, rule
     assert "step 2 has not changed" in hang.reason
 
 
+def connected(*stuck: tuple[int, int]) -> tuple[Stack, ...]:
+    """All ranks wait in `barrier`, and some pairs of them acknowledge nothing to each other."""
+    ends = {rank: [two for pair in stuck for two in pair if rank in pair] for rank in range(4)}
+    return tuple(
+        Stack(
+            rank=rank,
+            frames=WAITS,
+            state="S",
+            address=f"10.0.0.{rank}",
+            stuck=tuple(f"10.0.0.{other}" for other in ends[rank] if other != rank),
+        )
+        for rank in range(4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("stuck", "named"),
+    [(((3, 0), (3, 2)), [3]), (((3, 0),), []), (((3, 0), (1, 2)), [])],
+)
+async def test_ranks_with_silent_connections_hang_before_the_limit(
+    stuck: tuple[tuple[int, int], ...], named: list[int]
+) -> None:
+    hang = await watch(gang(*connected(*stuck)))
+    assert (hang.rule, hang.is_cut_off) == ("cut_off", True)
+    assert [one.rank for one in hang.suspects] == named
+    assert "no packet passes between 10.0.0." in hang.reason
+
+
+async def test_a_limit_says_that_ranks_reach_each_other_no_more() -> None:
+    stopped = Stack(rank=3, frames=LOADER, state="T", cpu=0.0)
+    hang = await watch(gang(*connected((3, 0))), after="0.6s", rules={"cut_off": False})
+    assert (hang.rule, hang.is_cut_off) == ("limit", True)
+    hang = await watch(gang(stopped))
+    assert not hang.is_cut_off
+
+
 async def test_a_stated_limit_acts_as_written_and_names_the_rank() -> None:
     busy = Stack(rank=3, frames=LOADER, state="R", cpu=1.0, written=10**6)
     hang = await watch(gang(busy), after="0.6s", rules={"odd_one_out": False})

@@ -11,6 +11,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import RankError, RankExited, RanksVanished
 from relaunch.evidence.reachability import LinkFindings
+from relaunch.evidence.stacks import HungRank
 from relaunch.job import step as core
 from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.events import (
@@ -205,9 +206,16 @@ def fallen(node: str = "n2") -> Callable[[JobState], Event]:
     )
 
 
-def hung(*ranks: int) -> Callable[[JobState], Event]:
+def hung(
+    *ranks: int, suspects: tuple[HungRank, ...] = (), is_cut_off: bool = False
+) -> Callable[[JobState], Event]:
     return lambda job: RanksHung(
-        job.generation, ranks or (0,), "step 7 has not changed for 1800 s", T0
+        job.generation,
+        ranks or (0,),
+        "step 7 has not changed for 1800 s",
+        T0,
+        suspects=suspects,
+        is_cut_off=is_cut_off,
     )
 
 

@@ -13,6 +13,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.hung_ranks import (
     BLOCKED_LOOKS,
+    CUT_OFF_LOOKS,
     MAX_GROUPS,
     ODD_LOOKS,
     RULES,
@@ -531,6 +532,32 @@ def test_the_rank_that_no_packet_reaches_is_named(snapshot: SnapshotAssertion) -
     outside = name(on_network(0, "52.0.0.1"), on_network(1, "10.0.0.1"), on_network(2))
     assert (cut_off[0], pair[0], two[0], outside[0]) == ([2], [], [], [])
     assert [cut_off[1], pair[1], two[1], outside[1]] == snapshot
+
+
+def test_silent_connections_are_a_hang_after_five_minutes() -> None:
+    pair = [on_network(0, "10.0.0.1"), on_network(1), on_network(2), on_network(3)]
+    ring = [on_network(0, "10.0.0.1"), on_network(1), on_network(2, "10.0.0.1"), on_network(3)]
+    heals = [on_network(number) for number in range(4)]
+
+    def name(scene: Scene, looks: int) -> list[int] | None:
+        found = find(scene, looks)
+        if found is None:
+            return None
+        assert found.rule == "cut_off"
+        return [one.rank for one in found.suspects]
+
+    assert name(lambda _: ring, CUT_OFF_LOOKS - 1) is None
+    assert name(lambda _: ring, CUT_OFF_LOOKS) == [1]
+    assert name(lambda _: pair, CUT_OFF_LOOKS) == []
+    assert name(lambda look: heals if look == 3 else ring, CUT_OFF_LOOKS) is None
+    assert name(lambda _: ring[:3], CUT_OFF_LOOKS) is None, "rank 3 was not seen"
+
+    def works(look: int) -> list[RankLook]:
+        busy = process(EVALUATION, cpu_s=15.0 * look, io_bytes=look << 20)
+        return [*ring[:3], replace(ring[3], processes=(busy,))]
+
+    assert name(works, CUT_OFF_LOOKS) is None
+    assert find(lambda _: ring, CUT_OFF_LOOKS, rules={"cut_off": False}) is None
 
 
 def test_a_rank_that_is_often_blocked_is_named() -> None:

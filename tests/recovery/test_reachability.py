@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -11,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.reachability import (
     ALL_PAIRS_UP_TO,
+    CUT_OFF,
     LINK,
     MAX_LINKS,
     NODE_LINK,
@@ -20,6 +22,7 @@ from relaunch.evidence.reachability import (
     choose_calls,
     judge_links,
 )
+from relaunch.evidence.stacks import HungRank
 from relaunch.job.events import DeadlinePassed, FaultObserved, StepReached
 from relaunch.job.state import JobState, Phase
 from tests.recovery.builders import (
@@ -176,6 +179,44 @@ def test_before_the_second_restart_the_nodes_call_each_other() -> None:
         assert (newest.cause, newest.nodes, newest.code) == (Cause.NETWORK, (N2,), LINK)
         assert (newest.by_program, job.restarts_spent) == (False, 0)
         assert job.broken_links == (TWO,) and job.tries[-1].code == LINK
+
+
+SUSPECT = (HungRank(2, N2, "is in all_reduce"),)
+
+
+@pytest.mark.parametrize("suspects", [(), SUSPECT])
+def test_silent_connections_have_nodes_call_each_other_at_once(
+    suspects: tuple[HungRank, ...],
+) -> None:
+    cut_off = hung(suspects=suspects, is_cut_off=True)
+    found = replace(PROVEN, suspects=(N2,))
+    job = walk(
+        running(),
+        (cut_off, "CALL n1 n2"),
+        (called(found), "REPLACE_NODE without n2 avoiding n2"),
+    )
+    assert job.incident is not None
+    assert [(one.cause, one.code) for one in job.incident.faults] == [
+        (Cause.HANG, CUT_OFF),
+        (Cause.NETWORK, NODE_LINK),
+    ]
+    named = " n2" if suspects else " n1 n2"
+    walk(
+        running(),
+        (cut_off, "CALL n1 n2"),
+        (called(), "RESTART_IN_PLACE"),
+        (cut_off, "CALL n1 n2"),
+        (called(), "RESTART_IN_PLACE"),
+        (cut_off, "CALL n1 n2"),
+        (called(), f"EXAMINE{named}"),
+    )
+
+
+def test_a_named_rank_whose_connections_answer_calls_no_node() -> None:
+    named = hung(suspects=SUSPECT)
+    walk(running(), *[(named, "RESTART_IN_PLACE")] * 2, (named, "EXAMINE n2"))
+    unchecked = running(policy=policy(check_links=False))
+    walk(unchecked, (hung(is_cut_off=True), "RESTART_IN_PLACE"))
 
 
 def test_a_node_at_fault_by_itself_is_left_for_good() -> None:

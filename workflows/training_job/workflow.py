@@ -54,7 +54,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.watches import Watches
 
 LINKS_PATCH = "check-links"
-"""Marks histories in which links between nodes are checked before a second restart."""
+"""Marks histories in which links between nodes are checked before a restart."""
 MAX_INCIDENTS = 10
 """Closed incidents kept in the state; beyond that the older half is archived. A state must stay
 below 512 KiB."""

@@ -113,6 +113,10 @@ class Stack(_MatchesRank):
     children: tuple[Mapping[str, Any], ...] = ()
     """Processes below it, as rows of the answer; what they leave out is filled in."""
     flight: Mapping[str, Any] | None = None
+    address: str | None = None
+    """Of its end of its connections to other ranks."""
+    stuck: tuple[str, ...] = ()
+    """Addresses of other ranks that acknowledge nothing any more."""
     after: float = 0.0
 
 

@@ -60,7 +60,13 @@ def read_rank(
         "pid": rank.pid,
         "processes": [own, *below],
         "flight": None if stack.flight is None else dict(stack.flight),
+        "network": None if stack.address is None else make_network(stack.address, stack.stuck),
     }
+
+
+def make_network(address: str, stuck: Sequence[str]) -> dict[str, Any]:
+    row = {"local": address, "retries": 7, "unacknowledged": 4096}
+    return {"addresses": [address], "stuck": [{**row, "remote": remote} for remote in stuck]}
 
 
 def _sum_up(rank: Rank, now: float, past: Sequence[tuple[float, Stack]]) -> tuple[float, int]:
