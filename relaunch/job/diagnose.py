@@ -213,7 +213,15 @@ def is_root(observation: Observation, known: Catalog | None = None) -> bool:
         case RankExited():
             if not observation.failed or observation.stopped:
                 return False
-            return bool(observation.kernel) or not _Readers(known or catalog()).is_echo(observation)
+            readers = _Readers(known or catalog())
+            if not readers.is_echo(observation):
+                return True
+            # A kernel also reports other processes of its node, such as one that was killed in a
+            # container of another user: that explains no echo.
+            return any(
+                (found.role is Role.ROOT or _is_lost_link(found)) and _is_ours(found, observation)
+                for found in readers.kernel(observation.kernel)
+            )
         case RanksFenced():
             return observation.why != "superseded"
         case RanksVanished():
@@ -576,6 +584,11 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
     )
 
 
+def _is_lost_link(finding: Finding) -> bool:
+    """Return whether a kernel finding explains lost connections."""
+    return finding.role in (Role.ROOT, Role.CONFIRMATION) and finding.cause is Cause.NETWORK
+
+
 def _is_ours(finding: Finding, root: RankExited) -> bool:
     """Return whether a kernel finding may be about this rank.
 
@@ -654,14 +667,7 @@ def _diagnose_cascades(failed: list[RankExited], more: int, known: _Readers) -> 
     failed = sorted(failed, key=_order)
     first = failed[0]
     for one in failed:
-        lost = next(
-            (
-                f
-                for f in known.kernel(one.kernel)
-                if f.role in (Role.ROOT, Role.CONFIRMATION) and f.cause is Cause.NETWORK
-            ),
-            None,
-        )
+        lost = next((f for f in known.kernel(one.kernel) if _is_lost_link(f)), None)
         if lost is not None:
             return Diagnosis(
                 Cause.NETWORK,

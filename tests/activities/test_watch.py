@@ -47,6 +47,7 @@ from tests.fakes.nodes import (
     SimulatedBackend,
     error_file,
 )
+from tests.recovery.builders import FOREIGN_KILL
 
 CASCADE = (
     "RuntimeError: NCCL communicator was aborted",
@@ -131,11 +132,12 @@ async def test_echoes_alone_wait_some_seconds_for_their_root() -> None:
     assert isinstance(report.events[-1], FaultObserved)
 
 
-async def test_echoes_wait_for_a_root_that_is_slow_to_exit() -> None:
+@pytest.mark.parametrize("kernel", [(), FOREIGN_KILL])
+async def test_echoes_wait_for_a_root_that_is_slow_to_exit(kernel: tuple[str, ...]) -> None:
     fleet = stand(
         Script(
             (
-                Exit(rank=0, exit_code=1, log_tail=CASCADE),
+                Exit(rank=0, exit_code=1, log_tail=CASCADE, kernel=kernel),
                 Exit(rank=3, exit_code=1, after=1.5, error=error_file("boom")),
             )
         )
@@ -144,8 +146,8 @@ async def test_echoes_wait_for_a_root_that_is_slow_to_exit() -> None:
     report = await fleet.watch()
     fault = report.events[-1]
     assert isinstance(fault, FaultObserved)
-    assert isinstance(fault.observations[0], RankExited)
-    assert fault.observations[0].rank == 3
+    (root,) = [one for one in fault.observations if is_root(one)]
+    assert isinstance(root, RankExited) and root.rank == 3
 
 
 async def test_success_needs_an_exit_with_0_of_every_rank() -> None:

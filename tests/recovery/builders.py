@@ -123,6 +123,15 @@ def exited(
     return RankExited(node, rank, rank % 2, code, signal, at(seconds), **more)
 
 
+FOREIGN_KILL = (
+    "[ 5784.649694] python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0",
+    "[ 5784.649950] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,"
+    "oom_memcg=/other,task_memcg=/other,task=python,pid=17669,uid=0",
+    "[ 5784.649979] Memory cgroup out of memory: Killed process 17669 (python)",
+)
+"""What a node's kernel said of another container while a rank failed (2026-11-24)."""
+
+
 def error(message: str = "RuntimeError: boom", timestamp: float | None = 1.0) -> RankError:
     return RankError(message, f"Traceback (most recent call last):\n{message}\n", timestamp)
 

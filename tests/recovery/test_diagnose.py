@@ -35,7 +35,7 @@ from relaunch.job.events import (
     RanksHung,
 )
 from relaunch.job.state import Certainty
-from tests.recovery.builders import T0, at, error, exited, fault, running, step, xid
+from tests.recovery.builders import FOREIGN_KILL, T0, at, error, exited, fault, running, step, xid
 
 WROTE = T0.timestamp() - 1.0
 KILLED = exited(3, "n2", signal=9)
@@ -381,6 +381,7 @@ KERNEL_KILLED_IT = (
     "[ 9.1] Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB",
     "[ 9.2] eth0: Lost carrier",
 )
+LINK_DOWN = ("mlx5_core 0000:9a:00.0 ens1f0np0: Link down",)
 SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
 
 
@@ -442,6 +443,16 @@ def test_what_is_said_where_little_is_known(
             exited(1, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=(xid(79),)),
             True,
             id="an echo whose kernel saw something",
+        ),
+        pytest.param(
+            exited(1, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=LINK_DOWN),
+            True,
+            id="an echo whose kernel lost a link",
+        ),
+        pytest.param(
+            exited(1, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=FOREIGN_KILL, pid=17731),
+            False,
+            id="an echo on a node where another process was killed",
         ),
         pytest.param(exited(1, code=0), False, id="a rank that ended well"),
         pytest.param(exited(1, signal=15, stopped=True), False, id="a rank that we stopped"),
