@@ -141,6 +141,7 @@ def test_evidence_is_explained(bin_folder: Path, tmp_path: Path) -> None:
     assert re.search(r"GPU_FATAL", done.stdout)
 
 
+@pytest.mark.long
 def test_up_serves_other_commands(bin_folder: Path, tmp_path: Path) -> None:
     words = ["relaunch", "up", "--port", "0", "--ui-port", "0"]
     up = subprocess.Popen(

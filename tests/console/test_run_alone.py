@@ -94,6 +94,7 @@ def up_of(shell: Shell) -> int:
     return up.pid
 
 
+@pytest.mark.long
 def test_a_killed_run_stops_its_ranks_and_leaks_no_variable(shell: Shell) -> None:
     process = subprocess.Popen(
         ["sh", "-c", 'ulimit -Sn 777 && exec "$@"', "sh", *shell.command],

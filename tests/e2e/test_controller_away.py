@@ -149,6 +149,7 @@ async def test_s2_5_records_of_ranks_are_written_before_they_start(
     await finish(job)
 
 
+@pytest.mark.long
 async def test_a_new_worker_watches_old_supervisors_with_a_new_agent(
     world: World, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ async def test_a_job_moves_after_a_checkpoint_and_resumes_from_it(
     await end(world, job)
 
 
+@pytest.mark.long
 async def test_a_terminated_fleet_asks_jobs_what_they_hold_first(
     world: World,
 ) -> None:

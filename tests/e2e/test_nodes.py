@@ -141,6 +141,7 @@ async def test_s1_5_on_a_healthy_node_the_job_fails_without_reboot(
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_a_dead_link_makes_a_node_unhealthy(world: World) -> None:
     cards = Cards(world.node("n1") / "sys")
     ports = [cards.add_rdma(name) for name in H100[:4]]

@@ -125,6 +125,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.long
 async def test_s3_10_output_is_followed_and_found_after_a_replacement(
     world: World,
 ) -> None:
