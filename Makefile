@@ -7,26 +7,23 @@ WORKERS ?= 5
 setup: .venv/.installed
 
 # A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
-# uv installs in a third of pip's time; where neither PATH nor PyPI has it, pip does the same. What is not compiled is
-# large, and little or nothing of it is ever imported.
+# uv installs in a third of pip's time. Where it cannot be had, or does not reach the packages (it does not read pip's
+# configuration), pip installs the same. What is not compiled is large, and little or nothing of it is ever imported.
 .venv/.installed: requirements.lock pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
-	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
+	    test -x $(PY) || uv venv --quiet --seed --python '>=3.11' .venv; \
 	else \
 	    for python in python3.13 python3.12 python3.11 python3; do \
 	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
 	    done; \
 	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
 	    test -x $(PY) || $$python -m venv .venv; \
-	    $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)" 2>/dev/null || true; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)" 2>/dev/null; \
 	fi; \
-	if uv=$$(command -v .venv/bin/uv || command -v uv); then \
-	    $$uv pip install --quiet --python $(PY) -r requirements.lock; \
-	    $$uv pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .; \
-	else \
-	    $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock; \
-	    $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
-	fi
+	uv=$$(command -v .venv/bin/uv || command -v uv); \
+	test -n "$$uv" && $$uv --system-certs pip install --quiet --python $(PY) -r requirements.lock 2>/dev/null \
+	    || $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(PY) -m compileall -q -j 0 -x '/(sympy|mpmath|networkx|tests)/' .venv/lib
 	@$(PY) -m compileall -q *.py activities workflows relaunch  # else the first command pays for it
 	@touch $@
