@@ -405,9 +405,7 @@ async def test_an_approved_launch_leaves_out_the_named_node(make_rig: MakeRig) -
         await is_cancelled(rig, job)
 
 
-@pytest.mark.parametrize(
-    "decision", ["approve", pytest.param("take-over", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("decision", ["approve", pytest.param("take-over", marks=pytest.mark.long)])
 async def test_a_worker_without_cache_takes_an_answer_as_any_other(
     make_uncached_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, decision: str
 ) -> None:
