@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -24,8 +24,8 @@ from relaunch.job.events import (
     RepairAsks,
     RetryRequested,
 )
-from relaunch.job.state import Incident, JobState, Phase
-from relaunch.pool.messages import DrainRequest, Offer, Place, Suspect
+from relaunch.job.state import Examine, Incident, JobState, Phase, Relaunch, Repair
+from relaunch.pool.messages import DrainRequest, Grant, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import (
     EXHAUST,
@@ -38,6 +38,15 @@ from relaunch.spec.policy import (
 
 WITHDRAW = TypeAdapter(DrainRequest)
 OFFER = TypeAdapter(Offer)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenClaim:
+    """What a claim that was not answered yet asks for, beside what the job says of itself."""
+
+    keep: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
+    queue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,43 @@ class ClaimsCarried:
     fleet."""
     reported: tuple[Suspect, ...] = ()
     """Faults as last reported to the fleet."""
+    open: OpenClaim | None = None
+    """The claim `seq`, if the fleet has not answered it with a grant."""
+    grants: tuple[Grant, ...] = ()
+    """Answers that were not taken yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenNodes:
+    """The nodes of the next launch."""
+
+    places: tuple[Place, ...]
+    fewer: str = ""
+    """Why they are fewer than the job would take."""
+    shrinks: bool = False
+    """Whether the job shrinks to them."""
+
+
+Treatment = Annotated[Examine | Repair, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedAction:
+    """The action under way. A run that continues another begins it again with what is known."""
+
+    kind: Literal["relaunch", "treat", "stop", "release"]
+    relaunch: Relaunch | None = None
+    not_before: datetime | None = None
+    """When the delay before the launch is over."""
+    chosen: ChosenNodes | None = None
+    """The nodes of the launch, once the fleet has granted them."""
+    treatment: Treatment | None = None
+    repairs: dict[str, str] = field(default_factory=dict)
+    """The run id of the repair of each node, once it has begun; empty if it was refused."""
+    once: bool = False
+    """For a stop: try once on every node instead of waiting for the proof."""
+    withdraws: bool = False
+    """For a release: whether a claim waits, which has to be withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +120,7 @@ class CarriedState:
     last_notice: str = ""
     """The key of the last notice sent to people."""
     claims: ClaimsCarried = ClaimsCarried()
+    action: CarriedAction | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from relaunch.activities.links import LinkActivities
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
+from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.watch import WatchActivities
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.ids import FLEET_ID_PREFIX
@@ -335,6 +336,7 @@ def activities(
         nodes.check_nodes,
         nodes.read_terms,
         nodes.order_repair,
+        RepairActivities(client).follow_repair,
         LinkActivities(fleets).check_links,
         of_fleet.read_fleet,
         of_fleet.probe_nodes,

@@ -6,6 +6,8 @@ A reset goes on above; old incidents go to the archive.
 from __future__ import annotations
 
 import asyncio
+import uuid
+from datetime import timedelta
 
 import pytest
 from temporalio.api.common.v1 import WorkflowExecution
@@ -13,13 +15,16 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client
+from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.activities.records import read_archive
 from relaunch.job.state import Phase
+from relaunch.workflows.training_job import actions
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Progress, Script
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import Job, policy
+from tests.workflows.rig import PATIENCE, Job, policy
+from tests.workflows.test_histories import SCENARIOS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALWAYS = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
@@ -178,6 +183,101 @@ async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(
         assert rig.orders("stop") == []
         await job.handle.signal("cancel")
         await job.result()
+
+
+async def test_a_queued_job_continues_as_new_and_keeps_its_turn(
+    make_short_rig: MakeRig,
+) -> None:
+    async with make_short_rig(Script((Progress(hangs=True),)), gpus=8) as rig:
+        first = await rig.submit(gpus_per_node=8)
+        await first.until_phase(Phase.RUNNING, 1)
+        second = await rig.submit(gpus_per_node=8)
+        await second.until(lambda s: s.phase is Phase.QUEUED and bool(s.reason), "queued")
+        third = await rig.submit(gpus_per_node=8)
+        await third.until(lambda s: s.phase is Phase.QUEUED and bool(s.reason), "queued")
+        await _send_reports(second, until_runs=4)
+        assert (await second.state()).phase is Phase.QUEUED
+        await first.handle.signal("cancel")
+        await first.result()
+        await second.until_phase(Phase.RUNNING, 1)
+        assert (await third.state()).phase is Phase.QUEUED
+        for job in (third, second):
+            await job.handle.signal("cancel")
+            assert (await job.result()).phase is Phase.CANCELLED
+
+
+async def test_a_stop_that_waits_for_proof_continues_as_new(
+    make_short_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "STOP_PAUSABLE_AFTER", timedelta(seconds=1))
+    async with make_short_rig(Script((Progress(hangs=True),)), nodes=1, all_ended=False) as rig:
+        job = await rig.submit(nodes=1)
+        await job.until_phase(Phase.RUNNING, 1)
+        rig.backend.cut("n1")
+        await job.handle.signal("cancel", {"reason": "enough"})
+        await job.until_phase(Phase.STOPPING)
+        await _send_reports(job, until_runs=4)
+        state = await job.state()
+        assert (state.phase, state.ending is not None) == (Phase.STOPPING, True)
+        await job.handle.signal("report", {"node": "n1", "by": "ada"})
+        result = await job.result()
+        assert (result.phase, "enough" in result.reason) == (Phase.CANCELLED, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("ladder_used_up", (Phase.FAILED, 4, 3)),
+        ("replace_node", (Phase.SUCCEEDED, 4, 0)),
+        ("examined_and_rebooted", (Phase.SUCCEEDED, 2, 1)),
+        ("node_lost_and_back", (Phase.SUCCEEDED, 1, 0)),
+    ],
+)
+async def test_a_job_told_things_all_the_time_ends_as_any_other(
+    make_short_rig: MakeRig, name: str, ends: tuple[Phase, int, int]
+) -> None:
+    """It continues as new at almost every wait, and nothing is done twice or left out."""
+    script, rules = SCENARIOS[name]
+    fleet = f"f-{uuid.uuid4().hex[:8]}"
+    async with make_short_rig(script, spares=1, gpus=1, name=fleet) as rig:
+        job = await rig.submit(rules)
+        telling = asyncio.create_task(_tell(job))
+        result = await job.result()
+        await telling
+        got = (result.phase, result.generation, result.state.restarts_spent)
+        assert got == ends, result.reason
+        assert len(await job.runs()) > 3
+        rebooted = [one.node for one in rig.backend.upkeep if one.kind == "rebooted"]
+        assert rebooted == (["n2"] if name == "examined_and_rebooted" else [])
+        starts = [
+            (one.node, one.token.generation)
+            for one in rig.backend.orders
+            if one.command == "start" and one.outcome == "done"
+        ]
+        assert len(set(starts)) == len(starts) == 2 * result.generation
+
+
+async def _tell(job: Job) -> None:
+    """Send the job messages until it has ended."""
+    number = 0
+    while True:
+        try:
+            await job.handle.signal("report", {"reason": f"number {number}"})
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return
+            raise
+        number += 1
+        await asyncio.sleep(0.3)
+
+
+async def _send_reports(job: Job, *, until_runs: int) -> None:
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while len(await job.runs()) < until_runs:
+        assert asyncio.get_running_loop().time() < deadline, "it does not continue as new"
+        await job.handle.signal("report", {"reason": "something"})
+        await asyncio.sleep(0.05)
+    await job.state()
 
 
 @pytest.mark.long

@@ -245,6 +245,39 @@ async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
         )
 
 
+@pytest.mark.parametrize("then", ["approved", "cancelled", "terminated"])
+async def test_a_job_that_continues_as_new_follows_its_repair(
+    make_short_rig: MakeRig, then: str
+) -> None:
+    sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    async with make(make_short_rig, FAILS, sick, repairs="ask") as rig:
+        job = await rig.submit(reboot_once())
+        repair = await repair_of(rig, job)
+        await job.until(lambda s: "?" in s.next.what, "a question")
+        before, deadline = len(await job.runs()), asyncio.get_running_loop().time() + PATIENCE
+        while len(await job.runs()) < before + 3:
+            assert asyncio.get_running_loop().time() < deadline, "it does not continue as new"
+            await job.handle.signal("report", {"reason": "something"})
+            await asyncio.sleep(0.05)
+        state = await job.state()
+        assert (state.phase, "?" in state.next.what) == (Phase.REPAIRING, True)
+        assert did(rig, "rebooted") == []
+        if then == "approved":
+            await repair.execute_update("answer", {"decision": "approve", "by": "grace"})
+            assert (await job.result()).phase is Phase.SUCCEEDED
+            assert did(rig, "rebooted") == [("n2", "reboot")]
+        elif then == "cancelled":
+            await job.handle.signal("cancel", {"reason": "enough"})
+            assert (await job.result()).phase is Phase.CANCELLED
+            ended = await asyncio.wait_for(repair.result(), PATIENCE)
+            assert (ended.outcome, did(rig, "rebooted")) == ("refused", [])
+        else:
+            await repair.terminate("mine")
+            result = await job.result()
+            assert (result.phase, did(rig, "rebooted")) == (Phase.FAILED, [])
+            assert "ended from outside" in result.reason
+
+
 async def questions(job: Job) -> list[str]:
     """What repairs have told the job that they ask, in order."""
     signals = [

@@ -58,6 +58,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
     from relaunch.text import count_noun
+    from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.fleet import commands
     from relaunch.workflows.fleet.details import fleet_details
 
@@ -119,7 +120,7 @@ class Fleet:
                 )
             await self._news()
             self._forget_ended()
-            if workflow.info().is_continue_as_new_suggested() and self._state.is_file_read:
+            if self._continues_as_new():
                 await self._continue_as_new()
 
     def _learn(self) -> None:
@@ -153,6 +154,7 @@ class Fleet:
                 bool(self._inbox)
                 or (self._check_asked and CHECK not in self._asking)
                 or any(task.done() for task in self._under_way())
+                or self._continues_as_new()
             )
 
         wake = self._check_due() if self._wake is None else min(self._check_due(), self._wake)
@@ -284,6 +286,12 @@ class Fleet:
         self._asking = {key: task for key, task in self._asking.items() if not task.done()}
         self._telling = {key: task for key, task in self._telling.items() if not task.done()}
 
+    def _continues_as_new(self) -> bool:
+        info = workflow.info()
+        wants = info.is_continue_as_new_suggested() or is_build_outdated(info)
+        # A fleet that has just started first learns what it has and who is on it.
+        return wants and self._state.is_file_read and self._state.awaited_jobs is not None
+
     async def _continue_as_new(self) -> None:
         """Continue as new with nothing half-done: pending signals are delivered first, and the next
         run repeats the questions."""
@@ -296,9 +304,7 @@ class Fleet:
         )
         self._forget_ended()
         checked_at = None if self._check_asked else self._checked_at
-        workflow.continue_as_new(
-            FleetInput(self._name, self._state, tuple(self._inbox), checked_at)
-        )
+        continue_as_new(FleetInput(self._name, self._state, tuple(self._inbox), checked_at))
 
     # --- timing
 
@@ -330,6 +336,12 @@ class Fleet:
     )
     def claim(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("claim", message, claim_fact))
+
+    @workflow.signal(
+        description="Another build of relaunch is to work for this fleet. Only relaunch sends it."
+    )
+    def upgrade(self, *_more: Any) -> None:
+        """Nothing: the server tells with the task of this signal which build is to work for it."""
 
     @workflow.signal(description="A job reports faults of its nodes. Only jobs send it.")
     def report_faults(self, message: Any = None, *_more: Any) -> None:

@@ -3,6 +3,7 @@ earlier one is void."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,17 +37,18 @@ with workflow.unsafe.imports_passed_through():
         NodesGranted,
         NodesMissing,
         RanksFound,
+        RanksStopped,
         SubmissionRaised,
     )
     from relaunch.job.places import MOVED, StartedPlaces
     from relaunch.job.ranks import keep_places
     from relaunch.job.state import JobState, Phase, Relaunch, Slot
-    from relaunch.messages.jobs import ClaimsCarried
+    from relaunch.messages.jobs import ClaimsCarried, OpenClaim
     from relaunch.pool.messages import Claim, FaultReport, Grant, Offer, Place
     from relaunch.text import count_noun, join_names
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.commands import KEEP_TRYING
-    from relaunch.workflows.training_job.session import Session
+    from relaunch.workflows.training_job.session import STOP_PAUSABLE_AFTER, Session
 
 GRANT = TypeAdapter(Grant)
 COUNT_RETRY = RetryPolicy(maximum_attempts=3)
@@ -61,9 +63,9 @@ class Claims:
         self.nodes = carried.nodes
         """Nodes granted to the job and not given back: those of its slots, except for a moment
         around a launch."""
-        self._open: Callable[[int], Claim] | None = None
+        self._open = carried.open
         """The claim that has not been answered yet."""
-        self._grants: list[Grant] = []
+        self._grants = list(carried.grants)
         self.more_at = carried.more_at
         """When the job would take more, as last sent to the fleet."""
         self._launched = carried.launched
@@ -88,6 +90,8 @@ class Claims:
             self._more,
             launched=self._launched,
             reported=self._reported,
+            open=self._open,
+            grants=tuple(self._grants),
         )
 
     @property
@@ -104,11 +108,17 @@ class Claims:
     ) -> None:
         """Send a claim; `_next_grant` returns the answer."""
         self.nodes = keep
-        self._open = lambda seq: build_claim(self._job, seq, keep=keep, avoid=avoid, queue=queue)
-        await self._send(self._open)
+        self._open = OpenClaim(keep, avoid, queue)
+        await self._send(self._build_open)
+
+    def _build_open(self, seq: int) -> Claim:
+        assert self._open is not None
+        claim = self._open
+        return build_claim(self._job, seq, keep=claim.keep, avoid=claim.avoid, queue=claim.queue)
 
     async def _next_grant(self) -> Grant:
-        await workflow.wait_condition(lambda: bool(self._grants))
+        waiting = workflow.wait_condition(lambda: bool(self._grants))
+        await self._session.tasks.wait(waiting)
         grant = self._grants.pop(0)
         if grant.kind == "granted":
             self.nodes, self._open, self.fewer = (
@@ -135,8 +145,8 @@ class Claims:
         def is_over() -> bool:
             return number != self._growth_requests
 
-        self._open = lambda seq: build_claim(self._job, seq, keep=own, avoid=avoid)
-        await self._send(self._open)
+        self._open = OpenClaim(own, avoid)
+        await self._send(self._build_open)
         await workflow.wait_condition(lambda: is_over() or bool(self._grants))
         if is_over():
             return
@@ -189,8 +199,13 @@ class Claims:
 
     # --- nodes for a launch
 
-    async def acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[Place, ...]:
-        """Have the fleet grant all the nodes that are wanted; return none if it never can."""
+    async def acquire(
+        self, decision: Relaunch, excluded: tuple[str, ...], *, resumed: bool
+    ) -> tuple[Place, ...]:
+        """Have the fleet grant all the nodes that are wanted; return none if it never can.
+
+        With `resumed`, wait for the answer to the claim of the run before this one, if it sent one.
+        """
         # Nodes of its slots that were given back may belong to another job by now.
         mine = (
             [slot.node for slot in self._job.slots if slot.node in self.nodes]
@@ -199,7 +214,8 @@ class Claims:
         )
         keep = tuple(node for node in mine if node not in excluded)
         waits = False
-        await self._claim_nodes(keep, excluded)
+        if not (resumed and self.is_waiting):
+            await self._claim_nodes(keep, excluded)
         while (grant := await self._next_grant()).kind != "granted":
             if grant.kind == "behind" and not self._job.slots:
                 self._session.post(SubmissionRaised(grant.above + 1))
@@ -219,11 +235,13 @@ class Claims:
             if grant.kind == "yield" or not waits:
                 # The job may wait for hours, and its ranks are not watched meanwhile.
                 if alive := self._job.maybe_alive:
-                    self._session.post(
-                        await commands.prove_stopped(
-                            self._job, decision.generation - 1, alive, "stop what waits for nodes"
+                    try:
+                        self._session.post(
+                            await self._prove_stopped(decision.generation - 1, alive)
                         )
-                    )
+                    except asyncio.CancelledError:
+                        self._grants.insert(0, grant)  # the next run takes it again
+                        raise
                     await workflow.wait_condition(lambda: not self._job.maybe_alive)
                 # No other nodes are available. A node that was only lost is good again once it
                 # answers, because its old ranks are stopped first.
@@ -234,6 +252,11 @@ class Claims:
             self._session.post(_ranks_found(grant))
             await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job.maybe_alive))
         return keep_places(self._job.slots if keep else (), grant.places)
+
+    async def _prove_stopped(self, generation: int, nodes: tuple[str, ...]) -> RanksStopped:
+        what = "stop what waits for nodes"
+        stop = commands.prove_stopped(self._job, generation, nodes, what)
+        return await self._session.tasks.wait(stop, pausable_after=STOP_PAUSABLE_AFTER)
 
     def _list_unwanted(self) -> tuple[str, ...]:
         """Return the nodes that the job does not use even where no other is free."""
@@ -278,7 +301,7 @@ class Claims:
 
     async def _resend(self) -> None:
         if self._open is not None:
-            await self._send(self._open)
+            await self._send(self._build_open)
         elif self.nodes:
             await self._send(self._current_claim)
         else:

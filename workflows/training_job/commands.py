@@ -4,7 +4,7 @@ in the web UI."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
@@ -36,6 +36,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.activities.links import CheckLinksInput, LinkActivities
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
+    from relaunch.activities.repairs import FollowRepairInput, RepairActivities
     from relaunch.activities.reports import WatchRanksInput, WatchReport
     from relaunch.activities.stop import StopRanksInput
     from relaunch.activities.watch import WatchActivities, beat_interval
@@ -368,12 +369,30 @@ async def check_links(job: JobState) -> NodesExamined:
     return NodesExamined(job.generation, (), links=links)
 
 
-async def repair(job: JobState, decision: Repair) -> RepairEnded:
+async def repair(
+    job: JobState,
+    decision: Repair,
+    followed: Mapping[str, str],
+    report_begin: Callable[[str, str], None],
+) -> RepairEnded:
     """Have every suspect repaired, each by a child workflow.
 
     The workflow's id names the node, so there is never a second repair of it.
+
+    Args:
+        job: The job that waits for them.
+        decision: What is repaired.
+        followed: The run id of each repair that an earlier run of this workflow has begun, by node.
+        report_begin: Called with the node and the run id of each repair that begins; with an empty
+            run id if it is refused.
     """
-    ended = await asyncio.gather(*(_repair_one(job, decision, node) for node in decision.nodes))
+
+    async def repair_one(node: str) -> NodeRepairResult:
+        if run_id := followed.get(node):
+            return await _follow_repair(job, node, run_id)
+        return await _repair_one(job, decision, node, report_begin)
+
+    ended = await asyncio.gather(*(repair_one(node) for node in decision.nodes))
     worst = next((one for one in ended if one.outcome != "done"), None)
     reason = worst.reason if worst else "; ".join(one.reason for one in ended[:4])
     return RepairEnded(
@@ -385,10 +404,12 @@ async def repair(job: JobState, decision: Repair) -> RepairEnded:
     )
 
 
-async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairResult:
-    id_ = f"{REPAIR_ID_PREFIX}{job.spec.fleet}/{node}"
+async def _repair_one(
+    job: JobState, decision: Repair, node: str, report_begin: Callable[[str, str], None]
+) -> NodeRepairResult:
+    id_ = _repair_id(job, node)
     try:
-        ended: NodeRepairResult = await workflow.execute_child_workflow(
+        repair = await workflow.start_child_workflow(
             "NodeRepair",
             NodeRepairInput(
                 fleet=job.spec.fleet,
@@ -411,8 +432,11 @@ async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairR
             cancellation_type=ChildWorkflowCancellationType.TRY_CANCEL,
             static_summary=f"{decision.strategy} of {node} for job {job.name}",
         )
+        report_begin(node, repair.first_execution_run_id or "")
+        ended: NodeRepairResult = await repair
         return ended
     except WorkflowAlreadyStartedError:
+        report_begin(node, "")
         return NodeRepairResult(node, "refused", f"another repair of {node} is under way ({id_})")
     except ChildWorkflowError as error:
         if is_cancelled_exception(error):
@@ -422,6 +446,31 @@ async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairR
             "ambiguous",
             f"the repair of {node} was ended from outside: {error.cause or error}",
         )
+
+
+async def _follow_repair(job: JobState, node: str, run_id: str) -> NodeRepairResult:
+    """Wait for a repair that an earlier run of this workflow has begun: its child is not ours."""
+    id_ = _repair_id(job, node)
+    try:
+        return await unless_cancelled(
+            workflow.execute_activity_method(
+                RepairActivities.follow_repair,
+                FollowRepairInput(node, id_, run_id),
+                start_to_close_timeout=FOR_EVER,
+                heartbeat_timeout=BEAT,
+                retry_policy=KEEP_TRYING,
+                summary=f"wait for the repair of {node}",
+            )
+        )
+    except (ActivityError, asyncio.CancelledError) as error:
+        if is_cancelled_exception(error):
+            # As with a child: it is obeyed until an order was given.
+            await workflow.get_external_workflow_handle(id_, run_id=run_id).cancel()
+        raise
+
+
+def _repair_id(job: JobState, node: str) -> str:
+    return f"{REPAIR_ID_PREFIX}{job.spec.fleet}/{node}"
 
 
 async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:

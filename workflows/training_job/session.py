@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.job.events import Event
     from relaunch.job.state import JobState
+
+
+Result = TypeVar("Result")
+STOP_PAUSABLE_AFTER = timedelta(minutes=5)
+"""How long an attempt to prove ranks stopped goes on before the workflow may continue as new: the
+next run begins it again."""
 
 
 class Session:
@@ -41,11 +48,14 @@ class Tasks:
     job would stall without showing why.
 
     Busy: a task that gives orders is completed before the workflow continues as new. A task that
-    only waits (a watch, a timer) may be cancelled then; the next run starts it again.
+    only waits (a watch, a timer) may be cancelled then; the next run starts it again. So may one
+    that is at a point where it can be paused.
     """
 
     def __init__(self) -> None:
         self._tasks: list[BackgroundTask] = []
+        self._pausable: dict[asyncio.Task[Any], datetime] = {}
+        """Since when, or from when on, a task is at a point where it can be paused."""
 
     def start(
         self, name: str, work: Coroutine[Any, Any, None], *, waits: bool = False
@@ -69,6 +79,39 @@ class Tasks:
     def busy(self) -> list[asyncio.Task[None]]:
         """The running tasks that give orders, the oldest first."""
         return [one.task for one in self._tasks if not one.waits and not one.task.done()]
+
+    async def wait(
+        self, waiting: Awaitable[Result], *, pausable_after: timedelta = timedelta(0)
+    ) -> Result:
+        """Wait for something that the next run of the workflow can wait for again.
+
+        Args:
+            waiting: What the current task waits for.
+            pausable_after: How long it has to have waited. What begins again from the start with
+                each run would never end if runs were shorter.
+        """
+        task = asyncio.current_task()
+        self.mark_pausable(task, pausable_after)
+        try:
+            return await waiting
+        finally:
+            self.mark_busy(task)
+
+    def mark_pausable(
+        self, task: asyncio.Task[Any] | None, after: timedelta = timedelta(0)
+    ) -> None:
+        """From now on, or after a while, the task can be paused."""
+        assert task is not None
+        self._pausable[task] = workflow.now() + after
+
+    def mark_busy(self, task: asyncio.Task[Any] | None) -> None:
+        """The task cannot be paused."""
+        assert task is not None
+        self._pausable.pop(task, None)
+
+    def can_pause(self, task: asyncio.Task[None]) -> bool:
+        at = self._pausable.get(task)
+        return at is not None and workflow.now() >= at
 
     def find_error(self) -> BaseException | None:
         """Return the error of the oldest task that failed, or None."""

@@ -42,6 +42,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.step import step
     from relaunch.messages.jobs import CarriedState, JobResult, TrainingJobInput
     from relaunch.spec.policy import Strategy
+    from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.search_attributes import attributes, current_details, memo, updates
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.actions import Actions
@@ -67,7 +68,7 @@ class TrainingJob(MessageHandlers):
         carried = start.carried
         self._session = Session(_first_state(start), carried.inbox)
         self._claims = Claims(self._session, carried.claims)
-        self._actions = Actions(self._session, self._claims, carried.dead)
+        self._actions = Actions(self._session, self._claims, carried.dead, carried.action)
         self._watches = Watches(self._session, carried.after_seq, carried.exited)
         self._drain_timers = DrainTimers(self._session)
         self._deadline = Deadline(self._session)
@@ -93,7 +94,9 @@ class TrainingJob(MessageHandlers):
                 await workflow.wait_condition(
                     lambda: (
                         bool(session.inbox)
+                        or self._actions.has_to_resume
                         or self._may_end()
+                        or self._continues_as_new()
                         or session.tasks.find_error() is not None
                     )
                 )
@@ -105,6 +108,7 @@ class TrainingJob(MessageHandlers):
                 raise RuntimeError(f"unexpected error of a background task: {bug}") from bug
             while session.inbox:
                 self._take(session.inbox.pop(0))
+            self._actions.resume()
             self._drain_timers.update()
             self._watches.report_checkpoints()
             self._claims.update_growth_time()
@@ -113,7 +117,7 @@ class TrainingJob(MessageHandlers):
             self._notices.send_news()
             if self._may_end():
                 return await self._end()
-            if workflow.info().is_continue_as_new_suggested() and self._may_continue_as_new():
+            if self._continues_as_new():
                 await self._continue_as_new()
 
     # --- one event, one decision
@@ -260,21 +264,32 @@ class TrainingJob(MessageHandlers):
             raise ApplicationError(job.reason, result, type="JobFailed", non_retryable=True)
         return result
 
-    def _may_continue_as_new(self) -> bool:
-        """Return whether only watching goes on: an order to nodes is never left half-done."""
-        return not self._session.tasks.busy and self._session.job.ending is None
+    def _continues_as_new(self) -> bool:
+        """Return whether the workflow is to continue as new, and may.
+
+        It is when the server suggests it, because of the length of the history, and when a newer
+        build of relaunch is to work for it. It may where everything only waits: an order to nodes
+        is never left half-done.
+        """
+        info = workflow.info()
+        if not (info.is_continue_as_new_suggested() or is_build_outdated(info)):
+            return False
+        tasks = self._session.tasks
+        if any(not tasks.can_pause(task) for task in tasks.busy):
+            return False
+        return self._session.job.ending is None or self._actions.is_under_way
 
     async def _continue_as_new(self) -> None:
         session = self._session
-        tasks = self._watches.running
-        for watch in tasks:
+        tasks = [*self._actions.pause(), *self._watches.running]
+        for watch in self._watches.running:
             watch.cancel()
         while True:
             if (cancelled := await _settle(tasks)) is not None:
                 session.post(cancelled)  # the next run takes it and stops the ranks
             # Signals may have started tasks since, such as a claim, of which the next run would
             # know nothing.
-            tasks = session.tasks.busy
+            tasks = [one for one in session.tasks.busy if not session.tasks.can_pause(one)]
             if not tasks:
                 break
         carried = CarriedState(
@@ -285,9 +300,10 @@ class TrainingJob(MessageHandlers):
             self._deadline.at,
             self._notices.last,
             self._claims.carried,
+            self._actions.carried,
         )
         job = session.job
-        workflow.continue_as_new(
+        continue_as_new(
             TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried)
         )
 
