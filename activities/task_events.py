@@ -54,8 +54,13 @@ class TaskEvents:
                 continue
             try:
                 messages = await queue.receive()
+                # At once: one after the other, ten that time out would take longer than the queue
+                # hides them, and come again.
+                done = await asyncio.gather(
+                    *(self._deliver(message.event, queue) for message in messages)
+                )
                 delivered = [
-                    message for message in messages if await self._deliver(message.event, queue)
+                    message for message, is_done in zip(messages, done, strict=True) if is_done
                 ]
                 if delivered:
                     await queue.delete(delivered)

@@ -168,6 +168,7 @@ def test_the_stack_has_the_parameters_and_outputs_that_it_names() -> None:
     named = re.findall(r"`([A-Z]\w+)(?:=\w+)?`", PAGE)
     assert set(given) <= set(file["Parameters"])
     for parameter in (
+        "TaskDefinitionArns",
         "WorkerRoleName",
         "PassRoleArns",
         "TrainingLogGroupArns",

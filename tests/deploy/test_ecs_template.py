@@ -19,6 +19,7 @@ import pytest
 import yaml
 from botocore.loaders import Loader
 
+from relaunch.activities.task_events import SIGNAL_TIMEOUT_S
 from tests.deploy.compose import ROOT, double
 
 TEMPLATE = ROOT / "deploy/ecs/relaunch.yaml"
@@ -145,6 +146,34 @@ def test_only_plain_reads_are_allowed_everywhere_in_the_account() -> None:
         if statement["Resource"] == "*" and "Condition" not in statement:
             assert set(actions(statement)) == UNSCOPED
         assert not any("*" in action for action in actions(statement)), statement["Sid"]
+
+
+def test_only_named_task_definitions_and_the_node_task_are_run() -> None:
+    running = [one for one in statements() if "ecs:RunTask" in actions(one)]
+    family = RESOURCES["NodeTask"]["Properties"]["Family"]["Fn::Sub"]
+    named, node = (one["Resource"] for one in running)
+    assert named == {"Ref": "TaskDefinitionArns"}
+    assert node["Fn::Sub"].endswith(f":task-definition/{family}:*")
+    assert "Default" not in FILE["Parameters"]["TaskDefinitionArns"], "it would be all or none"
+    for statement in running:
+        (cluster,) = statement["Condition"]["ArnEquals"].values()
+        assert cluster["Fn::Sub"].endswith(":cluster/${ClusterName}")
+
+
+def test_an_event_is_hidden_longer_than_handing_it_on_takes() -> None:
+    hidden_s = RESOURCES["Events"]["Properties"]["VisibilityTimeout"]
+    assert hidden_s >= 3 * SIGNAL_TIMEOUT_S
+
+
+def test_events_that_the_queue_refuses_are_repeated_and_kept() -> None:
+    (target,) = RESOURCES["ClusterEvents"]["Properties"]["Targets"]
+    assert target["RetryPolicy"]["MaximumRetryAttempts"] > 0
+    assert target["DeadLetterConfig"] == {"Arn": {"Fn::GetAtt": "DeadEvents.Arn"}}
+    (statement,) = RESOURCES["DeadEventsPolicy"]["Properties"]["PolicyDocument"]["Statement"]
+    assert statement["Resource"] == {"Fn::GetAtt": "DeadEvents.Arn"}
+    assert statement["Condition"] == {
+        "ArnEquals": {"aws:SourceArn": {"Fn::GetAtt": "ClusterEvents.Arn"}}
+    }
 
 
 def test_only_tagged_machines_restart_and_workers_cannot_tag() -> None:
