@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs corpus vm-test: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test vm-test: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus vm-test aws-smoke lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test vm-test aws-smoke lock
 
 setup: .venv/.installed
 
@@ -73,6 +73,10 @@ programs: setup
 # Real endings of jobs, played through the whole service (docs/corpus.md).
 corpus: setup
 	$(PY) -m tests.corpus $(if $(WORK),--work $(WORK))
+
+# Moves a service with 50 jobs through five builds and back (docs/upgrade.md).
+upgrade-test: setup
+	$(PY) -m tests.upgrade
 
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup

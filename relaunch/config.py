@@ -46,6 +46,9 @@ class Settings(BaseModel):
     jobs: int = Field(default=100, ge=1, le=10_000)
     """How many jobs this worker watches at once; each job holds one activity slot until it ends."""
     task_queue: str = Field(default="relaunch", min_length=1)
+    build: str = Field(default="", max_length=100)
+    """What the server calls this installation's build; default: its release. An image that
+    contains other changes needs another id."""
     graceful_shutdown: float = Field(default=5.0, ge=0)
     """Seconds that running activities are given to finish when the worker is stopped."""
     answer_within: float = Field(default=5.0, gt=0)

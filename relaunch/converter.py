@@ -26,7 +26,10 @@ def _make_adapter(hint: Any) -> TypeAdapter[Any]:
 
 class _JsonConverter(PydanticJSONPlainPayloadConverter):
     def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
-        return _make_adapter(Any if type_hint is None else type_hint).validate_json(payload.data)
+        # A newer release may have written it: fields that are not known here are left out, so that
+        # jobs can return to this one. Files and messages of people are checked elsewhere.
+        adapter = _make_adapter(Any if type_hint is None else type_hint)
+        return adapter.validate_json(payload.data, extra="ignore")
 
 
 class SharedPayloadConverter(CompositePayloadConverter):

@@ -27,13 +27,16 @@ from relaunch.activities.links import LinkActivities
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
+from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.task_events import TaskEvents
 from relaunch.activities.watch import WatchActivities
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue
 from relaunch.backends.local import LocalBackend
+from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment
 from relaunch.cli.files import read_fleet
 from relaunch.config import ConfigError, Settings, describe_settings, read_settings
+from relaunch.handover import Handover
 from relaunch.spec.fleet import FleetSpec
 from relaunch.temporal import connect, ensure_namespace, read_server_id
 from relaunch.workflows.fleet.workflow import Fleet
@@ -201,7 +204,10 @@ def make_fleets(settings: Settings) -> WorkerFleets:
     return fleets
 
 
-def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Worker:
+def make_worker(
+    client: Client, settings: Settings, fleets: WorkerFleets, build: str | None = None
+) -> Worker:
+    """Return the worker. Without a build it works for whatever no worker with a build works for."""
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
     nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
     records, logs = (
@@ -221,6 +227,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             nodes.check_nodes,
             nodes.read_terms,
             nodes.order_repair,
+            RepairActivities(client).follow_repair,
             LinkActivities(fleets).check_links,
             fleet.read_fleet,
             fleet.probe_nodes,
@@ -240,6 +247,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
         # of the time of a worker with many jobs. The tests replay every history in it:
         # docs/decisions/0015-workflows-outside-the-sandbox.md.
         workflow_runner=UnsandboxedWorkflowRunner(),
+        deployment_config=deployment(settings.task_queue, build) if build else None,
         max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
         max_concurrent_workflow_tasks=WORKFLOW_TASKS,
         # A job that is not in the cache is replayed from its whole history at each event.
@@ -264,13 +272,19 @@ async def serve(settings: Settings) -> None:
     client = await connect(settings.state)
     await ensure_namespace(client)
     fleets.set_server(await read_server_id(client))
-    background = [asyncio.create_task(one) for one in _make_background_tasks(client, fleets)]
+    build = settings.build or build_id()
+    handover = Handover(client, settings.task_queue, build)
+    background = [
+        asyncio.create_task(one)
+        for one in (handover.run(), *_make_background_tasks(client, fleets))
+    ]
     gc.freeze()
     gc.enable()
     try:
-        async with make_worker(client, settings, fleets):
+        async with make_worker(client, settings, fleets, build):
             logging.getLogger("relaunch").info(
-                "worker serves task queue %s, fleets %s",
+                "worker of build %s serves task queue %s, fleets %s",
+                build,
                 settings.task_queue,
                 ", ".join(fleets.specs),
             )
@@ -347,14 +361,11 @@ def main() -> int:
         logging.basicConfig(
             level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        if settings.metrics:
-            Runtime.set_default(
-                Runtime(
-                    telemetry=TelemetryConfig(
-                        metrics=PrometheusConfig(bind_address=settings.metrics)
-                    )
-                )
-            )
+        metrics = PrometheusConfig(bind_address=settings.metrics) if settings.metrics else None
+        telemetry = TelemetryConfig(metrics=metrics)
+        Runtime.set_default(
+            Runtime(telemetry=telemetry, worker_heartbeat_interval=HEARTBEAT_INTERVAL)
+        )
         asyncio.run(serve(settings))
     except ConfigError as error:
         sys.stderr.write(f"relaunch-worker: {error}\n")

@@ -125,6 +125,58 @@ def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
     serve(state, main)
 
 
+Within = Annotated[
+    str, typer.Option(metavar="DURATION", help="How long to wait until nothing is left.")
+]
+
+
+@app.command()
+def upgrade(within: Within = "1m") -> None:
+    """Have this installation's worker work for all jobs, while they run. Start it beside the old
+    one first. Exit with 1 if something is left on another build."""
+
+    async def work(client: Client, settings: Settings) -> int:
+        from relaunch.cli import upgrade as moving
+
+        seconds = moving.parse_within(within)
+        return await moving.upgrade(client, settings.task_queue, settings.build, say, seconds)
+
+    raise typer.Exit(run_with_client(work))
+
+
+@app.command()
+def rollback(
+    build: Annotated[
+        str | None, typer.Argument(metavar="BUILD", help="Default: the one before.")
+    ] = None,
+    within: Within = "1m",
+) -> None:
+    """Return to the build before the current one, or to BUILD, while jobs run. Its worker must
+    run."""
+
+    async def work(client: Client, settings: Settings) -> int:
+        from relaunch.cli import upgrade as moving
+
+        seconds = moving.parse_within(within)
+        return await moving.rollback(client, settings.task_queue, build, say, seconds)
+
+    raise typer.Exit(run_with_client(work))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Examine the service itself: server, workers' builds, workflows whose tasks fail. Exit with 1
+    if something is wrong."""
+    from relaunch.cli import doctor as examining
+
+    async def work(client: Client, settings: Settings) -> list[examining.Check]:
+        return await examining.examine_service(client, settings.task_queue)
+
+    found = run_with_client(work)
+    print_json(examining.rows(found)) if as_json else print("\n".join(examining.lines(found)))
+    raise typer.Exit(any(one.action for one in found))
+
+
 def _accept(*names: str) -> Any:
     """Return an option of torchrun that is accepted; docs/launchers.md says what it does."""
     return typer.Option(*names, hidden=True)

@@ -197,7 +197,7 @@ def render(now: jobs.JobSnapshot, at: datetime) -> RenderableType:
     if now.state is None:
         rows = [
             ("phase", f"{now.phase}: {now.memo.get('reason', '')}"),
-            ("", "no worker answers: this is the last known state"),
+            ("", now.silence),
         ]
     else:
         view = job_views.show(now.state, now.watch, at)

@@ -58,6 +58,16 @@ class JobSnapshot:
     """`worker`, `result`, or `memo` if no worker answered."""
     memo: Mapping[str, Any]
     watch: Watch | None = None
+    attempts: int = 0
+    """Attempts at its workflow task; more than one: they fail, or no worker answered them."""
+
+    @property
+    def silence(self) -> str:
+        """Why there is no state but the one that the job recorded last."""
+        known = "this is the last state that the job recorded"
+        if self.attempts > 1:
+            return f"its workflow task fails: {known}; `relaunch doctor` says why, and what to do"
+        return f"no worker answers: {known}"
 
     @property
     def phase(self) -> str:
@@ -91,6 +101,7 @@ async def load_job(client: Client, name: str, known: JobSnapshot | None = None) 
     described = await describe(client, name)
     is_open = described.status == WorkflowExecutionStatus.RUNNING
     length = described.raw_description.workflow_execution_info.history_length
+    attempts = described.raw_description.pending_workflow_task.attempt  # 0: there is none
     state: JobState | None
     if (
         known
@@ -110,6 +121,7 @@ async def load_job(client: Client, name: str, known: JobSnapshot | None = None) 
         source=source,
         memo=await described.memo(),
         watch=merge_watches(await _heartbeats(client, described)) if is_open else None,
+        attempts=attempts,
     )
 
 

@@ -87,7 +87,7 @@ def print_show(view: Mapping[str, Any], now: JobSnapshot) -> None:
             f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext     "
             f"   {view['next']['what']}"
         )
-        print("\nno worker answers: this is the last state that the job recorded")
+        print(f"\n{now.silence}")
         return
     print("\n".join(job_views.show_lines(view, datetime.now(UTC))))
     if now.source == "result":

@@ -381,6 +381,13 @@ class NodeRepair:
     def permitted(self, message: Any = None, *_more: Any) -> None:
         self._permits.receive(message)
 
+    @workflow.signal(
+        description="Another build of relaunch is to work for this repair. Only relaunch sends it."
+    )
+    def upgrade(self, *_more: Any) -> None:
+        """Nothing: a repair ends within hours, on the build that it began on while that has a
+        worker."""
+
     @workflow.query(description="State of the strategy that is under way, or was the last.")
     def state(self) -> RepairState | None:
         return self._state

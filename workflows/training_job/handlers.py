@@ -117,6 +117,12 @@ class MessageHandlers:
         except ValidationError as error:
             self._session.post(MessageRejected("hint", explain(error)))
 
+    @workflow.signal(
+        description="Another build of relaunch is to work for this job. Only relaunch sends it."
+    )
+    def upgrade(self, *_more: Any) -> None:
+        """Nothing: the server tells with the task of this signal which build is to work for it."""
+
     def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
         try:
             self._session.post(parse({} if message in (None, "") else message))

@@ -1,0 +1,123 @@
+"""What is wrong with the service itself, and what to do: `relaunch doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from temporalio.service import RPCError, RPCStatusCode
+
+from relaunch.builds import Build, RunningWorkflow, list_running, read_builds
+from relaunch.cli.upgrade import describe_build, read_task, read_task_failure
+from relaunch.text import count_noun
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+MAX_CALLS = 16
+"""Most describe calls at once."""
+WAITS_AFTER = timedelta(seconds=30)
+"""How long a workflow task may wait for a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    subject: str
+    """server, builds, or the id of a workflow."""
+    text: str
+    action: str = ""
+    """What to do about it; empty: nothing is wrong."""
+
+
+async def examine_service(client: Client, task_queue: str) -> list[Check]:
+    """Look at the server, the workers' builds and every running workflow's task."""
+    from temporalio.api.workflowservice.v1 import GetSystemInfoRequest
+
+    info = await client.workflow_service.get_system_info(GetSystemInfoRequest())
+    address = client.service_client.config.target_host
+    server = f"{address}, namespace {client.namespace}, Temporal {info.server_version}"
+    found = [Check("server", server)]
+    now = datetime.now(UTC)
+    builds = await read_builds(client, task_queue)
+    if builds.current is None:
+        found.append(
+            Check("builds", f"no worker serves task queue {task_queue}", "start relaunch-worker")
+        )
+    for build in builds.known:
+        if check := await _examine_build(client, task_queue, build, builds.current, now):
+            found.append(check)
+    running = await list_running(client, task_queue)
+    gate = asyncio.Semaphore(MAX_CALLS)
+
+    async def examine(workflow: RunningWorkflow) -> Check | None:
+        async with gate:
+            return await _examine_task(client, workflow, now)
+
+    tasks = await asyncio.gather(*(examine(one) for one in running))
+    found += [one for one in tasks if one is not None]
+    if not any(tasks):
+        found.append(Check("workflows", f"{len(running)} run, and none of their tasks fails"))
+    return found
+
+
+async def _examine_build(
+    client: Client, task_queue: str, build: Build, current: Build | None, now: datetime
+) -> Check | None:
+    works_for = await list_running(client, task_queue, build.id)
+    if not build.is_current and not works_for and not build.has_worker(now):
+        return None  # history
+    what = "is current" if build.is_current else "is not current"
+    text = (
+        f"{build.id} {what}, {describe_build(build, now)}"
+        f" and {count_noun(len(works_for), 'running workflow')}"
+    )
+    action = ""
+    if not build.has_worker(now):
+        if build.is_current:
+            action = "start relaunch-worker: nothing is decided until then"
+        elif works_for:
+            by = f"{current.id} takes them over" if current else "a newer one takes them over"
+            action = (
+                f"{by} within a minute or says in its log why not; if not, start a worker of"
+                f" {build.id} beside it, which hands them over"
+            )
+    return Check("builds", text, action)
+
+
+async def _examine_task(client: Client, workflow: RunningWorkflow, now: datetime) -> Check | None:
+    try:
+        task = await read_task(client, workflow)
+        if task.attempt > 1 and (failure := await read_task_failure(client, workflow)):
+            return Check(
+                workflow.id,
+                f"its workflow task fails (attempt {task.attempt}): {failure}",
+                "its ranks run on unwatched; `relaunch rollback` returns to the build before, or"
+                " install a release that continues it",
+            )
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:  # it has ended meanwhile
+            return None
+        raise
+    if task.since is not None and now - task.since > WAITS_AFTER:
+        seconds = round((now - task.since).total_seconds())
+        return Check(
+            workflow.id, f"no worker takes its workflow task since {seconds} s", "see builds"
+        )
+    return None
+
+
+def rows(found: list[Check]) -> list[dict[str, str]]:
+    return [{"subject": one.subject, "text": one.text, "action": one.action} for one in found]
+
+
+def lines(found: list[Check]) -> list[str]:
+    width = max(len(one.subject) for one in found)
+    printed = []
+    for one in found:
+        mark = "!" if one.action else " "
+        printed.append(f"{mark} {one.subject:<{width}}  {one.text}")
+        if one.action:
+            printed.append(f"  {'':<{width}}  -> {one.action}")
+    return printed

@@ -1,0 +1,56 @@
+"""When a worker takes over for workers of another build. How it does is in tests/e2e."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import cast
+
+import pytest
+from temporalio.client import Client
+
+from relaunch.builds import GONE_AFTER, Build, Builds
+from relaunch.handover import RETURN_AFTER_S, Handover, _Silence
+
+NOW = datetime(2026, 11, 24, tzinfo=UTC)
+HEARD, ENDED = NOW, None
+NEW, EARLIER = None, NOW
+"""Whether a build was current before."""
+
+
+@pytest.mark.parametrize(
+    ("ours", "heard_at", "silent_s", "looks", "replaces"),
+    [
+        (NEW, HEARD, 1.0, 9, False),
+        (NEW, HEARD, GONE_AFTER.total_seconds() + 1, 9, True),
+        # It ended in order; a server that was just restarted has heard of none either.
+        (NEW, ENDED, 0.0, 1, False),
+        (NEW, ENDED, 2.0, 2, True),
+        # It may only be restarting, and we be kept for a rollback.
+        (EARLIER, ENDED, 2.0, 2, False),
+        (EARLIER, HEARD, GONE_AFTER.total_seconds() + 1, 9, False),
+        (EARLIER, ENDED, RETURN_AFTER_S + 1, 9, True),
+    ],
+)
+def test_a_build_replaces_the_current_one_once_that_is_gone(
+    ours: datetime | None, heard_at: datetime | None, silent_s: float, looks: int, replaces: bool
+) -> None:
+    handover = Handover(cast(Client, None), "queue", "ours")
+    current = Build("current", True, NOW, heard_at)
+    seen = _Silence(heard_at, time.monotonic() - silent_s, looks)
+    handover._silences["current"] = seen
+    assert handover._replaces(Build("ours", False, ours, NOW), current) is replaces
+
+
+def test_the_build_before_is_the_last_that_was_current() -> None:
+    at = [datetime(2026, 11, day, tzinfo=UTC) for day in (1, 2, 3)]
+    builds = Builds(
+        (
+            Build("a", False, at[0], None),
+            Build("b", False, at[1], None),
+            Build("c", True, at[2], None),
+            Build("never", False, None, NOW),
+        )
+    )
+    assert (builds.previous or Build("", False, None, None)).id == "b"
+    assert Builds((Build("a", True, NOW, None),)).previous is None

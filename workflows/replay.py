@@ -1,0 +1,33 @@
+"""Whether the workflows, as they are here, would have given the orders that a history has."""
+
+from __future__ import annotations
+
+from temporalio.client import WorkflowHistory
+from temporalio.converter import DataConverter
+from temporalio.runtime import Runtime, TelemetryConfig
+from temporalio.worker import Replayer, UnsandboxedWorkflowRunner
+
+from relaunch.workflows.fleet.workflow import Fleet
+from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.training_job.workflow import TrainingJob
+
+WORKFLOWS = (TrainingJob, NodeRepair, Fleet)
+MAX_REASON = 300
+
+
+async def find_difference(
+    history: WorkflowHistory, namespace: str, converter: DataConverter
+) -> str:
+    """Return in what the workflows here differ from a history; empty: they could continue it."""
+    replayer = Replayer(
+        workflows=WORKFLOWS,
+        namespace=namespace,
+        data_converter=converter,
+        workflow_runner=UnsandboxedWorkflowRunner(),
+        # The SDK's native part would print failures to stdout.
+        runtime=Runtime(telemetry=TelemetryConfig(logging=None)),
+    )
+    result = await replayer.replay_workflow(history, raise_on_replay_failure=False)
+    if result.replay_failure is None:
+        return ""
+    return " ".join(str(result.replay_failure).split())[:MAX_REASON]
