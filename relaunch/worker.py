@@ -18,7 +18,7 @@ from typing import Any
 
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
-from temporalio.worker import PollerBehaviorAutoscaling, UnsandboxedWorkflowRunner, Worker
+from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities
@@ -41,6 +41,7 @@ from relaunch.spec.fleet import FleetSpec
 from relaunch.temporal import connect, ensure_namespace, read_server_id
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 
 WORKFLOW_TASKS = 8
@@ -214,7 +215,8 @@ def make_worker(
         RecordActivities(settings.state / "archive"),
         LogActivities(fleets, settings.state / "archive"),
     )
-    return Worker(
+    runner = TaskRunner()
+    worker = Worker(
         client,
         task_queue=settings.task_queue,
         workflows=[TrainingJob, NodeRepair, Fleet],
@@ -246,7 +248,7 @@ def make_worker(
         # The sandbox imports our modules again for every job and guards each call, which took most
         # of the time of a worker with many jobs. The tests replay every history in it:
         # docs/decisions/0015-workflows-outside-the-sandbox.md.
-        workflow_runner=UnsandboxedWorkflowRunner(),
+        workflow_runner=runner,
         deployment_config=deployment(settings.task_queue, build) if build else None,
         max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
         max_concurrent_workflow_tasks=WORKFLOW_TASKS,
@@ -260,6 +262,7 @@ def make_worker(
         max_heartbeat_throttle_interval=timedelta(seconds=1),
         graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown),
     )
+    return runner.attach(worker)
 
 
 async def serve(settings: Settings) -> None:

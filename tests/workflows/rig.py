@@ -45,6 +45,7 @@ from relaunch.spec.policy import Policy, resolve
 from relaunch.temporal import data_converter
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants
@@ -359,19 +360,21 @@ def activities(
 def worker(
     client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = MAX_CACHED
 ) -> Worker:
-    return Worker(
+    runner = TaskRunner()
+    worker = Worker(
         client,
         task_queue=queue,
         workflows=[TrainingJob, NodeRepair, Fleet],
         activities=activities(fleets, client, archive, queue),
         # As the real worker does; each history is replayed at the end.
-        workflow_runner=UnsandboxedWorkflowRunner(),
+        workflow_runner=runner,
         # Without the limit of 2 s for a workflow task, which a busy machine exceeds.
         debug_mode=True,
         max_cached_workflows=cached,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
     )
+    return runner.attach(worker)
 
 
 @asynccontextmanager
