@@ -145,7 +145,13 @@ def test_a_stopped_rank_is_a_hang_and_no_other_rank_is_named(tmp_path: Path) -> 
         "nodes": 2,
         "progress": {"log_pattern": r"step (?P<step>\d+)"},
         "env": environment_of(case, SETTINGS) | {"STOP_AT": f"{case.step}:{case.rank}"},
-        "policy": {"hang": {"after": "30s"}, "causes": {"HANG": [{"strategy": "FAIL"}]}},
+        # The rule takes three looks, of 1.5 heartbeats each. A limit that passes before decides by
+        # itself; this one passes after the end of the test.
+        "policy": {
+            "timeouts": {"heartbeat": "2s"},
+            "hang": {"after": "5m"},
+            "causes": {"HANG": [{"strategy": "FAIL"}]},
+        },
     }
     (folder / "job.yaml").write_text(json.dumps(job))
     with Service(tmp_path / "service", *prepare(tmp_path / "service", 1)) as service:
