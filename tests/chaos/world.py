@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -386,9 +387,9 @@ class World:
         self.server = Process("server", command, self.environment, self.folder / "server.log")
         command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
         clock = self.clocks_of["worker"].variables if self.clocks else {}
-        self.worker = Process(
-            "worker", command, {**self.environment, **clock}, self.folder / "worker.log"
-        )
+        # Not a copy: a test may give the world other fleets, and start the worker again.
+        environment = ChainMap(dict(clock), self.environment)
+        self.worker = Process("worker", command, environment, self.folder / "worker.log")
         try:
             await self.places.serve(port)
             await self.server.start()
