@@ -171,21 +171,39 @@ time.sleep(600)
 """
 
 
+WALKED = [
+    ("Relaunch", "RESTART_IN_PLACE", True),
+    ("Relaunch", "RESTART_IN_PLACE", True),
+    ("Examine", None, False),
+    ("Relaunch", "REPLACE_NODE", True),
+]
+
+
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("changes", "then"),
+    [
+        pytest.param(
+            {},
+            # Each launch ended at once with the same error, the last one without the node that all
+            # others had named: `startup_stop`.
+            [("Stop", None, False)],
+            id="by its start-up errors",
+        ),
+        pytest.param(
+            {"startup_stop": "off"},
+            [*WALKED[:3], ("Stop", None, False)],
+            id="by its whole ladder",
+        ),
+    ],
+)
 async def test_default_restarts_examines_replaces_then_blames_the_code(
-    world: World,
+    world: World, changes: dict[str, Any], then: list[tuple[str, str | None, bool]]
 ) -> None:
-    job = await world.submit(command=[world.python, "-S", "-c", RAISES_ON_RANK_1])
+    job = await world.submit(
+        command=[world.python, "-S", "-c", RAISES_ON_RANK_1], policy=chaos_policy(**changes)
+    )
     decisions = await ended(job, "FAILED")
-    assert decisions == [
-        ("Relaunch", "RESTART_IN_PLACE", True),
-        ("Relaunch", "RESTART_IN_PLACE", True),
-        ("Examine", None, False),
-        ("Relaunch", "REPLACE_NODE", True),
-        ("Relaunch", "RESTART_IN_PLACE", True),
-        ("Relaunch", "RESTART_IN_PLACE", True),
-        ("Examine", None, False),
-        ("Stop", None, False),
-    ]
+    assert decisions == [*WALKED, *then]
     state = await job.state()
     assert (state.slots[0].node, state.slots[1].node, state.avoided) == ("n1", "n3", ())
