@@ -59,7 +59,7 @@ async def finish(world: World, job: Job) -> None:
 
 
 @pytest.mark.long
-async def test_a_gang_whose_state_was_removed_is_stopped_before_its_restart(
+async def test_a_gang_whose_state_was_removed_restarts_in_place(
     world: World,
 ) -> None:
     job = await running(world, {})

@@ -86,7 +86,7 @@ async def until_event(handle: WorkflowHandle[Sweeper, None], kind: EventType.Val
 
 
 @pytest.mark.long
-async def test_a_query_before_a_workflow_task_leaves_a_history_that_can_be_replayed(
+async def test_a_query_before_its_task_leaves_a_replayable_history(
     server: Client,
 ) -> None:
     queue = f"q-{uuid.uuid4().hex[:8]}"
