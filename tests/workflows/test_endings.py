@@ -103,7 +103,14 @@ def at_once(name: str) -> Policy:
     # Each ladder is to be walked to its end, whatever the other limits say.
     limits = {"no_progress_stop": "off", "startup_stop": "off", "max_restarts": GENERATIONS}
     # After a rank that exits with 0 nothing else happens in these scripts: five minutes of waiting.
-    times = rules.timeouts.model_copy(update={"exit_barrier": timedelta(seconds=0.5)})
+    # And no node is ever silent here, but a busy machine may hold back the heartbeats of all.
+    times = rules.timeouts.model_copy(
+        update={
+            "exit_barrier": timedelta(seconds=0.5),
+            "heartbeat": timedelta(seconds=5),
+            "lost_after": timedelta(minutes=3),
+        }
+    )
     return rules.model_copy(update={**limits, "causes": causes, "timeouts": times})
 
 
