@@ -2,7 +2,7 @@
 
 To answer a query, sdk-core applies also the events that no workflow task has begun with yet, at the
 time of the task before, and sends what the workflow then orders with the next task. Such a history
-cannot be replayed: docs/decisions/0048-events-that-come-with-a-query.md.
+cannot be replayed: docs/decisions/0049-events-that-come-with-a-query.md.
 """
 
 from __future__ import annotations
