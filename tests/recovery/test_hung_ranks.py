@@ -24,6 +24,7 @@ from relaunch.evidence.hung_ranks import (
     RankStreak,
     find_hung_ranks,
     follow_ranks,
+    is_any_cut_off,
     is_any_idle,
     is_standstill,
     list_groups,
@@ -518,6 +519,13 @@ def on_network(number: int, *stuck: str) -> RankLook:
         addresses=(own,),
         stuck=tuple(StuckConnection(own, other) for other in stuck),
     )
+
+
+def test_one_silent_connection_between_ranks_is_a_cut() -> None:
+    silent = (on_network(0), on_network(1, "10.0.0.2"), on_network(2))
+    outside = (on_network(0, "52.0.0.1"), on_network(1), on_network(2))
+    assert is_any_cut_off(watch(lambda _: silent, 1))
+    assert not is_any_cut_off(watch(lambda _: outside, 1))
 
 
 def test_the_rank_that_no_packet_reaches_is_named(snapshot: SnapshotAssertion) -> None:
