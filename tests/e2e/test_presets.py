@@ -191,7 +191,7 @@ WALKED = [
             id="by its start-up errors",
         ),
         pytest.param(
-            {"startup_stop": "off"},
+            {"startup_stop": "off", "no_progress_stop": "off"},
             [*WALKED[:3], ("Stop", None, False)],
             id="by its whole ladder",
         ),
