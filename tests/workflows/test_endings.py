@@ -108,6 +108,7 @@ def at_once(name: str) -> Policy:
         update={
             "exit_barrier": timedelta(seconds=0.5),
             "heartbeat": timedelta(seconds=5),
+            "fence_after": timedelta(seconds=10),
             "lost_after": timedelta(minutes=3),
         }
     )
