@@ -265,7 +265,7 @@ def make_worker(
     return runner.attach(worker)
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, build: str | None) -> None:
     """Work until SIGTERM or SIGINT; then hand over what is running and end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -275,19 +275,20 @@ async def serve(settings: Settings) -> None:
     client = await connect(settings.state)
     await ensure_namespace(client)
     fleets.set_server(await read_server_id(client))
-    build = settings.build or build_id()
-    handover = Handover(client, settings.task_queue, build)
     background = [
         asyncio.create_task(one)
-        for one in (handover.run(), *_make_background_tasks(client, fleets))
+        for one in (
+            *([Handover(client, settings.task_queue, build).run()] if build else []),
+            *_make_background_tasks(client, fleets),
+        )
     ]
     gc.freeze()
     gc.enable()
     try:
         async with make_worker(client, settings, fleets, build):
             logging.getLogger("relaunch").info(
-                "worker of build %s serves task queue %s, fleets %s",
-                build,
+                "worker of %s serves task queue %s, fleets %s",
+                f"build {build}" if build else "no build",
                 settings.task_queue,
                 ", ".join(fleets.specs),
             )
@@ -347,6 +348,7 @@ def main() -> int:
     parser.add_argument(
         "--show-settings", action="store_true", help="print every setting with its source, and end"
     )
+    parser.add_argument("--no-build", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     overrides = {
         "jobs": arguments.jobs,
@@ -369,7 +371,8 @@ def main() -> int:
         Runtime.set_default(
             Runtime(telemetry=telemetry, worker_heartbeat_interval=HEARTBEAT_INTERVAL)
         )
-        asyncio.run(serve(settings))
+        build = None if arguments.no_build else settings.build or build_id()
+        asyncio.run(serve(settings, build))
     except ConfigError as error:
         sys.stderr.write(f"relaunch-worker: {error}\n")
         return 2

@@ -181,7 +181,9 @@ async def serve(
     server = Keeper(
         "server", _make_server_command(service), environment, service.state / "server.log", say
     )
-    worker = Keeper("worker", [*RELAUNCH, "worker"], environment, service.state / "worker.log", say)
+    # The server of one job meets no other build, and to make one current takes it a second.
+    command = [*RELAUNCH, "worker", *(["--no-build"] if attended_job is not None else [])]
+    worker = Keeper("worker", command, environment, service.state / "worker.log", say)
     waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
     warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
     warming: asyncio.Task[None] | None = None
