@@ -32,6 +32,8 @@ from relaunch.workflows.replay import find_difference
 STARTING_INTERVAL_S = 0.2
 """Seconds between two looks until the server knows this worker's build and a current one. It limits
 how often it answers."""
+REGISTER_TIMEOUT_S = 60.0
+"""Seconds after which the server should have heard of this worker's build."""
 WAITING_INTERVAL_S = 2.0
 """Seconds between two looks while another build is current."""
 INTERVAL_S = 5.0
@@ -67,7 +69,7 @@ class Handover:
 
     async def run(self) -> None:
         """Look until cancelled. What the server refuses now is asked again with the next look."""
-        last = ""
+        last, began, has_warned = "", time.monotonic(), False
         while True:
             builds = Builds()
             try:
@@ -79,6 +81,15 @@ class Handover:
                 if not expected and str(error) != last:
                     last = str(error)
                     log.warning("the server does not say which builds it knows: %s", last)
+            is_late = time.monotonic() - began > REGISTER_TIMEOUT_S
+            if builds.known and builds.find(self.build) is None and is_late and not has_warned:
+                has_warned = True
+                log.warning(
+                    "the server does not take build %s: it knows %d, which may be all it keeps;"
+                    " delete old ones with `temporal worker deployment delete-version`",
+                    self.build,
+                    len(builds.known),
+                )
             await asyncio.sleep(self._choose_interval(builds))
 
     def _choose_interval(self, builds: Builds) -> float:

@@ -53,6 +53,8 @@ SERVER_OPTIONS = (
     # A cancelled activity is notified at once, not with its next heartbeat.
     ("--dynamic-config-value", "system.enableCancelActivityWorkerCommand=true"),
     ("--dynamic-config-value", "frontend.WorkerCommandsEnabled=true"),
+    # In a checkout each edit is another build; the default is 100, and nothing is forgotten then.
+    ("--dynamic-config-value", "matching.maxVersionsInDeployment=1000"),
 )
 
 
