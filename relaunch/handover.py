@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.builds import (
     GONE_AFTER,
+    HEARTBEAT_INTERVAL,
     Build,
     Builds,
     RunningWorkflow,
@@ -32,6 +33,8 @@ from relaunch.workflows.replay import find_difference
 STARTING_INTERVAL_S = 0.2
 """Seconds between two looks until the server knows this worker's build and a current one. It limits
 how often it answers."""
+UNHEARD_AFTER = HEARTBEAT_INTERVAL + timedelta(seconds=5)
+"""How long no worker of a build is heard before it counts as gone, though none was missed."""
 REGISTER_TIMEOUT_S = 60.0
 """Seconds after which the server should have heard of this worker's build."""
 WAITING_INTERVAL_S = 2.0
@@ -55,7 +58,6 @@ class _Silence:
     heard_at: datetime | None
     since: float
     """When it was first seen so, by this machine's monotonic clock: the server's may differ."""
-    looks: int = 1
 
 
 @dataclass(slots=True)
@@ -123,8 +125,6 @@ class Handover:
         known = self._silences.get(build.id)
         if known is None or known.heard_at != build.heard_at:
             self._silences[build.id] = _Silence(build.heard_at, time.monotonic())
-        else:
-            known.looks += 1
 
     def _replaces(self, ours: Build, current: Build) -> bool:
         """Return whether the current build has no worker any more, and ours is to replace it."""
@@ -135,13 +135,12 @@ class Handover:
     def _is_gone(self, build: Build) -> bool:
         """Return whether no worker of a build is left.
 
-        A server that was just restarted knows no worker until it is heard again, so one look is
-        not enough.
+        A worker that has just started, and any worker of a server that has, is first heard after an
+        interval.
         """
         seen = self._silences[build.id]
-        if seen.heard_at is None:
-            return seen.looks > 1
-        return time.monotonic() - seen.since > GONE_AFTER.total_seconds()
+        limit = UNHEARD_AFTER if seen.heard_at is None else GONE_AFTER
+        return time.monotonic() - seen.since > limit.total_seconds()
 
     async def _take_over(self, build: Build) -> None:
         """Have the workflows that another build works for move here."""

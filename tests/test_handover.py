@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 from temporalio.client import Client
 
-from relaunch.builds import GONE_AFTER, Build, Builds
-from relaunch.handover import RETURN_AFTER_S, Handover, _Silence
+from relaunch.builds import GONE_AFTER, HEARTBEAT_INTERVAL, Build, Builds
+from relaunch.handover import RETURN_AFTER_S, UNHEARD_AFTER, Handover, _Silence
 
 NOW = datetime(2026, 11, 24, tzinfo=UTC)
 HEARD, ENDED = NOW, None
@@ -19,25 +19,25 @@ NEW, EARLIER = None, NOW
 
 
 @pytest.mark.parametrize(
-    ("ours", "heard_at", "silent_s", "looks", "replaces"),
+    ("ours", "heard_at", "silent_s", "replaces"),
     [
-        (NEW, HEARD, 1.0, 9, False),
-        (NEW, HEARD, GONE_AFTER.total_seconds() + 1, 9, True),
-        # It ended in order; a server that was just restarted has heard of none either.
-        (NEW, ENDED, 0.0, 1, False),
-        (NEW, ENDED, 2.0, 2, True),
+        (NEW, HEARD, 1.0, False),
+        (NEW, HEARD, GONE_AFTER.total_seconds() + 1, True),
+        # It has just started, or so has the server: it is first heard after an interval.
+        (NEW, ENDED, HEARTBEAT_INTERVAL.total_seconds() + 1, False),
+        (NEW, ENDED, UNHEARD_AFTER.total_seconds() + 1, True),
         # It may only be restarting, and we be kept for a rollback.
-        (EARLIER, ENDED, 2.0, 2, False),
-        (EARLIER, HEARD, GONE_AFTER.total_seconds() + 1, 9, False),
-        (EARLIER, ENDED, RETURN_AFTER_S + 1, 9, True),
+        (EARLIER, ENDED, UNHEARD_AFTER.total_seconds() + 1, False),
+        (EARLIER, HEARD, GONE_AFTER.total_seconds() + 1, False),
+        (EARLIER, ENDED, RETURN_AFTER_S + 1, True),
     ],
 )
 def test_a_build_replaces_the_current_one_once_that_is_gone(
-    ours: datetime | None, heard_at: datetime | None, silent_s: float, looks: int, replaces: bool
+    ours: datetime | None, heard_at: datetime | None, silent_s: float, replaces: bool
 ) -> None:
     handover = Handover(cast(Client, None), "queue", "ours")
     current = Build("current", True, NOW, heard_at)
-    seen = _Silence(heard_at, time.monotonic() - silent_s, looks)
+    seen = _Silence(heard_at, time.monotonic() - silent_s)
     handover._silences["current"] = seen
     assert handover._replaces(Build("ours", False, ours, NOW), current) is replaces
 
